@@ -1,0 +1,74 @@
+"""`[inference]`: the vLLM servers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from trireme.config.section import Section
+
+
+class InferenceModel(Section):
+    """`[inference.model]`: the model as it is served; names are vLLM's."""
+
+    name: str | None = None
+    """Folder or hub name of the model; the run's `model.name` where not given."""
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """Precision of the engine; on CPU, `auto` is float32."""
+    max_model_len: PositiveInt | None = None
+    """Longest prompt plus completion in tokens; `seq_len` where not given, and never above it."""
+    enforce_eager: bool = False
+    """No CUDA graphs, no compilation; always so on CPU."""
+    enable_auto_tool_choice: bool = False
+    """Let the model decide when to call a tool (OpenAI routes)."""
+    tool_call_parser: str | None = None
+    """How tool calls are read from text: "hermes", …"""
+    reasoning_parser: str | None = None
+    """How thinking is read from text: "qwen3", "deepseek_r1", …"""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+
+class Parallel(Section):
+    """`[inference.parallel]`: GPUs of one server."""
+
+    tp: PositiveInt = 1
+    """Tensor parallelism."""
+    dp: PositiveInt | None = None
+    """Data parallelism; as many as the GPUs allow where not given."""
+
+
+class InferenceServer(Section):
+    """`[inference.server]`: where it listens."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; loopback where not given."""
+    port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port; `rl` finds a free one where not given, `inference` alone takes 8000."""
+
+
+class CpuEngine(Section):
+    """`[inference.cpu]`: an engine on a machine without a GPU."""
+
+    kv_cache_gib: PositiveInt = 1
+    """Memory for keys and values, in GiB."""
+    threads: PositiveInt | None = None
+    """OpenMP threads; the machine's cores where not given."""
+
+
+class InferenceConfig(Section):
+    """`[inference]`."""
+
+    model: InferenceModel = InferenceModel()
+    parallel: Parallel = Parallel()
+    server: InferenceServer = InferenceServer()
+    cpu: CpuEngine = CpuEngine()
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of each GPU's memory that the engine may take."""
+    max_num_seqs: PositiveInt = 256
+    """Most requests that the engine runs at once; more wait in its queue."""
+    args: dict[str, Any] = {}
+    """More arguments of vLLM's server, by its own names."""
+    start_timeout_s: PositiveFloat = 900.0
+    """How long the engine may take to come up."""
