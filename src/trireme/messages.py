@@ -1,0 +1,224 @@
+"""Every message that crosses a process boundary, in the order in which it travels.
+
+    environment worker <-> orchestrator    see `orchestrator/environments/wire.py` (JSON lines: workers lack this package)
+    orchestrator -> trainer                GetBatch asks, BatchReply answers
+    trainer -> orchestrator -> engines     PolicyReady, Go, PolicySent, Live
+    trainer -> orchestrator                Heartbeat, Done
+
+The trainer always asks and the orchestrator always answers, within a second, if only with `NotYet`. Every request
+can be sent again after a crash or a lost reply: the answer is the same. Versions count optimizer steps: version 0 is
+the base model, batch n is trained by version n and makes version n + 1.
+
+Shapes: T tokens of one sample, or of one packed row; S samples in a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+WIRE_VERSION = 1
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Per-token columns of one sample or of one packed row. A new per-token quantity is one line here.
+
+    Example:
+        Tokens(ids=[5, 9, 7], loss_mask=[0, 1, 1], logprobs=[0, -0.1, -2.3], advantages=[0, .5, .5], versions=[-1, 3, 4])
+    """
+
+    ids: np.ndarray  # [T] int32
+    loss_mask: np.ndarray  # [T] uint8: 1 where the policy sampled the token and it is trained on
+    logprobs: np.ndarray  # [T] float32: of the token under the policy that sampled it, 0 where the mask is 0
+    advantages: np.ndarray  # [T] float32
+    versions: np.ndarray  # [T] int32: the policy version that sampled it, -1 where the mask is 0
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+
+COLUMNS: dict[str, tuple[np.dtype, float]] = {
+    "ids": (np.dtype("int32"), 0),
+    "loss_mask": (np.dtype("uint8"), 0),
+    "logprobs": (np.dtype("float32"), 0.0),
+    "advantages": (np.dtype("float32"), 0.0),
+    "versions": (np.dtype("int32"), -1),
+}
+"""Type and padding value of each column of `Tokens`."""
+
+
+def build_tokens(**columns: Any) -> Tokens:
+    """Tokens from sequences of numbers, each column cast to its type."""
+    arrays = {name: np.asarray(columns[name], dtype=dtype) for name, (dtype, _) in COLUMNS.items()}
+    lengths = {name: len(array) for name, array in arrays.items()}
+    assert len(set(lengths.values())) == 1, f"columns of different lengths: {lengths}"
+    return Tokens(**arrays)
+
+
+def concat_tokens(parts: list[Tokens]) -> Tokens:
+    return Tokens(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS})
+
+
+class MicroBatch(msgspec.Struct, frozen=True):
+    """One packed row for one rank: samples one after the other; attention never crosses from one into the next."""
+
+    tokens: Tokens  # [T]
+    lengths: list[int]  # [S], sums to T
+    temperatures: list[float]  # [S]: the sampling temperature of each sample
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """What one tensor of the model looks like on the wire.
+
+    Example:
+        TensorSpec(name="model.layers.0.mlp.up_proj.weight", dtype="float32", shape=[512, 128])
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """A fixed prompt and what the trainer's weights say about it: an engine must say the same."""
+
+    ids: list[int]  # [T]
+    logprobs: list[float]  # [T - 1]: of ids[t + 1] after ids[:t + 1], at temperature 1
+
+
+# trainer -> orchestrator, and the answers
+
+
+class GetBatch(msgspec.Struct, frozen=True, tag=True):
+    """Rank `rank` of `world` asks for its share of batch `step`."""
+
+    run_id: str
+    step: int
+    rank: int
+    world: int
+
+
+class BatchReply(msgspec.Struct, frozen=True, tag=True):
+    """This rank's micro-batches. Every rank gets equally many; an empty one has one token and no loss.
+
+    Dividing by the whole batch's `loss_tokens`, not this rank's, gives the same gradient however it is split.
+    """
+
+    step: int
+    micro_batches: list[MicroBatch]
+    loss_tokens: int
+    num_rollouts: int
+
+
+class PolicyReady(msgspec.Struct, frozen=True, tag=True):
+    """The trainer has version `version` and would send it now."""
+
+    run_id: str
+    version: int
+    incarnation: str  # of the trainer process: another one means that the old connections are gone
+    specs: list[TensorSpec]
+    kind: str  # gloo | nccl | ipc | filesystem
+    host: str  # where the trainer's rendezvous listens
+    port: int
+
+
+class Go(msgspec.Struct, frozen=True, tag=True):
+    """The engines are paused and receive: send now, in group `epoch` of `world_size` ranks (the sender is 0)."""
+
+    version: int
+    epoch: int
+    world_size: int
+
+
+class PolicySent(msgspec.Struct, frozen=True, tag=True):
+    """All tensors of `version` have been sent. Engines must report these digests and agree with the probe."""
+
+    run_id: str
+    version: int
+    digests: dict[str, str]
+    probe: Probe
+    payload: dict[str, Any] = {}  # what a `pull` kind of transfer needs: a folder, or memory handles
+
+
+class Live(msgspec.Struct, frozen=True, tag=True):
+    """Every engine serves `version`, confirmed."""
+
+    version: int
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """What a process does and waits for, once a second."""
+
+    run_id: str
+    process: str
+    state: str
+    version: int
+    waits: list[str]
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """The trainer has finished `version` = max_steps and leaves."""
+
+    run_id: str
+    version: int
+
+
+class Ok(msgspec.Struct, frozen=True, tag=True):
+    """Noted."""
+
+
+class NotYet(msgspec.Struct, frozen=True, tag=True):
+    """Ask again; `note` says what is missing ("3 of 8 groups missing")."""
+
+    note: str
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """Asking again would not help."""
+
+    error: str
+
+
+Request = GetBatch | PolicyReady | PolicySent | Heartbeat | Done
+Reply = BatchReply | Go | Live | Ok | NotYet | Refusal
+
+
+# bytes
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, memoryview(np.ascontiguousarray(value)).cast("B")]
+    raise NotImplementedError(f"cannot send a {type(value)}")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        dtype, data = value
+        return np.frombuffer(data, dtype=np.dtype(dtype))
+    raise NotImplementedError(f"cannot receive a {kind}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_requests = msgspec.msgpack.Decoder(Request, dec_hook=_decode_array)
+_replies = msgspec.msgpack.Decoder(Reply, dec_hook=_decode_array)
+
+
+def encode(message: Any) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes) -> Request:
+    return _requests.decode(data)
+
+
+def decode_reply(data: bytes) -> Reply:
+    return _replies.decode(data)
+
+
+def decode_as(kind: Any, data: bytes) -> Any:
+    """For what is stored rather than sent."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)
