@@ -1,4 +1,7 @@
-"""Log-probabilities of the tokens of a row, and the entropy of the distributions that they came from."""
+"""Log-probabilities of sampled tokens, and the entropy of the distributions that they came from.
+
+K positions of a row whose next token counts, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,24 @@ _CHUNK = 1024
 
 
 def token_logprobs(
-    logits_TV: torch.Tensor, ids_T: torch.Tensor, temperature_T: torch.Tensor
+    logits_KV: torch.Tensor, targets_K: torch.Tensor, temperature_K: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprob of each token given those before it, at its sampling temperature, in float32.
+    """Logprob of each target at its sampling temperature, in float32.
 
     Args:
-        logits_TV: [T, V] the model's output; position t predicts token t + 1.
-        ids_T: [T] the row's tokens.
-        temperature_T: [T] of the sample that each token belongs to; 0 (greedy) counts as 1.
+        logits_KV: [K, V] the model's output at the position before each target.
+        targets_K: [K] int64 tokens.
+        temperature_K: [K] of the sample that each target belongs to; 0 (greedy) counts as 1.
 
     Returns:
-        [T] logprobs and [T] entropies (no gradient), both shifted to the token they speak of; position 0 is 0. The
-        first token of each packed sample gets a number without meaning: its loss mask is 0.
+        [K] logprobs and [K] entropies in nats (no gradient). In chunks: the normalised [K, V] is never whole.
     """
-    scale = torch.where(temperature_T > 0, temperature_T, torch.ones_like(temperature_T))
-    logprobs, entropies = [ids_T.new_zeros(1, dtype=torch.float32)], [ids_T.new_zeros(1, dtype=torch.float32)]
-    for start in range(0, len(ids_T) - 1, _CHUNK):
-        stop = min(start + _CHUNK, len(ids_T) - 1)
-        scaled = logits_TV[start:stop].float() / scale[start + 1 : stop + 1, None]
-        normalised = torch.log_softmax(scaled, dim=-1)
-        logprobs.append(normalised.gather(-1, ids_T[start + 1 : stop + 1, None]).squeeze(-1))
+    scale = torch.where(temperature_K > 0, temperature_K, torch.ones_like(temperature_K))
+    logprobs, entropies = [], []
+    for start in range(0, len(targets_K), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        normalised = torch.log_softmax(logits_KV[part].float() / scale[part, None], dim=-1)
+        logprobs.append(normalised.gather(-1, targets_K[part, None]).squeeze(-1))
         with torch.no_grad():
-            entropies.append(-(normalised.exp() * normalised).sum(-1))
+            entropies.append(torch.special.entr(normalised.exp()).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)

@@ -1,0 +1,81 @@
+"""Makes a small random Qwen3-architecture model with a tokenizer of single characters and a few words.
+
+    uv run python scripts/make_tiny_model.py FOLDER [--hidden 128] [--layers 3] [--seed 0]
+
+Characters keep the vocabulary (and so the head) tiny; the words are those of the instructions, so that prompts are
+short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+WORDS = ["system\n", "user\n", "assistant\n", "tool\n", "<reversed_text>", "</reversed_text>", "Reverse the text: "]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    characters = sorted(set(string.printable) - set("\r\x0b\x0c"))
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *WORDS, *characters, "\ufffd"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="\ufffd"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in WORDS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=hidden,
+        intermediate_size=hidden * 2,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.05,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, args.hidden, args.layers)
+    model.save_pretrained(args.folder)
+    tokenizer.save_pretrained(args.folder)
+    print(f"{args.folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
+
+
+if __name__ == "__main__":
+    main()

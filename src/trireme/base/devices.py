@@ -1,0 +1,59 @@
+"""What this machine has to compute with, found without importing torch (which takes seconds)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The GPUs and cores that a run may use.
+
+    Example:
+        Devices(gpus=("4", "5"), cores=64)  # CUDA_VISIBLE_DEVICES=4,5: GPU 0 of a configuration is the machine's 4
+    """
+
+    gpus: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES calls each: a number or a "GPU-…" name
+    cores: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.gpus)
+
+
+def detect_devices(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> Devices:
+    return Devices(gpus=_visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), _count_gpus(dev)), cores=_count_cores())
+
+
+def _count_gpus(dev: Path) -> int:
+    return sum(bool(re.fullmatch(r"nvidia\d+", entry.name)) for entry in dev.glob("nvidia*"))
+
+
+def _visible_gpus(visible: str | None, count: int) -> tuple[str, ...]:
+    """As CUDA reads the variable: unset shows all, and the list ends at the first entry that names no GPU."""
+    if visible is None:
+        return tuple(map(str, range(count)))
+    found: list[str] = []
+    for entry in visible.split(","):
+        if not _names_a_gpu(entry.strip(), count):
+            break
+        found.append(entry.strip())
+    return tuple(found)
+
+
+def _names_a_gpu(entry: str, count: int) -> bool:
+    return count > 0 and (entry.startswith(("GPU-", "MIG-")) or (entry.isdigit() and int(entry) < count))
+
+
+def _count_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may run on; a container's quota counts where it is smaller."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cgroup.read_text().split()
+        return max(1, min(allowed, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup v2, or the quota is "max"
+        return allowed

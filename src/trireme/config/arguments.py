@@ -1,0 +1,75 @@
+"""The grammar of the command line, before any meaning: files with `@`, flags with their words.
+
+Example:
+    rl @ a.toml --trainer @ t.toml --max-steps 20 --resume
+    # TypedFile("a.toml"), TypedFile("t.toml", scope=("trainer",)), TypedFlag(("max_steps",), ("20",)), …
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trireme.base.errors import ConfigError
+
+HELP = ("--help", "-h")
+
+
+@dataclass(frozen=True)
+class TypedFile:
+    name: str
+    scope: tuple[str, ...] = ()  # the table that the file fills; the whole run where empty
+
+
+@dataclass(frozen=True)
+class TypedFlag:
+    path: tuple[str, ...]
+    values: tuple[str, ...]  # the words after it, up to the next flag or file
+    name: str  # as typed, for messages
+
+
+def parse_arguments(argv: list[str]) -> list[TypedFile | TypedFlag]:
+    return list(_parse(list(argv)))
+
+
+def _parse(left: list[str]) -> Iterator[TypedFile | TypedFlag]:
+    scope: tuple[str, ...] = ()
+    while left:
+        word = left.pop(0)
+        if word.startswith("@"):
+            yield TypedFile(word[1:] or _file_name(left), scope)
+        elif not word.startswith("--"):
+            raise ConfigError(_stray(word))
+        elif left and left[0].startswith("@") and "=" not in word:
+            scope = _to_path(word)  # and of the files right after this one
+        else:
+            yield _parse_flag(word, left)
+            scope = ()
+
+
+def _file_name(left: list[str]) -> str:
+    if not left or left[0].startswith("--"):
+        raise ConfigError("`@` is the last word - expected a file after it. Write `@ config.toml`.")
+    return left.pop(0)
+
+
+def _parse_flag(word: str, left: list[str]) -> TypedFlag:
+    name, equals, value = word.partition("=")
+    values = [value] if equals else list(_take_values(left))
+    return TypedFlag(_to_path(name), tuple(values), name)
+
+
+def _take_values(left: list[str]) -> Iterator[str]:
+    while left and not left[0].startswith(("--", "@")) and left[0] not in HELP:
+        yield left.pop(0)
+
+
+def _to_path(name: str) -> tuple[str, ...]:
+    return tuple(name.removeprefix("--").replace("-", "_").split("."))
+
+
+def _stray(word: str) -> str:
+    if re.match(r"-\w", word):
+        return f"`{word}` is no flag that exists - flags begin with two dashes. See `--help` for all of them."
+    return f"`{word}` stands alone - expected `@ file` or `--key value`. If it is a file, write `@ {word}`."

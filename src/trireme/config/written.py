@@ -1,0 +1,136 @@
+"""Configurations on disk: how files are read, and how a resolved run is written and read back."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from trireme.base.errors import ConfigError
+from trireme.base.paths import atomic_write
+from trireme.config.run import RunConfig
+from trireme.config.section import Section
+
+Room = Literal["trainer", "orchestrator", "inference"]
+ROOMS: tuple[Room, ...] = ("trainer", "orchestrator", "inference")
+
+AnyConfig = TypeVar("AnyConfig", bound=Section)
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The content of a TOML or JSON file.
+
+    Raises: ConfigError where it is missing, unreadable, or not what its name says.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist - expected a TOML file. {_near(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}) - expected a TOML file. Check its name and rights.") from None
+    try:
+        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigError(_syntax_error(path, text, error)) from None
+
+
+def _near(path: Path) -> str:
+    beside = sorted(path.parent.glob("*.toml")) if path.parent.is_dir() else sorted(Path("configs").rglob("*.toml"))
+    names = {entry.name: entry for entry in beside}
+    near = [names[name] for name in get_close_matches(path.name, names, n=3, cutoff=0.5)] or beside[:5]
+    where = path.parent if path.parent.is_dir() else f"{path.parent}, a folder that does not exist either"
+    return f"Near it: {', '.join(map(str, near))}." if near else f"There are no TOML files in {where}."
+
+
+def _syntax_error(path: Path, text: str, error: ValueError) -> str:
+    kind = "JSON" if path.suffix == ".json" else "TOML"
+    place = re.search(r"line (\d+)", str(error))
+    number = int(place[1]) if place else text.count("\n") + 1
+    lines = text.splitlines() or [""]
+    line = lines[min(number, len(lines)) - 1].strip()
+    hint = " Text needs quotes." if "Invalid value" in str(error) else ""
+    return f"{path}, line {number}: not valid {kind} ({error}) - the line reads `{line}`. Correct it.{hint}"
+
+
+def write_run(config: Section, file: Path) -> None:
+    with atomic_write(file) as out:
+        out.write(json.dumps(config.model_dump(mode="json"), indent=2).encode() + b"\n")
+
+
+def read_run(root: type[AnyConfig], file: Path) -> AnyConfig:
+    """What `write_run` wrote; exactly that, nothing is derived again."""
+    try:
+        return root.model_validate(read_table(file))
+    except ValidationError as error:
+        raise ConfigError(
+            f"{file} is not a resolved configuration of this version ({error.error_count()} problems, the first: "
+            f"{error.errors()[0]['msg']} at {error.errors()[0]['loc']}). "
+            "It was written by another version, or by hand: start the run from its TOML file again."
+        ) from None
+
+
+def write_rooms(config: RunConfig, folder: Path, rooms: tuple[Room, ...] = ROOMS) -> list[Path]:
+    """`trainer.toml` and so on: each starts its process alone, as `uv run trainer @ trainer.toml`."""
+    files = {folder / f"{room}.toml": to_toml(room_table(config, room)) for room in rooms}
+    for file, text in files.items():
+        with atomic_write(file) as out:
+            out.write(text.encode())
+    return list(files)
+
+
+def room_table(config: RunConfig, room: Room) -> dict[str, Any]:
+    """One process's view: its own table on top, the run's keys beside it where it has none of that name."""
+    whole = config.model_dump(mode="json", exclude_none=True)
+    shared = {key: value for key, value in whole.items() if key not in ROOMS}
+    return shared | whole[room]
+
+
+def to_toml(table: dict[str, Any], above: str = "") -> str:
+    """The inverse of `tomllib.loads`. None, which TOML cannot say, is left out.
+
+    Example:
+        to_toml({"a": 1, "b": {"c": "x"}})  # 'a = 1\n\n[b]\nc = "x"\n'
+    """
+    present = {key: value for key, value in table.items() if value is not None}
+    lines = [f"{toml_key(key)} = {toml_value(value)}\n" for key, value in present.items() if not _is_table(value)]
+    return "".join(lines) + "".join(
+        text for key, value in present.items() if _is_table(value) for text in _tables(f"{above}{toml_key(key)}", value)
+    )
+
+
+def _tables(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield f"\n[{name}]\n" + to_toml(value, f"{name}.")
+        return
+    for item in value:
+        yield f"\n[[{name}]]\n" + to_toml(item, f"{name}.")
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or (
+        isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+    )
+
+
+def toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def toml_value(value: Any) -> str:
+    """As it would stand in a file; also how messages show a value."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, dict):
+        inner = ", ".join(f"{toml_key(str(key))} = {toml_value(item)}" for key, item in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    return "none" if value is None else str(value)

@@ -1,0 +1,118 @@
+"""Our end of the weight path inside vLLM: receives tensors, fingerprints and loads them, and reports what it did.
+
+One engine for all kinds (gloo, nccl, ipc, filesystem): a kind only decides where the tensors come from. vLLM's own
+`nccl` and `ipc` engines would do for the transport, but confirm nothing and need vLLM inside the trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from trireme.algo.digest import tensor_digest
+from trireme.base.faults import fault
+from trireme.inference.vllm_api import begin_reload, finish_reload, incomplete_layers, load_tied_head
+from trireme.messages import TensorSpec
+from trireme.transport.weights.kinds import Receiver, open_receiver
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Where and how to join; the same for all workers of all engines but for `rank_offset`."""
+
+    kind: str
+    host: str
+    port: int
+    epoch: int
+    rank_offset: int
+    world_size: int
+    bucket_bytes: int
+    timeout_s: float
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What will come: `TensorSpec`s as dictionaries, and the payload of kinds that are fetched."""
+
+    specs: list[dict[str, Any]]
+    payload: dict[str, Any] = field(default_factory=dict)
+
+
+class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Registered in vLLM as `--weight-transfer-config '{"backend": "trireme"}'`."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._receiver: Receiver | None = None
+        self._address: tuple | None = None
+        self.digests: dict[str, str] = {}
+        self.incomplete: list[str] = []
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self._open_receiver(init_info)
+        parallel = self.parallel_config
+        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._receiver.join(init_info.epoch, rank, init_info.world_size)
+
+    def _open_receiver(self, init_info: InitInfo) -> None:
+        address = (init_info.kind, init_info.host, init_info.port, init_info.epoch)
+        if self._receiver is not None and address == self._address:
+            return
+        self.shutdown()
+        self._receiver = open_receiver(
+            init_info.kind,
+            host=init_info.host,
+            port=init_info.port,
+            bucket_bytes=init_info.bucket_bytes,
+            timeout_s=init_info.timeout_s,
+            device=self.device,
+        )
+        self._address = address
+
+    def start_weight_update(self) -> None:
+        self.digests, self.incomplete = {}, []
+        begin_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        assert self._receiver is not None, "update_weights before init_weight_transfer_engine"
+        specs = msgspec.convert(update_info.specs, list[TensorSpec])
+        for name, tensor in self._receiver.tensors(specs, update_info.payload):
+            self.digests[name] = tensor_digest(tensor)
+            if name != fault("skip_tensor"):
+                self._load(name, tensor)
+
+    def _load(self, name: str, tensor: torch.Tensor) -> None:
+        # vLLM keeps what it is handed until a layer is whole: a view into the bucket would change under its hands.
+        own = tensor.clone()
+        self.model.load_weights([(name, own)])
+        if name.endswith("embed_tokens.weight") and self.model_config.hf_config.tie_word_embeddings:
+            load_tied_head(self.model, own)
+
+    def finish_weight_update(self) -> None:
+        self.incomplete = incomplete_layers(self.model)
+        finish_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to each of its workers (`--worker-extension-cls`), called through `/collective_rpc`."""
+
+    def trireme_weight_report(self) -> dict[str, Any]:
+        """What the last update brought: a digest per tensor, and the layers that it left incomplete."""
+        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return {"digests": engine.digests, "incomplete": engine.incomplete}

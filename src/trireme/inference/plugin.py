@@ -1,0 +1,11 @@
+"""What vLLM loads in each of its processes (entry point `vllm.general_plugins`)."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Adds our weight-transfer engine to vLLM's registry. vLLM may call this more than once per process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if "trireme" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("trireme", "trireme.inference.engines", "TriremeWeightEngine")

@@ -1,0 +1,98 @@
+"""vLLM's own server, started with what the run's configuration asks for."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from trireme.base.log import get_logger
+from trireme.config.run import RunConfig
+
+log = get_logger("inference")
+
+
+def serve(config: RunConfig) -> None:
+    """Runs until it is told to stop. Imports vLLM only here, after its environment is set."""
+    os.environ.update(environment(config))
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = server_arguments(config)
+    log.info("vllm serve %s", " ".join(arguments))
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    validate_parsed_serve_args(args)
+    uvloop.run(run_server(args))
+
+
+def environment(config: RunConfig) -> dict[str, str]:
+    """vLLM reads these when it is imported."""
+    settings = {
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights and pausing
+        "VLLM_PLUGINS": "trireme",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING" if config.log_level in ("warning", "error") else "INFO",
+    }
+    if config.device == "cpu":
+        settings |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(config.inference.cpu.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(config.inference.cpu.threads or os.cpu_count()),
+        }
+    return settings
+
+
+def server_arguments(config: RunConfig) -> list[str]:
+    """The command line of `vllm serve` for this run; `[inference.args]` comes last and wins."""
+    inference, model = config.inference, config.inference.model
+    arguments: dict[str, Any] = {
+        "model": model.name or config.model.name,
+        "host": inference.server.host,
+        "port": inference.server.port,
+        "dtype": model.dtype,
+        "max-model-len": model.max_model_len,
+        "max-num-seqs": inference.max_num_seqs,
+        "seed": config.seed,
+        "tensor-parallel-size": inference.parallel.tp,
+        "weight-transfer-config": '{"backend": "trireme"}',
+        "worker-extension-cls": "trireme.inference.engines.WorkerExtension",
+        "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
+        "enable-scale-out": True,  # /inference/v1/generate
+        "disable-uvicorn-access-log": True,
+        "trust-remote-code": model.trust_remote_code,
+        "enable-auto-tool-choice": model.enable_auto_tool_choice,
+        "tool-call-parser": model.tool_call_parser,
+        "reasoning-parser": model.reasoning_parser,
+        "enforce-eager": model.enforce_eager,
+        "data-parallel-size": inference.parallel.dp,
+    }
+    arguments |= _cpu_arguments(config) if config.device == "cpu" else _gpu_arguments(config)
+    arguments |= {name.replace("_", "-"): value for name, value in inference.args.items()}
+    return [part for name, value in arguments.items() for part in _flag(name, value)]
+
+
+def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"enforce-eager": True, "data-parallel-size": None}
+    if config.synchronous:
+        # A seeded request whose prefill is split kills this engine; synchronous runs are the ones that use seeds.
+        # Without prefix caching a request's arithmetic does not depend on what ran before it.
+        arguments |= {"enable-chunked-prefill": False, "enable-prefix-caching": False}
+        arguments["max-num-batched-tokens"] = max(8192, config.inference.model.max_model_len or config.seq_len)
+    return arguments
+
+
+def _gpu_arguments(config: RunConfig) -> dict[str, Any]:
+    return {"gpu-memory-utilization": config.inference.gpu_memory_utilization}
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """`--name value`; True and False as vLLM's `--name` and `--no-name`; None is left out."""
+    if value is None:
+        return []
+    if value is True:
+        return [f"--{name}"]
+    if value is False:
+        # Plain switches have no negative form: leaving them out is their False.
+        return [f"--no-{name}"] if name in ("enable-chunked-prefill", "enable-prefix-caching") else []
+    return [f"--{name}", str(value)]

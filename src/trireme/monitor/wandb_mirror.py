@@ -1,0 +1,154 @@
+"""Metrics to Weights & Biases as well. The run itself never talks to it: a thread follows `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trireme.base.errors import ConfigError
+from trireme.base.log import get_logger
+from trireme.base.paths import atomic_write
+from trireme.config.run import RunConfig
+from trireme.monitor.metrics import Row, merge_processes, read_metrics
+
+POLL_S = 2.0
+PATIENCE_S = 60.0  # how long a step waits for the other process's half
+FINISH_S = 30.0  # how long the end of a run may wait for uploads
+
+logger = get_logger("wandb")
+
+
+@contextmanager
+def open_wandb_mirror(config: RunConfig) -> Iterator[None]:
+    """Mirrors while open; does nothing without a `[wandb]` table.
+
+    Raises: ConfigError where wandb cannot start. Later failures are logged once and end only the mirror.
+    """
+    if config.wandb is None:
+        yield
+        return
+    mirror = _Mirror(config)
+    mirror.start()
+    try:
+        yield
+    finally:
+        mirror.close()
+
+
+class _Mirror:
+    """Logs each step once, when both processes have reported it.
+
+    `step` is an ordinary metric and the x axis of all others, because wandb's own counter refuses what comes out of
+    order (the orchestrator is ahead of the trainer; a resumed run trains steps again).
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._metrics = config.paths.metrics
+        self._bookmark = _Bookmark(config.paths.root / "wandb" / "mirror.json")
+        self._offset = self._bookmark.offset
+        self._pending: dict[int, _Pending] = {}
+        self._run = _init(config, self._bookmark.run_id)
+        self._bookmark.run_id = self._run.id
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="wandb-mirror", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(FINISH_S + POLL_S)
+        if self._thread.is_alive():
+            logger.warning(
+                f"wandb has not finished after {FINISH_S:.0f} s. What it has not sent lies in "
+                f"{self._bookmark.path.parent}: send it with `wandb sync`."
+            )
+
+    def _follow(self) -> None:
+        try:
+            while not self._closing.wait(POLL_S):
+                self._mirror(patience_s=PATIENCE_S)
+            self._mirror(patience_s=0)
+            self._run.finish()
+        except Exception as error:  # whatever wandb raises, training goes on
+            logger.warning(
+                f"wandb failed: {type(error).__name__}: {error}. Nothing more is sent there; training goes on and "
+                f"{self._metrics} has every number."
+            )
+
+    def _mirror(self, *, patience_s: float) -> None:
+        rows, self._offset = read_metrics(self._metrics, self._offset)
+        for row in rows:
+            self._pending.setdefault(row["step"], _Pending()).add(row)
+        for step in sorted(self._pending):
+            if self._pending[step].is_due(patience_s):
+                self._run.log(_payload(self._pending.pop(step).rows.values()))
+        if not self._pending:  # otherwise a mirror that is killed now would leave these rows out
+            self._bookmark.save(self._offset)
+
+
+class _Pending:
+    """What has been reported about one step and not been logged yet."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+        self.since = time.monotonic()
+
+    def add(self, row: Row) -> None:
+        self.rows[row["process"]] = self.rows.get(row["process"], {}) | row
+
+    def is_due(self, patience_s: float) -> bool:
+        return len(self.rows) > 1 or time.monotonic() - self.since >= patience_s
+
+
+def _payload(rows: Any) -> Row:
+    merged = merge_processes(rows)
+    return {name: value for name, value in merged.items() if value is not None and name not in ("process", "time_s")}
+
+
+class _Bookmark:
+    """Which wandb run this folder belongs to, and how far it has been sent: a resumed run continues its charts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        stored = json.loads(path.read_text()) if path.exists() else {}
+        self.run_id: str | None = stored.get("run_id")
+        self.offset: int = stored.get("offset", 0)
+
+    def save(self, offset: int) -> None:
+        if offset != self.offset or not self.path.exists():
+            self.offset = offset
+            with atomic_write(self.path) as file:
+                file.write(json.dumps({"run_id": self.run_id, "offset": offset}).encode())
+
+
+def _init(config: RunConfig, run_id: str | None) -> Any:
+    import wandb  # seconds to import, and only needed here
+
+    assert config.wandb is not None
+    config.paths.root.mkdir(parents=True, exist_ok=True)
+    try:
+        run = wandb.init(
+            project=config.wandb.project,
+            name=config.wandb.name or config.name,
+            mode=config.wandb.mode,
+            id=run_id,
+            resume="allow" if config.wandb.mode == "online" else None,
+            dir=config.paths.root,
+            config=config.model_dump(mode="json"),
+            settings=wandb.Settings(console="off", quiet=True, finish_timeout=FINISH_S),
+        )
+    except (wandb.errors.Error, OSError, TimeoutError) as error:
+        reason = str(error).rstrip(".")
+        raise ConfigError(
+            f"wandb could not start for project {config.wandb.project!r} (mode {config.wandb.mode}): {reason}. "
+            "Log in with `wandb login`, write to disk only with `--wandb.mode offline`, or leave `[wandb]` out."
+        ) from error
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run

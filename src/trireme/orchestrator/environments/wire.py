@@ -1,0 +1,209 @@
+"""What crosses between the orchestrator and an environment worker: JSON lines over a socket pair, in travel order.
+
+    orchestrator                         worker (its own interpreter, see the folder `worker/`)
+        Load   ------------------------>   imports the environment
+               <------------------------ Ready | Failed
+        Run    ------------------------>   starts a rollout
+               <------------------------ Ask      (one model turn)
+        Reply  ------------------------>
+               <------------------------ Done | Error
+        Cancel ------------------------>   (no answer)
+        Stop   ------------------------>   tears down and exits
+
+JSON because the worker has nothing but its standard library: here msgspec checks every field as it decodes, there
+`trireme_wire.py` reads dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+Split = Literal["train", "eval"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+ErrorKind = Literal["overlong_prompt", "cancelled", "engine"]
+
+
+class _Message(msgspec.Struct, tag_field="type"):
+    pass
+
+
+class Load(_Message, tag="load", kw_only=True):
+    """The first message: which environment this worker is for.
+
+    Example:
+        Load(module="reverse_text", args={"max_length": 8}, seed=7)
+    """
+
+    module: str  # a module's name, or the absolute path of a .py file
+    kind: Literal["auto", "verifiers", "plain"] = "auto"
+    args: dict[str, Any] = {}
+    seed: int = 0
+
+
+class RunTask(_Message, tag="run", kw_only=True):
+    """One rollout to run.
+
+    Example:
+        RunTask(task="0-17-3", split="train", index=17, sampling={"temperature": 1.0, "max_tokens": 128})
+    """
+
+    task: str  # the caller's name for it; on the wire the pool appends a number, so that no two attempts are mixed up
+    split: Split = "train"
+    index: int  # of the example in that split
+    attempt: int = 0
+    sampling: dict[str, Any] = {}  # wins over the environment's own sampling arguments
+    max_turns: int | None = None  # of the model; the environment's own limit may be lower
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A tool call that the model made.
+
+    Example:
+        ToolCall(id="call_1", name="add", arguments='{"a": 1, "b": 2}')
+    """
+
+    id: str
+    name: str
+    arguments: str  # as JSON text, unparsed: a model's mistake in it is the environment's to answer
+
+
+class Reply(_Message, tag="reply", kw_only=True, omit_defaults=True):
+    """The answer to an Ask: a model turn, or why there is none.
+
+    Token ids and logprobs are for environments that read them; what is trained on never passes through the worker.
+
+    Example:
+        Reply(content="cba", finish_reason="stop", prompt_ids=[5, 9], completion_ids=[7], logprobs=[-0.1])
+        Reply(error="The prompt has 530 tokens, the model takes 512.", error_kind="overlong_prompt")
+    """
+
+    call: str = ""  # filled in by the pool
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    finish_reason: FinishReason | None = None
+    prompt_ids: list[int] = []  # [P]
+    completion_ids: list[int] = []  # [C]
+    logprobs: list[float] = []  # [C]; -inf travels as null
+    error: str | None = None
+    error_kind: ErrorKind | None = None
+
+
+class Cancel(_Message, tag="cancel", kw_only=True):
+    """The rollout is no longer wanted. There is no answer."""
+
+    task: str
+
+
+class Stop(_Message, tag="stop", kw_only=True):
+    """Tear the environment down and exit."""
+
+
+class Ready(_Message, tag="ready", kw_only=True):
+    """The environment is loaded.
+
+    Example:
+        Ready(num_train=2000, num_eval=100, name="reverse-text", versions={"python": "3.11.7", "verifiers": "0.2.0"})
+    """
+
+    num_train: int  # 0 where it has only an evaluation set
+    num_eval: int  # 0 where it has none of its own: an eval run then reads the training set
+    name: str
+    versions: dict[str, str]
+
+
+class Failed(_Message, tag="failed", kw_only=True):
+    """The environment could not be loaded; the worker exits."""
+
+    error: str
+    traceback: str
+
+
+class Ask(_Message, tag="ask", kw_only=True):
+    """A rollout wants a model turn.
+
+    Example:
+        Ask(task="0-17-3", call="9", messages=[{"role": "user", "content": "Reverse: abc"}], sampling={})
+    """
+
+    task: str
+    call: str
+    messages: list[dict[str, Any]]  # OpenAI chat messages, text only; tool calls nested, their arguments as JSON text
+    tools: list[dict[str, Any]] | None = None  # OpenAI function tools
+    sampling: dict[str, Any]  # one flat dict: what OpenAI clients put into `extra_body` is merged in
+
+
+class Done(_Message, tag="done", kw_only=True):
+    """A rollout ended and was scored.
+
+    Example:
+        Done(task="0-17-3", reward=0.75, metrics={"num_turns": 1.0}, prompt=[...], completion=[...], example_id=17,
+             stop="max_turns_reached")
+    """
+
+    task: str
+    reward: float  # finite
+    metrics: dict[str, float]  # finite
+    prompt: list[dict[str, Any]]
+    completion: list[dict[str, Any]]  # the model's messages, and the environment's between them
+    answer: str | None = None
+    info: dict[str, Any] = {}
+    example_id: int | str
+    stop: str | None = None  # which of the environment's conditions ended it
+    truncated: bool = False  # the model ran out of tokens, or the conversation out of context
+
+
+class Error(_Message, tag="error", kw_only=True):
+    """A rollout failed: while it ran, or while it was scored. It has no reward.
+
+    Example:
+        Error(task="0-17-3", stage="score", error="ZeroDivisionError: division by zero", traceback="Traceback ...")
+    """
+
+    task: str
+    stage: Literal["rollout", "score"]
+    error: str
+    traceback: str
+
+
+ToWorker = Load | RunTask | Reply | Cancel | Stop
+FromWorker = Ready | Failed | Ask | Done | Error
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
+
+
+def encode(message: ToWorker) -> bytes:
+    """One line."""
+    return _ENCODER.encode(message) + b"\n"
+
+
+def decode(line: bytes) -> FromWorker:
+    return _DECODER.decode(line)
+
+
+class LineReader:
+    """Cuts what a stream socket delivers into whole messages.
+
+    Example:
+        reader = LineReader(on_message)
+        reader.feed(b'{"type":"done"')
+        reader.feed(b',...}\\n')  # on_message(Done(...))
+    """
+
+    def __init__(self, on_message: Callable[[FromWorker], None]) -> None:
+        self._on_message = on_message
+        self._partial = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        end = data.rfind(b"\n") + 1
+        if not end:
+            self._partial += data
+            return
+        lines = bytes(self._partial) + data[:end]
+        self._partial = bytearray(data[end:])
+        for line in lines.splitlines():
+            self._on_message(_DECODER.decode(line))

@@ -1,0 +1,149 @@
+"""Answers the orchestrator: one asyncio task per rollout, one future per model turn that is asked for."""
+
+import asyncio
+import random
+import socket
+import sys
+import traceback
+
+from trireme_loading import Adapter, load_adapter
+from trireme_rollout import Ask, EngineError, OverlongPrompt, RewardError, TurnCancelled
+from trireme_wire import Message, Wire
+
+
+class Server:
+    """One loaded environment and its rollouts under way."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._wire = Wire(self._receive)
+        self._rollouts: dict[str, asyncio.Task] = {}
+        self._turns: dict[str, asyncio.Future] = {}
+        self._num_calls = 0
+        self._stopped: asyncio.Future | None = None
+
+    @classmethod
+    def load(cls, request: Message) -> tuple["Server | None", Message]:
+        """The server and the `ready` message, or no server and the `failed` message.
+
+        Every worker of an environment seeds alike before it loads: example 17 must be the same one in each of them,
+        and after a restart, also where the environment draws its examples without a seed of its own.
+        """
+        _seed(request.get("seed", 0))
+        try:
+            adapter = load_adapter(request["module"], kind=request["kind"], args=request.get("args") or {})
+        except (Exception, SystemExit) as error:
+            return None, {"type": "failed", "error": _describe(error), "traceback": _traceback(error)}
+        return cls(adapter), {"type": "ready", **adapter.facts()}
+
+    async def serve(self, orchestrator: socket.socket, *, first: Message, unread: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        self._stopped = loop.create_future()
+        orchestrator.setblocking(False)
+        await loop.create_unix_connection(lambda: self._wire, sock=orchestrator)
+        self._wire.send(first)
+        if unread:
+            self._wire.data_received(unread)
+        await self._stopped
+
+    def _receive(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "reply":
+            self._pass_on(message)
+        elif kind == "run":
+            self._start(message)
+        elif kind == "cancel":
+            self._cancel(message["task"])
+        elif kind == "stop" and self._stopped and not self._stopped.done():
+            self._stopped.set_result(None)
+
+    def _start(self, message: Message) -> None:
+        rollout = asyncio.get_running_loop().create_task(self._run(message))
+        self._rollouts[message["task"]] = rollout  # held here: the event loop itself only keeps weak references
+
+    def _cancel(self, task: str) -> None:
+        if rollout := self._rollouts.get(task):
+            rollout.cancel()
+
+    def _pass_on(self, reply: Message) -> None:
+        turn = self._turns.get(reply["call"])
+        if turn is not None and not turn.done():  # the rollout may have given up waiting
+            turn.set_result(reply)
+
+    async def _run(self, request: Message) -> None:
+        task = request["task"]
+        try:
+            result = await self._adapter.rollout(request, self._asker(task))
+            self._wire.send({"type": "done", "task": task, **result})
+        except RewardError as error:
+            self._report(task, "score", error.__cause__ or error)
+        except (Exception, SystemExit) as error:  # an environment that calls `exit()` must not end the others
+            self._report(task, "rollout", error)
+        except asyncio.CancelledError as error:
+            if not _cancelled_from_outside():  # or the orchestrator waits for no answer
+                self._report(task, "rollout", error)
+        finally:
+            self._rollouts.pop(task, None)
+
+    def _report(self, task: str, stage: str, error: BaseException) -> None:
+        self._wire.send(
+            {"type": "error", "task": task, "stage": stage, "error": _describe(error), "traceback": _traceback(error)}
+        )
+
+    def _asker(self, task: str) -> Ask:
+        async def ask(messages: list[dict], *, tools: list[dict] | None, sampling: dict) -> Message:
+            return await self._turn(task, messages, tools=tools, sampling=sampling)
+
+        return ask
+
+    async def _turn(self, task: str, messages: list[dict], *, tools: list[dict] | None, sampling: dict) -> Message:
+        self._num_calls += 1
+        call = str(self._num_calls)
+        answered = self._turns[call] = asyncio.get_running_loop().create_future()
+        self._wire.send(
+            {"type": "ask", "task": task, "call": call, "messages": messages, "tools": tools, "sampling": sampling}
+        )
+        try:
+            return _checked(await answered)
+        finally:
+            del self._turns[call]
+
+
+def _cancelled_from_outside() -> bool:
+    """Not so where a turn was refused (`TurnCancelled`, which `asyncio.wait_for` turns into a bare CancelledError)."""
+    running = asyncio.current_task()
+    return running is not None and running.cancelling() > 0
+
+
+def _checked(reply: Message) -> Message:
+    if error := reply.get("error"):
+        kinds = {"overlong_prompt": OverlongPrompt, "cancelled": TurnCancelled}
+        raise kinds.get(reply.get("error_kind", ""), EngineError)(error)
+    return reply
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    try:
+        import numpy
+    except ImportError:
+        return
+    numpy.random.seed(seed % 2**32)
+
+
+def _describe(error: BaseException) -> str:
+    """The error and what caused it: verifiers wraps everything in empty errors of its own.
+
+    Example: "ModelError: (no message) <- ValueError: an image in message 2 - ..."
+    """
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and len(chain) < 5:
+        chain.append(cause)
+        cause = cause.__cause__
+    return " <- ".join(f"{type(link).__name__}: {str(link) or '(no message)'}" for link in chain)
+
+
+def _traceback(error: BaseException) -> str:
+    print(text := "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    return text

@@ -1,0 +1,50 @@
+"""Tells the orchestrator once a second what this process does and waits for."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Iterator
+
+from trireme.base.waiting import Waits
+from trireme.messages import Heartbeat
+from trireme.transport.control import ControlClient
+
+INTERVAL_S = 1.0
+
+
+@dataclass
+class Activity:
+    """What the process says of itself."""
+
+    state: str = "starting"
+    version: int = 0
+
+
+@contextmanager
+def heartbeat(address: str, run_id: str, waits: Waits, activity: Activity) -> Iterator[None]:
+    """Beats from a thread of its own, so a long step does not look like death."""
+    stop = threading.Event()
+
+    def beat() -> None:
+        client = ControlClient(address, Waits("heartbeat"))
+        while not stop.wait(INTERVAL_S):
+            client.tell(
+                Heartbeat(
+                    run_id=run_id,
+                    process=waits.who,
+                    state=activity.state,
+                    version=activity.version,
+                    waits=[str(wait) for wait in waits.now()],
+                )
+            )
+        client.close()
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(timeout=2 * INTERVAL_S)

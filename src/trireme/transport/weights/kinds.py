@@ -1,0 +1,55 @@
+"""The one table of how weights can travel: name -> the two ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Iterable, Iterator, Protocol
+
+import torch
+
+from trireme.messages import TensorSpec
+
+PULLED = frozenset({"filesystem", "ipc"})
+"""Kinds whose engines fetch after the trainer has finished sending; with the others they receive meanwhile."""
+
+
+class Sender(Protocol):
+    def join(self, epoch: int, world_size: int) -> None: ...
+    def send(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> dict: ...
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    def join(self, epoch: int, rank: int, world_size: int) -> None: ...
+    def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def close(self) -> None: ...
+
+
+def open_sender(kind: str, *, host: str, port: int, folder: Path, bucket_bytes: int, timeout_s: float) -> Sender:
+    if kind == "filesystem":
+        from trireme.transport.weights.filesystem import FilesystemSender
+
+        return FilesystemSender(folder, bucket_bytes=bucket_bytes)
+    if kind == "ipc":
+        from trireme.transport.weights.ipc import IpcSender
+
+        return IpcSender()
+    from trireme.transport.weights.collective import CollectiveSender
+
+    return CollectiveSender(kind, host, port, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+
+
+def open_receiver(
+    kind: str, *, host: str, port: int, bucket_bytes: int, timeout_s: float, device: torch.device
+) -> Receiver:
+    if kind == "filesystem":
+        from trireme.transport.weights.filesystem import FilesystemReceiver
+
+        return FilesystemReceiver(device)
+    if kind == "ipc":
+        from trireme.transport.weights.ipc import IpcReceiver
+
+        return IpcReceiver()
+    from trireme.transport.weights.collective import CollectiveReceiver
+
+    return CollectiveReceiver(kind, host, port, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
