@@ -70,6 +70,10 @@ class MicroBatch(msgspec.Struct, frozen=True):
     temperatures: list[float]  # [S]: the sampling temperature of each sample
 
 
+PULLED_KINDS = frozenset({"filesystem", "ipc"})
+"""Kinds of weight transfer whose engines fetch after all has been sent; with the others they receive meanwhile."""
+
+
 class TensorSpec(msgspec.Struct, frozen=True):
     """What one tensor of the model looks like on the wire.
 
@@ -119,6 +123,7 @@ class PolicyReady(msgspec.Struct, frozen=True, tag=True):
     run_id: str
     version: int
     incarnation: str  # of the trainer process: another one means that the old connections are gone
+    attempt: int  # counts up when a transfer broke; the same number asks about the same attempt
     specs: list[TensorSpec]
     kind: str  # gloo | nccl | ipc | filesystem
     host: str  # where the trainer's rendezvous listens
@@ -138,6 +143,7 @@ class PolicySent(msgspec.Struct, frozen=True, tag=True):
 
     run_id: str
     version: int
+    attempt: int
     digests: dict[str, str]
     probe: Probe
     payload: dict[str, Any] = {}  # what a `pull` kind of transfer needs: a folder, or memory handles

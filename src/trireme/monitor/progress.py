@@ -23,6 +23,7 @@ class ProcessState(NamedTuple):
     name: str
     state: str
     log: Path
+    log_start: int = 0  # byte of the log at which this run of the process begins
 
 
 class StatusWait(msgspec.Struct, frozen=True):
@@ -111,10 +112,10 @@ class Progress:
         if self._session is not None:
             self._session.append((row["step"], row.get("time_s") or 0.0))
 
-    def take_completed(self) -> list[int]:
-        """Batch numbers trained since the last call; the newest only once the orchestrator has reported it too."""
+    def take_completed(self, *, final: bool = False) -> list[int]:
+        """Batch numbers trained since the last call; the newest only once the orchestrator too has reported it."""
         count = len(self._unreported)
-        if count and "orchestrator" not in self.steps[self._unreported[-1]]:
+        if count and not final and "orchestrator" not in self.steps[self._unreported[-1]]:
             count -= 1
         taken, self._unreported = self._unreported[:count], self._unreported[count:]
         return taken
@@ -147,13 +148,12 @@ class Progress:
         return found
 
     def step_seconds(self, step: int) -> float | None:
-        """How long a training step took, from the end of the one before it to its own end."""
-        rows = [self.steps.get(number, {}).get("trainer", {}) for number in (step - 1, step)]
-        if rows[1].get("time/step") is not None:
-            return rows[1]["time/step"]
-        if None in (times := [row.get("time_s") for row in rows]):
-            return None
-        return max(0.0, times[1] - times[0])
+        """How long a training step took: as reported, or from the end of the one before it to its own end."""
+        reported = self.steps.get(step, {}).get("trainer", {}).get("time/step")
+        if reported is not None:
+            return reported
+        ends = dict(self._session or ())
+        return ends[step] - ends[step - 1] if step in ends and step - 1 in ends else None
 
     def eta_s(self) -> float | None:
         """Time left at the pace of the newest steps of this session."""

@@ -61,7 +61,7 @@ class Publisher:
         """
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                digests, payload = self._send(version)
+                digests, payload = self._send(version, attempt)
                 break
             except RuntimeError as error:
                 if self._world.size > 1 or attempt == ATTEMPTS:
@@ -69,14 +69,14 @@ class Publisher:
                 log.warning("sending version %d broke (attempt %d of %d): %s", version, attempt, ATTEMPTS, error)
         probe = self._probe()
         if self._control is not None:
-            self._confirm(version, digests, probe, payload)
+            self._confirm(version, attempt, digests, probe, payload)
 
-    def _send(self, version: int) -> tuple[dict[str, str], dict]:
+    def _send(self, version: int, attempt: int) -> tuple[dict[str, str], dict]:
         if self._sender is None:
             for _ in full_tensors(self._model, self._dtype):
                 pass
             return {}, {}
-        go = self._await_go(version)
+        go = self._await_go(version, attempt)
         self._sender.join(go.epoch, go.world_size)
         digests: dict[str, str] = {}
         return digests, self._sender.send(self._specs, self._digested(digests))
@@ -86,12 +86,13 @@ class Publisher:
             digests[name] = tensor_digest(tensor)
             yield tensor
 
-    def _await_go(self, version: int) -> Go:
+    def _await_go(self, version: int, attempt: int) -> Go:
         assert self._control is not None
         ready = PolicyReady(
             run_id=self._config.run_id,
             version=version,
             incarnation=self._incarnation,
+            attempt=attempt,
             specs=self._specs,
             kind=self._config.weight_broadcast.type,
             host=self._config.ports.host,
@@ -102,10 +103,15 @@ class Publisher:
         assert isinstance(reply, Go), reply
         return reply
 
-    def _confirm(self, version: int, digests: dict[str, str], probe: Probe, payload: dict) -> None:
+    def _confirm(self, version: int, attempt: int, digests: dict[str, str], probe: Probe, payload: dict) -> None:
         assert self._control is not None
         sent = PolicySent(
-            run_id=self._config.run_id, version=version, digests=digests, probe=probe, payload=payload
+            run_id=self._config.run_id,
+            version=version,
+            attempt=attempt,
+            digests=digests,
+            probe=probe,
+            payload=payload,
         )
         self._control.ask(
             sent,

@@ -45,7 +45,7 @@ AskPolicy = Callable[[Ask], Awaitable[Reply]]
 WORKER = Path(__file__).parent / "worker"
 LOAD_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
-MAX_RESTARTS = 5  # of a worker, in a row, without one finished rollout between them
+MAX_RESTARTS = 5  # of a worker, in a row, without one settled rollout between them
 LONGEST_BACKOFF_S = 30.0
 
 
@@ -65,8 +65,9 @@ class RolloutFailed(TriremeError):
 class WorkerDied(PeerDied):
     """The worker of this rollout ended. `is_only_suspect`: no other rollout has seen as many deaths as this one."""
 
-    def __init__(self, reason: str, *, is_only_suspect: bool) -> None:
+    def __init__(self, reason: str, *, worker: EnvironmentWorker, is_only_suspect: bool) -> None:
         super().__init__(reason)
+        self.worker = worker
         self.is_only_suspect = is_only_suspect
 
 
@@ -137,6 +138,7 @@ class Environment:
                     return await self._attempt(task, ask, num_deaths=num_deaths)
                 except WorkerDied as death:
                     if num_deaths and death.is_only_suspect:
+                        death.worker.num_settled += 1
                         raise _drop(num_deaths + 1, death) from death
         raise AssertionError("unreachable")
 
@@ -181,10 +183,11 @@ class Environment:
 
     async def _keep_alive(self, worker: EnvironmentWorker) -> None:
         """Waits for the worker's death; restarts it, with a longer pause each time. Ends when it has died too often."""
-        num_restarts_in_a_row = 0
+        num_restarts_in_a_row = num_settled = 0
         while True:
             reason = await worker.wait_for_death()
-            num_restarts_in_a_row = 0 if worker.num_finished else num_restarts_in_a_row
+            if worker.num_settled > num_settled:
+                num_restarts_in_a_row, num_settled = 0, worker.num_settled
             if num_restarts_in_a_row >= MAX_RESTARTS:
                 return self._give_up(worker, reason)
             log.warning("%s Restarting it (restart %d).", reason, self.num_restarts + 1)
@@ -217,7 +220,7 @@ class EnvironmentWorker:
         self.name = name
         self.is_ready = False
         self.is_abandoned = False
-        self.num_finished = 0  # since the last start
+        self.num_settled = 0  # rollouts that ended, or were found to be what killed it: what a restart must achieve
         self.log_file = log_file
         self._python = python
         self._load = load
@@ -243,7 +246,6 @@ class EnvironmentWorker:
 
         Raises: ConfigError with the last lines of what went wrong, and the log's path.
         """
-        self.num_finished = 0
         answer = self._answer = asyncio.get_running_loop().create_future()
         await self._spawn()
         self._send(self._load)
@@ -344,7 +346,7 @@ class EnvironmentWorker:
             if self._answer is not None and not self._answer.done():
                 self._answer.set_result(message)
         elif rollout := self._rollouts.get(message.task):
-            self.num_finished += not isinstance(message, Ask)
+            self.num_settled += not isinstance(message, Ask)
             message.task = rollout.task.task
             rollout.deliver(message)
 
@@ -357,7 +359,7 @@ class EnvironmentWorker:
         num_suspects = sum(rollout.num_deaths == most for rollout in self._rollouts.values())
         for rollout in list(self._rollouts.values()):
             is_only_suspect = num_suspects == 1 and rollout.num_deaths == most
-            rollout.deliver(WorkerDied(reason, is_only_suspect=is_only_suspect))
+            rollout.deliver(WorkerDied(reason, worker=self, is_only_suspect=is_only_suspect))
 
     async def _end(self, *, patience_s: float = 0.0) -> None:
         """Lets the process end by itself for a while, then kills what is left of it and its children, and reaps it."""
@@ -388,8 +390,8 @@ class EnvironmentWorker:
         return ConfigError(
             f"Environment {self._load.module!r} {what}. Last lines:\n"
             + "\n".join(f"  {line}" for line in lines)
-            + f"\nExpected its `load_environment(**{self._load.args!r})` to return an environment - correct it, or `args` - "
-            f"the whole log is {self.log_file}"
+            + f"\nExpected its `load_environment(**{self._load.args!r})` to return an environment - correct it, or "
+            f"`args`; the whole log is {self.log_file}"
         )
 
 

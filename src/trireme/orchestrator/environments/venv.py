@@ -201,34 +201,41 @@ def _build(venv: Path, source: EnvironmentSource, *, uv: str, log_file: Path) ->
     log.info("Installing environment %s into %s (once; log: %s)", source.id, venv, log_file)
     start = time.monotonic()
     shutil.rmtree(venv, ignore_errors=True)
-    python = ["--python", str(_python(venv))]
-    _run_uv([uv, "venv", "--no-project", "--python", sys.executable, str(venv)], source, log_file)
-    # Byte code is compiled once here: verifiers takes 4 s to import without, and each worker would pay it again.
-    _run_uv([uv, "pip", "install", "--compile-bytecode", *python, "--editable", "."], source, log_file)
+    # Run beside an empty uv.toml: uv would else take the nearest [tool.uv] above it, and trireme's pins exclude theirs.
+    beside = venv.parent
+    (beside / "uv.toml").touch()
+    _run_uv([uv, "venv", "--no-project", "--python", sys.executable, str(venv)], source, cwd=beside, log_file=log_file)
+    # Byte code is compiled once here: without it, each worker would take seconds more to import verifiers.
+    install = [uv, "pip", "install", "--compile-bytecode", "--python", str(_python(venv)), "--editable"]
+    _run_uv([*install, str(source.folder)], source, cwd=beside, log_file=log_file)
     with atomic_write(venv / COMPLETE) as file:
         file.write(f"{source.id}\n".encode())
     log.info("Installed environment %s in %.0f s", source.id, time.monotonic() - start)
 
 
-def _run_uv(command: list[str], source: EnvironmentSource, log_file: Path) -> None:
-    """Runs in the package's folder: there uv reads the package's own [tool.uv], and not trireme's version pins."""
-    log_file.parent.mkdir(parents=True, exist_ok=True)
+def _run_uv(command: list[str], source: EnvironmentSource, *, cwd: Path, log_file: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    log_file.parent.mkdir(parents=True, exist_ok=True)
     with open(log_file, "ab") as output:
         output.write(f"$ {' '.join(command)}\n".encode())
         output.flush()
         try:
             subprocess.run(
-                command, cwd=source.folder, env=variables, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, check=True, timeout=BUILD_TIMEOUT_S,
+                command, cwd=cwd, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                check=True, timeout=BUILD_TIMEOUT_S,
             )  # fmt: skip
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError) as error:
-            raise ConfigError(
-                f"Environment {source.id!r} could not be installed: {error}. Last lines:\n"
-                + "\n".join(f"  {line}" for line in last_lines(log_file, 12))
-                + f"\nExpected `{' '.join(command[:3])}` to succeed in {source.folder} - correct the dependencies in "
-                f"its pyproject.toml, or the network or package index that uv uses - the whole log is {log_file}."
-            ) from error
+            raise _install_error(source, error, log_file) from error
+
+
+def _install_error(source: EnvironmentSource, error: Exception, log_file: Path) -> ConfigError:
+    what = f"uv ended with code {error.returncode}" if isinstance(error, subprocess.CalledProcessError) else str(error)
+    return ConfigError(
+        f"Environment {source.id!r} could not be installed: {what}. Last lines:\n"
+        + "\n".join(f"  {line}" for line in last_lines(log_file, 12))
+        + f"\nExpected {source.folder} and its dependencies to install into an environment of their own - correct its "
+        f"pyproject.toml, or see that uv reaches its package index; the whole log is {log_file}"
+    )
 
 
 def _find_uv() -> str:

@@ -9,10 +9,6 @@ import torch
 
 from trireme.messages import TensorSpec
 
-PULLED = frozenset({"filesystem", "ipc"})
-"""Kinds whose engines fetch after the trainer has finished sending; with the others they receive meanwhile."""
-
-
 class Sender(Protocol):
     def join(self, epoch: int, world_size: int) -> None: ...
     def send(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> dict: ...

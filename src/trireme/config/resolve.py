@@ -1,0 +1,214 @@
+"""Fills in everything that follows from something else, so that `run.json` is explicit down to the last port.
+
+Each function answers for one group of keys and returns what to set; what users gave is never changed, except that GPU
+ids and parallelism mean nothing on CPU.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any, TypeVar
+
+from trireme.base.devices import Devices
+from trireme.config.orchestrator import Environment
+from trireme.config.run import Model, RunConfig
+from trireme.config.section import Section
+from trireme.config.sft import SftConfig
+from trireme.config.written import Room
+
+AnySection = TypeVar("AnySection", bound=Section)
+Values = dict[str, Any]  # dotted key -> value
+
+# Where separately started processes meet, when nobody says otherwise. `rl` takes free ports instead.
+KNOWN_PORTS = {"inference.server.port": 8000, "orchestrator.server.port": 8001, "ports.batches": 5555, "ports.weights": 5556}
+
+# One GPU holds both the engine and the trainer: the engine's share, unless users say otherwise.
+_SHARED_GPU_UTILIZATION = 0.4
+
+
+def resolve(config: RunConfig, devices: Devices, *, section: Room | None = None) -> RunConfig:
+    """The same run with nothing left open.
+
+    Args:
+        section: for a process started by its own command: its ports are then the documented ones, not free ones.
+    """
+    config = updated(config, _device(config, devices))
+    config = updated(config, _gpu_ids(config, devices, section))
+    for derived in (_models, _precision, _lengths, _environments):
+        config = updated(config, derived(config))
+    config = updated(config, _broadcast(config, alone=section is not None))
+    config = updated(config, _processes(config, devices))
+    return updated(config, _ports(config, section))
+
+
+def resolve_sft(config: SftConfig, devices: Devices) -> SftConfig:
+    device = config.device if config.device != "auto" else "cuda" if devices.gpus else "cpu"
+    ranks = config.num_ranks or (max(1, devices.num_gpus) if device == "cuda" else 1)
+    values: Values = {"device": device, "num_ranks": ranks}
+    values["model.name"] = config.model.name or Model().name
+    values["tokenizer.name"] = config.tokenizer.name or values["model.name"]
+    values["micro_batch_tokens"] = config.micro_batch_tokens or config.seq_len
+    values["threads"] = config.threads or max(1, devices.cores // ranks)
+    return updated(config, values)
+
+
+def updated(section: AnySection, values: Values) -> AnySection:
+    """A copy with other values at dotted keys."""
+    own = {key: value for key, value in values.items() if "." not in key}
+    for name in {key.partition(".")[0] for key in values if "." in key}:
+        below = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{name}.")}
+        own[name] = updated(getattr(section, name), below)
+    return section.model_copy(update=own)
+
+
+def _device(config: RunConfig, devices: Devices) -> Values:
+    """GPUs that were asked for by number are meant: without any here, that is for `rules` to refuse."""
+    if config.device != "auto":
+        return {}
+    return {"device": "cuda" if devices.gpus or _asks_for_gpus(config) else "cpu"}
+
+
+def _asks_for_gpus(config: RunConfig) -> bool:
+    asked = (config.inference_gpu_ids, config.trainer_gpu_ids, config.inference_gpus, config.trainer_gpus)
+    return any(value is not None for value in asked)
+
+
+def _gpu_ids(config: RunConfig, devices: Devices, section: Room | None) -> Values:
+    if config.device == "cpu":
+        return {"inference_gpu_ids": (), "trainer_gpu_ids": (), "inference_gpus": None, "trainer_gpus": None}
+    engines, trainer = _split_gpus(config, devices) if section is None else _own_gpus(config, devices, section)
+    return {"inference_gpu_ids": engines, "trainer_gpu_ids": trainer}
+
+
+def _own_gpus(config: RunConfig, devices: Devices, section: Room) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A process started alone takes all it can see, and knows nothing of the others'."""
+    engines, trainer = config.inference_gpu_ids or (), config.trainer_gpu_ids or ()
+    if section == "inference":
+        engines = engines or _take(config.inference_gpus or devices.num_gpus, devices)
+    if section == "trainer":
+        trainer = trainer or _take(config.trainer_gpus or devices.num_gpus, devices)
+    return engines, trainer
+
+
+def _split_gpus(config: RunConfig, devices: Devices) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Contiguous, engines first; a side that says nothing takes what the other leaves. A single GPU is shared."""
+    engines, trainer = config.inference_gpu_ids, config.trainer_gpu_ids
+    if engines is None:
+        engines = _take(config.inference_gpus or _engine_share(config, devices), devices, taken=trainer or ())
+    if trainer is None:
+        left = max(0, devices.num_gpus - len(engines))
+        trainer = _take(config.trainer_gpus or (left if devices.num_gpus > 1 else 1), devices, taken=engines)
+    return engines, trainer
+
+
+def _engine_share(config: RunConfig, devices: Devices) -> int:
+    """How many GPUs engines get when they did not say: what the trainer leaves, or half of all, rounded up."""
+    asked = len(config.trainer_gpu_ids) if config.trainer_gpu_ids is not None else config.trainer_gpus
+    return max(1, (devices.num_gpus + 1) // 2 if asked is None else devices.num_gpus - asked)
+
+
+def _take(count: int, devices: Devices, *, taken: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """The first `count` ids that are not taken; past the machine's own when it has too few, for `rules` to refuse."""
+    if devices.num_gpus == 1 and count == 1:
+        return (0,)
+    free = (number for number in range(count + len(taken) + max(taken, default=0)) if number not in taken)
+    return tuple(islice(free, count))
+
+
+def _models(config: RunConfig) -> Values:
+    """One name for all that do not have their own; the run's own name follows when only a process's is given."""
+    shared = config.model.name
+    if "name" not in config.model.model_fields_set:
+        shared = config.trainer.model.name or config.inference.model.name or shared
+    trained = config.trainer.model.name or shared
+    return {
+        "model.name": shared,
+        "trainer.model.name": trained,
+        "trainer.tokenizer.name": config.trainer.tokenizer.name or trained,
+        "inference.model.name": config.inference.model.name or shared,
+    }
+
+
+def _precision(config: RunConfig) -> Values:
+    on_cpu = config.device == "cpu" and config.inference.model.dtype == "auto"
+    dtype = "float32" if on_cpu else config.inference.model.dtype
+    exact = dtype == config.trainer.model.optimization_dtype == "float32"
+    tolerance = config.weight_broadcast.probe_tolerance or (1e-3 if exact else 0.5)
+    return {"inference.model.dtype": dtype, "weight_broadcast.probe_tolerance": tolerance}
+
+
+def _lengths(config: RunConfig) -> Values:
+    return {
+        "inference.model.max_model_len": config.inference.model.max_model_len or config.seq_len,
+        "trainer.micro_batch_tokens": config.trainer.micro_batch_tokens or config.seq_len,
+    }
+
+
+def _environments(config: RunConfig) -> Values:
+    values: Values = {"orchestrator.env": tuple(map(_named, config.orchestrator.env))}
+    if evaluation := config.orchestrator.eval:
+        longest = evaluation.sampling.max_tokens or config.orchestrator.sampling.max_tokens
+        values["orchestrator.eval.env"] = tuple(map(_named, evaluation.env))
+        values["orchestrator.eval.sampling.max_tokens"] = longest
+    return values
+
+
+def _named(environment: Environment) -> Environment:
+    return updated(environment, {"name": environment.name or environment.id})
+
+
+def _broadcast(config: RunConfig, *, alone: bool) -> Values:
+    """Processes that are started alone must come to the same answer, so there GPUs always mean nccl."""
+    if config.device == "cpu":
+        return {"weight_broadcast.type": "gloo"} if config.weight_broadcast.type == "auto" else {}
+    shared = not alone and set(config.trainer_gpu_ids or ()) == set(config.inference_gpu_ids or ())
+    values: Values = {}
+    if config.weight_broadcast.type == "auto":
+        values["weight_broadcast.type"] = "ipc" if shared else "nccl"
+    if shared and "gpu_memory_utilization" not in config.inference.model_fields_set:
+        values["inference.gpu_memory_utilization"] = _SHARED_GPU_UTILIZATION
+    return values
+
+
+def _processes(config: RunConfig, devices: Devices) -> Values:
+    ranks = config.trainer.num_ranks or max(1, len(config.trainer_gpu_ids or ()))
+    values: Values = {
+        "trainer.num_ranks": ranks,
+        "trainer.threads": config.trainer.threads or max(1, devices.cores // ranks),
+    }
+    if config.device == "cpu":
+        values |= {"inference.parallel.tp": 1, "inference.parallel.dp": 1}
+        values |= {"inference.cpu.threads": config.inference.cpu.threads or devices.cores}
+    else:
+        tp = config.inference.parallel.tp
+        engines = max(1, len(config.inference_gpu_ids or ()) // tp)
+        values |= {"inference.parallel.dp": config.inference.parallel.dp or engines}
+    return values
+
+
+def _ports(config: RunConfig, section: Room | None) -> Values:
+    """A port of 0, which the kernel would choose later, is chosen here: others must know it."""
+    given = {
+        "inference.server.port": config.inference.server.port,
+        "orchestrator.server.port": config.orchestrator.server.port,
+        "ports.batches": config.ports.batches,
+        "ports.weights": config.ports.weights,
+    }
+    if section:
+        return {key: KNOWN_PORTS[key] if port is None else port for key, port in given.items()}
+    open_keys = [key for key, port in given.items() if not port]
+    return dict(zip(open_keys, _free_ports(len(open_keys)), strict=True))
+
+
+def _free_ports(count: int) -> list[int]:
+    """All different, because each is held until all are found; free on every interface."""
+    with ExitStack() as held:
+        return [_hold_port(held.enter_context(socket.socket())) for _ in range(count)]
+
+
+def _hold_port(probe: socket.socket) -> int:
+    probe.bind(("", 0))
+    port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,461 @@
+"""Rules that span tables. Each is a small function that yields one message per problem; all are shown together.
+
+`check` holds for any load; `check_launch` adds what must be true of this machine, now, for the run to start.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from trireme.base.devices import Devices
+from trireme.base.processes import port_is_free
+from trireme.config.orchestrator import Environment, Sampling
+from trireme.config.problems import raise_together
+from trireme.config.run import RunConfig
+from trireme.config.section import Section
+from trireme.config.sft import SftConfig
+from trireme.config.written import ROOMS, Room
+
+Rule = Callable[[RunConfig, Devices], Iterator[str]]
+AnyConfig = TypeVar("AnyConfig", bound=Section)
+
+# Folders whose content is ours, never an owner on a hub.
+_LOCAL_FOLDERS = ("models", "outputs", "checkpoints", "weights")
+
+
+def check(config: RunConfig, devices: Devices, *, section: Room | None = None) -> None:
+    """Raises: ConfigError where the resolved configuration contradicts itself or asks for GPUs that are not there.
+
+    Args:
+        section: only what concerns this process, for its own command.
+    """
+    raise_together(problems(config, devices, section=section))
+
+
+def check_launch(config: RunConfig, devices: Devices, *, section: Room | None = None) -> None:
+    """Raises: ConfigError where the run could not start here and now, or contradicts itself."""
+    raise_together(
+        problems(config, devices, section=section) + launch_problems(config, devices, section=section)
+    )
+
+
+def problems(config: RunConfig, devices: Devices, *, section: Room | None = None) -> list[str]:
+    return _collect(_RULES, config, devices, section)
+
+
+def launch_problems(config: RunConfig, devices: Devices, *, section: Room | None = None) -> list[str]:
+    return _collect(_LAUNCH_RULES, config, devices, section)
+
+
+def _collect(
+    rules: tuple[tuple[Rule, tuple[Room, ...]], ...], config: RunConfig, devices: Devices, section: Room | None
+) -> list[str]:
+    concerned = (rule for rule, rooms in rules if section is None or section in rooms)
+    return [message for rule in concerned for message in rule(config, devices)]
+
+
+def _name_is_a_folder(config: RunConfig, _: Devices) -> Iterator[str]:
+    yield from _check_run_name(config.name)
+
+
+def _check_run_name(name: str | None) -> Iterator[str]:
+    if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
+        yield (
+            f'name = "{name}" - expected the plain name of a folder inside `output_dir`. '
+            "Write a name without `/`, and set `output_dir` for the rest."
+        )
+
+
+def _environments_are_given(config: RunConfig, _: Devices) -> Iterator[str]:
+    if not config.orchestrator.env:
+        yield (
+            "no environment is configured, so there is nothing to learn - expected at least one. "
+            'Add to the file:\n    [[orchestrator.env]]\n    id = "reverse-text"'
+        )
+
+
+def _environments_have_their_own_names(config: RunConfig, _: Devices) -> Iterator[str]:
+    evaluation = config.orchestrator.eval
+    for table, environments in (
+        ("orchestrator.env", config.orchestrator.env),
+        ("orchestrator.eval.env", evaluation.env if evaluation else ()),
+    ):
+        for name, count in Counter(environment.name or environment.id for environment in environments).items():
+            if count > 1:
+                yield (
+                    f'{count} tables `[[{table}]]` are called "{name}" - metrics need a name each. '
+                    f'Add `name = "{name}-2"` to one of them.'
+                )
+
+
+def _batch_holds_whole_groups(config: RunConfig, _: Devices) -> Iterator[str]:
+    batch, group = config.orchestrator.batch_size, config.orchestrator.rollouts_per_example
+    if batch % group:
+        below, above = batch // group * group, (batch // group + 1) * group
+        choices = f"{below} or {above}" if below else f"{above}"
+        yield (
+            f"batch_size must be divisible by rollouts_per_example: {batch} % {group} = {batch % group} - expected 0. "
+            f"Set `orchestrator.batch_size` to {choices}, or `orchestrator.rollouts_per_example` to one of "
+            f"{', '.join(map(str, _nearest_divisors(batch, group)))}."
+        )
+
+
+def _nearest_divisors(number: int, near: int) -> list[int]:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return sorted(sorted(divisors, key=lambda d: abs(d - near))[:2])
+
+
+def _context_fits_training(config: RunConfig, _: Devices) -> Iterator[str]:
+    longest = config.inference.model.max_model_len
+    if longest is not None and longest > config.seq_len:
+        yield (
+            f"seq_len must match or exceed max_model_len: seq_len = {config.seq_len}, "
+            f"inference.model.max_model_len = {longest} - longer rollouts could not be trained on. "
+            f"Set `seq_len = {longest}`, or `max_model_len = {config.seq_len}`."
+        )
+
+
+def _turns_fit_the_context(config: RunConfig, _: Devices) -> Iterator[str]:
+    longest = config.inference.model.max_model_len or config.seq_len
+    for table, sampling in _samplings(config):
+        if sampling.max_tokens is not None and sampling.max_tokens >= longest:
+            yield (
+                f"{table}.max_tokens = {sampling.max_tokens}, inference.model.max_model_len = {longest} - "
+                "expected fewer tokens per turn than the context, which holds the prompt too. "
+                f"Lower `{table}.max_tokens`, or raise `seq_len` and `max_model_len`."
+            )
+
+
+def _samplings(config: RunConfig) -> Iterator[tuple[str, Sampling]]:
+    yield "orchestrator.sampling", config.orchestrator.sampling
+    if config.orchestrator.eval:
+        yield "orchestrator.eval.sampling", config.orchestrator.eval.sampling
+
+
+def _sampling_is_said_once(config: RunConfig, _: Devices) -> Iterator[str]:
+    """vLLM would take one of the two and not say which."""
+    for table, sampling in _samplings(config):
+        for key in sorted(set(sampling.extra_body) & (set(Sampling.model_fields) - {"extra_body"})):
+            yield (
+                f"Duplicate sampling parameters: `{key}` is a key of `{table}` ({getattr(sampling, key)}) and stands in "
+                f"its `extra_body` too ({sampling.extra_body[key]}) - expected it once. "
+                f"Set `{table}.{key}` and remove it from `extra_body`."
+            )
+
+
+def _micro_batch_holds_a_sample(config: RunConfig, _: Devices) -> Iterator[str]:
+    yield from _check_micro_batch("trainer.micro_batch_tokens", config.trainer.micro_batch_tokens, config.seq_len)
+
+
+def _check_micro_batch(key: str, tokens: int | None, seq_len: int) -> Iterator[str]:
+    if tokens is not None and tokens < seq_len:
+        yield (
+            f"{key} = {tokens}, seq_len = {seq_len} - expected room for the longest sample. "
+            f"Set `{key}` to {seq_len} or more, or lower `seq_len`."
+        )
+
+
+def _lag_bounds_agree(config: RunConfig, _: Devices) -> Iterator[str]:
+    allowed, ahead = config.orchestrator.max_off_policy_steps, config.max_async_level
+    if allowed < ahead:
+        yield (
+            f"orchestrator.max_off_policy_steps = {allowed}, max_async_level = {ahead} - rollouts generated {ahead} "
+            f"steps ahead would all be too old to train on. Set `max_off_policy_steps` to {ahead} or more, "
+            f"or `max_async_level` to {allowed}."
+        )
+
+
+def _ports_differ(config: RunConfig, _: Devices) -> Iterator[str]:
+    used: dict[int, str] = {}
+    for key, _host, port in _ports(config):
+        if port and port in used:
+            yield (
+                f"{used[port]} = {port} and {key} = {port} - expected a port each. "
+                f"Remove one of them: `rl` finds free ports by itself."
+            )
+        used.setdefault(port, key)
+
+
+def _ports(config: RunConfig) -> list[tuple[str, str, int]]:
+    """Key, address and number of each port that is known."""
+    ports = (
+        ("inference.server.port", config.inference.server.host, config.inference.server.port),
+        ("orchestrator.server.port", config.orchestrator.server.host, config.orchestrator.server.port),
+        ("ports.batches", config.ports.host, config.ports.batches),
+        ("ports.weights", config.ports.host, config.ports.weights),
+    )
+    return [(key, host, port) for key, host, port in ports if port is not None]
+
+
+def _gpus_are_named_once(config: RunConfig, _: Devices) -> Iterator[str]:
+    for side, ids, count in _sides(config):
+        if count is not None and count != len(ids):
+            yield (
+                f"{side}_gpus = {count} and {side}_gpu_ids = {list(ids)} - expected one of the two. "
+                f"Remove `{side}_gpus`."
+            )
+        if len(set(ids)) < len(ids):
+            yield f"{side}_gpu_ids = {list(ids)} names a GPU twice - expected each once. Remove the second."
+
+
+def _sides(config: RunConfig) -> list[tuple[Room, tuple[int, ...], int | None]]:
+    return [
+        ("inference", config.inference_gpu_ids or (), config.inference_gpus),
+        ("trainer", config.trainer_gpu_ids or (), config.trainer_gpus),
+    ]
+
+
+def _inference_gpus_exist(config: RunConfig, devices: Devices) -> Iterator[str]:
+    yield from _check_gpus_exist(config, devices, "inference")
+
+
+def _trainer_gpus_exist(config: RunConfig, devices: Devices) -> Iterator[str]:
+    if devices.gpus or not config.inference_gpu_ids:  # said once is enough
+        yield from _check_gpus_exist(config, devices, "trainer")
+
+
+def _check_gpus_exist(config: RunConfig, devices: Devices, side: Room) -> Iterator[str]:
+    if config.device == "cpu":
+        return
+    ids = next(ids for name, ids, _ in _sides(config) if name == side)
+    if not devices.gpus:
+        yield (
+            f"GPUs were asked for (device = {config.device}, {side}_gpu_ids = {list(ids)}), and this machine shows none - "
+            "expected NVIDIA GPUs that CUDA_VISIBLE_DEVICES does not hide. "
+            "The same configuration runs on CPU with `--device cpu`; GPU ids are ignored there."
+        )
+        return
+    if not ids:
+        yield (
+            f"no GPU is left for {side}: inference has {list(config.inference_gpu_ids or ())}, trainer has "
+            f"{list(config.trainer_gpu_ids or ())}, {devices.num_gpus} visible - expected at least one. "
+            "Set `inference_gpus` and `trainer_gpus`, for example to "
+            f"{max(1, devices.num_gpus - 1)} and 1."
+        )
+    if absent := [number for number in ids if not 0 <= number < devices.num_gpus]:
+        yield (
+            f"{side}_gpu_ids = {list(ids)}: {absent} do not exist - {devices.num_gpus} GPUs are visible, "
+            f"0 to {devices.num_gpus - 1} (machine's own names: {', '.join(devices.gpus)}). "
+            "Name fewer, or run where there are more; `--device cpu` ignores them."
+        )
+
+
+def _gpus_do_not_overlap(config: RunConfig, _: Devices) -> Iterator[str]:
+    engines, trainer = set(config.inference_gpu_ids or ()), set(config.trainer_gpu_ids or ())
+    kind = config.weight_broadcast.type
+    if (both := sorted(engines & trainer)) and kind != "ipc":
+        yield (
+            f"inference_gpu_ids = {sorted(engines)} and trainer_gpu_ids = {sorted(trainer)} overlap in {both} - "
+            f'expected GPUs of their own each with weight_broadcast.type = "{kind}". '
+            'Separate them, or share all of them with `weight_broadcast.type = "ipc"`.'
+        )
+    if kind == "ipc" and config.device == "cuda" and engines != trainer:
+        yield (
+            f'weight_broadcast.type = "ipc" with inference_gpu_ids = {sorted(engines)} and '
+            f"trainer_gpu_ids = {sorted(trainer)} - ipc needs the trainer and its engine on one GPU. "
+            'Give both the same ids, or set `weight_broadcast.type = "nccl"`.'
+        )
+
+
+def _broadcast_fits_the_device(config: RunConfig, _: Devices) -> Iterator[str]:
+    kind = config.weight_broadcast.type
+    if config.device == "cpu" and kind in ("nccl", "ipc"):
+        yield (
+            f'weight_broadcast.type = "{kind}" with device = "cpu" - {kind} moves memory of GPUs. '
+            'Leave it out (`auto` takes gloo on CPU), or write "gloo" or "filesystem".'
+        )
+
+
+def _engines_use_their_gpus(config: RunConfig, _: Devices) -> Iterator[str]:
+    if config.device == "cpu" or not config.inference_gpu_ids:
+        return
+    tp, dp, gpus = config.inference.parallel.tp, config.inference.parallel.dp or 1, len(config.inference_gpu_ids)
+    if tp * dp != gpus:
+        fits = f"dp = {gpus // tp}" if gpus % tp == 0 else f"tp = {_nearest_divisors(gpus, tp)[-1]}"
+        yield (
+            f"inference.parallel.tp = {tp} x dp = {dp} takes {tp * dp} GPUs, and inference has {gpus} "
+            f"({list(config.inference_gpu_ids)}) - expected as many. Set `{fits}` under `[inference.parallel]`, "
+            f"or give inference {tp * dp} GPUs."
+        )
+
+
+def _ranks_have_a_gpu_each(config: RunConfig, _: Devices) -> Iterator[str]:
+    ranks, gpus = config.trainer.num_ranks or 1, len(config.trainer_gpu_ids or ())
+    if config.device != "cpu" and gpus and ranks != gpus:
+        yield (
+            f"trainer.num_ranks = {ranks}, and the trainer has {gpus} GPUs ({list(config.trainer_gpu_ids or ())}) - "
+            "expected one rank per GPU. Leave `trainer.num_ranks` out, or change `trainer_gpu_ids`."
+        )
+
+
+def _adapters_are_not_trained_yet(config: RunConfig, _: Devices) -> Iterator[str]:
+    if config.trainer.model.lora:
+        yield _no_adapters("trainer.model.lora")
+
+
+def _no_adapters(table: str) -> str:
+    return (
+        f"`[{table}]` is given, and adapters are not trained yet in this version - expected the whole model. "
+        f"Remove the table (or `--no-{table.replace('_', '-')}`) and take a learning rate about ten times lower."
+    )
+
+
+def _attention_runs_here(config: RunConfig, _: Devices) -> Iterator[str]:
+    yield from _check_attention("trainer.model.attn", config.trainer.model.attn, config.device)
+
+
+def _check_attention(key: str, attention: str, device: str) -> Iterator[str]:
+    if device == "cpu" and attention.startswith("flash"):
+        yield (
+            f'{key} = "{attention}" with device = "cpu" - FlashAttention runs on GPUs only. '
+            'Write "sdpa" (the default), "eager" or "flex_attention".'
+        )
+
+
+def _trainer_models_exist(config: RunConfig, _: Devices) -> Iterator[str]:
+    yield from _check_model("trainer.model.name", config.trainer.model.name)
+    if config.trainer.tokenizer.name != config.trainer.model.name:
+        yield from _check_model("trainer.tokenizer.name", config.trainer.tokenizer.name, holds="tokenizer_config.json")
+
+
+def _inference_model_exists(config: RunConfig, _: Devices) -> Iterator[str]:
+    if config.inference.model.name != config.trainer.model.name:
+        yield from _check_model("inference.model.name", config.inference.model.name)
+
+
+def _inference_model_exists_alone(config: RunConfig, _: Devices) -> Iterator[str]:
+    yield from _check_model("inference.model.name", config.inference.model.name)
+
+
+def _check_model(key: str, name: str | None, *, holds: str = "config.json") -> Iterator[str]:
+    """Names on a hub are left to the loading process: only it can know."""
+    if name is None or not looks_local(name) or (Path(name) / holds).exists():
+        return
+    what = f"has no {holds}" if Path(name).is_dir() else "does not exist"
+    yield (
+        f'{key} = "{name}": this folder {what} (looked in {Path.cwd()}) - expected a model as Hugging Face writes it. '
+        f"{_models_nearby(Path(name))}"
+    )
+
+
+def looks_local(name: str) -> bool:
+    """Whether a model's name means a folder. `owner/model` is a hub's, unless a folder `owner` is here.
+
+    Example:
+        looks_local("./tiny"), looks_local("models/tiny"), looks_local("Qwen/Qwen3-0.6B")  # True, True, False
+    """
+    first, _, rest = name.partition("/")
+    if name.startswith((".", "/", "~")) or rest.count("/") > 0 or Path(name).is_dir():
+        return True
+    return bool(rest) and (first in _LOCAL_FOLDERS or Path(first).is_dir())
+
+
+def _models_nearby(missing: Path) -> str:
+    folder = next((parent for parent in missing.parents if parent.is_dir()), Path("."))
+    found = sorted(str(file.parent) for file in folder.glob("*/config.json"))[:5]
+    return f"Found nearby: {', '.join(found)}." if found else "Check the name, or make or download the model first."
+
+
+def _environment_files_exist(config: RunConfig, _: Devices) -> Iterator[str]:
+    evaluation = config.orchestrator.eval
+    environments: tuple[Environment, ...] = config.orchestrator.env + (evaluation.env if evaluation else ())
+    for file in sorted({environment.id for environment in environments if environment.id.endswith(".py")}):
+        if not Path(file).is_file():
+            yield (
+                f'environment id = "{file}": there is no such file (looked in {Path.cwd()}) - expected a Python file '
+                "with `load_environment`. Check the path."
+            )
+
+
+def _port_rule(key: str) -> Rule:
+    def rule(config: RunConfig, _: Devices) -> Iterator[str]:
+        for name, host, port in _ports(config):
+            if name == key and port and not port_is_free(port, host):
+                yield (
+                    f"port {port} on {host} is in use, wanted for {_OWNERS[key]} ({key}) - expected a free one. "
+                    f"`lsof -i :{port}` shows who has it; or take another: "
+                    f"`--{key.replace('_', '-')} {_next_free_port(port, host)}`."
+                )
+
+    return rule
+
+
+_OWNERS = {
+    "inference.server.port": "the inference server",
+    "orchestrator.server.port": "the orchestrator's status server",
+    "ports.batches": "batches from the orchestrator to the trainer",
+    "ports.weights": "the meeting of trainer and engines",
+}
+
+
+def _next_free_port(port: int, host: str) -> int:
+    return next((number for number in range(port + 1, min(port + 50, 65536)) if port_is_free(number, host)), 0)
+
+
+# Each rule with the processes that it concerns when one of them is started alone.
+_RULES: tuple[tuple[Rule, tuple[Room, ...]], ...] = (
+    (_name_is_a_folder, ROOMS),
+    (_environments_are_given, ("orchestrator",)),
+    (_environments_have_their_own_names, ("orchestrator",)),
+    (_batch_holds_whole_groups, ("orchestrator",)),
+    (_context_fits_training, ROOMS),
+    (_turns_fit_the_context, ("orchestrator",)),
+    (_sampling_is_said_once, ("orchestrator",)),
+    (_micro_batch_holds_a_sample, ("trainer",)),
+    (_lag_bounds_agree, ("orchestrator",)),
+    (_ports_differ, ROOMS),
+    (_gpus_are_named_once, ("trainer", "inference")),
+    (_inference_gpus_exist, ("inference",)),
+    (_trainer_gpus_exist, ("trainer",)),
+    (_gpus_do_not_overlap, ()),
+    (_broadcast_fits_the_device, ROOMS),
+    (_engines_use_their_gpus, ("inference",)),
+    (_ranks_have_a_gpu_each, ("trainer",)),
+)
+
+_LAUNCH_RULES: tuple[tuple[Rule, tuple[Room, ...]], ...] = (
+    (_adapters_are_not_trained_yet, ("trainer",)),
+    (_attention_runs_here, ("trainer",)),
+    (_trainer_models_exist, ("trainer",)),
+    (_inference_model_exists, ()),
+    (_environment_files_exist, ("orchestrator",)),
+    (_port_rule("inference.server.port"), ("inference",)),
+    (_port_rule("orchestrator.server.port"), ("orchestrator",)),
+    (_port_rule("ports.batches"), ("orchestrator",)),
+    (_port_rule("ports.weights"), ("trainer",)),
+)
+
+
+def check_sft(config: SftConfig, devices: Devices) -> None:
+    """Raises: ConfigError where supervised training could not start."""
+    raise_together([*_sft_problems(config, devices)])
+
+
+def _sft_problems(config: SftConfig, devices: Devices) -> Iterator[str]:
+    yield from _check_run_name(config.name)
+    yield from _check_data(config)
+    yield from _check_model("model.name", config.model.name)
+    yield from _check_micro_batch("micro_batch_tokens", config.micro_batch_tokens, config.seq_len)
+    yield from _check_attention("model.attn", config.model.attn, config.device)
+    if config.model.lora:
+        yield _no_adapters("model.lora")
+    ranks = config.num_ranks or 1
+    if config.device == "cuda" and ranks > devices.num_gpus:
+        yield (
+            f'num_ranks = {ranks}, device = "cuda", and {devices.num_gpus} GPUs are visible - expected one GPU per rank. '
+            "Lower `num_ranks`, or run on CPU with `--device cpu`."
+        )
+
+
+def _check_data(config: SftConfig) -> Iterator[str]:
+    if config.data is None:
+        yield "no data is given - expected a .jsonl file of messages, or a folder of them. Write `--data file.jsonl`."
+    for key, path in (("data", config.data), ("validation", config.validation)):
+        if path is not None and not path.exists():
+            yield (
+                f'{key} = "{path}" does not exist (looked in {Path.cwd()}) - expected a .jsonl file or a folder of them. '
+                "Check the path."
+            )

@@ -1,0 +1,196 @@
+"""Every process that came from the ones we started, so that none of them outlives a run.
+
+Also a program: `python descendants.py LAUNCHER_PID` is the guard, which ends them when the launcher itself is killed.
+It is run as a file, with the standard library only, so that it is up in milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+MARKER = "TRIREME_PARENT"
+"""Environment variable of every process of a run: the launcher's pid."""
+
+GRACE_S = 10.0  # between SIGTERM and SIGKILL
+
+_PROC = Path("/proc")
+
+
+class Process(NamedTuple):
+    """A line of /proc. A pid alone names different processes over time; pid and start never do."""
+
+    pid: int
+    start: int  # clock ticks after boot
+    parent: int
+    session: int
+    zombie: bool
+
+
+def read_process(pid: int) -> Process | None:
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold spaces and brackets
+    return Process(pid, int(fields[19]), int(fields[1]), int(fields[3]), fields[0] in "ZX")
+
+
+def read_processes() -> dict[int, Process]:
+    pids = (int(name) for name in os.listdir(_PROC) if name.isdigit())
+    return {pid: process for pid in pids if (process := read_process(pid)) is not None}
+
+
+class Descendants:
+    """A record that only grows: a process whose parent has died cannot be found by walking down any more."""
+
+    def __init__(self) -> None:
+        self._starts: dict[int, int] = {}  # pid -> start
+        self._roots: set[int] = set()
+
+    def add_root(self, pid: int) -> Process | None:
+        """A process that we started as the leader of its own session, and have not reaped yet."""
+        process = read_process(pid)
+        if process is not None:
+            self._roots.add(pid)
+            self._starts[pid] = process.start
+        return process
+
+    def add(self, pid: int, start: int) -> None:
+        self._starts[pid] = start
+
+    def absorb(self, other: Descendants) -> None:
+        self._starts |= other._starts
+        self._roots |= other._roots
+
+    def forget_root(self, pid: int) -> None:
+        """After reaping it: its pid, and so its session's number, may be another's from now on."""
+        self._roots.discard(pid)
+
+    def scan(self, table: dict[int, Process] | None = None) -> list[Process]:
+        """Records what is below the recorded processes or in a root's session; returns what is new."""
+        table = read_processes() if table is None else table
+        below: dict[int, list[Process]] = defaultdict(list)
+        for process in table.values():
+            below[process.parent].append(process)
+        queue = [process for process in table.values() if self._is_ours(process)]
+        found = []
+        seen = set()
+        while queue:
+            process = queue.pop()
+            if process.pid in seen:
+                continue
+            seen.add(process.pid)
+            queue += below[process.pid]
+            if self._starts.get(process.pid) != process.start:
+                self._starts[process.pid] = process.start
+                found.append(process)
+        return found
+
+    def _is_ours(self, process: Process) -> bool:
+        return self._starts.get(process.pid) == process.start or process.session in self._roots
+
+    def scan_marked(self, launcher: int) -> None:
+        """Records what carries our mark: a process that left its parent and its session between two scans."""
+        mark = f"{MARKER}={launcher}".encode()
+        for process in read_processes().values():
+            if process.pid not in (launcher, os.getpid()) and mark in _environment(process.pid):
+                self._starts[process.pid] = process.start
+
+    def alive(self) -> list[Process]:
+        """Zombies are not."""
+        processes = (read_process(pid) for pid in self._starts)
+        return [p for p in processes if p is not None and not p.zombie and self._starts[p.pid] == p.start]
+
+    def send(self, number: signal.Signals) -> None:
+        for process in self.alive():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, number)
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:  # another user's, or gone
+        return []
+
+
+def end_all(descendants: Descendants, *, launcher: int | None, hurry: Callable[[], bool] = lambda: False) -> None:
+    """SIGTERM, patience (until `hurry`), SIGKILL; none of them is alive afterwards.
+
+    Args:
+        launcher: where given, all processes that carry its mark end too: the end of the whole run.
+    """
+    _scan(descendants, launcher)
+    descendants.send(signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    while descendants.alive() and time.monotonic() < deadline and not hurry():
+        time.sleep(0.05)
+    kill_all(descendants, launcher)
+
+
+def kill_all(descendants: Descendants, launcher: int | None) -> None:
+    """Until a scan finds nobody: who is killed may have started another a moment before."""
+    for _ in range(20):
+        _scan(descendants, launcher)
+        if not descendants.alive():
+            return
+        descendants.send(signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _scan(descendants: Descendants, launcher: int | None) -> None:
+    descendants.scan()
+    if launcher is not None:
+        descendants.scan_marked(launcher)
+
+
+class Guard:
+    """The launcher's end of the pipe to its guard. The kernel closes it, however the launcher ends."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, text=True, start_new_session=True
+        )
+
+    def watch(self, processes: Iterable[Process]) -> None:
+        self._tell("".join(f"{process.pid} {process.start}\n" for process in processes))
+
+    def dismiss(self) -> None:
+        assert self._process.stdin is not None
+        self._tell("done\n")
+        with suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _tell(self, lines: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # somebody killed the guard; the run does not depend on it
+            self._process.stdin.write(lines)
+            self._process.stdin.flush()
+
+
+def guard(launcher: int) -> None:
+    """Reads "PID START" lines from the launcher. An end of file without "done" means that it was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descendants = Descendants()
+    for line in sys.stdin:
+        if line.strip() == "done":
+            return
+        pid, start = line.split()
+        descendants.add(int(pid), int(start))
+    end_all(descendants, launcher=launcher)
+
+
+if __name__ == "__main__":
+    guard(int(sys.argv[1]))

@@ -1,0 +1,83 @@
+"""What a process's log tells a person: what it does while it comes up, and what it said last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+READ_BYTES = 128_000  # of a log's end that are looked at
+MAX_LINES = 24
+STACK_LINES = 12  # newest frames' lines of a traceback, or lines of a log without one
+
+STARTUP_PHASES = (
+    (re.compile(r"Application startup complete"), "ready"),
+    (re.compile(r"Capturing CUDA graph|Graph capturing"), "capturing CUDA graphs"),
+    (re.compile(r"torch\.compile|Compiling a graph"), "compiling"),
+    (re.compile(r"KV cache size|init engine"), "warming up"),
+    (re.compile(r"Starting to load model|Loading weights|Loading safetensors"), "loading the model"),
+)
+
+_TRACEBACK = "Traceback (most recent call last)"
+_ERROR = re.compile(r"error|Error|ERROR|exception|Exception|Fatal Python")
+_SYMPTOM = "root cause above"  # vLLM's server says this of its engine core, whose traceback comes before
+_NOISE = re.compile(
+    r"^\s*$|^\s*warnings\.warn\(|\w+Warning: |resource_tracker|leaked \w+ objects|destroy_process_group"
+    r"|\d+%\||\"(GET|POST) \S+ HTTP/1\.\d\" 2\d\d"
+    r"|Shutting down|Waiting for application shutdown|Finished server process"
+)
+# "(EngineCore pid=123) ERROR 01-02 03:04:05 [core.py:12] " of vLLM; "    | " of an exception group
+_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]+\] )?(?:\s*\| )?")
+
+
+def lines_since(log: Path, start: int = 0) -> list[str]:
+    """The newest lines after byte `start`, where this run of the process began to append."""
+    try:
+        with open(log, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(min(start, size), size - READ_BYTES))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def startup_phase(log: Path, start: int = 0) -> str:
+    """What a process that is coming up does now, as far as its log tells."""
+    for line in reversed(lines_since(log, start)):
+        for pattern, phase in STARTUP_PHASES:
+            if pattern.search(line):
+                return phase
+    return "starting"
+
+
+def last_words(log: Path, start: int = 0) -> list[str]:
+    """The lines that most likely say why a process ended: its last traceback, else around its last error, else its
+    last lines. Progress bars, access logs and shutdown chatter are left out."""
+    lines = [line for line in lines_since(log, start) if not _NOISE.search(line)]
+    tracebacks = [index for index, line in enumerate(lines) if _TRACEBACK in line]
+    if tracebacks:
+        return _shorten(lines[_telling(lines, tracebacks) :])
+    errors = [index for index, line in enumerate(lines) if _ERROR.search(line)]
+    tail = max(0, len(lines) - STACK_LINES)
+    if errors and errors[-1] < tail:
+        return [*lines[errors[-1] : min(errors[-1] + STACK_LINES, tail)], "…", *lines[tail:]]
+    return lines[tail:]
+
+
+def _telling(lines: Sequence[str], tracebacks: Sequence[int]) -> int:
+    """Where the last traceback begins, or the one before it where that is the cause."""
+    symptom = len(tracebacks) > 1 and any(_SYMPTOM in line for line in lines[tracebacks[-1] :])
+    return tracebacks[-2] if symptom else tracebacks[-1]
+
+
+def _shorten(lines: Sequence[str]) -> list[str]:
+    """A traceback with its oldest frames left out, and what follows its last line."""
+    end = next((i for i, line in enumerate(lines) if i and not _text(line).startswith((" ", "\t"))), len(lines) - 1)
+    frames = list(lines[1:end])
+    if len(frames) > STACK_LINES:
+        frames = ["  …", *frames[-STACK_LINES:]]
+    return [lines[0], *frames, *lines[end:]][:MAX_LINES]
+
+
+def _text(line: str) -> str:
+    return _PREFIX.sub("", line)

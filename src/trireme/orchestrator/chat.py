@@ -1,0 +1,148 @@
+"""Chat messages to token ids and back, without torch: `tokenizers` for the ids, `jinja2` for the template.
+
+`transformers` would do both, but imports torch with its tokenizers; a test holds this file to its results.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from trireme.base.errors import ConfigError
+
+FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json"]
+
+
+class ChatTokenizer:
+    """The tokenizer and chat template of one model."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(_existing(folder / "tokenizer.json")))
+        config = _read_json(folder / "tokenizer_config.json")
+        self._template = _compile_template(_template_text(folder, config))
+        self._names = {key: _token_text(config.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        self.stop_ids = _stop_ids(folder) | ({self._id_of(self._names["eos_token"])} - {None})
+
+    def _id_of(self, token: str | None) -> int | None:
+        return self._tokenizer.token_to_id(token) if token else None
+
+    def render(self, messages: list[dict[str, Any]], *, tools: list[dict] | None, generate: bool) -> str:
+        """The conversation as the model reads it; with `generate`, up to where the assistant begins."""
+        names = {key: text for key, text in self._names.items() if text is not None}
+        return self._template.render(
+            messages=[_for_template(message) for message in messages],
+            tools=tools or None,
+            add_generation_prompt=generate,
+            **names,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int], *, keep_special: bool = False) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=not keep_special)
+
+
+def open_chat_tokenizer(name: str) -> ChatTokenizer:
+    """From a folder, or from the hub (its small files only).
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = _download(name)
+    return ChatTokenizer(folder)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except Exception as error:
+        raise ConfigError(
+            f"The tokenizer {name!r} cannot be had: {type(error).__name__}: {error}\n"
+            "Expected a folder with tokenizer.json, or a hub name that this machine can reach. Set `model.name` to one."
+        ) from error
+
+
+def _existing(path: Path) -> Path:
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist - the tokenizer's fast form was expected there. "
+            "Save it with `AutoTokenizer.from_pretrained(...).save_pretrained(folder)`."
+        )
+    return path
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _template_text(folder: Path, config: dict[str, Any]) -> str:
+    file = folder / "chat_template.jinja"
+    text = file.read_text() if file.exists() else config.get("chat_template")
+    if isinstance(text, list):  # several named templates
+        text = next((entry["template"] for entry in text if entry["name"] == "default"), None)
+    if not text:
+        raise ConfigError(
+            f"The tokenizer in {folder} has no chat template - one was expected in chat_template.jinja or "
+            "tokenizer_config.json. Take an instruction-tuned model, or add a template to the folder."
+        )
+    return text
+
+
+def _compile_template(text: str) -> jinja2.Template:
+    """The environment that chat templates are written for: what transformers documents, no more."""
+
+    def fail(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = fail
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment.from_string(text)
+
+
+def _token_text(token: Any) -> str | None:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _stop_ids(folder: Path) -> set[int]:
+    """What ends a turn, as the engine reads it too."""
+    ids = _read_json(folder / "generation_config.json").get("eos_token_id")
+    if ids is None:
+        ids = _read_json(folder / "config.json").get("eos_token_id")
+    return set(ids) if isinstance(ids, list) else {ids} - {None}
+
+
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates expect text content and tool arguments as objects."""
+    out = dict(message)
+    if out.get("content") is None:
+        out["content"] = ""
+    if calls := out.get("tool_calls"):
+        out["tool_calls"] = [_parsed_call(call) for call in calls]
+    return out
+
+
+def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function", call))
+    if isinstance(arguments := function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(arguments)
+        except ValueError:
+            pass
+    return {"type": "function", "id": call.get("id"), "function": function}

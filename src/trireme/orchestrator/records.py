@@ -1,0 +1,90 @@
+"""What the orchestrator keeps of its work, in memory and in the journal.
+
+A rollout is one pass through an environment; a group is the rollouts of one example; a batch is what one optimizer step
+is trained on. Every rollout that was begun ends with exactly one fate: trained in a batch, or dropped for a reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from trireme.messages import Tokens
+
+
+class Rollout(msgspec.Struct):
+    """One finished rollout.
+
+    Example:
+        Rollout(group=12, place=3, attempt=0, env="reverse-text", example=417, reward=0.75, samples=[Tokens(...)])
+    """
+
+    group: int
+    place: int  # within the group
+    attempt: int
+    env: str
+    example: int  # index in the environment's training set
+    reward: float
+    samples: list[Tokens]
+    temperature: float
+    metrics: dict[str, float] = {}
+    prompt: list[dict[str, Any]] = []
+    completion: list[dict[str, Any]] = []
+    answer: str | None = None
+    truncated: bool = False
+    stop: str | None = None
+
+    @property
+    def oldest_version(self) -> int:
+        return min(int(sample.versions[sample.versions >= 0].min()) for sample in self.samples)
+
+
+class Dropped(msgspec.Struct):
+    """A rollout that is not trained on.
+
+    Example:
+        Dropped(group=12, place=3, attempt=0, env="reverse-text", example=417, reason="score: ValueError: no number")
+    """
+
+    group: int
+    place: int
+    attempt: int
+    env: str
+    example: int
+    reason: str
+
+
+class OpenGroup(msgspec.Struct, frozen=True):
+    """A group that was begun and is in no batch yet: begun anew by an orchestrator that restarts."""
+
+    id: int
+    env: str
+    example: int
+
+
+class Cursor(msgspec.Struct):
+    """How far an environment's examples have been handed out."""
+
+    epoch: int = 0
+    position: int = 0
+
+
+class State(msgspec.Struct):
+    """Everything that the orchestrator needs to go on after a batch."""
+
+    next_batch: int = 0
+    next_group: int = 0
+    cursors: dict[str, Cursor] = {}
+    open_groups: list[OpenGroup] = []
+    counters: dict[str, int] = {}
+
+
+class BatchRecord(msgspec.Struct):
+    """One entry of the journal: a batch, the fates decided since the one before, and the state to go on from."""
+
+    step: int
+    rollouts: list[Rollout]
+    dropped: list[Dropped]
+    state: State
+    metrics: dict[str, float] = {}

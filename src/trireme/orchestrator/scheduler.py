@@ -1,0 +1,271 @@
+"""Issues groups as far ahead as the policy allows, and hands out the finished ones.
+
+A group is under way until all its rollouts are in. A rollout that fails is tried again, a few times; then its group is
+dropped with the reason. A group whose first token would be too old for the batch that it could enter is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from trireme.algo.staleness import groups_allowed, is_too_old
+from trireme.base.errors import TriremeError
+from trireme.base.log import get_logger
+from trireme.base.waiting import Waits
+from trireme.config.run import RunConfig
+from trireme.orchestrator.buffer import Buffer
+from trireme.orchestrator.environments.pool import Environment, RolloutFailed
+from trireme.orchestrator.policy import Policy
+from trireme.orchestrator.records import Dropped, OpenGroup, Rollout
+from trireme.orchestrator.rollouts import RolloutRunner
+
+log = get_logger("scheduler")
+
+HOPELESS_FAILURES = 64
+"""So many failed rollouts without a single one that succeeded end the run."""
+
+
+@dataclass
+class Group:
+    """The rollouts of one example, on their way."""
+
+    task: OpenGroup
+    issued_at: int  # the live version then: no token can be older
+    rollouts: list[Rollout] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    reason: str | None = None  # why the whole group is dropped
+    runner: asyncio.Task | None = None
+
+    def drop_rest(self, reason: str) -> None:
+        """The group will not be trained on: its finished rollouts are dropped too."""
+        self.reason = reason
+        self.dropped += [_drop(self.task, rollout.place, rollout.attempt, reason) for rollout in self.rollouts]
+        self.rollouts = []
+
+
+class Scheduler:
+    """Produces finished groups; waits for the policy and for rollouts; woken by versions, batches and finished groups."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        environments: dict[str, Environment],
+        buffer: Buffer,
+        policy: Policy,
+        runner: RolloutRunner,
+        waits: Waits,
+        *,
+        next_batch: int,
+    ) -> None:
+        self.next_batch = next_batch
+        self.num_accepted = 0  # groups in the batch that is being filled
+        self.num_failures = 0
+        self._config = config
+        self._environments = environments
+        self._buffer = buffer
+        self._policy = policy
+        self._runner = runner
+        self._waits = waits
+        self._under_way: dict[int, Group] = {}
+        self._finished: dict[int, Group] = {}
+        self._issued: list[int] = []  # in order, not yet handed out
+        self._changed = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._any_success = False
+        self._hopeless: str | None = None
+
+    async def run(self) -> None:
+        """Issues groups until cancelled."""
+        follower = asyncio.create_task(self._follow_policy())
+        try:
+            while True:
+                self._changed.clear()
+                while self._may_issue():
+                    self._issue()
+                await self._changed.wait()
+        finally:
+            follower.cancel()
+            await self.cancel_all()
+
+    async def _follow_policy(self) -> None:
+        while True:
+            await self._policy.reached(self._policy.version + 1)
+            self._cancel_stale()
+            self._changed.set()
+
+    def _may_issue(self) -> bool:
+        if self._policy.version < 0 or self.next_batch >= self._config.max_steps:
+            return False
+        allowed = groups_allowed(
+            version=self._policy.version,
+            next_batch=self.next_batch,
+            max_async_level=min(
+                self._config.max_async_level, self._config.max_steps - 1 - self._policy.version
+            ),
+            groups_per_batch=self._config.num_groups,
+        )
+        if not self._config.synchronous:
+            allowed = int(allowed * self._config.orchestrator.oversampling_factor)
+        return len(self._issued) + self.num_accepted < allowed
+
+    def _issue(self) -> None:
+        group = Group(task=self._buffer.take(), issued_at=self._policy.version)
+        self._under_way[group.task.id] = group
+        self._issued.append(group.task.id)
+        group.runner = asyncio.create_task(self._run_group(group))
+
+    async def _run_group(self, group: Group) -> None:
+        try:
+            async with asyncio.TaskGroup() as rollouts:
+                for place in range(self._config.orchestrator.rollouts_per_example):
+                    rollouts.create_task(self._run_rollout(group, place))
+            group.rollouts.sort(key=lambda rollout: rollout.place)
+        except* _GaveUp as gave_up:
+            group.drop_rest(f"group given up: {gave_up.exceptions[0]}")
+        except* TriremeError as errors:
+            self._hopeless = self._hopeless or str(errors.exceptions[0])
+            group.drop_rest(f"group given up: {errors.exceptions[0]}")
+        self._finish(group)
+
+    def _finish(self, group: Group) -> None:
+        if self._under_way.pop(group.task.id, None) is not None:
+            self._finished[group.task.id] = group
+            self._arrived.set()
+
+    async def _run_rollout(self, group: Group, place: int) -> None:
+        task = group.task
+        for attempt in range(self._config.orchestrator.max_rollout_attempts):
+            try:
+                group.rollouts.append(await self._rollout(task, place, attempt))
+                self._any_success = True
+                return
+            except RolloutFailed as failure:
+                self._count_failure(task, failure)
+                group.dropped.append(_drop(task, place, attempt, str(failure)))
+        raise _GaveUp(f"rollout {place} failed {self._config.orchestrator.max_rollout_attempts} times, last {failure}")
+
+    async def _rollout(self, task: OpenGroup, place: int, attempt: int) -> Rollout:
+        sampling = self._config.orchestrator.sampling
+        done, samples = await self._runner.run(
+            self._environments[task.env],
+            key=f"{task.id}-{place}",
+            split="train",
+            example=task.example,
+            attempt=attempt,
+            sampling=sampling,
+        )
+        if not samples:
+            raise RolloutFailed("rollout", "the environment never asked for a model turn, so there is nothing to train")
+        return Rollout(
+            group=task.id,
+            place=place,
+            attempt=attempt,
+            env=task.env,
+            example=task.example,
+            reward=done.reward,
+            samples=samples,
+            temperature=sampling.temperature,
+            metrics=done.metrics,
+            prompt=done.prompt,
+            completion=done.completion,
+            answer=done.answer,
+            truncated=done.truncated,
+            stop=done.stop,
+        )
+
+    def _count_failure(self, task: OpenGroup, failure: RolloutFailed) -> None:
+        self.num_failures += 1
+        log.warning("rollout of %s example %d failed: %s", task.env, task.example, failure)
+        if not self._any_success and self.num_failures >= HOPELESS_FAILURES:
+            self._hopeless = (
+                f"All of the first {self.num_failures} rollouts failed - at least one was expected to succeed. The last "
+                f"one, of {task.env} example {task.example}: {failure}\n{failure.traceback}"
+                f"Mend the environment, or check it alone first."
+            )
+            self._arrived.set()
+
+    async def next_group(self) -> Group:
+        """The next finished group: in the order of issue in a synchronous run, else as they come.
+
+        Raises:
+            TriremeError: rollouts fail throughout; says how.
+        """
+        with self._waits.waiting(
+            f"rollouts of batch {self.next_batch}", peer="inference", deadline_s=self._config.orchestrator.trainer_timeout_s
+        ) as wait:
+            while True:
+                if self._hopeless:
+                    raise TriremeError(self._hopeless)
+                if (number := self._next_finished()) is not None:
+                    self._issued.remove(number)
+                    group = self._finished.pop(number)
+                    if group.reason is not None:
+                        self._changed.set()
+                    return group
+                wait.note = self.describe()
+                self._arrived.clear()
+                try:
+                    await asyncio.wait_for(self._arrived.wait(), 5.0)
+                except TimeoutError:
+                    wait.check()
+
+    def _next_finished(self) -> int | None:
+        if not self._finished:
+            return None
+        if not self._config.synchronous:
+            return next(iter(self._finished))
+        first = self._issued[0]
+        return first if first in self._finished else None
+
+    def accepted(self) -> None:
+        """The group that was handed out is part of the batch being filled."""
+        self.num_accepted += 1
+
+    def not_accepted(self) -> None:
+        """It is not: another one is issued in its place."""
+        self._changed.set()
+
+    def batch_closed(self) -> None:
+        """The batch is full and in the journal."""
+        self.next_batch += 1
+        self.num_accepted = 0
+        self._cancel_stale()
+        self._changed.set()
+
+    def _cancel_stale(self) -> None:
+        limit = self._config.orchestrator.max_off_policy_steps
+        for group in list(self._under_way.values()):
+            if is_too_old(self.next_batch, group.issued_at, limit) and group.runner is not None:
+                group.runner.cancel()
+                self._under_way.pop(group.task.id, None)
+                group.drop_rest(f"stale: begun under version {group.issued_at}")
+                self._finished[group.task.id] = group
+                self._arrived.set()
+
+    def open_groups(self) -> list[OpenGroup]:
+        """Issued and in no batch yet, in order."""
+        groups = self._under_way | self._finished
+        return [groups[number].task for number in self._issued] + self._buffer.reopened
+
+    def describe(self) -> str:
+        missing = self._config.num_groups - self.num_accepted
+        return f"{missing} of {self._config.num_groups} groups missing, {len(self._under_way)} under way"
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
+    async def cancel_all(self) -> None:
+        tasks = [group.runner for group in self._under_way.values() if group.runner is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _GaveUp(Exception):
+    """A rollout failed as often as it may."""
+
+
+def _drop(task: OpenGroup, place: int, attempt: int, reason: str) -> Dropped:
+    return Dropped(group=task.id, place=place, attempt=attempt, env=task.env, example=task.example, reason=reason)

@@ -1,0 +1,176 @@
+"""Finding environments by id, and the virtual environments that they get."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from trireme.base.errors import ConfigError
+from trireme.orchestrator.environments.venv import COMPLETE, environment_python, find_environment
+
+# Does what `uv venv DIR` and `uv pip install` leave behind, and notes that it was called.
+FAKE_UV = """#!/bin/sh
+echo "$@" >> "{calls}"
+case "$1" in
+  venv) for last; do :; done; sleep 0.1; mkdir -p "$last/bin"; ln -s "{python}" "$last/bin/python" ;;
+  pip) echo "Resolving..."; {install} ;;
+esac
+"""
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    folder = tmp_path / "environments" / "word_count"
+    folder.mkdir(parents=True)
+    (folder / "pyproject.toml").write_text('[project]\nname = "word-count"\nversion = "0"\n')
+    (folder / "word_count.py").write_text("")
+    return tmp_path / "environments"
+
+
+@pytest.fixture
+def fake_uv(tmp_path):
+    def write(install: str = "true") -> str:
+        path = tmp_path / "uv"
+        path.write_text(FAKE_UV.format(calls=tmp_path / "calls", python=sys.executable, install=install))
+        path.chmod(0o755)
+        return str(path)
+
+    return write
+
+
+def num_installs(tmp_path: Path) -> int:
+    calls = tmp_path / "calls"
+    return calls.read_text().count("pip install") if calls.exists() else 0
+
+
+@pytest.mark.parametrize("id", ["word-count", "word_count", "someone/word-count"])
+def test_a_package_is_found_under_each_of_its_spellings(root, id):
+    source = find_environment(id, root=root)
+    assert (source.kind, source.module, source.folder) == ("package", "word_count", (root / "word_count").resolve())
+
+
+def test_a_package_is_found_by_its_path(root):
+    assert find_environment(f"{root}/word_count", root=Path("/nowhere")).module == "word_count"
+
+
+def test_a_file_needs_no_virtual_environment(root):
+    source = find_environment(str(root / "word_count" / "word_count.py"))
+    assert (source.kind, source.module) == ("file", str(root / "word_count" / "word_count.py"))
+    assert environment_python(source, cache=root) == Path(sys.executable)
+
+
+def test_a_missing_file_is_named_with_its_whole_path(tmp_path):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/gone.py"):
+        find_environment(str(tmp_path / "gone.py"))
+
+
+def test_an_installed_distribution_runs_with_this_interpreter(root):
+    source = find_environment("safetensors", root=root)
+    assert (source.kind, source.module) == ("installed", "safetensors")
+    assert environment_python(source) == Path(sys.executable)
+
+
+def test_an_unknown_id_lists_what_was_searched_and_what_comes_near(root):
+    with pytest.raises(ConfigError) as raised:
+        find_environment("wrod-count", root=root)
+    assert str(root / "wrod_count") in str(raised.value)
+    assert "did you mean 'word_count'?" in str(raised.value)
+
+
+def test_a_hub_id_that_is_not_here_says_what_to_do(root):
+    with pytest.raises(ConfigError, match="Fetching 'owner/thing' from a hub is not possible here: download"):
+        find_environment("owner/thing", root=root)
+
+
+def test_a_virtual_environment_is_made_once_and_used_without_uv_from_then_on(root, tmp_path, fake_uv):
+    source = find_environment("word-count", root=root)
+    python = environment_python(source, cache=tmp_path / "cache", uv=fake_uv())
+    assert subprocess.run([python, "-c", "print(1)"], capture_output=True, check=True).stdout == b"1\n"
+    assert environment_python(source, cache=tmp_path / "cache", uv="/no/uv/here") == python
+    assert num_installs(tmp_path) == 1
+
+
+def test_editing_code_keeps_the_virtual_environment_and_editing_dependencies_makes_another(root, tmp_path, fake_uv):
+    source = find_environment("word-count", root=root)
+    first = environment_python(source, cache=tmp_path / "cache", uv=fake_uv())
+    (root / "word_count" / "word_count.py").write_text("changed = True")
+    assert environment_python(source, cache=tmp_path / "cache", uv=fake_uv()) == first
+    with open(root / "word_count" / "pyproject.toml", "a") as project:
+        project.write('dependencies = ["numpy"]\n')
+    assert environment_python(source, cache=tmp_path / "cache", uv=fake_uv()) != first
+
+
+def test_a_half_made_virtual_environment_is_made_again(root, tmp_path, fake_uv):
+    source = find_environment("word-count", root=root)
+    python = environment_python(source, cache=tmp_path / "cache", uv=fake_uv())
+    venv = python.parents[1]
+    (venv / COMPLETE).unlink()
+    (venv / "half").touch()
+    assert environment_python(source, cache=tmp_path / "cache", uv=fake_uv()) == python
+    assert not (venv / "half").exists()
+    assert num_installs(tmp_path) == 2
+
+
+def test_a_virtual_environment_whose_python_is_gone_is_made_again(root, tmp_path, fake_uv):
+    source = find_environment("word-count", root=root)
+    python = environment_python(source, cache=tmp_path / "cache", uv=fake_uv())
+    python.unlink()
+    python.symlink_to("/no/python/here")
+    assert environment_python(source, cache=tmp_path / "cache", uv=fake_uv()).exists()
+
+
+def test_those_who_want_the_same_one_at_once_wait_for_the_one_who_builds(root, tmp_path, fake_uv):
+    source = find_environment("word-count", root=root)
+    uv = fake_uv()
+    builders = [
+        threading.Thread(target=environment_python, args=(source,), kwargs={"cache": tmp_path / "cache", "uv": uv})
+        for _ in range(4)
+    ]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join()
+    assert num_installs(tmp_path) == 1
+
+
+def test_a_failed_install_shows_the_last_words_of_uv_and_is_tried_again(root, tmp_path, fake_uv):
+    source = find_environment("word-count", root=root)
+    log = tmp_path / "install.log"
+    broken = fake_uv('echo "no version of numpie"; exit 2')
+    with pytest.raises(ConfigError) as raised:
+        environment_python(source, cache=tmp_path / "cache", uv=broken, log_file=log)
+    assert "uv ended with code 2" in str(raised.value)
+    assert "no version of numpie" in str(raised.value)
+    assert str(log) in str(raised.value)
+    assert environment_python(source, cache=tmp_path / "cache", uv=fake_uv()).exists()
+
+
+def test_without_uv_the_error_says_how_to_get_it(root, tmp_path, monkeypatch):
+    monkeypatch.delenv("UV", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"uv was not found(.|\n)*pip install uv"):
+        environment_python(find_environment("word-count", root=root), cache=tmp_path / "cache")
+
+
+@pytest.mark.e2e
+def test_the_pins_of_the_project_around_it_do_not_reach_an_environment(tmp_path, monkeypatch):
+    """uv takes constraints from the nearest [tool.uv] above the folder it runs in."""
+    package = tmp_path / "environments" / "tiny"
+    package.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text('[tool.uv]\nconstraint-dependencies = ["iniconfig<0"]\n')
+    (package / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["hatchling==1.33.0"]\nbuild-backend = "hatchling.build"\n'
+        '[project]\nname = "tiny"\nversion = "0"\ndependencies = ["iniconfig"]\n'
+        '[tool.hatch.build.targets.wheel]\ninclude = ["tiny.py"]\n'
+    )
+    (package / "tiny.py").write_text("import iniconfig\nvalue = 1\n")
+    monkeypatch.chdir(tmp_path)
+    python = environment_python(find_environment("tiny"), cache=tmp_path / "cache")
+    show = [python, "-c", "import tiny; print(tiny.value)"]
+    assert subprocess.run(show, capture_output=True, check=True, cwd="/").stdout == b"1\n"
+    (package / "tiny.py").write_text("value = 22\n")
+    assert subprocess.run(show, capture_output=True, check=True, cwd="/").stdout == b"22\n"
