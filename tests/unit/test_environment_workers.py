@@ -576,7 +576,7 @@ def test_a_verifiers_reward_that_is_no_number_is_an_error_even_with_weight_zero(
 
 @pytest.mark.e2e
 def test_a_verifiers_reward_over_a_group_is_refused_at_load(toys):
-    with pytest.raises(ConfigError, match="best, num_turns scores a whole group"):
+    with pytest.raises(ConfigError, match="A reward function among best scores a whole group"):
         toys("group_reward", lambda environment: None)
 
 

@@ -21,7 +21,7 @@ from trireme.config.problems import missing, raise_together, unknown_key, wrong_
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
 from trireme.config.values import read_free, read_words
-from trireme.config.written import ROOMS, Room, read_run, read_table
+from trireme.config.written import NONE, ROOMS, Room, read_run, read_table
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)
 Path_ = tuple[str, ...]  # of a key, from the root
@@ -132,10 +132,8 @@ class _Reading:
         scope = self._scope(typed)
         if scope is None:
             return
-        if len(scope) == 1 and scope[0] in ROOMS:
-            table = self._split(table, scope[0])
-        else:
-            table = _nest(table, scope)
+        is_room = len(scope) == 1 and scope[0] in ROOMS
+        table = self._split(table, scope[0]) if is_room else _nest(table, scope)
         _merge(self.tree, self._clean(table, self.root, (), _Source(typed.name, hidden=scope)))
 
     def _scope(self, typed: TypedFile) -> Path_ | None:
@@ -260,8 +258,8 @@ class _Reading:
                 self.problems.append(self._unknown(source, path))
             elif path[-1] in cleaned:
                 self.problems.append(
-                    f"{source.label}: `{source.key((*above, key))}` and `{source.key(path)}` are two names of one key - "
-                    "expected one of them. Remove the first."
+                    f"{source.label}: `{source.key((*above, key))}` and `{source.key(path)}` are two names of one key "
+                    "- expected one of them. Remove the first."
                 )
             elif (value := self._clean_value(found, value, path, source)) is not _BAD:
                 cleaned[path[-1]] = value
@@ -271,6 +269,8 @@ class _Reading:
     def _clean_value(self, found: Field, value: Any, path: Path_, source: _Source) -> Any:
         if found.kind == "sections" and isinstance(value, dict):
             value = [value]  # `[orchestrator.env]` for a single environment
+        if value == NONE and found.optional and found.kind != "text":
+            value = None
         if not found.accepts(value):
             self.problems.append(self._wrong(source, path, found, value))
             return _BAD
@@ -282,9 +282,7 @@ class _Reading:
 
     def _unknown(self, source: _Source, path: Path_) -> str:
         name = as_flag(path) if source.is_flag else source.key(path)
-        return unknown_key(
-            self.root, name, path, hidden=source.hidden, where="" if source.is_flag else source.label
-        )
+        return unknown_key(self.root, name, path, hidden=source.hidden, where="" if source.is_flag else source.label)
 
     def _wrong(self, source: _Source, path: Path_, found: Field, value: Any) -> str:
         shown = source.shown(path)

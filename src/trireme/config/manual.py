@@ -30,20 +30,24 @@ def _usage(program: str, section: str | None) -> str:
         usage: {program} [@ file.toml …]{own} [--key value …]
 
         Defaults, then files from left to right, then flags; the last one wins. Tables merge, lists are replaced.
-        In a file, `--a.b-c value` is `b_c = value` under `[a]`. `--no-x` switches off. Lists: `--x 1 2`, `1,2`, `[1, 2]`.""")
+        In a file, `--a.b-c value` is `b_c = value` under `[a]`. `--no-x` switches off.
+        Lists: `--x 1 2`, `--x 1,2` or `--x "[1, 2]"`. Tables: `--x '{{"a": 1}}'` or `--x.a 1`.""")
 
 
-def _tables(section: type[Section], above: str, leave_out: tuple[str, ...] = ()) -> Iterator[str]:
+def _tables(
+    section: type[Section], above: str, leave_out: tuple[str, ...] = (), optional: bool = False
+) -> Iterator[str]:
     fields = {name: field for name, field in fields_of(section).items() if name not in leave_out}
     plain = {name: field for name, field in fields.items() if field.section is None}
-    doc = (section.__doc__ or "").splitlines()[0]
+    doc = (section.__doc__ or "").splitlines()[0] + (" Off unless given." if optional else "")
     many = above.endswith(".0.")
     title = above.removesuffix(".").removesuffix(".0")
     if plain:
         yield _block(f"[[{title}]]" if many else f"[{title}]" if title else "", doc, plain, f"--{above}")
     for name, field in fields.items():
         if field.section:
-            yield from _tables(field.section, f"{above}{name}.0." if field.kind == "sections" else f"{above}{name}.")
+            below = f"{above}{name}.0." if field.kind == "sections" else f"{above}{name}."
+            yield from _tables(field.section, below, optional=field.optional)
 
 
 def _block(title: str, doc: str, fields: dict[str, Field], prefix: str) -> str:
@@ -51,7 +55,7 @@ def _block(title: str, doc: str, fields: dict[str, Field], prefix: str) -> str:
     lines = [f"{title}  {about}".strip()]
     for field in fields.values():
         lines.append(f"  {prefix.replace('_', '-')}{field.name.replace('_', '-')}  {_type_and_default(field)}")
-        lines.append(textwrap.fill(" ".join(field.doc.split()), _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8))
+        lines.append(textwrap.indent(textwrap.fill(" ".join(field.doc.split()), _WIDTH), " " * 8))
     return "\n".join(lines)
 
 

@@ -24,7 +24,13 @@ def raise_together(problems: list[str]) -> None:
 
 
 def unknown_key(
-    root: type[Section], typed: str, path: tuple[str, ...], *, hidden: tuple[str, ...] = (), where: str = "", why: str = ""
+    root: type[Section],
+    typed: str,
+    path: tuple[str, ...],
+    *,
+    hidden: tuple[str, ...] = (),
+    where: str = "",
+    why: str = "",
 ) -> str:
     """`hidden` is the table whose name may be left out where this was typed: suggestions leave it out too."""
     flag = typed.startswith("--")

@@ -22,7 +22,12 @@ AnySection = TypeVar("AnySection", bound=Section)
 Values = dict[str, Any]  # dotted key -> value
 
 # Where separately started processes meet, when nobody says otherwise. `rl` takes free ports instead.
-KNOWN_PORTS = {"inference.server.port": 8000, "orchestrator.server.port": 8001, "ports.batches": 5555, "ports.weights": 5556}
+KNOWN_PORTS = {
+    "inference.server.port": 8000,
+    "orchestrator.server.port": 8001,
+    "ports.batches": 5555,
+    "ports.weights": 5556,
+}
 
 # One GPU holds both the engine and the trainer: the engine's share, unless users say otherwise.
 _SHARED_GPU_UTILIZATION = 0.4

@@ -20,6 +20,7 @@ from trireme.config.sft import SftConfig
 from trireme.config.written import ROOMS, Room
 
 Rule = Callable[[RunConfig, Devices], Iterator[str]]
+Rules = tuple[tuple[Rule, tuple[Room | None, ...]], ...]
 AnyConfig = TypeVar("AnyConfig", bound=Section)
 
 # Folders whose content is ours, never an owner on a hub.
@@ -37,9 +38,7 @@ def check(config: RunConfig, devices: Devices, *, section: Room | None = None) -
 
 def check_launch(config: RunConfig, devices: Devices, *, section: Room | None = None) -> None:
     """Raises: ConfigError where the run could not start here and now, or contradicts itself."""
-    raise_together(
-        problems(config, devices, section=section) + launch_problems(config, devices, section=section)
-    )
+    raise_together(problems(config, devices, section=section) + launch_problems(config, devices, section=section))
 
 
 def problems(config: RunConfig, devices: Devices, *, section: Room | None = None) -> list[str]:
@@ -50,10 +49,8 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: Room | None
     return _collect(_LAUNCH_RULES, config, devices, section)
 
 
-def _collect(
-    rules: tuple[tuple[Rule, tuple[Room, ...]], ...], config: RunConfig, devices: Devices, section: Room | None
-) -> list[str]:
-    concerned = (rule for rule, rooms in rules if section is None or section in rooms)
+def _collect(rules: Rules, config: RunConfig, devices: Devices, section: Room | None) -> list[str]:
+    concerned = (rule for rule, commands in rules if section in commands)
     return [message for rule in concerned for message in rule(config, devices)]
 
 
@@ -140,8 +137,8 @@ def _sampling_is_said_once(config: RunConfig, _: Devices) -> Iterator[str]:
     for table, sampling in _samplings(config):
         for key in sorted(set(sampling.extra_body) & (set(Sampling.model_fields) - {"extra_body"})):
             yield (
-                f"Duplicate sampling parameters: `{key}` is a key of `{table}` ({getattr(sampling, key)}) and stands in "
-                f"its `extra_body` too ({sampling.extra_body[key]}) - expected it once. "
+                f"Duplicate sampling parameters: `{key}` is a key of `{table}` ({getattr(sampling, key)}) and stands "
+                f"in its `extra_body` too ({sampling.extra_body[key]}) - expected it once. "
                 f"Set `{table}.{key}` and remove it from `extra_body`."
             )
 
@@ -223,8 +220,8 @@ def _check_gpus_exist(config: RunConfig, devices: Devices, side: Room) -> Iterat
     ids = next(ids for name, ids, _ in _sides(config) if name == side)
     if not devices.gpus:
         yield (
-            f"GPUs were asked for (device = {config.device}, {side}_gpu_ids = {list(ids)}), and this machine shows none - "
-            "expected NVIDIA GPUs that CUDA_VISIBLE_DEVICES does not hide. "
+            f"GPUs were asked for (device = {config.device}, {side}_gpu_ids = {list(ids)}), and this machine shows "
+            "none - expected NVIDIA GPUs that CUDA_VISIBLE_DEVICES does not hide. "
             "The same configuration runs on CPU with `--device cpu`; GPU ids are ignored there."
         )
         return
@@ -315,19 +312,20 @@ def _check_attention(key: str, attention: str, device: str) -> Iterator[str]:
         )
 
 
-def _trainer_models_exist(config: RunConfig, _: Devices) -> Iterator[str]:
+def _trainer_model_exists(config: RunConfig, _: Devices) -> Iterator[str]:
     yield from _check_model("trainer.model.name", config.trainer.model.name)
     if config.trainer.tokenizer.name != config.trainer.model.name:
         yield from _check_model("trainer.tokenizer.name", config.trainer.tokenizer.name, holds="tokenizer_config.json")
 
 
-def _inference_model_exists(config: RunConfig, _: Devices) -> Iterator[str]:
-    if config.inference.model.name != config.trainer.model.name:
-        yield from _check_model("inference.model.name", config.inference.model.name)
-
-
-def _inference_model_exists_alone(config: RunConfig, _: Devices) -> Iterator[str]:
+def _engines_model_exists(config: RunConfig, _: Devices) -> Iterator[str]:
     yield from _check_model("inference.model.name", config.inference.model.name)
+
+
+def _engines_other_model_exists(config: RunConfig, devices: Devices) -> Iterator[str]:
+    """Where it is the trainer's too, that was said already."""
+    if config.inference.model.name != config.trainer.model.name:
+        yield from _engines_model_exists(config, devices)
 
 
 def _check_model(key: str, name: str | None, *, holds: str = "config.json") -> Iterator[str]:
@@ -373,7 +371,7 @@ def _environment_files_exist(config: RunConfig, _: Devices) -> Iterator[str]:
 def _port_rule(key: str) -> Rule:
     def rule(config: RunConfig, _: Devices) -> Iterator[str]:
         for name, host, port in _ports(config):
-            if name == key and port and not port_is_free(port, host):
+            if name == key and port and _is_ours(host) and not port_is_free(port, host):
                 yield (
                     f"port {port} on {host} is in use, wanted for {_OWNERS[key]} ({key}) - expected a free one. "
                     f"`lsof -i :{port}` shows who has it; or take another: "
@@ -391,41 +389,50 @@ _OWNERS = {
 }
 
 
+def _is_ours(host: str) -> bool:
+    """Whether the address belongs to this machine; another machine's ports cannot be looked at."""
+    return port_is_free(0, host)
+
+
 def _next_free_port(port: int, host: str) -> int:
     return next((number for number in range(port + 1, min(port + 50, 65536)) if port_is_free(number, host)), 0)
 
 
-# Each rule with the processes that it concerns when one of them is started alone.
-_RULES: tuple[tuple[Rule, tuple[Room, ...]], ...] = (
-    (_name_is_a_folder, ROOMS),
-    (_environments_are_given, ("orchestrator",)),
-    (_environments_have_their_own_names, ("orchestrator",)),
-    (_batch_holds_whole_groups, ("orchestrator",)),
-    (_context_fits_training, ROOMS),
-    (_turns_fit_the_context, ("orchestrator",)),
-    (_sampling_is_said_once, ("orchestrator",)),
-    (_micro_batch_holds_a_sample, ("trainer",)),
-    (_lag_bounds_agree, ("orchestrator",)),
-    (_ports_differ, ROOMS),
-    (_gpus_are_named_once, ("trainer", "inference")),
-    (_inference_gpus_exist, ("inference",)),
-    (_trainer_gpus_exist, ("trainer",)),
-    (_gpus_do_not_overlap, ()),
-    (_broadcast_fits_the_device, ROOMS),
-    (_engines_use_their_gpus, ("inference",)),
-    (_ranks_have_a_gpu_each, ("trainer",)),
+_RUN = None  # `rl`: all processes together
+_ALL: tuple[Room | None, ...] = (_RUN, *ROOMS)
+
+# Each rule with the commands that it concerns: the whole run, or one process started alone.
+_RULES: Rules = (
+    (_name_is_a_folder, _ALL),
+    (_environments_are_given, (_RUN, "orchestrator")),
+    (_environments_have_their_own_names, (_RUN, "orchestrator")),
+    (_batch_holds_whole_groups, (_RUN, "orchestrator")),
+    (_context_fits_training, _ALL),
+    (_turns_fit_the_context, (_RUN, "orchestrator")),
+    (_sampling_is_said_once, (_RUN, "orchestrator")),
+    (_micro_batch_holds_a_sample, (_RUN, "trainer")),
+    (_lag_bounds_agree, (_RUN, "orchestrator")),
+    (_ports_differ, _ALL),
+    (_gpus_are_named_once, (_RUN, "trainer", "inference")),
+    (_inference_gpus_exist, (_RUN, "inference")),
+    (_trainer_gpus_exist, (_RUN, "trainer")),
+    (_gpus_do_not_overlap, (_RUN,)),
+    (_broadcast_fits_the_device, _ALL),
+    (_engines_use_their_gpus, (_RUN, "inference")),
+    (_ranks_have_a_gpu_each, (_RUN, "trainer")),
 )
 
-_LAUNCH_RULES: tuple[tuple[Rule, tuple[Room, ...]], ...] = (
-    (_adapters_are_not_trained_yet, ("trainer",)),
-    (_attention_runs_here, ("trainer",)),
-    (_trainer_models_exist, ("trainer",)),
-    (_inference_model_exists, ()),
-    (_environment_files_exist, ("orchestrator",)),
-    (_port_rule("inference.server.port"), ("inference",)),
-    (_port_rule("orchestrator.server.port"), ("orchestrator",)),
-    (_port_rule("ports.batches"), ("orchestrator",)),
-    (_port_rule("ports.weights"), ("trainer",)),
+_LAUNCH_RULES: Rules = (
+    (_adapters_are_not_trained_yet, (_RUN, "trainer")),
+    (_attention_runs_here, (_RUN, "trainer")),
+    (_trainer_model_exists, (_RUN, "trainer")),
+    (_engines_other_model_exists, (_RUN,)),
+    (_engines_model_exists, ("inference",)),
+    (_environment_files_exist, (_RUN, "orchestrator")),
+    (_port_rule("inference.server.port"), (_RUN, "inference")),
+    (_port_rule("orchestrator.server.port"), (_RUN, "orchestrator")),
+    (_port_rule("ports.batches"), (_RUN, "orchestrator")),
+    (_port_rule("ports.weights"), (_RUN, "trainer")),
 )
 
 
@@ -445,8 +452,8 @@ def _sft_problems(config: SftConfig, devices: Devices) -> Iterator[str]:
     ranks = config.num_ranks or 1
     if config.device == "cuda" and ranks > devices.num_gpus:
         yield (
-            f'num_ranks = {ranks}, device = "cuda", and {devices.num_gpus} GPUs are visible - expected one GPU per rank. '
-            "Lower `num_ranks`, or run on CPU with `--device cpu`."
+            f'num_ranks = {ranks}, device = "cuda", and {devices.num_gpus} GPUs are visible - '
+            "expected one GPU per rank. Lower `num_ranks`, or run on CPU with `--device cpu`."
         )
 
 
@@ -456,6 +463,6 @@ def _check_data(config: SftConfig) -> Iterator[str]:
     for key, path in (("data", config.data), ("validation", config.validation)):
         if path is not None and not path.exists():
             yield (
-                f'{key} = "{path}" does not exist (looked in {Path.cwd()}) - expected a .jsonl file or a folder of them. '
-                "Check the path."
+                f'{key} = "{path}" does not exist (looked in {Path.cwd()}) - expected a .jsonl file or '
+                "a folder of them. Check the path."
             )

@@ -14,11 +14,14 @@ from pydantic import ValidationError
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
+from trireme.config.fields import fields_of
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
 
 Room = Literal["trainer", "orchestrator", "inference"]
 ROOMS: tuple[Room, ...] = ("trainer", "orchestrator", "inference")
+
+NONE = "none"  # what flags and files say for "nothing"; TOML has no word of its own
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)
 
@@ -33,7 +36,7 @@ def read_table(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist - expected a TOML file. {_near(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}) - expected a TOML file. Check its name and rights.") from None
+        raise ConfigError(f"{path} cannot be read ({error}) - expected a TOML file. Check its rights.") from None
     try:
         return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
@@ -86,9 +89,24 @@ def write_rooms(config: RunConfig, folder: Path, rooms: tuple[Room, ...] = ROOMS
 
 def room_table(config: RunConfig, room: Room) -> dict[str, Any]:
     """One process's view: its own table on top, the run's keys beside it where it has none of that name."""
-    whole = config.model_dump(mode="json", exclude_none=True)
+    whole = to_table(config)
     shared = {key: value for key, value in whole.items() if key not in ROOMS}
     return shared | whole[room]
+
+
+def to_table(value: Any) -> Any:
+    """A section as plain values. None is left out where it is the default, and "none" where it is not."""
+    if isinstance(value, Section):
+        items = {name: getattr(value, name) for name in fields_of(type(value))}
+        said = {name: item for name, item in items.items() if item is not None or _default(value, name) is not None}
+        return {name: NONE if item is None else to_table(item) for name, item in said.items()}
+    if isinstance(value, tuple):
+        return [to_table(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _default(section: Section, name: str) -> Any:
+    return fields_of(type(section))[name].default
 
 
 def to_toml(table: dict[str, Any], above: str = "") -> str:
@@ -133,4 +151,4 @@ def toml_value(value: Any) -> str:
     if isinstance(value, dict):
         inner = ", ".join(f"{toml_key(str(key))} = {toml_value(item)}" for key, item in value.items())
         return f"{{ {inner} }}" if inner else "{}"
-    return "none" if value is None else str(value)
+    return NONE if value is None else str(value)

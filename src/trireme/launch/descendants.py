@@ -1,6 +1,6 @@
 """Every process that came from the ones we started, so that none of them outlives a run.
 
-Also a program: `python descendants.py LAUNCHER_PID` is the guard, which ends them when the launcher itself is killed.
+Also a program: `python descendants.py LAUNCHER_PID GRACE_S` is the guard, which ends them when the launcher itself is killed.
 It is run as a file, with the standard library only, so that it is up in milliseconds.
 """
 
@@ -123,7 +123,7 @@ def _environment(pid: int) -> list[bytes]:
         return []
 
 
-def end_all(descendants: Descendants, *, launcher: int | None, hurry: Callable[[], bool] = lambda: False) -> None:
+def end_all(descendants: Descendants, *, launcher: int | None, grace_s: float = GRACE_S, hurry: Callable[[], bool] = lambda: False) -> None:
     """SIGTERM, patience (until `hurry`), SIGKILL; none of them is alive afterwards.
 
     Args:
@@ -131,7 +131,7 @@ def end_all(descendants: Descendants, *, launcher: int | None, hurry: Callable[[
     """
     _scan(descendants, launcher)
     descendants.send(signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + grace_s
     while descendants.alive() and time.monotonic() < deadline and not hurry():
         time.sleep(0.05)
     kill_all(descendants, launcher)
@@ -156,8 +156,8 @@ def _scan(descendants: Descendants, launcher: int | None) -> None:
 class Guard:
     """The launcher's end of the pipe to its guard. The kernel closes it, however the launcher ends."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(grace_s)]
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, text=True, start_new_session=True
@@ -180,7 +180,7 @@ class Guard:
             self._process.stdin.flush()
 
 
-def guard(launcher: int) -> None:
+def guard(launcher: int, grace_s: float) -> None:
     """Reads "PID START" lines from the launcher. An end of file without "done" means that it was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descendants = Descendants()
@@ -189,8 +189,8 @@ def guard(launcher: int) -> None:
             return
         pid, start = line.split()
         descendants.add(int(pid), int(start))
-    end_all(descendants, launcher=launcher)
+    end_all(descendants, launcher=launcher, grace_s=grace_s)
 
 
 if __name__ == "__main__":
-    guard(int(sys.argv[1]))
+    guard(int(sys.argv[1]), float(sys.argv[2]))

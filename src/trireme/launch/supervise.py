@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trireme.base.errors import TriremeError
 from trireme.config.run import RunConfig
-from trireme.launch.descendants import MARKER, Descendants, Guard, end_all, read_processes
+from trireme.launch.descendants import GRACE_S, MARKER, Descendants, Guard, end_all, read_processes
 from trireme.monitor.live import View, newest_step, open_view, short_time, summary
 from trireme.monitor.logs import last_words
 from trireme.monitor.progress import ProcessState
@@ -32,8 +32,8 @@ SCAN_S = 1.0  # between two looks at which processes ours have started
 LEAVE_BY_THEMSELVES = ("orchestrator", "trainer")
 
 
-def supervise(plan: Plan, config: RunConfig) -> int:
-    """Runs a plan to its end and says how it went.
+def supervise(plan: Plan, config: RunConfig, *, grace_s: float = GRACE_S) -> int:
+    """Runs a plan to its end and says how it went. `grace_s` is between SIGTERM and SIGKILL.
 
     Returns: the exit code: 0 done, 1 a process died, 2 a process refused the configuration, 128 + N after signal N.
     Raises: ConfigError where wandb cannot start; nothing runs then.
@@ -41,7 +41,7 @@ def supervise(plan: Plan, config: RunConfig) -> int:
     started = time.monotonic()
     with open_wandb_mirror(config):
         with catch_signals() as interrupts, open_view(config) as view:
-            with open_crew(plan.processes, interrupts) as crew:
+            with open_crew(plan.processes, interrupts, grace_s) as crew:
                 ending = _watch(crew, StopAtFirstDeath(), view, interrupts)
                 if isinstance(ending, Interrupted):
                     view.say("stopping (again to kill)")
@@ -241,9 +241,10 @@ def _environment(spec: ProcessSpec) -> dict[str, str]:
 class Crew:
     """All processes of a run."""
 
-    def __init__(self, specs: Sequence[ProcessSpec]) -> None:
-        self.guard = Guard()
+    def __init__(self, specs: Sequence[ProcessSpec], grace_s: float) -> None:
+        self.guard = Guard(grace_s)
         self.children = [Child(spec, self.guard) for spec in specs]
+        self._grace_s = grace_s
         self._scanned = 0.0
 
     def start(self) -> None:
@@ -264,7 +265,7 @@ class Crew:
         everybody = Descendants()
         for child in self.children:
             everybody.absorb(child.family)
-        end_all(everybody, launcher=os.getpid(), hurry=lambda: interrupts.again)
+        end_all(everybody, launcher=os.getpid(), grace_s=self._grace_s, hurry=lambda: interrupts.again)
         for child in self.children:
             child.reap()
         self.guard.dismiss()
@@ -274,9 +275,9 @@ class Crew:
 
 
 @contextmanager
-def open_crew(specs: Sequence[ProcessSpec], interrupts: Interrupts) -> Iterator[Crew]:
+def open_crew(specs: Sequence[ProcessSpec], interrupts: Interrupts, grace_s: float) -> Iterator[Crew]:
     """Runs while open. Afterwards nothing is left of it, whatever happened meanwhile."""
-    crew = Crew(specs)
+    crew = Crew(specs, grace_s)
     try:
         crew.start()
         yield crew

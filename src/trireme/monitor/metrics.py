@@ -88,8 +88,8 @@ def read_metrics(path: Path, offset: int = 0) -> tuple[list[Row], int]:
                 offset = 0  # another file has taken its place
             file.seek(offset)
             whole, newline, _ = file.read().rpartition(b"\n")
-    except FileNotFoundError:
-        return [], 0
+    except OSError:  # not there yet, or not readable now
+        return [], offset
     rows = [row for line in whole.splitlines() if (row := _parse(line)) is not None]
     return rows, offset + len(whole) + len(newline)
 

@@ -43,11 +43,12 @@ class Batcher:
         """Drops a group that this batch may not have."""
         if group.reason is not None:
             return
+        size = self._config.orchestrator.rollouts_per_example
         oldest = min(rollout.oldest_version for rollout in group.rollouts)
         if is_too_old(step, oldest, self._config.orchestrator.max_off_policy_steps):
-            group.drop_rest(f"stale: version {oldest} sampled a part of it")
+            group.drop(f"stale: version {oldest} sampled a part of it", size)
         elif self._config.orchestrator.buffer.online_difficulty_filtering and _has_no_signal(group):
-            group.drop_rest("no signal: all rewards of the group are equal")
+            group.drop("no signal: all rewards of the group are equal", size)
 
     def _with_advantages(self, group: Group) -> list[Rollout]:
         advantages = self._advantage(np.array([rollout.reward for rollout in group.rollouts]))

@@ -38,25 +38,26 @@ class Evaluator:
         self._runner = runner
         self._metrics = metrics
 
-    async def run(self, done_before: int) -> None:
-        """Produces `eval/...` metrics; waits for versions; ends after the last one.
-
-        Args:
-            done_before: versions below this were evaluated before the run was resumed.
-        """
+    async def run(self) -> None:
+        """Produces `eval/...` metrics; waits for versions; ends after the last one."""
         if self._eval is None:
             return
-        for version in self._due(self._eval, done_before):
+        for version in self._due(self._eval):
             await self._policy.reached(version)
             async with self._policy.held() as live:
-                await self.evaluate(live)
+                if not self._is_done(live):
+                    await self.evaluate(live)
 
-    def _due(self, evaluation: Evaluation, done_before: int) -> list[int]:
+    def _due(self, evaluation: Evaluation) -> list[int]:
+        """Versions to come that have not been evaluated by the run that this one resumes."""
         last = self._config.max_steps
         versions = set(range(0, last, evaluation.interval)) if evaluation.interval else {0}
         if not evaluation.eval_base:
             versions.discard(0)
-        return sorted(version for version in versions | {last} if version >= done_before)
+        return sorted(version for version in versions | {last} if not self._is_done(version))
+
+    def _is_done(self, version: int) -> bool:
+        return step_folder(self._config.paths.evals, version).exists()
 
     async def evaluate(self, version: int) -> None:
         assert self._eval is not None

@@ -37,10 +37,13 @@ class Group:
     reason: str | None = None  # why the whole group is dropped
     runner: asyncio.Task | None = None
 
-    def drop_rest(self, reason: str) -> None:
-        """The group will not be trained on: its finished rollouts are dropped too."""
+    def drop(self, reason: str, size: int) -> None:
+        """The group will not be trained on: each of its `size` rollouts, finished or under way, is dropped."""
         self.reason = reason
-        self.dropped += [_drop(self.task, rollout.place, rollout.attempt, reason) for rollout in self.rollouts]
+        attempts = dict.fromkeys(range(size), 0)
+        for failed in self.dropped:
+            attempts[failed.place] = failed.attempt + 1
+        self.dropped += [_drop(self.task, place, attempt, reason) for place, attempt in attempts.items()]
         self.rollouts = []
 
 
@@ -62,6 +65,7 @@ class Scheduler:
         self.num_accepted = 0  # groups in the batch that is being filled
         self.num_failures = 0
         self._config = config
+        self._group_size = config.orchestrator.rollouts_per_example
         self._environments = environments
         self._buffer = buffer
         self._policy = policy
@@ -100,9 +104,7 @@ class Scheduler:
         allowed = groups_allowed(
             version=self._policy.version,
             next_batch=self.next_batch,
-            max_async_level=min(
-                self._config.max_async_level, self._config.max_steps - 1 - self._policy.version
-            ),
+            max_async_level=min(self._config.max_async_level, self._config.max_steps - 1 - self._policy.version),
             groups_per_batch=self._config.num_groups,
         )
         if not self._config.synchronous:
@@ -122,10 +124,10 @@ class Scheduler:
                     rollouts.create_task(self._run_rollout(group, place))
             group.rollouts.sort(key=lambda rollout: rollout.place)
         except* _GaveUp as gave_up:
-            group.drop_rest(f"group given up: {gave_up.exceptions[0]}")
+            group.drop(f"group given up: {gave_up.exceptions[0]}", self._group_size)
         except* TriremeError as errors:
             self._hopeless = self._hopeless or str(errors.exceptions[0])
-            group.drop_rest(f"group given up: {errors.exceptions[0]}")
+            group.drop(f"group given up: {errors.exceptions[0]}", self._group_size)
         self._finish(group)
 
     def _finish(self, group: Group) -> None:
@@ -192,7 +194,9 @@ class Scheduler:
             TriremeError: rollouts fail throughout; says how.
         """
         with self._waits.waiting(
-            f"rollouts of batch {self.next_batch}", peer="inference", deadline_s=self._config.orchestrator.trainer_timeout_s
+            f"rollouts of batch {self.next_batch}",
+            peer="inference",
+            deadline_s=self._config.orchestrator.trainer_timeout_s,
         ) as wait:
             while True:
                 if self._hopeless:
@@ -204,6 +208,7 @@ class Scheduler:
                         self._changed.set()
                     return group
                 wait.note = self.describe()
+                wait.peer = "inference" if self._under_way else "trainer"
                 self._arrived.clear()
                 try:
                     await asyncio.wait_for(self._arrived.wait(), 5.0)
@@ -239,7 +244,7 @@ class Scheduler:
             if is_too_old(self.next_batch, group.issued_at, limit) and group.runner is not None:
                 group.runner.cancel()
                 self._under_way.pop(group.task.id, None)
-                group.drop_rest(f"stale: begun under version {group.issued_at}")
+                group.drop(f"stale: begun under version {group.issued_at}", self._group_size)
                 self._finished[group.task.id] = group
                 self._arrived.set()
 
@@ -250,7 +255,12 @@ class Scheduler:
 
     def describe(self) -> str:
         missing = self._config.num_groups - self.num_accepted
-        return f"{missing} of {self._config.num_groups} groups missing, {len(self._under_way)} under way"
+        under_way = f"{len(self._under_way)} under way" if self._under_way else self._why_idle()
+        return f"{missing} of {self._config.num_groups} groups missing, {under_way}"
+
+    def _why_idle(self) -> str:
+        version = max(0, self.next_batch - self._config.max_async_level)
+        return f"none may begin before version {version} is live" if self._policy.version < version else "none begun"
 
     @property
     def num_under_way(self) -> int:

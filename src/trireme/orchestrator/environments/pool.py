@@ -125,6 +125,10 @@ class Environment:
         self._worker_came = asyncio.Event()
         self._given_up: str | None = None
 
+    @property
+    def num_running(self) -> int:
+        return sum(worker.num_running for worker in self._workers)
+
     async def run(self, task: RunTask, ask: AskPolicy) -> Done:
         """Runs and scores one rollout.
 
@@ -196,7 +200,7 @@ class Environment:
             self.num_restarts += 1
             try:
                 await worker.start()
-            except ConfigError as error:  # it loaded before, so this may pass: a machine short of memory or disk
+            except (ConfigError, OSError) as error:  # it loaded before, so this may pass: memory or disk was short
                 log.warning("%s", error)
             self._worker_came.set()
 
@@ -230,7 +234,6 @@ class EnvironmentWorker:
         self._serial = itertools.count()
         self._process: asyncio.subprocess.Process | None = None
         self._connection: _Connection | None = None
-        self._answer: asyncio.Future[Ready | Failed] | None = None
         self._is_running = False
 
     @property
@@ -246,8 +249,8 @@ class EnvironmentWorker:
 
         Raises: ConfigError with the last lines of what went wrong, and the log's path.
         """
-        answer = self._answer = asyncio.get_running_loop().create_future()
-        await self._spawn()
+        answer: asyncio.Future[Ready | Failed] = asyncio.get_running_loop().create_future()
+        await self._spawn(answer)
         self._send(self._load)
         try:
             async with asyncio.timeout(self._load_timeout_s):
@@ -313,21 +316,24 @@ class EnvironmentWorker:
             await self._end()
         self._tell_rollouts(f"Environment worker {self.name} was closed.")
 
-    async def _spawn(self) -> None:
+    async def _spawn(self, answer: asyncio.Future[Ready | Failed]) -> None:
         ours, theirs = socket.socketpair()
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, open(self.log_file, "ab") as output:
-            self._process = await asyncio.create_subprocess_exec(
-                str(self._python), str(WORKER), str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                env=self._variables(), start_new_session=True,
-            )  # fmt: skip
-        self._is_running = True
         ours.setblocking(False)
-        _, self._connection = await asyncio.get_running_loop().create_unix_connection(
-            lambda: _Connection(self._receive), sock=ours
-        )
-        self._connection.on_close = self._hung_up
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with theirs, open(self.log_file, "ab") as output:
+                self._process = await asyncio.create_subprocess_exec(
+                    str(self._python), str(WORKER), str(theirs.fileno()),
+                    pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                    env=self._variables(), start_new_session=True,
+                )  # fmt: skip
+        except BaseException:
+            ours.close()  # a worker that was started after all ends when it sees this
+            raise
+        self._is_running = True
+        connection = _Connection(self._receive, answer)
+        await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
+        self._connection = connection
 
     def _variables(self) -> dict[str, str]:
         unwanted = {"VIRTUAL_ENV", "PYTHONHOME", "PYTHONSAFEPATH"} | (
@@ -341,18 +347,11 @@ class EnvironmentWorker:
         if self._connection is not None:
             self._connection.send(message)
 
-    def _receive(self, message: wire.FromWorker) -> None:
-        if isinstance(message, (Ready, Failed)):
-            if self._answer is not None and not self._answer.done():
-                self._answer.set_result(message)
-        elif rollout := self._rollouts.get(message.task):
+    def _receive(self, message: Ask | Done | wire.Error) -> None:
+        if rollout := self._rollouts.get(message.task):
             self.num_settled += not isinstance(message, Ask)
             message.task = rollout.task.task
             rollout.deliver(message)
-
-    def _hung_up(self, error: Exception | None) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(PeerDied(f"it hung up ({error or 'end of stream'})"))
 
     def _tell_rollouts(self, reason: str) -> None:
         most = max((rollout.num_deaths for rollout in self._rollouts.values()), default=0)
@@ -388,7 +387,7 @@ class EnvironmentWorker:
     def _load_error(self, what: str, last_words: list[str] | None = None) -> ConfigError:
         lines = last_lines(self.log_file, 12) if last_words is None else last_words[-12:]
         return ConfigError(
-            f"Environment {self._load.module!r} {what}. Last lines:\n"
+            f"Environment {self._load.module!r} {what.rstrip('.')}. Last lines:\n"
             + "\n".join(f"  {line}" for line in lines)
             + f"\nExpected its `load_environment(**{self._load.args!r})` to return an environment - correct it, or "
             f"`args`; the whole log is {self.log_file}"
@@ -421,7 +420,8 @@ class _Rollout:
             while True:
                 message = await self._next()
                 if isinstance(message, Ask):
-                    await self._answer_unless_over(message)
+                    if not self._inbox:  # else it is over already
+                        await self._answer_unless_over(message)
                 elif isinstance(message, Done):
                     return message
                 elif isinstance(message, wire.Error):
@@ -432,13 +432,12 @@ class _Rollout:
             await _cancel_all(self._extra)
 
     def deliver(self, message: Ask | Done | wire.Error | Exception) -> None:
-        """A second Ask while one is being answered gets a task of its own; anything else makes that answer needless."""
-        if self._asking is not None:
-            if isinstance(message, Ask):
-                self._answer_beside(message)
-                return
-            if not self._asking.expired():
-                self._asking.reschedule(0)
+        """A second Ask beside an unanswered one gets a task of its own; anything else makes the answer needless."""
+        if isinstance(message, Ask) and (self._asking is not None or self._inbox):
+            self._answer_beside(message)
+            return
+        if self._asking is not None and not self._asking.expired():
+            self._asking.reschedule(0)
         self._inbox.append(message)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -480,10 +479,13 @@ class _Rollout:
 class _Connection(asyncio.Protocol):
     """Our end of the socket pair. What is sent in one turn of the event loop leaves with one write."""
 
-    def __init__(self, on_message: Callable[[wire.FromWorker], None]) -> None:
+    def __init__(
+        self, on_message: Callable[[Ask | Done | wire.Error], None], answer: asyncio.Future[Ready | Failed]
+    ) -> None:
         self.closed = asyncio.Event()
-        self.on_close: Callable[[Exception | None], None] | None = None
-        self._reader = wire.LineReader(on_message)
+        self._on_message = on_message
+        self._answer = answer  # to Load; this connection's own, so that an old one's end cannot fail a new one's start
+        self._reader = wire.LineReader(self._receive)
         self._transport: asyncio.WriteTransport | None = None
         self._outbox: list[bytes] = []
 
@@ -497,8 +499,8 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self.closed.set()
-        if self.on_close is not None:
-            self.on_close(error)
+        if not self._answer.done():
+            self._answer.set_exception(PeerDied("The worker hung up before it had loaded the environment."))
 
     def send(self, message: wire.ToWorker) -> None:
         if not self._outbox:
@@ -508,6 +510,12 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+    def _receive(self, message: wire.FromWorker) -> None:
+        if not isinstance(message, (Ready, Failed)):
+            self._on_message(message)
+        elif not self._answer.done():
+            self._answer.set_result(message)
 
     def _flush(self) -> None:
         if self._transport is not None:  # or the worker is dead, and its rollouts are told by `wait_for_death`

@@ -279,10 +279,13 @@ def _watched(function: Callable) -> Callable:
 
 
 def _refuse_group_rewards(environment: Any) -> None:
-    if any(member.requires_group_rollouts for member in _members(environment)):
-        names = [function.__name__ for rubric in _rubrics(environment) for function in rubric.funcs]
+    rubrics = [
+        rubric for rubric in _rubrics(environment) if rubric.has_group_rewards and not hasattr(rubric, "rubrics")
+    ]
+    if rubrics:
+        names = ", ".join(function.__name__ for rubric in rubrics for function in rubric.funcs)
         raise TypeError(
-            f"A reward function among {', '.join(dict.fromkeys(names))} scores a whole group (plural parameters such "
-            "as `completions`, or a list as its return type) - expected functions that score one rollout - rewrite it "
-            "per rollout; comparison within a group is the advantage's work."
+            f"A reward function among {names} scores a whole group (plural parameters such as `completions`, or a list "
+            "as its return type) - expected functions that score one rollout - rewrite it per rollout; comparison "
+            "within a group is the advantage's work."
         )

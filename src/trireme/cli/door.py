@@ -1,0 +1,134 @@
+"""What every command does around its own work: errors become one message and an exit code, ranks get started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from trireme.base.devices import Devices, detect_devices
+from trireme.base.errors import TriremeError
+from trireme.base.paths import RunPaths
+from trireme.base.processes import die_with_parent, free_port
+from trireme.config.arguments import HELP
+from trireme.config.load import load_run_config
+from trireme.config.resolve import resolve
+from trireme.config.rules import check, check_launch, launch_problems
+from trireme.config.run import RunConfig
+from trireme.config.written import Room, write_rooms, write_run
+from trireme.launch.descendants import MARKER
+from trireme.launch.folder import prepare_folder
+from trireme.launch.plan import describe, plan
+
+RANKS_PARENT = "TRIREME_RANKS_PARENT"  # torchrun's pid, for the ranks below it
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A process's configuration, and the file from which another process can load exactly the same."""
+
+    config: RunConfig
+    run_file: Path
+
+
+def run_door(program: str, main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Ends the process: 0, or 2 for what the user can put right, or 1; a deliberate error has no traceback."""
+    if any(word in HELP for word in sys.argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `rl --help | head` ends quietly
+    try:
+        code = main(sys.argv[1:]) or 0
+    except TriremeError as error:
+        if logging.getLogger("trireme").isEnabledFor(logging.DEBUG):
+            traceback.print_exc()
+        print(f"{program}: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def open_process(room: Room, argv: list[str]) -> Opened | None:
+    """The configuration of a process, started by `rl` or alone; None where it was only to be shown.
+
+    Everything that must happen before heavy imports happens here: environment variables, and the tie to the parent.
+    """
+    config, invocation = load_run_config(argv, section=room, program=room)
+    if invocation.run:
+        end_with_parent()
+        return Opened(config, invocation.run)
+    devices = detect_devices()
+    config = resolve(config, devices, section=room)
+    check(config, devices, section=room)
+    if invocation.dry_run:
+        show(config, devices, room)
+        return None
+    check_launch(config, devices, section=room)
+    run_file = config.paths.configs / f"{room}.json"
+    write_run(config, run_file)
+    write_rooms(config, config.paths.configs, (room,))
+    set_environment(plan(config, run_file, devices).process(room).env)
+    return Opened(config, run_file)
+
+
+def show(config: RunConfig, devices: Devices, room: Room | None = None) -> None:
+    """Prints the plan, and what stands in its way here and now."""
+    print(describe(plan(config, config.paths.run_config, devices), config, only=room))
+    for problem in launch_problems(config, devices, section=room):
+        print(f"\nnot ready: {problem}")
+
+
+def make_room(paths: RunPaths, *, resume: bool, resume_step: int | None) -> None:
+    if aside := prepare_folder(paths, resume=resume, resume_step=resume_step):
+        print(f"an earlier run lay in {paths.root}: moved to {aside}", flush=True)
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Ours where the user has not set one; which GPUs are visible is ours to say."""
+    for name, value in variables.items():
+        if name == "CUDA_VISIBLE_DEVICES":
+            os.environ[name] = value
+        else:
+            os.environ.setdefault(name, value)
+
+
+def end_with_parent() -> None:
+    parent = os.environ.get(RANKS_PARENT) or os.environ.get(MARKER)
+    if parent:
+        die_with_parent(int(parent))
+
+
+def become_ranks(num_ranks: int, module: str, run_file: Path) -> None:
+    """Returns in each rank. The process that was started becomes torchrun itself where there are several.
+
+    One rank needs no torchrun, whose import takes seconds. The tie to the parent survives the change of program, and
+    the ranks are tied to torchrun in the same way.
+    """
+    if RANKS_PARENT in os.environ:
+        return
+    if num_ranks == 1:
+        os.environ |= _single_rank()
+        return
+    os.environ[RANKS_PARENT] = str(os.getpid())
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *_torchrun(num_ranks, module, run_file)])
+
+
+def _single_rank() -> dict[str, str]:
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def _torchrun(num_ranks: int, module: str, run_file: Path) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return [*torchrun, "--nproc-per-node", str(num_ranks), "-m", module, "--run", str(run_file)]
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))

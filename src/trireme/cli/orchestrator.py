@@ -1,0 +1,26 @@
+"""`orchestrator`: rolls out, scores and batches. Started by `rl`, or alone."""
+
+from __future__ import annotations
+
+from trireme.base.log import start_logging
+from trireme.cli.door import open_process, run_door
+
+
+def main() -> None:
+    run_door("orchestrator", orchestrator)
+
+
+def orchestrator(argv: list[str]) -> None:
+    opened = open_process("orchestrator", argv)
+    if opened is None:
+        return
+    config = opened.config
+    start_logging("orchestrator", config.log_level)
+
+    from trireme.orchestrator.loop import orchestrate
+
+    orchestrate(config)
+
+
+if __name__ == "__main__":
+    main()

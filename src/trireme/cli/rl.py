@@ -1,0 +1,56 @@
+"""`rl`: one command for the whole run. Loads, checks, shows or starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trireme.base.devices import Devices, detect_devices
+from trireme.cli.door import make_room, run_door, show
+from trireme.config.load import load_run_config
+from trireme.config.resolve import resolve
+from trireme.config.rules import check, check_launch
+from trireme.config.run import RunConfig
+from trireme.config.written import write_rooms, write_run
+from trireme.launch.folder import hold_folder, holds_run
+from trireme.launch.plan import plan
+
+
+def main() -> None:
+    run_door("rl", rl)
+
+
+def rl(argv: list[str]) -> int:
+    devices = detect_devices()
+    config, invocation = load_run_config(argv, program="rl")
+    if not invocation.run:
+        config = resolve(config, devices)
+    check(config, devices)
+    return dry_run(config, devices) if invocation.dry_run else launch(config, devices)
+
+
+def dry_run(config: RunConfig, devices: Devices) -> int:
+    """Writes beside an earlier run's configuration, never over it."""
+    show(config, devices)
+    folder = config.paths.configs / "dry-run" if holds_run(config.paths) else config.paths.configs
+    write_configs(config, folder)
+    print(f"\nresolved configuration written to {folder}")
+    return 0
+
+
+def launch(config: RunConfig, devices: Devices) -> int:
+    from trireme.launch.supervise import supervise
+
+    check_launch(config, devices)
+    with hold_folder(config.paths):
+        make_room(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
+        write_configs(config, config.paths.configs)
+        return supervise(plan(config, config.paths.run_config, devices), config)
+
+
+def write_configs(config: RunConfig, folder: Path) -> None:
+    write_run(config, folder / config.paths.run_config.name)
+    write_rooms(config, folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""`sft`: supervised fine-tuning, usually what makes the base model of an `rl` run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from trireme.base.devices import detect_devices
+from trireme.base.log import start_logging
+from trireme.cli.door import become_ranks, end_with_parent, make_room, rank, run_door
+from trireme.config.load import load_config
+from trireme.config.resolve import resolve_sft
+from trireme.config.rules import check_sft
+from trireme.config.sft import SftConfig
+from trireme.config.written import to_table, to_toml, write_run
+
+
+def main() -> None:
+    run_door("sft", sft)
+
+
+def sft(argv: list[str]) -> None:
+    opened = _open(argv)
+    if opened is None:
+        return
+    config, run_file = opened
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.threads or 1))
+    become_ranks(config.num_ranks or 1, "trireme.cli.sft", run_file)
+    start_logging("sft" if rank() == 0 else f"sft.{rank()}", config.log_level)
+
+    from trireme.trainer.sft_loop import train_sft
+
+    train_sft(config)
+
+
+def _open(argv: list[str]) -> tuple[SftConfig, Path] | None:
+    """The configuration and where it lies; None where it was only to be shown."""
+    config, invocation = load_config(argv, SftConfig, program="sft")
+    if invocation.run:
+        end_with_parent()
+        return config, invocation.run
+    devices = detect_devices()
+    config = resolve_sft(config, devices)
+    check_sft(config, devices)
+    if invocation.dry_run:
+        print(to_toml(to_table(config)))
+        return None
+    make_room(config.paths, resume=config.resume, resume_step=config.ckpt.resume_step)
+    write_run(config, config.paths.run_config)
+    return config, config.paths.run_config
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""From a resolved configuration to the processes of a run: pure, so that `--dry-run` shows exactly what would start."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trireme.base.devices import Devices
+from trireme.config.run import RunConfig
+from trireme.config.written import Room
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process of a run.
+
+    Example:
+        ProcessSpec(name="inference", argv=("python", "-m", "trireme.cli.inference", "--run", "…/run.json"),
+                    env={"CUDA_VISIBLE_DEVICES": "0,1"}, log=Path("…/logs/inference.stdout"), gpus=(0, 1),
+                    ports={"http": 8000})
+    """
+
+    name: Room
+    argv: tuple[str, ...]
+    env: Mapping[str, str]  # on top of the launcher's own
+    log: Path
+    gpus: tuple[int, ...]  # as the configuration counts them; CUDA_VISIBLE_DEVICES has the machine's names
+    ports: Mapping[str, int]  # that it binds, by what they are for
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The processes of a run, in the order in which to start them. They wait for each other: any order works."""
+
+    run_file: Path
+    processes: tuple[ProcessSpec, ...]
+
+    def process(self, name: Room) -> ProcessSpec:
+        return next(process for process in self.processes if process.name == name)
+
+
+def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> Plan:
+    """The plan of a resolved run.
+
+    Args:
+        run_file: the resolved configuration that each process is started with.
+        devices: names the visible GPUs; the ids of the configuration where not given.
+    """
+    names = devices.gpus if devices else ()
+    engines, trainer = _inference(config, run_file, names), _trainer(config, run_file, names)
+    return Plan(run_file, (engines, _orchestrator(config, run_file), trainer))
+
+
+def _inference(config: RunConfig, run_file: Path, names: tuple[str, ...]) -> ProcessSpec:
+    gpus = config.inference_gpu_ids or ()
+    environment = _environment(_visible(gpus, names), config.inference.cpu.threads) | {
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes for pausing and for weight updates
+        "VLLM_PLUGINS": "trireme",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if config.device == "cpu":
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.inference.cpu.kv_cache_gib)
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return _spec("inference", config, run_file, environment, gpus, {"http": config.inference.server.port})
+
+
+def _orchestrator(config: RunConfig, run_file: Path) -> ProcessSpec:
+    ports = {"status": config.orchestrator.server.port, "batches": config.ports.batches}
+    return _spec("orchestrator", config, run_file, _environment("", 1), (), ports)
+
+
+def _trainer(config: RunConfig, run_file: Path, names: tuple[str, ...]) -> ProcessSpec:
+    gpus = config.trainer_gpu_ids or ()
+    environment = _environment(_visible(gpus, names), config.trainer.threads)
+    ranks = config.trainer.num_ranks or 1
+    return _spec("trainer", config, run_file, environment, gpus, {"weights": config.ports.weights}, ranks)
+
+
+def _spec(
+    name: Room,
+    config: RunConfig,
+    run_file: Path,
+    environment: dict[str, str],
+    gpus: tuple[int, ...],
+    ports: Mapping[str, int | None],
+    num_ranks: int = 1,
+) -> ProcessSpec:
+    return ProcessSpec(
+        name=name,
+        argv=(sys.executable, "-m", f"trireme.cli.{name}", "--run", str(run_file)),
+        env=environment,
+        log=config.paths.log(name),
+        gpus=gpus,
+        ports={purpose: port for purpose, port in ports.items() if port is not None},
+        num_ranks=num_ranks,
+    )
+
+
+def _environment(visible: str, threads: int | None) -> dict[str, str]:
+    environment = {"CUDA_VISIBLE_DEVICES": visible, "PYTHONUNBUFFERED": "1"}
+    return environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+
+
+def _visible(gpus: tuple[int, ...], names: tuple[str, ...]) -> str:
+    """The machine's names of these GPUs; an empty value hides them all."""
+    return ",".join(names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus)
+
+
+def describe(plan: Plan, config: RunConfig, *, only: Room | None = None) -> str:
+    """What `--dry-run` prints."""
+    shown = [process for process in plan.processes if only in (None, process.name)]
+    blocks = ["\n".join(_facts(config)), *("\n".join(_describe_process(process)) for process in shown)]
+    return "\n\n".join(blocks)
+
+
+def _facts(config: RunConfig) -> Iterator[str]:
+    orchestrator = config.orchestrator
+    yield f"run      {config.paths.root}   {config.max_steps} steps on {config.device}, seed {config.seed}"
+    yield f"model    {config.trainer.model.name}" + _other_model(config)
+    if orchestrator.env:
+        yield f"env      {', '.join(environment.name or environment.id for environment in orchestrator.env)}"
+    group = orchestrator.rollouts_per_example
+    yield (
+        f"batch    {orchestrator.batch_size} rollouts = {config.num_groups} groups x {group}; "
+        f"{config.max_steps * orchestrator.batch_size:,} rollouts in all"
+    )
+    turn = orchestrator.sampling.max_tokens
+    yield (
+        f"lengths  samples of up to {config.seq_len:,} tokens, context {config.inference.model.max_model_len:,}, "
+        f"turns of up to {f'{turn:,} tokens' if turn else 'the context'}"
+    )
+    yield f"lag      {_lag(config)}"
+    broadcast = config.weight_broadcast
+    yield (
+        f"weights  over {broadcast.type}; logprobs may differ by {broadcast.probe_tolerance:g} "
+        f"(trainer {config.trainer.model.optimization_dtype}, engine {config.inference.model.dtype})"
+    )
+
+
+def _other_model(config: RunConfig) -> str:
+    other = config.inference.model.name
+    return "" if other == config.trainer.model.name else f" (trainer), {other} (inference: must be the same weights)"
+
+
+def _lag(config: RunConfig) -> str:
+    if config.synchronous:
+        return "none: fully synchronous"
+    return (
+        f"generation runs at most {config.max_async_level} step(s) ahead; "
+        f"tokens older than {config.orchestrator.max_off_policy_steps} versions are never trained on"
+    )
+
+
+def _describe_process(process: ProcessSpec) -> Iterator[str]:
+    gpus = f"GPU {','.join(map(str, process.gpus))}" if process.gpus else "CPU"
+    ports = ", ".join(f"{purpose} {port}" for purpose, port in process.ports.items())
+    ranks = f" in {process.num_ranks} ranks" if process.num_ranks > 1 else ""
+    yield f"{process.name}  on {gpus}{ranks}; ports: {ports}"
+    yield f"  log {process.log}"
+    yield f"  env {' '.join(f'{key}={shlex.quote(value)}' for key, value in process.env.items())}"
+    yield f"  $ {shlex.join(process.argv)}"

@@ -1,0 +1,154 @@
+"""`/health`, `/status` and `/metrics` over HTTP: what the run does, and what each process waits for."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Iterator
+
+import uvicorn
+from fastapi import FastAPI, Response
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from trireme.base.errors import ConfigError
+from trireme.base.waiting import Wait, Waits
+from trireme.config.orchestrator import StatusServer
+from trireme.config.run import RunConfig
+from trireme.orchestrator.answers import Peers
+from trireme.orchestrator.inference_pool import InferencePool
+from trireme.orchestrator.policy import Policy
+from trireme.orchestrator.scheduler import Scheduler
+
+STALE_HEARTBEAT_S = 10.0
+
+
+@dataclass
+class Status:
+    """Reads, never changes, the parts of a running orchestrator."""
+
+    config: RunConfig
+    waits: Waits
+    peers: Peers
+    pool: InferencePool | None = None
+    policy: Policy | None = None
+    scheduler: Scheduler | None = None
+    state: str = "starting"
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "run": str(self.config.paths.root),
+            "state": self.state,
+            "version": self.policy.version if self.policy else -1,
+            "batch": self.scheduler.next_batch if self.scheduler else 0,
+            "max_steps": self.config.max_steps,
+            "in_flight": sum(engine.in_flight for engine in self.pool.engines) if self.pool else 0,
+            "groups_under_way": self.scheduler.num_under_way if self.scheduler else 0,
+            "failures": self.scheduler.num_failures if self.scheduler else 0,
+            "waits": [_wait_row(wait) for wait in self.waits.now()] + self._peers_waits(),
+            "engines": self._engines(),
+            "processes": self._processes(),
+        }
+
+    def _engines(self) -> list[dict[str, Any]]:
+        engines = self.pool.engines if self.pool else []
+        return [
+            {"url": engine.url, "state": engine.state, "version": engine.version, "in_flight": engine.in_flight}
+            for engine in engines
+        ]
+
+    def _processes(self) -> dict[str, dict[str, Any]]:
+        now = time.monotonic()
+        processes = {
+            name: {"state": beat.state, "version": beat.version, "heard_s_ago": round(now - heard, 1)}
+            for name, (heard, beat) in self.peers.heartbeats.items()
+        }
+        return {"orchestrator": {"state": self.state}} | processes
+
+    def _peers_waits(self) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        rows = []
+        for name, (heard, beat) in self.peers.heartbeats.items():
+            if now - heard > STALE_HEARTBEAT_S and beat.state != "done":
+                rows.append({"who": name, "text": f"{name} has not been heard of for {now - heard:.0f} s"})
+            rows += [{"who": name, "text": text} for text in beat.waits]
+        return rows
+
+
+def _wait_row(wait: Wait) -> dict[str, Any]:
+    return {
+        "who": wait.who,
+        "what": wait.what,
+        "peer": wait.peer,
+        "waited_s": round(wait.waited_s, 1),
+        "deadline_s": wait.deadline_s,
+        "note": wait.note,
+        "text": str(wait),
+    }
+
+
+def build_app(status: Status) -> FastAPI:
+    app = FastAPI(title="Trireme orchestrator", docs_url=None, redoc_url=None)
+    registry = CollectorRegistry()
+    gauges = {
+        name: Gauge(f"trireme_{name}", text, registry=registry)
+        for name, text in {
+            "version": "Live policy version",
+            "batch": "Batch being filled",
+            "in_flight": "Requests at the engines",
+            "groups_under_way": "Groups being rolled out",
+            "failures": "Rollouts that failed",
+        }.items()
+    }
+    waiting = Gauge("trireme_waiting_seconds", "How long the orchestrator has waited", ["peer"], registry=registry)
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        return {"status": "ok", "state": status.state}
+
+    @app.get("/status")
+    def full() -> dict[str, Any]:
+        return status.snapshot()
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        snapshot = status.snapshot()
+        for name, gauge in gauges.items():
+            gauge.set(snapshot[name])
+        waiting.clear()
+        for wait in status.waits.now():
+            waiting.labels(peer=wait.peer).set(wait.waited_s)
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+@contextmanager
+def serve_status(status: Status, config: StatusServer) -> Iterator[None]:
+    """Serves from a thread of its own, so a busy event loop can still be asked what it does."""
+    listener = _bind(config)
+    server = uvicorn.Server(uvicorn.Config(build_app(status), log_level="warning", access_log=False))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="status", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(timeout=5)
+        listener.close()
+
+
+def _bind(config: StatusServer) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port or 0))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"The status server cannot listen on {config.host}:{config.port}: {error.strerror}. A free port was expected. "
+            "See who has it with `lsof -i :" + str(config.port) + "`, or set `orchestrator.server.port` to another."
+        ) from error
+    return listener
