@@ -2,8 +2,8 @@
 
     uv run python scripts/make_tiny_model.py FOLDER [--hidden 128] [--layers 3] [--seed 0]
 
-Characters keep the vocabulary (and so the head) tiny; the words are those of the instructions, so that prompts are
-short.
+Characters keep the vocabulary (and so the head) tiny. The words are those of chat and of the reverse-text
+environment's instruction, so that a prompt is short.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-WORDS = ["system\n", "user\n", "assistant\n", "tool\n", "<reversed_text>", "</reversed_text>", "Reverse the text: "]
+WORDS = [
+    "system\n",
+    "user\n",
+    "assistant\n",
+    "tool\n",
+    "<reversed_text>",
+    "</reversed_text>",
+    "Reverse the text character-by-character. Put your answer in <reversed_text> tags.",
+]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

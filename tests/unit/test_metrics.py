@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +112,27 @@ def test_a_name_that_both_processes_use_keeps_both_values() -> None:
     assert (merged["time/step"], merged["orchestrator/time/step"], merged["step"]) == (2.0, 1.0, 1)
 
 
+MIRROR_SESSION = """
+import math, sys
+from trireme.config.run import RunConfig
+from trireme.monitor.metrics import MetricsFile
+from trireme.monitor.wandb_mirror import open_wandb_mirror
+
+folder, first, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+config = RunConfig.model_validate({"output_dir": folder, "wandb": {"mode": "offline"}})
+with open_wandb_mirror(config):
+    for step in range(first, end):
+        MetricsFile(config.paths.metrics, "orchestrator").append(step, {"reward/mean": step / 4})
+        MetricsFile(config.paths.metrics, "trainer").append(step, {"loss": 1.5, "grad_norm": math.nan})
+"""
+
+
 def test_wandb_gets_each_step_once_with_both_processes_numbers(tmp_path: Path) -> None:
-    config = _wandb_config(tmp_path, "offline")
-    with open_wandb_mirror(config):
-        _report_steps(config, range(3))
-    with open_wandb_mirror(config):  # resumed: same wandb run, nothing sent twice
-        _report_steps(config, range(3, 5))
-    files = sorted(config.paths.root.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
-    assert len({path.name for path in files}) == 1
+    for first, end in ((0, 3), (3, 5)):  # a run, and its resumption
+        command = [sys.executable, "-c", MIRROR_SESSION, str(tmp_path), str(first), str(end)]
+        subprocess.run(command, check=True, timeout=60, capture_output=True)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert len({path.name for path in files}) == 1  # the same wandb run
     history = [row for path in files for row in _wandb_history(path)]
     assert [row["step"] for row in history] == ["0", "1", "2", "3", "4"]
     assert [row["reward/mean"] for row in history] == ["0", "0.25", "0.5", "0.75", "1"]
@@ -128,7 +143,10 @@ def test_wandb_that_cannot_start_is_a_configuration_error(tmp_path: Path, monkey
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_MODE", "online")
-    with pytest.raises(ConfigError, match=r"--wandb\.mode offline"), open_wandb_mirror(_wandb_config(tmp_path, "online")):
+    with (
+        pytest.raises(ConfigError, match=r"--wandb\.mode offline"),
+        open_wandb_mirror(_wandb_config(tmp_path, "online")),
+    ):
         pass
 
 
@@ -140,19 +158,13 @@ def test_wandb_that_fails_later_ends_only_the_mirror(tmp_path: Path, caplog: pyt
 
         assert wandb.run is not None
         wandb.run.finish()  # from now on wandb refuses what is logged
-        _report_steps(config, range(1))
+        MetricsFile(config.paths.metrics, "trainer").append(0, {"loss": 1.0})
     logging.getLogger("trireme.wandb").removeHandler(caplog.handler)
     assert "wandb failed" in caplog.text
 
 
 def _wandb_config(folder: Path, mode: str) -> RunConfig:
     return RunConfig.model_validate({"output_dir": str(folder), "name": "demo", "wandb": {"mode": mode}})
-
-
-def _report_steps(config: RunConfig, steps: range) -> None:
-    for step in steps:
-        MetricsFile(config.paths.metrics, "orchestrator").append(step, {"reward/mean": step / 4})
-        MetricsFile(config.paths.metrics, "trainer").append(step, {"loss": 1.5, "grad_norm": math.nan})
 
 
 def _wandb_history(path: Path) -> list[dict[str, str]]:

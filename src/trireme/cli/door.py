@@ -79,7 +79,8 @@ def open_process(room: Room, argv: list[str]) -> Opened | None:
 
 def show(config: RunConfig, devices: Devices, room: Room | None = None) -> None:
     """Prints the plan, and what stands in its way here and now."""
-    print(describe(plan(config, config.paths.run_config, devices), config, only=room))
+    run_file = config.paths.configs / f"{room}.json" if room else config.paths.run_config
+    print(describe(plan(config, run_file, devices), config, only=room))
     for problem in launch_problems(config, devices, section=room):
         print(f"\nnot ready: {problem}")
 
@@ -126,8 +127,9 @@ def _single_rank() -> dict[str, str]:
 
 
 def _torchrun(num_ranks: int, module: str, run_file: Path) -> list[str]:
+    """After `--` nothing is torchrun's: it would take our `--run` for its `--run-path`."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    return [*torchrun, "--nproc-per-node", str(num_ranks), "-m", module, "--run", str(run_file)]
+    return [*torchrun, "--nproc-per-node", str(num_ranks), "-m", "--", module, "--run", str(run_file)]
 
 
 def rank() -> int:

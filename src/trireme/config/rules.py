@@ -220,8 +220,8 @@ def _check_gpus_exist(config: RunConfig, devices: Devices, side: Room) -> Iterat
     ids = next(ids for name, ids, _ in _sides(config) if name == side)
     if not devices.gpus:
         yield (
-            f"GPUs were asked for (device = {config.device}, {side}_gpu_ids = {list(ids)}), and this machine shows "
-            "none - expected NVIDIA GPUs that CUDA_VISIBLE_DEVICES does not hide. "
+            f"GPUs were asked for ({side}_gpu_ids = {list(ids)}), and this machine shows none - "
+            "expected NVIDIA GPUs that CUDA_VISIBLE_DEVICES does not hide. "
             "The same configuration runs on CPU with `--device cpu`; GPU ids are ignored there."
         )
         return

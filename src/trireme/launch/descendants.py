@@ -1,7 +1,7 @@
 """Every process that came from the ones we started, so that none of them outlives a run.
 
-Also a program: `python descendants.py LAUNCHER_PID GRACE_S` is the guard, which ends them when the launcher itself is killed.
-It is run as a file, with the standard library only, so that it is up in milliseconds.
+Also a program: `python descendants.py LAUNCHER_PID GRACE_S` is the guard, which ends them when the launcher itself is
+killed. It is run as a file, with the standard library only, so that it is up in milliseconds.
 """
 
 from __future__ import annotations
@@ -123,7 +123,13 @@ def _environment(pid: int) -> list[bytes]:
         return []
 
 
-def end_all(descendants: Descendants, *, launcher: int | None, grace_s: float = GRACE_S, hurry: Callable[[], bool] = lambda: False) -> None:
+def end_all(
+    descendants: Descendants,
+    *,
+    launcher: int | None,
+    grace_s: float = GRACE_S,
+    hurry: Callable[[], bool] = lambda: False,
+) -> None:
     """SIGTERM, patience (until `hurry`), SIGKILL; none of them is alive afterwards.
 
     Args:

@@ -1,0 +1,179 @@
+"""What would start is shown exactly, at once, and without loading what takes seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trireme.base.devices import Devices
+from trireme.base.errors import ConfigError
+from trireme.base.paths import RunPaths
+from trireme.config.load import load_run_config
+from trireme.config.resolve import resolve
+from trireme.config.run import RunConfig
+from trireme.launch.folder import hold_folder, move_aside, prepare_folder
+from trireme.launch.plan import describe, plan
+
+DATA = Path(__file__).parent.parent / "data"
+RUN = Path("outputs/configs/run.json")
+GPUS = Devices(gpus=("4", "5", "6", "7"), cores=16)
+
+
+def planned(*argv: str, on: Devices) -> tuple[Any, RunConfig]:
+    config = resolve(load_run_config(list(argv), program="rl")[0], on)
+    return plan(config, RUN, on), config
+
+
+def test_each_process_loads_the_same_run() -> None:
+    processes = planned(on=Devices(cores=2))[0].processes
+    assert [process.name for process in processes] == ["inference", "orchestrator", "trainer"]
+    for process in processes:
+        assert process.argv == (sys.executable, "-m", f"trireme.cli.{process.name}", "--run", str(RUN))
+        assert process.log == Path(f"outputs/logs/{process.name}.stdout")
+        assert process.env["PYTHONUNBUFFERED"] == "1"
+
+
+def test_processes_see_their_own_gpus_by_the_machines_names() -> None:
+    the_plan, _ = planned("@", str(DATA / "guide_example.toml"), on=GPUS)
+    visible = {process.name: process.env["CUDA_VISIBLE_DEVICES"] for process in the_plan.processes}
+    assert visible == {"inference": "4,5,6", "orchestrator": "", "trainer": "7"}
+    assert the_plan.process("inference").gpus == (0, 1, 2)
+
+
+def test_on_cpu_no_gpu_is_visible_and_the_engine_is_told_its_memory() -> None:
+    the_plan, config = planned("--inference.cpu.kv-cache-gib", "3", on=Devices(cores=2))
+    assert {process.env["CUDA_VISIBLE_DEVICES"] for process in the_plan.processes} == {""}
+    inference = the_plan.process("inference").env
+    assert inference["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert inference["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert inference["VLLM_SERVER_DEV_MODE"] == "1"
+    assert inference["VLLM_PLUGINS"] == "trireme"
+    assert inference["OMP_NUM_THREADS"] == "2"
+    assert the_plan.process("trainer").ports == {"weights": config.ports.weights}
+
+
+def test_a_plan_shows_what_follows_from_the_configuration() -> None:
+    the_plan, config = planned("@", str(DATA / "guide_example.toml"), on=GPUS)
+    shown = describe(the_plan, config)
+    assert "32 rollouts = 2 groups x 16" in shown
+    assert "at most 1 step(s) ahead" in shown
+    assert "over nccl" in shown
+    assert f"http {config.inference.server.port}" in shown
+
+
+# the commands themselves
+
+
+def command(program: str, *argv: str, cwd: Path, code: str = "") -> subprocess.CompletedProcess[str]:
+    script = f"import sys\nfrom trireme.cli.{program} import main\ntry: main()\nfinally: {code or 'pass'}"
+    return subprocess.run(
+        [sys.executable, "-c", script, *argv],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+
+
+LOADED = "print('LOADED', *({'torch', 'vllm', 'transformers', 'numpy', 'zmq'} & set(sys.modules)))"
+
+
+@pytest.mark.parametrize("program", ["rl", "trainer", "orchestrator", "inference", "sft"])
+def test_help_shows_every_key_at_once_and_loads_nothing_heavy(program: str, tmp_path: Path) -> None:
+    started = time.monotonic()
+    done = command(program, "--help", cwd=tmp_path, code=LOADED)
+    assert time.monotonic() - started < 2.0  # 0.25 s on a free machine
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("LOADED\n")
+    assert "<integer > 0>  (default: 100)\n        Optimizer steps." in done.stdout
+    lr = "--trainer.optim.lr" if program == "rl" else "--optim.lr"
+    assert (f"{lr}  <number > 0>" in done.stdout) is (program in ("rl", "trainer", "sft"))
+
+
+def test_a_dry_run_writes_the_resolved_run_and_loads_nothing_heavy(tmp_path: Path) -> None:
+    started = time.monotonic()
+    example = str(DATA / "guide_example.toml")
+    done = command("rl", "@", example, "--dry-run", "--device", "cpu", cwd=tmp_path, code=LOADED)
+    assert time.monotonic() - started < 2.0
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("LOADED\n")
+    assert "not ready: `[trainer.model.lora]`" in done.stdout
+    written = {file.name for file in (tmp_path / "outputs/configs").iterdir()}
+    assert written == {"run.json", "trainer.toml", "orchestrator.toml", "inference.toml"}
+
+
+def test_a_dry_run_does_not_write_over_a_run(tmp_path: Path) -> None:
+    (tmp_path / "outputs/configs").mkdir(parents=True)
+    (tmp_path / "outputs/metrics.jsonl").touch()
+    (tmp_path / "outputs/configs/run.json").write_text("precious")
+    done = command("rl", "@", str(DATA / "guide_example.toml"), "--dry-run", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "outputs/configs/run.json").read_text() == "precious"
+    assert (tmp_path / "outputs/configs/dry-run/run.json").exists()
+
+
+@pytest.mark.parametrize("program", ["rl", "trainer", "orchestrator", "inference", "sft"])
+def test_a_configuration_error_is_one_message_and_exit_code_2(program: str, tmp_path: Path) -> None:
+    done = command(program, "--max-stepz", "3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (f"{program}: unknown flag `--max-stepz` - no such key exists. Did you mean `--max-steps`?\n")
+
+
+# the run folder
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(tmp_path / "outputs")
+    (paths.journal / "batch_0").mkdir(parents=True)
+    paths.metrics.write_text("{}")
+    (paths.checkpoints / "step_20").mkdir(parents=True)
+    return paths
+
+
+def test_an_earlier_run_is_moved_aside_whole_and_never_deleted(earlier: RunPaths) -> None:
+    aside = prepare_folder(earlier, resume=False, resume_step=None)
+    assert aside == earlier.root.with_name("outputs.earlier-1")
+    assert {entry.name for entry in aside.iterdir()} == {"journal", "metrics.jsonl", "checkpoints"}
+    assert list(earlier.root.iterdir()) == []
+    earlier.metrics.touch()
+    assert move_aside(earlier).name == "outputs.earlier-2"
+
+
+def test_runs_in_folders_inside_stay_where_they_are(earlier: RunPaths) -> None:
+    inside = RunPaths(earlier.root / "other")
+    inside.journal.mkdir(parents=True)
+    prepare_folder(earlier, resume=False, resume_step=None)
+    assert inside.journal.exists()
+    assert not earlier.journal.exists()
+
+
+def test_a_folder_without_a_run_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    assert prepare_folder(RunPaths(tmp_path), resume=False, resume_step=None) is None
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_resuming_needs_a_run_and_the_checkpoint(earlier: RunPaths) -> None:
+    for resume, step in ((True, None), (False, 20), (False, -1)):
+        assert prepare_folder(earlier, resume=resume, resume_step=step) is None
+    assert earlier.metrics.exists()
+    with pytest.raises(ConfigError, match=r"no such checkpoint - it has steps \[20\]"):
+        prepare_folder(earlier, resume=False, resume_step=30)
+    with pytest.raises(ConfigError, match=r"there is no run in .*nothing-here.*Runs nearby: .*outputs"):
+        prepare_folder(RunPaths(earlier.root.with_name("nothing-here")), resume=True, resume_step=None)
+
+
+def test_one_launcher_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
+    with hold_folder(RunPaths(tmp_path)), pytest.raises(ConfigError, match=f"process {os.getpid()}"):
+        with hold_folder(RunPaths(tmp_path)):
+            pass
+    with hold_folder(RunPaths(tmp_path)):
+        pass
