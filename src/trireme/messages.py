@@ -134,7 +134,7 @@ class Go(msgspec.Struct, frozen=True, tag=True):
     """The engines are paused and receive: send now, in group `epoch` of `world_size` ranks (the sender is 0)."""
 
     version: int
-    epoch: int
+    epoch: str  # names a set of peers; another one means: join anew
     world_size: int
 
 

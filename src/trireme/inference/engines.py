@@ -31,7 +31,7 @@ class InitInfo(WeightTransferInitInfo):
     kind: str
     host: str
     port: int
-    epoch: int
+    epoch: str
     rank_offset: int
     world_size: int
     bucket_bytes: int

@@ -46,7 +46,7 @@ class Policy:
         self._changed = asyncio.Condition()
         self._holding = asyncio.Lock()  # held by an evaluation, or by an update from pause to confirmation
         self._update: _Update | None = None
-        self._epoch = -1
+        self._epoch = 0
 
     async def reached(self, version: int) -> None:
         """Until `version` (or a later one) is live."""
@@ -65,8 +65,9 @@ class Policy:
         if self._update is None or self._update.attempt != attempt:
             if self._update is not None:
                 await self._update.abandon()
-            self._epoch += self._update is None or self._update.must_join_anew(message)
-            self._update = _Update(self, message, attempt, self._epoch)
+            if self._update is None or self._update.must_join_anew(message):
+                self._epoch += 1
+            self._update = _Update(self, message, attempt, f"{message.incarnation}/{self._epoch}")
         update = self._update
         if not await within_patience(update.prepared):
             return NotYet(note=update.note)
@@ -101,7 +102,7 @@ class Policy:
 class _Update:
     """One attempt at one version."""
 
-    def __init__(self, policy: Policy, message: PolicyReady, attempt: tuple, epoch: int) -> None:
+    def __init__(self, policy: Policy, message: PolicyReady, attempt: tuple, epoch: str) -> None:
         self.message = message
         self.attempt = attempt
         self.note = "an evaluation is running"

@@ -19,7 +19,7 @@ from trireme.transport.weights.buckets import bucket_size, pack_bucket, split_in
 class WeightGroup:
     """One rank's membership in the group of an epoch."""
 
-    def __init__(self, kind: str, store: dist.Store, *, epoch: int, rank: int, world_size: int, timeout_s: float):
+    def __init__(self, kind: str, store: dist.Store, *, epoch: str, rank: int, world_size: int, timeout_s: float):
         prefixed = dist.PrefixStore(f"weights/{epoch}", store)
         self.device = torch.device("cpu") if kind == "gloo" else torch.device("cuda", torch.cuda.current_device())
         self._group = _process_group(kind, prefixed, rank, world_size, timedelta(seconds=timeout_s))
@@ -63,9 +63,9 @@ class CollectiveSender:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._group: WeightGroup | None = None
-        self._epoch = -1
+        self._epoch: str | None = None
 
-    def join(self, epoch: int, world_size: int) -> None:
+    def join(self, epoch: str, world_size: int) -> None:
         if self._group is not None and epoch == self._epoch:
             return
         self.close()
@@ -100,7 +100,7 @@ class CollectiveReceiver:
         self._timeout_s = timeout_s
         self._group: WeightGroup | None = None
 
-    def join(self, epoch: int, rank: int, world_size: int) -> None:
+    def join(self, epoch: str, rank: int, world_size: int) -> None:
         self.close()
         self._group = WeightGroup(
             self._kind, self._store, epoch=epoch, rank=rank, world_size=world_size, timeout_s=self._timeout_s

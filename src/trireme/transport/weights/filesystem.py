@@ -21,7 +21,7 @@ class FilesystemSender:
         self._folder = folder
         self._bucket_bytes = bucket_bytes
 
-    def join(self, epoch: int, world_size: int) -> None:
+    def join(self, epoch: str, world_size: int) -> None:
         """Nothing to join."""
 
     def send(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> dict:
@@ -55,7 +55,7 @@ class FilesystemReceiver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def join(self, epoch: int, rank: int, world_size: int) -> None:
+    def join(self, epoch: str, rank: int, world_size: int) -> None:
         """Nothing to join."""
 
     def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:

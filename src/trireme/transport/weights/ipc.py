@@ -22,7 +22,7 @@ class IpcSender:
     def __init__(self) -> None:
         self._held: list[torch.Tensor] = []
 
-    def join(self, epoch: int, world_size: int) -> None:
+    def join(self, epoch: str, world_size: int) -> None:
         """Lets go of what the last update held."""
         self._held.clear()
 
@@ -43,7 +43,7 @@ class IpcSender:
 class IpcReceiver:
     """An engine worker's end."""
 
-    def join(self, epoch: int, rank: int, world_size: int) -> None:
+    def join(self, epoch: str, rank: int, world_size: int) -> None:
         """Nothing to join."""
 
     def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:
