@@ -5,7 +5,7 @@ G is the group: the rollouts of one example.
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import numpy as np
 

@@ -7,10 +7,10 @@ by `/status` and in the terminal; a wait that runs out raises `DeadlineExceeded`
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Iterator
 
 from trireme.base.errors import DeadlineExceeded
 

@@ -45,9 +45,7 @@ class Peers:
 class Answers:
     """Handles one request at a time; may be called concurrently."""
 
-    def __init__(
-        self, config: RunConfig, journal: Journal, policy: Policy, scheduler: Scheduler, peers: Peers
-    ) -> None:
+    def __init__(self, config: RunConfig, journal: Journal, policy: Policy, scheduler: Scheduler, peers: Peers) -> None:
         self._config = config
         self._journal = journal
         self._policy = policy

@@ -27,7 +27,9 @@ class ChatTokenizer:
         self._tokenizer = Tokenizer.from_file(str(_existing(folder / "tokenizer.json")))
         config = _read_json(folder / "tokenizer_config.json")
         self._template = _compile_template(_template_text(folder, config))
-        self._names = {key: _token_text(config.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        self._names = {
+            key: _token_text(config.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
         self.stop_ids = _stop_ids(folder) | ({self._id_of(self._names["eos_token"])} - {None})
 
     def _id_of(self, token: str | None) -> int | None:

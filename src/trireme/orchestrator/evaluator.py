@@ -90,7 +90,9 @@ class Evaluator:
                 )
                 return example, done
             except RolloutFailed as failure:
-                log.warning("%s, evaluation example %d: %s; it is left out of the mean", environment.name, example, failure)
+                log.warning(
+                    "%s, evaluation example %d: %s; it is left out of the mean", environment.name, example, failure
+                )
                 return None
 
         finished = await asyncio.gather(*(run(*which) for which in runs))

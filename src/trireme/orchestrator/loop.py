@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import AsyncIterator
 
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.log import get_logger

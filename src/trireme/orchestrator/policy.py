@@ -1,22 +1,22 @@
 """Which version of the policy is live, and how the next one becomes it: announced, sent, confirmed, and only then used.
 
-    trainer                      orchestrator                         engines
-      PolicyReady(n+1)  ------>    waits for a running evaluation
-                                   pauses (requests freeze)  ------>
-                                   tells them to receive     ------>
-      <-------------------  Go
-      sends tensors     ----------------------------------------->   load
-      PolicySent        ------>    compares digests          <------  digests
-                                   resumes, probes           <------  logprobs of a fixed prompt
-      <-----------------  Live     version = n+1
+trainer                      orchestrator                         engines
+  PolicyReady(n+1)  ------>    waits for a running evaluation
+                               pauses (requests freeze)  ------>
+                               tells them to receive     ------>
+  <-------------------  Go
+  sends tensors     ----------------------------------------->   load
+  PolicySent        ------>    compares digests          <------  digests
+                               resumes, probes           <------  logprobs of a fixed prompt
+  <-----------------  Live     version = n+1
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import AsyncIterator
 
 import msgspec
 
@@ -30,7 +30,6 @@ from trireme.orchestrator.inference_pool import Engine, InferencePool
 from trireme.transport.control import within_patience
 
 log = get_logger("policy")
-
 
 
 class Policy:
@@ -156,7 +155,9 @@ class _Update:
 
     async def _receive(self, engine: Engine, rank_offset: int, world_size: int) -> None:
         if self._joins:
-            await self._pool.post(engine, "init_weight_transfer_engine", {"init_info": self._join_info(rank_offset, world_size)})
+            await self._pool.post(
+                engine, "init_weight_transfer_engine", {"init_info": self._join_info(rank_offset, world_size)}
+            )
         await self._pool.post(engine, "start_weight_update")
         if self.message.kind not in PULLED_KINDS:
             await self._fetch(engine, {})
@@ -206,7 +207,9 @@ class _Update:
         for worker, result in enumerate(report["results"]):
             who = f"{engine.url}, worker {worker}"
             if difference := first_difference(message.digests, result["digests"]):
-                raise WeightsMismatch(f"Version {message.version} did not arrive at {who} as it was sent: {difference}.")
+                raise WeightsMismatch(
+                    f"Version {message.version} did not arrive at {who} as it was sent: {difference}."
+                )
             if result["incomplete"]:
                 raise WeightsMismatch(
                     f"Version {message.version} was not loaded whole by {who}: {', '.join(result['incomplete'])} "

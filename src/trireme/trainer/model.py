@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -95,7 +95,9 @@ def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[s
         yield name, whole.detach().to(dtype)
 
 
-def logits_at(model: PreTrainedModel, micro_batch: MicroBatch, keep: torch.Tensor, device: torch.device) -> torch.Tensor:
+def logits_at(
+    model: PreTrainedModel, micro_batch: MicroBatch, keep: torch.Tensor, device: torch.device
+) -> torch.Tensor:
     """[K, V] logits of a packed row at the positions `keep` only.
 
     Positions that restart, and no attention mask, are how transformers is told of packed samples: it then builds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedModel
@@ -39,7 +39,7 @@ class Publisher:
         self._sender = self._open_sender() if world.is_main else None
         self._probe_ids = probe_ids(model.config.get_text_config().vocab_size)
 
-    def _open_sender(self):  # noqa: ANN202
+    def _open_sender(self):
         broadcast = self._config.weight_broadcast
         return open_sender(
             broadcast.type,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Iterator
 
 import torch
 
@@ -65,7 +65,9 @@ def _read_samples(config: SftConfig, tokenizer_name: str) -> tuple[list[Sample],
     assert config.data is not None
     samples = [to_sample(tokenizer, messages, config.seq_len) for messages in read_conversations(config.data)]
     if config.validation:
-        held_out = [to_sample(tokenizer, messages, config.seq_len) for messages in read_conversations(config.validation)]
+        held_out = [
+            to_sample(tokenizer, messages, config.seq_len) for messages in read_conversations(config.validation)
+        ]
         return samples, held_out
     count = int(len(samples) * config.validation_fraction)
     return samples[count:], samples[:count]

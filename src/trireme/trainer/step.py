@@ -6,8 +6,8 @@ T tokens of a row, K of them count.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -95,7 +95,7 @@ def compute_columns(model: PreTrainedModel, micro_batch: MicroBatch, device: tor
     logits = logits_at(model, micro_batch, keep.to(device), device)
     temperatures = torch.repeat_interleave(torch.tensor(micro_batch.temperatures), torch.tensor(micro_batch.lengths))
 
-    def column(array, dtype: torch.dtype) -> torch.Tensor:  # noqa: ANN001
+    def column(array, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(array.copy())[targets].to(device=device, dtype=dtype)
 
     logprobs, entropies = token_logprobs(logits, column(tokens.ids, torch.int64), temperatures[targets].to(device))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Iterable, Iterator
 
 import torch
 

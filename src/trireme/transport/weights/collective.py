@@ -6,8 +6,8 @@ the orchestrator counts the epoch up and everyone joins anew, so a dead peer nev
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ class WeightGroup:
         del self._group
 
 
-def _process_group(kind: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta):  # noqa: ANN202
+def _process_group(kind: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
     if kind == "gloo":
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     options = dist.ProcessGroupNCCL.Options()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from typing import Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor

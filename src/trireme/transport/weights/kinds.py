@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Iterable, Iterator, Protocol
+from typing import Protocol
 
 import torch
 
 from trireme.messages import TensorSpec
+
 
 class Sender(Protocol):
     def join(self, epoch: str, world_size: int) -> None: ...
