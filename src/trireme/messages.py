@@ -1,6 +1,6 @@
 """Every message that crosses a process boundary, in the order in which it travels.
 
-    environment worker <-> orchestrator    see `orchestrator/environments/wire.py` (JSON lines: workers lack this package)
+    environment worker <-> orchestrator    see `orchestrator/environments/wire.py`: workers lack this package
     orchestrator -> trainer                GetBatch asks, BatchReply answers
     trainer -> orchestrator -> engines     PolicyReady, Go, PolicySent, Live
     trainer -> orchestrator                Heartbeat, Done
@@ -26,7 +26,7 @@ class Tokens(msgspec.Struct, frozen=True):
     """Per-token columns of one sample or of one packed row. A new per-token quantity is one line here.
 
     Example:
-        Tokens(ids=[5, 9, 7], loss_mask=[0, 1, 1], logprobs=[0, -0.1, -2.3], advantages=[0, .5, .5], versions=[-1, 3, 4])
+        Tokens(ids=[5, 9, 7], loss_mask=[0, 1, 1], logprobs=[0, -0.1, -2.3], advantages=[0, 1, 1], versions=[-1, 3, 4])
     """
 
     ids: np.ndarray  # [T] int32
@@ -197,7 +197,7 @@ Reply = BatchReply | Go | Live | Ok | NotYet | Refusal
 
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return [value.dtype.str, memoryview(np.ascontiguousarray(value)).cast("B")]
+        return [value.dtype.str, np.ascontiguousarray(value).data.cast("B")]
     raise NotImplementedError(f"cannot send a {type(value)}")
 
 

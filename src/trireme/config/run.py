@@ -77,7 +77,7 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs where there are some. `cpu` ignores GPU ids."""
     max_async_level: Annotated[int, Field(ge=0)] = 1
-    """How many steps generation may run ahead of training. 0 is fully synchronous and, on CPU, reproducible to the bit."""
+    """How many steps generation may run ahead of training; 0 is synchronous and, on CPU, reproducible to the bit."""
     inference_gpu_ids: tuple[int, ...] | None = None
     """GPUs of the engines."""
     trainer_gpu_ids: tuple[int, ...] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from trireme.algo.packing import micro_batches_of_rank
@@ -79,10 +80,8 @@ class Answers:
 
     async def _batch(self, request: GetBatch) -> Reply:
         if not self._journal.has(request.step):
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._batch_closed.wait(), PATIENCE_S)
-            except TimeoutError:
-                pass
             if not self._journal.has(request.step):
                 return NotYet(note=self._scheduler.describe())
         record = self._journal.read(request.step)
