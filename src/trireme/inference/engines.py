@@ -60,15 +60,15 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.incomplete: list[str] = []
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self._open_receiver(init_info)
+        receiver = self._open_receiver(init_info)
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._receiver.join(init_info.epoch, rank, init_info.world_size)
+        receiver.join(init_info.epoch, rank, init_info.world_size)
 
-    def _open_receiver(self, init_info: InitInfo) -> None:
+    def _open_receiver(self, init_info: InitInfo) -> Receiver:
         address = (init_info.kind, init_info.host, init_info.port, init_info.epoch)
         if self._receiver is not None and address == self._address:
-            return
+            return self._receiver
         self.shutdown()
         self._receiver = open_receiver(
             init_info.kind,
@@ -79,6 +79,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             device=self.device,
         )
         self._address = address
+        return self._receiver
 
     def start_weight_update(self) -> None:
         self.digests, self.incomplete = {}, []

@@ -47,9 +47,8 @@ class Buffer:
         if len(self._names) == 1:
             return self._names[0]
         draw = np.random.default_rng([self._seed, 1, group]).random()
-        return self._names[
-            int(np.searchsorted(np.cumsum(self._shares), draw, side="right").clip(0, len(self._names) - 1))
-        ]
+        place = int(np.searchsorted(np.cumsum(self._shares), draw, side="right"))
+        return self._names[min(place, len(self._names) - 1)]
 
     def _next_example(self, name: str) -> int:
         cursor = self._cursors[name]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from tokenizers import Tokenizer
 
 from trireme.base.errors import ConfigError
 
-FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json"]
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
 
 class ChatTokenizer:
@@ -27,13 +29,7 @@ class ChatTokenizer:
         self._tokenizer = Tokenizer.from_file(str(_existing(folder / "tokenizer.json")))
         config = _read_json(folder / "tokenizer_config.json")
         self._template = _compile_template(_template_text(folder, config))
-        self._names = {
-            key: _token_text(config.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")
-        }
-        self.stop_ids = _stop_ids(folder) | ({self._id_of(self._names["eos_token"])} - {None})
-
-    def _id_of(self, token: str | None) -> int | None:
-        return self._tokenizer.token_to_id(token) if token else None
+        self._names = {key: _token_text(config.get(key)) for key in SPECIAL_TOKENS}
 
     def render(self, messages: list[dict[str, Any]], *, tools: list[dict] | None, generate: bool) -> str:
         """The conversation as the model reads it; with `generate`, up to where the assistant begins."""
@@ -122,14 +118,6 @@ def _token_text(token: Any) -> str | None:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _stop_ids(folder: Path) -> set[int]:
-    """What ends a turn, as the engine reads it too."""
-    ids = _read_json(folder / "generation_config.json").get("eos_token_id")
-    if ids is None:
-        ids = _read_json(folder / "config.json").get("eos_token_id")
-    return set(ids) if isinstance(ids, list) else {ids} - {None}
-
-
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
     """Templates expect text content and tool arguments as objects."""
     out = dict(message)
@@ -143,8 +131,6 @@ def _for_template(message: dict[str, Any]) -> dict[str, Any]:
 def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function", call))
     if isinstance(arguments := function.get("arguments"), str):
-        try:
+        with suppress(ValueError):
             function["arguments"] = json.loads(arguments)
-        except ValueError:
-            pass
     return {"type": "function", "id": call.get("id"), "function": function}

@@ -155,9 +155,8 @@ class _Update:
 
     async def _receive(self, engine: Engine, rank_offset: int, world_size: int) -> None:
         if self._joins:
-            await self._pool.post(
-                engine, "init_weight_transfer_engine", {"init_info": self._join_info(rank_offset, world_size)}
-            )
+            info = self._join_info(rank_offset, world_size)
+            await self._pool.post(engine, "init_weight_transfer_engine", {"init_info": info})
         await self._pool.post(engine, "start_weight_update")
         if self.message.kind not in PULLED_KINDS:
             await self._fetch(engine, {})

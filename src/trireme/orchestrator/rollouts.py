@@ -16,25 +16,9 @@ from trireme.orchestrator.tool_calls import split_tool_calls
 from trireme.orchestrator.trajectory import Trajectory
 
 ENGINE_KEYS = frozenset(
-    [
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "max_tokens",
-        "min_tokens",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "bad_words",
-        "logit_bias",
-        "allowed_token_ids",
-        "include_stop_str_in_output",
-        "seed",
-    ]
+    {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+    | {"max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "logit_bias"}
+    | {"allowed_token_ids", "include_stop_str_in_output", "seed"}
 )
 """What of an environment's sampling arguments reaches the engine; the rest is for OpenAI clients (`n`, `logprobs`)."""
 

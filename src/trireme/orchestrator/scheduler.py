@@ -48,7 +48,10 @@ class Group:
 
 
 class Scheduler:
-    """Produces finished groups; waits for the policy and for rollouts; woken by versions, batches and finished groups."""
+    """Produces finished groups; waits for the policy and for rollouts.
+
+    Woken by a new version, a closed batch, a finished group.
+    """
 
     def __init__(
         self,
@@ -136,16 +139,17 @@ class Scheduler:
             self._arrived.set()
 
     async def _run_rollout(self, group: Group, place: int) -> None:
-        task = group.task
-        for attempt in range(self._config.orchestrator.max_rollout_attempts):
+        task, attempts = group.task, self._config.orchestrator.max_rollout_attempts
+        last = ""
+        for attempt in range(attempts):
             try:
                 group.rollouts.append(await self._rollout(task, place, attempt))
                 self._any_success = True
                 return
             except RolloutFailed as failure:
                 self._count_failure(task, failure)
-                group.dropped.append(_drop(task, place, attempt, str(failure)))
-        raise _GaveUp(f"rollout {place} failed {self._config.orchestrator.max_rollout_attempts} times, last {failure}")
+                group.dropped.append(_drop(task, place, attempt, last := str(failure)))
+        raise _GaveUp(f"rollout {place} failed {attempts} times, last {last}")
 
     async def _rollout(self, task: OpenGroup, place: int, attempt: int) -> Rollout:
         sampling = self._config.orchestrator.sampling
@@ -181,9 +185,9 @@ class Scheduler:
         log.warning("rollout of %s example %d failed: %s", task.env, task.example, failure)
         if not self._any_success and self.num_failures >= HOPELESS_FAILURES:
             self._hopeless = (
-                f"All of the first {self.num_failures} rollouts failed - at least one was expected to succeed. The last "
-                f"one, of {task.env} example {task.example}: {failure}\n{failure.traceback}"
-                f"Mend the environment, or check it alone first."
+                f"All of the first {self.num_failures} rollouts failed - at least one was expected to succeed. "
+                f"The last one, of {task.env} example {task.example}: {failure}\n{failure.traceback}"
+                "Mend the environment, or check it alone first."
             )
             self._arrived.set()
 

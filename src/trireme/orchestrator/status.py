@@ -149,7 +149,7 @@ def _bind(config: StatusServer) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"The status server cannot listen on {config.host}:{config.port}: {error.strerror}. A free port was expected. "
-            "See who has it with `lsof -i :" + str(config.port) + "`, or set `orchestrator.server.port` to another."
+            f"The status server cannot listen on {config.host}:{config.port}: {error.strerror} - a free port was "
+            f"expected. See who has it with `lsof -i :{config.port}`, or set `orchestrator.server.port` to another."
         ) from error
     return listener

@@ -65,7 +65,7 @@ class Trajectory:
 
     def _continuation(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> list[int] | None:
         """Ids that follow on the last branch, or None where this conversation does not continue it."""
-        if not self._branches or not self._branches[-1].mask[-1:] == [1]:
+        if not self._branches or self._branches[-1].mask[-1:] != [1]:
             return None
         branch = self._branches[-1]
         past = len(branch.messages)

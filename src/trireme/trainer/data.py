@@ -45,7 +45,7 @@ def _conversation(line: str, where: str) -> Conversation:
     except (ValueError, KeyError, TypeError) as error:
         problem = f"is not a conversation ({type(error).__name__}: {error})"
     raise ConfigError(
-        f'{where} {problem} - expected {{"messages": [{{"role": "user", "content": "…"}}, {{"role": "assistant", …}}]}}.'
+        f'{where} {problem} - expected {{"messages": [{{"role": "user", "content": "…"}}, …]}} on one line.'
     )
 
 

@@ -95,16 +95,14 @@ def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[s
         yield name, whole.detach().to(dtype)
 
 
-def logits_at(
-    model: PreTrainedModel, micro_batch: MicroBatch, keep: torch.Tensor, device: torch.device
-) -> torch.Tensor:
+def logits_at(model: PreTrainedModel, row: MicroBatch, keep: torch.Tensor, device: torch.device) -> torch.Tensor:
     """[K, V] logits of a packed row at the positions `keep` only.
 
     Positions that restart, and no attention mask, are how transformers is told of packed samples: it then builds
     block-diagonal attention (or, with flash attention, cumulative lengths) by itself.
     """
-    ids = torch.from_numpy(micro_batch.tokens.ids.astype("int64")).to(device)
-    position_ids = torch.from_numpy(positions(micro_batch.lengths)).to(device)
+    ids = torch.from_numpy(row.tokens.ids.astype("int64")).to(device)
+    position_ids = torch.from_numpy(positions(row.lengths)).to(device)
     output = model(
         input_ids=ids[None], position_ids=position_ids[None], attention_mask=None, use_cache=False, logits_to_keep=keep
     )

@@ -38,7 +38,7 @@ class ControlClient:
         self._socket = self._connect()
 
     def _connect(self) -> zmq.Socket:
-        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.linger = 0
         socket.connect(self._address)
         return socket
@@ -71,7 +71,7 @@ class ControlClient:
     def _once(self, request: Request) -> Reply | None:
         number = str(next(self._numbers)).encode()
         self._socket.send_multipart([number, encode(request)])
-        while self._socket.poll(ASK_AGAIN_S * 1000):
+        while self._socket.poll(int(ASK_AGAIN_S * 1000)):
             answered, payload = self._socket.recv_multipart()
             if answered == number:
                 return decode_reply(payload)
