@@ -61,7 +61,7 @@ class Journal:
             )
         if len(payload) != header.length or hashlib.sha256(payload).hexdigest() != header.sha256:
             raise JournalCorrupt(
-                f"{path} holds {len(payload)} bytes that do not match its header's checksum (of {header.length} bytes). "
+                f"{path} holds {len(payload)} bytes that do not match its checksum (of {header.length} bytes). "
                 f"Restore it, or go on from before it with --trainer.ckpt.resume-step {step} or less."
             )
         return decode_as(BatchRecord, payload)

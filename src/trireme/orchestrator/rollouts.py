@@ -10,7 +10,7 @@ from trireme.config.run import RunConfig
 from trireme.messages import Tokens
 from trireme.orchestrator.chat import ChatTokenizer
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask, Split
+from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply, RunTask, Split
 from trireme.orchestrator.inference_pool import Generation, InferencePool, OverlongPrompt
 from trireme.orchestrator.tool_calls import split_tool_calls
 from trireme.orchestrator.trajectory import Trajectory
@@ -87,7 +87,7 @@ class RolloutRunner:
         )
 
 
-def _finish_reason(turn: Generation, called: bool):
+def _finish_reason(turn: Generation, called: bool) -> FinishReason:
     if called:
         return "tool_calls"
     return "length" if turn.finish_reason == "length" else "stop"

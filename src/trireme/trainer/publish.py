@@ -17,7 +17,7 @@ from trireme.trainer.mesh import World
 from trireme.trainer.model import full_tensors, logits_at
 from trireme.transport.control import ControlClient
 from trireme.transport.weights.buckets import spec_of
-from trireme.transport.weights.kinds import open_sender
+from trireme.transport.weights.kinds import Sender, open_sender
 
 log = get_logger("publish")
 
@@ -39,7 +39,7 @@ class Publisher:
         self._sender = self._open_sender() if world.is_main else None
         self._probe_ids = probe_ids(model.config.get_text_config().vocab_size)
 
-    def _open_sender(self):
+    def _open_sender(self) -> Sender:
         broadcast = self._config.weight_broadcast
         return open_sender(
             broadcast.type,

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -95,7 +96,7 @@ def compute_columns(model: PreTrainedModel, micro_batch: MicroBatch, device: tor
     logits = logits_at(model, micro_batch, keep.to(device), device)
     temperatures = torch.repeat_interleave(torch.tensor(micro_batch.temperatures), torch.tensor(micro_batch.lengths))
 
-    def column(array, dtype: torch.dtype) -> torch.Tensor:
+    def column(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(array.copy())[targets].to(device=device, dtype=dtype)
 
     logprobs, entropies = token_logprobs(logits, column(tokens.ids, torch.int64), temperatures[targets].to(device))

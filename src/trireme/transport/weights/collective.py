@@ -39,7 +39,9 @@ class WeightGroup:
         del self._group
 
 
-def _process_group(kind: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
+def _process_group(
+    kind: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta
+) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
     if kind == "gloo":
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     options = dist.ProcessGroupNCCL.Options()
