@@ -1,6 +1,6 @@
 """Makes a small random Qwen3-architecture model with a tokenizer of single characters and a few words.
 
-    uv run python scripts/make_tiny_model.py FOLDER [--hidden 128] [--layers 3] [--seed 0]
+    uv run python scripts/make_tiny_model.py FOLDER [--hidden 128] [--layers 3] [--seed 0] [--no-weights]
 
 Characters keep the vocabulary (and so the head) tiny. The words are those of chat and of the reverse-text
 environment's instruction, so that a prompt is short.
@@ -76,11 +76,16 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-weights", action="store_true", help="only the configuration and the tokenizer")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, args.hidden, args.layers)
-    model.save_pretrained(args.folder)
+    if args.no_weights:
+        model.config.save_pretrained(args.folder)
+        model.generation_config.save_pretrained(args.folder)
+    else:
+        model.save_pretrained(args.folder)
     tokenizer.save_pretrained(args.folder)
     print(f"{args.folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
 

@@ -40,6 +40,8 @@ class TrainerModel(Section):
 
     name: str | None = None
     """Folder or hub name of the model; the run's `model.name` where not given."""
+    from_scratch: bool = False
+    """Read only `config.json` and start from random weights, drawn with the run's seed."""
     attn: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
     """Attention implementation of transformers."""
     optimization_dtype: Dtype = "float32"

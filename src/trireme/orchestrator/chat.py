@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -27,6 +29,8 @@ class ChatTokenizer:
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(_existing(folder / "tokenizer.json")))
+        self._tokenizer.no_truncation()  # some files ask for it, and a prompt must never be cut in silence
+        self._tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
         self._template = _compile_template(_template_text(folder, config))
         self._names = {key: _token_text(config.get(key)) for key in SPECIAL_TOKENS}
@@ -37,6 +41,7 @@ class ChatTokenizer:
         return self._template.render(
             messages=[_for_template(message) for message in messages],
             tools=tools or None,
+            documents=None,
             add_generation_prompt=generate,
             **names,
         )
@@ -98,6 +103,16 @@ def _template_text(folder: Path, config: dict[str, Any]) -> str:
     return text
 
 
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's words in some templates; here it changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
 def _compile_template(text: str) -> jinja2.Template:
     """The environment that chat templates are written for: what transformers documents, no more."""
 
@@ -107,7 +122,9 @@ def _compile_template(text: str) -> jinja2.Template:
     def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = fail
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)

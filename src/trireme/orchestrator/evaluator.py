@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Evaluator:
         return sorted(version for version in versions | {last} if not self._is_done(version))
 
     def _is_done(self, version: int) -> bool:
-        return step_folder(self._config.paths.evals, version).exists()
+        return all(self._results(version, name).exists() for name in self._environments)
 
     async def evaluate(self, version: int) -> None:
         assert self._eval is not None
@@ -98,10 +99,12 @@ class Evaluator:
         finished = await asyncio.gather(*(run(*which) for which in runs))
         return [entry for entry in finished if entry is not None]
 
+    def _results(self, version: int, name: str) -> Path:
+        return step_folder(self._config.paths.evals, version) / f"{name.replace('/', '_')}.jsonl"
+
     def _write(self, version: int, name: str, rewards: list[tuple[int, Done]]) -> None:
         """One line per rollout, with the keys that analysis scripts expect (`example_id`, `reward`)."""
-        path = step_folder(self._config.paths.evals, version) / f"{name.replace('/', '_')}.jsonl"
-        with atomic_write(path) as file:
+        with atomic_write(self._results(version, name)) as file:
             for _, done in rewards:
                 line = {
                     "example_id": done.example_id,

@@ -24,6 +24,7 @@ log = get_logger("engines")
 
 HEALTH_INTERVAL_S = 2.0
 HEALTH_MISSES = 5  # in a row, before an engine counts as dead
+RETRY_S = 1.0  # before a request that an engine dropped is sent again
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class InferencePool:
     places: asyncio.Semaphore
     live: asyncio.Event = field(default_factory=asyncio.Event)  # some engine may be asked
     num_requests: int = 0
+    retry_s: float = RETRY_S
+    health_interval_s: float = HEALTH_INTERVAL_S
 
     async def generate(self, ids: list[int], sampling: dict[str, Any]) -> Generation:
         """One turn, from whichever live engine has the least to do.
@@ -117,10 +120,24 @@ class InferencePool:
             while True:
                 engine = await self._least_busy(give_up)
                 try:
-                    return _to_generation(await self._post_generate(engine, body))
+                    turn = _to_generation(await self._post_generate(engine, body))
+                    await self._confirmed(engine)
+                    return turn
                 except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                    log.warning("%s dropped a request: %s; it is sent again", engine.url, error or type(error).__name__)
-                    await asyncio.sleep(1.0)
+                    words = str(error) or type(error).__name__
+                    if time.monotonic() > give_up:
+                        raise DeadlineExceeded(
+                            f"orchestrator waited {self.timeout_s:.0f} s for {engine.url} to answer a request that it "
+                            f"dropped again and again, last: {words}. Look at logs/inference.stdout"
+                        ) from error
+                    log.warning("%s dropped a request: %s; it is sent again", engine.url, words)
+                    await asyncio.sleep(self.retry_s)
+
+    async def _confirmed(self, engine: Engine) -> None:
+        """An answer that comes during an update may be that of weights which will turn out to be wrong."""
+        while engine.state != "live":
+            self.live.clear()
+            await self.live.wait()
 
     async def _least_busy(self, give_up: float) -> Engine:
         while True:
@@ -223,13 +240,13 @@ class InferencePool:
         """
         misses = dict.fromkeys((engine.url for engine in self.engines), 0)
         while True:
-            await asyncio.sleep(HEALTH_INTERVAL_S)
+            await asyncio.sleep(self.health_interval_s)
             for engine in self.reachable():
                 misses[engine.url] = 0 if await self._is_healthy(engine) else misses[engine.url] + 1
                 if misses[engine.url] >= HEALTH_MISSES:
                     engine.state = "dead"
                     raise PeerDied(
-                        f"{engine.url} has not been healthy for {HEALTH_MISSES * HEALTH_INTERVAL_S:.0f} s. "
+                        f"{engine.url} has not been healthy for {HEALTH_MISSES * self.health_interval_s:.0f} s. "
                         "Look at logs/inference.stdout"
                     )
 

@@ -7,7 +7,9 @@ synced and renamed, so an entry is either whole or not there. The journal is als
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -53,7 +55,12 @@ class Journal:
             return self._last
         path = self.path(step)
         head, _, payload = path.read_bytes().partition(b"\n")
-        header = msgspec.json.decode(head, type=_Header)
+        try:
+            header = msgspec.json.decode(head, type=_Header)
+        except msgspec.DecodeError as error:
+            raise JournalCorrupt(
+                f"{path} does not begin with a journal entry's header: {error}. {_ways_out(step)}"
+            ) from error
         if header.format != WIRE_VERSION:
             raise JournalCorrupt(
                 f"{path} has format {header.format}, this version of Trireme reads {WIRE_VERSION}. "
@@ -62,8 +69,10 @@ class Journal:
         if len(payload) != header.length or hashlib.sha256(payload).hexdigest() != header.sha256:
             raise JournalCorrupt(
                 f"{path} holds {len(payload)} bytes that do not match its checksum (of {header.length} bytes). "
-                f"Restore it, or go on from before it with --trainer.ckpt.resume-step {step} or less."
+                f"{_ways_out(step)}"
             )
+        if header.step != step:
+            raise JournalCorrupt(f"{path} holds batch {header.step}, by its name batch {step}. {_ways_out(step)}")
         return decode_as(BatchRecord, payload)
 
     def has(self, step: int) -> bool:
@@ -85,10 +94,23 @@ class Journal:
         later = [number for number in self.steps() if number >= step]
         if not later:
             return
-        aside = self._folder / f"set_aside_{time.strftime('%Y%m%d_%H%M%S')}"
-        aside.mkdir()
+        aside = _new_folder(self._folder, f"set_aside_{time.strftime('%Y%m%d_%H%M%S')}")
         for number in reversed(later):  # a crash on the way leaves no gap
             self.path(number).rename(aside / self.path(number).name)
         sync_folder(self._folder)
         self._last = None
         log.info("batches %d to %d set aside in %s", later[0], later[-1], aside)
+
+
+def _ways_out(step: int) -> str:
+    return f"Restore it, or go on from before it with --trainer.ckpt.resume-step {step} or less."
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """One that is empty: several times may fall into one second."""
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}_{number}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("unreachable")

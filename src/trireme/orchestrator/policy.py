@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
+import numpy as np
 
 from trireme.algo.compare import first_difference
 from trireme.base.errors import TriremeError, WeightsMismatch
@@ -60,23 +61,32 @@ class Policy:
 
     async def ready(self, message: PolicyReady) -> Reply:
         """Answers `PolicyReady`: the same attempt gets the same answer, another begins anew."""
-        attempt = (message.incarnation, message.version, message.attempt)
-        if self._update is None or self._update.attempt != attempt:
-            if self._update is not None:
-                await self._update.abandon()
-            if self._update is None or self._update.must_join_anew(message):
-                self._epoch += 1
-            self._update = _Update(self, message, attempt, f"{message.incarnation}/{self._epoch}")
+        while self._update is None or not self._update.is_for(message):
+            if self._update is not None and self._update.is_later_than(message):
+                return Refusal(error=f"attempt {message.attempt} at version {message.version} has been superseded")
+            await self._begin(message)
         update = self._update
         if not await within_patience(update.prepared):
             return NotYet(note=update.note)
         return self._answer(update.prepared)
 
+    async def _begin(self, message: PolicyReady) -> None:
+        before, holds = self._update, False
+        if before is not None:
+            holds = await before.abandon()
+            if self._update is not before:  # the same question, asked twice, has begun it
+                return
+        if before is None or before.must_join_anew(message):
+            self._epoch += 1
+        self._update = _Update(self, message, f"{message.incarnation}/{self._epoch}", holds=holds)
+
     async def sent(self, message: PolicySent) -> Reply:
         """Answers `PolicySent`."""
         update = self._update
-        if update is None or update.message.version != message.version:
-            return Refusal(error=f"version {message.version} was never announced to this orchestrator")
+        if update is None or (update.message.version, update.message.attempt) != (message.version, message.attempt):
+            return Refusal(
+                error=f"attempt {message.attempt} at version {message.version} was never announced to this orchestrator"
+            )
         confirmed = update.confirm(message)
         if not await within_patience(confirmed):
             return NotYet(note=update.note)
@@ -101,32 +111,45 @@ class Policy:
 class _Update:
     """One attempt at one version."""
 
-    def __init__(self, policy: Policy, message: PolicyReady, attempt: tuple, epoch: str) -> None:
+    def __init__(self, policy: Policy, message: PolicyReady, epoch: str, *, holds: bool) -> None:
         self.message = message
-        self.attempt = attempt
         self.note = "an evaluation is running"
         self._policy = policy
         self._pool = policy._pool
         self._epoch = epoch
         self._joins = epoch != getattr(policy._update, "_epoch", None)
-        self._holds = False
+        self._holds = holds
         self._receiving: dict[str, asyncio.Task] = {}
         self._confirmed: asyncio.Task[Live] | None = None
         self._began = 0.0
         self.prepared: asyncio.Task[Go] = asyncio.create_task(self._prepare())
+
+    def is_for(self, message: PolicyReady) -> bool:
+        own = self.message
+        return (own.incarnation, own.version, own.attempt) == (message.incarnation, message.version, message.attempt)
+
+    def is_later_than(self, message: PolicyReady) -> bool:
+        """Whether `message` was overtaken on its way by what the same trainer asked later."""
+        own = self.message
+        return own.incarnation == message.incarnation and (own.version, own.attempt) > (
+            message.version,
+            message.attempt,
+        )
 
     def must_join_anew(self, message: PolicyReady) -> bool:
         """Another trainer process, or an attempt that broke: the old connections are of no use."""
         broke = self._confirmed is None or not self._confirmed.done() or self._confirmed.exception() is not None
         return message.incarnation != self.message.incarnation or broke
 
-    async def abandon(self) -> None:
+    async def abandon(self) -> bool:
+        """Returns whether its successor now holds the version: engines with half an update are not to be evaluated."""
         tasks = [self.prepared, self._confirmed, *self._receiving.values()]
         for task in tasks:
             if task is not None:
                 task.cancel()
         await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
-        self._let_go()
+        holds, self._holds = self._holds, False
+        return holds
 
     def _let_go(self) -> None:
         if self._holds:
@@ -135,14 +158,16 @@ class _Update:
 
     async def _prepare(self) -> Go:
         """Pauses the engines and has them wait for tensors."""
-        await self._policy._holding.acquire()
-        self._holds = True
+        if not self._holds:
+            await self._policy._holding.acquire()
+            self._holds = True
         self._began = time.perf_counter()
         self.note = f"engines come up: {self._pool.describe()}"
         while not self._pool.reachable() or any(engine.state == "starting" for engine in self._pool.engines):
             await asyncio.sleep(0.1)
             self.note = f"engines come up: {self._pool.describe()}"
         self.note = "engines pause"
+        self._pool.quarantine()
         await self._pool.pause()
         world_size = 1
         for engine in self._pool.reachable():
@@ -217,7 +242,7 @@ class _Update:
 
     async def _compare_logprobs(self, engine: Engine, version: int, probe: Probe) -> None:
         theirs = await self._pool.prompt_logprobs(engine, probe.ids)
-        worst = max(abs(a - b) for a, b in zip(probe.logprobs, theirs, strict=True))
+        worst = float(np.abs(np.subtract(probe.logprobs, theirs)).max())  # NaN where any is
         tolerance = self._policy._config.probe_tolerance or 1e-3
         if not worst <= tolerance:
             raise WeightsMismatch(

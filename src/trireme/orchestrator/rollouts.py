@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import jinja2
+
 from trireme.config.orchestrator import Sampling
 from trireme.config.run import RunConfig
 from trireme.messages import Tokens
@@ -67,21 +69,23 @@ class RolloutRunner:
         return done, trajectory.samples()
 
     async def _turn(self, trajectory: Trajectory, question: Ask, sampling: dict[str, Any], call: str) -> Reply:
-        prompt = trajectory.prompt(question.messages, question.tools)
         try:
-            turn = await self._pool.generate(prompt, sampling)
+            asked = trajectory.ask(question.messages, question.tools)
+            turn = await self._pool.generate(asked.ids, sampling)
         except OverlongPrompt as error:
             return Reply(error=str(error), error_kind="overlong_prompt")
+        except jinja2.TemplateError as error:
+            return Reply(error=f"The chat template refuses this conversation: {error}", error_kind="engine")
         except ValueError as error:
             return Reply(error=str(error), error_kind="engine")
         text = self._tokenizer.decode(turn.ids)
         content, calls = split_tool_calls(text, call) if question.tools else (text, [])
-        trajectory.record(turn, text)
+        trajectory.record(asked, turn, text)
         return Reply(
             content=content,
             tool_calls=calls or None,
             finish_reason=_finish_reason(turn, bool(calls)),
-            prompt_ids=prompt,
+            prompt_ids=asked.ids,
             completion_ids=turn.ids,
             logprobs=turn.logprobs,
         )

@@ -36,13 +36,25 @@ class Group:
     dropped: list[Dropped] = field(default_factory=list)
     reason: str | None = None  # why the whole group is dropped
     runner: asyncio.Task | None = None
+    exhausted: set[int] = field(default_factory=set)  # places whose last attempt has failed
+
+    def note_failure(self, place: int, attempt: int, reason: str) -> None:
+        if self.reason is None:  # else it has been dropped already, with its group
+            self.dropped.append(_drop(self.task, place, attempt, reason))
 
     def drop(self, reason: str, size: int) -> None:
-        """The group will not be trained on: each of its `size` rollouts, finished or under way, is dropped."""
+        """The group will not be trained on: each of its `size` rollouts, finished or under way, is dropped.
+
+        Once only, whatever else befalls the group: a rollout has one fate.
+        """
+        if self.reason is not None:
+            return
         self.reason = reason
         attempts = dict.fromkeys(range(size), 0)
         for failed in self.dropped:
             attempts[failed.place] = failed.attempt + 1
+        for place in self.exhausted:
+            del attempts[place]
         self.dropped += [_drop(self.task, place, attempt, reason) for place, attempt in attempts.items()]
         self.rollouts = []
 
@@ -131,6 +143,12 @@ class Scheduler:
         except* TriremeError as errors:
             self._hopeless = self._hopeless or str(errors.exceptions[0])
             group.drop(f"group given up: {errors.exceptions[0]}", self._group_size)
+        except* Exception as errors:  # a mistake of ours: without this the group would be waited for in vain
+            log.exception("a rollout of %s example %d broke", group.task.env, group.task.example)
+            self._hopeless = (
+                self._hopeless or f"A rollout broke: {errors.exceptions[0]!r}. Look at the traceback above."
+            )
+            group.drop(f"group given up: {errors.exceptions[0]!r}", self._group_size)
         self._finish(group)
 
     def _finish(self, group: Group) -> None:
@@ -148,7 +166,8 @@ class Scheduler:
                 return
             except RolloutFailed as failure:
                 self._count_failure(task, failure)
-                group.dropped.append(_drop(task, place, attempt, last := str(failure)))
+                group.note_failure(place, attempt, last := str(failure))
+        group.exhausted.add(place)
         raise _GaveUp(f"rollout {place} failed {attempts} times, last {last}")
 
     async def _rollout(self, task: OpenGroup, place: int, attempt: int) -> Rollout:

@@ -26,6 +26,10 @@ class _Branch:
     messages: list[dict[str, Any]] = field(default_factory=list)  # that led to the last turn
     content: str = ""  # of the last turn
 
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
     def add_given(self, ids: list[int]) -> None:
         self.ids += ids
         self.mask += [0] * len(ids)
@@ -39,6 +43,16 @@ class _Branch:
         self.versions += turn.versions
 
 
+@dataclass(frozen=True)
+class Question:
+    """A turn that the engine is asked for. It becomes part of a sample only when there is an answer."""
+
+    ids: list[int]  # the whole prompt
+    messages: list[dict[str, Any]]
+    branch: _Branch | None  # that it continues
+    begins: int  # where in `ids` that branch ends
+
+
 class Trajectory:
     """All samples of one rollout."""
 
@@ -47,27 +61,29 @@ class Trajectory:
         self._branching = branching
         self._branches: list[_Branch] = []
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> list[int]:
-        """Token ids to give to the engine for the next turn."""
-        given = None if self._branching else self._continuation(messages, tools)
-        if given is None:
-            self._branches.append(_Branch())
-            given = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools, generate=True))
-        branch = self._branches[-1]
-        branch.add_given(given)
-        branch.messages = messages
-        return list(branch.ids)
+    def ask(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> Question:
+        """What to give to the engine for the next turn. Several questions may be open at once."""
+        for branch in () if self._branching else reversed(self._branches):
+            glue = self._continuation(branch, messages, tools)
+            if glue is not None:
+                return Question(branch.ids + glue, messages, branch, begins=branch.length)
+        ids = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools, generate=True))
+        return Question(ids, messages, None, begins=0)
 
-    def record(self, turn: Generation, content: str) -> None:
+    def record(self, question: Question, turn: Generation, content: str) -> None:
         """What the engine gave. `content` is the text that the environment was shown."""
-        self._branches[-1].add_sampled(turn)
-        self._branches[-1].content = content
+        branch, begins = question.branch, question.begins
+        if branch is None or branch.length != begins:  # another answer has continued it meanwhile
+            branch, begins = _Branch(), 0
+            self._branches.append(branch)
+        branch.add_given(question.ids[begins:])
+        branch.add_sampled(turn)
+        branch.messages, branch.content = question.messages, content
 
-    def _continuation(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> list[int] | None:
-        """Ids that follow on the last branch, or None where this conversation does not continue it."""
-        if not self._branches or self._branches[-1].mask[-1:] != [1]:
-            return None
-        branch = self._branches[-1]
+    def _continuation(
+        self, branch: _Branch, messages: list[dict[str, Any]], tools: list[dict] | None
+    ) -> list[int] | None:
+        """Ids that follow on `branch`, or None where this conversation does not continue it."""
         past = len(branch.messages)
         if len(messages) <= past or messages[:past] != branch.messages or messages[past].get("role") != "assistant":
             return None

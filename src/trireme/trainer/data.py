@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +21,51 @@ Conversation = list[dict[str, Any]]
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """From a .jsonl file, or all of a folder's, in order of their names.
+    """From a .jsonl file, all of a folder's in order of their names, or what a .py file's `conversations()` returns.
 
     Raises:
         ConfigError: names the file and line that is no conversation.
     """
+    if path.suffix == ".py" and path.exists():
+        made = _call_conversations(path)
+        return [_conversation(entry, f"{path}, conversation {number}") for number, entry in enumerate(made)]
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files or not all(file.exists() for file in files):
         raise ConfigError(f"{path} does not exist, or holds no .jsonl file - conversations were expected. Set `data`.")
     return [
-        _conversation(line, f"{file}, line {number}")
+        _conversation(_parse(line, f"{file}, line {number}"), f"{file}, line {number}")
         for file in files
         for number, line in enumerate(file.read_text().splitlines(), start=1)
         if line.strip()
     ]
 
 
-def _conversation(line: str, where: str) -> Conversation:
+def _call_conversations(path: Path) -> list[Any]:
+    functions = runpy.run_path(str(path))
+    if "conversations" not in functions:
+        raise ConfigError(f"{path} has no function `conversations` - one that returns a list was expected. Add it.")
+    return functions["conversations"]()
+
+
+def _parse(line: str, where: str) -> Any:
     try:
-        messages = json.loads(line)["messages"]
+        return json.loads(line)
+    except ValueError as error:
+        raise _no_conversation(where, f"is not JSON ({error})") from error
+
+
+def _conversation(entry: Any, where: str) -> Conversation:
+    try:
+        messages = entry["messages"]
         if any(message["role"] == "assistant" for message in messages):
             return messages
-        problem = "has no assistant message, so nothing to learn"
-    except (ValueError, KeyError, TypeError) as error:
-        problem = f"is not a conversation ({type(error).__name__}: {error})"
-    raise ConfigError(
-        f'{where} {problem} - expected {{"messages": [{{"role": "user", "content": "…"}}, …]}} on one line.'
-    )
+    except (KeyError, TypeError) as error:
+        raise _no_conversation(where, f"is not a conversation ({type(error).__name__}: {error})") from error
+    raise _no_conversation(where, "has no assistant message, so nothing to learn")
+
+
+def _no_conversation(where: str, problem: str) -> ConfigError:
+    return ConfigError(f'{where} {problem} - expected {{"messages": [{{"role": "user", "content": "…"}}, …]}}.')
 
 
 def open_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

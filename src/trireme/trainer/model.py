@@ -41,6 +41,9 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
 
 def _pretrained(config: TrainerModel, name: str) -> PreTrainedModel:
     try:
+        if config.from_scratch:
+            architecture = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+            return AutoModelForCausalLM.from_config(architecture, dtype=torch.float32, attn_implementation=config.attn)
         return AutoModelForCausalLM.from_pretrained(
             name,
             dtype=torch.float32,

@@ -1,0 +1,342 @@
+"""An inference engine and a trainer that need no model: real servers and clients on the real wire, with scripted minds.
+
+The engine answers on loopback what vLLM answers; its "weights" are a digest per tensor and its logprobs a formula of
+the version, so whatever would show with real weights (an old version, half an update, an exchanged tensor) shows here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from trireme.base.processes import free_port
+from trireme.base.waiting import Waits
+from trireme.config.run import RunConfig
+from trireme.messages import (
+    BatchReply,
+    Done,
+    GetBatch,
+    Go,
+    Heartbeat,
+    Live,
+    PolicyReady,
+    PolicySent,
+    Probe,
+    TensorSpec,
+)
+from trireme.transport.control import ControlClient
+
+TENSORS = ("model.embed_tokens.weight", "model.norm.weight")
+PROBE_IDS = [3, 1, 4, 1, 5]
+PATIENCE_S = 20.0
+
+
+def digests_of(version: int) -> dict[str, str]:
+    return {name: f"{name}@{version}" for name in TENSORS}
+
+
+def logprob_of(token: int, place: int, version: int) -> float:
+    return -0.1 - 0.01 * (token % 7) - 0.001 * (place % 5) - 0.05 * (version % 11)
+
+
+def answer_at_random(asked: Asked) -> list[int]:
+    """One to six letters and the end of the turn."""
+    return [asked.rng.randrange(20, 40) for _ in range(asked.rng.randrange(1, 7))] + [asked.end]
+
+
+# the wire between trainer and engine
+
+
+class WeightWire:
+    """What gloo is in a real run: a group per epoch, in which the trainer's tensors reach the engines."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._groups: dict[str, asyncio.Queue[dict[str, str]]] = {}
+
+    def group(self, epoch: str) -> asyncio.Queue[dict[str, str]]:
+        return self._groups.setdefault(epoch, asyncio.Queue())
+
+    def send(self, epoch: str, digests: dict[str, str]) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(lambda: self.group(epoch).put_nowait(digests))
+
+
+# the engine
+
+
+@dataclass
+class Asked:
+    """One request for tokens."""
+
+    number: int
+    ids: list[int]
+    sampling: dict[str, Any]
+    version: int  # live in the engine when it arrived
+    rng: random.Random
+    end: int  # the end-of-turn token
+
+
+@dataclass
+class FakeEngine:
+    """Its knobs may be turned while it runs."""
+
+    wire: WeightWire
+    end: int = 2
+    answer: Callable[[Asked], list[int]] = answer_at_random
+    token_s: float = 0.0  # per token
+    delay: Callable[[Asked], Awaitable[None]] | None = None  # before the first token
+    refuse: Callable[[Asked], int | None] = lambda asked: None  # an HTTP status instead of an answer
+    drop_next: int = 0  # so many requests for tokens end with a closed connection
+    digest_error: str | None = None  # a tensor that it reports another digest for
+    incomplete: tuple[str, ...] = ()
+    probe_error: float = 0.0  # added to its logprobs of prompts
+    probe_s: float = 0.0
+    dead: bool = False  # the engine core; the HTTP server stands
+    port: int = field(default_factory=free_port)
+    weights: dict[str, str] = field(default_factory=dict)
+    version: int = -1
+    requests: list[Asked] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)  # of control routes, in order
+    epochs: list[str] = field(default_factory=list)  # joined
+    most_at_once: int = 0
+
+    def __post_init__(self) -> None:
+        self.running = asyncio.Event()
+        self.running.set()
+        self._at_once = 0
+        self._epoch = ""
+        self._receiving: dict[str, str] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def paused(self) -> bool:
+        return not self.running.is_set()
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(status=503 if self.dead else 200)
+
+    async def world_size(self, request: web.Request) -> web.Response:
+        return web.json_response({"world_size": 1})
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        sampling = body["sampling_params"]
+        if "prompt_logprobs" in sampling:
+            return await self._probe(body["token_ids"])
+        asked = Asked(
+            number=len(self.requests),
+            ids=body["token_ids"],
+            sampling=sampling,
+            version=self.version,
+            rng=random.Random(str((sampling.get("seed", len(self.requests)), body["token_ids"], self.version))),
+            end=self.end,
+        )
+        self.requests.append(asked)
+        if self.drop_next > 0:
+            self.drop_next -= 1
+            request.transport.abort()
+            return web.Response()
+        if status := self.refuse(asked):
+            return web.json_response({"error": f"refused with {status}"}, status=status)
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            return web.json_response(await self._sample(asked))
+        finally:
+            self._at_once -= 1
+
+    async def _sample(self, asked: Asked) -> dict[str, Any]:
+        if self.delay is not None:
+            await self.delay(asked)
+        ids = self.answer(asked)[: asked.sampling["max_tokens"]]
+        spans: list[dict[str, Any]] = []
+        logprobs = []
+        for place, token in enumerate(ids):
+            if self.token_s:
+                await asyncio.sleep(self.token_s)
+            await self.running.wait()
+            if not spans or spans[-1]["version"] != str(self.version):
+                spans.append({"version": str(self.version), "start": place, "end": place})
+            spans[-1]["end"] = place + 1
+            logprobs.append({"logprob": logprob_of(token, place, self.version), "token": str(token)})
+        choice = {
+            "index": 0,
+            "token_ids": ids,
+            "finish_reason": "stop" if ids and ids[-1] == self.end else "length",
+            "logprobs": {"content": logprobs},
+            "weight_versions": spans,
+        }
+        return {"request_id": str(asked.number), "choices": [choice], "prompt_logprobs": None}
+
+    async def _probe(self, ids: list[int]) -> web.Response:
+        await self.running.wait()
+        await asyncio.sleep(self.probe_s)
+        entries: list[dict | None] = [None]
+        for place, token in enumerate(ids[1:]):
+            logprob = logprob_of(token, place, self.version) + self.probe_error
+            entries.append({str(token): {"logprob": logprob, "rank": 1}})
+        choice = {"token_ids": [7], "finish_reason": "length", "logprobs": {"content": [{"logprob": -1.0}]}}
+        choice["weight_versions"] = [{"version": str(self.version), "start": 0, "end": 1}]
+        return web.json_response({"choices": [choice], "prompt_logprobs": entries})
+
+    async def control(self, request: web.Request) -> web.Response:
+        route = request.path.strip("/")
+        self.calls.append(route)
+        body = await request.json() if request.can_read_body else {}
+        handler = getattr(self, f"_{route}")
+        return web.json_response(await handler(body) or {})
+
+    async def _pause(self, body: dict) -> None:
+        self.running.clear()
+
+    async def _resume(self, body: dict) -> None:
+        self.running.set()
+
+    async def _init_weight_transfer_engine(self, body: dict) -> None:
+        self._epoch = body["init_info"]["epoch"]
+        self.epochs.append(self._epoch)
+
+    async def _start_weight_update(self, body: dict) -> None:
+        self._receiving = {}
+
+    async def _update_weights(self, body: dict) -> None:
+        info = body["update_info"]
+        names = [spec["name"] for spec in info["specs"]]
+        sent = info["payload"].get("digests") or await self.wire.group(self._epoch).get()
+        self._receiving = {name: sent[name] for name in names}
+
+    async def _finish_weight_update(self, body: dict) -> None:
+        self.weights, self.version = self._receiving, int(body["weight_version"])
+
+    async def _collective_rpc(self, body: dict) -> dict[str, Any]:
+        assert body["method"] == "trireme_weight_report", body
+        digests = self.weights | ({self.digest_error: "another"} if self.digest_error else {})
+        return {"results": [{"digests": digests, "incomplete": list(self.incomplete)}]}
+
+
+@asynccontextmanager
+async def open_fake_engine(wire: WeightWire | None = None, **knobs: Any) -> AsyncIterator[FakeEngine]:
+    """Serves in the running event loop."""
+    engine = FakeEngine(wire or WeightWire(), **knobs)
+    app = web.Application()
+    app.router.add_get("/health", engine.health)
+    app.router.add_get("/get_world_size", engine.world_size)
+    app.router.add_post("/inference/v1/generate", engine.generate)
+    for route in ("pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights"):
+        app.router.add_post(f"/{route}", engine.control)
+    for route in ("finish_weight_update", "collective_rpc"):
+        app.router.add_post(f"/{route}", engine.control)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)  # vLLM aborts what nobody waits for
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", engine.port).start()
+    try:
+        yield engine
+    finally:
+        engine.running.set()
+        await runner.cleanup()
+
+
+# the trainer
+
+
+class FakeTrainer:
+    """Asks what the real one asks, in its order, over the real wire. Its training is to count."""
+
+    def __init__(self, config: RunConfig, wire: WeightWire, *, version: int = 0, until: int | None = None) -> None:
+        self.version = version
+        self.incarnation = uuid.uuid4().hex
+        self.batches: list[BatchReply] = []
+        self.published: list[int] = []
+        self.breaks: set[tuple[int, int]] = set()  # (version, attempt) whose transfer breaks
+        self.step_s = 0.0
+        self.stop = threading.Event()
+        self._config = config
+        self._wire = wire
+        self._until = config.max_steps if until is None else until
+        self._waits = Waits("trainer")
+
+    def train(self) -> None:
+        """In a thread. Raises: Refused, DeadlineExceeded."""
+        self.control = ControlClient(f"tcp://{self._config.ports.host}:{self._config.ports.batches}", self._waits)
+        try:
+            self.publish()
+            while self.version < self._until and not self.stop.is_set():
+                self.batches.append(self.get_batch(self.version))
+                time.sleep(self.step_s)
+                self.version += 1
+                self.publish()
+            if self.version == self._config.max_steps:
+                self.ask(Done(run_id=self._config.run_id, version=self.version), what="its good-bye")
+        finally:
+            self.control.close()
+
+    def get_batch(self, step: int, *, rank: int = 0, world: int = 1) -> BatchReply:
+        reply = self.ask(GetBatch(run_id=self._config.run_id, step=step, rank=rank, world=world), what=f"batch {step}")
+        assert isinstance(reply, BatchReply), reply
+        return reply
+
+    def publish(self) -> None:
+        attempt = 1
+        while (self.version, attempt) in self.breaks:
+            self._announce(attempt)
+            attempt += 1
+        go = self._announce(attempt)
+        sent = sent_message(self._config, self.version, attempt)
+        if not sent.payload:
+            self._wire.send(go.epoch, sent.digests)
+        assert isinstance(self.ask(sent, what=f"version {self.version} live"), Live)
+        self.published.append(self.version)
+
+    def _announce(self, attempt: int) -> Go:
+        ready = ready_message(self._config, self.version, attempt, incarnation=self.incarnation)
+        go = self.ask(ready, what="the engines")
+        assert isinstance(go, Go), go
+        return go
+
+    def beat(self, state: str, waits: list[str]) -> None:
+        beat = Heartbeat(
+            run_id=self._config.run_id, process="trainer", state=state, version=self.version, waits=waits
+        )
+        self.ask(beat, what="its heartbeat")
+
+    def ask(self, request: Any, *, what: str) -> Any:
+        return self.control.ask(request, what=what, deadline_s=PATIENCE_S)
+
+
+def ready_message(config: RunConfig, version: int, attempt: int = 1, *, incarnation: str = "one") -> PolicyReady:
+    return PolicyReady(
+        run_id=config.run_id,
+        version=version,
+        incarnation=incarnation,
+        attempt=attempt,
+        specs=[TensorSpec(name=name, dtype="float32", shape=[4]) for name in TENSORS],
+        kind=config.weight_broadcast.type,
+        host="127.0.0.1",
+        port=0,
+    )
+
+
+def sent_message(config: RunConfig, version: int, attempt: int = 1) -> PolicySent:
+    logprobs = [logprob_of(token, place, version) for place, token in enumerate(PROBE_IDS[1:])]
+    digests = digests_of(version)
+    return PolicySent(
+        run_id=config.run_id,
+        version=version,
+        attempt=attempt,
+        digests=digests,
+        probe=Probe(ids=PROBE_IDS, logprobs=logprobs),
+        payload={"digests": digests} if config.weight_broadcast.type == "filesystem" else {},
+    )
