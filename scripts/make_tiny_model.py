@@ -66,6 +66,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) ->
         bos_token_id=None,
         pad_token_id=tokenizer.pad_token_id,
         initializer_range=0.05,
+        architectures=["Qwen3ForCausalLM"],
     )
     return Qwen3ForCausalLM(config)
 

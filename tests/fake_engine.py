@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -96,6 +95,7 @@ class FakeEngine:
     token_s: float = 0.0  # per token
     delay: Callable[[Asked], Awaitable[None]] | None = None  # before the first token
     refuse: Callable[[Asked], int | None] = lambda asked: None  # an HTTP status instead of an answer
+    mangle: Callable[[dict], dict] = lambda response: response
     drop_next: int = 0  # so many requests for tokens end with a closed connection
     digest_error: str | None = None  # a tensor that it reports another digest for
     incomplete: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ class FakeEngine:
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         try:
-            return web.json_response(await self._sample(asked))
+            return web.json_response(self.mangle(await self._sample(asked)))
         finally:
             self._at_once -= 1
 
@@ -261,7 +261,7 @@ class FakeTrainer:
         self.batches: list[BatchReply] = []
         self.published: list[int] = []
         self.breaks: set[tuple[int, int]] = set()  # (version, attempt) whose transfer breaks
-        self.step_s = 0.0
+        self.before_step: Callable[[int], None] = lambda version: None
         self.stop = threading.Event()
         self._config = config
         self._wire = wire
@@ -270,18 +270,22 @@ class FakeTrainer:
 
     def train(self) -> None:
         """In a thread. Raises: Refused, DeadlineExceeded."""
-        self.control = ControlClient(f"tcp://{self._config.ports.host}:{self._config.ports.batches}", self._waits)
+        self.connect()
         try:
             self.publish()
             while self.version < self._until and not self.stop.is_set():
                 self.batches.append(self.get_batch(self.version))
-                time.sleep(self.step_s)
+                self.before_step(self.version)
                 self.version += 1
                 self.publish()
             if self.version == self._config.max_steps:
                 self.ask(Done(run_id=self._config.run_id, version=self.version), what="its good-bye")
         finally:
             self.control.close()
+
+    def connect(self) -> None:
+        """In the thread that asks."""
+        self.control = ControlClient(f"tcp://{self._config.ports.host}:{self._config.ports.batches}", self._waits)
 
     def get_batch(self, step: int, *, rank: int = 0, world: int = 1) -> BatchReply:
         reply = self.ask(GetBatch(run_id=self._config.run_id, step=step, rank=rank, world=world), what=f"batch {step}")
@@ -307,9 +311,7 @@ class FakeTrainer:
         return go
 
     def beat(self, state: str, waits: list[str]) -> None:
-        beat = Heartbeat(
-            run_id=self._config.run_id, process="trainer", state=state, version=self.version, waits=waits
-        )
+        beat = Heartbeat(run_id=self._config.run_id, process="trainer", state=state, version=self.version, waits=waits)
         self.ask(beat, what="its heartbeat")
 
     def ask(self, request: Any, *, what: str) -> Any:

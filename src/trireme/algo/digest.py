@@ -19,8 +19,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def tensor_digest(tensor: torch.Tensor) -> str:
     """32 hexadecimal digits from the values, their places, the dtype and the shape.
 
-    For two multipliers m: with p = 2 i + 1 and y = (x_i + 1) p m, the sum over places i of (y xor (y >> 29)) p,
-    mod 2^64. Each place has a weight of its own, so exchanged values show.
+    For two multipliers m: with p = 2 i + 1 and y = (x_i + 1) p m, the sum over places i of (y xor (y >> 29)) p
+    mod 2^64, where the shift keeps the sign. Each place has a weight of its own, so exchanged values show.
     """
     bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     sums = [0, 0]

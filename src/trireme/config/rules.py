@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -320,6 +321,17 @@ def _trainer_model_exists(config: RunConfig, _: Devices) -> Iterator[str]:
 
 def _engines_model_exists(config: RunConfig, _: Devices) -> Iterator[str]:
     yield from _check_model("inference.model.name", config.inference.model.name)
+    yield from _check_architecture(config.inference.model.name)
+
+
+def _check_architecture(name: str | None) -> Iterator[str]:
+    """Without it vLLM guesses, and may serve the model as an embedding model whose weights cannot be updated."""
+    file = Path(name or "") / "config.json"
+    if name and looks_local(name) and file.exists() and "architectures" not in json.loads(file.read_text()):
+        yield (
+            f'{file} names no "architectures" - expected something like ["Qwen3ForCausalLM"], as `save_pretrained` of a '
+            "model writes it. Add the line."
+        )
 
 
 def _engines_other_model_exists(config: RunConfig, devices: Devices) -> Iterator[str]:

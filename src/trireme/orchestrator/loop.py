@@ -45,20 +45,25 @@ def orchestrate(config: RunConfig) -> None:
 
 
 async def _orchestrate(config: RunConfig) -> None:
-    async with open_orchestrator(config) as o:
-        async with asyncio.TaskGroup() as tasks:
-            background = [
-                tasks.create_task(o.control.serve(o.answers)),
-                tasks.create_task(o.start_engines_and_watch()),
-                tasks.create_task(o.scheduler.run()),
-                tasks.create_task(o.fail_with_policy()),
-            ]
-            evaluation = tasks.create_task(o.evaluator.run())
-            while o.scheduler.next_batch < config.max_steps:
-                await o.next_batch()
-            await o.finish(evaluation)
-            for task in background:
-                task.cancel()
+    async with open_orchestrator(config) as orchestrator:
+        await drive(orchestrator)
+
+
+async def drive(o: Orchestrator) -> None:
+    """From the next batch to the last one."""
+    async with asyncio.TaskGroup() as tasks:
+        background = [
+            tasks.create_task(o.control.serve(o.answers)),
+            tasks.create_task(o.start_engines_and_watch()),
+            tasks.create_task(o.scheduler.run()),
+            tasks.create_task(o.fail_with_policy()),
+        ]
+        evaluation = tasks.create_task(o.evaluator.run())
+        while o.scheduler.next_batch < o.config.max_steps:
+            await o.next_batch()
+        await o.finish(evaluation)
+        for task in background:
+            task.cancel()
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

@@ -32,7 +32,7 @@ def save_pretrained(
         if model.generation_config is not None:
             model.generation_config.save_pretrained(partial)
         AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code).save_pretrained(partial)
-        _correct_config(partial, dtype)
+        _correct_config(partial, dtype, architecture_of(model))
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         sync_folder(folder.parent)
@@ -40,10 +40,16 @@ def save_pretrained(
     world.barrier()
 
 
-def _correct_config(folder: Path, dtype: torch.dtype) -> None:
+def architecture_of(model: PreTrainedModel) -> str:
+    """The class's own name: FSDP2 puts a subclass of its own in front."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def _correct_config(folder: Path, dtype: torch.dtype, architecture: str) -> None:
     """`config.json` describes the saved file, not the model as it was trained."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     config["use_cache"] = True
+    config["architectures"] = [architecture]  # a model built from a configuration alone may not name its own
     path.write_text(json.dumps(config, indent=2) + "\n")

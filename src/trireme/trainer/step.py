@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from trireme.algo.logprobs import token_logprobs
 from trireme.algo.loss import LossTerms, importance_loss, kl_estimate
+from trireme.algo.packing import positions
 from trireme.config.trainer import Loss
 from trireme.messages import MicroBatch
 from trireme.trainer.mesh import World
@@ -86,9 +87,8 @@ def forward_backward(
 
 def compute_columns(model: PreTrainedModel, micro_batch: MicroBatch, device: torch.device) -> Columns:
     tokens = micro_batch.tokens
-    counts = torch.from_numpy(tokens.loss_mask.astype(bool))
-    targets = counts.nonzero().squeeze(-1)
-    targets = targets[targets > 0]
+    has_past = positions(micro_batch.lengths) > 0  # what stands before a sample's first token is another sample
+    targets = torch.from_numpy(tokens.loss_mask.astype(bool) & has_past).nonzero().squeeze(-1)
     has_targets = len(targets) > 0
     if not has_targets:  # every rank must run the same collectives, so a row without tokens runs too
         targets = torch.zeros(1, dtype=torch.int64)

@@ -1,0 +1,29 @@
+"""Fixtures that many tests share. Heavy imports stay inside: most tests need no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from trireme.trainer.mesh import World
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random two-layer model and a tokenizer of single characters."""
+    from tiny import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """This process as the only trainer rank."""
+    from trireme.trainer.mesh import open_world
+
+    with open_world("cpu", threads=1, timeout_s=60) as opened:
+        yield opened

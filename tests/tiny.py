@@ -1,0 +1,109 @@
+"""A tiny model and batches for it: what the trainer's tests train."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from trireme.algo.packing import Sample, micro_batches_of_rank
+from trireme.config.trainer import Loss, Optimizer, TrainerModel
+from trireme.messages import build_tokens
+from trireme.trainer.checkpoint import TrainerState
+from trireme.trainer.mesh import World
+from trireme.trainer.model import load_model
+from trireme.trainer.optim import build_optimizer
+from trireme.trainer.step import forward_backward, policy_gradient, update
+
+VOCABULARY = 128
+
+
+def load_script(name: str) -> ModuleType:
+    path = Path(__file__).parents[1] / "scripts" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def save_tiny_model(folder: Path, *, hidden: int = 64, layers: int = 2) -> Path:
+    script = load_script("make_tiny_model")
+    tokenizer = script.build_tokenizer()
+    torch.manual_seed(0)
+    script.build_model(tokenizer, hidden, layers).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def random_samples(lengths: list[int], seed: int = 0) -> list[Sample]:
+    """Prompts and answers of random tokens, sampled by a policy that is off by some, at several temperatures."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for length in lengths:
+        mask = np.arange(length) >= max(1, length // 3)
+        tokens = build_tokens(
+            ids=rng.integers(0, VOCABULARY, length),
+            loss_mask=mask,
+            logprobs=np.where(mask, rng.normal(-4.9, 1.5, length), 0.0),
+            advantages=np.where(mask, rng.normal(), 0.0),
+            versions=np.where(mask, rng.integers(0, 2, length), -1),
+        )
+        samples.append(Sample(tokens, float(rng.choice([0.7, 1.0, 1.3]))))
+    return samples
+
+
+def num_loss_tokens(samples: list[Sample]) -> int:
+    return sum(int(sample.tokens.loss_mask.sum()) for sample in samples)
+
+
+def open_state(folder: Path, world: World, *, attn: str = "sdpa", lr: float = 1e-3) -> TrainerState:
+    model = load_model(TrainerModel(attn=attn), str(folder), world)
+    return TrainerState(model=model, optimizer=build_optimizer(model, Optimizer(lr=lr, weight_decay=0.1)))
+
+
+def backward(
+    state: TrainerState, samples: list[Sample], world: World, *, capacity: int, loss: Loss | None = None
+) -> dict[str, float]:
+    """This rank's share of the gradients of the whole batch."""
+    return forward_backward(
+        state.model,
+        micro_batches_of_rank(samples, capacity=capacity, rank=world.rank, world=world.size),
+        loss_tokens=num_loss_tokens(samples),
+        step=state.version,
+        loss_function=policy_gradient(loss or Loss(kl_tau=0.1)),
+        world=world,
+    )
+
+
+def train_step(state: TrainerState, samples: list[Sample], world: World, *, capacity: int = 64) -> dict[str, float]:
+    metrics = backward(state, samples, world, capacity=capacity) | update(state.model, state.optimizer, 1.0)
+    state.version += 1
+    return metrics
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def take_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """By name; the model has none afterwards."""
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Over all tensors, relative to the largest value of each."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max() / one[name].abs().max().clamp(min=1e-12)) for name in one)

@@ -1,0 +1,28 @@
+"""How old tokens may be."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trireme.algo.staleness import groups_allowed, is_too_old, lags
+
+
+def test_lag_is_batch_minus_version_of_sampled_tokens_only() -> None:
+    assert lags(5, np.array([-1, -1, 5, 4, 2])).tolist() == [0, 1, 3]
+
+
+def test_the_bound_itself_is_allowed() -> None:
+    assert not is_too_old(5, oldest_version=3, max_off_policy_steps=2)
+    assert is_too_old(5, oldest_version=2, max_off_policy_steps=2)
+
+
+def test_a_synchronous_run_generates_a_batch_with_its_own_version_only() -> None:
+    allowed = [
+        groups_allowed(version=version, next_batch=3, max_async_level=0, groups_per_batch=8) for version in range(5)
+    ]
+    assert allowed == [0, 0, 0, 8, 16]
+
+
+def test_generation_runs_ahead_by_no_more_than_the_level() -> None:
+    allowed = [groups_allowed(version=2, next_batch=2, max_async_level=level, groups_per_batch=4) for level in range(3)]
+    assert allowed == [4, 8, 12]

@@ -1,0 +1,180 @@
+"""What travels between processes, and that yesterday's bytes can be read today.
+
+After a change of a message on purpose: count `WIRE_VERSION` up, then write the new file (the old one may go):
+
+    python tests/unit/test_messages.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from trireme.messages import (
+    COLUMNS,
+    WIRE_VERSION,
+    BatchReply,
+    Done,
+    GetBatch,
+    Go,
+    Heartbeat,
+    Live,
+    MicroBatch,
+    NotYet,
+    Ok,
+    PolicyReady,
+    PolicySent,
+    Probe,
+    Refusal,
+    Reply,
+    Request,
+    TensorSpec,
+    Tokens,
+    build_tokens,
+    concat_tokens,
+    decode_as,
+    decode_reply,
+    decode_request,
+    encode,
+)
+
+GOLDEN = Path(__file__).parents[1] / "data" / f"wire_v{WIRE_VERSION}.json"
+
+TOKENS = build_tokens(
+    ids=[5, 9, 70000], loss_mask=[0, 1, 1], logprobs=[0.0, -0.1, -2.5], advantages=[0.0, 0.5, -0.5], versions=[-1, 3, 4]
+)
+REQUESTS: list[Request] = [
+    GetBatch(run_id="run", step=41, rank=1, world=2),
+    PolicyReady(
+        run_id="run",
+        version=7,
+        incarnation="abc",
+        attempt=2,
+        specs=[TensorSpec(name="model.norm.weight", dtype="bfloat16", shape=[64]), TensorSpec("scale", "float32", [])],
+        kind="gloo",
+        host="127.0.0.1",
+        port=5556,
+    ),
+    PolicySent(
+        run_id="run",
+        version=7,
+        attempt=2,
+        digests={"model.norm.weight": "00ff"},
+        probe=Probe(ids=[1, 2, 3], logprobs=[-0.5, -1.25]),
+        payload={"folder": "broadcast/3"},
+    ),
+    Heartbeat(run_id="run", process="trainer", state="running", version=7, waits=["trainer waits 3 s for …"]),
+    Done(run_id="run", version=20),
+]
+REPLIES: list[Reply] = [
+    BatchReply(
+        step=41,
+        micro_batches=[MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7])],
+        loss_tokens=2,
+        num_rollouts=2,
+    ),
+    Go(version=7, epoch="abc/3", world_size=3),
+    Live(version=7),
+    Ok(),
+    NotYet(note="3 of 8 groups missing"),
+    Refusal(error="another run"),
+]
+
+
+def name_of(message: Any) -> str:
+    return type(message).__name__
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equality that looks into arrays, and at their types."""
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, msgspec.Struct):
+        return type(one) is type(other) and all(
+            same(getattr(one, field), getattr(other, field)) for field in one.__struct_fields__
+        )
+    if isinstance(one, list):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return type(one) is type(other) and one == other
+
+
+def write_golden() -> None:
+    stored = {name_of(message): encode(message).hex() for message in [*REQUESTS, *REPLIES]}
+    GOLDEN.write_text(json.dumps(stored, indent=1) + "\n")
+
+
+def test_the_examples_are_all_messages_there_are() -> None:
+    assert [type(message) for message in REQUESTS] == list(Request.__args__)
+    assert [type(message) for message in REPLIES] == list(Reply.__args__)
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=name_of)
+def test_a_request_arrives_as_it_was_sent(message: Request) -> None:
+    assert same(decode_request(encode(message)), message)
+
+
+@pytest.mark.parametrize("message", REPLIES, ids=name_of)
+def test_a_reply_arrives_as_it_was_sent(message: Reply) -> None:
+    assert same(decode_reply(encode(message)), message)
+
+
+@pytest.mark.parametrize("message", [*REQUESTS, *REPLIES], ids=name_of)
+def test_the_bytes_of_this_wire_version_do_not_change(message: Any) -> None:
+    stored = bytes.fromhex(json.loads(GOLDEN.read_text())[name_of(message)])
+    decode = decode_request if isinstance(message, Request) else decode_reply
+    changed = f"{name_of(message)} changed: count WIRE_VERSION up, and see the top of this file"
+    assert same(decode(stored), message), changed
+    assert encode(message) == stored, changed
+
+
+def test_nothing_but_a_request_is_a_request() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        decode_request(encode(Live(version=1)))
+    with pytest.raises(msgspec.ValidationError):
+        decode_reply(encode(Done(run_id="run", version=1)))
+
+
+def test_what_cannot_be_sent_is_said() -> None:
+    with pytest.raises(NotImplementedError, match="cannot send"):
+        encode(NotYet(note=object()))  # type: ignore[arg-type]
+
+
+def test_columns_travel_as_raw_bytes_not_as_numbers() -> None:
+    count = 10_000
+    columns = {name: np.zeros(count) for name in COLUMNS}
+    per_token = sum(dtype.itemsize for dtype, _ in COLUMNS.values())
+    assert len(encode(build_tokens(**columns))) < count * per_token + 200
+
+
+def test_tokens_of_any_kind_of_numbers_get_the_types_of_their_columns() -> None:
+    strided = np.arange(6, dtype=np.float64)[::2]
+    tokens = build_tokens(**dict.fromkeys(COLUMNS, strided))
+    assert {name: getattr(tokens, name).dtype for name in COLUMNS} == {
+        name: dtype for name, (dtype, _) in COLUMNS.items()
+    }
+    assert same(decode_as(Tokens, encode(tokens)), tokens)
+
+
+def test_no_tokens_at_all_can_travel() -> None:
+    empty = build_tokens(**{name: [] for name in COLUMNS})
+    assert same(decode_as(Tokens, encode(empty)), empty)
+
+
+def test_columns_of_different_lengths_are_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="different lengths.*'ids': 2"):
+        build_tokens(ids=[1, 2], loss_mask=[1], logprobs=[0.0], advantages=[0.0], versions=[0])
+
+
+def test_tokens_one_after_the_other() -> None:
+    both = concat_tokens([TOKENS, TOKENS])
+    assert both.length == 6
+    assert all(getattr(both, name).tolist() == 2 * getattr(TOKENS, name).tolist() for name in COLUMNS)
+
+
+if __name__ == "__main__":
+    write_golden()

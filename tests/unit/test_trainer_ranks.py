@@ -1,0 +1,111 @@
+"""However many ranks train, it is the same training."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from tiny import largest_difference, open_state, train_step, weights_of
+from transformers import AutoModelForCausalLM
+
+from trireme.algo.packing import micro_batches_of_rank
+from trireme.base.processes import free_port
+from trireme.config.trainer import Checkpoints
+from trireme.trainer.checkpoint import CheckpointStore, complete_steps
+from trireme.trainer.mesh import World
+
+DEADLINE_S = 120
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two_ranks")
+
+
+@pytest.fixture(scope="module")
+def processes(tiny_model: Path, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    port = str(free_port())
+    started = [_start_rank(rank, port, tiny_model, folder) for rank in range(2)]
+    yield started
+    for process in started:
+        process.kill()
+        process.wait(DEADLINE_S)
+
+
+def _start_rank(rank: int, port: str, model: Path, folder: Path) -> subprocess.Popen[str]:
+    environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return subprocess.Popen(
+        [sys.executable, ranks.__file__, str(model), str(folder)],
+        env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(
+    processes: list[subprocess.Popen[str]], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, world: World
+) -> dict[str, Any]:
+    """Runs while the two ranks run."""
+    return ranks.train(tiny_model, tmp_path_factory.mktemp("one_rank"), world)
+
+
+@pytest.fixture(scope="module")
+def together(alone: dict[str, Any], processes: list[subprocess.Popen[str]], folder: Path) -> list[dict[str, Any]]:
+    for process in processes:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, output
+    return [torch.load(folder / f"result_{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_the_batch_leaves_one_of_the_two_ranks_a_row_short() -> None:
+    shares = [micro_batches_of_rank(ranks.batch(0), capacity=ranks.CAPACITY, rank=rank, world=2) for rank in range(2)]
+    assert [len(share) for share in shares] == [3, 3]
+    assert [share[-1].tokens.length == 1 for share in shares] == [False, True]
+
+
+def test_two_ranks_have_the_gradients_of_one(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    for rank in together:
+        assert largest_difference(alone["gradients"], rank["gradients"]) < 1e-5
+
+
+def test_two_ranks_report_the_metrics_of_one(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    for rank in together:
+        for expected, found in zip(alone["metrics"], rank["metrics"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_two_ranks_end_with_the_weights_of_one(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    for rank in together:
+        assert largest_difference(alone["weights"], rank["weights"]) < 1e-4
+
+
+def test_two_ranks_end_with_the_same_weights_to_the_bit(together: list[dict[str, Any]]) -> None:
+    first, second = (rank["weights"] for rank in together)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_two_ranks_saved_one_rank_goes_on_with(
+    together: list[dict[str, Any]], folder: Path, tiny_model: Path, world: World
+) -> None:
+    checkpoints = folder / "checkpoints"
+    assert complete_steps(checkpoints) == [ranks.SAVED_AT]
+    state = open_state(tiny_model, world)
+    CheckpointStore(checkpoints, Checkpoints(), world).load(state, ranks.SAVED_AT)
+    while state.version < ranks.STEPS:
+        train_step(state, ranks.batch(state.version), world, capacity=ranks.CAPACITY)
+    assert largest_difference(together[0]["weights"], weights_of(state.model)) < 1e-4
+
+
+def test_two_ranks_export_the_weights_that_they_hold(together: list[dict[str, Any]], folder: Path) -> None:
+    exported = AutoModelForCausalLM.from_pretrained(folder / "weights")
+    held = together[0]["weights"]
+    assert all(torch.equal(parameter, held[name]) for name, parameter in exported.named_parameters())

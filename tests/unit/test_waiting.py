@@ -1,0 +1,52 @@
+"""No wait without a name and an end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from trireme.base.errors import DeadlineExceeded
+from trireme.base.waiting import Wait, Waits
+
+
+def begun(seconds_ago: float) -> float:
+    return time.monotonic() - seconds_ago
+
+
+def test_a_wait_says_who_for_whom_for_what_and_how_long() -> None:
+    wait = Wait(who="trainer", peer="orchestrator", what="batch 41", deadline_s=600, since=begun(12))
+    assert str(wait) == "trainer waits 12 s for batch 41 from orchestrator"
+    wait.note = "3 of 8 groups missing"
+    assert str(wait) == "trainer waits 12 s for batch 41 from orchestrator (3 of 8 groups missing)"
+
+
+def test_a_wait_that_runs_out_says_the_same_and_where_to_look() -> None:
+    wait = Wait(who="trainer", peer="engine", what="batch 41", deadline_s=10, log=Path("logs/x"), since=begun(12))
+    sentence = "trainer waits 12 s for batch 41 from engine, longer than the 10 s allowed. Look at logs/x"
+    with pytest.raises(DeadlineExceeded) as error:
+        wait.check()
+    assert str(error.value) == sentence
+
+
+def test_before_its_deadline_a_wait_goes_on() -> None:
+    Wait(who="trainer", peer="engine", what="batch 41", deadline_s=600).check()
+
+
+def test_the_log_is_the_peers() -> None:
+    with Waits("trainer", Path("run/logs")).waiting("batch 0", peer="orchestrator", deadline_s=1) as wait:
+        assert wait.log == Path("run/logs/orchestrator.stdout")
+
+
+def test_open_waits_are_shown_longest_first_and_vanish_when_over() -> None:
+    waits = Waits("orchestrator")
+    with waits.waiting("groups", peer="engines", deadline_s=9):
+        with pytest.raises(ValueError, match="by another"), waits.waiting("version 3", peer="trainer", deadline_s=9):
+            assert [wait.what for wait in waits.now()] == ["groups", "version 3"]
+            groups, version = "waits 0 s for groups from engines", "waits 0 s for version 3 from trainer"
+            assert str(waits) == f"orchestrator {groups}; orchestrator {version}"
+            raise ValueError("ended by another error")
+        assert [wait.what for wait in waits.now()] == ["groups"]
+    assert waits.now() == []
+    assert str(waits) == ""

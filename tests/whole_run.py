@@ -1,0 +1,181 @@
+"""A whole orchestrator in this process, between a fake engine and a fake trainer, with a real environment worker."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fake_engine import FakeEngine, FakeTrainer, WeightWire, open_fake_engine
+from tiny_tokenizer import END, write_tokenizer
+
+from trireme.base.errors import TriremeError
+from trireme.base.processes import free_port
+from trireme.config.run import RunConfig
+from trireme.orchestrator.journal import Journal
+from trireme.orchestrator.loop import Orchestrator, drive, open_orchestrator
+from trireme.orchestrator.records import BatchRecord
+
+SAY = """
+    def dataset(size=40):
+        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(size)]
+
+    def reward(completion, answer):
+        return (len(completion) * 7 + ord(completion[0])) % 10 / 10
+"""
+DEADLINE_S = 30.0
+
+
+def build_config(folder: Path, code: str = SAY, **sections: Any) -> RunConfig:
+    """A small run; `sections` are merged into it (`orchestrator={"batch_size": 4}`)."""
+    environment = folder / "toy.py"
+    environment.parent.mkdir(parents=True, exist_ok=True)
+    environment.write_text(textwrap.dedent(code))
+    values: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "device": "cpu",
+        "max_steps": 3,
+        "seq_len": 256,
+        "model": {"name": str(write_tokenizer(folder / "model"))},
+        "ports": {"batches": free_port()},
+        "inference": {"server": {"port": free_port()}},
+        "weight_broadcast": {"type": "gloo", "probe_tolerance": 1e-3},
+        "orchestrator": {
+            "batch_size": 8,
+            "rollouts_per_example": 4,
+            "sampling": {"max_tokens": 8},
+            "env": [{"id": str(environment), "name": "say"}],
+            "server": {"port": free_port()},
+            "trainer_timeout_s": DEADLINE_S,
+            "engine_timeout_s": DEADLINE_S,
+        },
+    }
+    return RunConfig.model_validate(_merged(values, sections))
+
+
+def _merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    both = {key for key in values if isinstance(values[key], dict) and isinstance(more.get(key), dict)}
+    return values | more | {key: _merged(values[key], more[key]) for key in both}
+
+
+@dataclass
+class Running:
+    """What a test may look at, and turn, while the run goes on."""
+
+    orchestrator: Orchestrator
+    engine: FakeEngine
+    trainer: FakeTrainer
+
+    async def until(self, condition: Callable[[], Any], what: str) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+        assert condition(), what
+
+    async def ask(self, questions: Callable[[FakeTrainer], Any]) -> Any:
+        """Puts questions over a connection of its own."""
+
+        def put() -> Any:
+            asker = FakeTrainer(self.orchestrator.config, self.engine.wire)
+            asker.connect()
+            try:
+                return questions(asker)
+            finally:
+                asker.control.close()
+
+        return await asyncio.to_thread(put)
+
+
+@dataclass
+class Outcome:
+    """What is left of a run."""
+
+    config: RunConfig
+    engine: FakeEngine
+    trainer: FakeTrainer
+    error: TriremeError | None = None  # that ended the orchestrator
+    trainer_error: list[Exception] = field(default_factory=list)
+    found: Any = None  # what `meanwhile` returned
+
+    @property
+    def records(self) -> list[BatchRecord]:
+        journal = Journal(self.config.paths.journal)
+        return [journal.read(step) for step in journal.steps()]
+
+
+def run(
+    config: RunConfig,
+    *,
+    engine: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    meanwhile: Callable[[Running], Awaitable[Any]] | None = None,
+    stop_after_meanwhile: bool = False,
+) -> Outcome:
+    """Runs to the end, or to the error that ends it. `engine` and `trainer` are knobs of theirs."""
+
+    async def main() -> Outcome:
+        wire = WeightWire()
+        port = config.inference.server.port
+        async with open_fake_engine(wire, port=port, end=END, **(engine or {})) as opened:
+            return await _run(
+                config, opened, _build_trainer(config, wire, trainer or {}), meanwhile, stop_after_meanwhile
+            )
+
+    return asyncio.run(main())
+
+
+def _build_trainer(config: RunConfig, wire: WeightWire, knobs: dict[str, Any]) -> FakeTrainer:
+    built = {name: knobs[name] for name in ("version", "until") if name in knobs}
+    trainer = FakeTrainer(config, wire, **built)
+    for name in knobs.keys() - built.keys():
+        setattr(trainer, name, knobs[name])
+    return trainer
+
+
+async def _run(
+    config: RunConfig,
+    engine: FakeEngine,
+    trainer: FakeTrainer,
+    meanwhile: Callable[[Running], Awaitable[Any]] | None,
+    stop_after_meanwhile: bool,
+) -> Outcome:
+    outcome = Outcome(config, engine, trainer)
+    def train() -> None:
+        try:
+            trainer.train()
+        except Exception as error:
+            outcome.trainer_error.append(error)
+
+    threading.Thread(target=train, daemon=True).start()
+    try:
+        async with asyncio.timeout(DEADLINE_S), open_orchestrator(config) as orchestrator:
+            driving = asyncio.create_task(drive(orchestrator))
+            if meanwhile is not None:
+                await asyncio.sleep(0)
+                looking = asyncio.create_task(meanwhile(Running(orchestrator, engine, trainer)))
+                await asyncio.wait([driving, looking], return_when=asyncio.FIRST_COMPLETED)
+                if driving.done() and driving.exception() is not None:
+                    looking.cancel()
+                else:
+                    outcome.found = await looking
+            if stop_after_meanwhile:
+                driving.cancel()
+            with suppress(asyncio.CancelledError):
+                await driving
+    except* TriremeError as errors:
+        outcome.error = _first(errors)
+    finally:
+        trainer.stop.set()
+    return outcome
+
+
+def _first(group: BaseExceptionGroup) -> Any:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
