@@ -101,6 +101,7 @@ class FakeEngine:
     incomplete: tuple[str, ...] = ()
     probe_error: float = 0.0  # added to its logprobs of prompts
     probe_s: float = 0.0
+    failing_route: str | None = None  # a control route that answers 500
     dead: bool = False  # the engine core; the HTTP server stands
     port: int = field(default_factory=free_port)
     weights: dict[str, str] = field(default_factory=dict)
@@ -196,6 +197,8 @@ class FakeEngine:
         route = request.path.strip("/")
         self.calls.append(route)
         body = await request.json() if request.can_read_body else {}
+        if route == self.failing_route:
+            return web.json_response({"error": f"{route} broke"}, status=500)
         handler = getattr(self, f"_{route}")
         return web.json_response(await handler(body) or {})
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import backward, open_state, random_samples, take_gradients, train_step, weights_of
 
+from tiny import backward, open_state, random_samples, take_gradients, train_step, weights_of
 from trireme.algo.packing import Sample
 from trireme.config.trainer import Checkpoints
 from trireme.trainer.checkpoint import CheckpointStore

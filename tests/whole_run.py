@@ -100,6 +100,7 @@ class Outcome:
     trainer: FakeTrainer
     error: TriremeError | None = None  # that ended the orchestrator
     trainer_error: list[Exception] = field(default_factory=list)
+    training: threading.Thread | None = None
     found: Any = None  # what `meanwhile` returned
 
     @property
@@ -151,7 +152,8 @@ async def _run(
         except Exception as error:
             outcome.trainer_error.append(error)
 
-    threading.Thread(target=train, daemon=True).start()
+    outcome.training = threading.Thread(target=train, daemon=True)
+    outcome.training.start()
     try:
         async with asyncio.timeout(DEADLINE_S), open_orchestrator(config) as orchestrator:
             driving = asyncio.create_task(drive(orchestrator))

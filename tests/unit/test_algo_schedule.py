@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -35,9 +36,9 @@ def test_the_half_cosine_by_hand() -> None:
 @pytest.mark.parametrize("warmup_steps", [0, 1, 50, 1000])
 def test_no_jump_and_never_outside_the_two_ends(kind: str, warmup_steps: int) -> None:
     found = factors(kind, warmup_steps=warmup_steps, max_steps=1000, floor=0.1)
-    jumps = [abs(b - a) for a, b in zip(found, found[1:], strict=False)]
+    jumps = [abs(b - a) for a, b in pairwise(found)]
     assert max(jumps) <= max(0.002, 1 / max(1, warmup_steps) + 1e-9)
-    assert 0 < min(found)
+    assert min(found) > 0
     assert max(found) <= 1.0
 
 

@@ -34,7 +34,7 @@ def test_a_machine_without_gpus_runs_on_cpu_in_full_precision() -> None:
     assert config.weight_broadcast.type == "gloo"
     assert config.weight_broadcast.probe_tolerance == 1e-3
     assert config.inference.model.dtype == "float32"
-    assert (config.trainer.num_ranks, config.trainer.threads, config.inference.cpu.threads) == (1, 8, 8)
+    assert (config.trainer.num_ranks, config.trainer.threads, config.inference.cpu.threads) == (1, 4, 4)
 
 
 def test_half_precision_anywhere_loosens_the_probe() -> None:
@@ -108,8 +108,15 @@ def test_lengths_and_names_follow_from_each_other(tmp_path: Path) -> None:
     assert [env.name for env in config.orchestrator.env + config.orchestrator.eval.env] == ["x", "why"]
 
 
+def test_engine_and_trainer_share_the_cores_unless_they_take_turns() -> None:
+    at_once, in_turns = resolved(), resolved("--max-async-level", "0")
+    assert (at_once.trainer.threads, at_once.inference.cpu.threads) == (4, 4)
+    assert (in_turns.trainer.threads, in_turns.inference.cpu.threads) == (8, 8)
+
+
 def test_threads_are_shared_among_ranks() -> None:
-    assert resolved("--trainer.num-ranks", "3").trainer.threads == 2
+    assert resolved("--trainer.num-ranks", "2").trainer.threads == 2
+    assert resolved("--trainer.num-ranks", "3", "--max-async-level", "0").trainer.threads == 2
     assert resolved("--trainer.num-ranks", "99").trainer.threads == 1
     assert resolved("--trainer.threads", "5").trainer.threads == 5
 

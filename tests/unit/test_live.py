@@ -106,9 +106,9 @@ def test_each_change_of_state_is_a_line_once(stage: Stage) -> None:
         "run: starting", "inference: running", "orchestrator: running", "trainer: running"
     ]  # fmt: skip
     stage.poller.latest = Status(state="running", engines=(EngineStatus("http://e", "loading"),))
-    assert stage.tick(view).splitlines() == ["run: starting -> running", "http://e: loading"]
+    assert stage.tick(view).splitlines() == ["run: starting -> running", "engine http://e: loading"]
     stage.poller.latest = Status(state="running", engines=(EngineStatus("http://e", "live", 0),))
-    assert stage.tick(view).splitlines() == ["http://e: loading -> live"]
+    assert stage.tick(view).splitlines() == ["engine http://e: loading -> live"]
     assert stage.tick(view) == ""
 
 

@@ -166,7 +166,7 @@ def test_no_tokens_at_all_can_travel() -> None:
 
 
 def test_columns_of_different_lengths_are_our_mistake() -> None:
-    with pytest.raises(AssertionError, match="different lengths.*'ids': 2"):
+    with pytest.raises(AssertionError, match=r"different lengths.*'ids': 2"):
         build_tokens(ids=[1, 2], loss_mask=[1], logprobs=[0.0], advantages=[0.0], versions=[0])
 
 

@@ -54,7 +54,7 @@ def test_on_cpu_no_gpu_is_visible_and_the_engine_is_told_its_memory() -> None:
     assert inference["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert inference["VLLM_SERVER_DEV_MODE"] == "1"
     assert inference["VLLM_PLUGINS"] == "trireme"
-    assert inference["OMP_NUM_THREADS"] == "2"
+    assert inference["OMP_NUM_THREADS"] == "1"
     assert the_plan.process("trainer").ports == {"weights": config.ports.weights}
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from tiny import largest_difference, open_state, train_step, weights_of
 from transformers import AutoModelForCausalLM
 
+import ranks
+from tiny import largest_difference, open_state, train_step, weights_of
 from trireme.algo.packing import micro_batches_of_rank
 from trireme.base.processes import free_port
 from trireme.config.trainer import Checkpoints

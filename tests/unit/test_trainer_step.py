@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from tiny import (
     backward,
     largest_difference,
@@ -17,8 +19,6 @@ from tiny import (
     train_step,
     weights_of,
 )
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from trireme.algo.packing import Sample, empty_micro_batch, micro_batches_of_rank
 from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, Scheduler, TrainerModel
 from trireme.messages import MicroBatch, Tokens, build_tokens

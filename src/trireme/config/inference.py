@@ -54,7 +54,7 @@ class CpuEngine(Section):
     kv_cache_gib: PositiveInt = 1
     """Memory for keys and values, in GiB."""
     threads: PositiveInt | None = None
-    """OpenMP threads; the machine's cores where not given."""
+    """OpenMP threads; half of the machine's cores where not given, all of them in a synchronous run."""
 
 
 class InferenceConfig(Section):

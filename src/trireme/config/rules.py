@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -329,7 +329,7 @@ def _check_architecture(name: str | None) -> Iterator[str]:
     file = Path(name or "") / "config.json"
     if name and looks_local(name) and file.exists() and "architectures" not in json.loads(file.read_text()):
         yield (
-            f'{file} names no "architectures" - expected something like ["Qwen3ForCausalLM"], as `save_pretrained` of a '
+            f'{file} names no "architectures" - expected ["Qwen3ForCausalLM"] or the like, as `save_pretrained` of a '
             "model writes it. Add the line."
         )
 

@@ -23,8 +23,8 @@ class SftConfig(Section):
     resume: bool = False
     """Go on with the run that lies in the output folder, from its newest complete checkpoint."""
     data: Path | None = None
-    """A .jsonl file or a folder of them, one `{"messages": [{"role": …, "content": …}, …]}` per line; or a .py file whose
-    `conversations()` returns a list of such."""
+    """A .jsonl file or a folder of them, one `{"messages": [{"role": …, "content": …}, …]}` per line; or a .py file
+    whose `conversations()` returns a list of such."""
     validation: Path | None = None
     """A file or folder of the same form to measure the loss on; a share of `data` where not given."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0

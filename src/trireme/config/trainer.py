@@ -137,6 +137,6 @@ class TrainerConfig(Section):
     micro_batch_tokens: PositiveInt | None = None
     """Tokens of one packed micro-batch per rank; `seq_len` where not given."""
     threads: PositiveInt | None = None
-    """CPU threads per rank; the machine's cores shared among ranks where not given."""
+    """CPU threads per rank; what the engine leaves of the cores, shared among ranks, where not given."""
     batch_timeout_s: PositiveFloat = 3600.0
     """How long the trainer waits for one batch before it gives up."""

@@ -102,7 +102,8 @@ def _spec(
 
 
 def _environment(visible: str, threads: int | None) -> dict[str, str]:
-    environment = {"CUDA_VISIBLE_DEVICES": visible, "PYTHONUNBUFFERED": "1"}
+    # Idle OpenMP threads sleep: spinning ones take a core from the process that has work.
+    environment = {"CUDA_VISIBLE_DEVICES": visible, "PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
 
 

@@ -30,6 +30,8 @@ from trireme.monitor.progress import Evaluation, ProcessState, Progress, Status
 
 POLL_S = 1.0  # between two looks at files and `/status`
 STATUS_TIMEOUT_S = 0.8
+LONG_WAIT_S = 5.0  # shorter ones are part of every step
+UPDATING = {"live", "quarantined"}  # what an engine's state goes back and forth between, at every new version
 SILENCE_STARTING_S = 10.0  # after this long without a line, one says what is being waited for
 SILENCE_RUNNING_S = 60.0
 TABLE_STEPS = 8
@@ -163,7 +165,7 @@ class View:
 
     def waiting_for(self) -> str:
         """What holds things up now: "inference: loading the model, 14 s …"."""
-        wait = self.status.longest_wait() if self.status else None
+        wait = self.status.root_wait() if self.status else None
         if wait is not None:
             return f"{wait.peer}: {wait.note or self._phase_of(wait.peer) or wait.what}, {wait.waited_s:.0f} s …"
         phases = ((process.name, startup_phase(process.log, process.log_start)) for process in self.processes)
@@ -201,10 +203,10 @@ class PlainView(View):
     def _say_states(self) -> None:
         states = {"run": self.status.state if self.status else self._known_states.get("run", "starting")}
         states |= {process.name: process.state for process in self.processes}
-        states |= {engine.url: engine.state for engine in (self.status.engines if self.status else ())}
+        states |= {f"engine {engine.url}": engine.state for engine in (self.status.engines if self.status else ())}
         for name, state in states.items():
             known = self._known_states.get(name)
-            if known != state:
+            if known != state and {known, state} != UPDATING:
                 self.say(f"{name}: {known} -> {state}" if known else f"{name}: {state}")
         self._known_states |= states
 
@@ -239,8 +241,8 @@ def step_line(progress: Progress, step: int, status: Status | None) -> str:
             parts.append(f"{label} {row[name]:{form}}")
     if row.get("perf/tokens_per_s") is not None:
         parts.append(f"{short_number(row['perf/tokens_per_s'])} tok/s")
-    wait = status.longest_wait() if status else None
-    if wait is not None and wait.waited_s >= 1:
+    wait = status.root_wait() if status else None
+    if wait is not None and wait.waited_s >= LONG_WAIT_S:
         parts.append(f"waits: {wait.text}")
     eta_s = progress.eta_s()
     return "  ".join(parts) + (f"  ETA {short_time(eta_s)}" if eta_s is not None else "")

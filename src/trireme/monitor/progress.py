@@ -62,8 +62,11 @@ class Status(msgspec.Struct, frozen=True):
     waits: tuple[StatusWait, ...] = ()
     engines: tuple[EngineStatus, ...] = ()
 
-    def longest_wait(self) -> StatusWait | None:
-        return max(self.waits, key=lambda wait: wait.waited_s, default=None)
+    def root_wait(self) -> StatusWait | None:
+        """What holds everything up: the longest wait for a peer that does not wait itself, or else the longest."""
+        waiting = {wait.who for wait in self.waits}
+        roots = [wait for wait in self.waits if wait.peer and wait.peer not in waiting]
+        return max(roots or self.waits, key=lambda wait: wait.waited_s, default=None)
 
     def waits_of(self, process: str) -> list[StatusWait]:
         return [wait for wait in self.waits if wait.who == process]

@@ -31,9 +31,10 @@ PATIENCE_S = 1.0
 class ControlClient:
     """The asking end; one per thread (ZeroMQ sockets are not thread-safe)."""
 
-    def __init__(self, address: str, waits: Waits) -> None:
+    def __init__(self, address: str, waits: Waits, *, ask_again_s: float = ASK_AGAIN_S) -> None:
         self._address = address
         self._waits = waits
+        self._ask_again_s = ask_again_s
         self._numbers = itertools.count(1)
         self._socket = self._connect()
 
@@ -65,17 +66,32 @@ class ControlClient:
                 wait.check()
 
     def tell(self, request: Request) -> None:
-        """Sends without caring for the answer."""
-        self._socket.send_multipart([b"0", encode(request)], flags=zmq.NOBLOCK)
+        """Sends without caring for the answer, nor for whether there is anybody."""
+        while self._socket.poll(0):
+            self._socket.recv_multipart()
+        self._send(b"0", request)
 
     def _once(self, request: Request) -> Reply | None:
         number = str(next(self._numbers)).encode()
-        self._socket.send_multipart([number, encode(request)])
-        while self._socket.poll(int(ASK_AGAIN_S * 1000)):
+        self._send(number, request)
+        while self._socket.poll(int(self._ask_again_s * 1000)):
             answered, payload = self._socket.recv_multipart()
             if answered == number:
                 return decode_reply(payload)
+        self._drop_unsent()
         return None
+
+    def _send(self, number: bytes, request: Request) -> None:
+        frames = [number, encode(request)]
+        try:
+            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        except zmq.Again:  # the queue to a peer that is gone is full: blocking would be a wait without a deadline
+            self._drop_unsent()
+            self._socket.send_multipart(frames)
+
+    def _drop_unsent(self) -> None:
+        self._socket.close()
+        self._socket = self._connect()
 
     def close(self) -> None:
         self._socket.close()

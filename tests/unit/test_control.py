@@ -1,0 +1,188 @@
+"""Questions and answers between trainer and orchestrator, over real sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from answering import DEADLINE_S, answering
+from trireme.base.errors import DeadlineExceeded, Refused, TriremeError
+from trireme.base.processes import free_port
+from trireme.base.waiting import Waits
+from trireme.messages import Done, GetBatch, Heartbeat, Live, NotYet, Ok, Refusal, Reply, Request, encode
+from trireme.transport.control import ControlClient
+
+QUESTION = GetBatch(run_id="run", step=3, rank=0, world=1)
+SOON_S = 0.1
+
+
+@contextmanager
+def open_client(address: str, *, logs: Path | None = None, ask_again_s: float = 5.0) -> Iterator[ControlClient]:
+    client = ControlClient(address, Waits("trainer", logs), ask_again_s=ask_again_s)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def ask(handle: Callable[[Request], Reply]) -> Reply:
+    with answering(handle) as address, open_client(address) as client:
+        return client.ask(QUESTION, what="batch 3", deadline_s=DEADLINE_S)
+
+
+@contextmanager
+def open_raw_server() -> Iterator[tuple[zmq.Socket, str]]:
+    """The other end of the socket by itself, to answer late, twice, or not at all."""
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.linger = 0
+    socket.rcvtimeo = socket.sndtimeo = DEADLINE_S * 1000
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        yield socket, f"tcp://127.0.0.1:{port}"
+    finally:
+        socket.close()
+
+
+@contextmanager
+def in_a_thread(target: Callable[[], None]) -> Iterator[None]:
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    yield
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+def test_a_question_gets_its_answer() -> None:
+    asked: list[Request] = []
+    assert ask(lambda request: asked.append(request) or Live(version=3)) == Live(version=3)
+    assert asked == [QUESTION]
+
+
+def test_it_asks_again_until_there_is_something_to_tell() -> None:
+    replies = iter([NotYet("2 of 8 groups missing"), NotYet("1 of 8 groups missing"), Live(version=3)])
+    assert ask(lambda request: next(replies)) == Live(version=3)
+    assert list(replies) == []
+
+
+def test_a_refusal_is_raised_with_its_words() -> None:
+    with pytest.raises(Refused, match="another run"):
+        ask(lambda request: Refusal(error="another run"))
+
+
+def test_an_error_of_the_answering_end_is_told_and_the_server_goes_on() -> None:
+    def fail_first(request: Request) -> Reply:
+        if isinstance(request, Done):
+            raise TriremeError("no such version")
+        return Ok()
+
+    with answering(fail_first) as address, open_client(address) as client:
+        with pytest.raises(Refused, match="TriremeError: no such version"):
+            client.ask(Done(run_id="run", version=1), what="its good-bye", deadline_s=DEADLINE_S)
+        assert client.ask(QUESTION, what="batch 3", deadline_s=DEADLINE_S) == Ok()
+
+
+def test_what_is_no_question_is_refused() -> None:
+    with answering(lambda request: Ok()) as address, open_client(address) as client:
+        with pytest.raises(Refused, match="ValidationError"):
+            client.ask(Live(version=1), what="nonsense", deadline_s=DEADLINE_S)  # type: ignore[arg-type]
+
+
+def test_a_lost_answer_is_asked_for_again() -> None:
+    with open_raw_server() as (server, address), open_client(address, ask_again_s=SOON_S) as client:
+
+        def lose_two() -> None:
+            for _ in range(2):
+                server.recv_multipart()
+            peer, number, _ = server.recv_multipart()
+            server.send_multipart([peer, number, encode(Live(version=7))])
+
+        with in_a_thread(lose_two):
+            assert client.ask(QUESTION, what="batch 3", deadline_s=DEADLINE_S) == Live(version=7)
+
+
+def test_a_late_answer_to_an_earlier_question_is_thrown_away() -> None:
+    with open_raw_server() as (server, address), open_client(address, ask_again_s=SOON_S) as client:
+
+        def answer_late() -> None:
+            peer, number, _ = server.recv_multipart()
+            other_peer, other_number, _ = server.recv_multipart()
+            server.send_multipart([peer, number, encode(Live(version=1))])
+            server.send_multipart([other_peer, number, encode(Live(version=2))])
+            server.send_multipart([other_peer, other_number, encode(Live(version=3))])
+
+        with in_a_thread(answer_late):
+            assert client.ask(QUESTION, what="batch 3", deadline_s=DEADLINE_S) == Live(version=3)
+
+
+def test_an_answer_that_came_twice_does_not_answer_the_next_question() -> None:
+    with open_raw_server() as (server, address), open_client(address) as client:
+
+        def answer_twice() -> None:
+            for version in range(3):
+                peer, number, _ = server.recv_multipart()
+                for _ in range(2):
+                    server.send_multipart([peer, number, encode(Live(version=version))])
+
+        with in_a_thread(answer_twice):
+            replies = [client.ask(QUESTION, what="batch 3", deadline_s=DEADLINE_S) for _ in range(3)]
+        assert replies == [Live(version=version) for version in range(3)]
+
+
+def test_the_answer_to_what_was_only_told_is_thrown_away() -> None:
+    with answering(lambda request: Live(version=3) if isinstance(request, GetBatch) else Ok()) as address:
+        with open_client(address) as client:
+            client.tell(Done(run_id="run", version=1))
+            assert client.ask(QUESTION, what="batch 3", deadline_s=DEADLINE_S) == Live(version=3)
+
+
+def test_a_deadline_names_the_peer_the_matter_its_words_and_its_log(tmp_path: Path) -> None:
+    with answering(lambda request: NotYet("3 of 8 groups missing")) as address:
+        with open_client(address, logs=tmp_path) as client, pytest.raises(DeadlineExceeded) as error:
+            client.ask(QUESTION, what="batch 3", deadline_s=0.3)
+    expected = "trainer waits 0 s for batch 3 from orchestrator (3 of 8 groups missing), longer than the 0 s allowed."
+    assert str(error.value) == f"{expected} Look at {tmp_path / 'orchestrator.stdout'}"
+
+
+def test_silence_ends_at_the_deadline_and_is_named() -> None:
+    with open_client(f"tcp://127.0.0.1:{free_port()}", ask_again_s=SOON_S) as client:
+        with pytest.raises(DeadlineExceeded, match=r"for batch 3 from orchestrator \(no answer\)"):
+            client.ask(QUESTION, what="batch 3", deadline_s=0.2)
+
+
+def test_a_peer_that_is_gone_for_thousands_of_questions_blocks_nobody() -> None:
+    beat = Heartbeat(run_id="run", process="trainer", state="running", version=1, waits=[])
+    with open_client(f"tcp://127.0.0.1:{free_port()}", ask_again_s=0.0) as client:
+        for _ in range(3000):
+            client.tell(beat)
+        with in_a_thread(lambda: _ask_in_vain(client)):
+            pass
+
+
+def _ask_in_vain(client: ControlClient) -> None:
+    with pytest.raises(DeadlineExceeded):
+        client.ask(QUESTION, what="batch 3", deadline_s=0.5)
+
+
+def test_an_orchestrator_that_comes_back_is_asked_again() -> None:
+    port = free_port()
+    with open_client(f"tcp://127.0.0.1:{port}", ask_again_s=SOON_S) as client:
+        with answering(lambda request: Live(version=1), port):
+            assert client.ask(QUESTION, what="batch 3", deadline_s=DEADLINE_S) == Live(version=1)
+        replies: list[Reply] = []
+        with in_a_thread(lambda: replies.append(client.ask(QUESTION, what="batch 3", deadline_s=DEADLINE_S))):
+            with answering(lambda request: Live(version=2), port):
+                _wait_for(replies)
+        assert replies == [Live(version=2)]
+
+
+def _wait_for(replies: list[Reply]) -> None:
+    arrived = threading.Event()
+    for _ in range(int(DEADLINE_S / 0.02)):
+        if replies:
+            return
+        arrived.wait(0.02)

@@ -1,0 +1,211 @@
+"""Requests to engines that drop them, refuse them, freeze, or die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, open_fake_engine
+
+from trireme.base.errors import DeadlineExceeded, PeerDied
+from trireme.base.processes import free_port
+from trireme.base.waiting import Waits
+from trireme.orchestrator.inference_pool import InferencePool, OverlongPrompt, open_inference_pool
+
+END = 2
+
+
+def with_pool(
+    use: Callable[..., Awaitable[Any]],
+    *,
+    num_engines: int = 1,
+    timeout_s: float = 20,
+    max_concurrent: int = 64,
+    live: bool = True,
+    **knobs: Any,
+) -> Any:
+    """Calls `use(pool, engine, ...)` with engines that serve version 0."""
+
+    async def main() -> Any:
+        async with AsyncExitStack() as stack, asyncio.timeout(20):
+            engines: list[FakeEngine] = [
+                await stack.enter_async_context(open_fake_engine(**knobs)) for _ in range(num_engines)
+            ]
+            pool = await stack.enter_async_context(
+                open_inference_pool(
+                    [engine.url for engine in engines],
+                    waits=Waits("orchestrator"),
+                    max_model_len=32,
+                    timeout_s=timeout_s,
+                    max_concurrent=max_concurrent,
+                )
+            )
+            pool.retry_s = pool.health_interval_s = 0.01
+            await pool.wait_until_up(20)
+            for engine in engines:
+                engine.version = 0
+            if live:
+                pool.go_live(0)
+            return await use(pool, *engines)
+
+    return asyncio.run(main())
+
+
+def says(*ids: int) -> Callable[[Any], list[int]]:
+    return lambda asked: list(ids)
+
+
+def test_a_turn_comes_back_as_the_engine_gave_it(tmp_path):
+    async def use(pool, engine):
+        turn = await pool.generate([5, 6], {"temperature": 0.5, "max_tokens": 9})
+        (asked,) = engine.requests
+        assert (asked.ids, asked.sampling["temperature"], asked.sampling["max_tokens"]) == ([5, 6], 0.5, 9)
+        return turn
+
+    turn = with_pool(use, answer=says(7, 8, END))
+    assert (turn.ids, turn.versions, turn.finish_reason) == ([7, 8, END], [0, 0, 0], "stop")
+    assert len(turn.logprobs) == 3
+
+
+def test_a_request_that_the_engine_drops_is_sent_again(tmp_path):
+    async def use(pool, engine):
+        return await pool.generate([5], {}), len(engine.requests)
+
+    turn, num_requests = with_pool(use, drop_next=2, answer=says(7, END))
+    assert (turn.ids, num_requests) == ([7, END], 3)
+
+
+def test_a_request_that_is_dropped_again_and_again_ends_with_the_engines_name(tmp_path):
+    async def use(pool, engine):
+        with pytest.raises(DeadlineExceeded, match=f"{engine.url} to answer a request that it dropped again and again"):
+            await pool.generate([5], {})
+
+    with_pool(use, drop_next=1_000_000, timeout_s=0.2)
+
+
+def test_a_request_that_the_engine_refuses_is_not_tried_again(tmp_path):
+    async def use(pool, engine):
+        with pytest.raises(ValueError, match="refused a request .400.*refused with 400"):
+            await pool.generate([5], {})
+        return len(engine.requests)
+
+    assert with_pool(use, refuse=lambda asked: 400) == 1
+
+
+def test_a_prompt_that_fills_the_context_is_not_sent_and_a_long_one_leaves_less_room(tmp_path):
+    async def use(pool, engine):
+        with pytest.raises(OverlongPrompt, match="32 tokens, the model takes 32"):
+            await pool.generate([5] * 32, {})
+        await pool.generate([5] * 31, {"max_tokens": 10})
+        await pool.generate([5] * 30, {})
+        return [asked.sampling["max_tokens"] for asked in engine.requests]
+
+    assert with_pool(use) == [1, 2]
+
+
+def test_versions_are_told_for_each_token_of_a_turn_that_an_update_interrupts(tmp_path):
+    async def use(pool, engine):
+        turn = asyncio.create_task(pool.generate([5], {}))
+        while not engine.requests:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        await pool.pause()
+        engine.version = 1
+        await pool.resume()
+        return (await turn).versions
+
+    versions = with_pool(use, answer=says(*range(10, 20)), token_s=0.02)
+    assert len(versions) == 10
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+
+
+def test_an_answer_that_comes_while_new_weights_are_in_doubt_waits_for_their_confirmation(tmp_path):
+    async def use(pool, engine):
+        hold = asyncio.Event()
+        engine.delay = lambda asked: hold.wait()
+        turn = asyncio.create_task(pool.generate([5], {}))
+        while not engine.requests:
+            await asyncio.sleep(0.01)
+        pool.quarantine()
+        engine.version = 1
+        hold.set()
+        done, _ = await asyncio.wait([turn], timeout=0.1)
+        assert not done
+        pool.go_live(1)
+        return (await turn).versions
+
+    assert with_pool(use, answer=says(7)) == [1]
+
+
+def test_nothing_is_asked_of_an_engine_that_has_confirmed_nothing(tmp_path):
+    async def use(pool, engine):
+        with pytest.raises(DeadlineExceeded, match=f"{engine.url} is quarantined"):
+            await pool.generate([5], {})
+        assert engine.requests == []
+
+    with_pool(use, live=False, timeout_s=0.1)
+
+
+def test_no_more_requests_are_under_way_than_allowed(tmp_path):
+    async def use(pool, engine):
+        await asyncio.gather(*(pool.generate([5], {}) for _ in range(30)))
+        return engine.most_at_once
+
+    assert with_pool(use, max_concurrent=4, token_s=0.001) == 4
+
+
+def test_requests_spread_over_the_engines(tmp_path):
+    async def use(pool, one, two):
+        await asyncio.gather(*(pool.generate([5], {}) for _ in range(20)))
+        return len(one.requests), len(two.requests)
+
+    assert with_pool(use, num_engines=2, token_s=0.01) == (10, 10)
+
+
+def test_an_engine_whose_core_is_dead_is_named_though_its_server_stands(tmp_path):
+    async def use(pool, engine):
+        watching = asyncio.create_task(pool.watch())
+        await asyncio.sleep(0.1)
+        assert not watching.done()
+        engine.dead = True
+        with pytest.raises(PeerDied, match=f"{engine.url} has not been healthy"):
+            await watching
+        return pool.engines[0].state
+
+    assert with_pool(use) == "dead"
+
+
+def test_an_engine_that_is_unwell_for_a_moment_is_not_given_up(tmp_path):
+    async def use(pool, engine):
+        watching = asyncio.create_task(pool.watch())
+        for _ in range(10):
+            engine.dead = not engine.dead
+            await asyncio.sleep(0.015)
+        engine.dead = False
+        await asyncio.sleep(0.05)
+        assert not watching.done()
+        watching.cancel()
+
+    with_pool(use)
+
+
+def test_an_engine_that_does_not_come_up_is_named(tmp_path):
+    async def main():
+        url = f"http://127.0.0.1:{free_port()}"
+        waits = Waits("orchestrator", tmp_path)
+        async with open_inference_pool([url], waits=waits, max_model_len=8, timeout_s=1, max_concurrent=1) as pool:
+            with pytest.raises(DeadlineExceeded, match=rf"{url} to come up from inference.*inference\.stdout"):
+                await pool.wait_until_up(0.1)
+
+    asyncio.run(main())
+
+
+def test_logprobs_of_a_prompt_are_those_of_its_tokens_after_the_first(tmp_path):
+    async def use(pool: InferencePool, engine):
+        return await pool.prompt_logprobs(pool.engines[0], [3, 1, 4])
+
+    assert len(with_pool(use)) == 2
