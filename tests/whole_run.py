@@ -146,6 +146,7 @@ async def _run(
     stop_after_meanwhile: bool,
 ) -> Outcome:
     outcome = Outcome(config, engine, trainer)
+
     def train() -> None:
         try:
             trainer.train()

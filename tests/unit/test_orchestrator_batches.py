@@ -116,9 +116,7 @@ def test_generation_runs_ahead_by_as_many_versions_as_allowed_and_no_further(tmp
     assert min(int(lag.min()) for lag in lags) >= 0
 
 
-@pytest.mark.parametrize(
-    ("level", "factor", "groups"), [(0, 3.0, 2), (1, 1.0, 4), (1, 1.5, 6), (2, 1.0, 6)]
-)
+@pytest.mark.parametrize(("level", "factor", "groups"), [(0, 3.0, 2), (1, 1.0, 4), (1, 1.5, 6), (2, 1.0, 6)])
 def test_so_many_groups_are_under_way_at_once(tmp_path, level, factor, groups):
     release = asyncio.Event()
 

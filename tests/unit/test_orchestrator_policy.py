@@ -58,9 +58,7 @@ async def open_stage(config: RunConfig, **knobs: Any) -> AsyncIterator[Stage]:
     waits = Waits("orchestrator")
     async with (
         open_fake_engine(**knobs) as engine,
-        open_inference_pool(
-            [engine.url], waits=waits, max_model_len=64, timeout_s=20, max_concurrent=64
-        ) as pool,
+        open_inference_pool([engine.url], waits=waits, max_model_len=64, timeout_s=20, max_concurrent=64) as pool,
     ):
         await pool.wait_until_up(20)
         yield Stage(config, engine, pool, Policy(pool, config.weight_broadcast, waits))
@@ -93,8 +91,9 @@ def test_a_question_that_is_asked_twice_gets_the_same_answer_and_does_nothing_tw
     async def play(stage):
         first, second = await asyncio.gather(stage.announce(0), stage.announce(0))
         assert first == second == await stage.announce(0)
-        lives = await asyncio.gather(*(stage.send(first) for _ in range(3)))
-        assert lives == [Live(version=0)] * 3
+        again = sent_message(stage.config, 0)
+        lives = await asyncio.gather(stage.send(first), stage.policy.sent(again), stage.policy.sent(again))
+        assert [*lives, await stage.policy.sent(again)] == [Live(version=0)] * 4
         assert await stage.announce(0) == first
         once, twice = await asyncio.gather(stage.announce(1), stage.announce(1))
         assert once == twice
@@ -118,7 +117,10 @@ def test_a_question_that_is_asked_twice_gets_the_same_answer_and_does_nothing_tw
     [
         ({"digest_error": "model.norm.weight"}, "model.norm.weight has digest another, expected model.norm.weight@0"),
         ({"digest_error": "model.extra.weight"}, "model.extra.weight was not sent"),
-        ({"incomplete": ("lm_head (0 of 512 values)",)}, "not loaded whole.*lm_head .0 of 512 values. kept old weights"),
+        (
+            {"incomplete": ("lm_head (0 of 512 values)",)},
+            "not loaded whole.*lm_head .0 of 512 values. kept old weights",
+        ),
         ({"probe_error": 0.25}, "logprobs differ from the trainer's by up to 0.25, allowed is 0.001"),
     ],
 )
@@ -157,9 +159,7 @@ def test_no_rollout_of_a_version_that_is_found_wrong_gets_into_the_journal(tmp_p
 
         running.trainer.before_step = spoil
 
-    outcome = run(
-        build_config(tmp_path, max_steps=4), engine={"token_s": 0.01, "probe_s": 0.3}, meanwhile=meanwhile
-    )
+    outcome = run(build_config(tmp_path, max_steps=4), engine={"token_s": 0.01, "probe_s": 0.3}, meanwhile=meanwhile)
     assert isinstance(outcome.error, WeightsMismatch)
     assert "does not compute with version 1" in str(outcome.error)
     versions = [sample.versions for record in outcome.records for r in record.rollouts for sample in r.samples]
@@ -255,9 +255,7 @@ def test_weights_that_were_never_announced_are_refused(tmp_path):
     async def play(stage):
         return await stage.policy.sent(sent_message(stage.config, 5))
 
-    assert on_stage(tmp_path, play) == Refusal(
-        error="attempt 1 at version 5 was never announced to this orchestrator"
-    )
+    assert on_stage(tmp_path, play) == Refusal(error="attempt 1 at version 5 was never announced to this orchestrator")
 
 
 def test_an_engine_that_somebody_left_paused_is_resumed(tmp_path):

@@ -102,8 +102,12 @@ def _spec(
 
 
 def _environment(visible: str, threads: int | None) -> dict[str, str]:
-    # Idle OpenMP threads sleep: spinning ones take a core from the process that has work.
-    environment = {"CUDA_VISIBLE_DEVICES": visible, "PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {
+        "CUDA_VISIBLE_DEVICES": visible,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "",  # vLLM's three processes start in half the time with byte code
+        "OMP_WAIT_POLICY": "PASSIVE",  # idle OpenMP threads sleep: spinning ones take a core from a busy process
+    }
     return environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
 
 
