@@ -13,7 +13,6 @@ from typing import Any
 
 from fake_engine import FakeEngine, FakeTrainer, WeightWire, open_fake_engine
 from tiny_tokenizer import END, write_tokenizer
-
 from trireme.base.errors import TriremeError
 from trireme.base.processes import free_port
 from trireme.config.run import RunConfig

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
+
 from fake_engine import PATIENCE_S
 from tiny_tokenizer import LLAMA_3, write_tokenizer
-from whole_run import build_config, run
-
 from trireme.base.waiting import Waits
 from trireme.orchestrator.records import BatchRecord
+from whole_run import build_config, run
 
 ONE_IN_TEN_FAILS = """
     calls = 0
@@ -310,7 +311,7 @@ def test_every_sample_of_a_batch_reaches_exactly_one_rank(tmp_path):
     sent = Counter()
     for row in [*one.micro_batches, *two.micro_batches, *three.micro_batches]:
         starts = np.cumsum([0, *row.lengths])
-        sent.update(row.tokens.ids[start:end].tobytes() for start, end in zip(starts, starts[1:], strict=False))
+        sent.update(row.tokens.ids[start:end].tobytes() for start, end in pairwise(starts))
     expected = Counter(sample.ids.tobytes() for rollout in outcome.records[0].rollouts for sample in rollout.samples)
     del sent[np.zeros(1, dtype="int32").tobytes()]  # empty rows keep ranks in step
     assert sent == expected

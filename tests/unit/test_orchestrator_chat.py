@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from tiny_tokenizer import CHATML, END, LLAMA_3, MARKED, QWEN_3, write_tokenizer
 
+from tiny_tokenizer import CHATML, END, LLAMA_3, MARKED, QWEN_3, write_tokenizer
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.chat import ChatTokenizer, open_chat_tokenizer
 
@@ -43,9 +43,7 @@ def tokenizers(tmp_path_factory):
     """Ours and theirs, by template."""
     from transformers import PreTrainedTokenizerFast
 
-    folders = {
-        name: write_tokenizer(tmp_path_factory.mktemp("model") / name, text) for name, text in TEMPLATES.items()
-    }
+    folders = {name: write_tokenizer(tmp_path_factory.mktemp("model") / name, text) for name, text in TEMPLATES.items()}
     return {
         name: (ChatTokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder))
         for name, folder in folders.items()

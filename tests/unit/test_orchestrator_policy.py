@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fake_engine import FakeEngine, digests_of, open_fake_engine, ready_message, sent_message
-from whole_run import build_config, run
 
+from fake_engine import FakeEngine, digests_of, open_fake_engine, ready_message, sent_message
 from trireme.base.errors import WeightsMismatch
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
@@ -23,6 +22,7 @@ from trireme.messages import GetBatch, Go, Live, NotYet, Refusal
 from trireme.orchestrator.answers import Answers, Peers
 from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
 from trireme.orchestrator.policy import Policy
+from whole_run import build_config, run
 
 
 @dataclass

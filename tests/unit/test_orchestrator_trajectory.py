@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, write_tokenizer
 
+from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, write_tokenizer
 from trireme.orchestrator.chat import ChatTokenizer
 from trireme.orchestrator.environments.wire import ToolCall
 from trireme.orchestrator.inference_pool import Generation
@@ -122,15 +122,16 @@ def test_turns_that_are_asked_for_at_once_do_not_mix(tokenizer):
     questions.append(trajectory.ask([tails[2]], None))
     for question, word in reversed(list(zip(questions, ("one", "two", "three"), strict=True))):
         trajectory.record(question, turn([*tokenizer.encode(word), END]), word)
-    texts = [tokenizer.decode(sample.ids.tolist()) for sample in trajectory.samples()]
     begin = "user\n2 + 2?\nassistant\n4\nuser\n"
-    assert sorted(texts) == sorted(
-        [begin + "left?\nassistant\none", begin + "right?\nassistant\ntwo", "user\nelse?\nassistant\nthree"]
-    )
-    assert sum(int(sample.loss_mask.sum()) for sample in trajectory.samples()) == 2 + 4 + 4 + 6
-    for sample in trajectory.samples():
-        last = sample.ids[-1 - sample.loss_mask[::-1].argmin() + 1 :].tolist()
-        assert tokenizer.decode(last) in ("one", "two", "three")
+    texts = {
+        tokenizer.decode(sample.ids.tolist()): tokenizer.decode(sample.ids[sample.loss_mask == 1].tolist())
+        for sample in trajectory.samples()
+    }
+    assert texts == {
+        begin + "left?\nassistant\none": "one",
+        begin + "right?\nassistant\ntwo": "4two",
+        "user\nelse?\nassistant\nthree": "three",
+    }
 
 
 def test_a_turn_that_got_no_answer_leaves_no_trace(tokenizer):

@@ -148,15 +148,27 @@ def test_all_stay_where_nothing_else_was_asked_for(tmp_path: Path, tiny_model: P
     assert complete_steps(tmp_path) == [1, 2, 3]
 
 
-def test_after_going_back_the_new_checkpoint_is_not_taken_for_an_old_one(
-    tmp_path: Path, tiny_model: Path, world: World
+@pytest.mark.parametrize("back_to", [0, 2])
+def test_after_going_back_the_checkpoints_of_the_old_way_are_never_chosen_again(
+    tmp_path: Path, tiny_model: Path, world: World, back_to: int
 ) -> None:
     state = save_steps(tmp_path, [2, 6, 8], tiny_model, world)
-    store = CheckpointStore(tmp_path, Checkpoints(keep_last=2), world)
-    store.load(state, 2)
+    state.version = 0
+    store = CheckpointStore(tmp_path, Checkpoints(resume_step=back_to, keep_last=1), world)
+    store.resume(state, resume=True)
+    assert state.version == back_to
     state.version = 3
     store.save(state)
-    assert 3 in complete_steps(tmp_path)
+    assert version_to_resume(tmp_path, Checkpoints(), resume=True) == 3
+    (aside,) = tmp_path.glob("set_aside_*")  # nothing was deleted
+    assert complete_steps(aside) == [step for step in [2, 6, 8] if step > back_to]
+
+
+def test_resuming_the_newest_sets_nothing_aside(copy_of_2: Path, tiny_model: Path, world: World) -> None:
+    state = open_state(tiny_model, world)
+    CheckpointStore(copy_of_2, Checkpoints(), world).resume(state, resume=True)
+    assert state.version == 2
+    assert [path.name for path in copy_of_2.iterdir()] == ["step_2"]
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,29 @@ class CheckpointStore:
             if not (self._config.keep_interval and step % self._config.keep_interval == 0):
                 shutil.rmtree(step_folder(self._folder, step))
 
+    def resume(self, state: TrainerState, *, resume: bool) -> None:
+        """Loads what the run is to start from, if it is not the base model. A collective.
+
+        Raises: as `version_to_resume`.
+        """
+        version = version_to_resume(self._folder, self._config, resume=resume)
+        if self._world.is_main and self._config.resume_step not in (None, -1):
+            self._set_aside_after(version)
+        if version:
+            self.load(state, version)
+
+    def _set_aside_after(self, version: int) -> None:
+        """The run goes another way from `version`: the newest checkpoint must not be one of the old way."""
+        later = [step for step in complete_steps(self._folder) if step > version]
+        if not later:
+            return
+        aside = self._folder / f"set_aside_{time.time_ns()}"
+        aside.mkdir()
+        for step in later:
+            step_folder(self._folder, step).rename(step_folder(aside, step))
+        sync_folder(self._folder)
+        log.info("checkpoints of steps %s set aside in %s", later, aside)
+
     def load(self, state: TrainerState, version: int) -> None:
         """A collective. The number of ranks may differ from the one that saved."""
         folder = step_folder(self._folder, version)
@@ -119,7 +142,7 @@ def is_complete(folder: Path) -> bool:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         return all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, not JSON, or JSON of another kind
         return False
 
 

@@ -16,7 +16,7 @@ from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.messages import BatchReply, Done, GetBatch
 from trireme.monitor.metrics import MetricsFile
-from trireme.trainer.checkpoint import CheckpointStore, TrainerState, version_to_resume
+from trireme.trainer.checkpoint import CheckpointStore, TrainerState
 from trireme.trainer.export import save_pretrained
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.mesh import World, open_world
@@ -62,9 +62,7 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
         model = load_model(trainer.model, trainer.model.name or config.model.name, world)
         state = TrainerState(model=model, optimizer=build_optimizer(model, trainer.optim))
         checkpoints = CheckpointStore(config.paths.checkpoints, trainer.ckpt, world)
-        version = version_to_resume(config.paths.checkpoints, trainer.ckpt, resume=config.resume)
-        if version:
-            checkpoints.load(state, version)
+        checkpoints.resume(state, resume=config.resume)
         publisher = Publisher(config, model, world, control if world.is_main else None)
         stack.callback(publisher.close)
         activity.state = "running"

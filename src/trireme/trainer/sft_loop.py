@@ -16,7 +16,7 @@ from trireme.base.paths import step_folder
 from trireme.config.sft import SftConfig
 from trireme.messages import MicroBatch
 from trireme.monitor.metrics import MetricsFile
-from trireme.trainer.checkpoint import CheckpointStore, TrainerState, version_to_resume
+from trireme.trainer.checkpoint import CheckpointStore, TrainerState
 from trireme.trainer.data import Epochs, open_tokenizer, read_conversations, to_sample
 from trireme.trainer.export import save_pretrained
 from trireme.trainer.mesh import World, open_world
@@ -53,9 +53,7 @@ def open_sft(config: SftConfig) -> Iterator[Sft]:
         model = load_model(config.model, name, world)
         state = TrainerState(model=model, optimizer=build_optimizer(model, config.optim))
         checkpoints = CheckpointStore(config.paths.checkpoints, config.ckpt, world)
-        version = version_to_resume(config.paths.checkpoints, config.ckpt, resume=config.resume)
-        if version:
-            checkpoints.load(state, version)
+        checkpoints.resume(state, resume=config.resume)
         log.info("%d conversations to train on, %d held out", len(train), len(held_out))
         yield Sft(config, world, state, checkpoints, tokenizer, Epochs(train, config.batch_size, config.seed), held_out)
 

@@ -1,0 +1,79 @@
+"""Which example comes next."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+
+from trireme.orchestrator.buffer import Buffer
+from trireme.orchestrator.records import OpenGroup, State
+
+
+def build_buffer(sizes: dict[str, int], *, weights=None, seed=0, shuffle=True, state=None) -> Buffer:
+    weights = weights or dict.fromkeys(sizes, 1.0)
+    return Buffer(sizes, weights, seed=seed, shuffle=shuffle, state=state or State())
+
+
+def take(buffer: Buffer, count: int) -> list[OpenGroup]:
+    return [buffer.take() for _ in range(count)]
+
+
+def saved(buffer: Buffer, open_groups: list[OpenGroup]) -> State:
+    """Through bytes, as the journal keeps it."""
+    state = State(next_group=buffer.next_group, cursors=buffer.cursors(), open_groups=open_groups + buffer.reopened)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_example_comes_exactly_once_per_epoch(shuffle):
+    buffer = build_buffer({"a": 7}, shuffle=shuffle)
+    epochs = [[group.example for group in take(buffer, 7)] for _ in range(4)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == (4 if shuffle else 1)
+
+
+def test_every_example_comes_exactly_once_per_epoch_of_its_own_environment():
+    groups = take(build_buffer({"a": 5, "b": 11}, weights={"a": 3.0, "b": 1.0}), 400)
+    for name, size in (("a", 5), ("b", 11)):
+        examples = [group.example for group in groups if group.env == name]
+        for start in range(0, len(examples) - size, size):
+            assert sorted(examples[start : start + size]) == list(range(size))
+
+
+def test_environments_come_by_their_weights_in_the_long_run():
+    weights = {"a": 6.0, "b": 3.0, "c": 1.0}
+    counts = Counter(group.env for group in take(build_buffer({"a": 50, "b": 50, "c": 50}, weights=weights), 10_000))
+    shares = {name: counts[name] / 10_000 for name in weights}
+    assert shares == pytest.approx({"a": 0.6, "b": 0.3, "c": 0.1}, abs=0.02)  # four standard deviations
+
+
+def test_groups_are_numbered_one_by_one():
+    assert [group.id for group in take(build_buffer({"a": 3, "b": 3}), 20)] == list(range(20))
+
+
+@pytest.mark.parametrize("stop", [0, 1, 10, 37])
+def test_going_on_from_what_was_saved_gives_the_same_examples_as_never_having_stopped(stop):
+    sizes, weights = {"a": 7, "b": 4}, {"a": 2.0, "b": 1.0}
+    whole = take(build_buffer(sizes, weights=weights), 60)
+    buffer = build_buffer(sizes, weights=weights)
+    before = take(buffer, stop)
+    again = build_buffer(sizes, weights=weights, state=saved(buffer, []))
+    assert before + take(again, 60 - stop) == whole
+
+
+def test_groups_that_were_open_come_first_also_when_it_stops_once_more_among_them():
+    buffer = build_buffer({"a": 7})
+    groups = take(buffer, 6)
+    second = build_buffer({"a": 7}, state=saved(buffer, groups[3:]))
+    assert take(second, 1) == [groups[3]]
+    third = build_buffer({"a": 7}, state=saved(second, [groups[3]]))
+    assert take(third, 5)[:3] == groups[3:]
+    assert third.next_group == 8
+
+
+def test_the_order_depends_on_the_seed_alone():
+    first, again, other = (take(build_buffer({"a": 30}, seed=seed), 30) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other

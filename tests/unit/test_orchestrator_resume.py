@@ -1,0 +1,121 @@
+"""A run that stops goes on as if it had not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from trireme.base.errors import ConfigError, JournalCorrupt
+from trireme.messages import encode
+from whole_run import build_config, run
+
+
+def entries(config) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(config.paths.journal.glob("batch_*.msgpack"))]
+
+
+async def _two_batches_are_closed(running):
+    await running.until(lambda: running.orchestrator.scheduler.next_batch >= 2, "two batches")
+
+
+def test_a_synchronous_run_that_was_stopped_and_resumed_writes_the_journal_that_it_would_have_written(tmp_path):
+    whole = build_config(tmp_path / "whole", max_async_level=0, max_steps=4)
+    assert run(whole).error is None
+    stopped = build_config(tmp_path / "stopped", max_async_level=0, max_steps=4)
+    first = run(stopped, trainer={"until": 2}, meanwhile=_two_batches_are_closed, stop_after_meanwhile=True)
+    assert first.error is None
+    assert len(entries(stopped)) == 2
+    again = run(stopped.model_copy(update={"resume": True}), trainer={"version": 2})
+    assert again.error is None
+    assert not again.trainer_error
+    assert [reply.step for reply in again.trainer.batches] == [2, 3]
+    assert entries(stopped) == entries(whole)
+
+
+def test_an_older_batch_is_answered_from_disk_as_it_was_the_first_time(tmp_path):
+    """A trainer that comes back from an older checkpoint gets the batches that it had, and trains them again."""
+    config = build_config(tmp_path, max_steps=4)
+    first = run(config, trainer={"until": 2}, meanwhile=_two_batches_are_closed, stop_after_meanwhile=True)
+    first.training.join(10)
+    again = run(config.model_copy(update={"resume": True}), trainer={"version": 0})
+    assert again.error is None
+    assert [reply.step for reply in again.trainer.batches] == [0, 1, 2, 3]
+    assert first.trainer.batches
+    for reply in first.trainer.batches:
+        assert encode(again.trainer.batches[reply.step]) == encode(reply)
+
+
+def test_groups_that_were_open_are_rolled_out_first_after_a_restart(tmp_path):
+    """Batch 1 was being generated when it stopped: its examples are not lost."""
+    config = build_config(tmp_path, max_steps=4)
+
+    async def meanwhile(running):
+        async def hold(asked):
+            if running.orchestrator.scheduler.next_batch >= 1:
+                await asyncio.Event().wait()
+
+        running.engine.delay = hold
+        await running.until(lambda: running.orchestrator.scheduler.next_batch >= 1, "a batch")
+
+    stopped = run(config, trainer={"until": 1}, meanwhile=meanwhile, stop_after_meanwhile=True)
+    open_groups = stopped.records[-1].state.open_groups
+    assert open_groups
+    again = run(config.model_copy(update={"resume": True}), trainer={"version": 0})
+    assert again.error is None
+    next_batch = again.records[len(stopped.records)]
+    issued = {(rollout.group, rollout.example) for rollout in next_batch.rollouts}
+    assert {(group.id, group.example) for group in open_groups} <= issued
+
+
+def test_going_back_to_an_older_step_sets_the_later_batches_aside(tmp_path):
+    config = build_config(tmp_path, max_async_level=0, max_steps=3)
+    assert run(config).error is None
+    before = entries(config)
+    back = config.model_copy(
+        update={
+            "seed": 1,
+            "trainer": config.trainer.model_copy(
+                update={"ckpt": config.trainer.ckpt.model_copy(update={"resume_step": 1})}
+            ),
+        }
+    )
+    assert run(back, trainer={"version": 1}).error is None
+    after = entries(config)
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    aside = sorted(path.read_bytes() for path in config.paths.journal.glob("set_aside_*/batch_*.msgpack"))
+    assert aside == sorted(before[1:])
+
+
+def test_a_journal_of_an_earlier_run_is_not_continued_unasked(tmp_path):
+    config = build_config(tmp_path, max_steps=1)
+    assert run(config).error is None
+    before = entries(config)
+    outcome = run(config)
+    assert isinstance(outcome.error, ConfigError)
+    assert "holds 1 batches of an earlier run" in str(outcome.error)
+    assert "--resume" in str(outcome.error)
+    assert "output_dir" in str(outcome.error)
+    assert entries(config) == before
+
+
+def test_a_damaged_head_ends_the_run_before_it_begins(tmp_path):
+    config = build_config(tmp_path, max_steps=1)
+    assert run(config).error is None
+    path = config.paths.journal / "batch_000000.msgpack"
+    path.write_bytes(path.read_bytes()[:-1])
+    outcome = run(config.model_copy(update={"resume": True}))
+    assert isinstance(outcome.error, JournalCorrupt)
+    assert str(path) in str(outcome.error)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_run_that_is_complete_only_waits_for_its_trainer(tmp_path, level):
+    config = build_config(tmp_path, max_async_level=level, max_steps=2)
+    assert run(config).error is None
+    before = entries(config)
+    again = run(config.model_copy(update={"resume": True}), trainer={"version": 1})
+    assert again.error is None
+    assert again.engine.requests == []
+    assert entries(config) == before
