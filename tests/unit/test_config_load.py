@@ -215,8 +215,8 @@ def test_the_same_grammar_serves_other_roots() -> None:
 
 
 def test_the_commands_own_flags_are_no_part_of_the_configuration() -> None:
-    config, invocation = load_run_config(["--dry-run", "--no-restart", "--max-steps", "3"], program="rl")
-    assert (invocation.dry_run, invocation.no_restart, invocation.run) == (True, True, None)
+    config, invocation = load_run_config(["--dry-run", "--max-steps", "3"], program="rl")
+    assert (invocation.dry_run, invocation.run) == (True, None)
     assert config == load("--max-steps", "3")
 
 

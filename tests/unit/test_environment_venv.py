@@ -174,3 +174,22 @@ def test_the_pins_of_the_project_around_it_do_not_reach_an_environment(tmp_path,
     assert subprocess.run(show, capture_output=True, check=True, cwd="/").stdout == b"1\n"
     (package / "tiny.py").write_text("value = 22\n")
     assert subprocess.run(show, capture_output=True, check=True, cwd="/").stdout == b"22\n"
+
+
+@pytest.mark.e2e
+def test_our_cache_may_lie_inside_uvs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both follow XDG_CACHE_HOME on some machines; uv refuses to work in a folder of its own cache."""
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path))
+    folder = tmp_path / "environments" / "nothing"
+    folder.mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(
+        '[project]\nname = "nothing"\nversion = "0"\n[build-system]\nrequires = []\nbuild-backend = "backend"\n'
+        'backend-path = ["."]\n'
+    )
+    (folder / "backend.py").write_text("")
+    source = EnvironmentSource(id="nothing", kind="package", module="nothing", folder=folder)
+    log_file = tmp_path / "install.log"
+    with pytest.raises(ConfigError):  # the package cannot be built, but uv has run
+        environment_python(source, cache=tmp_path / "trireme", log_file=log_file)
+    assert "inside the cache directory" not in log_file.read_text()
+    assert "uv pip install" in log_file.read_text()

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tiny_tokenizer import END
 from trireme.monitor.metrics import read_metrics
+from trireme.orchestrator.chat import open_chat_tokenizer
 from whole_run import DEADLINE_S, build_config, run
 
 WITH_HELD_OUT = """
@@ -67,10 +68,8 @@ def test_due_versions_are_evaluated_on_held_out_examples_only_and_stay_live_mean
     assert sorted(metrics) == [0, 2, 4, 5]
     mean = sum(row["reward"] for row in lines(config, 5)) / 8
     assert metrics[5]["eval/say/reward"] == mean
-    prompts = {
-        rollout.prompt[0]["content"].partition(" ")[0] for record in outcome.records for rollout in record.rollouts
-    }
-    assert prompts == {"say"}
+    trained = [rollout.prompt[0]["content"] for record in outcome.records for rollout in record.rollouts]
+    assert all(prompt.startswith("say") for prompt in trained)
 
 
 def test_what_was_evaluated_is_not_evaluated_again_after_a_resume_and_what_was_not_is(tmp_path):
@@ -83,9 +82,8 @@ def test_what_was_evaluated_is_not_evaluated_again_after_a_resume_and_what_was_n
     assert again.error is None
     assert evaluated(config) == ["step_0", "step_1", "step_2"]
     assert lines(config, 0) == written
-    assert [asked.version for asked in again.engine.requests if asked.sampling["temperature"] == 0.0] == [1] * 5 + [
-        2
-    ] * 5
+    asked = [asked.version for asked in again.engine.requests if asked.sampling["temperature"] == 0.0]
+    assert asked == [1] * 5 + [2] * 5
 
 
 async def _version_1_is_evaluated(running):
@@ -100,24 +98,16 @@ def test_without_an_interval_the_base_model_and_the_last_version_are_evaluated(t
 
 
 def test_the_base_model_is_left_out_when_asked_and_a_rollout_that_fails_is_left_out_of_the_mean(tmp_path):
-    code = WITH_HELD_OUT.replace(
-        "return {", "if completion == '':\n            raise ValueError('empty')\n        return {"
-    )
+    code = WITH_HELD_OUT.replace("reward(completion, answer):", "reward(completion, answer):\n        completion[0]")
     config = build_config(tmp_path, code, max_steps=1, orchestrator={"eval": {"eval_base": False}})
-    held_out_3 = "held out 3"
+    tokenizer = open_chat_tokenizer(config.model.name)
+    question = [{"role": "user", "content": "held out 3"}]
+    unlucky = tokenizer.encode(tokenizer.render(question, tools=None, generate=True))
 
     def answer(asked):
-        is_evaluation = asked.sampling["temperature"] == 0.0
-        return [END] if is_evaluation and len(asked.ids) and asked.ids == third[0] else [30, 31 + asked.number % 5, END]
+        return [END] if asked.ids == unlucky else [30, END]
 
-    third: list[list[int]] = []
-
-    async def meanwhile(running):
-        tokenizer = running.orchestrator.answers._scheduler._runner._tokenizer
-        messages = [{"role": "user", "content": held_out_3}]
-        third.append(tokenizer.encode(tokenizer.render(messages, tools=None, generate=True)))
-
-    assert run(config, engine={"answer": answer}, meanwhile=meanwhile).error is None
+    assert run(config, engine={"answer": answer}).error is None
     assert evaluated(config) == ["step_1"]
     assert [row["example_id"] for row in lines(config, 1)] == [0, 1, 2, 4]
 

@@ -8,6 +8,8 @@ import pytest
 
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.messages import encode
+from trireme.orchestrator.journal import Journal
+from trireme.orchestrator.records import BatchRecord, State
 from whole_run import build_config, run
 
 
@@ -23,8 +25,15 @@ def test_a_synchronous_run_that_was_stopped_and_resumed_writes_the_journal_that_
     whole = build_config(tmp_path / "whole", max_async_level=0, max_steps=4)
     assert run(whole).error is None
     stopped = build_config(tmp_path / "stopped", max_async_level=0, max_steps=4)
-    first = run(stopped, trainer={"until": 2}, meanwhile=_two_batches_are_closed, stop_after_meanwhile=True)
-    assert first.error is None
+
+    async def hang_in_the_third_batch(asked):
+        if asked.number >= 2 * 8 + 3:
+            await asyncio.Event().wait()
+
+    async def until_then(running):
+        await running.until(lambda: len(running.engine.requests) == 3 * 8, "the third batch is under way")
+
+    run(stopped, engine={"delay": hang_in_the_third_batch}, meanwhile=until_then, stop_after_meanwhile=True)
     assert len(entries(stopped)) == 2
     again = run(stopped.model_copy(update={"resume": True}), trainer={"version": 2})
     assert again.error is None
@@ -49,23 +58,22 @@ def test_an_older_batch_is_answered_from_disk_as_it_was_the_first_time(tmp_path)
 def test_groups_that_were_open_are_rolled_out_first_after_a_restart(tmp_path):
     """Batch 1 was being generated when it stopped: its examples are not lost."""
     config = build_config(tmp_path, max_steps=4)
+    prompts: dict[tuple, int] = {}
+
+    async def hang_after_two_groups(asked):
+        if prompts.setdefault(tuple(asked.ids), len(prompts)) >= 2:
+            await asyncio.Event().wait()
 
     async def meanwhile(running):
-        async def hold(asked):
-            if running.orchestrator.scheduler.next_batch >= 1:
-                await asyncio.Event().wait()
+        await running.until(lambda: running.orchestrator.scheduler.next_batch == 1, "a batch")
 
-        running.engine.delay = hold
-        await running.until(lambda: running.orchestrator.scheduler.next_batch >= 1, "a batch")
-
-    stopped = run(config, trainer={"until": 1}, meanwhile=meanwhile, stop_after_meanwhile=True)
+    stopped = run(config, engine={"delay": hang_after_two_groups}, meanwhile=meanwhile, stop_after_meanwhile=True)
     open_groups = stopped.records[-1].state.open_groups
-    assert open_groups
+    assert len(open_groups) == 2
     again = run(config.model_copy(update={"resume": True}), trainer={"version": 0})
     assert again.error is None
-    next_batch = again.records[len(stopped.records)]
-    issued = {(rollout.group, rollout.example) for rollout in next_batch.rollouts}
-    assert {(group.id, group.example) for group in open_groups} <= issued
+    trained = {(rollout.group, rollout.example) for rollout in again.records[1].rollouts}
+    assert trained == {(group.id, group.example) for group in open_groups}
 
 
 def test_going_back_to_an_older_step_sets_the_later_batches_aside(tmp_path):
@@ -88,34 +96,36 @@ def test_going_back_to_an_older_step_sets_the_later_batches_aside(tmp_path):
     assert aside == sorted(before[1:])
 
 
-def test_a_journal_of_an_earlier_run_is_not_continued_unasked(tmp_path):
+@pytest.fixture
+def config_with_one_batch(tmp_path):
     config = build_config(tmp_path, max_steps=1)
-    assert run(config).error is None
-    before = entries(config)
-    outcome = run(config)
+    record = BatchRecord(step=0, rollouts=[], dropped=[], state=State(next_batch=1))
+    Journal(config.paths.journal).append(record)
+    return config
+
+
+def test_a_journal_of_an_earlier_run_is_not_continued_unasked(config_with_one_batch):
+    before = entries(config_with_one_batch)
+    outcome = run(config_with_one_batch)
     assert isinstance(outcome.error, ConfigError)
     assert "holds 1 batches of an earlier run" in str(outcome.error)
     assert "--resume" in str(outcome.error)
     assert "output_dir" in str(outcome.error)
-    assert entries(config) == before
+    assert entries(config_with_one_batch) == before
 
 
-def test_a_damaged_head_ends_the_run_before_it_begins(tmp_path):
-    config = build_config(tmp_path, max_steps=1)
-    assert run(config).error is None
-    path = config.paths.journal / "batch_000000.msgpack"
+def test_a_damaged_head_ends_the_run_before_it_begins(config_with_one_batch):
+    path = config_with_one_batch.paths.journal / "batch_000000.msgpack"
     path.write_bytes(path.read_bytes()[:-1])
-    outcome = run(config.model_copy(update={"resume": True}))
+    outcome = run(config_with_one_batch.model_copy(update={"resume": True}))
     assert isinstance(outcome.error, JournalCorrupt)
     assert str(path) in str(outcome.error)
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_a_run_that_is_complete_only_waits_for_its_trainer(tmp_path, level):
-    config = build_config(tmp_path, max_async_level=level, max_steps=2)
-    assert run(config).error is None
-    before = entries(config)
-    again = run(config.model_copy(update={"resume": True}), trainer={"version": 1})
+def test_a_run_that_is_complete_only_waits_for_its_trainer(config_with_one_batch):
+    before = entries(config_with_one_batch)
+    again = run(config_with_one_batch.model_copy(update={"resume": True}), trainer={"version": 1})
     assert again.error is None
+    assert again.engine.version == 1
     assert again.engine.requests == []
-    assert entries(config) == before
+    assert entries(config_with_one_batch) == before

@@ -37,8 +37,8 @@ def answer(trajectory: Trajectory, tokenizer: ChatTokenizer, messages, ids, *, v
 
 def test_two_turns_are_one_sample_of_the_engines_own_ids(tokenizer):
     trajectory = Trajectory(tokenizer, branching=False)
-    first = tokenizer.encode("4") + [END]
-    second = tokenizer.encode("yes") + [END]
+    first = [*tokenizer.encode("4"), END]
+    second = [*tokenizer.encode("yes"), END]
     prompt = answer(trajectory, tokenizer, [ASK], first, version=3)
     longer = answer(trajectory, tokenizer, [ASK, says("4"), MORE], second, version=4)
     glue = tokenizer.encode("\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n")

@@ -32,8 +32,6 @@ class Invocation(Section):
 
     dry_run: bool = False
     """Show what would be started and write the resolved configuration; start nothing."""
-    no_restart: bool = False
-    """End the run when a process dies, instead of starting it again."""
     run: Path | None = Documented(default=None)
     """A resolved `configs/run.json`: load exactly that. This is how `rl` starts its processes."""
 

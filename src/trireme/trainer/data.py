@@ -26,18 +26,33 @@ def read_conversations(path: Path) -> list[Conversation]:
     Raises:
         ConfigError: names the file and line that is no conversation.
     """
-    if path.suffix == ".py" and path.exists():
-        made = _call_conversations(path)
-        return [_conversation(entry, f"{path}, conversation {number}") for number, entry in enumerate(made)]
+    found = _made_by(path) if path.suffix == ".py" and path.exists() else _written_in(path)
+    if not found:
+        raise ConfigError(f"{path} holds no conversation - at least one was expected. Set `data` to another.")
+    return found
+
+
+def _made_by(path: Path) -> list[Conversation]:
+    return [
+        _conversation(entry, f"{path}, conversation {number}") for number, entry in enumerate(_call_conversations(path))
+    ]
+
+
+def _written_in(path: Path) -> list[Conversation]:
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files or not all(file.exists() for file in files):
         raise ConfigError(f"{path} does not exist, or holds no .jsonl file - conversations were expected. Set `data`.")
     return [
         _conversation(_parse(line, f"{file}, line {number}"), f"{file}, line {number}")
         for file in files
-        for number, line in enumerate(file.read_text().splitlines(), start=1)
+        for number, line in enumerate(_lines(file), start=1)
         if line.strip()
     ]
+
+
+def _lines(file: Path) -> list[str]:
+    """Not `splitlines`, which also splits at characters that JSON allows inside a text, such as U+2028."""
+    return file.read_text(encoding="utf-8").split("\n")
 
 
 def _call_conversations(path: Path) -> list[Any]:
@@ -57,11 +72,15 @@ def _parse(line: str, where: str) -> Any:
 def _conversation(entry: Any, where: str) -> Conversation:
     try:
         messages = entry["messages"]
-        if any(message["role"] == "assistant" for message in messages):
-            return messages
+        roles = [message["role"] for message in messages]
+        silent = [message for message in messages if "content" not in message and "tool_calls" not in message]
     except (KeyError, TypeError) as error:
         raise _no_conversation(where, f"is not a conversation ({type(error).__name__}: {error})") from error
-    raise _no_conversation(where, "has no assistant message, so nothing to learn")
+    if silent:
+        raise _no_conversation(where, f"has a message without content ({silent[0]})")
+    if "assistant" not in roles:
+        raise _no_conversation(where, "has no assistant message, so nothing to learn")
+    return messages
 
 
 def _no_conversation(where: str, problem: str) -> ConfigError:

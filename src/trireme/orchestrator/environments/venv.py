@@ -19,6 +19,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
@@ -201,13 +202,15 @@ def _build(venv: Path, source: EnvironmentSource, *, uv: str, log_file: Path) ->
     log.info("Installing environment %s into %s (once; log: %s)", source.id, venv, log_file)
     start = time.monotonic()
     shutil.rmtree(venv, ignore_errors=True)
-    # Run beside an empty uv.toml: uv would else take the nearest [tool.uv] above it, and trireme's pins exclude theirs.
-    beside = venv.parent
-    (beside / "uv.toml").touch()
-    _run_uv([uv, "venv", "--no-project", "--python", sys.executable, str(venv)], source, cwd=beside, log_file=log_file)
-    # Byte code is compiled once here: without it, each worker would take seconds more to import verifiers.
-    install = [uv, "pip", "install", "--compile-bytecode", "--python", str(_python(venv)), "--editable"]
-    _run_uv([*install, str(source.folder)], source, cwd=beside, log_file=log_file)
+    with tempfile.TemporaryDirectory() as aside:
+        # Run beside an empty uv.toml: uv would else take the nearest [tool.uv] above it, and trireme's pins exclude
+        # theirs. Not beside the virtual environment: where our cache lies inside uv's, uv refuses to run in it.
+        (Path(aside) / "uv.toml").touch()
+        cwd = Path(aside)
+        _run_uv([uv, "venv", "--no-project", "--python", sys.executable, str(venv)], source, cwd=cwd, log_file=log_file)
+        # Byte code is compiled once here: without it, each worker would take seconds more to import verifiers.
+        install = [uv, "pip", "install", "--compile-bytecode", "--python", str(_python(venv)), "--editable"]
+        _run_uv([*install, str(source.folder)], source, cwd=cwd, log_file=log_file)
     with atomic_write(venv / COMPLETE) as file:
         file.write(f"{source.id}\n".encode())
     log.info("Installed environment %s in %.0f s", source.id, time.monotonic() - start)

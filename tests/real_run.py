@@ -1,0 +1,255 @@
+"""Real processes, started as a user starts them, watched until they end, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from safetensors import safe_open
+
+from trireme.base.paths import RunPaths, step_folder
+from trireme.base.processes import free_port
+from trireme.monitor.metrics import Row, read_metrics
+from trireme.orchestrator.journal import Journal
+from trireme.orchestrator.records import BatchRecord
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+QUICKSTART = "configs/reverse-text/rl.toml"
+SYNCHRONOUS = "tests/e2e/synchronous.toml"
+DEADLINE_S = 300.0  # far above anything that was ever seen: a test that gets there hangs
+END_S = 20.0  # for a process that was asked to end
+POLL_S = 0.1
+MARK = "TRIREME_TEST"  # environment variable that everything we start inherits
+
+
+def command(name: str) -> str:
+    """`rl`, `trainer`, …: the script that the installation made."""
+    return str(Path(sys.executable).parent / name)
+
+
+class Process:
+    """A command of ours, and everything that it starts."""
+
+    def __init__(self, name: str, *arguments: str | Path, log: Path, env: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self.log = log
+        self.family: set[psutil.Process] = set()
+        self._mark = uuid.uuid4().hex
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "wb") as output:
+            self._popen = subprocess.Popen(
+                [command(name), *map(str, arguments)],
+                cwd=REPOSITORY,
+                env=os.environ | {MARK: self._mark} | dict(env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def poll(self) -> int | None:
+        """The exit code once it has ended; remembers who is below it meanwhile."""
+        with suppress(psutil.Error):
+            self.family.update(psutil.Process(self._popen.pid).children(recursive=True))
+        return self._popen.poll()
+
+    def wait(self, *, deadline_s: float = DEADLINE_S) -> int:
+        wait_until(lambda: self.poll() is not None, f"{self.name} to end", [self], deadline_s=deadline_s)
+        assert self._popen.returncode is not None
+        return self._popen.returncode
+
+    def interrupt(self) -> None:
+        """Ctrl-C, as a terminal sends it to the launcher."""
+        self._popen.send_signal(signal.SIGINT)
+
+    def left(self) -> list[str]:
+        """What is still alive of everything that it ever started."""
+        self.family.update(process for process in psutil.process_iter() if self._is_marked(process))
+        return [_describe(process) for process in self.family if _is_alive(process)]
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == self._mark
+        except psutil.Error:
+            return False
+
+    def end(self) -> None:
+        """Asks it to end, and ends what does not."""
+        if self.poll() is None:
+            self._popen.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._popen.wait(END_S)
+        self.left()
+        for process in self.family:
+            with suppress(psutil.Error):
+                process.kill()
+        self._popen.wait(END_S)
+
+    def tail(self, count: int = 40) -> str:
+        lines = "\n".join(f"    {line}" for line in self.output.splitlines()[-count:])
+        return f"{self.name} (exit code {self._popen.poll()}), the end of {self.log}:\n{lines}"
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())}"
+    except psutil.Error:
+        return str(process.pid)
+
+
+@contextmanager
+def started(name: str, *arguments: str | Path, log: Path, env: Mapping[str, str] | None = None) -> Iterator[Process]:
+    process = Process(name, *arguments, log=log, env=env)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+def wait_until(
+    condition: Callable[[], Any], what: str, processes: list[Process], *, deadline_s: float = DEADLINE_S
+) -> None:
+    """Polls; where the time is up, says what the processes said last."""
+    give_up = time.monotonic() + deadline_s
+    while not condition():
+        for process in processes:
+            process.poll()
+        if time.monotonic() > give_up:
+            told = "\n".join(process.tail() for process in processes)
+            raise AssertionError(f"waited {deadline_s:.0f} s for {what}\n{told}")
+        time.sleep(POLL_S)
+
+
+# an engine that many runs share
+
+
+@dataclass(frozen=True)
+class SharedEngine:
+    """A living `inference`, started by its own command."""
+
+    process: Process
+    port: int
+
+
+@contextmanager
+def open_engine(folder: Path) -> Iterator[SharedEngine]:
+    port = free_port()
+    arguments = ["@", SYNCHRONOUS, "--output-dir", folder, "--server.port", str(port)]
+    with started("inference", *arguments, log=folder / "inference.log") as process:
+        engine = SharedEngine(process, port)
+
+        def is_up() -> bool:
+            assert process.poll() is None, process.tail()
+            return _answers(f"http://127.0.0.1:{port}/health")
+
+        wait_until(is_up, "the engine to come up", [process])
+        yield engine
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+# a run
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left in its folder."""
+
+    root: Path
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.root)
+
+    def rows(self, process: str) -> list[Row]:
+        """One per step, evaluations left out."""
+        rows, _ = read_metrics(self.paths.metrics)
+        own = {"trainer": "loss", "orchestrator": "reward/mean"}[process]
+        return [row for row in rows if row["process"] == process and own in row]
+
+    def evaluations(self) -> dict[int, float]:
+        """Mean reward by version."""
+        rows, _ = read_metrics(self.paths.metrics)
+        return {row["step"]: value for row in rows for name, value in row.items() if _is_held_out(name)}
+
+    def batches(self) -> list[BatchRecord]:
+        journal = Journal(self.paths.journal)
+        return [journal.read(step) for step in journal.steps()]
+
+    def weights(self, step: int) -> Path:
+        return step_folder(self.paths.weights, step) / "model.safetensors"
+
+    def tensors(self, step: int) -> dict[str, Any]:
+        with safe_open(self.weights(step), framework="np") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+
+
+def _is_held_out(name: str) -> bool:
+    return name.startswith("eval/") and name.endswith("/reward")
+
+
+def run_apart(engine: SharedEngine, root: Path, *flags: str | Path, config: str = SYNCHRONOUS) -> Run:
+    """`orchestrator` and `trainer` as commands of their own, beside an engine that is there already; to their end."""
+    status = free_port()
+    meeting = {"inference.server.port": engine.port, "orchestrator.server.port": status}
+    meeting |= {"ports.batches": free_port(), "ports.weights": free_port()}
+    ports = [word for key, port in meeting.items() for word in (f"--{key}", str(port))]
+    arguments = ["@", config, "--output-dir", root, *ports, *flags]
+    logs = RunPaths(root).logs
+    logs.mkdir(parents=True, exist_ok=True)
+    with (
+        started("orchestrator", *arguments, log=_fresh(logs / "orchestrator.stdout")) as orchestrator,
+        started("trainer", *arguments, log=_fresh(logs / "trainer.stdout")) as trainer,
+    ):
+        both = [orchestrator, trainer]
+
+        def ended() -> bool:
+            codes = [process.poll() for process in both]
+            if any(codes):
+                time.sleep(1)  # the other one's last words
+                raise AssertionError("\n".join([*(process.tail() for process in both), _status(status)]))
+            return None not in codes
+
+        wait_until(ended, "orchestrator and trainer to end", [*both, engine.process])
+        assert [process.left() for process in both] == [[], []]
+    return Run(root)
+
+
+def _fresh(log: Path) -> Path:
+    """A second leg in the same folder keeps the first one's log."""
+    if log.exists():
+        log.rename(log.with_suffix(f".{time.time_ns()}"))
+    return log
+
+
+def _status(port: int) -> str:
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"http://127.0.0.1:{port}/status", timeout=2, trust_env=False).text
+    return "the orchestrator has no status to tell"

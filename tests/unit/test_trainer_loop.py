@@ -1,0 +1,143 @@
+"""The trainer's whole loop, against an orchestrator that has every batch ready."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from answering import answering
+from tiny import num_loss_tokens, random_samples
+from trireme.algo.digest import tensor_digest
+from trireme.algo.packing import micro_batches_of_rank
+from trireme.base.errors import Refused
+from trireme.config.run import Model, Ports, RunConfig, WeightBroadcast
+from trireme.config.trainer import Checkpoints, Optimizer, TrainerConfig
+from trireme.messages import (
+    BatchReply,
+    Done,
+    GetBatch,
+    Go,
+    Heartbeat,
+    Live,
+    Ok,
+    PolicyReady,
+    PolicySent,
+    Refusal,
+    Reply,
+    Request,
+)
+from trireme.monitor.metrics import read_metrics
+from trireme.trainer.checkpoint import complete_steps
+from trireme.trainer.loop import train
+
+STEPS = 4
+
+
+@dataclass
+class FakeOrchestrator:
+    """Hands out the same batches to whoever asks, until it is told to refuse one."""
+
+    refuses: int | None = None
+    asked: list[Request] = field(default_factory=list)
+
+    def __call__(self, request: Request) -> Reply:
+        if isinstance(request, Heartbeat):
+            return Ok()
+        self.asked.append(request)
+        match request:
+            case GetBatch(step=step) if step == self.refuses:
+                return Refusal(error="the end of this trainer")
+            case GetBatch():
+                return _batch(request)
+            case PolicyReady(version=version):
+                return Go(version=version, epoch="1", world_size=2)
+            case PolicySent(version=version):
+                return Live(version=version)
+        return Ok()
+
+    def story(self) -> list[tuple[str, int]]:
+        return [
+            (type(request).__name__, getattr(request, "version", None) or getattr(request, "step", 0))
+            for request in self.asked
+        ]
+
+    def digests(self) -> dict[int, dict[str, str]]:
+        return {request.version: request.digests for request in self.asked if isinstance(request, PolicySent)}
+
+
+def _batch(request: GetBatch) -> BatchReply:
+    samples = random_samples([30, 20, 12, 40], seed=request.step)
+    rows = micro_batches_of_rank(samples, capacity=64, rank=request.rank, world=request.world)
+    return BatchReply(
+        step=request.step, micro_batches=rows, loss_tokens=num_loss_tokens(samples), num_rollouts=len(samples)
+    )
+
+
+def run(folder: Path, model: Path, *, refuses: int | None = None, resume: bool = False) -> FakeOrchestrator:
+    orchestrator = FakeOrchestrator(refuses)
+    with answering(orchestrator) as address:
+        config = RunConfig(
+            output_dir=folder,
+            resume=resume,
+            device="cpu",
+            max_steps=STEPS,
+            model=Model(name=str(model)),
+            ports=Ports(batches=int(address.rpartition(":")[2])),
+            weight_broadcast=WeightBroadcast(type="filesystem"),
+            trainer=TrainerConfig(threads=1, optim=Optimizer(lr=1e-3), ckpt=Checkpoints(interval=2)),
+        )
+        try:
+            train(config)
+        except Refused as error:
+            logging.info("as asked: %s", error)
+    return orchestrator
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def straight(folder: Path, tiny_model: Path) -> FakeOrchestrator:
+    return run(folder, tiny_model)
+
+
+def test_every_version_is_published_before_the_next_batch_is_asked_for(straight: FakeOrchestrator) -> None:
+    expected = [("PolicyReady", 0), ("PolicySent", 0)]
+    for step in range(STEPS):
+        expected += [("GetBatch", step), ("PolicyReady", step + 1), ("PolicySent", step + 1)]
+    assert straight.story() == [*expected, ("Done", STEPS)]
+    assert isinstance(straight.asked[-1], Done)
+
+
+def test_each_step_makes_other_weights(straight: FakeOrchestrator) -> None:
+    assert len({str(digests) for digests in straight.digests().values()}) == STEPS + 1
+
+
+def test_what_is_exported_is_what_was_served(straight: FakeOrchestrator, folder: Path) -> None:
+    for step in (2, 4):
+        exported = load_file(folder / f"weights/step_{step}/model.safetensors")
+        assert {name: tensor_digest(tensor) for name, tensor in exported.items()} == straight.digests()[step]
+
+
+def test_checkpoints_and_one_line_of_metrics_per_step_are_left_behind(straight: FakeOrchestrator, folder: Path) -> None:
+    assert complete_steps(folder / "checkpoints") == [2, 4]
+    rows, _ = read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    promised = {"loss", "grad_norm", "lr", "importance_ratio", "policy/entropy", "policy/kl", "perf/tokens_per_s"}
+    assert all(promised | {"time/step", "time/publish"} <= row.keys() for row in rows)
+
+
+def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(
+    straight: FakeOrchestrator, tiny_model: Path, tmp_path: Path
+) -> None:
+    died = run(tmp_path, tiny_model, refuses=3)
+    assert died.story()[-1] == ("GetBatch", 3)
+    again = run(tmp_path, tiny_model, resume=True)
+    assert again.story()[:3] == [("PolicyReady", 2), ("PolicySent", 2), ("GetBatch", 2)]
+    assert again.digests() == {version: straight.digests()[version] for version in (2, 3, 4)}

@@ -1,0 +1,166 @@
+"""The trainer's side of new weights, against an orchestrator and engines that do what they are told here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from answering import DEADLINE_S, answering
+from tiny import open_state, weights_of
+from trireme.algo.digest import tensor_digest
+from trireme.base.errors import Refused
+from trireme.base.processes import free_port
+from trireme.base.waiting import Waits
+from trireme.config.inference import InferenceConfig, InferenceModel
+from trireme.config.run import Ports, RunConfig, WeightBroadcast
+from trireme.messages import Go, Live, PolicyReady, PolicySent, Refusal, Reply, Request
+from trireme.trainer.mesh import World
+from trireme.trainer.publish import Publisher, probe_ids
+from trireme.transport.control import ControlClient
+from trireme.transport.weights.kinds import open_receiver
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, world: World) -> PreTrainedModel:
+    return open_state(tiny_model, world).model
+
+
+def build_config(folder: Path, kind: str, *, dtype: str = "auto", timeout_s: float = DEADLINE_S) -> RunConfig:
+    return RunConfig(
+        output_dir=folder,
+        device="cpu",
+        ports=Ports(weights=free_port()),
+        weight_broadcast=WeightBroadcast(type=kind, timeout_s=timeout_s),
+        inference=InferenceConfig(model=InferenceModel(dtype=dtype)),
+    )
+
+
+@contextmanager
+def open_publisher(
+    config: RunConfig, model: PreTrainedModel, world: World, handle: Callable[[Request], Reply]
+) -> Iterator[Publisher]:
+    with answering(handle) as address:
+        control = ControlClient(address, Waits("trainer"))
+        publisher = Publisher(config, model, world, control)
+        try:
+            yield publisher
+        finally:
+            publisher.close()
+            control.close()
+
+
+class FakeOrchestrator:
+    """Lets the trainer send at once, and takes the tensors as one engine would."""
+
+    def __init__(self, config: RunConfig, *, deaf_attempts: int = 0) -> None:
+        self.asked: list[Request] = []
+        self.received: dict[str, str] = {}
+        self._config = config
+        self._deaf_attempts = deaf_attempts
+        self._receiving: threading.Thread | None = None
+
+    def __call__(self, request: Request) -> Reply:
+        self.asked.append(request)
+        match request:
+            case PolicyReady():
+                if request.kind == "gloo" and request.attempt > self._deaf_attempts:
+                    self._receiving = threading.Thread(target=self._receive, args=[request, {}], daemon=True)
+                    self._receiving.start()
+                return Go(version=request.version, epoch=str(request.attempt), world_size=2)
+            case PolicySent():
+                if self._receiving is not None:
+                    self._receiving.join(DEADLINE_S)
+                else:
+                    self._receive(self._announced(), request.payload)
+                return Live(version=request.version)
+        return Refusal(error=f"a publisher does not ask for {request}")
+
+    def _announced(self) -> PolicyReady:
+        return next(request for request in reversed(self.asked) if isinstance(request, PolicyReady))
+
+    def _receive(self, ready: PolicyReady, payload: dict[str, Any]) -> None:
+        receiver = open_receiver(
+            ready.kind,
+            host=ready.host,
+            port=ready.port,
+            bucket_bytes=self._config.weight_broadcast.bucket_mib << 20,
+            timeout_s=DEADLINE_S,
+            device=torch.device("cpu"),
+        )
+        receiver.join(str(ready.attempt), 1, 2)
+        self.received = {name: tensor_digest(tensor) for name, tensor in receiver.tensors(ready.specs, payload)}
+        receiver.close()
+
+
+@pytest.mark.parametrize("kind", ["gloo", "filesystem"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engines_receive_the_trainers_weights_as_they_are_served(
+    tmp_path: Path, model: PreTrainedModel, world: World, kind: str, dtype: str
+) -> None:
+    config = build_config(tmp_path, kind, dtype=dtype)
+    orchestrator = FakeOrchestrator(config)
+    with open_publisher(config, model, world, orchestrator) as publisher:
+        publisher.publish(3)
+    ready, sent = orchestrator.asked
+    assert (ready.version, sent.version) == (3, 3)
+    served = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights_of(model).items()}
+    assert orchestrator.received == sent.digests == {name: tensor_digest(tensor) for name, tensor in served.items()}
+
+
+def test_the_probe_is_what_the_weights_say(
+    tmp_path: Path, model: PreTrainedModel, world: World, tiny_model: Path
+) -> None:
+    config = build_config(tmp_path, "filesystem")
+    orchestrator = FakeOrchestrator(config)
+    with open_publisher(config, model, world, orchestrator) as publisher:
+        publisher.publish(0)
+    probe = orchestrator.asked[-1].probe
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(plain(torch.tensor([probe.ids])).logits[0], -1)
+    expected = [float(logprobs[t, token]) for t, token in enumerate(probe.ids[1:])]
+    assert probe.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_transfer_that_breaks_is_begun_anew(tmp_path: Path, model: PreTrainedModel, world: World) -> None:
+    config = build_config(tmp_path, "gloo", timeout_s=1.0)
+    orchestrator = FakeOrchestrator(config, deaf_attempts=1)
+    with open_publisher(config, model, world, orchestrator) as publisher:
+        publisher.publish(3)
+    assert [(type(request).__name__, request.attempt) for request in orchestrator.asked] == [
+        ("PolicyReady", 1),
+        ("PolicyReady", 2),
+        ("PolicySent", 2),
+    ]
+    assert orchestrator.received == orchestrator.asked[-1].digests
+
+
+def test_weights_that_were_refused_are_not_sent_again(tmp_path: Path, model: PreTrainedModel, world: World) -> None:
+    config = build_config(tmp_path, "filesystem")
+    asked: list[Request] = []
+
+    def refuse(request: Request) -> Reply:
+        asked.append(request)
+        if isinstance(request, PolicyReady):
+            return Go(version=request.version, epoch="1", world_size=1)
+        return Refusal(error="model.norm.weight has another digest")
+
+    with open_publisher(config, model, world, refuse) as publisher:
+        with pytest.raises(Refused, match=r"model.norm.weight"):
+            publisher.publish(3)
+    assert [type(request) for request in asked] == [PolicyReady, PolicySent]
+
+
+@pytest.mark.parametrize("vocabulary", [3, 128, 151_936])
+def test_the_probe_is_fixed_and_spread_over_the_vocabulary(vocabulary: int) -> None:
+    ids = probe_ids(vocabulary)
+    assert ids == probe_ids(vocabulary)
+    assert all(0 <= token < vocabulary for token in ids)
+    assert len(set(ids)) == min(vocabulary, len(ids))
