@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trireme.base.errors import ConfigError
-from trireme.orchestrator.environments.venv import COMPLETE, environment_python, find_environment
+from trireme.orchestrator.environments.venv import COMPLETE, EnvironmentSource, environment_python, find_environment
 
 # Does what `uv venv DIR` and `uv pip install` leave behind, and notes that it was called.
 FAKE_UV = """#!/bin/sh

@@ -1,0 +1,48 @@
+"""Other ways to run beside the same engine: an environment that fails now and then, weights through a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from real_run import SharedEngine, run_apart
+
+pytestmark = pytest.mark.e2e
+
+ONE_IN_TEN_RAISES = """
+calls = 0
+
+
+def dataset():
+    return [{"prompt": f"say {word}", "answer": word} for word in ("one", "two", "three", "four", "five", "six")]
+
+
+def reward(completion, answer):
+    global calls
+    calls += 1
+    if calls % 10 == 0:
+        raise RuntimeError("the tenth is never scored")
+    return len(set(completion) & set(answer)) / 10
+"""
+
+
+def test_a_reward_that_raises_costs_only_its_rollout(engine: SharedEngine, tmp_path: Path) -> None:
+    environment = tmp_path / "moody.py"
+    environment.write_text(ONE_IN_TEN_RAISES)
+    environments = f'[{{ id = "{environment}", name = "moody" }}]'
+    run = run_apart(engine, tmp_path / "run", "--max-steps", "3", "--orchestrator.env", environments)
+    assert [len(batch.rollouts) for batch in run.batches()] == [32, 32, 32]
+    dropped = [drop for batch in run.batches() for drop in batch.dropped]
+    assert {drop.reason for drop in dropped} == {"score: RuntimeError: the tenth is never scored"}
+    scored = sum(len(batch.rollouts) for batch in run.batches())
+    assert len(dropped) == (scored + len(dropped)) // 10
+    rows = run.rows("orchestrator")
+    assert sum(row["rollouts/dropped"] for row in rows) == len(dropped)
+    assert sum(row.get("rollouts/dropped/score", 0) for row in rows) == len(dropped)
+    assert len(run.rows("trainer")) == 3
+
+
+def test_weights_travel_through_a_folder(engine: SharedEngine, tmp_path: Path) -> None:
+    run = run_apart(engine, tmp_path / "run", "--max-steps", "2", "--weight-broadcast.type", "filesystem")
+    assert [row["mismatch_kl"] < 1e-6 for row in run.rows("trainer")] == [True, True]
+    assert len(list(run.paths.broadcast.iterdir())) <= 2  # versions 1 and 2; 0 has been removed
