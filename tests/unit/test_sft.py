@@ -89,6 +89,18 @@ def test_every_character_that_json_allows_in_a_text_stays_in_it(tmp_path: Path) 
     assert [messages[1]["content"] for messages in read_conversations(tmp_path / "data.jsonl")] == [text, text]
 
 
+def test_a_program_can_make_the_conversations(tmp_path: Path) -> None:
+    program = tmp_path / "data.py"
+    program.write_text(f"def conversations():\n    return 2 * [{{'messages': {GREETING}}}]\n")
+    assert read_conversations(program) == [GREETING, GREETING]
+    program.write_text("def conversations():\n    return [{'messages': []}]\n")
+    with pytest.raises(ConfigError, match=r"data.py, conversation 0 has no assistant message"):
+        read_conversations(program)
+    program.write_text("")
+    with pytest.raises(ConfigError, match="no function `conversations`"):
+        read_conversations(program)
+
+
 @pytest.mark.parametrize(
     "line",
     [

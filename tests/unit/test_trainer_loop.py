@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import logging
+import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from answering import answering
+from answering import DEADLINE_S, answering
 from tiny import num_loss_tokens, random_samples
 from trireme.algo.digest import tensor_digest
 from trireme.algo.packing import micro_batches_of_rank
 from trireme.base.errors import Refused
+from trireme.base.waiting import Waits
 from trireme.config.run import Model, Ports, RunConfig, WeightBroadcast
 from trireme.config.trainer import Checkpoints, Optimizer, TrainerConfig
 from trireme.messages import (
@@ -32,6 +34,7 @@ from trireme.messages import (
 )
 from trireme.monitor.metrics import read_metrics
 from trireme.trainer.checkpoint import complete_steps
+from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.loop import train
 
 STEPS = 4
@@ -90,10 +93,8 @@ def run(folder: Path, model: Path, *, refuses: int | None = None, resume: bool =
             weight_broadcast=WeightBroadcast(type="filesystem"),
             trainer=TrainerConfig(threads=1, optim=Optimizer(lr=1e-3), ckpt=Checkpoints(interval=2)),
         )
-        try:
+        with suppress(Refused):
             train(config)
-        except Refused as error:
-            logging.info("as asked: %s", error)
     return orchestrator
 
 
@@ -141,3 +142,22 @@ def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(
     again = run(tmp_path, tiny_model, resume=True)
     assert again.story()[:3] == [("PolicyReady", 2), ("PolicySent", 2), ("GetBatch", 2)]
     assert again.digests() == {version: straight.digests()[version] for version in (2, 3, 4)}
+
+
+def test_a_heart_beats_what_the_trainer_does_and_waits_for() -> None:
+    beats: list[Heartbeat] = []
+    arrived = threading.Event()
+
+    def listen(request: Request) -> Reply:
+        assert isinstance(request, Heartbeat)
+        beats.append(request)
+        arrived.set()
+        return Ok()
+
+    waits = Waits("trainer")
+    with answering(listen) as address, waits.waiting("batch 3", peer="orchestrator", deadline_s=DEADLINE_S):
+        with heartbeat(address, "run", waits, Activity(state="running", version=3)):
+            assert arrived.wait(DEADLINE_S)
+    first = beats[0]
+    assert (first.run_id, first.process, first.state, first.version) == ("run", "trainer", "running", 3)
+    assert [wait.endswith("s for batch 3 from orchestrator") for wait in first.waits] == [True]
