@@ -50,7 +50,7 @@ def train(model: Path, folder: Path, world: World) -> dict[str, Any]:
 
 def main() -> None:
     model, folder = map(Path, sys.argv[1:])
-    with open_world("cpu", threads=1, timeout_s=60) as world:
+    with open_world("cpu", threads=1, timeout_s=240) as world:
         result = train(model, folder, world)
         torch.save(result, folder / f"result_{world.rank}.pt")
 

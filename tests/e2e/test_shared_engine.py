@@ -30,7 +30,8 @@ def test_a_reward_that_raises_costs_only_its_rollout(engine: SharedEngine, tmp_p
     environment = tmp_path / "moody.py"
     environment.write_text(ONE_IN_TEN_RAISES)
     environments = f'[{{ id = "{environment}", name = "moody" }}]'
-    run = run_apart(engine, tmp_path / "run", "--max-steps", "3", "--orchestrator.env", environments)
+    flags = ["--max-steps", "3", "--orchestrator.env", environments, "--no-orchestrator.eval"]
+    run = run_apart(engine, tmp_path / "run", *flags)
     assert [len(batch.rollouts) for batch in run.batches()] == [32, 32, 32]
     dropped = [drop for batch in run.batches() for drop in batch.dropped]
     assert {drop.reason for drop in dropped} == {"score: RuntimeError: the tenth is never scored"}

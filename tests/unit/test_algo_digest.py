@@ -6,6 +6,7 @@ import hashlib
 import math
 import struct
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,30 +14,29 @@ from trireme.algo import digest
 from trireme.algo.compare import first_difference
 from trireme.algo.digest import model_digest, tensor_digest
 
-FORMATS = {torch.uint8: "B", torch.bool: "B", torch.int16: "h", torch.bfloat16: "h", torch.float16: "h"}
-FORMATS |= {torch.int32: "i", torch.float32: "i", torch.int64: "q", torch.float64: "q"}
-DTYPES = sorted(FORMATS, key=str)
+SMALL = [torch.uint8, torch.bool, torch.int16, torch.bfloat16, torch.float16]
+DTYPES = sorted([*SMALL, torch.int32, torch.float32, torch.int64, torch.float64], key=str)
 
 
 def digest_by_the_formula(tensor: torch.Tensor) -> str:
-    """Python's own integers, from the raw bytes. The shift keeps the sign, as that of 64-bit integers does."""
+    """Python's own integers, from the raw bytes; the weights by numpy's generator-free arithmetic on uint64."""
     raw = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
-    values = [value for (value,) in struct.iter_unpack("<" + FORMATS[tensor.dtype], raw)]
-    sums = []
-    for multiplier in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F):
-        total = 0
-        for index, value in enumerate(values):
-            place = 2 * index + 1
-            mixed = signed((value + 1) * place * multiplier)
-            total += (mixed ^ (mixed >> 29)) * place
-        sums.append(total % 2**64)
-    text = f"{tensor.dtype} {list(tensor.shape)} {sums[0]} {sums[1]}"
+    raw += bytes(-len(raw) % 8)
+    total = 0
+    for index, (word,) in enumerate(struct.iter_unpack("<q", raw)):
+        row, k = divmod(index, digest.ROW)
+        total += (word ^ (word >> 29)) * weight(k) * (2 * row + 1)
+    text = f"{tensor.dtype} {list(tensor.shape)} {total % 2**64}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def signed(value: int) -> int:
-    value %= 2**64
-    return value - 2**64 if value >= 2**63 else value
+def weight(k: int) -> int:
+    """splitmix64 by numpy, whose unsigned integers wrap by themselves."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(k + 1) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return int(z ^ (z >> np.uint64(31))) | 1
 
 
 def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -50,11 +50,17 @@ def test_it_is_the_documented_sum(dtype: torch.dtype, shape: tuple[int, ...]) ->
     assert tensor_digest(tensor) == digest_by_the_formula(tensor)
 
 
-def test_it_does_not_depend_on_the_size_of_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = random_tensor(torch.float32, 1000)
-    whole = tensor_digest(tensor)
-    monkeypatch.setattr(digest, "_CHUNK", 7)
-    assert tensor_digest(tensor) == whole
+def test_it_does_not_depend_on_how_much_is_summed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = random_tensor(torch.float32, 7 * digest.ROW + 5)
+    row_by_row = tensor_digest(tensor)
+    assert row_by_row == digest_by_the_formula(tensor)
+    monkeypatch.setattr(digest, "_ROWS_AT_ONCE", {"cpu": 3})
+    assert tensor_digest(tensor) == row_by_row
+
+
+def test_two_words_that_differ_in_their_sign_alone_show_when_exchanged() -> None:
+    there, back = torch.tensor([[1, -(2**63) + 1]]), torch.tensor([[-(2**63) + 1, 1]])
+    assert tensor_digest(there) != tensor_digest(back)
 
 
 def test_the_same_values_have_the_same_digest_however_they_lie_in_memory() -> None:

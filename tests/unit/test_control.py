@@ -155,17 +155,18 @@ def test_silence_ends_at_the_deadline_and_is_named() -> None:
 
 
 def test_a_peer_that_is_gone_for_thousands_of_questions_blocks_nobody() -> None:
-    beat = Heartbeat(run_id="run", process="trainer", state="running", version=1, waits=[])
-    with open_client(f"tcp://127.0.0.1:{free_port()}", ask_again_s=0.0) as client:
-        for _ in range(3000):
-            client.tell(beat)
-        with in_a_thread(lambda: _ask_in_vain(client)):
-            pass
+    def tell_and_ask_in_vain() -> None:
+        beat = Heartbeat(run_id="run", process="trainer", state="running", version=1, waits=[])
+        with open_client(f"tcp://127.0.0.1:{free_port()}", ask_again_s=0.0) as client:
+            for _ in range(3000):
+                client.tell(beat)
+            with pytest.raises(DeadlineExceeded):
+                client.ask(QUESTION, what="batch 3", deadline_s=0.5)
+            done.set()
 
-
-def _ask_in_vain(client: ControlClient) -> None:
-    with pytest.raises(DeadlineExceeded):
-        client.ask(QUESTION, what="batch 3", deadline_s=0.5)
+    done = threading.Event()
+    with in_a_thread(tell_and_ask_in_vain):
+        assert done.wait(DEADLINE_S)
 
 
 def test_an_orchestrator_that_comes_back_is_asked_again() -> None:

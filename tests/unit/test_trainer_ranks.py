@@ -21,7 +21,7 @@ from trireme.config.trainer import Checkpoints
 from trireme.trainer.checkpoint import CheckpointStore, complete_steps
 from trireme.trainer.mesh import World
 
-DEADLINE_S = 120
+DEADLINE_S = 300
 
 
 @pytest.fixture(scope="module")

@@ -41,10 +41,20 @@ def launch(config: RunConfig, devices: Devices) -> int:
     from trireme.launch.supervise import supervise
 
     check_launch(config, devices)
+    find_environments(config)
     with hold_folder(config.paths):
         make_room(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
         write_configs(config, config.paths.configs)
         return supervise(plan(config, config.paths.run_config, devices), config)
+
+
+def find_environments(config: RunConfig) -> None:
+    """Raises: ConfigError where one does not exist, before engines are started for it."""
+    from trireme.orchestrator.environments.venv import find_environment
+
+    evaluation = config.orchestrator.eval
+    for environment in (*config.orchestrator.env, *(evaluation.env if evaluation else ())):
+        find_environment(environment.id)
 
 
 def write_configs(config: RunConfig, folder: Path) -> None:

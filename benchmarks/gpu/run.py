@@ -1,0 +1,384 @@
+"""Checks and times on one GPU what CPU tests cannot show, in under nine minutes.
+
+    uv run python benchmarks/gpu/run.py [--device cpu] [--only NAME ...] [--json FILE]
+
+Each section runs in a process of its own with a deadline, so one that fails or hangs costs no other. Sections that lack
+something (a second GPU, vLLM) say so and count as skipped. `--device cpu` runs what can be run, at toy sizes: it checks
+this program, and times nothing of interest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+BUDGET_S = 520
+
+
+class Skipped(Exception):
+    """Something that the section needs is not here."""
+
+
+def device_and_versions(device: str) -> dict[str, Any]:
+    import torch
+
+    from trireme.base.devices import detect_devices
+
+    found = {"torch": torch.__version__, "devices": str(detect_devices())}
+    if device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+        assert len(detect_devices().gpus) == torch.cuda.device_count(), "device files and torch disagree"
+    return found
+
+
+def digest_is_the_same_on_both(device: str) -> dict[str, Any]:
+    """A fingerprint that depends on the device would refuse every update."""
+    import torch
+
+    from trireme.algo.digest import tensor_digest
+
+    torch.manual_seed(0)
+    size = 1 << (28 if device == "cuda" else 20)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tensor = torch.randn(size // 16, dtype=torch.float32).to(dtype)
+        assert tensor_digest(tensor) == tensor_digest(tensor.to(device)), dtype
+    large = torch.randn(size, device=device, dtype=torch.bfloat16)
+    seconds = timed(lambda: tensor_digest(large), device)
+    return {"digest_gb_per_s": large.nbytes / seconds / 1e9}
+
+
+def timed(work: Callable[[], object], device: str, repeats: int = 3) -> float:
+    """Seconds of the fastest of a few runs, after one that does not count."""
+    import torch
+
+    work()
+    best = float("inf")
+    for _ in range(repeats):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def weights_by_cuda_ipc(device: str) -> dict[str, Any]:
+    """Another process on the same GPU reads exactly what was sent."""
+    if device != "cuda":
+        raise Skipped("CUDA memory handles need a GPU")
+    import torch
+
+    from trireme.algo.digest import tensor_digest
+    from trireme.transport.weights.buckets import spec_of
+    from trireme.transport.weights.ipc import IpcSender
+
+    tensors = {f"w{i}": torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for i in range(64)}
+    sender = IpcSender()
+    began = time.perf_counter()
+    payload = sender.send([spec_of(n, t) for n, t in tensors.items()], tensors.values())
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    child = context.Process(target=_receive_by_ipc, args=(payload, answers))
+    child.start()
+    digests = answers.get(timeout=120)
+    child.join(30)
+    assert digests == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    return {"gib": 64 * 4096 * 4096 * 2 / 2**30, "seconds_with_process_start": time.perf_counter() - began}
+
+
+def _receive_by_ipc(payload: dict, answers: Any) -> None:
+    from trireme.algo.digest import tensor_digest
+    from trireme.transport.weights.ipc import IpcReceiver
+
+    answers.put({name: tensor_digest(tensor) for name, tensor in IpcReceiver().tensors([], payload)})
+
+
+def weights_by_nccl(device: str) -> dict[str, Any]:
+    """Two ranks on two GPUs; NCCL refuses two ranks on one."""
+    import torch
+
+    if device != "cuda" or torch.cuda.device_count() < 2:
+        raise Skipped(f"needs two GPUs, here {torch.cuda.device_count() if device == 'cuda' else 0}")
+    from trireme.base.processes import free_port
+
+    port, context = free_port(), multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [context.Process(target=_nccl_rank, args=(rank, port, answers)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    results = [answers.get(timeout=120) for _ in ranks]
+    for process in ranks:
+        process.join(30)
+    assert results[0]["digests"] == results[1]["digests"]
+    seconds = max(result["seconds"] for result in results)
+    return {"gb_per_s": 64 * 4096 * 4096 * 2 / seconds / 1e9}
+
+
+def _nccl_rank(rank: int, port: int, answers: Any) -> None:
+    import torch
+
+    from trireme.algo.digest import tensor_digest
+    from trireme.messages import TensorSpec
+    from trireme.transport.weights.collective import CollectiveReceiver, CollectiveSender
+
+    torch.cuda.set_device(rank)
+    specs = [TensorSpec(name=f"w{i}", dtype="bfloat16", shape=[4096, 4096]) for i in range(64)]
+    options = {"bucket_bytes": 64 << 20, "timeout_s": 60.0}
+    for epoch in ("first", "second"):  # the first opens the connection
+        if rank == 0:
+            torch.manual_seed(1)
+            tensors = [torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in specs]
+            if epoch == "first":
+                sender = CollectiveSender("nccl", "127.0.0.1", port, **options)
+            sender.join(epoch, 2)
+            began = time.perf_counter()
+            sender.send(specs, tensors)
+            digests = {spec.name: tensor_digest(tensor) for spec, tensor in zip(specs, tensors, strict=True)}
+        else:
+            if epoch == "first":
+                receiver = CollectiveReceiver("nccl", "127.0.0.1", port, **options)
+            receiver.join(epoch, 1, 2)
+            began = time.perf_counter()
+            digests = {name: tensor_digest(tensor) for name, tensor in receiver.tensors(specs, {})}
+        seconds = time.perf_counter() - began
+    answers.put({"digests": digests, "seconds": seconds})
+
+
+def trainer_step_agrees_with_cpu(device: str) -> dict[str, Any]:
+    """The same batch, in float32: loss and gradient norm of a tiny model on this device and on the CPU."""
+    here, cpu = _step(device), _step("cpu")
+    worst = max(abs(here[name] - cpu[name]) / max(abs(cpu[name]), 1e-6) for name in ("loss", "grad_norm"))
+    assert worst < 1e-3, (here, cpu)
+    return {"relative_difference": worst}
+
+
+def _step(device: str) -> dict[str, float]:
+    code = (
+        "import json, sys; sys.path.insert(0, 'benchmarks/gpu'); import run; "
+        f"print('RESULT' + json.dumps(run.tiny_step({device!r})))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    lines = [line for line in output.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, output.stderr[-2000:]
+    return json.loads(lines[0].removeprefix("RESULT"))
+
+
+def tiny_step(device: str) -> dict[str, float]:
+    import numpy as np
+
+    from trireme.algo.packing import Sample, micro_batches_of_rank
+    from trireme.config.trainer import Loss, Optimizer, TrainerModel
+    from trireme.messages import build_tokens
+    from trireme.trainer.mesh import open_world
+    from trireme.trainer.model import load_model
+    from trireme.trainer.optim import build_optimizer
+    from trireme.trainer.step import forward_backward, policy_gradient, update
+
+    rng = np.random.default_rng(0)
+    samples = []
+    for length in rng.integers(16, 60, 32):
+        mask = np.arange(length) >= 8
+        samples.append(
+            Sample(
+                build_tokens(
+                    ids=rng.integers(10, 100, length),
+                    loss_mask=mask,
+                    logprobs=np.where(mask, -2.0, 0.0),
+                    advantages=rng.normal(size=length) * mask,
+                    versions=np.where(mask, 0, -1),
+                ),
+                1.0,
+            )
+        )
+    with open_world(device, threads=2, timeout_s=60) as world:
+        model = load_model(TrainerModel(), "models/reverse-text-tiny", world)
+        optimizer = build_optimizer(model, Optimizer(lr=1e-3))
+        metrics = forward_backward(
+            model,
+            micro_batches_of_rank(samples, capacity=256, rank=0, world=1),
+            loss_tokens=sum(int(sample.tokens.loss_mask.sum()) for sample in samples),
+            step=0,
+            loss_function=policy_gradient(Loss(ratio_low=0, ratio_high=1e9)),
+            world=world,
+        )
+        return {"loss": metrics["loss"], **update(model, optimizer, 1.0)}
+
+
+def trainer_throughput(device: str) -> dict[str, Any]:
+    """Forward and backward of a 0.6B-parameter Qwen3 in bfloat16 on packed rows, by attention and compilation."""
+    results: dict[str, Any] = {}
+    for attention in ("sdpa", "flash_attention_2", "flex_attention"):
+        for compiled in (False, True):
+            name = f"{attention}{'+compile' if compiled else ''}"
+            code = (
+                "import json, sys; sys.path.insert(0, 'benchmarks/gpu'); import run; "
+                f"print('RESULT' + json.dumps(run.throughput({device!r}, {attention!r}, {compiled})))"
+            )
+            try:
+                output = subprocess.run(
+                    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=90
+                )
+                lines = [line for line in output.stdout.splitlines() if line.startswith("RESULT")]
+                results[name] = json.loads(lines[0][6:]) if lines else f"failed: {output.stderr.strip()[-300:]}"
+            except subprocess.TimeoutExpired:
+                results[name] = "took longer than 90 s"
+            if device == "cpu":
+                return results
+    return results
+
+
+def throughput(device: str, attention: str, compiled: bool) -> dict[str, float]:
+    import tempfile
+
+    import numpy as np
+    import torch
+    from transformers import Qwen3Config
+
+    from trireme.algo.packing import Sample, micro_batches_of_rank
+    from trireme.config.trainer import ActivationCheckpointing, Loss, TrainerModel
+    from trireme.messages import build_tokens
+    from trireme.trainer.mesh import open_world
+    from trireme.trainer.model import load_model, num_parameters
+    from trireme.trainer.perf import flops_per_token, throughput
+    from trireme.trainer.step import forward_backward, policy_gradient
+
+    large = device == "cuda"
+    config = Qwen3Config(
+        vocab_size=151936 if large else 512,
+        hidden_size=1024 if large else 64,
+        intermediate_size=3072 if large else 128,
+        num_hidden_layers=28 if large else 2,
+        num_attention_heads=16 if large else 2,
+        num_key_value_heads=8 if large else 1,
+        head_dim=128 if large else 32,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    length, count = (2048, 16) if large else (64, 4)
+    rng = np.random.default_rng(0)
+    mask = np.arange(length) >= length // 4
+    columns = {"loss_mask": mask, "logprobs": -2.0 * mask, "advantages": mask, "versions": np.where(mask, 0, -1)}
+    samples = [Sample(build_tokens(ids=rng.integers(0, 500, length), **columns), 1.0) for _ in range(count)]
+    with tempfile.TemporaryDirectory() as folder, open_world(device, threads=2, timeout_s=60) as world:
+        config.save_pretrained(folder)
+        settings = TrainerModel(
+            from_scratch=True,
+            attn=attention,
+            compile=compiled,
+            optimization_dtype="bfloat16",
+            ac=ActivationCheckpointing(),
+        )
+        model = load_model(settings, folder, world)
+        rows = micro_batches_of_rank(samples, capacity=length * count // 2, rank=0, world=1)
+
+        def work() -> None:
+            forward_backward(
+                model,
+                rows,
+                loss_tokens=int(mask.sum()) * count,
+                step=0,
+                loss_function=policy_gradient(Loss(ratio_low=0, ratio_high=1e9)),
+                world=world,
+            )
+            model.zero_grad(set_to_none=True)
+
+        seconds = timed(work, device, repeats=2)
+        flops = flops_per_token(model, num_parameters(model), length)
+        result = throughput(tokens=length * count, seconds=seconds, flops=flops, world_size=1)
+        if large:
+            result["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return result
+
+
+def quickstart_on_this_device(device: str) -> dict[str, Any]:
+    """`rl` as a user types it, a few steps: on a single GPU, trainer and engine share it and weights go by CUDA IPC."""
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise Skipped(f"vLLM cannot be imported: {error}") from error
+    folder = ROOT / "outputs" / "gpu-benchmark"
+    flags = ["--device", device, "--max-steps", "30", "--output-dir", str(folder), "--name", f"{int(time.time())}"]
+    command = [str(Path(sys.executable).parent / "rl"), "@", "configs/reverse-text/rl.toml", *flags]
+    began = time.perf_counter()
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert output.returncode == 0, output.stdout[-3000:] + output.stderr[-1000:]
+    rows = [json.loads(line) for line in (folder / flags[-1] / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["process"] == "trainer"]
+    mismatches = [row["mismatch_kl"] for row in steps if row.get("mismatch_kl") is not None]
+    return {
+        "seconds": time.perf_counter() - began,
+        "step_s": sorted(row["time/step"] for row in steps)[len(steps) // 2],
+        "publish_s": sorted(row["time/publish"] for row in steps)[len(steps) // 2],
+        "max_mismatch_kl": max(mismatches, default=None),
+    }
+
+
+SECTIONS: dict[str, tuple[Callable[[str], dict[str, Any]], int]] = {
+    "device_and_versions": (device_and_versions, 60),
+    "digest_is_the_same_on_both": (digest_is_the_same_on_both, 60),
+    "weights_by_cuda_ipc": (weights_by_cuda_ipc, 90),
+    "weights_by_nccl": (weights_by_nccl, 90),
+    "trainer_step_agrees_with_cpu": (trainer_step_agrees_with_cpu, 120),
+    "quickstart_on_this_device": (quickstart_on_this_device, 250),
+    "trainer_throughput": (trainer_throughput, 400),
+}
+"""What runs, in this order, and how many seconds each may take."""
+
+
+def run_section(name: str, device: str) -> None:
+    """In a child process: prints the result as the last line."""
+    try:
+        result: dict[str, Any] = {"verdict": "ok", **SECTIONS[name][0](device)}
+    except Skipped as reason:
+        result = {"verdict": "skipped", "reason": str(reason)}
+    except Exception as error:
+        result = {"verdict": "FAILED", "error": f"{type(error).__name__}: {str(error)[-1500:]}"}
+    print("RESULT" + json.dumps(result))
+
+
+def run_in_child(name: str, device: str, deadline_s: float) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--section", name, "--device", device]
+    began = time.perf_counter()
+    try:
+        output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=deadline_s)
+        lines = [line for line in output.stdout.splitlines() if line.startswith("RESULT")]
+        result = json.loads(lines[-1][6:]) if lines else {"verdict": "FAILED", "error": output.stderr[-1500:]}
+    except subprocess.TimeoutExpired:
+        result = {"verdict": "FAILED", "error": f"took longer than {deadline_s:.0f} s"}
+    return result | {"took_s": round(time.perf_counter() - began, 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--json", type=Path, help="write all results here as well")
+    parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    if args.section:
+        run_section(args.section, args.device)
+        return 0
+    began, results = time.perf_counter(), {}
+    for name in args.only:
+        left = BUDGET_S - (time.perf_counter() - began)
+        results[name] = run_in_child(name, args.device, max(5.0, min(SECTIONS[name][1], left)))
+        print(f"{name}: {json.dumps(results[name])}", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=1))
+    return 1 if any(result["verdict"] == "FAILED" for result in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What `rl` says to what cannot work: at once, in one message, with exit code 2, and with nothing started."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from real_run import DEADLINE_S, QUICKSTART, REPOSITORY, command, started
+
+pytestmark = pytest.mark.e2e
+
+RAISES_ON_LOAD = """
+def load_environment(**args):
+    raise FileNotFoundError("the word list has not been downloaded")
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--trainer.optim.learning-rate", "1e-3"], "Did you mean `--trainer.optim.lr`?"),
+        (["--max-steps", "many"], "`--max-steps many` - expected integer > 0"),
+        (["--orchestrator.batch-size", "100"], "batch_size must be divisible by rollouts_per_example: 100 % 16 = 4"),
+        (["--model.name", "models/no-such-model"], '"models/no-such-model": this folder does not exist'),
+        (["--orchestrator.env.0.id", "revers-text"], "did you mean 'reverse_text'"),
+        (["--trainer.model.ac", "full"], "Write its keys one by one: `--trainer.model.ac.freq …`"),
+    ],
+    ids=["unknown key", "wrong type", "batch size", "no model", "no environment", "a word for a table"],
+)
+def test_a_flag_that_cannot_work_is_refused(flags: list[str], message: str, tmp_path: Path) -> None:
+    assert message in refused(*flags, folder=tmp_path)
+
+
+def test_a_word_for_a_table_in_a_file_is_answered_with_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "ac.toml"
+    file.write_text('[trainer.model]\nac = "full"\n')
+    message = refused("@", file, folder=tmp_path)
+    assert f'{file}: `trainer.model.ac = "full"` - expected table' in message
+    assert "[trainer.model.ac]" in message
+
+
+def test_a_port_in_use_is_named_with_its_purpose(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = refused("--inference.server.port", str(port), folder=tmp_path)
+    assert f"port {port} on 127.0.0.1 is in use, wanted for the inference server (inference.server.port)" in message
+
+
+def test_several_problems_are_told_at_once(tmp_path: Path) -> None:
+    message = refused("--max-stepz", "3", "--seq-len", "long", folder=tmp_path)
+    assert "2 problems" in message
+    assert "--max-steps" in message
+    assert "--seq-len long" in message
+
+
+def refused(*arguments: str | Path, folder: Path) -> str:
+    """What `rl` writes to standard error. Nothing is left in its folder but the empty folder itself."""
+    run = folder / "run"
+    typed = [command("rl"), "@", QUICKSTART, "--output-dir", str(run), *map(str, arguments)]
+    ended = subprocess.run(typed, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (ended.returncode, ended.stdout) == (2, ""), ended
+    assert "Traceback" not in ended.stderr
+    assert not run.exists()
+    return ended.stderr
+
+
+def test_an_environment_that_fails_to_load_ends_the_run_with_its_words(tmp_path: Path) -> None:
+    """Only the processes themselves can find that out; they all end."""
+    environment = tmp_path / "forgetful.py"
+    environment.write_text(RAISES_ON_LOAD)
+    flags = ["--orchestrator.env.0.id", environment, "--orchestrator.env.0.args", "{}"]
+    with started("rl", "@", QUICKSTART, "--output-dir", tmp_path / "run", *flags, log=tmp_path / "rl.log") as rl:
+        assert rl.wait() == 2, rl.tail()
+        assert rl.left() == []
+        assert "forgetful" in rl.output
+        assert "FileNotFoundError: the word list has not been downloaded" in rl.output
