@@ -74,8 +74,13 @@ class Process:
         return self._popen.returncode
 
     def interrupt(self) -> None:
-        """Ctrl-C, as a terminal sends it to the launcher."""
+        """Ctrl-C."""
         self._popen.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """`kill -9`, of this process alone."""
+        self._popen.kill()
+        self._popen.wait(END_S)
 
     def left(self) -> list[str]:
         """What is still alive of everything that it ever started."""
@@ -215,31 +220,57 @@ def _is_held_out(name: str) -> bool:
     return name.startswith("eval/") and name.endswith("/reward")
 
 
-def run_apart(engine: SharedEngine, root: Path, *flags: str | Path, config: str = SYNCHRONOUS) -> Run:
-    """`orchestrator` and `trainer` as commands of their own, beside an engine that is there already; to their end."""
+@dataclass(frozen=True)
+class Pair:
+    """`orchestrator` and `trainer`, as commands of their own, beside an engine that is there already."""
+
+    run: Run
+    engine: SharedEngine
+    orchestrator: Process
+    trainer: Process
+    status_port: int
+
+    @property
+    def processes(self) -> list[Process]:
+        return [self.orchestrator, self.trainer]
+
+    def is_done(self) -> bool:
+        codes = [process.poll() for process in self.processes]
+        if any(codes):
+            time.sleep(1)  # the other one's last words
+            raise AssertionError("\n".join([*(process.tail() for process in self.processes), self.status()]))
+        return None not in codes
+
+    def until(self, condition: Callable[[], Any], what: str) -> None:
+        wait_until(lambda: condition() or self.is_done(), what, [*self.processes, self.engine.process])
+
+    def status(self) -> str:
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"http://127.0.0.1:{self.status_port}/status", timeout=2, trust_env=False).text
+        return "the orchestrator has no status to tell"
+
+
+@contextmanager
+def started_apart(engine: SharedEngine, root: Path, *flags: str | Path) -> Iterator[Pair]:
     status = free_port()
     meeting = {"inference.server.port": engine.port, "orchestrator.server.port": status}
     meeting |= {"ports.batches": free_port(), "ports.weights": free_port()}
     ports = [word for key, port in meeting.items() for word in (f"--{key}", str(port))]
-    arguments = ["@", config, "--output-dir", root, *ports, *flags]
+    arguments = ["@", SYNCHRONOUS, "--output-dir", root, *ports, *flags]
     logs = RunPaths(root).logs
-    logs.mkdir(parents=True, exist_ok=True)
     with (
         started("orchestrator", *arguments, log=_fresh(logs / "orchestrator.stdout")) as orchestrator,
         started("trainer", *arguments, log=_fresh(logs / "trainer.stdout")) as trainer,
     ):
-        both = [orchestrator, trainer]
+        yield Pair(Run(root), engine, orchestrator, trainer, status)
 
-        def ended() -> bool:
-            codes = [process.poll() for process in both]
-            if any(codes):
-                time.sleep(1)  # the other one's last words
-                raise AssertionError("\n".join([*(process.tail() for process in both), _status(status)]))
-            return None not in codes
 
-        wait_until(ended, "orchestrator and trainer to end", [*both, engine.process])
-        assert [process.left() for process in both] == [[], []]
-    return Run(root)
+def run_apart(engine: SharedEngine, root: Path, *flags: str | Path) -> Run:
+    """To its end, with nothing left over."""
+    with started_apart(engine, root, *flags) as pair:
+        pair.until(pair.is_done, "orchestrator and trainer to end")
+        assert [process.left() for process in pair.processes] == [[], []]
+    return pair.run
 
 
 def _fresh(log: Path) -> Path:
@@ -247,9 +278,3 @@ def _fresh(log: Path) -> Path:
     if log.exists():
         log.rename(log.with_suffix(f".{time.time_ns()}"))
     return log
-
-
-def _status(port: int) -> str:
-    with suppress(httpx.HTTPError):
-        return httpx.get(f"http://127.0.0.1:{port}/status", timeout=2, trust_env=False).text
-    return "the orchestrator has no status to tell"

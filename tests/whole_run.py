@@ -6,7 +6,6 @@ import asyncio
 import textwrap
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,7 +166,8 @@ async def _run(
                     outcome.found = await looking
             if stop_after_meanwhile:
                 driving.cancel()
-            with suppress(asyncio.CancelledError):
+            await asyncio.wait([driving])
+            if not driving.cancelled():
                 await driving
     except* TriremeError as errors:
         outcome.error = _first(errors)

@@ -1,4 +1,4 @@
-"""Other ways to run beside the same engine: an environment that fails now and then, weights through a folder."""
+"""Other ways to run beside the same engine: ahead of the trainer, with a moody environment, weights through a folder."""
 
 from __future__ import annotations
 
@@ -47,3 +47,16 @@ def test_weights_travel_through_a_folder(engine: SharedEngine, tmp_path: Path) -
     run = run_apart(engine, tmp_path / "run", "--max-steps", "2", "--weight-broadcast.type", "filesystem")
     assert [row["mismatch_kl"] < 1e-6 for row in run.rows("trainer")] == [True, True]
     assert len(list(run.paths.broadcast.iterdir())) <= 2  # versions 1 and 2; 0 has been removed
+
+
+def test_weights_change_under_requests_in_flight(engine: SharedEngine, tmp_path: Path) -> None:
+    """Few requests at once make generation slower than training, so every new version finds some under way."""
+    ahead = ["--max-async-level", "2", "--orchestrator.max-concurrent", "4", "--orchestrator.max-off-policy-steps", "3"]
+    run = run_apart(engine, tmp_path / "run", "--no-orchestrator.eval", *ahead)
+    samples = [s for batch in run.batches() for rollout in batch.rollouts for s in rollout.samples]
+    versions = [set(sample.versions[sample.loss_mask == 1].tolist()) for sample in samples]
+    assert any(len(of_one) > 1 for of_one in versions)
+    assert 1 <= max(row["lag/max"] for row in run.rows("orchestrator")) <= 3
+    fresh = [row["mismatch_kl"] for row in run.rows("trainer") if "mismatch_kl" in row]
+    assert fresh
+    assert max(fresh) < 1e-6

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from real_run import Run, SharedEngine, run_apart
+from real_run import Run, SharedEngine, run_apart, started_apart, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -65,6 +65,21 @@ def test_a_resumed_run_ends_with_the_same_bits(straight: Run, engine: SharedEngi
     assert resumed.weights(STEPS).read_bytes() == straight.weights(STEPS).read_bytes()
     assert [row["step"] for row in resumed.rows("trainer")] == list(range(STEPS))
     assert sorted(resumed.evaluations()) == [0, 3, STEPS]
+
+
+def test_a_run_that_is_killed_twice_ends_with_the_same_bits(
+    straight: Run, engine: SharedEngine, tmp_path: Path
+) -> None:
+    """Once before its first checkpoint and once after it; the engine lives on, with what was under way in it."""
+    for steps in (2, 4):
+        with started_apart(engine, tmp_path / "run", "--resume") as pair:
+            pair.until(lambda: pair.run.rows("trainer")[-1:] and pair.run.rows("trainer")[-1]["step"] + 1 >= steps, "a step")
+            pair.trainer.kill()
+            pair.orchestrator.kill()
+            wait_until(lambda: not [*pair.trainer.left(), *pair.orchestrator.left()], "their children to end", [])
+    resumed = run_apart(engine, tmp_path / "run", "--resume")
+    assert tokens_of(resumed) == tokens_of(straight)
+    assert resumed.weights(STEPS).read_bytes() == straight.weights(STEPS).read_bytes()
 
 
 def test_two_ranks_take_the_steps_of_one(straight: Run, engine: SharedEngine, tmp_path: Path) -> None:

@@ -70,6 +70,12 @@ def test_the_same_values_have_the_same_digest_however_they_lie_in_memory() -> No
     assert tensor_digest(strided) == tensor_digest(tensor) == tensor_digest(tensor.clone().requires_grad_())
 
 
+@pytest.mark.parametrize("start", range(1, 5))
+def test_it_does_not_depend_on_where_in_memory_a_tensor_begins(start: int) -> None:
+    part = random_tensor(torch.bfloat16, 21)[start : start + 16]
+    assert tensor_digest(part) == tensor_digest(part.clone())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_two_values_exchanged_show(dtype: torch.dtype) -> None:
     tensor = random_tensor(dtype, 16, 16)

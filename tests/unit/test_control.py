@@ -36,12 +36,13 @@ def ask(handle: Callable[[Request], Reply]) -> Reply:
 
 
 @contextmanager
-def open_raw_server() -> Iterator[tuple[zmq.Socket, str]]:
+def open_raw_server(port: int | None = None) -> Iterator[tuple[zmq.Socket, str]]:
     """The other end of the socket by itself, to answer late, twice, or not at all."""
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.linger = 0
     socket.rcvtimeo = socket.sndtimeo = DEADLINE_S * 1000
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    port = port or free_port()
+    socket.bind(f"tcp://127.0.0.1:{port}")
     try:
         yield socket, f"tcp://127.0.0.1:{port}"
     finally:
@@ -157,7 +158,7 @@ def test_silence_ends_at_the_deadline_and_is_named() -> None:
 def test_a_peer_that_is_gone_for_thousands_of_questions_blocks_nobody() -> None:
     def tell_and_ask_in_vain() -> None:
         beat = Heartbeat(run_id="run", process="trainer", state="running", version=1, waits=[])
-        with open_client(f"tcp://127.0.0.1:{free_port()}", ask_again_s=0.0) as client:
+        with open_client(f"tcp://127.0.0.1:{free_port()}", ask_again_s=SOON_S) as client:
             for _ in range(3000):
                 client.tell(beat)
             with pytest.raises(DeadlineExceeded):
@@ -167,6 +168,23 @@ def test_a_peer_that_is_gone_for_thousands_of_questions_blocks_nobody() -> None:
     done = threading.Event()
     with in_a_thread(tell_and_ask_in_vain):
         assert done.wait(DEADLINE_S)
+
+
+def test_questions_that_nobody_took_are_not_asked_all_at_once_when_somebody_comes() -> None:
+    port = free_port()
+    with open_client(f"tcp://127.0.0.1:{port}", ask_again_s=SOON_S) as client:
+        with pytest.raises(DeadlineExceeded):
+            client.ask(QUESTION, what="batch 3", deadline_s=3 * SOON_S)
+        questions: list[bytes] = []
+        replies: list[Reply] = []
+        with open_raw_server(port) as (server, _):
+            with in_a_thread(lambda: replies.append(client.ask(QUESTION, what="batch 3", deadline_s=DEADLINE_S))):
+                while not replies and server.poll(1000):
+                    peer, number, _ = server.recv_multipart()
+                    questions.append(number)
+                    server.send_multipart([peer, number, encode(Ok())])
+    assert replies == [Ok()]
+    assert b"1" not in questions
 
 
 def test_an_orchestrator_that_comes_back_is_asked_again() -> None:

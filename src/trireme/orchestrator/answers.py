@@ -81,7 +81,8 @@ class Answers:
     async def _batch(self, request: GetBatch) -> Reply:
         if not self._journal.has(request.step):
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._batch_closed.wait(), PATIENCE_S)
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._batch_closed.wait()
             if not self._journal.has(request.step):
                 return NotYet(note=self._scheduler.describe())
         record = self._journal.read(request.step)

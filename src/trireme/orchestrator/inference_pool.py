@@ -146,7 +146,8 @@ class InferencePool:
                 return min(live, key=lambda engine: engine.in_flight)
             self.live.clear()
             try:
-                await asyncio.wait_for(self.live.wait(), max(0.0, give_up - time.monotonic()))
+                async with asyncio.timeout(max(0.0, give_up - time.monotonic())):
+                    await self.live.wait()
             except TimeoutError:
                 raise DeadlineExceeded(
                     f"orchestrator waited {self.timeout_s:.0f} s for an engine to become live - "

@@ -136,7 +136,8 @@ class Orchestrator:
             while not self.peers.trainer_done.is_set() or not evaluation.done():
                 wait.what = "its good-bye" if evaluation.done() else f"version {self.config.max_steps}, to evaluate it"
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self.peers.trainer_done.wait(), 0.2)
+                    async with asyncio.timeout(0.2):
+                        await self.peers.trainer_done.wait()
                 await asyncio.wait([evaluation], timeout=0.2)
                 wait.check()
         await asyncio.sleep(0.2)  # the answer to the good-bye is on its way

@@ -234,7 +234,9 @@ class Scheduler:
                 wait.peer = "inference" if self._under_way else "trainer"
                 self._arrived.clear()
                 try:
-                    await asyncio.wait_for(self._arrived.wait(), 5.0)
+                    # not `wait_for`: before Python 3.12 it forgets a cancellation that comes as a group arrives
+                    async with asyncio.timeout(5.0):
+                        await self._arrived.wait()
                 except TimeoutError:
                     wait.check()
 

@@ -1,0 +1,107 @@
+"""An engine that did not receive all of a model's weights says which layer it lacks: for every tensor that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from real_run import REPOSITORY, SharedEngine
+from safetensors.numpy import load_file, save_file
+
+from trireme.trainer.publish import probe_ids
+
+pytestmark = pytest.mark.e2e
+
+MODEL = REPOSITORY / "models/reverse-text-tiny"
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+
+Post = Callable[..., Any]
+
+
+@pytest.fixture
+def post(engine: SharedEngine) -> Iterator[Post]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{engine.port}", timeout=60, trust_env=False) as client:
+
+        def send(path: str, **body: Any) -> Any:
+            response = client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        send("pause?mode=keep")
+        info = {"kind": "filesystem", "host": "", "port": 0, "epoch": "test", "rank_offset": 1, "world_size": 2}
+        send("init_weight_transfer_engine", init_info=info | {"bucket_bytes": 1 << 20, "timeout_s": 60.0})
+        yield send
+        send("resume")
+
+
+def test_whichever_tensor_is_left_out_its_layer_is_named(post: Post, tmp_path: Path) -> None:
+    """The engine has tied embeddings, fused projections and packed weights; none of that may hide a gap."""
+    tensors = load_file(MODEL / "model.safetensors")
+    found = {name: update(post, {n: t for n, t in tensors.items() if n != name}, tmp_path) for name in tensors}
+    missed = {name: reported for name, reported in found.items() if layer_of(name) not in reported}
+    assert missed == {}
+    assert {name: reported for name, reported in found.items() if len(reported) > 1} == {
+        "model.embed_tokens.weight": ["model.embed_tokens", "lm_head"]
+    }
+
+
+def test_after_a_whole_update_the_engine_computes_with_it(post: Post, tmp_path: Path) -> None:
+    tensors = load_file(MODEL / "model.safetensors")
+    rng = np.random.default_rng(0)
+    moved = {name: t + rng.normal(0, 0.02, t.shape).astype(t.dtype) for name, t in tensors.items()}
+    before = logprobs(post)
+    assert update(post, moved, tmp_path) == []
+    after = logprobs(post)
+    assert np.abs(after - expected_logprobs(moved)).max() < 1e-4
+    assert np.abs(after - before).max() > 0.01
+
+
+def update(post: Post, tensors: dict[str, np.ndarray], folder: Path) -> list[str]:
+    """Sends these tensors; returns the layers that the engine reports as incomplete."""
+    save_file(tensors, folder / "00000.safetensors")
+    specs = [{"name": name, "dtype": "float32", "shape": list(t.shape)} for name, t in tensors.items()]
+    post("start_weight_update")
+    post("update_weights", update_info={"specs": specs, "payload": {"folder": str(folder)}})
+    post("finish_weight_update", weight_version="0")
+    (report,) = post("collective_rpc", method="trireme_weight_report")["results"]
+    assert report["digests"].keys() == tensors.keys()
+    return [layer.partition(" (")[0] for layer in report["incomplete"]]
+
+
+def layer_of(tensor: str) -> str:
+    *above, last = tensor.removesuffix(".weight").split(".")
+    return ".".join([*above, FUSED.get(last, last)])
+
+
+def logprobs(post: Post) -> np.ndarray:
+    """[T - 1] what the engine says about the fixed prompt."""
+    ids = prompt()
+    post("resume")
+    sampling = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0}
+    entries = post("inference/v1/generate", token_ids=ids, sampling_params=sampling)["prompt_logprobs"][1:]
+    post("pause?mode=keep")
+    return np.array([entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries, strict=True)])
+
+
+def expected_logprobs(tensors: dict[str, np.ndarray]) -> np.ndarray:
+    """The same by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model.load_state_dict({name: torch.from_numpy(t) for name, t in tensors.items()}, strict=False)
+    ids = torch.tensor([prompt()])
+    with torch.no_grad():
+        all_logprobs = model(ids).logits[0, :-1].log_softmax(-1)
+    return all_logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+
+
+def prompt() -> list[int]:
+    import json
+
+    return probe_ids(json.loads((MODEL / "config.json").read_text())["vocab_size"])
