@@ -18,8 +18,9 @@ import pytest
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments import pool
-from trireme.orchestrator.environments.pool import Environment, RolloutFailed, open_environment
+from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask, ToolCall
+from trireme.orchestrator.environments.worker_process import RolloutFailed
 
 REPOSITORY = Path(__file__).parents[2]
 ECHO = """

@@ -13,8 +13,9 @@ from trireme.base.paths import atomic_write, step_folder
 from trireme.config.orchestrator import Evaluation
 from trireme.config.run import RunConfig
 from trireme.monitor.metrics import MetricsFile
-from trireme.orchestrator.environments.pool import Environment, RolloutFailed
+from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Done
+from trireme.orchestrator.environments.worker_process import RolloutFailed
 from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.rollouts import RolloutRunner
 

@@ -19,56 +19,29 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import re
-import signal
-import socket
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
-
-from trireme.base.errors import ConfigError, PeerDied, TriremeError
+from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
-from trireme.base.processes import last_lines
 from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.venv import environment_python, find_environment
-from trireme.orchestrator.environments.wire import Ask, Cancel, Done, Failed, Load, Ready, Reply, RunTask, Stop
+from trireme.orchestrator.environments.wire import Done, Load, Ready, RunTask
+from trireme.orchestrator.environments.worker_process import (
+    LOAD_TIMEOUT_S,
+    AskPolicy,
+    EnvironmentWorker,
+    RolloutFailed,
+    WorkerDied,
+    cancel_all,
+)
 
 log = get_logger("environments")
 
-AskPolicy = Callable[[Ask], Awaitable[Reply]]
-
-WORKER = Path(__file__).parent / "worker"
-LOAD_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 5.0
 MAX_RESTARTS = 5  # of a worker, in a row, without one settled rollout between them
 LONGEST_BACKOFF_S = 30.0
-
-
-class RolloutFailed(TriremeError):
-    """This rollout has no reward. Others are not touched."""
-
-    def __init__(self, stage: str, error: str, traceback: str = "") -> None:
-        super().__init__(stage, error, traceback)  # all of them, so that it can be pickled
-        self.stage = stage  # "rollout", "score", "timeout" or "worker"
-        self.error = error
-        self.traceback = traceback
-
-    def __str__(self) -> str:
-        return f"{self.stage}: {self.error}"
-
-
-class WorkerDied(PeerDied):
-    """The worker of this rollout ended. `is_only_suspect`: no other rollout has seen as many deaths as this one."""
-
-    def __init__(self, reason: str, *, worker: EnvironmentWorker, is_only_suspect: bool) -> None:
-        super().__init__(reason)
-        self.worker = worker
-        self.is_only_suspect = is_only_suspect
 
 
 @asynccontextmanager
@@ -171,7 +144,7 @@ class Environment:
 
     async def _close(self) -> None:
         self._given_up = f"Environment {self.name!r} was closed with this rollout under way."
-        await _cancel_all(self._keepers)
+        await cancel_all(self._keepers)
         await asyncio.gather(*(worker.close() for worker in self._workers))
         self._worker_came.set()
 
@@ -215,314 +188,6 @@ class Environment:
             self._worker_came.set()
 
 
-class EnvironmentWorker:
-    """One worker process, from start to death, and again. Knows nothing of the other workers."""
-
-    def __init__(
-        self, *, name: str, python: Path, load: Load, log_file: Path, load_timeout_s: float, keep_python_path: bool
-    ) -> None:
-        self.name = name
-        self.is_ready = False
-        self.is_abandoned = False
-        self.num_settled = 0  # rollouts that ended, or were found to be what killed it: what a restart must achieve
-        self.log_file = log_file
-        self._python = python
-        self._load = load
-        self._load_timeout_s = load_timeout_s
-        self._keep_python_path = keep_python_path
-        self._rollouts: dict[str, _Rollout] = {}
-        self._serial = itertools.count()
-        self._process: asyncio.subprocess.Process | None = None
-        self._connection: _Connection | None = None
-        self._is_running = False
-
-    @property
-    def num_running(self) -> int:
-        return len(self._rollouts)
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
-
-    async def start(self) -> Ready:
-        """Starts the process and waits until it has loaded the environment.
-
-        Raises: ConfigError with the last lines of what went wrong, and the log's path.
-        """
-        answer: asyncio.Future[Ready | Failed] = asyncio.get_running_loop().create_future()
-        await self._spawn(answer)
-        self._send(self._load)
-        try:
-            async with asyncio.timeout(self._load_timeout_s):
-                loaded = await answer
-        except TimeoutError as error:
-            await self._end()
-            raise self._load_error(f"was not loaded after {self._load_timeout_s:.0f} s") from error
-        except PeerDied as error:
-            await self._end(patience_s=1)
-            raise self._load_error(f"ended its worker while it was loaded: it {self._how_it_ended()}") from error
-        if isinstance(loaded, Failed):
-            await self._end(patience_s=1)
-            raise self._load_error(f"could not be loaded: {loaded.error}", loaded.traceback.splitlines())
-        self.is_ready = True
-        return loaded
-
-    async def run(self, task: RunTask, ask: AskPolicy, *, timeout_s: float, num_deaths: int = 0) -> Done:
-        """Raises: RolloutFailed; WorkerDied where the process ended first."""
-        assert self.is_ready, f"run({task.task}) on worker {self.name}, which is not ready"
-        on_wire = f"{task.task}.{next(self._serial)}"  # a late message of a cancelled attempt must find no taker
-        rollout = self._rollouts[on_wire] = _Rollout(task, ask, self._send, num_deaths=num_deaths)
-        self._send(msgspec.structs.replace(task, task=on_wire))
-        is_over = False
-        try:
-            async with asyncio.timeout(timeout_s) as limit:
-                outcome = await rollout.follow()
-            is_over = True
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise RolloutFailed("timeout", f"not finished after {timeout_s:g} s (`rollout_timeout_s`)") from error
-        except (WorkerDied, RolloutFailed):
-            is_over = True
-            raise
-        finally:
-            del self._rollouts[on_wire]
-            if not is_over:
-                self._send(Cancel(task=on_wire))
-        return outcome
-
-    async def wait_for_death(self) -> str:
-        """Returns what is known about it, after all its rollouts have been told."""
-        if not self._is_running or self._connection is None or self._process is None:
-            return f"Environment worker {self.name} is not running."
-        hung_up = asyncio.ensure_future(self._connection.closed.wait())
-        exited = asyncio.ensure_future(self._process.wait())  # a forked child may hold the socket open
-        try:
-            await asyncio.wait((hung_up, exited), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            hung_up.cancel()
-            exited.cancel()
-        await self._end(patience_s=1)
-        reason = f"Environment worker {self.name} {self._how_it_ended()} (log: {self.log_file})."
-        self._tell_rollouts(reason)
-        return reason
-
-    async def close(self) -> None:
-        """Asks it to tear down, then ends it with all its children."""
-        if self.is_ready:
-            self._send(Stop())
-            await self._end(patience_s=STOP_TIMEOUT_S)
-        else:
-            await self._end()
-        self._tell_rollouts(f"Environment worker {self.name} was closed.")
-
-    async def _spawn(self, answer: asyncio.Future[Ready | Failed]) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with theirs, open(self.log_file, "ab") as output:
-                self._process = await asyncio.create_subprocess_exec(
-                    str(self._python), str(WORKER), str(theirs.fileno()),
-                    pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                    env=self._variables(), start_new_session=True,
-                )  # fmt: skip
-        except BaseException:
-            ours.close()  # a worker that was started after all ends when it sees this
-            raise
-        self._is_running = True
-        connection = _Connection(self._receive, answer)
-        await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
-        self._connection = connection
-
-    def _variables(self) -> dict[str, str]:
-        unwanted = {"VIRTUAL_ENV", "PYTHONHOME", "PYTHONSAFEPATH"} | (
-            set() if self._keep_python_path else {"PYTHONPATH"}
-        )
-        inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
-        ours = {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-        return inherited | ours
-
-    def _send(self, message: wire.ToWorker) -> None:
-        if self._connection is not None:
-            self._connection.send(message)
-
-    def _receive(self, message: Ask | Done | wire.Error) -> None:
-        if rollout := self._rollouts.get(message.task):
-            self.num_settled += not isinstance(message, Ask)
-            message.task = rollout.task.task
-            rollout.deliver(message)
-
-    def _tell_rollouts(self, reason: str) -> None:
-        most = max((rollout.num_deaths for rollout in self._rollouts.values()), default=0)
-        num_suspects = sum(rollout.num_deaths == most for rollout in self._rollouts.values())
-        for rollout in list(self._rollouts.values()):
-            is_only_suspect = num_suspects == 1 and rollout.num_deaths == most
-            rollout.deliver(WorkerDied(reason, worker=self, is_only_suspect=is_only_suspect))
-
-    async def _end(self, *, patience_s: float = 0.0) -> None:
-        """Lets the process end by itself for a while, then kills what is left of it and its children, and reaps it."""
-        self.is_ready = False
-        if not self._is_running or self._process is None:
-            return
-        try:
-            async with asyncio.timeout(patience_s):
-                await self._process.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._is_running = False  # once only: later, the number may belong to somebody else's process
-            _kill_group(self._process.pid)
-            if self._connection is not None:
-                self._connection.close()
-        await self._process.wait()
-
-    def _how_it_ended(self) -> str:
-        code = self._process.returncode if self._process else None
-        if code is None or code >= 0:
-            return f"exited with code {code}"
-        hint = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
-        return f"was ended by {signal.Signals(-code).name}{hint}"
-
-    def _load_error(self, what: str, last_words: list[str] | None = None) -> ConfigError:
-        lines = last_lines(self.log_file, 12) if last_words is None else last_words[-12:]
-        return ConfigError(
-            f"Environment {self._load.module!r} {what.rstrip('.')}. Last lines:\n"
-            + "\n".join(f"  {line}" for line in lines)
-            + f"\nExpected its `load_environment(**{self._load.args!r})` to return an environment - correct it, or "
-            f"`args`; the whole log is {self.log_file}"
-        )
-
-
-class _Rollout:
-    """The orchestrator's half of one rollout: takes the worker's messages one by one, in the task of whoever waits.
-
-    Produces: the model turns that are asked for. Waits for: the worker. Woken by: `deliver`, called by the connection.
-    """
-
-    __slots__ = ("_ask", "_asking", "_extra", "_inbox", "_send", "_waiter", "num_deaths", "task")
-
-    def __init__(
-        self, task: RunTask, ask: AskPolicy, send: Callable[[wire.ToWorker], None], *, num_deaths: int
-    ) -> None:
-        self.task = task
-        self.num_deaths = num_deaths
-        self._ask = ask
-        self._send = send
-        self._inbox: deque[Ask | Done | wire.Error | Exception] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._asking: asyncio.Timeout | None = None
-        self._extra: set[asyncio.Task[None]] = set()
-
-    async def follow(self) -> Done:
-        """Raises: RolloutFailed, WorkerDied, or what `ask` raised."""
-        try:
-            while True:
-                message = await self._next()
-                if isinstance(message, Ask):
-                    if not self._inbox:  # else it is over already
-                        await self._answer_unless_over(message)
-                elif isinstance(message, Done):
-                    return message
-                elif isinstance(message, wire.Error):
-                    raise RolloutFailed(message.stage, message.error, message.traceback)
-                else:
-                    raise message
-        finally:
-            await _cancel_all(self._extra)
-
-    def deliver(self, message: Ask | Done | wire.Error | Exception) -> None:
-        """A second Ask beside an unanswered one gets a task of its own; anything else makes the answer needless."""
-        if isinstance(message, Ask) and (self._asking is not None or self._inbox):
-            self._answer_beside(message)
-            return
-        if self._asking is not None and not self._asking.expired():
-            self._asking.reschedule(0)
-        self._inbox.append(message)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def _next(self) -> Ask | Done | wire.Error | Exception:
-        while not self._inbox:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._inbox.popleft()
-
-    async def _answer_unless_over(self, question: Ask) -> None:
-        """`asyncio.timeout(None)` is a cancel scope: the rollout may end (its worker dies) while we ask the engine."""
-        try:
-            async with asyncio.timeout(None) as scope:
-                self._asking = scope
-                await self._answer(question)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-        finally:
-            self._asking = None
-
-    async def _answer(self, question: Ask) -> None:
-        reply = await self._ask(question)
-        reply.call = question.call
-        self._send(reply)
-
-    def _answer_beside(self, question: Ask) -> None:
-        answering = asyncio.create_task(self._answer(question))
-        self._extra.add(answering)
-        answering.add_done_callback(self._answered_beside)
-
-    def _answered_beside(self, answering: asyncio.Task[None]) -> None:
-        self._extra.discard(answering)
-        if not answering.cancelled() and isinstance(error := answering.exception(), Exception):
-            self.deliver(error)
-
-
-class _Connection(asyncio.Protocol):
-    """Our end of the socket pair. What is sent in one turn of the event loop leaves with one write."""
-
-    def __init__(
-        self, on_message: Callable[[Ask | Done | wire.Error], None], answer: asyncio.Future[Ready | Failed]
-    ) -> None:
-        self.closed = asyncio.Event()
-        self._on_message = on_message
-        self._answer = answer  # to Load; this connection's own, so that an old one's end cannot fail a new one's start
-        self._reader = wire.LineReader(self._receive)
-        self._transport: asyncio.WriteTransport | None = None
-        self._outbox: list[bytes] = []
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._reader.feed(data)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
-        self.closed.set()
-        if not self._answer.done():
-            self._answer.set_exception(PeerDied("The worker hung up before it had loaded the environment."))
-
-    def send(self, message: wire.ToWorker) -> None:
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(wire.encode(message))
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _receive(self, message: wire.FromWorker) -> None:
-        if not isinstance(message, (Ready, Failed)):
-            self._on_message(message)
-        elif not self._answer.done():
-            self._answer.set_result(message)
-
-    def _flush(self) -> None:
-        if self._transport is not None:  # or the worker is dead, and its rollouts are told by `wait_for_death`
-            self._transport.write(b"".join(self._outbox))
-        self._outbox.clear()
-
-
 def _drop(num_deaths: int, death: WorkerDied) -> RolloutFailed:
     often = "twice" if num_deaths == 2 else f"{num_deaths} times"
     return RolloutFailed("worker", f"worker died {often} with this rollout under way; the last time: {death}")
@@ -532,23 +197,10 @@ def _backoff_s(num_restarts: int) -> float:
     return min(LONGEST_BACKOFF_S, 0.5 * 2**num_restarts) if num_restarts else 0.0
 
 
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
 async def _all_or_first_error(starting: list[Awaitable[Ready]]) -> list[Ready]:
     """Like TaskGroup, but raises the first error itself: a ConfigError is for people, not a group of one."""
     tasks = [asyncio.ensure_future(each) for each in starting]
     try:
         return await asyncio.gather(*tasks)
     finally:
-        await _cancel_all(tasks)
-
-
-async def _cancel_all(tasks: set[asyncio.Task] | list[asyncio.Task] | list[asyncio.Future]) -> None:
-    pending = [task for task in tasks if not task.done()]
-    for task in pending:
-        task.cancel()
-    if pending:
-        await asyncio.gather(*pending, return_exceptions=True)
+        await cancel_all(tasks)
