@@ -241,8 +241,13 @@ class Pair:
             raise AssertionError("\n".join([*(process.tail() for process in self.processes), self.status()]))
         return None not in codes
 
-    def until(self, condition: Callable[[], Any], what: str) -> None:
-        wait_until(lambda: condition() or self.is_done(), what, [*self.processes, self.engine.process])
+    def until_trained(self, steps: int) -> None:
+        """Steps of a run that was stopped before count too."""
+
+        def is_trained() -> bool:
+            return self.is_done() or any(row["step"] + 1 >= steps for row in self.run.rows("trainer"))
+
+        wait_until(is_trained, f"step {steps}", [*self.processes, self.engine.process])
 
     def status(self) -> str:
         with suppress(httpx.HTTPError):
@@ -268,7 +273,7 @@ def started_apart(engine: SharedEngine, root: Path, *flags: str | Path) -> Itera
 def run_apart(engine: SharedEngine, root: Path, *flags: str | Path) -> Run:
     """To its end, with nothing left over."""
     with started_apart(engine, root, *flags) as pair:
-        pair.until(pair.is_done, "orchestrator and trainer to end")
+        wait_until(pair.is_done, "orchestrator and trainer to end", [*pair.processes, engine.process])
         assert [process.left() for process in pair.processes] == [[], []]
     return pair.run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import textwrap
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from fake_engine import FakeEngine, FakeTrainer, WeightWire, open_fake_engine
 from tiny_tokenizer import END, write_tokenizer
 from trireme.base.errors import TriremeError
 from trireme.base.processes import free_port
+from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.orchestrator.journal import Journal
 from trireme.orchestrator.loop import Orchestrator, drive, open_orchestrator
@@ -59,6 +61,14 @@ def build_config(folder: Path, code: str = SAY, **sections: Any) -> RunConfig:
 def _merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     both = {key for key in values if isinstance(values[key], dict) and isinstance(more.get(key), dict)}
     return values | more | {key: _merged(values[key], more[key]) for key in both}
+
+
+def block_until(condition: Callable[[], Any], what: str) -> None:
+    """For the trainer's thread. Raises: DeadlineExceeded."""
+    with Waits("test").waiting(what, peer="orchestrator", deadline_s=DEADLINE_S) as wait:
+        while not condition():
+            wait.check()
+            time.sleep(0.01)
 
 
 @dataclass

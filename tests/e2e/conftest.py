@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from real_run import Run, SharedEngine, open_engine, run_apart
 
 

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from real_run import DEADLINE_S, QUICKSTART, REPOSITORY, command, started
 
 pytestmark = pytest.mark.e2e

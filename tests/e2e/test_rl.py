@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from real_run import END_S, QUICKSTART, Process, Run, started, wait_until
 
+from real_run import END_S, QUICKSTART, Process, Run, started, wait_until
 from trireme.trainer.checkpoint import complete_steps
 
 pytestmark = pytest.mark.e2e

@@ -1,10 +1,11 @@
-"""Other ways to run beside the same engine: ahead of the trainer, with a moody environment, weights through a folder."""
+"""Other ways to run beside the same engine: generation ahead, a moody environment, weights through a folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+
 from real_run import SharedEngine, run_apart
 
 pytestmark = pytest.mark.e2e

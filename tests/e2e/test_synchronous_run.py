@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from real_run import Run, SharedEngine, run_apart, started_apart, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -73,10 +74,10 @@ def test_a_run_that_is_killed_twice_ends_with_the_same_bits(
     """Once before its first checkpoint and once after it; the engine lives on, with what was under way in it."""
     for steps in (2, 4):
         with started_apart(engine, tmp_path / "run", "--resume") as pair:
-            pair.until(lambda: pair.run.rows("trainer")[-1:] and pair.run.rows("trainer")[-1]["step"] + 1 >= steps, "a step")
+            pair.until_trained(steps)
             pair.trainer.kill()
             pair.orchestrator.kill()
-            wait_until(lambda: not [*pair.trainer.left(), *pair.orchestrator.left()], "their children to end", [])
+            wait_until(lambda both=pair.processes: not any(p.left() for p in both), "their children to end", [])
     resumed = run_apart(engine, tmp_path / "run", "--resume")
     assert tokens_of(resumed) == tokens_of(straight)
     assert resumed.weights(STEPS).read_bytes() == straight.weights(STEPS).read_bytes()

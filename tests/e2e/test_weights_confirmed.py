@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from real_run import REPOSITORY, SharedEngine
 from safetensors.numpy import load_file, save_file
 
+from real_run import REPOSITORY, SharedEngine
 from trireme.trainer.publish import probe_ids
 
 pytestmark = pytest.mark.e2e

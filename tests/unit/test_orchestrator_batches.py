@@ -12,7 +12,10 @@ import pytest
 from fake_engine import PATIENCE_S
 from tiny_tokenizer import LLAMA_3, write_tokenizer
 from trireme.base.waiting import Waits
+from trireme.config.run import RunConfig
+from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.records import BatchRecord
+from trireme.orchestrator.scheduler import Scheduler
 from whole_run import build_config, run
 
 ONE_IN_TEN_FAILS = """
@@ -56,7 +59,7 @@ def versions_in(record: BatchRecord) -> np.ndarray:
     return versions[versions >= 0]
 
 
-def assert_every_rollout_has_one_fate(records: list[BatchRecord], group_size: int) -> None:
+def assert_every_rollout_has_one_fate(records: list[BatchRecord], config: RunConfig) -> None:
     """Trained once, dropped once for a reason, or in a group that is still open."""
     fates: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
     for record in records:
@@ -74,10 +77,11 @@ def assert_every_rollout_has_one_fate(records: list[BatchRecord], group_size: in
     assert decided | set(open_groups) == set(range(last.next_group))
     assert not decided & set(open_groups)
     for group in decided:
-        ends = [fates[group, place][-1][1] for place in range(group_size)]
+        ends = [fates[group, place][-1][1] for place in range(config.orchestrator.rollouts_per_example)]
         assert len(set(ends)) == 1, f"group {group} was torn: {ends}"
     for rollout, attempts in fates.items():
         assert [number for number, _ in attempts] == list(range(len(attempts))), f"{rollout}: {attempts}"
+        assert len(attempts) <= config.orchestrator.max_rollout_attempts, f"{rollout}: {attempts}"
         assert all(fate == "dropped" for _, fate in attempts[:-1]), f"{rollout}: {attempts}"
     assert sum(fate == "trained" for attempts in fates.values() for _, fate in attempts) == last.counters["trained"]
     assert sum(fate == "dropped" for attempts in fates.values() for _, fate in attempts) == last.counters["dropped"]
@@ -101,15 +105,12 @@ def test_in_a_synchronous_run_batch_n_is_sampled_by_version_n_once_that_is_live(
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_generation_runs_ahead_by_as_many_versions_as_allowed_and_no_further(tmp_path, level):
-    def wait_for_all_that_version_0_may_generate(version, config):
+    def wait_for_all_that_version_0_may_generate(version):
         if version == 0:
-            with Waits("trainer").waiting("batches", peer="orchestrator", deadline_s=PATIENCE_S) as wait:
-                while not (config.paths.journal / f"batch_{level:06d}.msgpack").exists():
-                    wait.check()
+            block_until((config.paths.journal / f"batch_{level:06d}.msgpack").exists, "batches")
 
     config = build_config(tmp_path, max_async_level=level, max_steps=5, orchestrator={"max_off_policy_steps": level})
-    before_step = lambda version: wait_for_all_that_version_0_may_generate(version, config)  # noqa: E731
-    outcome = run(config, trainer={"before_step": before_step})
+    outcome = run(config, trainer={"before_step": wait_for_all_that_version_0_may_generate})
     assert outcome.error is None
     lags = [record.step - versions_in(record) for record in outcome.records]
     assert [int(lag.max()) for lag in lags[: level + 1]] == list(range(level + 1))
@@ -157,7 +158,7 @@ def test_a_stale_group_never_reaches_a_batch(tmp_path):
     stale = [dropped for record in records for dropped in record.dropped if dropped.reason.startswith("stale")]
     assert len(stale) % 4 == 0
     assert stale
-    assert_every_rollout_has_one_fate(records, 4)
+    assert_every_rollout_has_one_fate(records, config)
 
 
 def test_a_group_that_finished_but_waited_too_long_is_dropped_for_the_version_that_sampled_it(tmp_path):
@@ -165,9 +166,7 @@ def test_a_group_that_finished_but_waited_too_long_is_dropped_for_the_version_th
 
     def wait_until_all_have_come(version):
         if version == 0:
-            with Waits("trainer").waiting("rollouts", peer="engine", deadline_s=PATIENCE_S) as wait:
-                while len(engines[0].requests) < 24:
-                    wait.check()
+            block_until(lambda: len(engines[0].requests) >= 24, "requests")
 
     engines = []
 
@@ -186,7 +185,7 @@ def test_a_group_that_finished_but_waited_too_long_is_dropped_for_the_version_th
     assert max(int((record.step - versions_in(record)).max()) for record in records) <= 1
     reasons = {dropped.reason for record in records for dropped in record.dropped}
     assert reasons == {"stale: version 0 sampled a part of it"}
-    assert_every_rollout_has_one_fate(records, 4)
+    assert_every_rollout_has_one_fate(records, config)
 
 
 def test_groups_without_signal_are_dropped_with_that_reason_and_replaced(tmp_path):
@@ -204,11 +203,12 @@ def test_groups_without_signal_are_dropped_with_that_reason_and_replaced(tmp_pat
         assert all(len(values) > 1 for values in rewards.values())
     reasons = Counter(dropped.reason for record in records for dropped in record.dropped)
     assert reasons["no signal: all rewards of the group are equal"] >= 4
-    assert_every_rollout_has_one_fate(records, 4)
+    assert_every_rollout_has_one_fate(records, config)
 
 
 def test_a_reward_that_raises_on_one_rollout_in_ten_costs_only_those_rollouts(tmp_path):
-    outcome = run(build_config(tmp_path, ONE_IN_TEN_FAILS, max_steps=5))
+    config = build_config(tmp_path, ONE_IN_TEN_FAILS, max_steps=5)
+    outcome = run(config)
     assert outcome.error is None
     records = outcome.records
     assert [len(record.rollouts) for record in records] == [8] * 5
@@ -216,12 +216,13 @@ def test_a_reward_that_raises_on_one_rollout_in_ten_costs_only_those_rollouts(tm
     assert reasons
     assert all(reason.startswith("score: ZeroDivisionError: call ") for reason in reasons)
     assert any(rollout.attempt == 1 for record in records for rollout in record.rollouts)
-    assert_every_rollout_has_one_fate(records, 4)
+    assert_every_rollout_has_one_fate(records, config)
 
 
 def test_a_rollout_that_fails_each_time_costs_its_group_and_the_batch_is_refilled(tmp_path):
     code = EVEN_ONES_SAY_NOTHING.replace("return 0.5 if", "return 1 / 0 if")
-    outcome = run(build_config(tmp_path, code, orchestrator={"max_rollout_attempts": 2}))
+    config = build_config(tmp_path, code, orchestrator={"max_rollout_attempts": 2})
+    outcome = run(config)
     assert outcome.error is None
     records = outcome.records
     assert [len(record.rollouts) for record in records] == [8, 8, 8]
@@ -231,7 +232,7 @@ def test_a_rollout_that_fails_each_time_costs_its_group_and_the_batch_is_refille
     reasons = {dropped.reason.partition(":")[0] for record in records for dropped in record.dropped}
     assert reasons <= {"score", "group given up"}
     assert "score" in reasons
-    assert_every_rollout_has_one_fate(records, 4)
+    assert_every_rollout_has_one_fate(records, config)
 
 
 def test_when_all_rollouts_fail_the_run_ends_with_the_environments_own_words(tmp_path):
@@ -245,7 +246,8 @@ def test_when_all_rollouts_fail_the_run_ends_with_the_environments_own_words(tmp
 def test_a_conversation_that_the_chat_template_refuses_ends_the_run_with_the_templates_words(tmp_path):
     model = write_tokenizer(tmp_path / "llama", LLAMA_3)
     outcome = run(build_config(tmp_path, SYSTEM_MESSAGE_LAST, model={"name": str(model)}))
-    assert "Only one system message, and it comes first" in str(outcome.error)
+    words = "The chat template refuses this conversation: Only one system message, and it comes first"
+    assert words in str(outcome.error)
 
 
 def test_an_answer_that_we_cannot_make_sense_of_ends_the_run_instead_of_hanging_it(tmp_path):
@@ -283,7 +285,28 @@ def test_over_a_stormy_run_every_rollout_has_one_fate(tmp_path, level):
     records = outcome.records
     assert [len(record.rollouts) for record in records] == [8] * 8
     assert any("refused with 400" in dropped.reason for record in records for dropped in record.dropped)
-    assert_every_rollout_has_one_fate(records, 4)
+    assert_every_rollout_has_one_fate(records, config)
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_run_that_must_end_ends_also_when_a_group_arrives_at_that_instant(tmp_path, turns):
+    """So many turns of the event loop lie between the arrival and the cancellation."""
+
+    async def main():
+        policy = Policy(None, config.weight_broadcast, Waits("orchestrator"))
+        scheduler = Scheduler(config, {}, None, policy, None, Waits("orchestrator"), next_batch=0)
+        waiting = asyncio.create_task(scheduler.next_group())
+        await asyncio.sleep(0.01)
+        scheduler._arrived.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        done, _ = await asyncio.wait([waiting], timeout=1)
+        waiting.cancel()
+        return done
+
+    config = build_config(tmp_path)
+    assert asyncio.run(main())
 
 
 def test_advantages_are_the_rewards_minus_their_groups_mean_on_sampled_tokens_only(tmp_path):

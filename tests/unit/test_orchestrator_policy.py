@@ -68,7 +68,7 @@ def on_stage(folder: Path, play: Callable[[Stage], Awaitable[Any]], *, kind: str
     config = build_config(folder, weight_broadcast={"type": kind})
 
     async def main() -> Any:
-        async with asyncio.timeout(20), open_stage(config, **knobs) as stage:
+        async with asyncio.timeout(10), open_stage(config, **knobs) as stage:
             return await play(stage)
 
     return asyncio.run(main())
