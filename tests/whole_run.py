@@ -131,9 +131,12 @@ def run(
         wire = WeightWire()
         port = config.inference.server.port
         async with open_fake_engine(wire, port=port, end=END, **(engine or {})) as opened:
-            return await _run(
-                config, opened, _build_trainer(config, wire, trainer or {}), meanwhile, stop_after_meanwhile
-            )
+            outcome = Outcome(config, opened, _build_trainer(config, wire, trainer or {}))
+            try:
+                await _run(outcome, meanwhile, stop_after_meanwhile)
+            except asyncio.CancelledError:
+                raise outcome.trainer_error[0] from None  # a mistake in the test's own trainer
+            return outcome
 
     return asyncio.run(main())
 
@@ -147,28 +150,28 @@ def _build_trainer(config: RunConfig, wire: WeightWire, knobs: dict[str, Any]) -
 
 
 async def _run(
-    config: RunConfig,
-    engine: FakeEngine,
-    trainer: FakeTrainer,
-    meanwhile: Callable[[Running], Awaitable[Any]] | None,
-    stop_after_meanwhile: bool,
-) -> Outcome:
-    outcome = Outcome(config, engine, trainer)
+    outcome: Outcome, meanwhile: Callable[[Running], Awaitable[Any]] | None, stop_after_meanwhile: bool
+) -> None:
+    loop, here = asyncio.get_running_loop(), asyncio.current_task()
+    assert here is not None
 
     def train() -> None:
         try:
-            trainer.train()
+            outcome.trainer.train()
+        except TriremeError as error:
+            outcome.trainer_error.append(error)
         except Exception as error:
             outcome.trainer_error.append(error)
+            loop.call_soon_threadsafe(here.cancel)
 
     outcome.training = threading.Thread(target=train, daemon=True)
     outcome.training.start()
     try:
-        async with asyncio.timeout(DEADLINE_S), open_orchestrator(config) as orchestrator:
+        async with asyncio.timeout(DEADLINE_S), open_orchestrator(outcome.config) as orchestrator:
             driving = asyncio.create_task(drive(orchestrator))
             if meanwhile is not None:
                 await asyncio.sleep(0)
-                looking = asyncio.create_task(meanwhile(Running(orchestrator, engine, trainer)))
+                looking = asyncio.create_task(meanwhile(Running(orchestrator, outcome.engine, outcome.trainer)))
                 await asyncio.wait([driving, looking], return_when=asyncio.FIRST_COMPLETED)
                 if driving.done() and driving.exception() is not None:
                     looking.cancel()
@@ -182,8 +185,7 @@ async def _run(
     except* TriremeError as errors:
         outcome.error = _first(errors)
     finally:
-        trainer.stop.set()
-    return outcome
+        outcome.trainer.stop.set()
 
 
 def _first(group: BaseExceptionGroup) -> Any:

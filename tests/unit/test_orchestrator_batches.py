@@ -16,7 +16,7 @@ from trireme.config.run import RunConfig
 from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.records import BatchRecord
 from trireme.orchestrator.scheduler import Scheduler
-from whole_run import build_config, run
+from whole_run import block_until, build_config, run
 
 ONE_IN_TEN_FAILS = """
     calls = 0
