@@ -249,6 +249,23 @@ class Pair:
 
         wait_until(is_trained, f"step {steps}", [*self.processes, self.engine.process])
 
+    def until_done(self) -> None:
+        """Both at their end, with nothing left over."""
+        wait_until(self.is_done, "orchestrator and trainer to end", [*self.processes, self.engine.process])
+        assert [process.left() for process in self.processes] == [[], []]
+
+    def kill(self) -> None:
+        """`kill -9` of both; what they had started ends by itself."""
+        for process in self.processes:
+            process.kill()
+        wait_until(lambda: not any(process.left() for process in self.processes), "their children to end", [])
+
+    def kill_environment_worker(self) -> None:
+        workers = [child for child in self.orchestrator.family if "environments/worker" in _describe(child)]
+        assert workers, self.orchestrator.tail()
+        for worker in workers:
+            worker.kill()
+
     def status(self) -> str:
         with suppress(httpx.HTTPError):
             return httpx.get(f"http://127.0.0.1:{self.status_port}/status", timeout=2, trust_env=False).text
@@ -273,8 +290,7 @@ def started_apart(engine: SharedEngine, root: Path, *flags: str | Path) -> Itera
 def run_apart(engine: SharedEngine, root: Path, *flags: str | Path) -> Run:
     """To its end, with nothing left over."""
     with started_apart(engine, root, *flags) as pair:
-        wait_until(pair.is_done, "orchestrator and trainer to end", [*pair.processes, engine.process])
-        assert [process.left() for process in pair.processes] == [[], []]
+        pair.until_done()
     return pair.run
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from real_run import Run, SharedEngine, run_apart, started_apart, wait_until
+from real_run import Run, SharedEngine, run_apart, started_apart
 
 pytestmark = pytest.mark.e2e
 
@@ -75,12 +75,20 @@ def test_a_run_that_is_killed_twice_ends_with_the_same_bits(
     for steps in (2, 4):
         with started_apart(engine, tmp_path / "run", "--resume") as pair:
             pair.until_trained(steps)
-            pair.trainer.kill()
-            pair.orchestrator.kill()
-            wait_until(lambda both=pair.processes: not any(p.left() for p in both), "their children to end", [])
+            pair.kill()
     resumed = run_apart(engine, tmp_path / "run", "--resume")
     assert tokens_of(resumed) == tokens_of(straight)
     assert resumed.weights(STEPS).read_bytes() == straight.weights(STEPS).read_bytes()
+
+
+def test_an_environment_worker_that_dies_costs_nothing(straight: Run, engine: SharedEngine, tmp_path: Path) -> None:
+    """Its rollouts are issued again, with the same seeds."""
+    with started_apart(engine, tmp_path / "run") as pair:
+        pair.until_trained(2)
+        pair.kill_environment_worker()
+        pair.until_done()
+    assert tokens_of(pair.run) == tokens_of(straight)
+    assert pair.run.weights(STEPS).read_bytes() == straight.weights(STEPS).read_bytes()
 
 
 def test_two_ranks_take_the_steps_of_one(straight: Run, engine: SharedEngine, tmp_path: Path) -> None:

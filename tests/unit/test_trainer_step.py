@@ -218,6 +218,18 @@ def test_a_step_clips_the_norm_of_the_whole_gradient(tiny_model: Path, world: Wo
     assert math.sqrt(sum(float((m.double() ** 2).sum()) for m in moved.values())) == pytest.approx(expected / 10, 1e-3)
 
 
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(tiny_model: Path, world: World) -> None:
+    model = load_model(TrainerModel(), str(tiny_model), world)
+    optimizer = build_optimizer(model, Optimizer(lr=1e-3))
+    before = weights_of(model)
+    _forward_backward(model, random_samples(LENGTHS), world, policy_gradient(LOSS))
+    next(model.parameters()).grad.mul_(float("nan"))
+    assert update(model, optimizer, max_norm=1.0)["skipped_update"] == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(model).items())
+    _forward_backward(model, random_samples(LENGTHS), world, policy_gradient(LOSS))
+    assert update(model, optimizer, max_norm=1.0)["skipped_update"] == 0
+
+
 def test_training_raises_the_probability_of_what_was_rewarded(tiny_model: Path, world: World) -> None:
     (sample,) = random_samples([12])
     count = sample.tokens.length

@@ -306,10 +306,10 @@ def _attention_runs_here(config: RunConfig, _: Devices) -> Iterator[str]:
 
 
 def _check_attention(key: str, attention: str, device: str) -> Iterator[str]:
-    if device == "cpu" and attention.startswith("flash"):
+    if device == "cpu" and attention.startswith("fl"):
         yield (
-            f'{key} = "{attention}" with device = "cpu" - FlashAttention runs on GPUs only. '
-            'Write "sdpa" (the default), "eager" or "flex_attention".'
+            f'{key} = "{attention}" with device = "cpu" - its backward pass runs on GPUs only. '
+            'Write "sdpa" (the default) or "eager".'
         )
 
 

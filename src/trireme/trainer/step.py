@@ -5,6 +5,7 @@ T tokens of a row, K of them count.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from transformers import PreTrainedModel
 from trireme.algo.logprobs import token_logprobs
 from trireme.algo.loss import LossTerms, importance_loss, kl_estimate
 from trireme.algo.packing import positions
+from trireme.base.log import get_logger
 from trireme.config.trainer import Loss
 from trireme.messages import MicroBatch
 from trireme.trainer.mesh import World
 from trireme.trainer.model import logits_at
+
+log = get_logger("step")
 
 
 @dataclass(frozen=True)
@@ -131,9 +135,17 @@ def _means(sums: dict[str, float], loss_tokens: int) -> dict[str, float]:
 
 
 def update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, max_norm: float) -> dict[str, float]:
-    """Clips the global gradient norm, steps, and clears the gradients."""
+    """Clips the global gradient norm, steps, and clears the gradients.
+
+    A gradient that is not finite is thrown away: the weights stay as they are, and `skipped_update` says so. Clipping
+    would turn it into weights that are NaN throughout.
+    """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    optimizer.step()
+    grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    is_finite = math.isfinite(grad_norm)
+    if is_finite:
+        optimizer.step()
+    else:
+        log.warning("the gradient is not finite (norm %s): this step leaves the weights as they are", grad_norm)
     optimizer.zero_grad(set_to_none=True)
-    return {"grad_norm": float(grad_norm)}
+    return {"grad_norm": grad_norm, "skipped_update": float(not is_finite)}
