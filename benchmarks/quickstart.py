@@ -69,7 +69,7 @@ def main() -> int:
             f"{r['lag']:.0f}",
             f"{r['seconds']:.0f}",
         )
-    Console().print(table)
+    Console(width=120).print(table)
     return 0 if all(map(kept, results.values())) else 1
 
 

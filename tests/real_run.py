@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ import psutil
 from safetensors import safe_open
 
 from trireme.base.paths import RunPaths, step_folder
-from trireme.base.processes import free_port
 from trireme.monitor.metrics import Row, read_metrics
 from trireme.orchestrator.journal import Journal
 from trireme.orchestrator.records import BatchRecord
@@ -147,6 +147,15 @@ def wait_until(
         time.sleep(POLL_S)
 
 
+def free_ports(count: int) -> list[int]:
+    """All different, because each is held until all are found."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
 # an engine that many runs share
 
 
@@ -160,7 +169,7 @@ class SharedEngine:
 
 @contextmanager
 def open_engine(folder: Path) -> Iterator[SharedEngine]:
-    port = free_port()
+    (port,) = free_ports(1)
     arguments = ["@", SYNCHRONOUS, "--output-dir", folder, "--server.port", str(port)]
     with started("inference", *arguments, log=folder / "inference.log") as process:
         engine = SharedEngine(process, port)
@@ -274,9 +283,9 @@ class Pair:
 
 @contextmanager
 def started_apart(engine: SharedEngine, root: Path, *flags: str | Path) -> Iterator[Pair]:
-    status = free_port()
+    status, batches, weights = free_ports(3)
     meeting = {"inference.server.port": engine.port, "orchestrator.server.port": status}
-    meeting |= {"ports.batches": free_port(), "ports.weights": free_port()}
+    meeting |= {"ports.batches": batches, "ports.weights": weights}
     ports = [word for key, port in meeting.items() for word in (f"--{key}", str(port))]
     arguments = ["@", SYNCHRONOUS, "--output-dir", root, *ports, *flags]
     logs = RunPaths(root).logs

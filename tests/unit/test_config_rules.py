@@ -178,8 +178,9 @@ def test_adapters_load_and_show_but_do_not_start() -> None:
         check_launch(config, CPU)
 
 
-def test_flash_attention_does_not_start_on_cpu() -> None:
-    assert "FlashAttention runs on GPUs only" in launch_refusal("--trainer.model.attn", "flash_attention_2")
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+def test_attention_that_cannot_train_on_cpu_does_not_start_there(attention: str) -> None:
+    assert "its backward pass runs on GPUs only" in launch_refusal("--trainer.model.attn", attention)
 
 
 def test_a_port_in_use_is_named_with_its_server_and_another_port(busy_port: int) -> None:

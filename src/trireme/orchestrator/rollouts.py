@@ -45,9 +45,12 @@ class RolloutRunner:
         Raises:
             RolloutFailed: see `Environment.run`.
         """
-        trajectory = Trajectory(self._tokenizer, branching=self._branching)
         own = sampling_arguments(sampling)
-        turns = 0
+        trajectory, turns = self._begin()
+
+        def begin_anew() -> None:
+            nonlocal trajectory, turns
+            trajectory, turns = self._begin()
 
         async def ask(question: Ask) -> Reply:
             nonlocal turns
@@ -65,8 +68,12 @@ class RolloutRunner:
             sampling=own,
             max_turns=environment.config.max_turns,
         )
-        done = await environment.run(task, ask)
+        done = await environment.run(task, ask, begin_anew=begin_anew)
         return done, trajectory.samples()
+
+    def _begin(self) -> tuple[Trajectory, int]:
+        """Before the first turn: nothing said, no turn taken."""
+        return Trajectory(self._tokenizer, branching=self._branching), 0
 
     async def _turn(self, trajectory: Trajectory, question: Ask, sampling: dict[str, Any], call: str) -> Reply:
         try:

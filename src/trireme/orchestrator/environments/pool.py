@@ -102,8 +102,11 @@ class Environment:
     def num_running(self) -> int:
         return sum(worker.num_running for worker in self._workers)
 
-    async def run(self, task: RunTask, ask: AskPolicy) -> Done:
+    async def run(self, task: RunTask, ask: AskPolicy, *, begin_anew: Callable[[], None] = lambda: None) -> Done:
         """Runs and scores one rollout.
+
+        Args:
+            begin_anew: called before it is issued again: what it has asked so far is void.
 
         Raises:
             RolloutFailed: for a reason of its own.
@@ -117,6 +120,7 @@ class Environment:
                     if num_deaths and death.is_only_suspect:
                         death.worker.num_settled += 1
                         raise _drop(num_deaths + 1, death) from death
+                begin_anew()
         raise AssertionError("unreachable")
 
     async def _attempt(self, task: RunTask, ask: AskPolicy, *, num_deaths: int) -> Done:
