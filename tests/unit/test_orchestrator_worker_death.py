@@ -1,4 +1,4 @@
-"""An environment's worker that dies in the middle of rollouts: they are issued again, and nothing said before counts."""
+"""A worker that dies in the middle of rollouts: they are issued again, and nothing said before counts."""
 
 from __future__ import annotations
 
