@@ -19,6 +19,7 @@ import httpx
 import psutil
 from safetensors import safe_open
 
+from interrupts import heed_interrupts
 from trireme.base.paths import RunPaths, step_folder
 from trireme.monitor.metrics import Row, read_metrics
 from trireme.orchestrator.journal import Journal
@@ -56,6 +57,7 @@ class Process:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=heed_interrupts,
             )
 
     @property

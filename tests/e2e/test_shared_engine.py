@@ -51,9 +51,10 @@ def test_weights_travel_through_a_folder(engine: SharedEngine, tmp_path: Path) -
 
 
 def test_weights_change_under_requests_in_flight(engine: SharedEngine, tmp_path: Path) -> None:
-    """Few requests at once make generation slower than training, so every new version finds some under way."""
-    ahead = ["--max-async-level", "2", "--orchestrator.max-concurrent", "4", "--orchestrator.max-off-policy-steps", "3"]
-    run = run_apart(engine, tmp_path / "run", "--no-orchestrator.eval", *ahead)
+    """Long answers, few at once, make generation far slower than training: every new version finds some under way."""
+    ahead = ["--max-async-level", "2", "--orchestrator.max-concurrent", "8", "--orchestrator.max-off-policy-steps", "3"]
+    long = ["--orchestrator.sampling.max-tokens", "100", "--orchestrator.sampling.extra-body", '{"ignore_eos": true}']
+    run = run_apart(engine, tmp_path / "run", "--no-orchestrator.eval", "--max-steps", "4", *ahead, *long)
     samples = [s for batch in run.batches() for rollout in batch.rollouts for s in rollout.samples]
     versions = [set(sample.versions[sample.loss_mask == 1].tolist()) for sample in samples]
     assert any(len(of_one) > 1 for of_one in versions)

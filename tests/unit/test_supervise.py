@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from interrupts import heed_interrupts
 from trireme.base.errors import TriremeError
 from trireme.config.run import RunConfig
 from trireme.launch.descendants import read_process, read_processes
@@ -194,7 +195,7 @@ def test_the_policy_alone_decides_what_an_exit_means(stage: Stage) -> None:
 
 LAUNCHER = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from pathlib import Path
 from test_supervise import Stage
 from trireme.launch.supervise import supervise
@@ -206,10 +207,12 @@ sys.exit(supervise(stage.plan(**{bodies!r}), stage.config, grace_s={grace_s!r}))
 
 def _launch(stage: Stage, grace_s: float, **bodies: str) -> subprocess.Popen[bytes]:
     """`supervise` in a process of its own, to be interrupted and killed; what it says is in `launcher.out`."""
-    tests = str(Path(__file__).parent)
+    tests = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     code = LAUNCHER.format(tests=tests, folder=str(stage.folder), bodies=bodies, grace_s=grace_s)
     with open(stage.folder / "launcher.out", "wb") as out:
-        return subprocess.Popen([sys.executable, "-c", code], stdout=out, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            [sys.executable, "-c", code], stdout=out, stderr=subprocess.STDOUT, preexec_fn=heed_interrupts
+        )
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
