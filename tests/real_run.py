@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from interrupts import heed_interrupts
 from trireme.base.paths import RunPaths, step_folder
+from trireme.base.processes import die_with_parent
 from trireme.monitor.metrics import Row, read_metrics
 from trireme.orchestrator.journal import Journal
 from trireme.orchestrator.records import BatchRecord

@@ -37,8 +37,13 @@ class Opened:
     run_file: Path
 
 
-def run_door(program: str, main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Ends the process: 0, or 2 for what the user can put right, or 1; a deliberate error has no traceback."""
+def run_door(program: str, main: Callable[[list[str]], int | None], *, abruptly: bool = False) -> NoReturn:
+    """Ends the process: 0, or 2 for what the user can put right, or 1; a deliberate error has no traceback.
+
+    Args:
+        abruptly: without Python's own farewell. Threads of gloo may then still be letting go of tensors; when the
+            interpreter ends under one of them, the process aborts with "terminate called without an active exception".
+    """
     if any(word in HELP for word in sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `rl --help | head` ends quietly
     try:
@@ -51,6 +56,9 @@ def run_door(program: str, main: Callable[[list[str]], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         code = 130
     sys.stdout.flush()
+    sys.stderr.flush()
+    if abruptly:
+        os._exit(code)
     sys.exit(code)
 
 

@@ -16,7 +16,7 @@ from trireme.config.written import to_table, to_toml, write_run
 
 
 def main() -> None:
-    run_door("sft", sft)
+    run_door("sft", sft, abruptly=True)
 
 
 def sft(argv: list[str]) -> None:

@@ -7,7 +7,7 @@ from trireme.cli.door import become_ranks, open_process, rank, run_door
 
 
 def main() -> None:
-    run_door("trainer", trainer)
+    run_door("trainer", trainer, abruptly=True)
 
 
 def trainer(argv: list[str]) -> None:
