@@ -58,7 +58,7 @@ class Process:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=heed_interrupts,
+                preexec_fn=_before_exec,
             )
 
     @property
@@ -111,6 +111,11 @@ class Process:
     def tail(self, count: int = 40) -> str:
         lines = "\n".join(f"    {line}" for line in self.output.splitlines()[-count:])
         return f"{self.name} (exit code {self._popen.poll()}), the end of {self.log}:\n{lines}"
+
+
+def _before_exec() -> None:
+    heed_interrupts()
+    die_with_parent()  # also when the tests themselves are killed
 
 
 def _is_alive(process: psutil.Process) -> bool:
