@@ -51,10 +51,11 @@ def test_weights_travel_through_a_folder(engine: SharedEngine, tmp_path: Path) -
 
 
 def test_weights_change_under_requests_in_flight(engine: SharedEngine, tmp_path: Path) -> None:
-    """Long answers, few at once, make generation far slower than training: every new version finds some under way."""
-    ahead = ["--max-async-level", "2", "--orchestrator.max-concurrent", "8", "--orchestrator.max-off-policy-steps", "3"]
+    """All three batches are begun by version 0, one request at a time: versions 1 and 2 come long before the last."""
+    ahead = ["--max-async-level", "2", "--orchestrator.max-concurrent", "1", "--orchestrator.max-off-policy-steps", "3"]
+    small = ["--max-steps", "3", "--orchestrator.batch-size", "16", "--no-orchestrator.eval"]
     long = ["--orchestrator.sampling.max-tokens", "100", "--orchestrator.sampling.extra-body", '{"ignore_eos": true}']
-    run = run_apart(engine, tmp_path / "run", "--no-orchestrator.eval", "--max-steps", "4", *ahead, *long)
+    run = run_apart(engine, tmp_path / "run", *ahead, *small, *long)
     samples = [s for batch in run.batches() for rollout in batch.rollouts for s in rollout.samples]
     versions = [set(sample.versions[sample.loss_mask == 1].tolist()) for sample in samples]
     assert any(len(of_one) > 1 for of_one in versions)

@@ -88,8 +88,6 @@ class RunConfig(Section):
     """Number of GPUs for the trainer, after the engines'; instead of `trainer_gpu_ids`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """How much the logs tell."""
-    env_venvs: bool = True
-    """Environments in virtual environments of their own (made by uv, cached); otherwise in ours."""
     model: Model = Model()
     wandb: Wandb | None = None
     weight_broadcast: WeightBroadcast = WeightBroadcast()
