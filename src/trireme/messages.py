@@ -198,14 +198,14 @@ Reply = BatchReply | Go | Live | Ok | NotYet | Refusal
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [value.dtype.str, np.ascontiguousarray(value).data.cast("B")]
-    raise NotImplementedError(f"cannot send a {type(value)}")
+    raise TypeError(f"cannot send a {type(value)}")
 
 
 def _decode_array(kind: type, value: Any) -> Any:
     if kind is np.ndarray:
         dtype, data = value
         return np.frombuffer(data, dtype=np.dtype(dtype))
-    raise NotImplementedError(f"cannot receive a {kind}")
+    raise TypeError(f"cannot receive a {kind}")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
