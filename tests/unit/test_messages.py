@@ -140,7 +140,7 @@ def test_nothing_but_a_request_is_a_request() -> None:
 
 
 def test_what_cannot_be_sent_is_said() -> None:
-    with pytest.raises(NotImplementedError, match="cannot send"):
+    with pytest.raises(TypeError, match="cannot send"):
         encode(NotYet(note=object()))  # type: ignore[arg-type]
 
 
