@@ -22,9 +22,9 @@ from safetensors import safe_open
 from interrupts import heed_interrupts
 from trireme.base.paths import RunPaths, step_folder
 from trireme.base.processes import die_with_parent
+from trireme.ledger.journal import Journal
+from trireme.ledger.records import BatchRecord
 from trireme.monitor.metrics import Row, read_metrics
-from trireme.orchestrator.journal import Journal
-from trireme.orchestrator.records import BatchRecord
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 QUICKSTART = "configs/reverse-text/rl.toml"

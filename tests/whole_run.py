@@ -17,9 +17,9 @@ from trireme.base.errors import TriremeError
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.orchestrator.journal import Journal
+from trireme.ledger.journal import Journal
+from trireme.ledger.records import BatchRecord
 from trireme.orchestrator.loop import Orchestrator, drive, open_orchestrator
-from trireme.orchestrator.records import BatchRecord
 
 SAY = """
     def dataset(size=40):

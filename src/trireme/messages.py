@@ -1,8 +1,8 @@
 """Every message that crosses a process boundary, in the order in which it travels.
 
     environment worker <-> orchestrator    see `orchestrator/environments/wire.py`: workers lack this package
-    orchestrator -> trainer                GetBatch asks, BatchReply answers
-    trainer -> orchestrator -> engines     PolicyReady, Go, PolicySent, Live
+    orchestrator -> trainer                GetNewest asks, Newest answers; GetBatch asks, BatchReply or Publish answers
+    trainer -> orchestrator -> engines     PolicyReady, Go, PolicySent, Live; Again where an attempt came to nothing
     trainer -> orchestrator                Heartbeat, Done
 
 The trainer always asks and the orchestrator always answers, within a second, if only with `NotYet`. Every request
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -96,6 +96,25 @@ class Probe(msgspec.Struct, frozen=True):
 # trainer -> orchestrator, and the answers
 
 
+class GetNewest(msgspec.Struct, frozen=True, tag=True):
+    """A trainer that starts asks how far the run had come before."""
+
+    run_id: str
+
+
+class Newest(msgspec.Struct, frozen=True, tag=True):
+    """The newest version that engines ever confirmed, and what it was: a trainer that starts from an older checkpoint
+    replays up to it without publishing, and compares.
+
+    Example:
+        Newest(version=41, digests={"model.norm.weight": "9f…"})
+        Newest(version=-1, digests={})  # nothing was ever confirmed
+    """
+
+    version: int
+    digests: dict[str, str]
+
+
 class GetBatch(msgspec.Struct, frozen=True, tag=True):
     """Rank `rank` of `world` asks for its share of batch `step`."""
 
@@ -117,13 +136,20 @@ class BatchReply(msgspec.Struct, frozen=True, tag=True):
     num_rollouts: int
 
 
+class Publish(msgspec.Struct, frozen=True, tag=True):
+    """Before the batch (or the good-bye): an engine came up without weights. Publish the version that you have."""
+
+    reason: str
+
+
 class PolicyReady(msgspec.Struct, frozen=True, tag=True):
     """The trainer has version `version` and would send it now."""
 
     run_id: str
     version: int
     incarnation: str  # of the trainer process: another one means that the old connections are gone
-    attempt: int  # counts up when a transfer broke; the same number asks about the same attempt
+    attempt: int  # counts up with every transfer; the same number asks about the same one
+    everywhere: bool  # also to engines that serve this version already
     specs: list[TensorSpec]
     kind: str  # gloo | nccl | ipc | filesystem
     host: str  # where the trainer's rendezvous listens
@@ -147,6 +173,12 @@ class PolicySent(msgspec.Struct, frozen=True, tag=True):
     digests: dict[str, str]
     probe: Probe
     payload: dict[str, Any] = {}  # what a `pull` kind of transfer needs: a folder, or memory handles
+
+
+class Again(msgspec.Struct, frozen=True, tag=True):
+    """This attempt has come to nothing (an engine died in it, the orchestrator is a new one): begin another."""
+
+    reason: str
 
 
 class Live(msgspec.Struct, frozen=True, tag=True):
@@ -188,8 +220,8 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-Request = GetBatch | PolicyReady | PolicySent | Heartbeat | Done
-Reply = BatchReply | Go | Live | Ok | NotYet | Refusal
+Request = GetNewest | GetBatch | PolicyReady | PolicySent | Heartbeat | Done
+Reply = Newest | BatchReply | Publish | Go | Again | Live | Ok | NotYet | Refusal
 
 
 # bytes

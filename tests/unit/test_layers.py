@@ -19,6 +19,7 @@ FLOORS = {
     "config": 1,
     "messages": 1,
     "algo": 2,
+    "ledger": 3,
     "transport": 3,
     "monitor": 4,
     "launch": 5,
@@ -29,7 +30,7 @@ FLOORS = {
 }
 """An import goes to a lower floor, or stays in its own room."""
 
-LIGHT = ("base", "config", "messages", "monitor", "launch", "orchestrator")
+LIGHT = ("base", "config", "messages", "ledger", "monitor", "launch", "orchestrator")
 """Rooms that start at once and run where there is no torch."""
 
 HEAVY = {"torch", "transformers", "vllm", "safetensors", "accelerate"}

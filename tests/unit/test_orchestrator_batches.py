@@ -13,8 +13,8 @@ from fake_engine import PATIENCE_S
 from tiny_tokenizer import LLAMA_3, write_tokenizer
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
+from trireme.ledger.records import BatchRecord
 from trireme.orchestrator.policy import Policy
-from trireme.orchestrator.records import BatchRecord
 from trireme.orchestrator.scheduler import Scheduler
 from whole_run import block_until, build_config, run
 

@@ -7,8 +7,8 @@ from collections import Counter
 import msgspec
 import pytest
 
+from trireme.ledger.records import OpenGroup, State
 from trireme.orchestrator.buffer import Buffer
-from trireme.orchestrator.records import OpenGroup, State
 
 
 def build_buffer(sizes: dict[str, int], *, weights=None, seed=0, shuffle=True, state=None) -> Buffer:

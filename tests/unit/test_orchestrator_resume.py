@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from trireme.base.errors import ConfigError, JournalCorrupt
+from trireme.ledger.journal import Journal
+from trireme.ledger.records import BatchRecord, State
 from trireme.messages import encode
-from trireme.orchestrator.journal import Journal
-from trireme.orchestrator.records import BatchRecord, State
 from whole_run import build_config, run
 
 

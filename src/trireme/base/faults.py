@@ -2,13 +2,72 @@
 
 Production code names a place where something can go wrong; a test makes it go wrong there, in the real process.
 
+    TRIREME_FAULTS="skip_tensor=model.norm.weight"      a fault with a value, asked for with `fault`
+    TRIREME_FAULTS="folder=/tmp/faults"                 points of the protocol, armed while the run goes on
+
+A point is armed by a file in that folder, named after it, that says what is to happen: `kill` (SIGKILL), `freeze`
+(SIGSTOP) or `hold` (wait until `POINT.go` is there). The first process that reaches it takes the file away, renamed to
+`POINT.reached` with its pid inside: a fault happens once, also where the process is started again.
+
 Example:
-    TRIREME_FAULTS="skip_tensor=model.norm.weight"
+    (folder / "journal.appended").write_text("kill")    # the orchestrator dies after its next batch is on disk
+    (folder / "trainer.stepped.rank1").write_text("hold")
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import time
+from pathlib import Path
+
+POINTS = {
+    # orchestrator
+    "orchestrator.starting": "its ports are bound, nothing else is open",
+    "orchestrator.started": "environments and journal are open, engines not yet looked at",
+    "rollout.begun": "the first rollout of a group is about to be issued",
+    "rollout.finished": "a rollout has its reward, its group may have others under way",
+    "environment.asked": "a rollout was sent to its worker (a `kill` hits the worker)",
+    "environment.scored": "a worker has answered with a reward (a `kill` hits the worker)",
+    "journal.before_append": "a batch is full, nothing of it is on disk",
+    "journal.appended": "it is on disk, and nobody has been told",
+    "batch.answered": "a rank is about to be handed its share",
+    "update.paused": "the engines are paused and told to receive, the trainer is not told to send",
+    "update.loaded": "the engines have loaded, nothing is compared yet",
+    "version.before_record": "a version is confirmed, and not on disk",
+    "version.recorded": "its confirmation is on disk, and nobody may use it yet",
+    "version.live": "requests are answered by it, the trainer does not know",
+    "evaluation.running": "some of its rollouts are under way",
+    "evaluation.before_write": "all are in, nothing is on disk",
+    "evaluation.written": "its results are on disk, its metrics are not",
+    "orchestrator.finishing": "all is done, the trainer may not have said good-bye",
+    # trainer, each also as NAME.rank1, NAME.rank2, ...
+    "trainer.starting": "the process group is joined, no model is loaded",
+    "trainer.resumed": "model and checkpoint are loaded",
+    "trainer.batch_received": "a batch is in memory",
+    "trainer.stepped": "the optimizer has stepped, nothing is published",
+    "trainer.sending": "some tensors of a version are sent, others not",
+    "trainer.sent": "all are sent, nobody was asked to confirm",
+    "trainer.published": "the new version is live",
+    "trainer.recorded": "the step's metrics are on disk",
+    "trainer.finishing": "the last version is live and saved, nobody was told",
+    "checkpoint.begun": "its folder is made, nothing is in it",
+    "checkpoint.written": "its files are on disk, its manifest is not",
+    "checkpoint.before_rename": "its manifest is on disk, its name is not yet its own",
+    "checkpoint.complete": "it counts, older ones are not yet removed",
+    "export.written": "weights in Hugging Face format are on disk under another name",
+    # engine core
+    "engine.joined": "it is connected to the trainer for weights",
+    "engine.receiving": "some tensors have come and are loaded, others not",
+    "engine.received": "all have come, the layers are not yet put together",
+    "engine.finished": "they are, its version is still the old one",
+    # launcher
+    "launcher.started": "all processes were started",
+    "launcher.restarting": "a dead process's family is gone, its successor is not started",
+}
+"""Every point by name: what is done there, and what not yet."""
+
+HOLD_S = 120.0
 
 
 def fault(name: str) -> str | None:
@@ -18,3 +77,44 @@ def fault(name: str) -> str | None:
         if key == name:
             return value
     return None
+
+
+def reach(point: str, *, rank: int = 0, pid: int | None = None) -> None:
+    """Says that this process has come to `point`; a test may have armed it.
+
+    Args:
+        pid: whom a `kill` or `freeze` hits; this process where not given.
+    """
+    if "TRIREME_FAULTS" not in os.environ:
+        return
+    assert point in POINTS, f"{point} is no point of {sorted(POINTS)}"
+    folder = fault("folder")
+    if folder is not None:
+        _happen(Path(folder), f"{point}.rank{rank}" if rank else point, os.getpid() if pid is None else pid)
+
+
+def _happen(folder: Path, name: str, pid: int) -> None:
+    reached = folder / f"{name}.reached"
+    try:
+        what = (folder / name).read_text()
+        os.rename(folder / name, reached)
+    except FileNotFoundError:  # not armed, or taken by another process
+        return
+    partial = reached.with_suffix(f".{os.getpid()}")
+    partial.write_text(str(pid))
+    os.replace(partial, reached)
+    match what:
+        case "kill":
+            os.kill(pid, signal.SIGKILL)
+        case "freeze":
+            os.kill(pid, signal.SIGSTOP)
+        case "hold":
+            _hold(folder / f"{name}.go")
+        case _:
+            raise AssertionError(f"{folder / name} asks for {what!r}; expected kill, freeze or hold")
+
+
+def _hold(go: Path) -> None:
+    give_up = time.monotonic() + HOLD_S
+    while not go.exists() and time.monotonic() < give_up:
+        time.sleep(0.01)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from trireme.algo.packing import micro_batches_of_rank
 from trireme.base.log import get_logger
 from trireme.config.run import RunConfig
+from trireme.ledger.journal import Journal
 from trireme.messages import (
     BatchReply,
     Done,
@@ -24,7 +25,6 @@ from trireme.messages import (
     Request,
 )
 from trireme.orchestrator.batcher import samples_of
-from trireme.orchestrator.journal import Journal
 from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.transport.control import PATIENCE_S

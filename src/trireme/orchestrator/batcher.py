@@ -10,8 +10,8 @@ from trireme.algo.advantage import ESTIMATORS
 from trireme.algo.packing import Sample
 from trireme.algo.staleness import is_too_old, lags
 from trireme.config.run import RunConfig
+from trireme.ledger.records import Dropped, Rollout
 from trireme.messages import Tokens
-from trireme.orchestrator.records import Dropped, Rollout
 from trireme.orchestrator.scheduler import Group, Scheduler
 
 

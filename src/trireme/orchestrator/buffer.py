@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from trireme.orchestrator.records import Cursor, OpenGroup, State
+from trireme.ledger.records import Cursor, OpenGroup, State
 
 
 class Buffer:

@@ -17,6 +17,8 @@ from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.run import RunConfig
+from trireme.ledger.journal import Journal
+from trireme.ledger.records import BatchRecord, State
 from trireme.monitor.metrics import MetricsFile
 from trireme.orchestrator.answers import Answers, Peers
 from trireme.orchestrator.batcher import Batcher, batch_metrics
@@ -25,9 +27,7 @@ from trireme.orchestrator.chat import open_chat_tokenizer
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.evaluator import Evaluator
 from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
-from trireme.orchestrator.journal import Journal
 from trireme.orchestrator.policy import Policy
-from trireme.orchestrator.records import BatchRecord, State
 from trireme.orchestrator.rollouts import RolloutRunner
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.status import Status, serve_status

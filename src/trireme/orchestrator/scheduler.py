@@ -14,11 +14,11 @@ from trireme.base.errors import TriremeError
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
+from trireme.ledger.records import Dropped, OpenGroup, Rollout
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.worker_process import RolloutFailed
 from trireme.orchestrator.policy import Policy
-from trireme.orchestrator.records import Dropped, OpenGroup, Rollout
 from trireme.orchestrator.rollouts import RolloutRunner
 
 log = get_logger("scheduler")

@@ -9,16 +9,16 @@ import sys
 import pytest
 
 from trireme.base.errors import JournalCorrupt
+from trireme.ledger.journal import Journal
+from trireme.ledger.records import BatchRecord, Cursor, Dropped, OpenGroup, Rollout, State
 from trireme.messages import build_tokens, encode
-from trireme.orchestrator.journal import Journal
-from trireme.orchestrator.records import BatchRecord, Cursor, Dropped, OpenGroup, Rollout, State
 
 APPEND = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, str(Path(sys.argv[2])))
-from test_orchestrator_journal import record
-from trireme.orchestrator.journal import Journal
+from test_ledger_journal import record
+from trireme.ledger.journal import Journal
 journal = Journal(Path(sys.argv[1]))
 """
 
@@ -120,7 +120,7 @@ def test_a_damaged_entry_is_named_and_never_read(journal, damage):
 
 def test_an_entry_under_another_entrys_name_is_not_taken_for_it(journal):
     journal.path(2).write_bytes(journal.path(1).read_bytes())
-    with pytest.raises(JournalCorrupt, match=r"batch_000002\.msgpack holds batch 1"):
+    with pytest.raises(JournalCorrupt, match=r"batch_000002\.msgpack holds entry 1"):
         reopened(journal).head_state()
 
 

@@ -1,4 +1,4 @@
-"""What the orchestrator keeps of its work, in memory and in the journal.
+"""What is kept of a run's work, in memory and in the journal.
 
 A rollout is one pass through an environment; a group is the rollouts of one example; a batch is what one optimizer step
 is trained on. Every rollout that was begun ends with exactly one fate: trained in a batch, or dropped for a reason.
@@ -75,6 +75,7 @@ class State(msgspec.Struct):
 
     next_batch: int = 0
     next_group: int = 0
+    sizes: dict[str, int] = {}  # training examples per environment
     cursors: dict[str, Cursor] = {}
     open_groups: list[OpenGroup] = []
     counters: dict[str, int] = {}

@@ -1,0 +1,89 @@
+"""A full disk is a pause, not an end: what must be written is tried again until there is room."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from trireme.base.faults import fault
+from trireme.base.log import get_logger
+from trireme.base.waiting import Waits
+
+log = get_logger("disk")
+
+T = TypeVar("T")
+
+POLL_S = 2.0
+SAY_AGAIN_S = 60.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a full disk, or a used-up quota, is what lies behind an error."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno in FULL:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def when_there_is_room(
+    write: Callable[[], T], *, what: str, folder: Path, waits: Waits, deadline_s: float, poll_s: float = POLL_S
+) -> T:
+    """Returns what `write` does; where the disk is full, says so and tries again until there is room.
+
+    Args:
+        write: must leave nothing behind when it fails, and may be called many times.
+        what: what is to be written ("batch 41").
+
+    Raises:
+        DeadlineExceeded: there was no room for `deadline_s`.
+    """
+    try:
+        return _attempt(write)
+    except Exception as error:
+        if not is_full(error):
+            raise
+    with waits.waiting(f"room for {what}", peer="disk", deadline_s=deadline_s) as wait:
+        said_at = -SAY_AGAIN_S
+        while True:
+            wait.note = f"{_free_mib(folder)} MiB free in {folder}"
+            if wait.waited_s - said_at >= SAY_AGAIN_S:
+                said_at = wait.waited_s
+                log.warning(
+                    "The disk is full: %s cannot be written (%s). Nothing is lost; the run goes on as soon as there "
+                    "is room. Free some space there.",
+                    what,
+                    wait.note,
+                )
+            wait.check()
+            time.sleep(poll_s)
+            try:
+                result = _attempt(write)
+            except Exception as error:
+                if not is_full(error):
+                    raise
+                continue
+            log.warning("there is room again: %s is written, after %.0f s", what, wait.waited_s)
+            return result
+
+
+def _attempt(write: Callable[[], T]) -> T:
+    """The fault `disk_full=FILE` fills the disk for as long as FILE exists."""
+    full = fault("disk_full")
+    if full is not None and Path(full).exists():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return write()
+
+
+def _free_mib(folder: Path) -> int:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    free = os.statvfs(folder)
+    return (free.f_bavail * free.f_frsize) >> 20

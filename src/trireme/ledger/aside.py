@@ -1,0 +1,39 @@
+"""Files of a way that a run no longer goes: out of the way, never deleted."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from trireme.base.log import get_logger
+from trireme.base.paths import sync_folder
+
+log = get_logger("ledger")
+
+
+def move_aside(folder: Path, entries: Sequence[Path]) -> Path | None:
+    """Moves entries of `folder`, given from the oldest on, to a new folder inside it.
+
+    The newest goes first, so that a crash on the way leaves no gap.
+    """
+    if not entries:
+        return None
+    aside = _new_folder(folder, f"set_aside_{time.strftime('%Y%m%d_%H%M%S')}")
+    for entry in reversed(entries):
+        entry.rename(aside / entry.name)
+    sync_folder(folder)
+    log.info("%s to %s set aside in %s", entries[0].name, entries[-1].name, aside)
+    return aside
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """One that is empty: several times may fall into one second."""
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}_{number}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("unreachable")

@@ -1,0 +1,58 @@
+"""How an entry of the ledger lies in a file: a header line (format, number, length, SHA-256), then a msgpack payload.
+
+It is written beside its place, synced and renamed, so an entry is either whole or not there; what is torn or changed
+afterwards is refused by its checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from trireme.base.errors import JournalCorrupt
+from trireme.base.paths import atomic_write
+from trireme.messages import WIRE_VERSION, decode_as, encode
+
+T = TypeVar("T")
+
+
+class Header(msgspec.Struct):
+    format: int
+    step: int
+    length: int
+    sha256: str
+
+
+def write_entry(path: Path, number: int, content: Any) -> None:
+    """Returns when it is on disk. Raises OSError where it cannot be (a full disk): nothing was written then."""
+    payload = encode(content)
+    header = Header(WIRE_VERSION, number, len(payload), hashlib.sha256(payload).hexdigest())
+    with atomic_write(path) as file:
+        file.write(msgspec.json.encode(header) + b"\n" + payload)
+
+
+def read_entry(path: Path, number: int, kind: type[T], *, ways_out: str) -> T:
+    """Raises JournalCorrupt where the entry is not what was written; `ways_out` says what to do then."""
+    head, _, payload = path.read_bytes().partition(b"\n")
+    try:
+        header = msgspec.json.decode(head, type=Header)
+    except msgspec.DecodeError as error:
+        raise JournalCorrupt(f"{path} does not begin with an entry's header: {error}. {ways_out}") from error
+    if header.format != WIRE_VERSION:
+        raise JournalCorrupt(
+            f"{path} has format {header.format}, this version of Trireme reads {WIRE_VERSION}. "
+            "Go on with the version that wrote it, or start a new run."
+        )
+    if len(payload) != header.length or hashlib.sha256(payload).hexdigest() != header.sha256:
+        raise JournalCorrupt(
+            f"{path} holds {len(payload)} bytes that do not match its checksum (of {header.length} bytes). {ways_out}"
+        )
+    if header.step != number:
+        raise JournalCorrupt(f"{path} holds entry {header.step}, by its name entry {number}. {ways_out}")
+    try:
+        return decode_as(kind, payload)
+    except msgspec.DecodeError as error:  # its checksum is right, so it was written so
+        raise JournalCorrupt(f"{path} is no {kind.__name__}: {error}. {ways_out}") from error

@@ -1,0 +1,52 @@
+"""The journal: one file per batch, on disk before any trainer can see the batch. It is also the archive of rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trireme.base.errors import JournalCorrupt
+from trireme.ledger.aside import move_aside
+from trireme.ledger.entry import read_entry, write_entry
+from trireme.ledger.records import BatchRecord, State
+
+
+class Journal:
+    """The entries of a run, in order, without gaps."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._last: BatchRecord | None = None
+
+    def path(self, step: int) -> Path:
+        return self._folder / f"batch_{step:06d}.msgpack"
+
+    def append(self, record: BatchRecord) -> None:
+        """Returns when the entry is on disk. Raises OSError where it cannot be (a full disk): nothing was written."""
+        write_entry(self.path(record.step), record.step, record)
+        self._last = record
+
+    def read(self, step: int) -> BatchRecord:
+        """Raises JournalCorrupt where the entry is not what was written."""
+        if self._last is not None and self._last.step == step:
+            return self._last
+        ways_out = f"Restore it, or go on from before it with --trainer.ckpt.resume-step {step} or less."
+        return read_entry(self.path(step), step, BatchRecord, ways_out=ways_out)
+
+    def has(self, step: int) -> bool:
+        return self.path(step).exists()
+
+    def steps(self) -> list[int]:
+        return sorted(int(path.stem.removeprefix("batch_")) for path in self._folder.glob("batch_*.msgpack"))
+
+    def head_state(self) -> State:
+        """The state after the newest entry; a fresh one where there is none."""
+        steps = self.steps()
+        if steps != list(range(len(steps))):
+            missing = next(n for n, step in enumerate(steps) if n != step)
+            raise JournalCorrupt(f"{self._folder} misses batch {missing} of {steps[-1]}. Restore {self.path(missing)}.")
+        return self.read(steps[-1]).state if steps else State()
+
+    def rewind(self, step: int) -> None:
+        """Sets aside the entries from `step` on, so that the run goes another way from there. Nothing is deleted."""
+        move_aside(self._folder, [self.path(number) for number in self.steps() if number >= step])
+        self._last = None

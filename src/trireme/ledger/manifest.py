@@ -1,0 +1,79 @@
+"""What makes a checkpoint count: its manifest, the last file to be written, with the size and digest of every other.
+
+Needs no torch: the launcher, the audit and the trainer all ask here which checkpoints there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from trireme.base.errors import JournalCorrupt
+from trireme.base.paths import step_folder, step_of
+
+MANIFEST = "manifest.json"
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    size: int  # bytes
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Everything that lies in a checkpoint's folder beside this file itself."""
+
+    version: int
+    world_size: int  # ranks that wrote it; any number may read it
+    time: float  # unix
+    files: dict[str, FileEntry]
+
+
+def describe_file(path: Path) -> FileEntry:
+    with open(path, "rb") as file:
+        return FileEntry(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises JournalCorrupt where it is not there, or is no manifest."""
+    try:
+        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise JournalCorrupt(f"{folder} has no {MANIFEST}: it is half a checkpoint.") from None
+    except msgspec.DecodeError as error:
+        raise JournalCorrupt(f"{folder / MANIFEST} is no manifest: {error}.") from error
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of `folder` (a run's `checkpoints/`) with a checkpoint that is there as a whole, by names and sizes."""
+    steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(step for step in steps if step is not None and is_complete(step_folder(folder, step)))
+
+
+def is_complete(folder: Path) -> bool:
+    try:
+        manifest = read_manifest(folder)
+    except JournalCorrupt:
+        return False
+    return all(
+        (folder / name).is_file() and (folder / name).stat().st_size == entry.size
+        for name, entry in manifest.files.items()
+    )
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, by reading all of it; None where it is what was written."""
+    try:
+        manifest = read_manifest(folder)
+    except JournalCorrupt as error:
+        return str(error)
+    for name, entry in manifest.files.items():
+        if not (folder / name).is_file():
+            return f"{folder / name} is missing"
+        if (found := describe_file(folder / name)) != entry:
+            return (
+                f"{folder / name} has {found.size} bytes with digest {found.sha256[:12]}, its manifest says "
+                f"{entry.size} with {entry.sha256[:12]}"
+            )
+    return None
