@@ -21,15 +21,18 @@ from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.messages import (
+    Again,
     BatchReply,
     Done,
     GetBatch,
+    GetNewest,
     Go,
     Heartbeat,
     Live,
     PolicyReady,
     PolicySent,
     Probe,
+    Publish,
     TensorSpec,
 )
 from trireme.transport.control import ControlClient
@@ -129,6 +132,9 @@ class FakeEngine:
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=503 if self.dead else 200)
 
+    async def weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": str(self.version) if self.version >= 0 else "default"})
+
     async def world_size(self, request: web.Request) -> web.Response:
         return web.json_response({"world_size": 1})
 
@@ -169,8 +175,9 @@ class FakeEngine:
             if self.token_s:
                 await asyncio.sleep(self.token_s)
             await self.running.wait()
-            if not spans or spans[-1]["version"] != str(self.version):
-                spans.append({"version": str(self.version), "start": place, "end": place})
+            version = str(self.version) if self.version >= 0 else "default"
+            if not spans or spans[-1]["version"] != version:
+                spans.append({"version": version, "start": place, "end": place})
             spans[-1]["end"] = place + 1
             logprobs.append({"logprob": logprob_of(token, place, self.version), "token": str(token)})
         choice = {
@@ -237,6 +244,7 @@ async def open_fake_engine(wire: WeightWire | None = None, **knobs: Any) -> Asyn
     app = web.Application()
     app.router.add_get("/health", engine.health)
     app.router.add_get("/get_world_size", engine.world_size)
+    app.router.add_get("/weight_info", engine.weight_info)
     app.router.add_post("/inference/v1/generate", engine.generate)
     for route in ("pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights"):
         app.router.add_post(f"/{route}", engine.control)
@@ -263,7 +271,10 @@ class FakeTrainer:
         self.incarnation = uuid.uuid4().hex
         self.batches: list[BatchReply] = []
         self.published: list[int] = []
-        self.breaks: set[tuple[int, int]] = set()  # (version, attempt) whose transfer breaks
+        self.asked_to_publish: list[int] = []
+        self.newest = -1
+        self.attempt = 0
+        self.breaks: set[int] = set()  # versions whose first transfer breaks
         self.before_step: Callable[[int], None] = lambda version: None
         self.stop = threading.Event()
         self._config = config
@@ -275,14 +286,16 @@ class FakeTrainer:
         """In a thread. Raises: Refused, DeadlineExceeded."""
         self.connect()
         try:
-            self.publish()
+            self.newest = self.ask(GetNewest(run_id=self._config.run_id), what="how far the run had come").version
+            self.publish_if_new()
             while self.version < self._until and not self.stop.is_set():
                 self.batches.append(self.get_batch(self.version))
                 self.before_step(self.version)
                 self.version += 1
-                self.publish()
+                self.publish_if_new()
             if self.version == self._config.max_steps:
-                self.ask(Done(run_id=self._config.run_id, version=self.version), what="its good-bye")
+                while isinstance(self.ask(Done(run_id=self._config.run_id, version=self.version), what="bye"), Publish):
+                    self.publish(everywhere=False)
         finally:
             self.control.close()
 
@@ -291,27 +304,37 @@ class FakeTrainer:
         self.control = ControlClient(f"tcp://{self._config.ports.host}:{self._config.ports.batches}", self._waits)
 
     def get_batch(self, step: int, *, rank: int = 0, world: int = 1) -> BatchReply:
-        reply = self.ask(GetBatch(run_id=self._config.run_id, step=step, rank=rank, world=world), what=f"batch {step}")
+        request = GetBatch(run_id=self._config.run_id, step=step, rank=rank, world=world)
+        while isinstance(reply := self.ask(request, what=f"batch {step}"), Publish):
+            self.asked_to_publish.append(self.version)
+            self.publish(everywhere=False)
         assert isinstance(reply, BatchReply), reply
         return reply
 
-    def publish(self) -> None:
-        attempt = 1
-        while (self.version, attempt) in self.breaks:
-            self._announce(attempt)
-            attempt += 1
-        go = self._announce(attempt)
-        sent = sent_message(self._config, self.version, attempt)
-        if not sent.payload:
-            self._wire.send(go.epoch, sent.digests)
-        assert isinstance(self.ask(sent, what=f"version {self.version} live"), Live)
+    def publish_if_new(self) -> None:
+        if self.version > self.newest:
+            self.publish()
+
+    def publish(self, *, everywhere: bool = True) -> None:
+        while not self._attempt(everywhere):
+            pass
         self.published.append(self.version)
 
-    def _announce(self, attempt: int) -> Go:
-        ready = ready_message(self._config, self.version, attempt, incarnation=self.incarnation)
+    def _attempt(self, everywhere: bool) -> bool:
+        self.attempt += 1
+        ready = ready_message(
+            self._config, self.version, self.attempt, incarnation=self.incarnation, everywhere=everywhere
+        )
         go = self.ask(ready, what="the engines")
-        assert isinstance(go, Go), go
-        return go
+        if not isinstance(go, Go) or self.version in self.breaks:
+            self.breaks.discard(self.version)
+            return isinstance(go, Live)
+        sent = sent_message(self._config, self.version, self.attempt)
+        if not sent.payload:
+            self._wire.send(go.epoch, sent.digests)
+        reply = self.ask(sent, what=f"version {self.version} live")
+        assert isinstance(reply, (Live, Again)), reply
+        return isinstance(reply, Live)
 
     def beat(self, state: str, waits: list[str]) -> None:
         beat = Heartbeat(run_id=self._config.run_id, process="trainer", state=state, version=self.version, waits=waits)
@@ -321,12 +344,15 @@ class FakeTrainer:
         return self.control.ask(request, what=what, deadline_s=PATIENCE_S)
 
 
-def ready_message(config: RunConfig, version: int, attempt: int = 1, *, incarnation: str = "one") -> PolicyReady:
+def ready_message(
+    config: RunConfig, version: int, attempt: int = 1, *, incarnation: str = "one", everywhere: bool = True
+) -> PolicyReady:
     return PolicyReady(
         run_id=config.run_id,
         version=version,
         incarnation=incarnation,
         attempt=attempt,
+        everywhere=everywhere,
         specs=[TensorSpec(name=name, dtype="float32", shape=[4]) for name in TENSORS],
         kind=config.weight_broadcast.type,
         host="127.0.0.1",

@@ -18,18 +18,22 @@ import pytest
 from trireme.messages import (
     COLUMNS,
     WIRE_VERSION,
+    Again,
     BatchReply,
     Done,
     GetBatch,
+    GetNewest,
     Go,
     Heartbeat,
     Live,
     MicroBatch,
+    Newest,
     NotYet,
     Ok,
     PolicyReady,
     PolicySent,
     Probe,
+    Publish,
     Refusal,
     Reply,
     Request,
@@ -49,12 +53,14 @@ TOKENS = build_tokens(
     ids=[5, 9, 70000], loss_mask=[0, 1, 1], logprobs=[0.0, -0.1, -2.5], advantages=[0.0, 0.5, -0.5], versions=[-1, 3, 4]
 )
 REQUESTS: list[Request] = [
+    GetNewest(run_id="run"),
     GetBatch(run_id="run", step=41, rank=1, world=2),
     PolicyReady(
         run_id="run",
         version=7,
         incarnation="abc",
         attempt=2,
+        everywhere=True,
         specs=[TensorSpec(name="model.norm.weight", dtype="bfloat16", shape=[64]), TensorSpec("scale", "float32", [])],
         kind="gloo",
         host="127.0.0.1",
@@ -72,13 +78,16 @@ REQUESTS: list[Request] = [
     Done(run_id="run", version=20),
 ]
 REPLIES: list[Reply] = [
+    Newest(version=7, digests={"model.norm.weight": "00ff"}),
     BatchReply(
         step=41,
         micro_batches=[MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7])],
         loss_tokens=2,
         num_rollouts=2,
     ),
+    Publish(reason="an engine came up without weights"),
     Go(version=7, epoch="abc/3", world_size=3),
+    Again(reason="an engine died"),
     Live(version=7),
     Ok(),
     NotYet(note="3 of 8 groups missing"),

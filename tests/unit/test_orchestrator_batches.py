@@ -14,6 +14,7 @@ from tiny_tokenizer import LLAMA_3, write_tokenizer
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.ledger.records import BatchRecord
+from trireme.ledger.versions import Versions
 from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.scheduler import Scheduler
 from whole_run import block_until, build_config, run
@@ -293,7 +294,7 @@ def test_a_run_that_must_end_ends_also_when_a_group_arrives_at_that_instant(tmp_
     """So many turns of the event loop lie between the arrival and the cancellation."""
 
     async def main():
-        policy = Policy(None, config.weight_broadcast, Waits("orchestrator"))
+        policy = Policy(None, config.weight_broadcast, Waits("orchestrator"), Versions(config.paths.journal))
         scheduler = Scheduler(config, {}, None, policy, None, Waits("orchestrator"), next_batch=0)
         waiting = asyncio.create_task(scheduler.next_group())
         await asyncio.sleep(0.01)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine, open_fake_engine
-from trireme.base.errors import DeadlineExceeded, PeerDied
+from trireme.base.errors import DeadlineExceeded
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
-from trireme.orchestrator.inference_pool import InferencePool, OverlongPrompt, open_inference_pool
+from trireme.orchestrator.inference_pool import Engine, InferencePool, OverlongPrompt, open_inference_pool
 
 END = 2
 
@@ -44,12 +44,21 @@ def with_pool(
                 )
             )
             pool.retry_s = pool.health_interval_s = 0.01
-            await pool.wait_until_up(20)
             for engine in engines:
                 engine.version = 0
-            if live:
-                pool.go_live(0)
-            return await use(pool, *engines)
+
+            async def judge(engine: Engine) -> bool:
+                if live:
+                    pool.go_live(engine, 0)
+                return live
+
+            async with asyncio.TaskGroup() as tasks:
+                keeping = tasks.create_task(pool.keep(judge, start_timeout_s=20))
+                while any(engine.state == "starting" for engine in pool.engines):
+                    await asyncio.sleep(0.01)
+                result = await use(pool, *engines)
+                keeping.cancel()
+            return result
 
     return asyncio.run(main())
 
@@ -112,9 +121,11 @@ def test_versions_are_told_for_each_token_of_a_turn_that_an_update_interrupts():
         while not engine.requests:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
-        await pool.pause()
+        pool.quarantine(pool.engines[0])
+        await pool.post(pool.engines[0], "pause")
         engine.version = 1
-        await pool.resume()
+        await pool.post(pool.engines[0], "resume")
+        pool.go_live(pool.engines[0], 1)
         return (await turn).versions
 
     versions = with_pool(use, answer=says(*range(10, 20)), token_s=0.02)
@@ -130,12 +141,12 @@ def test_an_answer_that_comes_while_new_weights_are_in_doubt_waits_for_their_con
         turn = asyncio.create_task(pool.generate([5], {}))
         while not engine.requests:
             await asyncio.sleep(0.01)
-        pool.quarantine()
+        pool.quarantine(pool.engines[0])
         engine.version = 1
         hold.set()
         done, _ = await asyncio.wait([turn], timeout=0.1)
         assert not done
-        pool.go_live(1)
+        pool.go_live(pool.engines[0], 1)
         return (await turn).versions
 
     assert with_pool(use, answer=says(7)) == [1]
@@ -143,9 +154,12 @@ def test_an_answer_that_comes_while_new_weights_are_in_doubt_waits_for_their_con
 
 def test_nothing_is_asked_of_an_engine_that_has_confirmed_nothing():
     async def use(pool, engine):
-        with pytest.raises(DeadlineExceeded, match=f"{engine.url} is quarantined"):
-            await pool.generate([5], {})
+        turn = asyncio.create_task(pool.generate([5], {}))
+        done, _ = await asyncio.wait([turn], timeout=0.1)
+        assert not done
         assert engine.requests == []
+        assert pool.describe() == f"{engine.url} is quarantined"
+        turn.cancel()
 
     with_pool(use, live=False, timeout_s=0.1)
 
@@ -166,31 +180,85 @@ def test_requests_spread_over_the_engines():
     assert with_pool(use, num_engines=2, token_s=0.01) == (10, 10)
 
 
-def test_an_engine_whose_core_is_dead_is_named_though_its_server_stands():
-    async def use(pool, engine):
-        watching = asyncio.create_task(pool.watch())
-        await asyncio.sleep(0.1)
-        assert not watching.done()
-        engine.dead = True
-        with pytest.raises(PeerDied, match=f"{engine.url} has not been healthy"):
-            await watching
-        return pool.engines[0].state
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
 
-    assert with_pool(use) == "dead"
+
+def test_an_engine_whose_core_is_dead_is_asked_nothing_though_its_server_stands():
+    async def use(pool, engine):
+        engine.dead = True
+        await until(lambda: pool.engines[0].state == "starting")
+        turn = asyncio.create_task(pool.generate([5], {}))
+        await asyncio.sleep(0.05)
+        assert engine.requests == []
+        engine.dead = False
+        return (await turn).ids
+
+    assert with_pool(use, answer=says(7, END)) == [7, END]
 
 
 def test_an_engine_that_is_unwell_for_a_moment_is_not_given_up():
     async def use(pool, engine):
-        watching = asyncio.create_task(pool.watch())
         for _ in range(10):
             engine.dead = not engine.dead
             await asyncio.sleep(0.015)
         engine.dead = False
         await asyncio.sleep(0.05)
-        assert not watching.done()
-        watching.cancel()
+        return pool.engines[0].life, pool.engines[0].state
 
-    with_pool(use)
+    assert with_pool(use) == (1, "live")
+
+
+def test_an_engine_that_is_replaced_between_two_looks_is_noticed_by_the_version_that_it_does_not_know():
+    async def use(pool, engine):
+        engine.version = -1
+        await until(lambda: pool.engines[0].life == 2)
+        return pool.interruptions
+
+    assert with_pool(use) == 1
+
+
+def test_an_answer_by_weights_that_nobody_confirmed_is_thrown_away_and_asked_for_again():
+    async def use(pool, engine):
+        pool.health_interval_s = 60.0
+        await asyncio.sleep(0.05)
+        engine.version = -1  # a successor that holds the base model
+        turn = asyncio.create_task(pool.generate([5], {}))
+        await until(lambda: len(engine.requests) == 1)
+        await until(lambda: pool.engines[0].life == 2)  # suspected at once, whatever the interval
+        engine.version = 0
+        return (await turn).versions
+
+    assert with_pool(use, answer=says(7, END)) == [0, 0]
+
+
+def test_an_answer_of_an_earlier_life_is_not_taken_for_one_of_the_weights_confirmed_since():
+    async def use(pool, engine):
+        hold = asyncio.Event()
+        engine.delay = lambda asked: hold.wait() if asked.number == 0 else asyncio.sleep(0)
+        turn = asyncio.create_task(pool.generate([5], {}))
+        await until(lambda: engine.requests)
+        pool.quarantine(pool.engines[0])
+        hold.set()
+        await asyncio.sleep(0.05)
+        pool.engines[0].life += 1
+        pool.go_live(pool.engines[0], 0)
+        await turn
+        return len(engine.requests)
+
+    assert with_pool(use, answer=says(7, END)) == 2
+
+
+def test_the_time_that_no_engine_was_live_is_not_the_engines_fault():
+    async def use(pool, engine):
+        pool.quarantine(pool.engines[0])
+        turn = asyncio.create_task(pool.generate([5], {}))
+        await asyncio.sleep(0.3)
+        pool.go_live(pool.engines[0], 0)
+        return (await turn).ids
+
+    assert with_pool(use, answer=says(7, END), timeout_s=0.2) == [7, END]
 
 
 def test_an_engine_that_does_not_come_up_is_named(tmp_path):
@@ -199,7 +267,7 @@ def test_an_engine_that_does_not_come_up_is_named(tmp_path):
         waits = Waits("orchestrator", tmp_path)
         async with open_inference_pool([url], waits=waits, max_model_len=8, timeout_s=1, max_concurrent=1) as pool:
             with pytest.raises(DeadlineExceeded, match=rf"{url} to come up from inference.*inference\.stdout"):
-                await pool.wait_until_up(0.1)
+                await pool._until_up(pool.engines[0], 0.1)
 
     asyncio.run(main())
 

@@ -18,7 +18,8 @@ from fake_engine import FakeEngine, digests_of, open_fake_engine, ready_message,
 from trireme.base.errors import WeightsMismatch
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.messages import GetBatch, Go, Live, NotYet, Refusal
+from trireme.ledger.versions import Versions
+from trireme.messages import Again, GetBatch, Go, Live, NotYet, Refusal
 from trireme.orchestrator.answers import Answers, Peers
 from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
 from trireme.orchestrator.policy import Policy
@@ -33,6 +34,7 @@ class Stage:
     engine: FakeEngine
     pool: InferencePool
     policy: Policy
+    attempts: int = 0
 
     async def announce(self, version: int, attempt: int = 1, *, incarnation: str = "one") -> Any:
         """Asks as the trainer does: until there is an answer."""
@@ -50,7 +52,10 @@ class Stage:
         return reply
 
     async def publish(self, version: int, **who: Any) -> Any:
-        return await self.send(await self.announce(version, **who))
+        """As one transfer after the other: the number of an attempt is never used twice."""
+        self.attempts += 1
+        attempt = who.pop("attempt", self.attempts)
+        return await self.send(await self.announce(version, attempt, **who), attempt)
 
 
 @asynccontextmanager
@@ -60,8 +65,11 @@ async def open_stage(config: RunConfig, **knobs: Any) -> AsyncIterator[Stage]:
         open_fake_engine(**knobs) as engine,
         open_inference_pool([engine.url], waits=waits, max_model_len=64, timeout_s=20, max_concurrent=64) as pool,
     ):
-        await pool.wait_until_up(20)
-        yield Stage(config, engine, pool, Policy(pool, config.weight_broadcast, waits))
+        policy = Policy(pool, config.weight_broadcast, waits, Versions(config.paths.journal))
+        pool.retry_s = pool.health_interval_s = 0.02
+        keeping = asyncio.create_task(pool.keep(policy.judge, start_timeout_s=20))
+        yield Stage(config, engine, pool, policy)
+        keeping.cancel()
 
 
 def on_stage(folder: Path, play: Callable[[Stage], Awaitable[Any]], *, kind: str = "gloo", **knobs: Any) -> Any:
@@ -192,10 +200,10 @@ def test_a_transfer_that_broke_is_begun_anew_with_other_peers(tmp_path):
         assert await stage.send(again, attempt=2) == Live(version=1)
         late = await stage.announce(1)
         assert late == Refusal(error="attempt 1 at version 1 has been superseded")
-        assert isinstance(await stage.send(broken), Refusal)
+        assert isinstance(await stage.send(broken), Again)
         assert (stage.policy.version, stage.engine.paused) == (1, False)
-        assert stage.engine.epochs == ["one/1", again.epoch]
-        assert (await stage.announce(2)).epoch == again.epoch
+        assert stage.engine.epochs[1:] == [again.epoch]
+        assert (await stage.announce(2, attempt=3)).epoch == again.epoch
 
     on_stage(tmp_path, play)
 
@@ -239,23 +247,24 @@ def test_a_trainer_that_dies_before_it_has_sent_is_replaced_by_another(tmp_path)
     on_stage(tmp_path, play)
 
 
-def test_an_engine_that_fails_a_transfer_is_named_and_the_next_trainer_can_go_on(tmp_path):
+def test_an_engine_that_fails_a_transfer_is_named_and_the_next_attempt_can_go_on(tmp_path):
     async def play(stage):
         stage.engine.failing_route = "update_weights"
         reply = await stage.publish(0)
-        assert f"{stage.engine.url}/update_weights failed (500)" in reply.error
-        assert "update_weights broke" in reply.error
+        assert isinstance(reply, Again)
+        assert f"{stage.engine.url}/update_weights failed (500)" in reply.reason
+        assert "update_weights broke" in reply.reason
         stage.engine.failing_route = None
-        assert await stage.publish(0, incarnation="two") == Live(version=0)
+        assert await stage.publish(0, attempt=2) == Live(version=0)
 
     on_stage(tmp_path, play)
 
 
-def test_weights_that_were_never_announced_are_refused(tmp_path):
+def test_weights_that_were_announced_to_an_orchestrator_before_are_asked_for_again(tmp_path):
     async def play(stage):
         return await stage.policy.sent(sent_message(stage.config, 5))
 
-    assert on_stage(tmp_path, play) == Refusal(error="attempt 1 at version 5 was never announced to this orchestrator")
+    assert on_stage(tmp_path, play) == Again(reason="version 5 was announced to an orchestrator that is no more")
 
 
 def test_an_engine_that_somebody_left_paused_is_resumed(tmp_path):

@@ -6,6 +6,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -22,12 +23,15 @@ from trireme.messages import (
     BatchReply,
     Done,
     GetBatch,
+    GetNewest,
     Go,
     Heartbeat,
     Live,
+    Newest,
     Ok,
     PolicyReady,
     PolicySent,
+    Publish,
     Refusal,
     Reply,
     Request,
@@ -45,6 +49,8 @@ class FakeOrchestrator:
     """Hands out the same batches to whoever asks, until it is told to refuse one."""
 
     refuses: int | None = None
+    newest: Newest = field(default_factory=lambda: Newest(version=-1, digests={}))
+    engine_lost_at: set[int] = field(default_factory=set)  # steps before which an engine needs weights
     asked: list[Request] = field(default_factory=list)
 
     def __call__(self, request: Request) -> Reply:
@@ -52,6 +58,11 @@ class FakeOrchestrator:
             return Ok()
         self.asked.append(request)
         match request:
+            case GetNewest():
+                return self.newest
+            case GetBatch(step=step) if step in self.engine_lost_at:
+                self.engine_lost_at.discard(step)
+                return Publish(reason="an engine came up without weights")
             case GetBatch(step=step) if step == self.refuses:
                 return Refusal(error="the end of this trainer")
             case GetBatch():
@@ -80,8 +91,8 @@ def _batch(request: GetBatch) -> BatchReply:
     )
 
 
-def run(folder: Path, model: Path, *, refuses: int | None = None, resume: bool = False) -> FakeOrchestrator:
-    orchestrator = FakeOrchestrator(refuses)
+def run(folder: Path, model: Path, *, resume: bool = False, **knobs: Any) -> FakeOrchestrator:
+    orchestrator = FakeOrchestrator(**knobs)
     with answering(orchestrator) as address:
         config = RunConfig(
             output_dir=folder,
@@ -109,7 +120,7 @@ def straight(folder: Path, tiny_model: Path) -> FakeOrchestrator:
 
 
 def test_every_version_is_published_before_the_next_batch_is_asked_for(straight: FakeOrchestrator) -> None:
-    expected = [("PolicyReady", 0), ("PolicySent", 0)]
+    expected = [("GetNewest", 0), ("PolicyReady", 0), ("PolicySent", 0)]
     for step in range(STEPS):
         expected += [("GetBatch", step), ("PolicyReady", step + 1), ("PolicySent", step + 1)]
     assert straight.story() == [*expected, ("Done", STEPS)]
@@ -139,9 +150,21 @@ def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(
 ) -> None:
     died = run(tmp_path, tiny_model, refuses=3)
     assert died.story()[-1] == ("GetBatch", 3)
-    again = run(tmp_path, tiny_model, resume=True)
-    assert again.story()[:3] == [("PolicyReady", 2), ("PolicySent", 2), ("GetBatch", 2)]
-    assert again.digests() == {version: straight.digests()[version] for version in (2, 3, 4)}
+    newest = Newest(version=3, digests=died.digests()[3])
+    again = run(tmp_path, tiny_model, resume=True, newest=newest)
+    assert again.story()[:4] == [("GetNewest", 0), ("GetBatch", 2), ("GetBatch", 3), ("PolicyReady", 4)]
+    assert again.digests() == {4: straight.digests()[4]}
+
+
+def test_an_engine_that_comes_up_without_weights_is_given_those_of_the_moment(
+    straight: FakeOrchestrator, tiny_model: Path, tmp_path: Path
+) -> None:
+    disturbed = run(tmp_path, tiny_model, engine_lost_at={0, 2})
+    extra = [("PolicyReady", 2), ("PolicySent", 2), ("GetBatch", 2)]
+    assert disturbed.story()[10:16] == [("PolicyReady", 2), ("PolicySent", 2), ("GetBatch", 2), *extra]
+    partial = [request.everywhere for request in disturbed.asked if isinstance(request, PolicyReady)]
+    assert partial == [True, False, True, True, False, True, True]
+    assert disturbed.digests() == straight.digests()
 
 
 def test_a_heart_beats_what_the_trainer_does_and_waits_for() -> None:

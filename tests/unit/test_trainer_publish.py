@@ -20,7 +20,7 @@ from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceConfig, InferenceModel
 from trireme.config.run import Ports, RunConfig, WeightBroadcast
-from trireme.messages import Go, Live, PolicyReady, PolicySent, Refusal, Reply, Request
+from trireme.messages import Again, GetNewest, Go, Live, Newest, PolicyReady, PolicySent, Refusal, Reply, Request
 from trireme.trainer.mesh import World
 from trireme.trainer.publish import Publisher, probe_ids
 from trireme.transport.control import ControlClient
@@ -134,12 +134,69 @@ def test_a_transfer_that_breaks_is_begun_anew(tmp_path: Path, model: PreTrainedM
     orchestrator = FakeOrchestrator(config, deaf_attempts=1)
     with open_publisher(config, model, world, orchestrator) as publisher:
         publisher.publish(3)
-    assert [(type(request).__name__, request.attempt) for request in orchestrator.asked] == [
-        ("PolicyReady", 1),
-        ("PolicyReady", 2),
-        ("PolicySent", 2),
-    ]
+    asked = [(type(request).__name__, request.attempt) for request in orchestrator.asked]
+    assert list(dict.fromkeys(asked)) == [("PolicyReady", 1), ("PolicyReady", 2), ("PolicySent", 2)]
     assert orchestrator.received == orchestrator.asked[-1].digests
+
+
+def test_an_engine_that_will_never_come_is_not_waited_for_until_the_timeout(
+    tmp_path: Path, model: PreTrainedModel, world: World
+) -> None:
+    """The orchestrator knows that it died; a transfer that waits for it asks."""
+    config = build_config(tmp_path, "gloo", timeout_s=10 * DEADLINE_S)
+    orchestrator = FakeOrchestrator(config, deaf_attempts=1)
+
+    def answer(request: Request) -> Reply:
+        if isinstance(request, PolicyReady) and request.attempt == 1 and request in orchestrator.asked:
+            return Again(reason="the engine died before it joined")
+        return orchestrator(request)
+
+    with open_publisher(config, model, world, answer) as publisher:
+        publisher.publish(3)
+    assert orchestrator.asked[-1].attempt == 2
+
+
+@pytest.mark.parametrize("at", [PolicyReady, PolicySent])
+def test_an_attempt_that_came_to_nothing_is_followed_by_another(
+    tmp_path: Path, model: PreTrainedModel, world: World, at: type
+) -> None:
+    """The orchestrator died and is another one, or an engine died."""
+    config = build_config(tmp_path, "filesystem")
+    orchestrator = FakeOrchestrator(config)
+
+    def answer(request: Request) -> Reply:
+        if isinstance(request, at) and request.attempt < 3:
+            return Again(reason="an engine died")
+        return orchestrator(request)
+
+    with open_publisher(config, model, world, answer) as publisher:
+        publisher.publish(3)
+    assert orchestrator.asked[-1].attempt == 3
+    assert orchestrator.received == orchestrator.asked[-1].digests
+
+
+def test_nothing_is_published_up_to_the_newest_version_if_that_is_made_again_as_it_was(
+    tmp_path: Path, model: PreTrainedModel, world: World
+) -> None:
+    config = build_config(tmp_path, "filesystem")
+    same = {name: tensor_digest(tensor) for name, tensor in weights_of(model).items()}
+    orchestrator = FakeOrchestrator(config)
+    newest = Newest(version=5, digests=same)
+
+    def answer(request: Request) -> Reply:
+        return newest if isinstance(request, GetNewest) else orchestrator(request)
+
+    with open_publisher(config, model, world, answer) as publisher:
+        assert publisher.look_back() == 5
+        for version in (3, 4, 5):
+            publisher.publish_if_new(version)
+        assert orchestrator.asked == []
+        newest = Newest(version=5, digests=same | {"model.norm.weight": "another"})
+        publisher.look_back()
+        publisher.publish_if_new(5)
+        assert [request.version for request in orchestrator.asked] == [5, 5]
+        publisher.publish_if_new(6)
+        assert orchestrator.asked[-1].version == 6
 
 
 def test_weights_that_were_refused_are_not_sent_again(tmp_path: Path, model: PreTrainedModel, world: World) -> None:

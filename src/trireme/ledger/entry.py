@@ -14,9 +14,12 @@ import msgspec
 
 from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import atomic_write
-from trireme.messages import WIRE_VERSION, decode_as, encode
+from trireme.messages import decode_as, encode
 
 T = TypeVar("T")
+
+FORMAT = 1
+"""Of what is stored. It outlives wire versions: a run may be gone on with by a later Trireme."""
 
 
 class Header(msgspec.Struct):
@@ -29,7 +32,7 @@ class Header(msgspec.Struct):
 def write_entry(path: Path, number: int, content: Any) -> None:
     """Returns when it is on disk. Raises OSError where it cannot be (a full disk): nothing was written then."""
     payload = encode(content)
-    header = Header(WIRE_VERSION, number, len(payload), hashlib.sha256(payload).hexdigest())
+    header = Header(FORMAT, number, len(payload), hashlib.sha256(payload).hexdigest())
     with atomic_write(path) as file:
         file.write(msgspec.json.encode(header) + b"\n" + payload)
 
@@ -41,9 +44,9 @@ def read_entry(path: Path, number: int, kind: type[T], *, ways_out: str) -> T:
         header = msgspec.json.decode(head, type=Header)
     except msgspec.DecodeError as error:
         raise JournalCorrupt(f"{path} does not begin with an entry's header: {error}. {ways_out}") from error
-    if header.format != WIRE_VERSION:
+    if header.format != FORMAT:
         raise JournalCorrupt(
-            f"{path} has format {header.format}, this version of Trireme reads {WIRE_VERSION}. "
+            f"{path} has format {header.format}, this version of Trireme reads {FORMAT}. "
             "Go on with the version that wrote it, or start a new run."
         )
     if len(payload) != header.length or hashlib.sha256(payload).hexdigest() != header.sha256:

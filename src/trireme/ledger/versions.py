@@ -44,16 +44,18 @@ class Versions:
     """The confirmed versions of a run."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
+        self._newest: int | None = None
 
     def path(self, version: int) -> Path:
-        return self._folder / f"version_{version:06d}.msgpack"
+        return self.folder / f"version_{version:06d}.msgpack"
 
     def record(self, version: int, engines: list[str], digests: dict[str, str], difference: float) -> None:
         """Returns when it is on disk."""
         entry = self.read(version) if self.has(version) else Version(version)
         entry.confirmations.append(Confirmation(engines, digests, difference, round(time.time(), 3)))
         write_entry(self.path(version), version, entry)
+        self._newest = max(self.newest, version)
 
     def has(self, version: int) -> bool:
         return self.path(version).exists()
@@ -64,13 +66,16 @@ class Versions:
 
     def known(self) -> list[int]:
         """All that were confirmed, in order."""
-        return sorted(int(path.stem.removeprefix("version_")) for path in self._folder.glob("version_*.msgpack"))
+        return sorted(int(path.stem.removeprefix("version_")) for path in self.folder.glob("version_*.msgpack"))
 
     @property
     def newest(self) -> int:
-        """-1 where none was confirmed."""
-        return max(self.known(), default=-1)
+        """-1 where none was confirmed. Looked up once: one process writes."""
+        if self._newest is None:
+            self._newest = max(self.known(), default=-1)
+        return self._newest
 
     def rewind(self, step: int) -> None:
         """Sets aside what came after version `step`."""
-        move_aside(self._folder, [self.path(version) for version in self.known() if version > step])
+        move_aside(self.folder, [self.path(version) for version in self.known() if version > step])
+        self._newest = None

@@ -7,24 +7,25 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from trireme.algo.packing import micro_batches_of_rank
+from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
+from trireme.ledger.shares import share_of
 from trireme.messages import (
-    BatchReply,
     Done,
     GetBatch,
+    GetNewest,
     Heartbeat,
     NotYet,
     Ok,
     PolicyReady,
     PolicySent,
+    Publish,
     Refusal,
     Reply,
     Request,
 )
-from trireme.orchestrator.batcher import samples_of
 from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.transport.control import PATIENCE_S
@@ -37,7 +38,9 @@ class Peers:
     """What other processes said of themselves, and when."""
 
     heartbeats: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
-    trainer_done: asyncio.Event = field(default_factory=asyncio.Event)
+    trainer_is_done: bool = False  # it has said so, and waits to be let go
+    trainer_may_leave: asyncio.Event = field(default_factory=asyncio.Event)
+    trainer_left: asyncio.Event = field(default_factory=asyncio.Event)
 
     def note(self, beat: Heartbeat) -> None:
         self.heartbeats[beat.process] = (time.monotonic(), beat)
@@ -61,6 +64,8 @@ class Answers:
                 "Expected the same output folder on both. Start them with the same configuration, or on other ports."
             )
         match request:
+            case GetNewest():
+                return await self._policy.trainer_started()
             case GetBatch():
                 return await self._batch(request)
             case PolicyReady():
@@ -70,7 +75,7 @@ class Answers:
             case Heartbeat():
                 self._peers.note(request)
             case Done():
-                self._peers.trainer_done.set()
+                return await self._done(request)
         return Ok()
 
     def batch_closed(self) -> None:
@@ -79,22 +84,32 @@ class Answers:
         self._batch_closed = asyncio.Event()
 
     async def _batch(self, request: GetBatch) -> Reply:
+        """The first rank is told where weights are needed first; the others ask after it has its share."""
+        if request.rank == 0 and (reason := self._policy.needs_weights(request.step)):
+            return Publish(reason=reason)
         if not self._journal.has(request.step):
             with suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE_S):
                     await self._batch_closed.wait()
             if not self._journal.has(request.step):
                 return NotYet(note=self._scheduler.describe())
-        record = self._journal.read(request.step)
-        samples = samples_of(record.rollouts)
-        return BatchReply(
-            step=request.step,
-            micro_batches=micro_batches_of_rank(
-                samples,
-                capacity=self._config.trainer.micro_batch_tokens or self._config.seq_len,
-                rank=request.rank,
-                world=request.world,
-            ),
-            loss_tokens=sum(int(sample.tokens.loss_mask.sum()) for sample in samples),
-            num_rollouts=len(record.rollouts),
+        reach("batch.answered")
+        return share_of(
+            self._journal.read(request.step),
+            rank=request.rank,
+            world=request.world,
+            capacity=self._config.trainer.micro_batch_tokens or self._config.seq_len,
         )
+
+    async def _done(self, request: Done) -> Reply:
+        """The trainer stays until the last version is evaluated: an engine that comes up without it needs it."""
+        self._peers.trainer_is_done = True
+        if reason := self._policy.needs_weights(request.version):
+            return Publish(reason=reason)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                await self._peers.trainer_may_leave.wait()
+        if not self._peers.trainer_may_leave.is_set():
+            return NotYet(note=f"version {request.version} is being evaluated")
+        self._peers.trainer_left.set()
+        return Ok()

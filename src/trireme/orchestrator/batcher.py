@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 
 from trireme.algo.advantage import ESTIMATORS
-from trireme.algo.packing import Sample
 from trireme.algo.staleness import is_too_old, lags
 from trireme.config.run import RunConfig
 from trireme.ledger.records import Dropped, Rollout
@@ -70,10 +69,6 @@ def _with_advantage(sample: Tokens, advantage: float) -> Tokens:
         advantages=(sample.loss_mask * advantage).astype("float32"),
         versions=sample.versions,
     )
-
-
-def samples_of(rollouts: list[Rollout]) -> list[Sample]:
-    return [Sample(sample, rollout.temperature) for rollout in rollouts for sample in rollout.samples]
 
 
 def batch_metrics(step: int, rollouts: list[Rollout], dropped: list[Dropped]) -> dict[str, float]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from trireme.base.disk import when_there_is_room
+from trireme.base.faults import reach
 from trireme.base.log import get_logger
-from trireme.base.paths import atomic_write, step_folder
+from trireme.base.paths import RunPaths, atomic_write, step_folder
+from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Evaluation
 from trireme.config.run import RunConfig
 from trireme.monitor.metrics import MetricsFile
@@ -23,7 +27,7 @@ log = get_logger("eval")
 
 
 class Evaluator:
-    """Evaluates versions when they are due. A version stays live until its evaluation is finished."""
+    """Evaluates versions when they are due. A version stays live until then, for as long as its engines do."""
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class Evaluator:
         policy: Policy,
         runner: RolloutRunner,
         metrics: MetricsFile,
+        waits: Waits,
     ) -> None:
         self._config = config
         self._eval: Evaluation | None = config.orchestrator.eval
@@ -39,50 +44,80 @@ class Evaluator:
         self._policy = policy
         self._runner = runner
         self._metrics = metrics
+        self._waits = waits
 
     async def run(self) -> None:
         """Produces `eval/...` metrics; waits for versions; ends after the last one."""
-        if self._eval is None:
-            return
-        for version in self._due(self._eval):
+        due = self.due()
+        self._policy.expect_evaluations(due)
+        for version in due:
             await self._policy.reached(version)
-            async with self._policy.held() as live:
-                if not self._is_done(live):
-                    await self.evaluate(live)
+            is_done = False
+            while not is_done:
+                async with self._policy.held() as live:
+                    is_done = self.is_done(live) or await self.evaluate(live)
+            if live > version:
+                log.warning("version %d was gone before it was evaluated; version %d was instead", version, live)
 
-    def _due(self, evaluation: Evaluation) -> list[int]:
+    def due(self) -> list[int]:
         """Versions to come that have not been evaluated by the run that this one resumes."""
+        if self._eval is None:
+            return []
         last = self._config.max_steps
-        versions = set(range(0, last, evaluation.interval)) if evaluation.interval else {0}
-        if not evaluation.eval_base:
+        versions = set(range(0, last, self._eval.interval)) if self._eval.interval else {0}
+        if not self._eval.eval_base:
             versions.discard(0)
-        return sorted(version for version in versions | {last} if not self._is_done(version))
+        return sorted(version for version in versions | {last} if not self.is_done(version))
 
-    def _is_done(self, version: int) -> bool:
-        return all(self._results(version, name).exists() for name in self._environments)
+    def is_done(self, version: int) -> bool:
+        return all(results_path(self._config.paths, version, name).exists() for name in self._environments)
 
-    async def evaluate(self, version: int) -> None:
+    async def evaluate(self, version: int) -> bool:
+        """Returns whether it is: not where a later version answered a part, because the engine of this one died."""
         assert self._eval is not None
         results = await asyncio.gather(*(self._one(self._eval, env) for env in self._environments.values()))
+        others = set().union(*(versions for _, versions in results)) - {version}
+        if others:
+            log.warning("evaluation of version %d: version %d answered a part of it", version, max(others))
+            return False
+        await asyncio.to_thread(
+            when_there_is_room,
+            lambda: self._write_all(version, [rewards for rewards, _ in results]),
+            what=f"the evaluation of version {version}",
+            folder=self._config.paths.root,
+            waits=self._waits,
+            deadline_s=self._config.disk_timeout_s,
+        )
+        reach("evaluation.written")
+        self.report(version)
+        return True
+
+    def report(self, version: int) -> None:
+        """Its metrics, from the results on disk."""
         row: dict[str, float] = {}
-        for environment, rewards in zip(self._environments.values(), results, strict=True):
-            self._write(version, environment.name, rewards)
-            values = [done.reward for _, done in rewards]
+        for name in self._environments:
+            values = [line["reward"] for line in _lines(results_path(self._config.paths, version, name))]
             if values:
-                row[f"eval/{environment.name}/reward"] = float(np.mean(values))
-                row[f"eval/{environment.name}/std"] = float(np.std(values))
+                row[f"eval/{name}/reward"] = float(np.mean(values))
+                row[f"eval/{name}/std"] = float(np.std(values))
         self._metrics.append(version, row)
         log.info("version %d: %s", version, row)
 
-    async def _one(self, evaluation: Evaluation, environment: Environment) -> list[tuple[int, Done]]:
+    def _write_all(self, version: int, results: list[list[Done]]) -> None:
+        reach("evaluation.before_write")
+        for name, rewards in zip(self._environments, results, strict=True):
+            _write(results_path(self._config.paths, version, name), rewards)
+
+    async def _one(self, evaluation: Evaluation, environment: Environment) -> tuple[list[Done], set[int]]:
+        """Returns what came of each, and the versions that sampled it."""
         has_own = environment.num_eval > 0
         available = environment.num_eval if has_own else environment.num_train
         examples = range(min(available, evaluation.num_examples or available))
         runs = [(example, place) for example in examples for place in range(evaluation.rollouts_per_example)]
 
-        async def run(example: int, place: int) -> tuple[int, Done] | None:
+        async def run(example: int, place: int) -> tuple[Done, set[int]] | None:
             try:
-                done, _ = await self._runner.run(
+                done, samples = await self._runner.run(
                     environment,
                     key=f"eval-{environment.name}-{example}-{place}",
                     split="eval" if has_own else "train",
@@ -90,30 +125,37 @@ class Evaluator:
                     attempt=0,
                     sampling=evaluation.sampling,
                 )
-                return example, done
+                reach("evaluation.running")
+                return done, {int(version) for sample in samples for version in set(sample.versions) if version >= 0}
             except RolloutFailed as failure:
                 log.warning(
                     "%s, evaluation example %d: %s; it is left out of the mean", environment.name, example, failure
                 )
                 return None
 
-        finished = await asyncio.gather(*(run(*which) for which in runs))
-        return [entry for entry in finished if entry is not None]
+        finished = [entry for entry in await asyncio.gather(*(run(*which) for which in runs)) if entry is not None]
+        return [done for done, _ in finished], set().union(*(versions for _, versions in finished))
 
-    def _results(self, version: int, name: str) -> Path:
-        return step_folder(self._config.paths.evals, version) / f"{name.replace('/', '_')}.jsonl"
 
-    def _write(self, version: int, name: str, rewards: list[tuple[int, Done]]) -> None:
-        """One line per rollout, with the keys that analysis scripts expect (`example_id`, `reward`)."""
-        with atomic_write(self._results(version, name)) as file:
-            for _, done in rewards:
-                line = {
-                    "example_id": done.example_id,
-                    "reward": done.reward,
-                    "prompt": done.prompt,
-                    "completion": done.completion,
-                    "answer": done.answer,
-                    "info": done.info,
-                    "metrics": done.metrics,
-                }
-                file.write(json.dumps(line).encode() + b"\n")
+def results_path(paths: RunPaths, version: int, environment: str) -> Path:
+    return step_folder(paths.evals, version) / f"{environment.replace('/', '_')}.jsonl"
+
+
+def _write(path: Path, rewards: list[Done]) -> None:
+    """One line per rollout, with the keys that analysis scripts expect (`example_id`, `reward`)."""
+    with atomic_write(path) as file:
+        for done in rewards:
+            line = {
+                "example_id": done.example_id,
+                "reward": done.reward,
+                "prompt": done.prompt,
+                "completion": done.completion,
+                "answer": done.answer,
+                "info": done.info,
+                "metrics": done.metrics,
+            }
+            file.write(json.dumps(line).encode() + b"\n")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]

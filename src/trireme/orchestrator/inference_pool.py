@@ -1,15 +1,21 @@
 """The engines: who is alive, who serves which version, and a request to any of them.
 
 An engine is quarantined until it has confirmed the current policy version; a request waits rather than be answered by
-weights that nobody has confirmed.
+weights that nobody has confirmed. An engine that dies is waited for: its requests are sent again, to another one or to
+its successor, and its successor starts in quarantine.
+
+    starting  ------>  quarantined  ------>  live
+       ^   it answers                confirmed  |
+       +----------------------------------------+
+         it fell silent, or is another process
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +24,7 @@ import msgspec
 
 from trireme.base.errors import DeadlineExceeded, PeerDied
 from trireme.base.log import get_logger
-from trireme.base.waiting import Wait, Waits
+from trireme.base.waiting import Waits
 
 log = get_logger("engines")
 
@@ -42,14 +48,32 @@ class Engine:
     """One vLLM server."""
 
     url: str
-    state: Literal["starting", "quarantined", "live", "dead"] = "starting"
-    version: int | None = None
+    state: Literal["starting", "quarantined", "live"] = "starting"
+    version: int | None = None  # that it has confirmed
     num_workers: int = 1  # ranks in the weight group
     in_flight: int = 0
+    life: int = 0  # counts up each time that it comes up
+    suspected: asyncio.Event = field(default_factory=asyncio.Event)  # it dropped a request, or is not who it was
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """What an engine says that it holds."""
+
+    version: str  # "default" before the first update
+    digests: dict[str, str]  # as received by the last update
+    incomplete: list[str]  # layers that the last update left with old weights
+
+    def is_version(self, version: int, digests: dict[str, str]) -> bool:
+        return self.version == str(version) and self.digests == digests and not self.incomplete
 
 
 class OverlongPrompt(Exception):
     """The prompt leaves no room for a single token."""
+
+
+class _Unconfirmed(Exception):
+    """An answer by weights that nobody has confirmed: its engine is not the process that it was."""
 
 
 # what the route answers, as far as we read it
@@ -97,6 +121,7 @@ class InferencePool:
     places: asyncio.Semaphore
     live: asyncio.Event = field(default_factory=asyncio.Event)  # some engine may be asked
     num_requests: int = 0
+    interruptions: int = 0  # times that an engine stopped being live: requests may have stood still meanwhile
     retry_s: float = RETRY_S
     health_interval_s: float = HEALTH_INTERVAL_S
 
@@ -108,51 +133,51 @@ class InferencePool:
         Raises:
             OverlongPrompt: `ids` fills the context.
             ValueError: the engine refuses the request for what it says; trying again would not help.
-            DeadlineExceeded: no engine answered in time.
+            DeadlineExceeded: engines were live all the time, and none answered.
         """
         room = self.max_model_len - len(ids)
         if room <= 0:
             raise OverlongPrompt(f"The prompt has {len(ids)} tokens, the model takes {self.max_model_len}.")
         sampling = sampling | {"max_tokens": min(room, sampling.get("max_tokens") or room), "logprobs": 0}
         body = _encode({"token_ids": ids, "sampling_params": sampling})
-        give_up = time.monotonic() + self.timeout_s
+        interruptions, give_up = self.interruptions, time.monotonic() + self.timeout_s
         async with self.places:
             while True:
-                engine = await self._least_busy(give_up)
+                engine = await self._least_busy()
                 try:
-                    turn = _to_generation(await self._post_generate(engine, body))
-                    await self._confirmed(engine)
-                    return turn
-                except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                    return await self._generate(engine, body)
+                except (aiohttp.ClientError, TimeoutError, ConnectionError, _Unconfirmed) as error:
                     words = str(error) or type(error).__name__
-                    if time.monotonic() > give_up:
+                    if interruptions != self.interruptions:
+                        interruptions, give_up = self.interruptions, time.monotonic() + self.timeout_s
+                    elif time.monotonic() > give_up:
                         raise DeadlineExceeded(
                             f"orchestrator waited {self.timeout_s:.0f} s for {engine.url} to answer a request that it "
                             f"dropped again and again, last: {words}. Look at logs/inference.stdout"
                         ) from error
                     log.warning("%s dropped a request: %s; it is sent again", engine.url, words)
+                    engine.suspected.set()
                     await asyncio.sleep(self.retry_s)
 
-    async def _confirmed(self, engine: Engine) -> None:
-        """An answer that comes during an update may be that of weights which will turn out to be wrong."""
+    async def _generate(self, engine: Engine, body: bytes) -> Generation:
+        life = engine.life
+        response = await self._post_generate(engine, body)
+        await self._until_live(engine)  # during an update it may be the answer of weights that turn out to be wrong
+        if engine.life != life:
+            raise _Unconfirmed("the engine died before it had confirmed the weights that this answer came from")
+        return _to_generation(response, newest=engine.version or 0)
+
+    async def _until_live(self, engine: Engine) -> None:
         while engine.state != "live":
             self.live.clear()
             await self.live.wait()
 
-    async def _least_busy(self, give_up: float) -> Engine:
-        while True:
-            live = [engine for engine in self.engines if engine.state == "live"]
-            if live:
-                return min(live, key=lambda engine: engine.in_flight)
+    async def _least_busy(self) -> Engine:
+        """Waits for as long as no engine is live: whoever waits for the batch has the deadline, and says why."""
+        while not (live := self.live_engines()):
             self.live.clear()
-            try:
-                async with asyncio.timeout(max(0.0, give_up - time.monotonic())):
-                    await self.live.wait()
-            except TimeoutError:
-                raise DeadlineExceeded(
-                    f"orchestrator waited {self.timeout_s:.0f} s for an engine to become live - "
-                    f"{self.describe()}. Look at logs/inference.stdout"
-                ) from None
+            await self.live.wait()
+        return min(live, key=lambda engine: engine.in_flight)
 
     async def _post_generate(self, engine: Engine, body: bytes) -> _Response:
         engine.in_flight += 1
@@ -172,7 +197,10 @@ class InferencePool:
     async def prompt_logprobs(self, engine: Engine, ids: list[int]) -> list[float]:
         """[T - 1] what this engine says about a prompt, at temperature 1."""
         body = _encode({"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0}})
-        response = await self._post_generate(engine, body)
+        try:
+            response = await self._post_generate(engine, body)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise PeerDied(f"{engine.url} did not answer the probe: {error or type(error).__name__}") from error
         assert response.prompt_logprobs is not None
         given = response.prompt_logprobs[1:]
         return [(entry or {})[str(token)].logprob for token, entry in zip(ids[1:], given, strict=True)]
@@ -187,43 +215,96 @@ class InferencePool:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise PeerDied(f"{engine.url}/{path} got no answer: {error or type(error).__name__}") from error
 
-    async def pause(self) -> None:
-        """Freezes what is under way; it goes on where it stopped, under whatever weights are there by then."""
-        await asyncio.gather(*(self.post(engine, "pause?mode=keep") for engine in self.reachable()))
-
-    async def resume(self) -> None:
-        await asyncio.gather(*(self.post(engine, "resume") for engine in self.reachable()))
+    async def report(self, engine: Engine) -> WeightReport:
+        """What it holds, from its first worker: after an update all of them are compared."""
+        try:
+            async with self.session.get(f"{engine.url}/weight_info") as response:
+                version = (await response.json())["weight_version"]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise PeerDied(f"{engine.url}/weight_info got no answer: {error or type(error).__name__}") from error
+        reports = (await self.post(engine, "collective_rpc", {"method": "trireme_weight_report"}))["results"]
+        return WeightReport(str(version), reports[0]["digests"], reports[0]["incomplete"])
 
     def reachable(self) -> list[Engine]:
-        return [engine for engine in self.engines if engine.state in ("quarantined", "live")]
+        return [engine for engine in self.engines if engine.state != "starting"]
 
-    def go_live(self, version: int) -> None:
-        """Every reachable engine has confirmed `version`."""
-        for engine in self.reachable():
-            engine.state, engine.version = "live", version
+    def live_engines(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.state == "live"]
+
+    def go_live(self, engine: Engine, version: int) -> None:
+        """It has confirmed `version`."""
+        engine.state, engine.version = "live", version
         self.live.set()
 
-    def quarantine(self) -> None:
-        """No new requests until the next `go_live`."""
-        for engine in self.reachable():
-            engine.state = "quarantined"
+    def quarantine(self, engine: Engine) -> None:
+        """No new requests until it goes live again."""
+        self.interruptions += engine.state == "live"
+        engine.state, engine.version = "quarantined", None
 
-    async def wait_until_up(self, deadline_s: float) -> None:
-        """Until every engine answers."""
-        await asyncio.gather(*(self._until_up(engine, deadline_s) for engine in self.engines))
+    async def keep(self, judge: Callable[[Engine], Awaitable[bool]], *, start_timeout_s: float) -> None:
+        """Knows at any time who is there. Runs until cancelled.
+
+        Args:
+            judge: whether an engine that has come up goes live as it is (and has gone); else it is put in quarantine.
+
+        Raises:
+            DeadlineExceeded: an engine did not come up (again).
+        """
+        async with asyncio.TaskGroup() as keepers:
+            for engine in self.engines:
+                keepers.create_task(self._keep(engine, judge, start_timeout_s))
+
+    async def _keep(self, engine: Engine, judge: Callable[[Engine], Awaitable[bool]], start_timeout_s: float) -> None:
+        """Produces the engine's state; waits for the clock, or for a request that it dropped."""
+        while True:
+            await self._until_up(engine, start_timeout_s)
+            try:
+                if not await judge(engine):
+                    engine.state = "quarantined"
+            except PeerDied as error:
+                log.warning("%s came up and went: %s", engine.url, error)
+                continue
+            await self._until_gone(engine)
+            self.quarantine(engine)
+            engine.state = "starting"
 
     async def _until_up(self, engine: Engine, deadline_s: float) -> None:
         with self.waits.waiting(f"{engine.url} to come up", peer="inference", deadline_s=deadline_s) as wait:
-            while not await self._is_healthy(engine):
+            while (num_workers := await self._world_size(engine)) is None:
                 wait.check()
                 await asyncio.sleep(0.25)
-        engine.num_workers = await self._world_size(engine, wait)
-        engine.state = "quarantined"
+        engine.num_workers = num_workers
+        engine.suspected.clear()
+        engine.life += 1
         log.info("%s is up after %.0f s", engine.url, wait.waited_s)
 
-    async def _world_size(self, engine: Engine, wait: Wait) -> int:
-        async with self.session.get(f"{engine.url}/get_world_size") as response:
-            return int((await response.json())["world_size"])
+    async def _world_size(self, engine: Engine) -> int | None:
+        """None while it is not there."""
+        if not await self._is_healthy(engine):
+            return None
+        with suppress(aiohttp.ClientError, TimeoutError, KeyError, ValueError):
+            async with self.session.get(f"{engine.url}/get_world_size") as response:
+                return int((await response.json())["world_size"])
+        return None
+
+    async def _until_gone(self, engine: Engine) -> None:
+        """Until it has not been healthy for a while, or another process has taken its place."""
+        misses = 0
+        while misses < HEALTH_MISSES:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.health_interval_s):
+                    await engine.suspected.wait()
+            engine.suspected.clear()
+            if not await self._is_healthy(engine):
+                misses += 1
+                if not await self._is_listening(engine):
+                    break
+            elif await self._is_another(engine):
+                log.warning("%s is not the process that it was: it has lost its weights", engine.url)
+                return
+            else:
+                misses = 0
+        log.warning("%s is gone: it is waited for, and its requests are sent again", engine.url)
 
     async def _is_healthy(self, engine: Engine) -> bool:
         """vLLM answers 503 here when its engine core is dead, though its HTTP server still stands."""
@@ -233,23 +314,28 @@ class InferencePool:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def watch(self) -> None:
-        """Notices engines that die. Produces engine states; waits for the clock; runs until cancelled.
+    async def _is_listening(self, engine: Engine) -> bool:
+        """Whether there is anything at its port."""
+        try:
+            async with self.session.get(f"{engine.url}/health", timeout=aiohttp.ClientTimeout(5)):
+                return True
+        except aiohttp.ClientConnectorError:
+            return False
+        except (aiohttp.ClientError, TimeoutError):
+            return True
 
-        Raises:
-            PeerDied: an engine has not been healthy for a while.
-        """
-        misses = dict.fromkeys((engine.url for engine in self.engines), 0)
-        while True:
-            await asyncio.sleep(self.health_interval_s)
-            for engine in self.reachable():
-                misses[engine.url] = 0 if await self._is_healthy(engine) else misses[engine.url] + 1
-                if misses[engine.url] >= HEALTH_MISSES:
-                    engine.state = "dead"
-                    raise PeerDied(
-                        f"{engine.url} has not been healthy for {HEALTH_MISSES * self.health_interval_s:.0f} s. "
-                        "Look at logs/inference.stdout"
-                    )
+    async def _is_another(self, engine: Engine) -> bool:
+        """A successor that came up between two looks: it is live by our books, and has never been given our version."""
+        life = engine.life
+        if engine.state != "live":
+            return False
+        try:
+            timeout = aiohttp.ClientTimeout(5)
+            async with self.session.get(f"{engine.url}/weight_info", timeout=timeout) as response:
+                version = (await response.json())["weight_version"]
+        except (aiohttp.ClientError, TimeoutError, KeyError, ValueError):
+            return False  # busy, or going: `_is_healthy` will tell
+        return engine.state == "live" and engine.life == life and str(version) != str(engine.version)
 
     def describe(self) -> str:
         return ", ".join(f"{engine.url} is {engine.state}" for engine in self.engines)
@@ -271,9 +357,14 @@ async def open_inference_pool(
         )
 
 
-def _to_generation(response: _Response) -> Generation:
+def _to_generation(response: _Response, *, newest: int) -> Generation:
+    """Raises _Unconfirmed where a token was sampled by weights that were never confirmed to us."""
     choice = response.choices[0]
-    versions = [int(span.version) for span in choice.weight_versions for _ in range(span.start, span.end)]
+    spans = choice.weight_versions
+    strange = [span.version for span in spans if not span.version.isdecimal() or int(span.version) > newest]
+    if strange:
+        raise _Unconfirmed(f"it sampled under version {strange[0]!r}, known is {newest}")
+    versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
     if len(versions) != len(choice.token_ids):
         raise ValueError(f"The engine gave {len(choice.token_ids)} tokens but versions for {len(versions)}.")
     return Generation(

@@ -12,20 +12,25 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
+from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError, TriremeError
+from trireme.base.faults import reach
 from trireme.base.log import get_logger
+from trireme.base.paths import step_folder, step_of
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
+from trireme.ledger.manifest import is_complete
 from trireme.ledger.records import BatchRecord, State
-from trireme.monitor.metrics import MetricsFile
+from trireme.ledger.versions import Versions
+from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.orchestrator.answers import Answers, Peers
 from trireme.orchestrator.batcher import Batcher, batch_metrics
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.chat import open_chat_tokenizer
 from trireme.orchestrator.environments.pool import Environment, open_environment
-from trireme.orchestrator.evaluator import Evaluator
+from trireme.orchestrator.evaluator import Evaluator, results_path
 from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
 from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.rollouts import RolloutRunner
@@ -34,6 +39,9 @@ from trireme.orchestrator.status import Status, serve_status
 from trireme.transport.control import ControlServer
 
 log = get_logger("orchestrator")
+
+FAREWELL_S = 30.0
+"""A trainer that has saved everything and is not heard of for this long has left."""
 
 
 def orchestrate(config: RunConfig) -> None:
@@ -45,6 +53,9 @@ def orchestrate(config: RunConfig) -> None:
 
 
 async def _orchestrate(config: RunConfig) -> None:
+    if is_over(config):
+        log.info("all %d steps are trained, confirmed, evaluated and saved: nothing is left to do", config.max_steps)
+        return
     async with open_orchestrator(config) as orchestrator:
         await drive(orchestrator)
 
@@ -54,7 +65,8 @@ async def drive(o: Orchestrator) -> None:
     async with asyncio.TaskGroup() as tasks:
         background = [
             tasks.create_task(o.control.serve(o.answers)),
-            tasks.create_task(o.start_engines_and_watch()),
+            tasks.create_task(o.status.keep_beating()),
+            tasks.create_task(o.keep_engines()),
             tasks.create_task(o.scheduler.run()),
             tasks.create_task(o.fail_with_policy()),
         ]
@@ -105,12 +117,13 @@ class Orchestrator:
         state = State(
             next_batch=step + 1,
             next_group=self.buffer.next_group,
+            sizes=self.buffer.sizes,
             cursors=self.buffer.cursors(),
             open_groups=self.scheduler.open_groups(),
             counters=self.counters,
         )
         record = BatchRecord(step=step, rollouts=rollouts, dropped=dropped, state=state, metrics=metrics)
-        await asyncio.to_thread(self.journal.append, record)
+        await self._commit(record)
         self.scheduler.batch_closed()
         self.answers.batch_closed()
         metrics |= {"time/fill_batch": filled - began, "time/journal": time.perf_counter() - filled}
@@ -119,29 +132,52 @@ class Orchestrator:
         self.metrics.append(step, metrics)
         log.info("batch %d  reward %.3f  lag %.2f", step, metrics["reward/mean"], metrics["lag/mean"])
 
-    async def start_engines_and_watch(self) -> None:
-        await self.pool.wait_until_up(self.config.inference.start_timeout_s)
+    async def _commit(self, record: BatchRecord) -> None:
+        """Waits for room where the disk is full: the batch is not lost, and nobody has seen it."""
+        reach("journal.before_append")
+        await asyncio.to_thread(
+            when_there_is_room,
+            lambda: self.journal.append(record),
+            what=f"batch {record.step}",
+            folder=self.config.paths.journal,
+            waits=self.waits,
+            deadline_s=self.config.disk_timeout_s,
+        )
+        reach("journal.appended")
+
+    async def keep_engines(self) -> None:
         self.status.state = "running"
-        await self.pool.watch()
+        await self.pool.keep(self.policy.judge, start_timeout_s=self.config.inference.start_timeout_s)
 
     async def fail_with_policy(self) -> None:
         """Raises what makes the live weights untrustworthy."""
         await self.policy.failure
 
     async def finish(self, evaluation: asyncio.Task) -> None:
-        """The last version live, evaluated, and the trainer gone."""
+        """The last version live and evaluated; then the trainer, which might have been needed till then, may leave."""
         self.status.state = "finishing"
         deadline_s = self.config.orchestrator.trainer_timeout_s
         with self.waits.waiting(f"version {self.config.max_steps}", peer="trainer", deadline_s=deadline_s) as wait:
-            while not self.peers.trainer_done.is_set() or not evaluation.done():
-                wait.what = "its good-bye" if evaluation.done() else f"version {self.config.max_steps}, to evaluate it"
+            while not (evaluation.done() and self.policy.version >= self.config.max_steps):
+                wait.note = "to evaluate it" if self.policy.version < self.config.max_steps else "it is being evaluated"
+                await asyncio.wait([evaluation], timeout=0.2)
+                await asyncio.sleep(0.05)
+                wait.check()
+        reach("orchestrator.finishing")
+        self.peers.trainer_may_leave.set()
+        await self._see_trainer_off()
+        self.status.state = "done"
+
+    async def _see_trainer_off(self) -> None:
+        """It may have died, or left, after it saved everything: then nobody will say good-bye."""
+        deadline_s = self.config.orchestrator.trainer_timeout_s
+        with self.waits.waiting("its good-bye", peer="trainer", deadline_s=deadline_s) as wait:
+            while not self.peers.trainer_left.is_set() and not (wait.waited_s > FAREWELL_S and is_over(self.config)):
+                wait.check()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0.2):
-                        await self.peers.trainer_done.wait()
-                await asyncio.wait([evaluation], timeout=0.2)
-                wait.check()
+                        await self.peers.trainer_left.wait()
         await asyncio.sleep(0.2)  # the answer to the good-bye is on its way
-        self.status.state = "done"
 
 
 @asynccontextmanager
@@ -155,6 +191,7 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
         stack.enter_context(serve_status(status, orchestrator.server))
         control = ControlServer(config.ports.host, config.ports.batches or 0)
         stack.callback(control.close)
+        reach("orchestrator.starting")
         journal, state = _open_journal(config)
         tokenizer = open_chat_tokenizer(config.trainer.tokenizer.name or config.model.name)
         pool = await stack.enter_async_context(
@@ -168,7 +205,8 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
         )
         environments = await _open_environments(config, orchestrator.env, stack)
         evaluated = await _environments_to_evaluate(config, environments, stack)
-        policy = Policy(pool, config.weight_broadcast, waits)
+        versions = Versions(config.paths.journal)
+        policy = Policy(pool, config.weight_broadcast, waits, versions, disk_timeout_s=config.disk_timeout_s)
         buffer = Buffer(
             {name: environment.num_train for name, environment in environments.items()},
             {name: environment.config.weight for name, environment in environments.items()},
@@ -179,6 +217,9 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
         runner = RolloutRunner(config, pool, tokenizer)
         scheduler = Scheduler(config, environments, buffer, policy, runner, waits, next_batch=state.next_batch)
         metrics = MetricsFile(config.paths.metrics, process="orchestrator")
+        evaluator = Evaluator(config, evaluated, policy, runner, metrics, waits)
+        restore_metrics(config, journal, evaluator, metrics)
+        reach("orchestrator.started")
         status.pool, status.policy, status.scheduler = pool, policy, scheduler
         yield Orchestrator(
             config=config,
@@ -190,7 +231,7 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
             buffer=buffer,
             scheduler=scheduler,
             batcher=Batcher(config, scheduler),
-            evaluator=Evaluator(config, evaluated, policy, runner, metrics),
+            evaluator=evaluator,
             control=control,
             answers=Answers(config, journal, policy, scheduler, peers),
             peers=peers,
@@ -201,16 +242,46 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
 
 def _open_journal(config: RunConfig) -> tuple[Journal, State]:
     """A journal that has entries is only continued when asked to."""
+    config.paths.journal.mkdir(parents=True, exist_ok=True)
     journal = Journal(config.paths.journal)
     step = config.trainer.ckpt.resume_step
     if step is not None and step >= 0:
         journal.rewind(step)
+        Versions(config.paths.journal).rewind(step)
     elif journal.steps() and not config.resume and step is None:
         raise ConfigError(
             f"{config.paths.journal} holds {len(journal.steps())} batches of an earlier run - an empty folder was "
             "expected. Add --resume to go on with that run, or set another `output_dir` or `name`."
         )
     return journal, journal.head_state()
+
+
+def is_over(config: RunConfig) -> bool:
+    """Whether everything that a run is for lies on disk."""
+    last, paths = config.max_steps, config.paths
+    evaluation = config.orchestrator.eval
+    names = [env.name or env.id for env in (evaluation.env or config.orchestrator.env)] if evaluation else []
+    return (
+        Journal(paths.journal).has(last - 1)
+        and Versions(paths.journal).has(last)
+        and all(results_path(paths, last, name).exists() for name in names)
+        and is_complete(step_folder(paths.checkpoints, last))
+    )
+
+
+def restore_metrics(config: RunConfig, journal: Journal, evaluator: Evaluator, metrics: MetricsFile) -> None:
+    """Lines that a crash came before: whatever is in the journal, or evaluated, has its line."""
+    rows, _ = read_metrics(config.paths.metrics)
+    mine = [row for row in rows if row["process"] == metrics.process]
+    batches = {row["step"] for row in mine if "reward/mean" in row}
+    evaluated = {row["step"] for row in mine if any(name.startswith("eval/") for name in row)}
+    for step in journal.steps():
+        if step not in batches:
+            metrics.append(step, journal.read(step).metrics)
+    for folder in sorted(config.paths.evals.glob("step_*")):
+        version = step_of(folder)
+        if version is not None and version not in evaluated and evaluator.is_done(version):
+            evaluator.report(version)
 
 
 async def _open_environments(

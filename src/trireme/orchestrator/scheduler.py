@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from trireme.algo.staleness import groups_allowed, is_too_old
 from trireme.base.errors import TriremeError
+from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
@@ -128,6 +129,7 @@ class Scheduler:
         return len(self._issued) + self.num_accepted < allowed
 
     def _issue(self) -> None:
+        reach("rollout.begun")
         group = Group(task=self._buffer.take(), issued_at=self._policy.version)
         self._under_way[group.task.id] = group
         self._issued.append(group.task.id)
@@ -163,6 +165,7 @@ class Scheduler:
         for attempt in range(attempts):
             try:
                 group.rollouts.append(await self._rollout(task, place, attempt))
+                reach("rollout.finished")
                 self._any_success = True
                 return
             except RolloutFailed as failure:

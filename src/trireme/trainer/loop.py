@@ -9,22 +9,22 @@ from dataclasses import dataclass
 
 import torch
 
+from trireme.base.errors import DeadlineExceeded
+from trireme.base.faults import reach
 from trireme.base.log import get_logger
-from trireme.base.paths import step_folder
 from trireme.base.timing import Timer
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.messages import BatchReply, Done, GetBatch
+from trireme.messages import BatchReply, Done, GetBatch, Ok, Publish, Reply
 from trireme.monitor.metrics import MetricsFile
 from trireme.trainer.checkpoint import CheckpointStore, TrainerState
-from trireme.trainer.export import save_pretrained
+from trireme.trainer.export import Exporter
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.mesh import World, open_world
-from trireme.trainer.model import load_model, num_parameters
-from trireme.trainer.optim import build_optimizer, set_lr
+from trireme.trainer.model import num_parameters
 from trireme.trainer.perf import flops_per_token, throughput
 from trireme.trainer.publish import Publisher, served_dtype
-from trireme.trainer.step import forward_backward, policy_gradient, update
+from trireme.trainer.stepper import Stepper, base_state
 from trireme.transport.control import ControlClient
 
 log = get_logger("trainer")
@@ -33,13 +33,14 @@ log = get_logger("trainer")
 def train(config: RunConfig) -> None:
     """Runs until version `max_steps` is trained, confirmed by the engines, and saved."""
     with open_trainer(config) as trainer:
+        trainer.look_back()
         trainer.publish()
         while trainer.state.version < config.max_steps:
             batch = trainer.receive_batch()
             metrics = trainer.step(batch)
             trainer.publish()
-            trainer.save_if_due()
             trainer.record(metrics)
+            trainer.save_if_due()
         trainer.say_done()
 
 
@@ -47,7 +48,6 @@ def train(config: RunConfig) -> None:
 def open_trainer(config: RunConfig) -> Iterator[Trainer]:
     """Joins the mesh, loads the model and, when resuming, the checkpoint; closes everything on any way out."""
     trainer = config.trainer
-    torch.manual_seed(config.seed)
     with ExitStack() as stack:
         world = stack.enter_context(
             open_world(config.device, threads=trainer.threads, timeout_s=trainer.batch_timeout_s)
@@ -59,14 +59,33 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
         activity = Activity()
         if world.is_main:
             stack.enter_context(heartbeat(address, config.run_id, waits, activity))
-        model = load_model(trainer.model, trainer.model.name or config.model.name, world)
-        state = TrainerState(model=model, optimizer=build_optimizer(model, trainer.optim))
-        checkpoints = CheckpointStore(config.paths.checkpoints, trainer.ckpt, world)
+        reach("trainer.starting", rank=world.rank)
+        state = base_state(config, world)
+        checkpoints = CheckpointStore(
+            config.paths.checkpoints,
+            trainer.ckpt,
+            world,
+            waits=waits,
+            disk_timeout_s=config.disk_timeout_s,
+            exporter=_exporter(config, world),
+        )
+        stack.callback(checkpoints.close)
         checkpoints.resume(state, resume=config.resume)
-        publisher = Publisher(config, model, world, control if world.is_main else None)
+        reach("trainer.resumed", rank=world.rank)
+        publisher = Publisher(config, state.model, world, control if world.is_main else None)
         stack.callback(publisher.close)
         activity.state = "running"
         yield Trainer(config, world, state, checkpoints, publisher, control, activity)
+
+
+def _exporter(config: RunConfig, world: World) -> Exporter:
+    return Exporter(
+        config.paths.weights,
+        world,
+        tokenizer=config.trainer.tokenizer.name or config.model.name,
+        dtype=getattr(torch, served_dtype(config)),
+        trust_remote_code=config.trainer.model.trust_remote_code,
+    )
 
 
 @dataclass
@@ -85,43 +104,48 @@ class Trainer:
         self._timer = Timer()
         self._metrics = MetricsFile(self.config.paths.metrics, process="trainer")
         self._step_began = time.perf_counter()
-        self._loss = policy_gradient(self.config.trainer.loss)
+        self._stepper = Stepper(self.config, self.state, self.world, self._timer)
         self._num_parameters = num_parameters(self.state.model)
+
+    def look_back(self) -> None:
+        """After a restart: how far the run had come. Up to there, batches are trained on again, from the journal."""
+        newest = self.publisher.look_back()
+        if newest > self.state.version:
+            self.activity.state = f"repeating steps up to version {newest}"
+            log.info("the run had come to version %d; it is repeated from version %d on", newest, self.state.version)
 
     def receive_batch(self) -> BatchReply:
         """This rank's share of batch n = version, whenever the orchestrator has it."""
-        request = GetBatch(
-            run_id=self.config.run_id, step=self.state.version, rank=self.world.rank, world=self.world.size
-        )
         with self._timer.span("wait_for_batch"):
-            reply = self.control.ask(
-                request, what=f"batch {request.step}", deadline_s=self.config.trainer.batch_timeout_s
-            )
-        assert isinstance(reply, BatchReply), reply
-        assert reply.step == request.step, f"asked for batch {request.step}, got {reply.step}"
+            reply = self._first_share() if self.world.is_main else None
+            while self.world.agree(isinstance(reply, Publish)):
+                self.publisher.publish(self.state.version, everywhere=False)
+                reply = self._first_share() if self.world.is_main else None
+            batch = reply if self.world.is_main else self._ask_for_batch()
+        assert isinstance(batch, BatchReply), batch
+        assert batch.step == self.state.version, f"asked for batch {self.state.version}, got {batch.step}"
+        reach("trainer.batch_received", rank=self.world.rank)
+        return batch
+
+    def _first_share(self) -> Reply:
+        """What the first rank is answered: its share, or that an engine needs weights before."""
+        reply = self._ask_for_batch()
+        if isinstance(reply, Publish):
+            log.info("%s: it is given version %d", reply.reason, self.state.version)
         return reply
+
+    def _ask_for_batch(self) -> Reply:
+        step = self.state.version
+        request = GetBatch(run_id=self.config.run_id, step=step, rank=self.world.rank, world=self.world.size)
+        return self.control.ask(request, what=f"batch {step}", deadline_s=self.config.trainer.batch_timeout_s)
 
     def step(self, batch: BatchReply) -> dict[str, float]:
         """One optimizer step: version n becomes n + 1."""
-        trainer, state = self.config.trainer, self.state
-        lr = set_lr(
-            state.optimizer, trainer.optim, trainer.scheduler, step=state.version, max_steps=self.config.max_steps
-        )
         began = time.perf_counter()
-        with self._timer.span("forward_backward"):
-            metrics = forward_backward(
-                state.model,
-                batch.micro_batches,
-                loss_tokens=batch.loss_tokens,
-                step=state.version,
-                loss_function=self._loss,
-                world=self.world,
-            )
-        with self._timer.span("optimizer"):
-            metrics |= update(state.model, state.optimizer, trainer.optim.max_norm)
-        state.version += 1
-        self.activity.version = state.version
-        return metrics | {"lr": lr} | self._throughput(batch, time.perf_counter() - began)
+        metrics = self._stepper.step(batch)
+        reach("trainer.stepped", rank=self.world.rank)
+        self.activity.version = self.state.version
+        return metrics | self._throughput(batch, time.perf_counter() - began)
 
     def _throughput(self, batch: BatchReply, seconds: float) -> dict[str, float]:
         tokens = sum(micro_batch.tokens.length for micro_batch in batch.micro_batches) * self.world.size
@@ -130,24 +154,24 @@ class Trainer:
         return throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
 
     def publish(self) -> None:
-        """Makes the new policy live in all engines."""
+        """Makes the new policy live in all engines, if it is new."""
         with self._timer.span("publish"):
-            self.publisher.publish(self.state.version)
+            self.publisher.publish_if_new(self.state.version)
+        reach("trainer.published", rank=self.world.rank)
 
     def save_if_due(self) -> None:
-        """A checkpoint, and the weights in Hugging Face format, at the interval and after the last step."""
-        if not self.checkpoints.is_due(self.state.version, last=self.config.max_steps):
-            return
-        with self._timer.span("checkpoint"):
-            self.checkpoints.save(self.state)
-            save_pretrained(
-                self.state.model,
-                step_folder(self.config.paths.weights, self.state.version),
-                tokenizer=self.config.trainer.tokenizer.name or self.config.model.name,
-                dtype=getattr(torch, served_dtype(self.config)),
-                world=self.world,
-                trust_remote_code=self.config.trainer.model.trust_remote_code,
-            )
+        """A checkpoint, and the weights in Hugging Face format, at the interval and after the last step.
+
+        They are written while training goes on; after the last step, when this returns.
+        """
+        version, last = self.state.version, self.config.max_steps
+        if self.checkpoints.is_due(version, last=last):
+            with self._timer.span("checkpoint"):
+                self.checkpoints.save(self.state)
+                if version == last:
+                    self.checkpoints.wait()
+        if (seconds := self.checkpoints.take_write_seconds()) is not None:
+            self._timer.add("checkpoint_write", seconds)
 
     def record(self, metrics: dict[str, float]) -> None:
         """One line per step, of rank 0."""
@@ -157,6 +181,7 @@ class Trainer:
         if self.world.is_main:
             step = self.state.version - 1
             self._metrics.append(step, metrics)
+            reach("trainer.recorded")
             log.info(
                 "step %d/%d  loss %.4f  grad %.3f  %.0f tok/s",
                 self.state.version,
@@ -167,11 +192,19 @@ class Trainer:
             )
 
     def say_done(self) -> None:
-        """The orchestrator may finish; nothing more will be asked."""
+        """Stays until the orchestrator needs nothing more: an engine may yet come up without weights."""
+        self.checkpoints.wait()
         self.activity.state = "done"
-        if self.world.is_main:
-            self.control.ask(
-                Done(run_id=self.config.run_id, version=self.state.version),
-                what="its good-bye",
-                deadline_s=self.config.weight_broadcast.timeout_s,
-            )
+        reach("trainer.finishing", rank=self.world.rank)
+        reply = self._ask_to_leave() if self.world.is_main else None
+        while self.world.agree(isinstance(reply, Publish)):
+            self.publisher.publish(self.state.version, everywhere=False)
+            reply = self._ask_to_leave() if self.world.is_main else None
+
+    def _ask_to_leave(self) -> Reply:
+        done = Done(run_id=self.config.run_id, version=self.state.version)
+        try:
+            return self.control.ask(done, what="leave to go", deadline_s=self.config.orchestrator.trainer_timeout_s)
+        except DeadlineExceeded as error:  # everything is saved, so nothing depends on the answer
+            log.warning("%s", error)
+            return Ok()

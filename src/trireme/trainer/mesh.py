@@ -33,6 +33,12 @@ class World:
         dist.all_reduce(tensor)
         return dict(zip(names, tensor.tolist(), strict=True))
 
+    def agree(self, number: int) -> int:
+        """What rank 0 says, on all ranks."""
+        tensor = torch.tensor([number], dtype=torch.int64, device=self.device)
+        dist.broadcast(tensor, src=0)
+        return int(tensor)
+
     def barrier(self) -> None:
         dist.barrier()
 

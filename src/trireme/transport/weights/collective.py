@@ -2,11 +2,16 @@
 
 The sender is rank 0, each engine worker one rank above. A group lives for an epoch: whenever a peer has come or gone,
 the orchestrator counts the epoch up and everyone joins anew, so a dead peer never blocks the living for good.
+
+Nobody enters a group before all are there: each says so in the store first, and the sender, while it waits, that it is
+alive. Forming a group with somebody missing would block an engine until its timeout, and an engine that is blocked
+hears of nothing else: neither that its orchestrator has died, nor that there is another transfer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -56,6 +61,19 @@ def open_store(host: str, port: int, *, is_sender: bool, timeout_s: float) -> di
     )
 
 
+POLL_S = 0.05
+LOOK_AROUND_S = 1.0
+SILENCE_S = 15.0  # an engine waits no longer for a sender that gives no sign of life
+
+
+def _here(epoch: str, rank: int) -> str:
+    return f"weights/{epoch}/here/{rank}"
+
+
+def _begun(epoch: str) -> str:
+    return f"weights/{epoch}/begun"
+
+
 class CollectiveSender:
     """The trainer's end."""
 
@@ -67,14 +85,30 @@ class CollectiveSender:
         self._group: WeightGroup | None = None
         self._epoch: str | None = None
 
-    def join(self, epoch: str, world_size: int) -> None:
+    def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Raises RuntimeError where receivers do not come in time, or `is_wanted` says that they never will."""
         if self._group is not None and epoch == self._epoch:
             return
         self.close()
+        self._await_receivers(epoch, world_size, is_wanted)
+        self._store.set(_begun(epoch), "1")
         self._group = WeightGroup(
             self._kind, self._store, epoch=epoch, rank=0, world_size=world_size, timeout_s=self._timeout_s
         )
         self._epoch = epoch
+
+    def _await_receivers(self, epoch: str, world_size: int, is_wanted: Callable[[], bool]) -> None:
+        began = looked = time.monotonic()
+        while not self._store.check([_here(epoch, rank) for rank in range(1, world_size)]):
+            self._store.add(_here(epoch, 0), 1)
+            time.sleep(POLL_S)
+            now = time.monotonic()
+            if now - began > self._timeout_s:
+                raise RuntimeError(f"not all of {world_size - 1} engine workers joined within {self._timeout_s:.0f} s")
+            if now - looked > LOOK_AROUND_S:
+                looked = now
+                if not is_wanted():
+                    raise RuntimeError("an engine is gone before it joined")
 
     def send(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> dict:
         """Sends all tensors, in the order of `specs`."""
@@ -90,6 +124,7 @@ class CollectiveSender:
         if self._group is not None:
             self._group.close()
             self._group = None
+            self._epoch = None
 
 
 class CollectiveReceiver:
@@ -103,10 +138,22 @@ class CollectiveReceiver:
         self._group: WeightGroup | None = None
 
     def join(self, epoch: str, rank: int, world_size: int) -> None:
+        """Raises RuntimeError where the sender gives no sign of life."""
         self.close()
+        self._store.set(_here(epoch, rank), "1")
+        self._await_sender(epoch)
         self._group = WeightGroup(
             self._kind, self._store, epoch=epoch, rank=rank, world_size=world_size, timeout_s=self._timeout_s
         )
+
+    def _await_sender(self, epoch: str) -> None:
+        signs, heard = 0, time.monotonic()
+        while not self._store.check([_begun(epoch)]):
+            if (now_signs := self._store.add(_here(epoch, 0), 0)) != signs:
+                signs, heard = now_signs, time.monotonic()
+            if time.monotonic() - heard > SILENCE_S:
+                raise RuntimeError(f"the trainer gave no sign of life in transfer {epoch} for {SILENCE_S:.0f} s")
+            time.sleep(POLL_S)
 
     def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._group is not None, "receive before join"

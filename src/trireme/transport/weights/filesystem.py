@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ class FilesystemSender:
         self._folder = folder
         self._bucket_bytes = bucket_bytes
 
-    def join(self, epoch: str, world_size: int) -> None:
+    def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Nothing to join."""
 
     def send(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> dict:

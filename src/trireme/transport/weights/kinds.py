@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from trireme.messages import TensorSpec
 
 
 class Sender(Protocol):
-    def join(self, epoch: str, world_size: int) -> None: ...
+    def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None: ...
     def send(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> dict: ...
     def close(self) -> None: ...
 

@@ -1,0 +1,223 @@
+"""One transfer of one version to the engines.
+
+trainer                      orchestrator                         engines
+  PolicyReady(n+1)  ------>    waits for a running evaluation
+                               pauses (requests freeze)  ------>
+                               tells them to receive     ------>
+  <-------------------  Go
+  sends tensors     ----------------------------------------->   load
+  PolicySent        ------>    compares digests          <------  digests
+                               resumes, probes           <------  logprobs of a fixed prompt
+                               writes down that it is so
+  <-----------------  Live     version = n+1
+
+An engine that dies on the way makes the trainer begin again (`Again`), with the engines that are there then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from trireme.algo.compare import first_difference
+from trireme.base.errors import PeerDied, WeightsMismatch
+from trireme.base.faults import reach
+from trireme.messages import PULLED_KINDS, Go, Live, PolicyReady, PolicySent, Probe
+from trireme.orchestrator.inference_pool import Engine
+
+if TYPE_CHECKING:
+    from trireme.orchestrator.policy import Policy
+
+Peers = frozenset[tuple[str, int]]
+"""Engines by address and life: who must be in a transfer's group."""
+
+
+class Update:
+    """One attempt at one version."""
+
+    def __init__(self, policy: Policy, message: PolicyReady, before: Update | None) -> None:
+        self.message = message
+        self.note = "an evaluation is running"
+        self.epoch = ""
+        self._policy = policy
+        self._pool = policy.pool
+        self._before = before
+        self._targets: list[Engine] = []
+        self._receiving: dict[str, asyncio.Task] = {}
+        self._confirmed: asyncio.Task[Live] | None = None
+        self._began = 0.0
+        self.prepared: asyncio.Task[Go | Live] = asyncio.create_task(self._prepare())
+
+    def is_for(self, message: PolicyReady) -> bool:
+        own = self.message
+        return (own.incarnation, own.version, own.attempt) == (message.incarnation, message.version, message.attempt)
+
+    def is_later_than(self, message: PolicyReady) -> bool:
+        """Whether `message` was overtaken on its way by what the same trainer asked later."""
+        own = self.message
+        return own.incarnation == message.incarnation and own.attempt > message.attempt
+
+    def broken(self) -> BaseException | None:
+        """What has gone wrong already while the trainer has yet to send."""
+        failed = [task for task in self._receiving.values() if task.done() and task.exception() is not None]
+        error = failed[0].exception() if failed else None
+        return error if isinstance(error, PeerDied) else None
+
+    @property
+    def is_sent(self) -> bool:
+        """The engines have, or are about to have, all of it: no trainer is needed any more."""
+        return self._confirmed is not None
+
+    async def abandon(self) -> None:
+        """Its engines stay paused and in quarantine: they may hold half an update."""
+        tasks = [self.prepared, self._confirmed, *self._receiving.values()]
+        for task in tasks:
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+        self._before = None
+
+    async def _prepare(self) -> Go | Live:
+        """Pauses the engines and has them wait for tensors."""
+        if self.message.everywhere:
+            while self._policy.is_held:
+                await asyncio.sleep(0.05)
+            self._policy.leave()
+        self._began = time.perf_counter()
+        await self._until_engines_are_up()
+        self._targets = self._who_needs_it()
+        if not self._targets:
+            return Live(version=self.message.version)
+        self.note = "engines pause"
+        for engine in self._targets:
+            self._pool.quarantine(engine)
+        await asyncio.gather(*(self._pool.post(engine, "pause?mode=keep") for engine in self._targets))
+        self._join_or_go_on()
+        rank, world_size = 1, 1 + sum(engine.num_workers for engine in self._targets)
+        for engine in self._targets:
+            self._receiving[engine.url] = asyncio.create_task(self._receive(engine, rank, world_size))
+            rank += engine.num_workers
+        reach("update.paused")
+        return Go(version=self.message.version, epoch=self.epoch, world_size=world_size)
+
+    async def _until_engines_are_up(self) -> None:
+        """At least one; at the start of a run all. `InferencePool.keep` has the deadline for each."""
+        while not self._pool.reachable() or any(engine.life == 0 for engine in self._pool.engines):
+            if not self.message.everywhere:
+                return
+            self.note = f"engines come up: {self._pool.describe()}"
+            await asyncio.sleep(0.1)
+
+    def _who_needs_it(self) -> list[Engine]:
+        engines = self._pool.reachable()
+        return engines if self.message.everywhere else [engine for engine in engines if engine.state == "quarantined"]
+
+    def _join_or_go_on(self) -> None:
+        """The connections of the transfer before can be used again where it went well, between the very same peers."""
+        before, self._before = self._before, None
+        peers = frozenset((engine.url, engine.life) for engine in self._targets)
+        self.peers: Peers = peers
+        if before is not None and before.can_be_followed_by(self.message, peers):
+            self.epoch, self._joins = before.epoch, False
+        else:
+            self.epoch, self._joins = self._policy.new_epoch(self.message.incarnation), True
+
+    def can_be_followed_by(self, message: PolicyReady, peers: Peers) -> bool:
+        went_well = self._confirmed is not None and self._confirmed.done() and not self._confirmed.cancelled()
+        return (
+            went_well
+            and self._confirmed is not None
+            and self._confirmed.exception() is None
+            and message.incarnation == self.message.incarnation
+            and peers == self.peers
+        )
+
+    async def _receive(self, engine: Engine, rank_offset: int, world_size: int) -> None:
+        if self._joins:
+            info = self._join_info(rank_offset, world_size)
+            await self._pool.post(engine, "init_weight_transfer_engine", {"init_info": info})
+        await self._pool.post(engine, "start_weight_update")
+        if self.message.kind not in PULLED_KINDS:
+            await self._fetch(engine, {})
+
+    def _join_info(self, rank_offset: int, world_size: int) -> dict:
+        config = self._policy.config
+        return {
+            "kind": self.message.kind,
+            "host": self.message.host,
+            "port": self.message.port,
+            "epoch": self.epoch,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "bucket_bytes": config.bucket_mib << 20,
+            "timeout_s": config.timeout_s,
+        }
+
+    async def _fetch(self, engine: Engine, payload: dict) -> None:
+        info = {"specs": msgspec.to_builtins(self.message.specs), "payload": payload}
+        await self._pool.post(engine, "update_weights", {"update_info": info})
+
+    def confirm(self, message: PolicySent) -> asyncio.Task[Live]:
+        if self._confirmed is None:
+            self._confirmed = asyncio.create_task(self._confirm(message))
+        return self._confirmed
+
+    async def _confirm(self, message: PolicySent) -> Live:
+        """Raises:
+        WeightsMismatch: an engine holds, or computes with, anything else than was sent.
+        PeerDied: an engine has gone.
+        """
+        self.note = "engines load"
+        for engine in self._targets:
+            await self._receiving[engine.url]
+            if self.message.kind in PULLED_KINDS:
+                await self._fetch(engine, message.payload)
+            await self._pool.post(engine, "finish_weight_update", {"weight_version": str(message.version)})
+        reach("update.loaded")
+        for engine in self._targets:
+            await self._compare_digests(engine, message)
+        self.note = "engines are probed"
+        await asyncio.gather(*(self._pool.post(engine, "resume") for engine in self._targets))
+        differences = [await self._compare_logprobs(engine, message.version, message.probe) for engine in self._targets]
+        await self._write_down(message, max(differences))
+        self._policy.update_seconds += time.perf_counter() - self._began
+        live = await self._policy.go_live(message.version, self._targets)
+        reach("version.live")
+        return live
+
+    async def _write_down(self, message: PolicySent, difference: float) -> None:
+        reach("version.before_record")
+        urls = [engine.url for engine in self._targets]
+        await self._policy.record(message.version, urls, message.digests, difference)
+        reach("version.recorded")
+
+    async def _compare_digests(self, engine: Engine, message: PolicySent) -> None:
+        report = await self._pool.post(engine, "collective_rpc", {"method": "trireme_weight_report"})
+        for worker, result in enumerate(report["results"]):
+            who = f"{engine.url}, worker {worker}"
+            if difference := first_difference(message.digests, result["digests"]):
+                raise WeightsMismatch(
+                    f"Version {message.version} did not arrive at {who} as it was sent: {difference}."
+                )
+            if result["incomplete"]:
+                raise WeightsMismatch(
+                    f"Version {message.version} was not loaded whole by {who}: {', '.join(result['incomplete'])} "
+                    "kept old weights. Expected every tensor of the model. Its log tells more: logs/inference.stdout"
+                )
+
+    async def _compare_logprobs(self, engine: Engine, version: int, probe: Probe) -> float:
+        """Returns the largest difference."""
+        theirs = await self._pool.prompt_logprobs(engine, probe.ids)
+        worst = float(np.abs(np.subtract(probe.logprobs, theirs)).max())  # NaN where any is
+        tolerance = self._policy.config.probe_tolerance or 1e-3
+        if not worst <= tolerance:
+            raise WeightsMismatch(
+                f"{engine.url} does not compute with version {version}: on a fixed prompt its logprobs differ from the "
+                f"trainer's by up to {worst:.3g}, allowed is {tolerance:g} (`weight_broadcast.probe_tolerance`). "
+                "Every tensor arrived as sent, so the engine uses one of them differently."
+            )
+        return worst
