@@ -12,11 +12,19 @@ from typing import Any
 
 import torch
 
-from tiny import backward, open_state, random_samples, take_gradients, train_step, weights_of
+from tiny import (
+    backward,
+    content_of,
+    open_exporter,
+    open_state,
+    open_store,
+    random_samples,
+    take_gradients,
+    train_step,
+    weights_of,
+)
 from trireme.algo.packing import Sample
-from trireme.config.trainer import Checkpoints
-from trireme.trainer.checkpoint import CheckpointStore
-from trireme.trainer.export import save_pretrained
+from trireme.trainer.checkpoint import load_checkpoint
 from trireme.trainer.mesh import World, open_world
 
 CAPACITY = 48
@@ -32,27 +40,29 @@ def batch(step: int) -> list[Sample]:
 def train(model: Path, folder: Path, world: World) -> dict[str, Any]:
     """Some steps from the base model, with a checkpoint on the way and the weights at the end."""
     state = open_state(model, world)
+    store = open_store(folder / "checkpoints", world, exporter=open_exporter(folder / "weights", model, world))
     metrics = [backward(state, batch(0), world, capacity=CAPACITY)]
     gradients = take_gradients(state.model)
     while state.version < STEPS:
         metrics.append(train_step(state, batch(state.version), world, capacity=CAPACITY))
         if state.version == SAVED_AT:
-            CheckpointStore(folder / "checkpoints", Checkpoints(), world).save(state)
-    save_pretrained(
-        state.model,
-        folder / "weights",
-        tokenizer=str(model),
-        dtype=torch.float32,
-        world=world,
-        trust_remote_code=False,
-    )
-    return {"metrics": metrics, "gradients": gradients, "weights": weights_of(state.model)}
+            saved = content_of(state)
+            store.save(state)
+    store.wait()
+    return {"metrics": metrics, "gradients": gradients, "saved": saved, "weights": weights_of(state.model)}
+
+
+def load(model: Path, checkpoint: Path, world: World) -> dict[str, torch.Tensor]:
+    """What this number of ranks has after loading."""
+    state = open_state(model, world)
+    load_checkpoint(state, checkpoint, rank=world.rank)
+    return content_of(state)
 
 
 def main() -> None:
     model, folder = map(Path, sys.argv[1:])
     with open_world("cpu", threads=1, timeout_s=240) as world:
-        result = train(model, folder, world)
+        result = train(model, folder, world) | {"loaded": load(model, folder / "by_one" / "step_1", world)}
         torch.save(result, folder / f"result_{world.rank}.pt")
 
 

@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trireme.algo.packing import Sample, micro_batches_of_rank
-from trireme.config.trainer import Loss, Optimizer, TrainerModel
+from trireme.base.waiting import Waits
+from trireme.config.trainer import Checkpoints, Loss, Optimizer, TrainerModel
 from trireme.messages import build_tokens
-from trireme.trainer.checkpoint import TrainerState
+from trireme.trainer.checkpoint import CheckpointStore, TrainerState
+from trireme.trainer.export import Exporter
 from trireme.trainer.mesh import World
 from trireme.trainer.model import load_model
 from trireme.trainer.optim import build_optimizer
@@ -94,6 +96,53 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def optimizer_state_of(state: TrainerState) -> dict[str, torch.Tensor]:
+    return {
+        f"{key} of {name}": whole(tensor)
+        for name, parameter in state.model.named_parameters()
+        for key, tensor in state.optimizer.state[parameter].items()
+    }
+
+
+def content_of(state: TrainerState) -> dict[str, torch.Tensor]:
+    """All that a checkpoint must bring back. A collective."""
+    return weights_of(state.model) | optimizer_state_of(state)
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """To the bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def open_store(
+    folder: Path,
+    world: World,
+    config: Checkpoints | None = None,
+    *,
+    exporter: Exporter | None = None,
+    waits: Waits | None = None,
+) -> CheckpointStore:
+    return CheckpointStore(
+        folder,
+        config or Checkpoints(),
+        world,
+        waits=waits or Waits("trainer"),
+        disk_timeout_s=60,
+        exporter=exporter,
+    )
+
+
+def open_exporter(folder: Path, model: Path, world: World, dtype: torch.dtype = torch.float32) -> Exporter:
+    return Exporter(folder, world, tokenizer=str(model), dtype=dtype, trust_remote_code=False)
+
+
+def save(folder: Path, state: TrainerState, world: World, config: Checkpoints | None = None) -> None:
+    """Returns when the checkpoint is whole."""
+    store = open_store(folder, world, config)
+    store.save(state)
+    store.wait()
 
 
 def take_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trireme.base.errors import ConfigError
-from trireme.config.aliases import ALIASES, KNOWN_ELSEWHERE
+from trireme.config.aliases import ALIASES, KNOWN_ELSEWHERE, SHORT_FLAGS
 from trireme.config.fields import walk
 from trireme.config.load import load_config, load_run_config
 from trireme.config.run import RunConfig
@@ -78,6 +78,24 @@ def test_the_example_of_the_guide_loads_as_written() -> None:
 )
 def test_truth_values_can_be_typed_in_every_usual_way(argv: list[str], resume: bool) -> None:
     assert load(*argv).resume is resume
+
+
+@pytest.mark.parametrize("argv", [["--no-restart"], ["--restart", "off"], ["--no-supervisor.restart"]])
+def test_restarts_can_be_switched_off_in_a_word(argv: list[str]) -> None:
+    assert load().supervisor.restart is True
+    assert load(*argv).supervisor.restart is False
+    assert load(*argv, section="trainer").supervisor.restart is False
+    write("a.toml", "restart = false")
+    assert "unknown key `restart` - no such key exists. Did you mean `supervisor.restart`?" in refusal("@", "a.toml")
+
+
+def test_what_the_supervisor_takes_is_said_with_its_bounds() -> None:
+    argv = ["--supervisor.max-restarts", "-1", "--supervisor.backoff-s", "-1", "--disk-timeout-s", "-1"]
+    message = refusal(*argv, "--supervisor.max-restart", "3")
+    assert "`--supervisor.max-restarts -1` - expected integer >= 0" in message
+    assert "`--supervisor.backoff-s -1.0` - expected number > 0" in message
+    assert "`--disk-timeout-s -1.0` - expected number > 0" in message
+    assert "Did you mean `--supervisor.max-restarts`" in message
 
 
 @pytest.mark.parametrize("flag", ["--no-trainer.model.compile", "--trainer.model.no-compile"])
@@ -202,8 +220,8 @@ def test_a_key_and_its_older_name_together_are_refused() -> None:
 
 def test_every_pointer_to_our_names_points_to_a_key_that_exists() -> None:
     known = {key for key, _ in walk(RunConfig)}
-    assert set(KNOWN_ELSEWHERE.values()) | set(ALIASES.values()) <= known
-    assert not set(ALIASES) & known
+    assert {*KNOWN_ELSEWHERE.values(), *ALIASES.values(), *SHORT_FLAGS.values()} <= known
+    assert not (set(ALIASES) | set(SHORT_FLAGS)) & known
 
 
 def test_the_same_grammar_serves_other_roots() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from trireme.base.errors import ConfigError, PeerDied
+from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments import pool
 from trireme.orchestrator.environments.pool import Environment, open_environment
@@ -187,6 +188,70 @@ def test_a_worker_killed_in_mid_rollout_costs_no_rollout(tmp_path):
     assert sorted(asked) == sorted(2 * [f"r{i}" for i in range(10)])
     assert num_restarts == 1
     assert seconds < 10
+
+
+@pytest.mark.parametrize("point", ["environment.asked", "environment.scored"])
+def test_a_worker_that_dies_at_a_point_of_the_protocol_costs_no_rollout(tmp_path, monkeypatch, point):
+    monkeypatch.setenv("TRIREME_FAULTS", f"folder={tmp_path}")
+
+    async def use(environment):
+        first = environment._workers[0].pid
+        (tmp_path / point).write_text("kill")
+        outcomes = await run_all(environment, says("x"), 8)
+        while not environment.num_restarts:  # its last rollout may have been in before it died
+            await asyncio.sleep(0.01)
+        return outcomes, first, environment.num_restarts
+
+    outcomes, first, num_restarts = with_environment(tmp_path, write(tmp_path, ECHO), use)
+    assert (tmp_path / f"{point}.reached").read_text() == str(first)
+    assert [outcome.task for outcome in outcomes] == [f"r{i}" for i in range(8)]
+    assert num_restarts == 1
+
+
+def test_rollouts_without_a_worker_wait_by_one_name_and_with_a_deadline(tmp_path):
+    waits = Waits("orchestrator", tmp_path / "logs")
+    code = """
+        import pathlib, time
+        marker = pathlib.Path(__file__).with_name("loaded")
+        if marker.exists():
+            time.sleep(1)
+        marker.touch()
+    """
+
+    async def main():
+        settings = EnvironmentConfig(id=write(tmp_path, textwrap.dedent(code) + textwrap.dedent(ECHO)), name="slow")
+        async with open_environment(settings, logs=tmp_path / "logs", load_timeout_s=60, waits=waits) as environment:
+            os.kill(environment._workers[0].pid, signal.SIGKILL)
+            while environment._workers[0].is_ready:
+                await asyncio.sleep(0.01)
+            running = asyncio.create_task(run_all(environment, says("x"), 5))
+            await asyncio.sleep(0.2)
+            return [(wait.what, wait.deadline_s, wait.log) for wait in waits.now()], await running
+
+    named, outcomes = asyncio.run(main())
+    assert named == [("a worker of environment 'slow'", 6 * 90.0, tmp_path / "logs/environment-slow-0.stdout")]
+    assert all(isinstance(outcome, Done) for outcome in outcomes)
+    assert waits.now() == []
+
+
+def test_an_environment_whose_workers_never_come_back_says_so_at_the_deadline(tmp_path):
+    async def use(environment):
+        environment._longest_absence_s = 0.2
+        os.kill(environment._workers[0].pid, signal.SIGKILL)
+        while environment._workers[0].is_ready:
+            await asyncio.sleep(0.01)
+        return await run_all(environment, says("x"), 3)
+
+    code = """
+        import pathlib, time
+        marker = pathlib.Path(__file__).with_name("loaded")
+        if marker.exists():
+            time.sleep(30)
+        marker.touch()
+    """
+    outcomes = with_environment(tmp_path, write(tmp_path, textwrap.dedent(code) + textwrap.dedent(ECHO)), use)
+    assert [type(outcome) for outcome in outcomes] == [PeerDied] * 3
+    assert "orchestrator waits 0 s for a worker of environment" in str(outcomes[0])
 
 
 def test_a_rollout_that_kills_its_worker_is_dropped_and_those_beside_it_are_not(tmp_path):

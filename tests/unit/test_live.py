@@ -112,6 +112,26 @@ def test_each_change_of_state_is_a_line_once(stage: Stage) -> None:
     assert stage.tick(view) == ""
 
 
+def test_a_process_that_was_started_again_shows_it(stage: Stage) -> None:
+    view, picture = stage.plain(), stage.terminal()
+    stage.tick(view)
+    states = stage.processes()
+    stage.processes = lambda: [*states[:2], states[2]._replace(state="exit code 1; restarting in 2 s")]  # type: ignore[method-assign]
+    assert stage.tick(view) == "trainer: running -> exit code 1; restarting in 2 s\n"
+    stage.processes = lambda: [*states[:2], states[2]._replace(num_restarts=2)]  # type: ignore[method-assign]
+    assert stage.tick(view) == "trainer: exit code 1; restarting in 2 s -> running, restarted 2x\n"
+    stage.poller.latest = Status(state="running")
+    assert "running, restarted 2x" in stage.tick(picture)
+    picture.close()
+
+
+def test_the_summary_counts_restarts_where_there_were_any(stage: Stage) -> None:
+    progress = Progress(stage.config.max_steps)
+    restarts = {"inference": 1, "orchestrator": 0, "trainer": 2}
+    assert "\n3 restarts: inference 1, trainer 2\n" in summary(progress, stage.config, 1.0, restarts)
+    assert " restart" not in summary(progress, stage.config, 1.0, dict.fromkeys(restarts, 0))
+
+
 def test_ten_silent_seconds_of_starting_say_what_is_being_waited_for(stage: Stage) -> None:
     view = stage.plain()
     stage.tick(view, after_s=0)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from limits import file_size_limit, small_disk
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.monitor.metrics import MetricsFile, latest_by_step, merge_processes, read_metrics
@@ -67,6 +68,81 @@ def test_no_file_yet_is_no_rows_yet(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == ([], 0)
 
 
+def steps_in(path: Path) -> list[int]:
+    return [row["step"] for row in read_metrics(path)[0]]
+
+
+def test_lines_that_found_no_room_are_written_in_order_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "full"
+    monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", "trainer")
+    metrics.append(0, {})
+    full.touch()
+    for step in (1, 2, 3):
+        metrics.append(step, {})
+    assert steps_in(metrics.path) == [0]
+    assert metrics.waiting == 3
+    full.unlink()
+    metrics.append(4, {})
+    assert steps_in(metrics.path) == [0, 1, 2, 3, 4]
+    assert (metrics.waiting, metrics.lost) == (0, 0)
+
+
+def test_wherever_a_line_is_cut_nobody_takes_the_half_for_a_line_and_none_is_missing(tmp_path: Path) -> None:
+    probe = MetricsFile(tmp_path / "probe.jsonl", "trainer")
+    probe.append(1, {"loss": 0.5})
+    length = probe.path.stat().st_size
+    for room in range(length + 1):
+        metrics = MetricsFile(tmp_path / f"{room}.jsonl", "trainer")
+        metrics.append(0, {})
+        with file_size_limit(metrics.path.stat().st_size + room):
+            metrics.append(1, {"loss": 0.5})
+            assert steps_in(metrics.path) in ([0], [0, 1])
+            reader, offset = read_metrics(metrics.path)
+        metrics.append(2, {})
+        reader += read_metrics(metrics.path, offset)[0]
+        assert sorted({row["step"] for row in reader}) == [0, 1, 2]
+        assert {row["loss"] for row in reader if row["step"] == 1} == {0.5}
+        assert steps_in(metrics.path) == [row["step"] for row in reader]
+
+
+def test_a_disk_that_is_really_full_loses_no_line(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        metrics = MetricsFile(disk / "metrics.jsonl", "trainer")
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(50_000))
+        for step in range(200):
+            metrics.append(step, {"loss": step / 7})
+        assert metrics.waiting > 0
+        assert steps_in(metrics.path) == list(range(200 - metrics.waiting))
+        ballast.unlink()
+        metrics.close()
+        assert sorted(set(steps_in(metrics.path))) == list(range(200))
+        assert metrics.lost == 0
+
+
+def test_when_too_many_wait_the_oldest_are_lost_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = tmp_path / "full"
+    full.touch()
+    monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", "trainer", most_waiting=3)
+    for step in range(5):
+        metrics.append(step, {})
+    assert (metrics.waiting, metrics.lost) == (3, 2)
+    full.unlink()
+    metrics.close()
+    assert steps_in(metrics.path) == [2, 3, 4]
+
+
+def test_at_the_end_what_still_waits_is_lost_and_counted() -> None:
+    metrics = MetricsFile(Path("/dev/full"), "trainer")
+    metrics.append(0, {})
+    metrics.close(patience_s=0.0)
+    assert (metrics.waiting, metrics.lost) == (0, 1)
+
+
 def test_a_full_disk_ends_no_training_and_warns_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     metrics = MetricsFile(Path("/dev/full"), "trainer", clock=lambda: now)
@@ -79,10 +155,10 @@ def test_a_full_disk_ends_no_training_and_warns_once_a_minute(caplog: pytest.Log
         metrics.append(3, {"loss": 1.0})
     finally:
         logging.getLogger("trireme.metrics").removeHandler(caplog.handler)
-    assert metrics.lost == 4
+    assert (metrics.waiting, metrics.lost) == (4, 0)
     assert "/dev/full" in caplog.messages[0]
     assert "No space left" in caplog.messages[0]
-    assert "4 lines lost" in caplog.messages[-1]
+    assert "4 lines wait" in caplog.messages[-1]
 
 
 def test_a_step_trained_again_after_a_resume_counts_once_with_its_last_values() -> None:

@@ -207,6 +207,28 @@ def test_groups_without_signal_are_dropped_with_that_reason_and_replaced(tmp_pat
     assert_every_rollout_has_one_fate(records, config)
 
 
+def test_that_nothing_ever_has_signal_is_said_again_and_again(tmp_path, caplog):
+    """It may change (another example, another version), so it does not end the run; but nobody must wonder."""
+    config = build_config(
+        tmp_path,
+        """
+        def dataset():
+            return [{"prompt": f"say {i}", "answer": ""} for i in range(40)]
+
+        def reward(completion, answer):
+            return 0.5
+        """,
+        orchestrator={"buffer": {"online_difficulty_filtering": True}},
+    )
+
+    async def meanwhile(running):
+        await running.until(lambda: "groups were dropped before it is full" in caplog.text, "a warning")
+        return [str(wait) for wait in running.orchestrator.waits.now() if "rollouts" in wait.what]
+
+    (wait,) = run(config, meanwhile=meanwhile, stop_after_meanwhile=True).found
+    assert "dropped meanwhile: no signal: " in wait
+
+
 def test_a_reward_that_raises_on_one_rollout_in_ten_costs_only_those_rollouts(tmp_path):
     config = build_config(tmp_path, ONE_IN_TEN_FAILS, max_steps=5)
     outcome = run(config)

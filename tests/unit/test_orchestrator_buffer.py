@@ -7,6 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 
+from trireme.base.errors import ConfigError
 from trireme.ledger.records import OpenGroup, State
 from trireme.orchestrator.buffer import Buffer
 
@@ -22,7 +23,12 @@ def take(buffer: Buffer, count: int) -> list[OpenGroup]:
 
 def saved(buffer: Buffer, open_groups: list[OpenGroup]) -> State:
     """Through bytes, as the journal keeps it."""
-    state = State(next_group=buffer.next_group, cursors=buffer.cursors(), open_groups=open_groups + buffer.reopened)
+    state = State(
+        next_group=buffer.next_group,
+        sizes=buffer.sizes,
+        cursors=buffer.cursors(),
+        open_groups=open_groups + buffer.reopened,
+    )
     return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)
 
 
@@ -77,3 +83,22 @@ def test_the_order_depends_on_the_seed_alone():
     first, again, other = (take(build_buffer({"a": 30}, seed=seed), 30) for seed in (1, 1, 2))
     assert first == again
     assert first != other
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"a": 7, "b": 5}, "b had 4, now 5"),
+        ({"a": 7}, "b had 4, now none"),
+        ({"a": 7, "b": 4, "c": 1}, "c had none, now 1"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_examples(sizes, words):
+    """Positions in the data set would mean other examples, and nobody would notice."""
+    state = saved(build_buffer({"a": 7, "b": 4}), [])
+    with pytest.raises(ConfigError, match=rf"{words} - the same examples were expected.*Restore the data.*new run"):
+        build_buffer(sizes, state=state)
+
+
+def test_sizes_are_those_that_it_was_built_with():
+    assert build_buffer({"a": 7, "b": 4}).sizes == {"a": 7, "b": 4}

@@ -185,7 +185,7 @@ def test_an_engine_that_comes_back_without_weights_is_given_them_before_it_is_as
         record = Journal(config.paths.journal).read(step)
         versions = {int(v) for r in record.rollouts for sample in r.samples for v in sample.versions if v >= 0}
         assert versions <= set(Versions(config.paths.journal).known())
-        assert step - min(versions) <= level
+        assert step - min(versions) <= (config.orchestrator.max_off_policy_steps if level else 0)
 
 
 def test_everything_lost_but_the_disk_is_everything_kept(tmp_path, undisturbed):

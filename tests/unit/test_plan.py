@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 
+from stage import write_checkpoint
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
+from trireme.cli.door import going_on, open_process
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
+from trireme.config.written import write_run
 from trireme.launch.folder import hold_folder, move_aside, prepare_folder
 from trireme.launch.plan import describe, plan
 
@@ -134,7 +137,8 @@ def earlier(tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path / "outputs")
     (paths.journal / "batch_0").mkdir(parents=True)
     paths.metrics.write_text("{}")
-    (paths.checkpoints / "step_20").mkdir(parents=True)
+    write_checkpoint(paths, 20)
+    (paths.checkpoints / "step_30").mkdir()  # half of one
     return paths
 
 
@@ -162,11 +166,11 @@ def test_a_folder_without_a_run_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_resuming_needs_a_run_and_the_checkpoint(earlier: RunPaths) -> None:
-    for resume, step in ((True, None), (False, 20), (False, -1)):
+    with pytest.raises(ConfigError, match=r"no complete checkpoint of that step - it has \[20\]"):
+        prepare_folder(earlier, resume=False, resume_step=30)
+    for resume, step in ((True, None), (False, 20), (False, -1), (False, 0)):
         assert prepare_folder(earlier, resume=resume, resume_step=step) is None
     assert earlier.metrics.exists()
-    with pytest.raises(ConfigError, match=r"no such checkpoint - it has steps \[20\]"):
-        prepare_folder(earlier, resume=False, resume_step=30)
     with pytest.raises(ConfigError, match=r"there is no run in .*nothing-here.*Runs nearby: .*outputs"):
         prepare_folder(RunPaths(earlier.root.with_name("nothing-here")), resume=True, resume_step=None)
 
@@ -177,3 +181,36 @@ def test_one_launcher_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
             pass
     with hold_folder(RunPaths(tmp_path)):
         pass
+
+
+def test_a_process_that_a_launcher_starts_goes_on_with_what_is_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = resolve(load_run_config(["--trainer.ckpt.resume-step", "20"], program="rl")[0], Devices(cores=2))
+    write_run(config, tmp_path / "run.json")
+    monkeypatch.setenv("TRIREME_PARENT", str(os.getppid()))
+    opened = open_process("orchestrator", ["--run", str(tmp_path / "run.json")])
+    assert opened is not None
+    assert opened.config == going_on(config)
+    assert (opened.config.resume, opened.config.trainer.ckpt.resume_step) == (True, None)
+
+
+def test_the_ranks_of_a_trainer_that_was_started_alone_do_as_they_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve(load_run_config(["--trainer.ckpt.resume-step", "20"], program="rl")[0], Devices(cores=2))
+    write_run(config, tmp_path / "run.json")
+    monkeypatch.delenv("TRIREME_PARENT", raising=False)
+    monkeypatch.setenv("TRIREME_RANKS_PARENT", str(os.getppid()))
+    opened = open_process("trainer", ["--run", str(tmp_path / "run.json")])
+    assert opened is not None
+    assert opened.config == config
+
+
+def test_servers_are_asked_where_this_machine_reaches_them() -> None:
+    the_plan, config = planned("--inference.server.host", "0.0.0.0", "--orchestrator.server.host", "::1", on=GPUS)
+    ports = config.inference.server.port, config.orchestrator.server.port
+    assert the_plan.process("inference").health == f"http://127.0.0.1:{ports[0]}/health"
+    assert the_plan.process("orchestrator").health == f"http://[::1]:{ports[1]}/health"
+    assert the_plan.process("trainer").health is None

@@ -14,8 +14,8 @@ from tiny import random_samples
 from trireme.base.errors import ConfigError
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import Checkpoints, Optimizer, TrainerModel
+from trireme.ledger.manifest import complete_steps
 from trireme.monitor.metrics import read_metrics
-from trireme.trainer.checkpoint import complete_steps
 from trireme.trainer.data import Conversation, Epochs, open_tokenizer, read_conversations, to_sample
 from trireme.trainer.sft_loop import train_sft
 

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tiny import open_state, random_samples, train_step, weights_of
-from trireme.base.errors import ConfigError
-from trireme.config.trainer import Checkpoints
-from trireme.trainer.checkpoint import MANIFEST, CheckpointStore, TrainerState, complete_steps, version_to_resume
+import trireme
+from tiny import (
+    are_equal,
+    content_of,
+    open_exporter,
+    open_state,
+    open_store,
+    random_samples,
+    save,
+    save_tiny_model,
+    train_step,
+    weights_of,
+)
+from trireme.base.errors import ConfigError, JournalCorrupt
+from trireme.config.trainer import Checkpoints, Optimizer, TrainerModel
+from trireme.ledger.manifest import MANIFEST, complete_steps, read_manifest
+from trireme.trainer.checkpoint import TrainerState, load_checkpoint
 from trireme.trainer.mesh import World
+from trireme.trainer.model import load_model
+from trireme.trainer.optim import build_optimizer
+from trireme.trainer.pieces import Piece, open_pieces, write_pieces
+from trireme.trainer.resuming import version_to_resume
+
+DEADLINE_S = 120
 
 
 def go_on(state: TrainerState, world: World, *, until: int) -> TrainerState:
@@ -28,38 +48,57 @@ def save_steps(
 ) -> TrainerState:
     """Checkpoints of an untrained model under these numbers."""
     state = open_state(model, world)
-    store = CheckpointStore(folder, config or Checkpoints(), world)
     for step in steps:
         state.version = step
-        store.save(state)
+        save(folder, state, world, config)
     return state
 
 
 @pytest.fixture(scope="module")
-def saved_at_2(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, world: World) -> Path:
-    """A folder with one real checkpoint; tests that break it copy it first."""
+def saved_1_and_2(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, world: World) -> Path:
+    """A folder with two real checkpoints; tests that break it copy it first."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    save_steps(folder, [2], tiny_model, world)
+    state = open_state(tiny_model, world)
+    for version in (1, 2):
+        save(folder, go_on(state, world, until=version), world)
     return folder
 
 
 @pytest.fixture
-def copy_of_2(saved_at_2: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved_at_2, tmp_path / "checkpoints"))
+def copy(saved_1_and_2: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved_1_and_2, tmp_path / "checkpoints"))
 
 
+def chosen(folder: Path) -> int:
+    return version_to_resume(folder, Checkpoints(), resume=True)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_training_goes_on_from_a_checkpoint_to_the_same_weights_to_the_bit(
+    tmp_path: Path, tiny_model: Path, world: World, optimizer: str
+) -> None:
+    def base() -> TrainerState:
+        model = load_model(TrainerModel(), str(tiny_model), world)
+        return TrainerState(model, build_optimizer(model, Optimizer(type=optimizer, lr=1e-3)))
+
+    straight = go_on(base(), world, until=2)
+    save(tmp_path, straight, world)
+    expected = content_of(go_on(straight, world, until=5))
+
+    resumed = base()
+    open_store(tmp_path, world).resume(resumed, resume=True)
+    assert resumed.version == 2
+    assert are_equal(content_of(go_on(resumed, world, until=5)), expected)
+
+
+def test_a_checkpoint_from_before_the_first_step_brings_back_a_fresh_optimizer(
     tmp_path: Path, tiny_model: Path, world: World
 ) -> None:
-    straight = go_on(open_state(tiny_model, world), world, until=2)
-    CheckpointStore(tmp_path, Checkpoints(), world).save(straight)
-    expected = weights_of(go_on(straight, world, until=5).model)
-
-    resumed = open_state(tiny_model, world)
-    CheckpointStore(tmp_path, Checkpoints(), world).load(resumed, 2)
-    assert resumed.version == 2
-    found = weights_of(go_on(resumed, world, until=5).model)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    save_steps(tmp_path, [1], tiny_model, world)
+    state = go_on(open_state(tiny_model, world), world, until=2)
+    load_checkpoint(state, tmp_path / "step_1", rank=0)
+    assert not state.optimizer.state_dict()["state"]
+    assert are_equal(weights_of(state.model), weights_of(open_state(tiny_model, world).model))
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path, tiny_model: Path, world: World) -> None:
@@ -67,54 +106,120 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path, tiny_model: Path, 
     state = save_steps(tmp_path, [1], tiny_model, world)
     expected = torch.rand(4)
     torch.manual_seed(6)
-    CheckpointStore(tmp_path, Checkpoints(), world).load(state, 1)
+    open_store(tmp_path, world).resume(state, resume=True)
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_a_checkpoint_without_its_manifest_is_never_chosen(copy_of_2: Path) -> None:
-    assert complete_steps(copy_of_2) == [2]
-    (copy_of_2 / "step_2" / MANIFEST).unlink()
-    assert complete_steps(copy_of_2) == []
+def test_another_models_checkpoint_is_refused_with_what_differs(
+    tmp_path: Path, saved_1_and_2: Path, world: World
+) -> None:
+    state = open_state(save_tiny_model(tmp_path / "model", hidden=128), world)
+    with pytest.raises(ConfigError, match=r"model\.embed_tokens\.weight with shape \[128, 64\].* \[128, 128\]"):
+        load_checkpoint(state, saved_1_and_2 / "step_2", rank=0)
 
 
-def test_a_checkpoint_whose_files_are_cut_short_is_never_chosen(copy_of_2: Path) -> None:
-    names = [path for path in (copy_of_2 / "step_2").iterdir() if path.name != MANIFEST]
-    assert len(names) >= 3  # weights and optimizer state, their index, and the random state
-    for path in names:
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-1])
-        assert complete_steps(copy_of_2) == [], path
-        path.write_bytes(whole)
-    assert complete_steps(copy_of_2) == [2]
+def test_a_checkpoint_without_its_manifest_is_never_chosen(copy: Path) -> None:
+    (copy / "step_2" / MANIFEST).unlink()
+    assert complete_steps(copy) == [1]
+    assert chosen(copy) == 1
+
+
+@pytest.mark.parametrize("name", ["rank_0.safetensors", "random_0.safetensors", MANIFEST])
+def test_a_file_that_was_cut_is_noticed_and_the_one_before_is_taken(copy: Path, name: str) -> None:
+    path = copy / "step_2" / name
+    whole = path.read_bytes()
+    for length in (0, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert chosen(copy) == 1, length
+    path.write_bytes(whole)
+    assert chosen(copy) == 2
+
+
+@pytest.mark.parametrize("name", ["rank_0.safetensors", "random_0.safetensors"])
+def test_one_changed_bit_is_noticed_and_the_one_before_is_taken(copy: Path, name: str) -> None:
+    path = copy / "step_2" / name
+    whole = path.read_bytes()
+    for position in (0, 8, len(whole) // 2, len(whole) - 1):
+        changed = bytearray(whole)
+        changed[position] ^= 1
+        path.write_bytes(changed)
+        assert complete_steps(copy) == [1, 2]  # by names and sizes
+        assert chosen(copy) == 1, position
+
+
+def test_no_changed_bit_of_a_manifest_makes_another_state_of_a_checkpoint(copy: Path) -> None:
+    path = copy / "step_2" / MANIFEST
+    whole, content = path.read_bytes(), read_manifest(copy / "step_2")
+    for position in range(len(whole)):
+        changed = bytearray(whole)
+        changed[position] ^= 1
+        path.write_bytes(changed)
+        if chosen(copy) == 2:
+            found = read_manifest(copy / "step_2")
+            assert (found.version, found.files) == (content.version, content.files)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", '{"files": 3}'])
-def test_a_manifest_that_makes_no_sense_is_no_manifest(copy_of_2: Path, content: str) -> None:
-    (copy_of_2 / "step_2" / MANIFEST).write_text(content)
-    assert complete_steps(copy_of_2) == []
+def test_a_manifest_that_makes_no_sense_is_no_manifest(copy: Path, content: str) -> None:
+    (copy / "step_2" / MANIFEST).write_text(content)
+    assert chosen(copy) == 1
 
 
-def test_what_was_being_written_at_a_crash_is_never_chosen_and_gives_way(
-    copy_of_2: Path, tiny_model: Path, world: World
+def test_a_damaged_checkpoint_is_set_aside_and_said(
+    copy: Path, tiny_model: Path, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (copy_of_2 / "step_2").rename(copy_of_2 / ".step_2.partial")
-    assert complete_steps(copy_of_2) == []
-    save_steps(copy_of_2, [2], tiny_model, world)
-    assert [path.name for path in copy_of_2.iterdir()] == ["step_2"]
-    assert complete_steps(copy_of_2) == [2]
+    with open(copy / "step_2" / "rank_0.safetensors", "ab") as file:
+        file.write(b"x")
+    state = open_state(tiny_model, world)
+    logging.getLogger("trireme.checkpoint").addHandler(caplog.handler)
+    open_store(copy, world).resume(state, resume=True)
+    logging.getLogger("trireme.checkpoint").removeHandler(caplog.handler)
+    assert "step 2 cannot be used" in caplog.text
+    assert "rank_0.safetensors has" in caplog.text
+    assert state.version == 1
+    assert complete_steps(copy) == [1]
+    (aside,) = copy.glob("set_aside_*")  # nothing was deleted
+    assert [path.name for path in aside.iterdir()] == ["step_2"]
 
 
-def test_the_manifest_lists_every_file(saved_at_2: Path) -> None:
-    folder = saved_at_2 / "step_2"
-    manifest = json.loads((folder / MANIFEST).read_text())
-    assert manifest["version"] == 2
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST}
-    assert manifest["files"] == sizes
+def test_a_file_that_no_manifest_lists_is_not_read(copy: Path, tiny_model: Path, world: World) -> None:
+    other = copy / "step_1" / "rank_0.safetensors"
+    shutil.copy(other, copy / "step_2" / "rank_1.safetensors")
+    state, clean = open_state(tiny_model, world), open_state(tiny_model, world)
+    load_checkpoint(state, copy / "step_2", rank=0)
+    shutil.rmtree(copy / "step_1")
+    (copy / "step_2" / "rank_1.safetensors").unlink()
+    load_checkpoint(clean, copy / "step_2", rank=0)
+    assert are_equal(content_of(state), content_of(clean))
 
 
-def test_a_fresh_run_starts_at_zero_whatever_lies_there(saved_at_2: Path) -> None:
-    assert version_to_resume(saved_at_2, Checkpoints(), resume=False) == 0
-    assert version_to_resume(saved_at_2, Checkpoints(resume_step=0), resume=True) == 0
+def test_a_rank_whose_file_is_missing_is_missed(copy: Path, tiny_model: Path, world: World) -> None:
+    """Also where the manifest does not list it: its part of the tensors is in no other file."""
+    half = torch.zeros(4, 3)
+    write_pieces(copy / "half.safetensors", {"model.x": Piece(half, (8, 3), (4, 0))})
+    with open_pieces([copy / "half.safetensors"]) as stored, pytest.raises(JournalCorrupt, match="12 of the 24"):
+        stored.read_into("model.x", torch.zeros(8, 3))
+
+
+def test_the_manifest_lists_every_file_and_none_of_them_is_pickled(saved_1_and_2: Path) -> None:
+    folder = saved_1_and_2 / "step_2"
+    manifest = read_manifest(folder)
+    assert (manifest.version, manifest.world_size) == (2, 1)
+    files = {path.name for path in folder.iterdir()} - {MANIFEST}
+    assert files == set(manifest.files) == {"rank_0.safetensors", "random_0.safetensors"}
+    for name in files:
+        load_file(folder / name)
+
+
+def test_nothing_is_unpickled() -> None:
+    source = Path(trireme.__file__).parent
+    pickles = re.compile(r"^\s*(import|from) (pickle|cloudpickle|dill)\b|torch\.(load|save)\(|_object(_list)?\(", re.M)
+    assert [path for path in source.rglob("*.py") if pickles.search(path.read_text())] == []
+
+
+def test_a_fresh_run_starts_at_zero_whatever_lies_there(saved_1_and_2: Path) -> None:
+    assert version_to_resume(saved_1_and_2, Checkpoints(), resume=False) == 0
+    assert version_to_resume(saved_1_and_2, Checkpoints(resume_step=0), resume=True) == 0
 
 
 @pytest.mark.parametrize(("config", "resume"), [(Checkpoints(resume_step=-1), False), (Checkpoints(), True)])
@@ -137,10 +242,64 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(
         version_to_resume(tmp_path / "nowhere", Checkpoints(resume_step=7), resume=False)
 
 
+def test_a_damaged_step_that_was_asked_for_is_refused_and_left_where_it_is(
+    copy: Path, tiny_model: Path, world: World
+) -> None:
+    path = copy / "step_1" / "random_0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    store = open_store(copy, world, Checkpoints(resume_step=1))
+    with pytest.raises(ConfigError, match=r"step 1 is damaged: .*random_0\.safetensors"):
+        store.resume(open_state(tiny_model, world), resume=False)
+    assert complete_steps(copy) == [1, 2]
+
+
+@pytest.mark.parametrize("back_to", [0, 2])
+def test_after_going_back_what_is_of_the_old_way_is_never_chosen_again(
+    tmp_path: Path, tiny_model: Path, world: World, back_to: int
+) -> None:
+    checkpoints, weights = tmp_path / "c", tmp_path / "w"
+    state = save_steps(checkpoints, [2, 6, 8], tiny_model, world)
+    for step in (2, 6, 8):
+        (weights / f"step_{step}").mkdir(parents=True)
+    state.version = 0
+    exporter = open_exporter(weights, tiny_model, world)
+    store = open_store(checkpoints, world, Checkpoints(resume_step=back_to, keep_last=1), exporter=exporter)
+    store.resume(state, resume=True)
+    assert state.version == back_to
+    assert [path.name for path in weights.glob("step_*")] == [f"step_{step}" for step in [2] if step <= back_to]
+    state.version = 3
+    store.save(state)
+    store.wait()
+    assert chosen(checkpoints) == 3
+    (aside,) = checkpoints.glob("set_aside_*")  # nothing was deleted
+    assert complete_steps(aside) == [step for step in [2, 6, 8] if step > back_to]
+    assert len(list(weights.glob("set_aside_*/*"))) == len(complete_steps(aside))
+
+
+def test_resuming_the_newest_sets_nothing_aside(copy: Path, tiny_model: Path, world: World) -> None:
+    state = open_state(tiny_model, world)
+    open_store(copy, world).resume(state, resume=True)
+    assert state.version == 2
+    assert sorted(path.name for path in copy.iterdir()) == ["step_1", "step_2"]
+
+
+def test_what_was_being_removed_at_a_crash_is_gone_at_the_next_start(
+    copy: Path, tiny_model: Path, world: World
+) -> None:
+    (copy / "step_1").rename(copy / ".step_1.removed")
+    open_store(copy, world).resume(open_state(tiny_model, world), resume=True)
+    assert [path.name for path in copy.iterdir()] == ["step_2"]
+
+
 def test_the_newest_stay_and_so_do_those_of_the_interval(tmp_path: Path, tiny_model: Path, world: World) -> None:
     config = Checkpoints(keep_last=2, keep_interval=4)
     save_steps(tmp_path, list(range(1, 8)), tiny_model, world, config)
     assert complete_steps(tmp_path) == [4, 6, 7]
+
+
+def test_the_one_just_saved_stays_whatever_lies_there(tmp_path: Path, tiny_model: Path, world: World) -> None:
+    save_steps(tmp_path, [5, 3], tiny_model, world, Checkpoints(keep_last=1))
+    assert complete_steps(tmp_path) == [3, 5]
 
 
 def test_all_stay_where_nothing_else_was_asked_for(tmp_path: Path, tiny_model: Path, world: World) -> None:
@@ -148,27 +307,14 @@ def test_all_stay_where_nothing_else_was_asked_for(tmp_path: Path, tiny_model: P
     assert complete_steps(tmp_path) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("back_to", [0, 2])
-def test_after_going_back_the_checkpoints_of_the_old_way_are_never_chosen_again(
-    tmp_path: Path, tiny_model: Path, world: World, back_to: int
-) -> None:
-    state = save_steps(tmp_path, [2, 6, 8], tiny_model, world)
-    state.version = 0
-    store = CheckpointStore(tmp_path, Checkpoints(resume_step=back_to, keep_last=1), world)
-    store.resume(state, resume=True)
-    assert state.version == back_to
-    state.version = 3
-    store.save(state)
-    assert version_to_resume(tmp_path, Checkpoints(), resume=True) == 3
-    (aside,) = tmp_path.glob("set_aside_*")  # nothing was deleted
-    assert complete_steps(aside) == [step for step in [2, 6, 8] if step > back_to]
-
-
-def test_resuming_the_newest_sets_nothing_aside(copy_of_2: Path, tiny_model: Path, world: World) -> None:
-    state = open_state(tiny_model, world)
-    CheckpointStore(copy_of_2, Checkpoints(), world).resume(state, resume=True)
-    assert state.version == 2
-    assert [path.name for path in copy_of_2.iterdir()] == ["step_2"]
+def test_a_step_that_is_saved_again_takes_the_place_of_the_last(tmp_path: Path, tiny_model: Path, world: World) -> None:
+    save_steps(tmp_path, [2], tiny_model, world)
+    state = go_on(open_state(tiny_model, world), world, until=2)
+    save(tmp_path, state, world)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+    again = open_state(tiny_model, world)
+    load_checkpoint(again, tmp_path / "step_2", rank=0)
+    assert are_equal(content_of(again), content_of(state))
 
 
 @pytest.mark.parametrize(
@@ -177,5 +323,5 @@ def test_resuming_the_newest_sets_nothing_aside(copy_of_2: Path, tiny_model: Pat
 def test_checkpoints_are_due_at_the_interval_and_at_the_end(
     tmp_path: Path, world: World, interval: int | None, due: list[int]
 ) -> None:
-    store = CheckpointStore(tmp_path, Checkpoints(interval=interval), world)
+    store = open_store(tmp_path, world, Checkpoints(interval=interval))
     assert [version for version in range(1, 8) if store.is_due(version, last=7)] == due

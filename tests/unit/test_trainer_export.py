@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from tiny import VOCABULARY, load_script, open_state, random_samples, train_step
+from limits import file_size_limit
+from tiny import VOCABULARY, load_script, open_exporter, open_state, random_samples, train_step, weights_of
 from trireme.config.trainer import TrainerModel
-from trireme.trainer.export import save_pretrained
 from trireme.trainer.mesh import World
 from trireme.trainer.model import load_model
 
@@ -20,8 +20,9 @@ IDS = torch.arange(20)[None] * 5 % VOCABULARY
 
 
 def export(model: PreTrainedModel, folder: Path, world: World, *, tokenizer: Path, dtype: torch.dtype) -> Path:
-    save_pretrained(model, folder, tokenizer=str(tokenizer), dtype=dtype, world=world, trust_remote_code=False)
-    return folder
+    """Under `folder`, as version 1."""
+    open_exporter(folder, tokenizer, world, dtype).gather(model, 1)()
+    return folder / "step_1"
 
 
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
@@ -40,8 +41,7 @@ def trained(tiny_model: Path, world: World) -> PreTrainedModel:
 def exported(
     trained: PreTrainedModel, tiny_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    folder = tmp_path_factory.mktemp("exported") / "step_1"
-    return export(trained, folder, world, tokenizer=tiny_model, dtype=torch.float32)
+    return export(trained, tmp_path_factory.mktemp("exported"), world, tokenizer=tiny_model, dtype=torch.float32)
 
 
 def test_the_exported_model_gives_the_same_logits_to_the_bit(trained: PreTrainedModel, exported: Path) -> None:
@@ -84,7 +84,7 @@ def test_an_export_of_the_same_step_takes_the_place_of_the_last(
     folder.mkdir()
     (folder / "left_over").touch()
     (tmp_path / ".step_1.partial").mkdir()
-    export(trained, folder, world, tokenizer=tiny_model, dtype=torch.float32)
+    export(trained, tmp_path, world, tokenizer=tiny_model, dtype=torch.float32)
     assert not (folder / "left_over").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
 
@@ -102,7 +102,28 @@ def test_an_untied_model_of_another_family_comes_back_too(tmp_path: Path, world:
     LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     load_script("make_tiny_model").build_tokenizer().save_pretrained(tmp_path / "base")
     model = load_model(TrainerModel(), str(tmp_path / "base"), world)
-    folder = export(model, tmp_path / "step_1", world, tokenizer=tmp_path / "base", dtype=torch.float32)
+    folder = export(model, tmp_path, world, tokenizer=tmp_path / "base", dtype=torch.float32)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.lm_head.weight is not loaded.model.embed_tokens.weight
     assert torch.equal(logits_of(loaded), logits_of(model))
+
+
+def test_training_on_does_not_change_what_was_gathered(tiny_model: Path, tmp_path: Path, world: World) -> None:
+    state = open_state(tiny_model, world)
+    write = open_exporter(tmp_path, tiny_model, world).gather(state.model, 0)
+    expected = weights_of(state.model)
+    train_step(state, random_samples([20, 30]), world)
+    write()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step_0")
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in exported.named_parameters())
+
+
+def test_what_cannot_be_written_leaves_nothing_and_is_written_when_it_can_be(
+    trained: PreTrainedModel, tiny_model: Path, tmp_path: Path, world: World
+) -> None:
+    write = open_exporter(tmp_path / "weights", tiny_model, world).gather(trained, 1)
+    with file_size_limit(10_000), pytest.raises(Exception, match="File too large"):
+        write()
+    assert list((tmp_path / "weights").iterdir()) == []
+    write()
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "weights/step_1")), logits_of(trained))

@@ -14,11 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ranks
-from tiny import largest_difference, open_state, train_step, weights_of
+from tiny import are_equal, content_of, largest_difference, open_state, open_store, save, train_step, weights_of
 from trireme.algo.packing import micro_batches_of_rank
 from trireme.base.processes import free_port
-from trireme.config.trainer import Checkpoints
-from trireme.trainer.checkpoint import CheckpointStore, complete_steps
+from trireme.ledger.manifest import complete_steps, read_manifest
 from trireme.trainer.mesh import World
 
 DEADLINE_S = 300
@@ -30,7 +29,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def processes(tiny_model: Path, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def saved_by_one(tiny_model: Path, folder: Path, world: World) -> dict[str, torch.Tensor]:
+    """What is in the checkpoint of a single rank, for the two to load."""
+    state = open_state(tiny_model, world)
+    train_step(state, ranks.batch(0), world, capacity=ranks.CAPACITY)
+    save(folder / "by_one", state, world)
+    return content_of(state)
+
+
+@pytest.fixture(scope="module")
+def processes(
+    tiny_model: Path, folder: Path, saved_by_one: dict[str, torch.Tensor]
+) -> Iterator[list[subprocess.Popen[str]]]:
     port = str(free_port())
     started = [_start_rank(rank, port, tiny_model, folder) for rank in range(2)]
     yield started
@@ -99,13 +109,29 @@ def test_what_two_ranks_saved_one_rank_goes_on_with(
     checkpoints = folder / "checkpoints"
     assert complete_steps(checkpoints) == [ranks.SAVED_AT]
     state = open_state(tiny_model, world)
-    CheckpointStore(checkpoints, Checkpoints(), world).load(state, ranks.SAVED_AT)
+    open_store(checkpoints, world).resume(state, resume=True)
+    assert state.version == ranks.SAVED_AT
+    assert are_equal(content_of(state), together[0]["saved"])
     while state.version < ranks.STEPS:
         train_step(state, ranks.batch(state.version), world, capacity=ranks.CAPACITY)
     assert largest_difference(together[0]["weights"], weights_of(state.model)) < 1e-4
 
 
-def test_two_ranks_export_the_weights_that_they_hold(together: list[dict[str, Any]], folder: Path) -> None:
-    exported = AutoModelForCausalLM.from_pretrained(folder / "weights")
-    held = together[0]["weights"]
+def test_what_one_rank_saved_two_ranks_have_to_the_bit(
+    together: list[dict[str, Any]], saved_by_one: dict[str, torch.Tensor]
+) -> None:
+    for rank in together:
+        assert are_equal(rank["loaded"], saved_by_one)
+
+
+def test_each_of_two_ranks_writes_its_own_half(together: list[dict[str, Any]], folder: Path) -> None:
+    manifest = read_manifest(folder / "checkpoints" / f"step_{ranks.SAVED_AT}")
+    assert manifest.world_size == 2
+    sizes = [manifest.files[f"rank_{rank}.safetensors"].size for rank in range(2)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
+
+
+def test_two_ranks_export_the_weights_that_they_held(together: list[dict[str, Any]], folder: Path) -> None:
+    exported = AutoModelForCausalLM.from_pretrained(folder / "weights" / f"step_{ranks.SAVED_AT}")
+    held = together[0]["saved"]
     assert all(torch.equal(parameter, held[name]) for name, parameter in exported.named_parameters())

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from trireme.base.faults import fault
 from trireme.base.log import get_logger
-from trireme.base.waiting import Waits
+from trireme.base.waiting import DISK, Waits
 
 log = get_logger("disk")
 
@@ -20,6 +20,7 @@ T = TypeVar("T")
 POLL_S = 2.0
 SAY_AGAIN_S = 60.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_IN_WORDS = tuple(os.strerror(code) for code in FULL)  # libraries in Rust have no errno (safetensors, tokenizers)
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -27,7 +28,7 @@ def is_full(error: BaseException | None) -> bool:
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, OSError) and error.errno in FULL:
+        if getattr(error, "errno", None) in FULL or any(words in str(error) for words in FULL_IN_WORDS):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -50,10 +51,11 @@ def when_there_is_room(
     except Exception as error:
         if not is_full(error):
             raise
-    with waits.waiting(f"room for {what}", peer="disk", deadline_s=deadline_s) as wait:
+        reason = _in_words(error)
+    with waits.waiting(f"room for {what}", peer=DISK, deadline_s=deadline_s) as wait:
         said_at = -SAY_AGAIN_S
         while True:
-            wait.note = f"{_free_mib(folder)} MiB free in {folder}"
+            wait.note = f"{reason}, {_free(folder) >> 20} MiB free in {folder}"
             if wait.waited_s - said_at >= SAY_AGAIN_S:
                 said_at = wait.waited_s
                 log.warning(
@@ -69,21 +71,36 @@ def when_there_is_room(
             except Exception as error:
                 if not is_full(error):
                     raise
+                reason = _in_words(error)
                 continue
             log.warning("there is room again: %s is written, after %.0f s", what, wait.waited_s)
             return result
 
 
 def _attempt(write: Callable[[], T]) -> T:
+    pretend_full()
+    return write()
+
+
+def pretend_full() -> None:
     """The fault `disk_full=FILE` fills the disk for as long as FILE exists."""
     full = fault("disk_full")
     if full is not None and Path(full).exists():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return write()
 
 
-def _free_mib(folder: Path) -> int:
+def require_room(folder: Path, num_bytes: int) -> None:
+    """Raises OSError where so much cannot be written: better than to fill the disk up to the last byte for others."""
+    if _free(folder) < num_bytes:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {num_bytes >> 20} MiB", str(folder))
+
+
+def _in_words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _free(folder: Path) -> int:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     free = os.statvfs(folder)
-    return (free.f_bavail * free.f_frsize) >> 20
+    return free.f_bavail * free.f_frsize

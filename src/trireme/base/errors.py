@@ -1,4 +1,7 @@
-"""Every error that Trireme raises on purpose. Exit codes: 2 for configuration (never retried), 1 for the rest.
+"""Every error that Trireme raises on purpose.
+
+Exit codes: 2 for configuration and 3 for what trying again would repeat or make worse (both are never retried), 1 for
+the rest (the launcher starts the process again).
 
 TriremeError
 ├── ConfigError        what the user typed cannot work; also a ValueError
@@ -35,9 +38,13 @@ class PeerDied(TriremeError):
 class WeightsMismatch(TriremeError):
     """An engine's weights are not the trainer's. Training on its rollouts would be training on another policy's."""
 
+    exit_code = 3
+
 
 class JournalCorrupt(TriremeError):
     """A journal entry or checkpoint does not match its checksum, or misses its place in the order."""
+
+    exit_code = 3
 
 
 class Refused(TriremeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 
 FORMAT = "%(asctime)s %(levelname)-7s %(process_name)s | %(message)s"
 
@@ -27,3 +28,27 @@ def start_logging(process: str, level: str = "info") -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+class Sparingly:
+    """For trouble that may come a thousand times a second: a line at most every `every_s`, with how many it stands for.
+
+    Example:
+        sparingly = Sparingly(log)
+        sparingly.warning("%s was refused: %s", asker, error)  # "... (and 812 like it)"
+    """
+
+    def __init__(self, log: logging.Logger, *, every_s: float = 5.0) -> None:
+        self._log = log
+        self._every_s = every_s
+        self._said_at: dict[str, float] = {}  # by the line's text before anything is filled in
+        self._unsaid: dict[str, int] = {}
+
+    def warning(self, text: str, *values: object) -> None:
+        now = time.monotonic()
+        if now - self._said_at.get(text, -self._every_s) < self._every_s:
+            self._unsaid[text] = self._unsaid.get(text, 0) + 1
+            return
+        self._said_at[text] = now
+        unsaid = self._unsaid.pop(text, 0)
+        self._log.warning(text + (f" (and {unsaid} like it)" if unsaid else ""), *values)

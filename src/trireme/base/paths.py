@@ -1,8 +1,9 @@
-"""Where everything of a run lies on disk, and how a file gets there whole or not at all."""
+"""Where everything of a run lies on disk, and how a file or folder gets there whole or not at all."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,6 +83,32 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Gives `partial`, which is whole and on disk, the name `folder`; what had that name is removed."""
+    hidden = _hide(folder) if folder.exists() else None
+    partial.rename(folder)
+    sync_folder(folder.parent)
+    if hidden:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """A crash on the way leaves no half of it under its name."""
+    shutil.rmtree(_hide(folder), ignore_errors=True)
+
+
+def is_left_over(folder: Path) -> bool:
+    """Whether it is what a dead process was writing, or removing."""
+    return folder.name.startswith(".step_") and folder.suffix in (".partial", ".removed")
+
+
+def _hide(folder: Path) -> Path:
+    hidden = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    return hidden
 
 
 def sync_folder(folder: Path) -> None:

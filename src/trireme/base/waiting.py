@@ -14,6 +14,8 @@ from pathlib import Path
 
 from trireme.base.errors import DeadlineExceeded
 
+DISK = "disk"  # a peer without a log
+
 
 @dataclass
 class Wait:
@@ -63,7 +65,7 @@ class Waits:
 
     @contextmanager
     def waiting(self, what: str, *, peer: str, deadline_s: float) -> Iterator[Wait]:
-        log = self._logs / f"{peer}.stdout" if self._logs else None
+        log = self._logs / f"{peer}.stdout" if self._logs and peer != DISK else None
         wait = Wait(who=self.who, peer=peer, what=what, deadline_s=deadline_s, log=log)
         self._open.append(wait)
         try:

@@ -18,7 +18,7 @@ from trireme.base.paths import RunPaths
 from trireme.base.processes import die_with_parent, free_port
 from trireme.config.arguments import HELP
 from trireme.config.load import load_run_config
-from trireme.config.resolve import resolve
+from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check, check_launch, launch_problems
 from trireme.config.run import RunConfig
 from trireme.config.written import Room, write_rooms, write_run
@@ -70,7 +70,7 @@ def open_process(room: Room, argv: list[str]) -> Opened | None:
     config, invocation = load_run_config(argv, section=room, program=room)
     if invocation.run:
         end_with_parent()
-        return Opened(config, invocation.run)
+        return Opened(config if _is_rank_of_one_alone() else going_on(config), invocation.run)
     devices = detect_devices()
     config = resolve(config, devices, section=room)
     check(config, devices, section=room)
@@ -83,6 +83,17 @@ def open_process(room: Room, argv: list[str]) -> Opened | None:
     write_rooms(config, config.paths.configs, (room,))
     set_environment(plan(config, run_file, devices).process(room).env)
     return Opened(config, run_file)
+
+
+def _is_rank_of_one_alone() -> bool:
+    """Of a `trainer` that no launcher started."""
+    return RANKS_PARENT in os.environ and MARKER not in os.environ
+
+
+def going_on(config: RunConfig) -> RunConfig:
+    """As the launcher's processes see the run: it has prepared the folder, and whatever they find there is theirs to go
+    on with, whether they are started for the first time or again."""
+    return updated(config, {"resume": True, "trainer.ckpt.resume_step": None})
 
 
 def show(config: RunConfig, devices: Devices, room: Room | None = None) -> None:
@@ -114,10 +125,10 @@ def end_with_parent() -> None:
 
 
 def become_ranks(num_ranks: int, module: str, run_file: Path) -> None:
-    """Returns in each rank. The process that was started becomes torchrun itself where there are several.
+    """Returns in each rank. The process that was started becomes their torchrun where there are several, and ends with
+    them.
 
-    One rank needs no torchrun, whose import takes seconds. The tie to the parent survives the change of program, and
-    the ranks are tied to torchrun in the same way.
+    One rank needs no torchrun, whose import takes seconds. The ranks are tied to torchrun as it is to its parent.
     """
     if RANKS_PARENT in os.environ:
         return
@@ -126,7 +137,26 @@ def become_ranks(num_ranks: int, module: str, run_file: Path) -> None:
         return
     os.environ[RANKS_PARENT] = str(os.getpid())
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *_torchrun(num_ranks, module, run_file)])
+    sys.exit(_torchrun(_torchrun_arguments(num_ranks, module, run_file)))
+
+
+def _torchrun(arguments: list[str]) -> int:
+    """As the program does, with one difference: a refused configuration (exit code 2) stays one."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    try:
+        run(parse_args(arguments))
+        return 0
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        by_itself = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
+        named = ", ".join(f"rank {rank}: {code}" for rank, code in sorted(by_itself.items()))
+        print(f"ranks failed, the others were stopped. Exit codes: {named}", file=sys.stderr)
+        return 2 if 2 in codes.values() else 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
 
 
 def _single_rank() -> dict[str, str]:
@@ -134,9 +164,10 @@ def _single_rank() -> dict[str, str]:
     return alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
-def _torchrun(num_ranks: int, module: str, run_file: Path) -> list[str]:
-    """After `--` nothing is torchrun's: it would take our `--run` for its `--run-path`."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+def _torchrun_arguments(num_ranks: int, module: str, run_file: Path) -> list[str]:
+    """After `--` nothing is torchrun's: it would take our `--run` for its `--run-path`. Who starts the ranks again is
+    the launcher, all of them together."""
+    torchrun = ["--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "0"]
     return [*torchrun, "--nproc-per-node", str(num_ranks), "-m", "--", module, "--run", str(run_file)]
 
 

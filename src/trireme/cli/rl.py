@@ -40,12 +40,15 @@ def dry_run(config: RunConfig, devices: Devices) -> int:
 def launch(config: RunConfig, devices: Devices) -> int:
     from trireme.launch.supervise import supervise
 
+    if config.paths.root.exists():
+        with hold_folder(config.paths):  # what a killed launcher left behind is gone then, and its ports are free
+            pass
     check_launch(config, devices)
     find_environments(config)
-    with hold_folder(config.paths):
+    with hold_folder(config.paths) as lock:
         make_room(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
         write_configs(config, config.paths.configs)
-        return supervise(plan(config, config.paths.run_config, devices), config)
+        return supervise(plan(config, config.paths.run_config, devices), config, keep_open=(lock,))
 
 
 def find_environments(config: RunConfig) -> None:

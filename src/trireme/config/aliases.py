@@ -7,6 +7,11 @@ ALIASES = {
     "orchestrator.environment": "orchestrator.env",
 }
 
+# Taken on the command line only: short for what is typed often.
+SHORT_FLAGS = {
+    "restart": "supervisor.restart",
+}
+
 # Refused, with a word on where to go: a key's last part -> our key.
 KNOWN_ELSEWHERE = {
     "learning_rate": "trainer.optim.lr",
@@ -34,6 +39,8 @@ KNOWN_ELSEWHERE = {
     "async_level": "max_async_level",
     "max_seq_len": "seq_len",
     "run_name": "name",
+    "max_retries": "supervisor.max_restarts",
+    "auto_restart": "supervisor.restart",
     "model_name": "model.name",
     "report_to": "wandb.project",
     "num_gpus": "inference_gpus",

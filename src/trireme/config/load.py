@@ -13,7 +13,7 @@ from pydantic import Field as Documented
 from pydantic import ValidationError
 
 from trireme.base.errors import ConfigError
-from trireme.config.aliases import ALIASES
+from trireme.config.aliases import ALIASES, SHORT_FLAGS
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
 from trireme.config.fields import Field, as_flag, as_key, fields_of, find
 from trireme.config.manual import manual
@@ -218,7 +218,7 @@ class _Reading:
 
     def _place(self, typed: Path_) -> Path_:
         """From a flag as typed to the root's path, by the rule of a process's own command."""
-        path = typed
+        path = typed = _unfold(self.root, typed)
         if self.section and not (self.whole_run_given and typed[0] in fields_of(self.root)):
             path = _place_in_room(self.root, self.section, typed)
             unknown = len(path) == len(typed) and typed[0] not in fields_of(self.root)
@@ -321,6 +321,12 @@ def _place_in_room(root: type[Section], room: str, typed: Path_) -> Path_:
     """Its own table first, then the run: `optim.lr` is `trainer.optim.lr`, `max_steps` is the run's."""
     own = find(root, _without_alias((room, typed[0])))
     return (room, *typed) if own or typed[0] not in fields_of(root) else typed
+
+
+def _unfold(root: type[Section], typed: Path_) -> Path_:
+    """What a short flag stands for, where the root has it: `--no-restart` for `--no-supervisor.restart`."""
+    meant = tuple(SHORT_FLAGS.get(".".join(typed), "").split("."))
+    return meant if find(root, meant) else typed
 
 
 def _without_alias(path: Path_) -> Path_:

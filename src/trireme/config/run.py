@@ -11,6 +11,7 @@ from trireme.base.paths import RunPaths
 from trireme.config.inference import InferenceConfig
 from trireme.config.orchestrator import OrchestratorConfig
 from trireme.config.section import Section
+from trireme.config.supervisor import Supervisor
 from trireme.config.trainer import TrainerConfig
 
 Broadcast = Literal["auto", "gloo", "nccl", "ipc", "filesystem"]
@@ -88,6 +89,8 @@ class RunConfig(Section):
     """Number of GPUs for the trainer, after the engines'; instead of `trainer_gpu_ids`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """How much the logs tell."""
+    disk_timeout_s: PositiveFloat = 86400.0
+    """How long the run waits for room on a full disk before it gives up."""
     model: Model = Model()
     wandb: Wandb | None = None
     weight_broadcast: WeightBroadcast = WeightBroadcast()
@@ -95,6 +98,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
+    supervisor: Supervisor = Supervisor()
 
     @property
     def paths(self) -> RunPaths:

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from trireme.algo.digest import tensor_digest
-from trireme.base.faults import fault
+from trireme.base.faults import fault, reach
 from trireme.inference.vllm_api import begin_reload, finish_reload, incomplete_layers, load_tied_head
 from trireme.messages import TensorSpec
 from trireme.transport.weights.kinds import Receiver, open_receiver
@@ -64,6 +64,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         receiver.join(init_info.epoch, rank, init_info.world_size)
+        reach("engine.joined")
 
     def _open_receiver(self, init_info: InitInfo) -> Receiver:
         address = (init_info.kind, init_info.host, init_info.port, init_info.epoch)
@@ -92,6 +93,9 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.digests[name] = tensor_digest(tensor)
             if name != fault("skip_tensor"):
                 self._load(name, tensor)
+            if len(self.digests) == 1:
+                reach("engine.receiving")
+        reach("engine.received")
 
     def _load(self, name: str, tensor: torch.Tensor) -> None:
         # vLLM keeps what it is handed until a layer is whole: a view into the bucket would change under its hands.
@@ -103,6 +107,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         self.incomplete = incomplete_layers(self.model)
         finish_reload(self.model, self.model_config)
+        reach("engine.finished")
 
     def shutdown(self) -> None:
         if self._receiver is not None:

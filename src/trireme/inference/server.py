@@ -34,6 +34,8 @@ def environment(config: RunConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING" if config.log_level in ("warning", "error") else "INFO",
     }
+    if config.device == "cuda" and config.synchronous:
+        settings["VLLM_BATCH_INVARIANT"] = "1"  # a request's bits must not depend on which others it is batched with
     if config.device == "cpu":
         settings |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.inference.cpu.kv_cache_gib),

@@ -12,13 +12,16 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 MARKER = "TRIREME_PARENT"
 """Environment variable of every process of a run: the launcher's pid."""
+
+MEMBER = "TRIREME_PROCESS"
+"""And the name of the process of the run that it is, or came from."""
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
@@ -32,7 +35,16 @@ class Process(NamedTuple):
     start: int  # clock ticks after boot
     parent: int
     session: int
-    zombie: bool
+    state: str  # the letter of `ps`
+
+    @property
+    def zombie(self) -> bool:
+        return self.state in "ZX"
+
+    @property
+    def stopped(self) -> bool:
+        """By a signal, or by a debugger."""
+        return self.state in "Tt"
 
 
 def read_process(pid: int) -> Process | None:
@@ -41,7 +53,7 @@ def read_process(pid: int) -> Process | None:
     except OSError:
         return None
     fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold spaces and brackets
-    return Process(pid, int(fields[19]), int(fields[1]), int(fields[3]), fields[0] in "ZX")
+    return Process(pid, int(fields[19]), int(fields[1]), int(fields[3]), fields[0])
 
 
 def read_processes() -> dict[int, Process]:
@@ -98,12 +110,17 @@ class Descendants:
     def _is_ours(self, process: Process) -> bool:
         return self._starts.get(process.pid) == process.start or process.session in self._roots
 
-    def scan_marked(self, launcher: int) -> None:
-        """Records what carries our mark: a process that left its parent and its session between two scans."""
-        mark = f"{MARKER}={launcher}".encode()
+    def scan_marked(self, marks: Sequence[str]) -> None:
+        """Records what carries all of our marks: a process that left its parent and its session between two scans."""
         for process in read_processes().values():
-            if process.pid not in (launcher, os.getpid()) and mark in _environment(process.pid):
+            if process.pid != os.getpid() and _is_marked(process.pid, marks):
                 self._starts[process.pid] = process.start
+
+    def members(self, table: dict[int, Process]) -> list[Process]:
+        """Those of the recorded that are in the table."""
+        return [
+            process for pid, start in self._starts.items() if (process := table.get(pid)) and process.start == start
+        ]
 
     def alive(self) -> list[Process]:
         """Zombies are not."""
@@ -116,57 +133,69 @@ class Descendants:
                 os.kill(process.pid, number)
 
 
-def _environment(pid: int) -> list[bytes]:
+def mark_of(launcher: int, process: str | None = None) -> list[str]:
+    """What the environment of a whole run's processes says, or of one process's family."""
+    return [f"{MARKER}={launcher}", *([f"{MEMBER}={process}"] if process else [])]
+
+
+def _is_marked(pid: int, marks: Sequence[str]) -> bool:
     try:
-        return (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        environment = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:  # another user's, or gone
-        return []
+        return False
+    return {mark.encode() for mark in marks} <= set(environment)
 
 
 def end_all(
     descendants: Descendants,
     *,
-    launcher: int | None,
+    marks: Sequence[str],
     grace_s: float = GRACE_S,
     hurry: Callable[[], bool] = lambda: False,
 ) -> None:
     """SIGTERM, patience (until `hurry`), SIGKILL; none of them is alive afterwards.
 
     Args:
-        launcher: where given, all processes that carry its mark end too: the end of the whole run.
+        marks: all processes that carry these end too.
     """
-    _scan(descendants, launcher)
+    _scan(descendants, marks)
     descendants.send(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while descendants.alive() and time.monotonic() < deadline and not hurry():
         time.sleep(0.05)
-    kill_all(descendants, launcher)
+    kill_all(descendants, marks)
 
 
-def kill_all(descendants: Descendants, launcher: int | None) -> None:
+def kill_all(descendants: Descendants, marks: Sequence[str]) -> None:
     """Until a scan finds nobody: who is killed may have started another a moment before."""
     for _ in range(20):
-        _scan(descendants, launcher)
+        _scan(descendants, marks)
         if not descendants.alive():
             return
         descendants.send(signal.SIGKILL)
         time.sleep(0.05)
 
 
-def _scan(descendants: Descendants, launcher: int | None) -> None:
+def _scan(descendants: Descendants, marks: Sequence[str]) -> None:
     descendants.scan()
-    if launcher is not None:
-        descendants.scan_marked(launcher)
+    descendants.scan_marked(marks)
 
 
 class Guard:
     """The launcher's end of the pipe to its guard. The kernel closes it, however the launcher ends."""
 
-    def __init__(self, grace_s: float = GRACE_S) -> None:
+    def __init__(self, grace_s: float = GRACE_S, keep_open: Sequence[int] = ()) -> None:
+        """`keep_open` are file descriptors that the guard holds too: a lock outlives a killed launcher with it."""
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(grace_s)]
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, text=True, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=quiet,
+            stderr=quiet,
+            text=True,
+            start_new_session=True,
+            pass_fds=keep_open,
         )
 
     def watch(self, processes: Iterable[Process]) -> None:
@@ -195,7 +224,7 @@ def guard(launcher: int, grace_s: float) -> None:
             return
         pid, start = line.split()
         descendants.add(int(pid), int(start))
-    end_all(descendants, launcher=launcher, grace_s=grace_s)
+    end_all(descendants, marks=mark_of(launcher), grace_s=grace_s)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import IO
 
 from trireme.base.errors import ConfigError
-from trireme.base.paths import RunPaths, step_of
+from trireme.base.paths import RunPaths
+from trireme.ledger.manifest import complete_steps
 
 _LOCK = ".launcher"
+LEAVE_S = 30.0  # for the processes of a launcher that was killed
 
 
 def holds_run(paths: RunPaths) -> bool:
@@ -20,34 +24,60 @@ def holds_run(paths: RunPaths) -> bool:
 
 
 @contextmanager
-def hold_folder(paths: RunPaths) -> Iterator[None]:
+def hold_folder(paths: RunPaths, *, leave_s: float = LEAVE_S) -> Iterator[int]:
     """Keeps other launchers out of the folder for as long as this process lives, however it ends.
 
-    Raises: ConfigError where one is at work there already.
+    Yields: the lock's file descriptor. Who inherits it keeps them out too: what a killed launcher leaves behind must
+    be gone before anything is started in its place, and is waited for.
+
+    Raises: ConfigError where a launcher is at work there already.
     """
     paths.root.mkdir(parents=True, exist_ok=True)
     with open(paths.root / _LOCK, "a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise ConfigError(
-                f"another launcher (process {lock.read().strip() or 'unknown'}) is at work in {paths.root} - "
-                "expected one run per folder. Stop it, or give this run its own: `--name another`."
-            ) from None
+        _take(lock, paths.root, leave_s)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
-        yield
+        yield lock.fileno()
+
+
+def _take(lock: IO[str], root: Path, leave_s: float) -> None:
+    give_up = time.monotonic() + leave_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            holder = _holder(lock)
+        if _is_alive(holder) or time.monotonic() >= give_up:
+            raise ConfigError(
+                f"another launcher (process {holder or 'unknown'}) is at work in {root} - "
+                "expected one run per folder. Stop it, or give this run its own: `--name another`."
+            )
+        time.sleep(0.1)
+
+
+def _holder(lock: IO[str]) -> str:
+    lock.seek(0)
+    return lock.read().strip()
+
+
+def _is_alive(pid: str) -> bool:
+    """Where nobody has signed yet, somebody is about to."""
+    return not pid.isdigit() or Path(f"/proc/{pid}").exists()
 
 
 def prepare_folder(paths: RunPaths, *, resume: bool, resume_step: int | None) -> Path | None:
-    """Makes room for a fresh run, or makes sure that there is one to go on with.
+    """Makes room for a fresh run, or makes sure that there is one to go on with, at the step from which it is to.
 
     Returns: where an earlier run's files were moved, if there was one in the way. Nothing is ever deleted.
     """
     if resume or resume_step is not None:
         _check_resumable(paths, resume_step)
+        if resume_step is not None and resume_step >= 0:
+            from trireme.launch.rewind import rewind  # numpy behind it is not for `--help` to wait for
+
+            rewind(paths, resume_step)
         return None
     return move_aside(paths) if holds_run(paths) else None
 
@@ -59,11 +89,11 @@ def _check_resumable(paths: RunPaths, step: int | None) -> None:
             f"{asked} was given, and there is no run in {paths.root} - expected `metrics.jsonl` or `journal/` there. "
             f"Leave it out to start afresh, or check `output_dir` and `name`.{_runs_nearby(paths.root)}"
         )
-    have = sorted(number for entry in paths.checkpoints.glob("step_*") if (number := step_of(entry)) is not None)
-    if step is not None and step >= 0 and step not in have:
+    have = complete_steps(paths.checkpoints)
+    if step is not None and step > 0 and step not in have:
         raise ConfigError(
-            f"{asked} was given, and {paths.checkpoints} has no such checkpoint - it has steps {have or 'none'}. "
-            "Take one of these, or -1 for the newest."
+            f"{asked} was given, and {paths.checkpoints} has no complete checkpoint of that step - it has "
+            f"{have or 'none'}. Take one of these, 0 for the base model, or -1 for the newest."
         )
 
 

@@ -30,6 +30,7 @@ class ProcessSpec:
     gpus: tuple[int, ...]  # as the configuration counts them; CUDA_VISIBLE_DEVICES has the machine's names
     ports: Mapping[str, int]  # that it binds, by what they are for
     num_ranks: int = 1
+    health: str | None = None  # address that a server answers with 200 while it is well
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,17 @@ def _inference(config: RunConfig, run_file: Path, names: tuple[str, ...]) -> Pro
     if config.device == "cpu":
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.inference.cpu.kv_cache_gib)
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    return _spec("inference", config, run_file, environment, gpus, {"http": config.inference.server.port})
+    server = config.inference.server
+    health = _health(server.host, server.port)
+    return _spec("inference", config, run_file, environment, gpus, {"http": server.port}, health=health)
 
 
 def _orchestrator(config: RunConfig, run_file: Path) -> ProcessSpec:
-    ports = {"status": config.orchestrator.server.port, "batches": config.ports.batches}
-    return _spec("orchestrator", config, run_file, _environment("", 1), (), ports)
+    server = config.orchestrator.server
+    ports = {"status": server.port, "batches": config.ports.batches}
+    return _spec(
+        "orchestrator", config, run_file, _environment("", 1), (), ports, health=_health(server.host, server.port)
+    )
 
 
 def _trainer(config: RunConfig, run_file: Path, names: tuple[str, ...]) -> ProcessSpec:
@@ -89,6 +95,7 @@ def _spec(
     gpus: tuple[int, ...],
     ports: Mapping[str, int | None],
     num_ranks: int = 1,
+    health: str | None = None,
 ) -> ProcessSpec:
     return ProcessSpec(
         name=name,
@@ -98,7 +105,14 @@ def _spec(
         gpus=gpus,
         ports={purpose: port for purpose, port in ports.items() if port is not None},
         num_ranks=num_ranks,
+        health=health,
     )
+
+
+def _health(host: str, port: int | None) -> str | None:
+    """As this machine reaches a server that listens on `host`."""
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://{f'[{here}]' if ':' in here else here}:{port}/health" if port else None
 
 
 def _environment(visible: str, threads: int | None) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -202,7 +202,7 @@ class PlainView(View):
 
     def _say_states(self) -> None:
         states = {"run": self.status.state if self.status else self._known_states.get("run", "starting")}
-        states |= {process.name: process.state for process in self.processes}
+        states |= {process.name: process.story for process in self.processes}
         states |= {f"engine {engine.url}": engine.state for engine in (self.status.engines if self.status else ())}
         for name, state in states.items():
             known = self._known_states.get(name)
@@ -290,7 +290,7 @@ class TerminalView(View):
         starting = self.status is None or self.status.state == "starting"
         for process in self.processes:
             coming_up = starting and process.state == "running"
-            state = startup_phase(process.log, process.log_start) if coming_up else process.state
+            state = startup_phase(process.log, process.log_start) if coming_up else process.story
             table.add_row(Text(process.name, style="cyan"), Text(state), Text(self._waits_text(process.name)))
         for engine in self.status.engines if self.status else ():
             version = "" if engine.version is None else f"version {engine.version}"
@@ -377,7 +377,7 @@ def short_time(seconds: float) -> str:
 # the end
 
 
-def summary(progress: Progress, config: RunConfig, wall_s: float) -> str:
+def summary(progress: Progress, config: RunConfig, wall_s: float, restarts: Mapping[str, int] | None = None) -> str:
     """What came of the run, and where it lies."""
     paths = config.paths
     here = progress.num_session_steps
@@ -386,8 +386,16 @@ def summary(progress: Progress, config: RunConfig, wall_s: float) -> str:
     if ends := progress.reward_ends():
         lines.append(f"reward {ends[0]:.3f} -> {ends[1]:.3f} (mean of the first and the last 5 steps)")
     lines += held_out_lines(progress.evaluations())
+    lines += restarts_lines(restarts or {})
     lines += [f"weights      {_newest(paths.weights)}", f"checkpoints  {_newest(paths.checkpoints)}"]
     return "\n".join([*lines, f"logs         {paths.logs}"])
+
+
+def restarts_lines(restarts: Mapping[str, int]) -> list[str]:
+    """ "2 restarts: trainer 1, inference 1", where there were any."""
+    total = sum(restarts.values())
+    named = ", ".join(f"{name} {count}" for name, count in restarts.items() if count)
+    return [f"{total} restart{'s' if total > 1 else ''}: {named}"] if total else []
 
 
 def held_out_lines(evaluations: Sequence[Evaluation]) -> list[str]:

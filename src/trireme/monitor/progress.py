@@ -24,6 +24,12 @@ class ProcessState(NamedTuple):
     state: str
     log: Path
     log_start: int = 0  # byte of the log at which this run of the process begins
+    num_restarts: int = 0
+
+    @property
+    def story(self) -> str:
+        """ "running, restarted 2x"."""
+        return self.state + (f", restarted {self.num_restarts}x" if self.num_restarts else "")
 
 
 class StatusWait(msgspec.Struct, frozen=True):

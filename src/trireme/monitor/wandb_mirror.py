@@ -103,7 +103,7 @@ class _Pending:
         self.rows[row["process"]] = self.rows.get(row["process"], {}) | row
 
     def is_due(self, patience_s: float) -> bool:
-        return len(self.rows) > 1 or time.monotonic() - self.since >= patience_s
+        return {"trainer", "orchestrator"} <= self.rows.keys() or time.monotonic() - self.since >= patience_s
 
 
 def _payload(rows: Any) -> Row:

@@ -11,7 +11,7 @@ from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
-from trireme.ledger.shares import share_of
+from trireme.ledger.shares import row_capacity, share_of
 from trireme.messages import (
     Done,
     GetBatch,
@@ -98,7 +98,7 @@ class Answers:
             self._journal.read(request.step),
             rank=request.rank,
             world=request.world,
-            capacity=self._config.trainer.micro_batch_tokens or self._config.seq_len,
+            capacity=row_capacity(self._config),
         )
 
     async def _done(self, request: Done) -> Reply:

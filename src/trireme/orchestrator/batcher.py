@@ -34,7 +34,7 @@ class Batcher:
                 groups.append(group)
                 self._scheduler.accepted()
             else:
-                self._scheduler.not_accepted()
+                self._scheduler.not_accepted(group.reason)
         groups.sort(key=lambda group: group.task.id)
         return [rollout for group in groups for rollout in self._with_advantages(group)], dropped
 

@@ -213,6 +213,7 @@ class InferencePool:
                     raise PeerDied(f"{engine.url}/{path} failed ({response.status}): {(await response.text())[:500]}")
                 return await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError) as error:
+            engine.suspected.set()
             raise PeerDied(f"{engine.url}/{path} got no answer: {error or type(error).__name__}") from error
 
     async def report(self, engine: Engine) -> WeightReport:

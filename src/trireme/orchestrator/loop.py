@@ -217,6 +217,7 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
         runner = RolloutRunner(config, pool, tokenizer)
         scheduler = Scheduler(config, environments, buffer, policy, runner, waits, next_batch=state.next_batch)
         metrics = MetricsFile(config.paths.metrics, process="orchestrator")
+        stack.callback(metrics.close)
         evaluator = Evaluator(config, evaluated, policy, runner, metrics, waits)
         restore_metrics(config, journal, evaluator, metrics)
         reach("orchestrator.started")

@@ -7,6 +7,7 @@ dropped with the reason. A group whose first token would be too old for the batc
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 
 from trireme.algo.staleness import groups_allowed, is_too_old
@@ -26,6 +27,9 @@ log = get_logger("scheduler")
 
 HOPELESS_FAILURES = 64
 """So many failed rollouts without a single one that succeeded end the run."""
+
+REFILLS_TO_WARN = 4
+"""As many times a batch's groups dropped while it is filled are worth a warning."""
 
 
 @dataclass
@@ -93,6 +97,7 @@ class Scheduler:
         self._issued: list[int] = []  # in order, not yet handed out
         self._changed = asyncio.Event()
         self._arrived = asyncio.Event()
+        self._refused: Counter[str] = Counter()  # groups dropped while this batch is filled, by reason
         self._any_success = False
         self._hopeless: str | None = None
 
@@ -256,14 +261,28 @@ class Scheduler:
         """The group that was handed out is part of the batch being filled."""
         self.num_accepted += 1
 
-    def not_accepted(self) -> None:
+    def not_accepted(self, reason: str) -> None:
         """It is not: another one is issued in its place."""
+        self._refused[reason.partition(":")[0]] += 1
+        total = self._refused.total()
+        if total % (REFILLS_TO_WARN * self._config.num_groups) == 0:
+            log.warning(
+                "batch %d: %d groups were dropped before it is full (%s) - a few were expected. See whether examples "
+                "are too easy or too hard for this model, or whether `max_off_policy_steps` is too tight.",
+                self.next_batch,
+                total,
+                self._why_refused(),
+            )
         self._changed.set()
+
+    def _why_refused(self) -> str:
+        return ", ".join(f"{reason}: {count}" for reason, count in self._refused.most_common())
 
     def batch_closed(self) -> None:
         """The batch is full and in the journal."""
         self.next_batch += 1
         self.num_accepted = 0
+        self._refused.clear()
         self._cancel_stale()
         self._changed.set()
 
@@ -285,7 +304,8 @@ class Scheduler:
     def describe(self) -> str:
         missing = self._config.num_groups - self.num_accepted
         under_way = f"{len(self._under_way)} under way" if self._under_way else self._why_idle()
-        return f"{missing} of {self._config.num_groups} groups missing, {under_way}"
+        dropped = f", dropped meanwhile: {self._why_refused()}" if self._refused else ""
+        return f"{missing} of {self._config.num_groups} groups missing, {under_way}{dropped}"
 
     def _why_idle(self) -> str:
         version = max(0, self.next_batch - self._config.max_async_level)

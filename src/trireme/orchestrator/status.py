@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -12,12 +13,14 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Wait, Waits
 from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
+from trireme.messages import Heartbeat
 from trireme.orchestrator.answers import Peers
 from trireme.orchestrator.inference_pool import InferencePool
 from trireme.orchestrator.policy import Policy
@@ -25,10 +28,13 @@ from trireme.orchestrator.scheduler import Scheduler
 
 STALE_HEARTBEAT_S = 10.0
 
+STUCK_S = 30.0
+"""An event loop that has not turned for this long is taken for hung: `/health` answers 503."""
+
 
 @dataclass
 class Status:
-    """Reads, never changes, the parts of a running orchestrator."""
+    """Reads, never changes, the parts of a running orchestrator. Asked from another thread than theirs."""
 
     config: RunConfig
     waits: Waits
@@ -37,6 +43,24 @@ class Status:
     policy: Policy | None = None
     scheduler: Scheduler | None = None
     state: str = "starting"
+    beat_at: float | None = None  # when the orchestrator's event loop last turned, once `keep_beating` runs
+
+    async def keep_beating(self) -> None:
+        """Shows that the event loop turns. Waits for the clock; runs until cancelled."""
+        while True:
+            self.beat_at = time.monotonic()
+            await asyncio.sleep(1.0)
+
+    @property
+    def stuck(self) -> str | None:
+        """Why the orchestrator counts as hung, if it does."""
+        stuck_s = 0.0 if self.beat_at is None else time.monotonic() - self.beat_at
+        if stuck_s < STUCK_S:
+            return None
+        return (
+            f"The orchestrator's event loop has not turned for {stuck_s:.0f} s - at most {STUCK_S:.0f} s were expected "
+            "- look at the end of logs/orchestrator.stdout, and start it again."
+        )
 
     def snapshot(self) -> dict[str, Any]:
         return {
@@ -64,18 +88,22 @@ class Status:
         now = time.monotonic()
         processes = {
             name: {"state": beat.state, "version": beat.version, "heard_s_ago": round(now - heard, 1)}
-            for name, (heard, beat) in self.peers.heartbeats.items()
+            for name, (heard, beat) in self._heartbeats()
         }
         return {"orchestrator": {"state": self.state}} | processes
 
     def _peers_waits(self) -> list[dict[str, Any]]:
         now = time.monotonic()
         rows = []
-        for name, (heard, beat) in self.peers.heartbeats.items():
+        for name, (heard, beat) in self._heartbeats():
             if now - heard > STALE_HEARTBEAT_S and beat.state != "done":
                 rows.append({"who": name, "text": f"{name} has not been heard of for {now - heard:.0f} s"})
             rows += [{"who": name, "text": text} for text in beat.waits]
         return rows
+
+    def _heartbeats(self) -> list[tuple[str, tuple[float, Heartbeat]]]:
+        """A copy: more may come while it is read."""
+        return list(self.peers.heartbeats.items())
 
 
 def _wait_row(wait: Wait) -> dict[str, Any]:
@@ -106,8 +134,10 @@ def build_app(status: Status) -> FastAPI:
     waiting = Gauge("trireme_waiting_seconds", "How long the orchestrator has waited", ["peer"], registry=registry)
 
     @app.get("/health")
-    def health() -> dict[str, str]:
-        return {"status": "ok", "state": status.state}
+    def health() -> Response:
+        if reason := status.stuck:
+            return JSONResponse({"status": "stuck", "state": status.state, "reason": reason}, status_code=503)
+        return JSONResponse({"status": "ok", "state": status.state})
 
     @app.get("/status")
     def full() -> dict[str, Any]:
@@ -146,6 +176,7 @@ def _bind(config: StatusServer) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port or 0))
+        listener.listen()  # who asks before the server's thread runs waits for its answer
     except OSError as error:
         listener.close()
         raise ConfigError(

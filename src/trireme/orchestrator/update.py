@@ -178,16 +178,25 @@ class Update:
                 await self._fetch(engine, message.payload)
             await self._pool.post(engine, "finish_weight_update", {"weight_version": str(message.version)})
         reach("update.loaded")
-        for engine in self._targets:
-            await self._compare_digests(engine, message)
-        self.note = "engines are probed"
-        await asyncio.gather(*(self._pool.post(engine, "resume") for engine in self._targets))
-        differences = [await self._compare_logprobs(engine, message.version, message.probe) for engine in self._targets]
+        differences = [await self._compare(engine, message) for engine in self._targets]
         await self._write_down(message, max(differences))
         self._policy.update_seconds += time.perf_counter() - self._began
         live = await self._policy.go_live(message.version, self._targets)
         reach("version.live")
         return live
+
+    async def _compare(self, engine: Engine, message: PolicySent) -> float:
+        """Returns how far apart trainer and engine are on the probe."""
+        try:
+            await self._compare_digests(engine, message)
+            self.note = "engines are probed"
+            await self._pool.post(engine, "resume")
+            return await self._compare_logprobs(engine, message.version, message.probe)
+        except WeightsMismatch as mismatch:
+            serves = (await self._pool.report(engine)).version
+            if serves != str(message.version):
+                raise PeerDied(f"{engine.url} was replaced meanwhile: it serves version {serves!r}") from mismatch
+            raise
 
     async def _write_down(self, message: PolicySent, difference: float) -> None:
         reach("version.before_record")

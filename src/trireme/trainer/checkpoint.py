@@ -1,32 +1,50 @@
-"""What the trainer needs to go on, on disk: whole or not at all.
+"""What the trainer needs to go on, on disk: whole or not at all, written while training goes on.
 
-`checkpoints/step_N/` is written as `.step_N.partial/` and renamed when its manifest, the last file, is on disk. A
-folder without a manifest, or whose files have other sizes than the manifest says, does not count.
+`save` copies the state and returns. A thread of each rank writes `checkpoints/.step_N.partial/`: its pieces, its random
+state, and a list of both with their digests. Rank 0's thread then writes the weights in Hugging Face format, waits for
+all ranks' lists, writes them down as the manifest, and renames the folder to `step_N`. There are no collectives in
+those threads, which training's could meet: they wait for each other's files.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from trireme.base.errors import ConfigError
+from trireme.base.disk import require_room, when_there_is_room
+from trireme.base.errors import PeerDied
+from trireme.base.faults import reach
 from trireme.base.log import get_logger
-from trireme.base.paths import atomic_write, step_folder, step_of, sync_folder
+from trireme.base.paths import atomic_write, remove_folder, replace_folder, step_folder
+from trireme.base.waiting import DISK, Waits
 from trireme.config.trainer import Checkpoints
+from trireme.ledger.manifest import MANIFEST, FileEntry, Manifest, complete_steps, describe_file, read_manifest
+from trireme.trainer.background import Background
+from trireme.trainer.export import Exporter
 from trireme.trainer.mesh import World
+from trireme.trainer.pieces import Piece, Stored, is_ours_to_write, open_pieces, piece_of, write_pieces
+from trireme.trainer.resuming import set_aside_after, tidy, version_to_resume
+from trireme.trainer.staging import Staging
 
 log = get_logger("checkpoint")
 
-MANIFEST = "manifest.json"
+WRITE_S = 3600.0  # in which all is written where there is room
+CLOSE_S = 20.0
+POLL_S = 0.05
+REFUSED = -1
+
+Files = dict[str, FileEntry]
 
 
 @dataclass
@@ -38,131 +56,277 @@ class TrainerState:
     version: int = 0  # optimizer steps that the weights have seen
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """One rank's state at one version, which training no longer changes."""
+
+    version: int
+    folder: Path
+    pieces: dict[str, Piece]
+    random: dict[str, torch.Tensor]
+    export: Callable[[], None] | None
+
+    @property
+    def name(self) -> str:
+        return f"step_{self.version}"
+
+
 class CheckpointStore:
     """The checkpoints of a run."""
 
-    def __init__(self, folder: Path, config: Checkpoints, world: World) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Checkpoints,
+        world: World,
+        *,
+        waits: Waits,
+        disk_timeout_s: float,
+        exporter: Exporter | None = None,
+    ) -> None:
+        """
+        Args:
+            disk_timeout_s: how long to wait for room on a full disk.
+            exporter: what writes the weights in Hugging Face format that come with every checkpoint.
+        """
         self._folder = folder
         self._config = config
         self._world = world
+        self._waits = waits
+        self._disk_timeout_s = disk_timeout_s
+        self._exporter = exporter
+        self._staging = Staging(world.device)
+        self._background = Background(waits, peer=DISK)
 
     def is_due(self, version: int, *, last: int) -> bool:
+        """Raises what the writing of the last one raised."""
+        self._background.check()
         interval = self._config.interval
         return version == last or (interval is not None and version % interval == 0)
 
     def save(self, state: TrainerState) -> None:
-        """A collective."""
+        """Returns when everything is copied; the copy is written in the background. A collective.
+
+        Waits for the one before. Raises what its writing raised.
+        """
+        self.wait()
         partial = self._folder / f".step_{state.version}.partial"
         if self._world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self._world.barrier()
-        model, optimizer = get_state_dict(state.model, state.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial)
-        torch.save(_random_state(self._world), partial / f"random_{self._world.rank}.pt")
-        self._world.barrier()
-        if self._world.is_main:
-            self._complete(partial, state.version)
-            self._remove_old()
-        self._world.barrier()
+        self._world.barrier()  # from here on, the folder is there only when this checkpoint is being written
+        pieces = self._copy_pieces(state)
+        export = self._exporter.gather(state.model, state.version) if self._exporter else None
+        copy = _Copy(state.version, partial, pieces, _random_state(self._world), export)
+        self._background.begin(f"checkpoint {copy.name} to be written", lambda: self._write(copy))
 
-    def _complete(self, partial: Path, version: int) -> None:
-        files = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
-        manifest = {"version": version, "world_size": self._world.size, "time": time.time(), "files": files}
-        for name in files:
-            with open(partial / name, "rb") as file:
-                os.fsync(file.fileno())
-        with atomic_write(partial / MANIFEST) as file:
-            file.write(json.dumps(manifest, indent=1).encode())
-        final = step_folder(self._folder, version)
-        shutil.rmtree(final, ignore_errors=True)  # a resumed run may save the same step again
-        partial.rename(final)
-        sync_folder(self._folder)
-        log.info("checkpoint %s", final)
+    def wait(self) -> None:
+        """Returns when all that was saved, by all ranks, is on disk. Raises what the writing raised."""
+        self._background.wait(WRITE_S + 4 * self._disk_timeout_s)  # its own deadlines come first
 
-    def _remove_old(self) -> None:
-        if self._config.keep_last is None:
-            return
-        complete = complete_steps(self._folder)
-        for step in complete[: -self._config.keep_last]:
-            if not (self._config.keep_interval and step % self._config.keep_interval == 0):
-                shutil.rmtree(step_folder(self._folder, step))
+    def close(self) -> None:
+        """On any way out; raises nothing. Whoever wants to know that all is written calls `wait` before."""
+        self._background.close(CLOSE_S)
+
+    def take_write_seconds(self) -> float | None:
+        """How long the last checkpoint took in the background; None where there is nothing new to tell."""
+        return self._background.take_seconds()
 
     def resume(self, state: TrainerState, *, resume: bool) -> None:
         """Loads what the run is to start from, if it is not the base model. A collective.
 
-        Raises: as `version_to_resume`.
+        Raises:
+            ConfigError: as `version_to_resume`.
+            PeerDied: rank 0 has raised that.
         """
+        version = REFUSED
+        try:
+            if self._world.is_main:
+                version = self._choose(resume)
+        finally:
+            agreed = self._world.agree(version)
+        if agreed == REFUSED:
+            raise PeerDied("Rank 0 has refused the checkpoint that was asked for. Its own message says why.")
+        if agreed:
+            load_checkpoint(state, step_folder(self._folder, agreed), rank=self._world.rank)
+
+    def _choose(self, resume: bool) -> int:
+        tidy(self._folder)
+        if self._exporter:
+            tidy(self._exporter.folder)
         version = version_to_resume(self._folder, self._config, resume=resume)
-        if self._world.is_main and self._config.resume_step not in (None, -1):
-            self._set_aside_after(version)
-        if version:
-            self.load(state, version)
+        going_back = self._config.resume_step not in (None, -1)
+        if resume or self._config.resume_step is not None:
+            set_aside_after(self._folder, version)
+        if going_back and self._exporter:
+            set_aside_after(self._exporter.folder, version)
+        return version
 
-    def _set_aside_after(self, version: int) -> None:
-        """The run goes another way from `version`: the newest checkpoint must not be one of the old way."""
-        later = [step for step in complete_steps(self._folder) if step > version]
-        if not later:
+    def _copy_pieces(self, state: TrainerState) -> dict[str, Piece]:
+        pieces = {}
+        for name, tensor in (_model_tensors(state.model) | _optimizer_tensors(state)).items():
+            piece = piece_of(tensor)
+            if is_ours_to_write(tensor, self._world.rank) and piece.num_bytes:
+                pieces[name] = Piece(self._staging.copy(name, piece.tensor), piece.shape, piece.offset)
+        self._staging.finish()
+        return pieces
+
+    def _write(self, copy: _Copy) -> None:
+        """In a thread of its own."""
+        rank = self._world.rank
+        if self._world.is_main:
+            self._when_there_is_room(lambda: copy.folder.mkdir(parents=True), f"checkpoint {copy.name}")
+        else:
+            self._wait_for_main(copy.folder.exists, f"a folder for checkpoint {copy.name}")
+        reach("checkpoint.begun", rank=rank)
+        self._when_there_is_room(lambda: _write_rank(copy, rank), f"checkpoint {copy.name}")
+        reach("checkpoint.written", rank=rank)
+        if self._world.is_main:
+            self._complete(copy)
+        else:
+            self._wait_for_main(lambda: not copy.folder.exists(), f"checkpoint {copy.name} to be whole")
+
+    def _complete(self, copy: _Copy) -> None:
+        if copy.export:
+            self._when_there_is_room(copy.export, f"weights {copy.name}")
+        files = self._files_of_all_ranks(copy)
+        manifest = Manifest(copy.version, self._world.size, time.time(), files)
+        self._when_there_is_room(lambda: _write_manifest(copy.folder, manifest), f"checkpoint {copy.name}")
+        reach("checkpoint.before_rename")
+        final = step_folder(self._folder, copy.version)
+        replace_folder(copy.folder, final)
+        log.info("checkpoint %s", final)
+        reach("checkpoint.complete")
+        self._remove_old(copy.version)
+
+    def _files_of_all_ranks(self, copy: _Copy) -> Files:
+        files: Files = {}
+        for rank in range(self._world.size):
+            path = _list_of_rank(copy.folder, rank)
+            self._wait_for(path.exists, f"its part of checkpoint {copy.name}", peer=f"trainer.{rank}")
+            files |= msgspec.json.decode(path.read_bytes(), type=Files)
+            path.unlink()
+        return files
+
+    def _wait_for_main(self, condition: Callable[[], bool], what: str) -> None:
+        self._wait_for(condition, what, peer="trainer", times=3)
+
+    def _wait_for(self, condition: Callable[[], bool], what: str, *, peer: str, times: int = 1) -> None:
+        """
+        Args:
+            times: how often the peer may have to wait for room, one after the other.
+        """
+        if condition():
             return
-        aside = self._folder / f"set_aside_{time.time_ns()}"
-        aside.mkdir()
-        for step in later:
-            step_folder(self._folder, step).rename(step_folder(aside, step))
-        sync_folder(self._folder)
-        log.info("checkpoints of steps %s set aside in %s", later, aside)
+        with self._waits.waiting(what, peer=peer, deadline_s=WRITE_S + times * self._disk_timeout_s) as wait:
+            while not condition():
+                wait.check()
+                time.sleep(POLL_S)
 
-    def load(self, state: TrainerState, version: int) -> None:
-        """A collective. The number of ranks may differ from the one that saved."""
-        folder = step_folder(self._folder, version)
-        options = StateDictOptions()
-        model, optimizer = get_state_dict(state.model, state.optimizer, options=options)
-        content = {"model": model, "optimizer": optimizer}
-        dcp.load(content, checkpoint_id=folder)
-        set_state_dict(
-            state.model,
-            state.optimizer,
-            model_state_dict=content["model"],
-            optim_state_dict=content["optimizer"],
-            options=options,
-        )
-        random = folder / f"random_{self._world.rank}.pt"
-        if random.exists():
-            _set_random_state(torch.load(random, weights_only=True))
-        state.version = version
-        log.info("resumed from %s", folder)
+    def _remove_old(self, newest: int) -> None:
+        keep_last, keep_interval = self._config.keep_last, self._config.keep_interval
+        if keep_last is None:
+            return
+        for step in complete_steps(self._folder)[:-keep_last]:
+            if step != newest and not (keep_interval and step % keep_interval == 0):
+                remove_folder(step_folder(self._folder, step))
+
+    def _when_there_is_room(self, write: Callable[[], None], what: str) -> None:
+        when_there_is_room(write, what=what, folder=self._folder, waits=self._waits, deadline_s=self._disk_timeout_s)
 
 
-def complete_steps(folder: Path) -> list[int]:
-    """Steps with a checkpoint that is whole, in order."""
-    steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(step for step in steps if step is not None and is_complete(step_folder(folder, step)))
-
-
-def is_complete(folder: Path) -> bool:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        return all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, not JSON, or JSON of another kind
-        return False
-
-
-def version_to_resume(folder: Path, config: Checkpoints, *, resume: bool) -> int:
-    """The version to start from: 0 for a fresh run.
+def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:
+    """Into this rank's part of the model and optimizer; any number of ranks may load what any number saved.
 
     Raises:
-        ConfigError: the asked-for checkpoint is not there, or not whole.
+        ConfigError: it is another model's.
+        JournalCorrupt: it is not whole.
     """
-    if config.resume_step is None and not resume:
-        return 0
-    steps = complete_steps(folder)
-    if config.resume_step in (None, -1):
-        return steps[-1] if steps else 0
-    if config.resume_step != 0 and config.resume_step not in steps:
-        raise ConfigError(
-            f"There is no complete checkpoint of step {config.resume_step} in {folder} (complete: {steps or 'none'}). "
-            "Set `--trainer.ckpt.resume-step` to one of these, or -1 for the newest."
-        )
-    return config.resume_step or 0
+    manifest = read_manifest(folder)
+    with open_pieces(sorted(folder / name for name in manifest.files if name.startswith("rank_"))) as stored:
+        for name, tensor in _model_tensors(state.model).items():
+            stored.read_into(name, tensor)
+        _load_optimizer(state, stored)
+    random = folder / f"random_{rank}.safetensors"
+    if random.name in manifest.files:
+        _set_random_state(load_file(random))
+    state.version = manifest.version
+    log.info("resumed from %s", folder)
+
+
+def _model_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and buffers; tied ones once. They share their memory with the model."""
+    names = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    return {f"model.{name}": tensor.detach() for name, tensor in names.values()}
+
+
+def _optimizer_tensors(state: TrainerState) -> dict[str, torch.Tensor]:
+    """`optimizer.KEY.PARAMETER`. The rest of its state (learning rate, betas) follows from configuration and step."""
+    return {
+        f"optimizer.{key}.{name}": tensor
+        for name, parameter in state.model.named_parameters()
+        for key, tensor in state.optimizer.state.get(parameter, {}).items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def _load_optimizer(state: TrainerState, stored: Stored) -> None:
+    parameters = dict(state.model.named_parameters())
+    tensors: dict[str, dict[str, torch.Tensor]] = {}  # by parameter, then key
+    for full_name in stored.names():
+        kind, _, rest = full_name.partition(".")
+        key, _, name = rest.partition(".")
+        if kind == "optimizer" and name in parameters:
+            tensor = _like(parameters[name], stored, full_name)
+            stored.read_into(full_name, tensor)
+            tensors.setdefault(name, {})[key] = tensor
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    in_order = [names[id(parameter)] for group in state.optimizer.param_groups for parameter in group["params"]]
+    state.optimizer.load_state_dict(
+        {
+            "state": {number: tensors[name] for number, name in enumerate(in_order) if name in tensors},
+            "param_groups": state.optimizer.state_dict()["param_groups"],
+        }
+    )
+
+
+def _like(parameter: torch.Tensor, stored: Stored, name: str) -> torch.Tensor:
+    """Room for a tensor of the optimizer: sharded as its parameter, or, like a counter of steps, on every rank."""
+    shape, dtype = stored.shape(name), stored.dtype(name)
+    if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _write_rank(copy: _Copy, rank: int) -> None:
+    """What this rank holds, and a list of it. After an error there is nothing."""
+    pieces, random = copy.folder / f"rank_{rank}.safetensors", copy.folder / f"random_{rank}.safetensors"
+    try:
+        require_room(copy.folder, sum(piece.num_bytes for piece in copy.pieces.values()))
+        write_pieces(pieces, copy.pieces)
+        save_file(copy.random, random)
+        files = {path.name: _sync_and_describe(path) for path in (pieces, random)}
+        with atomic_write(_list_of_rank(copy.folder, rank)) as file:
+            file.write(msgspec.json.encode(files))
+    except BaseException:
+        with suppress(OSError):
+            pieces.unlink(missing_ok=True)
+            random.unlink(missing_ok=True)
+        raise
+
+
+def _list_of_rank(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.done"
+
+
+def _sync_and_describe(path: Path) -> FileEntry:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return describe_file(path)
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    with atomic_write(folder / MANIFEST) as file:
+        file.write(msgspec.json.encode(manifest))
 
 
 def _random_state(world: World) -> dict[str, torch.Tensor]:

@@ -74,8 +74,10 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
         reach("trainer.resumed", rank=world.rank)
         publisher = Publisher(config, state.model, world, control if world.is_main else None)
         stack.callback(publisher.close)
+        metrics = MetricsFile(config.paths.metrics, process="trainer")
+        stack.callback(metrics.close)
         activity.state = "running"
-        yield Trainer(config, world, state, checkpoints, publisher, control, activity)
+        yield Trainer(config, world, state, checkpoints, publisher, control, activity, metrics)
 
 
 def _exporter(config: RunConfig, world: World) -> Exporter:
@@ -99,10 +101,10 @@ class Trainer:
     publisher: Publisher
     control: ControlClient
     activity: Activity
+    metrics: MetricsFile
 
     def __post_init__(self) -> None:
         self._timer = Timer()
-        self._metrics = MetricsFile(self.config.paths.metrics, process="trainer")
         self._step_began = time.perf_counter()
         self._stepper = Stepper(self.config, self.state, self.world, self._timer)
         self._num_parameters = num_parameters(self.state.model)
@@ -180,7 +182,7 @@ class Trainer:
         self._step_began = now
         if self.world.is_main:
             step = self.state.version - 1
-            self._metrics.append(step, metrics)
+            self.metrics.append(step, metrics)
             reach("trainer.recorded")
             log.info(
                 "step %d/%d  loss %.4f  grad %.3f  %.0f tok/s",

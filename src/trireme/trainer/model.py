@@ -49,6 +49,7 @@ def _pretrained(config: TrainerModel, name: str) -> PreTrainedModel:
             dtype=torch.float32,
             attn_implementation=config.attn,
             trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,  # else, where there are none, a pickle is read
         )
     except (OSError, ValueError) as error:
         raise ConfigError(

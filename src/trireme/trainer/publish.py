@@ -40,7 +40,8 @@ log = get_logger("publish")
 
 PROBE_TOKENS = 32
 ATTEMPTS = 20
-PAUSE_S = 0.5  # between two attempts: an engine that died in one is noticed meanwhile
+PAUSE_S = 0.25  # after the first attempt that came to nothing; doubles: an engine that died in it is noticed meanwhile
+LONGEST_PAUSE_S = 5.0
 
 
 class Publisher:
@@ -115,10 +116,10 @@ class Publisher:
             Refused: an engine holds other weights than were sent; names the tensor.
             DeadlineExceeded: the engines did not get ready, or did not confirm.
         """
-        for _ in range(ATTEMPTS):
+        for number in range(ATTEMPTS):
             if self._world.agree(self._attempt(version, everywhere=everywhere)):
                 return
-            time.sleep(PAUSE_S)
+            time.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2**number))
         raise PeerDied(
             f"Version {version} was sent {ATTEMPTS} times, and each time an engine or the orchestrator was gone before "
             f"it was confirmed. Look at {self._config.paths.logs}"

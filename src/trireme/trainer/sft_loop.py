@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +12,13 @@ import torch
 from trireme.algo.packing import Sample, micro_batches_of_rank
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
-from trireme.base.paths import step_folder
+from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig
 from trireme.messages import MicroBatch
 from trireme.monitor.metrics import MetricsFile
 from trireme.trainer.checkpoint import CheckpointStore, TrainerState
 from trireme.trainer.data import Epochs, open_tokenizer, read_conversations, to_sample
-from trireme.trainer.export import save_pretrained
+from trireme.trainer.export import Exporter
 from trireme.trainer.mesh import World, open_world
 from trireme.trainer.model import load_model
 from trireme.trainer.optim import build_optimizer, set_lr
@@ -27,6 +27,7 @@ from trireme.trainer.step import compute_columns, cross_entropy, forward_backwar
 log = get_logger("sft")
 
 TIMEOUT_S = 3600.0
+DISK_TIMEOUT_S = 86400.0  # as `disk_timeout_s` of `rl`
 
 
 def train_sft(config: SftConfig) -> None:
@@ -35,8 +36,8 @@ def train_sft(config: SftConfig) -> None:
         while sft.state.version < config.max_steps:
             metrics = sft.step()
             sft.validate_if_due(metrics)
-            sft.save_if_due()
             sft.record(metrics)
+            sft.save_if_due()
 
 
 @contextmanager
@@ -47,15 +48,38 @@ def open_sft(config: SftConfig) -> Iterator[Sft]:
     if config.data is None:
         raise ConfigError("`data` is not set - a .jsonl file of conversations was expected. Set it.")
     torch.manual_seed(config.seed)
-    with open_world(config.device, threads=config.threads, timeout_s=TIMEOUT_S) as world:
+    with ExitStack() as stack:
+        world = stack.enter_context(open_world(config.device, threads=config.threads, timeout_s=TIMEOUT_S))
         tokenizer = config.tokenizer.name or name
         train, held_out = _read_samples(config, tokenizer)
         model = load_model(config.model, name, world)
         state = TrainerState(model=model, optimizer=build_optimizer(model, config.optim))
-        checkpoints = CheckpointStore(config.paths.checkpoints, config.ckpt, world)
+        checkpoints = _open_checkpoints(config, world, tokenizer)
+        stack.callback(checkpoints.close)
         checkpoints.resume(state, resume=config.resume)
+        metrics = MetricsFile(config.paths.metrics, process="sft")
+        stack.callback(metrics.close)
         log.info("%d conversations to train on, %d held out", len(train), len(held_out))
-        yield Sft(config, world, state, checkpoints, tokenizer, Epochs(train, config.batch_size, config.seed), held_out)
+        epochs = Epochs(train, config.batch_size, config.seed)
+        yield Sft(config, world, state, checkpoints, metrics, epochs, held_out)
+
+
+def _open_checkpoints(config: SftConfig, world: World, tokenizer: str) -> CheckpointStore:
+    exporter = Exporter(
+        config.paths.weights,
+        world,
+        tokenizer=tokenizer,
+        dtype=torch.float32 if config.device == "cpu" else torch.bfloat16,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return CheckpointStore(
+        config.paths.checkpoints,
+        config.ckpt,
+        world,
+        waits=Waits("sft" if world.is_main else f"sft.{world.rank}", config.paths.logs),
+        disk_timeout_s=DISK_TIMEOUT_S,
+        exporter=exporter,
+    )
 
 
 def _read_samples(config: SftConfig, tokenizer_name: str) -> tuple[list[Sample], list[Sample]]:
@@ -79,13 +103,9 @@ class Sft:
     world: World
     state: TrainerState
     checkpoints: CheckpointStore
-    tokenizer: str
+    metrics: MetricsFile
     data: Epochs
     held_out: list[Sample]
-
-    def __post_init__(self) -> None:
-        self._metrics = MetricsFile(self.config.paths.metrics, process="sft")
-        self._began = time.perf_counter()
 
     def _pack(self, samples: list[Sample]) -> tuple[list[MicroBatch], int]:
         micro_batches = micro_batches_of_rank(
@@ -133,22 +153,17 @@ class Sft:
         return self.world.sum({"loss": total})["loss"] / max(1, loss_tokens)
 
     def save_if_due(self) -> None:
-        if not self.checkpoints.is_due(self.state.version, last=self.config.max_steps):
-            return
-        self.checkpoints.save(self.state)
-        save_pretrained(
-            self.state.model,
-            step_folder(self.config.paths.weights, self.state.version),
-            tokenizer=self.tokenizer,
-            dtype=torch.float32 if self.config.device == "cpu" else torch.bfloat16,
-            world=self.world,
-            trust_remote_code=self.config.model.trust_remote_code,
-        )
+        """Written while training goes on; after the last step, when this returns."""
+        version, last = self.state.version, self.config.max_steps
+        if self.checkpoints.is_due(version, last=last):
+            self.checkpoints.save(self.state)
+            if version == last:
+                self.checkpoints.wait()
 
     def record(self, metrics: dict[str, float]) -> None:
         if not self.world.is_main:
             return
-        self._metrics.append(self.state.version - 1, metrics)
+        self.metrics.append(self.state.version - 1, metrics)
         validation = f"  validation {metrics['validation/loss']:.4f}" if "validation/loss" in metrics else ""
         log.info(
             "step %d/%d  loss %.4f  grad %.3f  lr %.2e  %.0f tok/s%s",

@@ -3,29 +3,77 @@
 Lost, doubled or reordered messages do no harm: a question carries a number, answers to earlier questions are thrown
 away, and every answer is idempotent. While there is nothing to tell the answer is `NotYet`, so silence always means
 that the peer is gone.
+
+    question    [b"VERSION:NUMBER", a request]     VERSION: the asker's `WIRE_VERSION`
+    answer      [the same first frame, a reply]
+
+Anybody can reach a port. What is no question is refused with what was expected, and logged, but not every time; what
+is no answer is logged and waited past. Neither ends anything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import re
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import zmq
 import zmq.asyncio
 
-from trireme.base.errors import Refused
-from trireme.base.log import get_logger
+from trireme.base.errors import Refused, TriremeError
+from trireme.base.log import Sparingly, get_logger
 from trireme.base.waiting import Waits
-from trireme.messages import NotYet, Refusal, Reply, Request, decode_reply, decode_request, encode
+from trireme.messages import (
+    WIRE_VERSION,
+    Again,
+    BatchReply,
+    Done,
+    GetBatch,
+    GetNewest,
+    Go,
+    Heartbeat,
+    Live,
+    Newest,
+    NotYet,
+    Ok,
+    PolicyReady,
+    PolicySent,
+    Publish,
+    Refusal,
+    Reply,
+    Request,
+    decode_reply,
+    decode_request,
+    encode,
+)
 
 log = get_logger("control")
+sparingly = Sparingly(log)
 
 ASK_AGAIN_S = 5.0
 """A question without an answer for this long is sent again."""
 
 PATIENCE_S = 1.0
 """A server answers `NotYet` after this long."""
+
+LARGEST_QUESTION = 64 << 20
+"""Bytes. ZeroMQ hangs up on whoever sends more; digests of a hundred thousand tensors are a tenth of it."""
+
+QUESTIONS_AT_ONCE = 64
+"""Of one asker. Ours has one under way, and a heartbeat a second; further ones are dropped, to be asked again."""
+
+ANSWERS: dict[type, tuple[type, ...]] = {
+    GetNewest: (Newest,),
+    GetBatch: (BatchReply, Publish),
+    PolicyReady: (Go, Again, Live),
+    PolicySent: (Live, Again),
+    Heartbeat: (Ok,),
+    Done: (Ok, Publish),
+}
+"""What each question may be answered with, beside `NotYet` and `Refusal`."""
 
 
 class ControlClient:
@@ -48,7 +96,7 @@ class ControlClient:
         """Asks until there is an answer other than `NotYet`.
 
         Raises:
-            Refused: the orchestrator says that asking again would not help.
+            Refused: the orchestrator says that asking again would not help, or its answer is none to this question.
             DeadlineExceeded: named, after `deadline_s`.
         """
         with self._waits.waiting(what, peer="orchestrator", deadline_s=deadline_s) as wait:
@@ -62,27 +110,34 @@ class ControlClient:
                     case Refusal(error):
                         raise Refused(error)
                     case _:
-                        return reply
+                        return _checked(request, reply)
                 wait.check()
 
     def tell(self, request: Request) -> None:
         """Sends without caring for the answer, nor for whether there is anybody."""
-        while self._socket.poll(0):
+        for _ in range(QUESTIONS_AT_ONCE):
+            if not self._socket.poll(0):
+                break
             self._socket.recv_multipart()
-        self._send(b"0", request)
+        self._send(_first_frame(0), request)
 
     def _once(self, request: Request) -> Reply | None:
-        number = str(next(self._numbers)).encode()
-        self._send(number, request)
-        while self._socket.poll(int(self._ask_again_s * 1000)):
-            answered, payload = self._socket.recv_multipart()
-            if answered == number:
-                return decode_reply(payload)
+        first = _first_frame(next(self._numbers))
+        self._send(first, request)
+        ask_again_at = time.monotonic() + self._ask_again_s
+        while (left_s := ask_again_at - time.monotonic()) > 0 and self._socket.poll(int(left_s * 1000)):
+            if (reply := _read_answer(self._socket.recv_multipart(), first)) is not None:
+                return reply
         self._drop_unsent()
         return None
 
-    def _send(self, number: bytes, request: Request) -> None:
-        frames = [number, encode(request)]
+    def _send(self, first: bytes, request: Request) -> None:
+        frames = [first, encode(request)]
+        if len(frames[1]) > LARGEST_QUESTION:
+            raise Refused(
+                f"{type(request).__name__} has {len(frames[1])} bytes - at most {LARGEST_QUESTION} were expected - "
+                "raise `LARGEST_QUESTION` in transport/control.py on both sides."
+            )
         try:
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except zmq.Again:  # the queue to a peer that is gone is full: blocking would be a wait without a deadline
@@ -97,7 +152,40 @@ class ControlClient:
         self._socket.close()
 
 
+def _first_frame(number: int) -> bytes:
+    return b"%d:%d" % (WIRE_VERSION, number)
+
+
+def _read_answer(frames: list[bytes], first: bytes) -> Reply | None:
+    """None where it answers an earlier question, or is no answer at all."""
+    if len(frames) != 2:
+        sparingly.warning("an answer of %d frames was thrown away; two were expected", len(frames))
+        return None
+    if frames[0] != first:
+        return None
+    try:
+        return decode_reply(frames[1])
+    except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
+        sparingly.warning("an answer was thrown away, for it cannot be read: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _checked(request: Request, reply: Reply) -> Reply:
+    expected = ANSWERS[type(request)]
+    if not isinstance(reply, expected):
+        names = " or ".join(kind.__name__ for kind in expected)
+        raise Refused(
+            f"The orchestrator answered {type(request).__name__} with {type(reply).__name__} - {names} was expected - "
+            "install the same version of Trireme on both sides."
+        )
+    return reply
+
+
 Handler = Callable[[Request], Awaitable[Reply]]
+
+
+class NoQuestion(TriremeError):
+    """What came is not a question, or not one in our version of the language."""
 
 
 class ControlServer:
@@ -106,29 +194,83 @@ class ControlServer:
     def __init__(self, host: str, port: int) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.linger = 0
+        self._socket.maxmsgsize = LARGEST_QUESTION
         self._socket.bind(f"tcp://{host}:{port}")
         self._answering: set[asyncio.Task] = set()
+        self._under_way: Counter[bytes] = Counter()  # questions, by asker
 
     async def serve(self, handle: Handler) -> None:
         """Produces answers; waits for questions; woken by the socket. Runs until cancelled."""
         while True:
-            peer, number, payload = await self._socket.recv_multipart()
-            task = asyncio.create_task(self._answer(handle, peer, number, payload))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
+            peer, *frames = await self._socket.recv_multipart()
+            try:
+                request = read_question(frames)
+            except NoQuestion as error:
+                sparingly.warning("%s was refused: %s", _name(peer), error)
+                await self._refuse(peer, frames, error)
+            else:
+                self._begin(handle, peer, frames[0], request)
+            await asyncio.sleep(0)  # a message that has come already is had without a pause: others need theirs
 
-    async def _answer(self, handle: Handler, peer: bytes, number: bytes, payload: bytes) -> None:
+    async def _refuse(self, peer: bytes, frames: list[bytes], error: NoQuestion) -> None:
+        if frames and len(frames[0]) <= LONGEST_FIRST_FRAME:
+            await self._socket.send_multipart([peer, frames[0], encode(Refusal(error=str(error)))])
+
+    def _begin(self, handle: Handler, peer: bytes, first: bytes, request: Request) -> None:
+        if self._under_way[peer] >= QUESTIONS_AT_ONCE:
+            sparingly.warning("%s has %d questions under way; one more was dropped", _name(peer), QUESTIONS_AT_ONCE)
+            return
+        self._under_way[peer] += 1
+        task = asyncio.create_task(self._answer(handle, peer, first, request))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, handle: Handler, peer: bytes, first: bytes, request: Request) -> None:
         try:
-            reply = await handle(decode_request(payload))
+            reply = encode(await handle(request))
         except Exception as error:
             log.exception("a question could not be answered")
-            reply = Refusal(error=f"{type(error).__name__}: {error}")
-        await self._socket.send_multipart([peer, number, encode(reply)])
+            reply = encode(Refusal(error=f"{type(error).__name__}: {error}"))
+        finally:
+            self._under_way[peer] -= 1
+            if not self._under_way[peer]:
+                del self._under_way[peer]
+        await self._socket.send_multipart([peer, first, reply])
 
     def close(self) -> None:
         for task in self._answering:
             task.cancel()
         self._socket.close()
+
+
+LONGEST_FIRST_FRAME = 64
+
+
+def read_question(frames: list[bytes]) -> Request:
+    """Raises: NoQuestion, which says what was expected."""
+    if len(frames) != 2:
+        raise NoQuestion(f"A message of {len(frames)} frames - two were expected, `VERSION:NUMBER` and a request.")
+    theirs = re.fullmatch(rb"(?:(\d{1,9}):)?\d{1,20}", frames[0])
+    if theirs is None:
+        raise NoQuestion(f"A message that begins with {frames[0][:40]!r} - `VERSION:NUMBER` was expected.")
+    if theirs[1] is None or int(theirs[1]) != WIRE_VERSION:
+        version = int(theirs[1]) if theirs[1] else "an earlier one"
+        raise NoQuestion(
+            f"This orchestrator speaks wire version {WIRE_VERSION}, the trainer {version} - the same was expected - "
+            "install the same version of Trireme on both."
+        )
+    try:
+        return decode_request(frames[1])
+    except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
+        names = ", ".join(kind.__name__ for kind in ANSWERS)
+        raise NoQuestion(
+            f"A request of {len(frames[1])} bytes cannot be read ({type(error).__name__}: {error}) - one of {names} "
+            f"was expected, in wire version {WIRE_VERSION}."
+        ) from error
+
+
+def _name(peer: bytes) -> str:
+    return f"asker {peer.hex()[:20]}"
 
 
 async def within_patience(task: asyncio.Future) -> bool:

@@ -10,6 +10,7 @@ comes out of `run`, and cancelling the caller cancels it.
 What happens to a rollout:
 - its environment or its reward function raises: `RolloutFailed`, for this rollout only
 - it takes too long: cancelled, `RolloutFailed` with stage "timeout"
+- its worker sends what is no message, or nothing for as long as a rollout may take: that worker is killed
 - its worker dies: issued again to another or the restarted worker. All rollouts of a dead worker are suspects. One that
   is the only one to have seen a second death is dropped; where several have, each is tried once more with no other such
   rollout beside it, so that one bad rollout does not take the innocent with it.
@@ -26,6 +27,7 @@ from pathlib import Path
 
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
+from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.venv import environment_python, find_environment
 from trireme.orchestrator.environments.wire import Done, Load, Ready, RunTask
@@ -42,6 +44,7 @@ log = get_logger("environments")
 
 MAX_RESTARTS = 5  # of a worker, in a row, without one settled rollout between them
 LONGEST_BACKOFF_S = 30.0
+PING_EVERY_S = 5.0
 
 
 @asynccontextmanager
@@ -53,8 +56,12 @@ async def open_environment(
     cache: Path | None = None,
     seed: int = 0,
     load_timeout_s: float = LOAD_TIMEOUT_S,
+    waits: Waits | None = None,
 ) -> AsyncIterator[Environment]:
     """Installs what the environment needs, starts its workers and waits until all have loaded it.
+
+    Args:
+        waits: where it says what its rollouts wait for.
 
     Raises: ConfigError where it cannot be found, installed or loaded.
     """
@@ -73,7 +80,7 @@ async def open_environment(
         )
         for number in range(config.num_workers)
     ]
-    environment = Environment(config, workers)
+    environment = Environment(config, workers, waits or Waits("orchestrator", logs), load_timeout_s=load_timeout_s)
     try:
         await environment._start()
         yield environment
@@ -84,7 +91,9 @@ async def open_environment(
 class Environment:
     """One entry of `[[orchestrator.env]]`, loaded and ready to run rollouts."""
 
-    def __init__(self, config: EnvironmentConfig, workers: list[EnvironmentWorker]) -> None:
+    def __init__(
+        self, config: EnvironmentConfig, workers: list[EnvironmentWorker], waits: Waits, *, load_timeout_s: float
+    ) -> None:
         self.config = config
         self.name = config.name or config.id
         self.num_train = 0
@@ -92,11 +101,18 @@ class Environment:
         self.versions: dict[str, str] = {}
         self.num_restarts = 0
         self._workers = workers
+        self._waits = waits
+        self._longest_absence_s = (MAX_RESTARTS + 1) * (load_timeout_s + LONGEST_BACKOFF_S)
         self._keepers: list[asyncio.Task[None]] = []
         self._places = asyncio.Semaphore(config.max_concurrent)
         self._isolation = asyncio.Lock()  # held by a rollout that has seen two deaths
         self._worker_came = asyncio.Event()
+        self._asking_for_worker = asyncio.Lock()  # held by the one rollout that waits by name, for all of them
         self._given_up: str | None = None
+
+    @property
+    def _ping_every_s(self) -> float:
+        return min(PING_EVERY_S, self.config.rollout_timeout_s / 4)
 
     @property
     def num_running(self) -> int:
@@ -138,13 +154,28 @@ class Environment:
         while not (alive := [worker for worker in self._workers if worker.is_ready]):
             if self._given_up:
                 raise PeerDied(self._given_up)
+            await self._until_a_worker_came()
+        return min(alive, key=lambda worker: (worker.silent_s > 3 * self._ping_every_s, worker.num_running))
+
+    async def _until_a_worker_came(self) -> None:
+        """Or none will. By then every worker has had the time for all its restarts."""
+        async with self._asking_for_worker:
+            if self._given_up or any(worker.is_ready for worker in self._workers):
+                return
             self._worker_came.clear()
-            await self._worker_came.wait()
-        return min(alive, key=lambda worker: worker.num_running) if len(alive) > 1 else alive[0]
+            what, peer = f"a worker of environment {self.name!r}", self._workers[0].log_file.stem
+            with self._waits.waiting(what, peer=peer, deadline_s=self._longest_absence_s) as wait:
+                try:
+                    async with asyncio.timeout(wait.deadline_s):
+                        await self._worker_came.wait()
+                except TimeoutError:
+                    self._given_up = f"{wait}, longer than the {wait.deadline_s:.0f} s allowed. Look at {wait.log}"
 
     async def _start(self) -> None:
         self._adopt(await _all_or_first_error([worker.start() for worker in self._workers]))
-        self._keepers = [asyncio.create_task(self._keep_alive(worker)) for worker in self._workers]
+        for worker in self._workers:
+            watch = worker.watch(every_s=self._ping_every_s, limit_s=self.config.rollout_timeout_s)
+            self._keepers += [asyncio.create_task(self._keep_alive(worker)), asyncio.create_task(watch)]
 
     async def _close(self) -> None:
         self._given_up = f"Environment {self.name!r} was closed with this rollout under way."
@@ -177,8 +208,8 @@ class Environment:
             self.num_restarts += 1
             try:
                 await worker.start()
-            except (ConfigError, OSError) as error:  # it loaded before, so this may pass: memory or disk was short
-                log.warning("%s", error)
+            except Exception as error:  # it loaded before, so this may pass: memory or disk was short
+                log.warning("%s: %s", type(error).__name__, error)
             self._worker_came.set()
 
     def _give_up(self, worker: EnvironmentWorker, reason: str) -> None:

@@ -8,10 +8,13 @@
         Reply  ------------------------>
                <------------------------ Done | Error
         Cancel ------------------------>   (no answer)
+        Ping   ------------------------>   every few seconds
+               <------------------------ Pong
         Stop   ------------------------>   tears down and exits
 
 JSON because the worker has nothing but its standard library: here msgspec checks every field as it decodes, there
-`trireme_wire.py` reads dicts.
+`trireme_wire.py` reads dicts. An environment is other people's code in the same process, so anything may come:
+an answer that breaks the form costs its rollout, bytes that are no message at all (`Garbage`) cost the worker.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
+
+from trireme.base.errors import TriremeError
 
 Split = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -98,6 +103,10 @@ class Cancel(_Message, tag="cancel", kw_only=True):
     task: str
 
 
+class Ping(_Message, tag="ping", kw_only=True):
+    """Asks whether the worker's event loop still turns."""
+
+
 class Stop(_Message, tag="stop", kw_only=True):
     """Tear the environment down and exit."""
 
@@ -169,8 +178,23 @@ class Error(_Message, tag="error", kw_only=True):
     traceback: str
 
 
-ToWorker = Load | RunTask | Reply | Cancel | Stop
-FromWorker = Ready | Failed | Ask | Done | Error
+class Pong(_Message, tag="pong", kw_only=True):
+    """It does."""
+
+
+ToWorker = Load | RunTask | Reply | Cancel | Ping | Stop
+FromWorker = Ready | Failed | Ask | Done | Error | Pong
+
+LONGEST_LINE = 64 << 20
+"""Bytes of one message from a worker."""
+
+LARGEST_REWARD = 1e30
+"""Of either sign. Beyond it, squares and float32 no longer hold, and one rollout would spoil its batch."""
+
+
+class Garbage(TriremeError):
+    """A worker sent what is no message."""
+
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
@@ -182,7 +206,38 @@ def encode(message: ToWorker) -> bytes:
 
 
 def decode(line: bytes) -> FromWorker:
-    return _DECODER.decode(line)
+    """A message about a rollout that breaks the form becomes that rollout's Error.
+
+    Raises: Garbage.
+    """
+    try:
+        return _checked(_DECODER.decode(line))
+    except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
+        words = f"{type(error).__name__}: {error}"
+        if (task := _task_of(line)) is not None:
+            return Error(task=task, stage="rollout", error=f"The worker's answer cannot be used: {words}", traceback="")
+        shown = line[:80].decode(errors="backslashreplace")
+        raise Garbage(f"sent {len(line)} bytes that are no message ({words}): {shown!r}") from error
+
+
+def _checked(message: FromWorker) -> FromWorker:
+    if isinstance(message, Done) and abs(message.reward) > LARGEST_REWARD:
+        raise ValueError(f"a reward of {message.reward:g}, expected at most {LARGEST_REWARD:g} of either sign")
+    if isinstance(message, Ready) and not all(0 <= size < 2**31 for size in (message.num_train, message.num_eval)):
+        raise ValueError(f"data sets of {message.num_train} and {message.num_eval} examples")
+    return message
+
+
+class _AboutRollout(msgspec.Struct):
+    type: Literal["ask", "done", "error"]
+    task: str
+
+
+def _task_of(line: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(line, type=_AboutRollout).task
+    except Exception:
+        return None
 
 
 class LineReader:
@@ -199,11 +254,18 @@ class LineReader:
         self._partial = bytearray()
 
     def feed(self, data: bytes) -> None:
+        """Raises: Garbage."""
         end = data.rfind(b"\n") + 1
         if not end:
-            self._partial += data
+            self._keep(data)
             return
         lines = bytes(self._partial) + data[:end]
-        self._partial = bytearray(data[end:])
+        self._partial.clear()
+        self._keep(data[end:])
         for line in lines.splitlines():
-            self._on_message(_DECODER.decode(line))
+            self._on_message(decode(line))
+
+    def _keep(self, data: bytes) -> None:
+        self._partial += data
+        if len(self._partial) > LONGEST_LINE:
+            raise Garbage(f"sent {len(self._partial)} bytes without an end of line, at most {LONGEST_LINE} expected")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -15,10 +15,25 @@ from pathlib import Path
 import msgspec
 
 from trireme.base.errors import ConfigError, PeerDied, TriremeError
+from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.processes import last_lines
 from trireme.orchestrator.environments import wire
-from trireme.orchestrator.environments.wire import Ask, Cancel, Done, Failed, Load, Ready, Reply, RunTask, Stop
+from trireme.orchestrator.environments.connection import Connection
+from trireme.orchestrator.environments.wire import (
+    Ask,
+    Cancel,
+    Done,
+    Failed,
+    Garbage,
+    Load,
+    Ping,
+    Pong,
+    Ready,
+    Reply,
+    RunTask,
+    Stop,
+)
 
 log = get_logger("environments")
 
@@ -26,6 +41,8 @@ AskPolicy = Callable[[Ask], Awaitable[Reply]]
 WORKER = Path(__file__).parent / "worker"
 LOAD_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
+REAP_TIMEOUT_S = 30.0
+TURNS_AT_ONCE = 256  # that one rollout may ask for
 
 
 class RolloutFailed(TriremeError):
@@ -60,16 +77,18 @@ class EnvironmentWorker:
         self.is_ready = False
         self.is_abandoned = False
         self.num_settled = 0  # rollouts that ended, or were found to be what killed it: what a restart must achieve
+        self.silent_s = 0.0  # since it was last heard of, counted by `watch`
         self.log_file = log_file
         self._python = python
         self._load = load
         self._load_timeout_s = load_timeout_s
         self._keep_python_path = keep_python_path
         self._rollouts: dict[str, _Rollout] = {}
-        self._serial = itertools.count()
+        self._num_issued = 0
         self._process: asyncio.subprocess.Process | None = None
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._is_running = False
+        self._blame = ""  # what it did that we had to kill it for
 
     @property
     def num_running(self) -> int:
@@ -84,6 +103,7 @@ class EnvironmentWorker:
 
         Raises: ConfigError with the last lines of what went wrong, and the log's path.
         """
+        self._blame = ""
         answer: asyncio.Future[Ready | Failed] = asyncio.get_running_loop().create_future()
         await self._spawn(answer)
         self._send(self._load)
@@ -99,15 +119,17 @@ class EnvironmentWorker:
         if isinstance(loaded, Failed):
             await self._end(patience_s=1)
             raise self._load_error(f"could not be loaded: {loaded.error}", loaded.traceback.splitlines())
-        self.is_ready = True
+        self.is_ready, self.silent_s = True, 0.0
         return loaded
 
     async def run(self, task: RunTask, ask: AskPolicy, *, timeout_s: float, num_deaths: int = 0) -> Done:
         """Raises: RolloutFailed; WorkerDied where the process ended first."""
         assert self.is_ready, f"run({task.task}) on worker {self.name}, which is not ready"
-        on_wire = f"{task.task}.{next(self._serial)}"  # a late message of a cancelled attempt must find no taker
+        on_wire = f"{task.task}.{self._num_issued}"  # a late message of a cancelled attempt must find no taker
+        self._num_issued += 1
         rollout = self._rollouts[on_wire] = _Rollout(task, ask, self._send, num_deaths=num_deaths)
         self._send(msgspec.structs.replace(task, task=on_wire))
+        asyncio.get_running_loop().call_soon(self._reach, "environment.asked")  # after what is sent has left
         is_over = False
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -117,7 +139,7 @@ class EnvironmentWorker:
             if not limit.expired():
                 raise
             raise RolloutFailed("timeout", f"not finished after {timeout_s:g} s (`rollout_timeout_s`)") from error
-        except (WorkerDied, RolloutFailed):
+        except WorkerDied:
             is_over = True
             raise
         finally:
@@ -125,6 +147,27 @@ class EnvironmentWorker:
             if not is_over:
                 self._send(Cancel(task=on_wire))
         return outcome
+
+    async def watch(self, *, every_s: float, limit_s: float) -> None:
+        """Kills it once it has answered nothing for `limit_s`, not even a Ping: frozen, or its event loop is blocked.
+
+        Waits for the clock; runs until cancelled. Where we were stopped ourselves, the time counts for nothing.
+        """
+        while True:
+            began = time.monotonic()
+            if self.is_ready:
+                self._send(Ping())
+            await asyncio.sleep(every_s)
+            self.silent_s += min(time.monotonic() - began, 2 * every_s)
+            if self.is_ready and self.silent_s >= limit_s:
+                self._condemn(f"has not answered anything for {self.silent_s:.0f} s (`rollout_timeout_s`)")
+
+    def _condemn(self, blame: str) -> None:
+        """`wait_for_death` does the rest."""
+        self._blame = self._blame or blame
+        self.is_ready = False
+        if self._connection is not None:
+            self._connection.close()
 
     async def wait_for_death(self) -> str:
         """Returns what is known about it, after all its rollouts have been told."""
@@ -137,7 +180,7 @@ class EnvironmentWorker:
         finally:
             hung_up.cancel()
             exited.cancel()
-        await self._end(patience_s=1)
+        await self._end(patience_s=0 if self._blame else 1)
         reason = f"Environment worker {self.name} {self._how_it_ended()} (log: {self.log_file})."
         self._tell_rollouts(reason)
         return reason
@@ -166,7 +209,7 @@ class EnvironmentWorker:
             ours.close()  # a worker that was started after all ends when it sees this
             raise
         self._is_running = True
-        connection = _Connection(self._receive, answer)
+        connection = Connection(self._receive, self._condemn, answer)
         await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
         self._connection = connection
 
@@ -182,11 +225,28 @@ class EnvironmentWorker:
         if self._connection is not None:
             self._connection.send(message)
 
-    def _receive(self, message: Ask | Done | wire.Error) -> None:
+    def _receive(self, message: Ask | Done | wire.Error | Pong) -> None:
+        """Raises: Garbage where it is about a rollout that this worker never had."""
+        self.silent_s = 0.0
+        if isinstance(message, Pong):
+            return
+        if isinstance(message, Done):
+            self._reach("environment.scored")
         if rollout := self._rollouts.get(message.task):
             self.num_settled += not isinstance(message, Ask)
             message.task = rollout.task.task
             rollout.deliver(message)
+        elif not self._has_had(message.task):
+            raise Garbage(f"sent a message about a rollout that it never had, {message.task[:80]!r}")
+
+    def _has_had(self, on_wire: str) -> bool:
+        """Late messages of a cancelled rollout are nobody's fault."""
+        serial = on_wire.rpartition(".")[2]
+        return serial.isdecimal() and int(serial[:20]) < self._num_issued
+
+    def _reach(self, point: str) -> None:
+        if self._is_running:
+            reach(point, pid=self.pid)
 
     def _tell_rollouts(self, reason: str) -> None:
         most = max((rollout.num_deaths for rollout in self._rollouts.values()), default=0)
@@ -210,9 +270,15 @@ class EnvironmentWorker:
             _kill_group(self._process.pid)
             if self._connection is not None:
                 self._connection.close()
-        await self._process.wait()
+        try:
+            async with asyncio.timeout(REAP_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            log.error("Environment worker %s (pid %d) was killed and is still there.", self.name, self._process.pid)
 
     def _how_it_ended(self) -> str:
+        if self._blame:
+            return f"{self._blame}, and was killed"
         code = self._process.returncode if self._process else None
         if code is None or code >= 0:
             return f"exited with code {code}"
@@ -301,6 +367,9 @@ class _Rollout:
         self._send(reply)
 
     def _answer_beside(self, question: Ask) -> None:
+        if len(self._extra) >= TURNS_AT_ONCE:
+            self.deliver(RolloutFailed("rollout", f"asked for more than {TURNS_AT_ONCE} model turns at once"))
+            return
         answering = asyncio.create_task(self._answer(question))
         self._extra.add(answering)
         answering.add_done_callback(self._answered_beside)
@@ -309,53 +378,6 @@ class _Rollout:
         self._extra.discard(answering)
         if not answering.cancelled() and isinstance(error := answering.exception(), Exception):
             self.deliver(error)
-
-
-class _Connection(asyncio.Protocol):
-    """Our end of the socket pair. What is sent in one turn of the event loop leaves with one write."""
-
-    def __init__(
-        self, on_message: Callable[[Ask | Done | wire.Error], None], answer: asyncio.Future[Ready | Failed]
-    ) -> None:
-        self.closed = asyncio.Event()
-        self._on_message = on_message
-        self._answer = answer  # to Load; this connection's own, so that an old one's end cannot fail a new one's start
-        self._reader = wire.LineReader(self._receive)
-        self._transport: asyncio.WriteTransport | None = None
-        self._outbox: list[bytes] = []
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._reader.feed(data)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
-        self.closed.set()
-        if not self._answer.done():
-            self._answer.set_exception(PeerDied("The worker hung up before it had loaded the environment."))
-
-    def send(self, message: wire.ToWorker) -> None:
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(wire.encode(message))
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _receive(self, message: wire.FromWorker) -> None:
-        if not isinstance(message, (Ready, Failed)):
-            self._on_message(message)
-        elif not self._answer.done():
-            self._answer.set_result(message)
-
-    def _flush(self) -> None:
-        if self._transport is not None:  # or the worker is dead, and its rollouts are told by `wait_for_death`
-            self._transport.write(b"".join(self._outbox))
-        self._outbox.clear()
 
 
 def _kill_group(pid: int) -> None:

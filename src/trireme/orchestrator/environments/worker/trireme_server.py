@@ -54,6 +54,8 @@ class Server:
             self._start(message)
         elif kind == "cancel":
             self._cancel(message["task"])
+        elif kind == "ping":
+            self._wire.send({"type": "pong"})
         elif kind == "stop" and self._stopped and not self._stopped.done():
             self._stopped.set_result(None)
 

@@ -1,0 +1,34 @@
+"""`trireme audit RUN`: proves from disk, with no process alive, that nothing was lost and nothing was trained twice."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from trireme.monitor.audit.audit import audit_run
+
+
+def audit(argv: list[str]) -> int:
+    """Returns 0 where all holds, 1 where something contradicts something else.
+
+    Raises: ConfigError for a folder that is no run.
+    """
+    arguments = _parse(argv)
+    report = audit_run(arguments.run)
+    print(json.dumps(report.as_json(), indent=1) if arguments.json else report.text(everything=arguments.all))
+    return 0 if report.holds else 1
+
+
+def _parse(argv: list[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="trireme audit",
+        description="Reads a run's journal, confirmed versions, checkpoints and metrics, and proves that every rollout "
+        "has one fate, that examples came in order, and that every token that was trained on is by confirmed weights. "
+        "The run may be finished, killed, or going on. Writes nothing.",
+        epilog="Ends with 0 where all holds, 1 at a contradiction, 2 where the folder is not a run's.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder; it may have been moved")
+    parser.add_argument("--all", action="store_true", help="every contradiction and note, not only the first ones")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    return parser.parse_args(argv)

@@ -1,0 +1,104 @@
+"""`trireme replay RUN`: trains a run again from its journal, without engines, and compares all weights to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from trireme.base.devices import Devices, detect_devices
+from trireme.base.errors import ConfigError
+from trireme.base.log import start_logging
+from trireme.base.paths import RunPaths
+from trireme.cli.door import RANKS_PARENT, become_ranks, end_with_parent, run_door, set_environment
+from trireme.config.resolve import updated
+from trireme.config.run import RunConfig
+from trireme.config.written import read_run
+from trireme.launch.plan import plan
+from trireme.ledger.span import find_span
+
+ARGUMENTS = "TRIREME_REPLAY"  # our command line, as JSON, for the ranks below torchrun
+
+
+def main() -> None:
+    run_door("trireme replay", replay, abruptly=True)
+
+
+def replay(argv: list[str]) -> int:
+    """Returns 0 where every version came out as engines had confirmed it (on a GPU: or not), 1 where not.
+
+    Where there are several ranks this process becomes their torchrun, and each rank comes here again.
+
+    Raises:
+        ConfigError: there is no such run, or not these steps of it.
+        JournalCorrupt: a batch, or the record of a version, is missing or not what was written.
+    """
+    is_rank = RANKS_PARENT in os.environ
+    arguments = _parse(json.loads(os.environ[ARGUMENTS]) if is_rank else argv)
+    run_file = find_run_file(arguments.run)
+    config = read_config(arguments.run, run_file, detect_devices())
+    span = find_span(config.paths, arguments.first, arguments.last)
+    if is_rank:
+        end_with_parent()
+    else:
+        os.environ[ARGUMENTS] = json.dumps(argv)
+        set_environment(plan(config, run_file, detect_devices()).process("trainer").env)
+    become_ranks(config.trainer.num_ranks or 1, "trireme.cli.replay", run_file)
+    start_logging("replay", "warning")
+
+    from trireme.trainer.replay import replay as train_again
+
+    return train_again(config, span, keep_going=arguments.keep_going)
+
+
+def _parse(argv: list[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="trireme replay",
+        description="Trains a run again from its journal, with as many ranks and threads, and compares the digests of "
+        "each version with those that engines confirmed. Writes nothing.",
+        epilog="Ends with 0 where every version has the same bits, 1 at the first difference, 2 where there is nothing "
+        "to replay. On a GPU a difference is no contradiction: it is told, and the command ends with 0.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder; it may have been moved")
+    parser.add_argument("--until", metavar="N", dest="last", type=int, help="stop at version N; all where not given")
+    parser.add_argument(
+        "--from", metavar="K", dest="first", type=int, default=0, help="start from the checkpoint of step K"
+    )
+    parser.add_argument("--keep-going", action="store_true", help="also after the first difference")
+    return parser.parse_args(argv)
+
+
+def find_run_file(run: Path) -> Path:
+    """What `rl` wrote, or `trainer` where it was started alone; the last one where there are both."""
+    configs = RunPaths(run).configs
+    files = [file for file in (configs / "run.json", configs / "trainer.json") if file.is_file()]
+    if not files:
+        raise ConfigError(
+            f"{run} is not a run's folder - expected {configs / 'run.json'}, or trainer.json beside it. "
+            "Give the folder that `rl` names at its end, with `journal/` in it."
+        )
+    return max(files, key=lambda file: file.stat().st_mtime_ns)
+
+
+def read_config(run: Path, run_file: Path, devices: Devices) -> RunConfig:
+    """The run's own, with its paths where it lies now and its GPUs as they are here.
+
+    Raises: ConfigError where there are too few GPUs.
+    """
+    config = updated(read_run(RunConfig, run_file), {"name": None, "output_dir": run})
+    if config.device != "cuda":
+        return config
+    ranks = config.trainer.num_ranks or 1
+    if devices.num_gpus < ranks:
+        raise ConfigError(
+            f"{run} was trained on {ranks} GPUs - there are {devices.num_gpus} here. Replay it where there are enough: "
+            "other devices round differently."
+        )
+    ids = config.trainer_gpu_ids or ()
+    fits = len(ids) == ranks and max(ids) < devices.num_gpus
+    return config if fits else updated(config, {"trainer_gpu_ids": tuple(range(ranks))})
+
+
+if __name__ == "__main__":
+    main()

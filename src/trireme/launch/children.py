@@ -1,0 +1,209 @@
+"""The processes of a run as their launcher has them: started, looked at, and ended together with all they started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from trireme.base.errors import TriremeError
+from trireme.launch.descendants import (
+    GRACE_S,
+    MARKER,
+    MEMBER,
+    Descendants,
+    Guard,
+    Process,
+    end_all,
+    kill_all,
+    mark_of,
+    read_processes,
+)
+from trireme.monitor.progress import ProcessState
+
+if TYPE_CHECKING:
+    from trireme.launch.plan import ProcessSpec
+
+REAP_S = 5.0
+SCAN_S = 1.0  # between two looks at which processes ours have started
+
+
+class Exit(NamedTuple):
+    """How one process ended."""
+
+    code: int  # minus the signal's number where a signal ended it
+    at: float  # unix time at which we saw it
+    why: str = ""  # where it was us who killed it
+
+    @property
+    def short(self) -> str:
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        name = signal.Signals(-self.code).name if -self.code in set(signal.Signals) else f"signal {-self.code}"
+        return f"killed by {name}" + (f": {self.why}" if self.why else "")
+
+    def __str__(self) -> str:
+        guess = self.code == -signal.SIGKILL and not self.why
+        return self.short + (" (out of memory? `dmesg` knows)" if guess else "")
+
+
+class Child:
+    """One process of the run, in a session of its own, with what it started. `start` works again after `end`."""
+
+    def __init__(self, spec: ProcessSpec, guard: Guard) -> None:
+        self.spec = spec
+        self.family = Descendants()
+        self.log_start = 0  # where this run of the process begins in its log
+        self.started_at = 0.0  # unix time
+        self.num_starts = 0
+        self.exit: Exit | None = None  # None while it runs, and where we ended it ourselves
+        self.stopped = False
+        self.restarts_in_s: float | None = None  # what was decided when it died
+        self._killed_why = ""
+        self._guard = guard
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def num_restarts(self) -> int:
+        return max(0, self.num_starts - 1)
+
+    def start(self) -> None:
+        """From the main thread only: the kernel ends a child that asked for it with the *thread* that started it."""
+        self.spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.spec.log, "ab") as log:
+            self.log_start = log.tell()
+            self.started_at, self.exit, self.stopped = time.time(), None, False
+            self.restarts_in_s, self._killed_why = None, ""
+            try:
+                self._popen = subprocess.Popen(
+                    list(self.spec.argv),
+                    env=_environment(self.spec),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise TriremeError(
+                    f"{self.name} could not be started: {error}. Its command is {list(self.spec.argv)}; the "
+                    "program named first must exist and be executable."
+                ) from error
+        self.num_starts += 1
+        root = self.family.add_root(self._popen.pid)
+        self._guard.watch([root] if root else [])
+
+    def poll(self) -> None:
+        """Notes an exit without reaping: while the zombie holds its pid, no signal of ours can hit a stranger."""
+        if self._popen is None or self.exit is not None:
+            return
+        result = os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if result is not None:
+            code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            self.exit = Exit(code, time.time(), self._killed_why)
+
+    def kill(self, why: str) -> None:
+        """The process itself; what it started ends with it, or before its successor starts."""
+        assert self._popen is not None
+        self._killed_why = why
+        os.kill(self._popen.pid, signal.SIGKILL)
+
+    def kill_member(self, process: Process, why: str) -> None:
+        """One process of its family, which may be itself."""
+        if self._popen is not None and process.pid == self._popen.pid:
+            self.kill(why)
+        else:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+
+    def ask_family_to_end(self) -> None:
+        self.family.scan()
+        self.family.send(signal.SIGTERM)
+
+    def end(self) -> None:
+        """At once, with all that it started, for a restart of this one alone."""
+        kill_all(self.family, mark_of(os.getpid(), self.name))
+        self.reap()
+
+    def reap(self) -> None:
+        if self._popen is not None:
+            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel; nothing can be done about it from here
+                self._popen.wait(REAP_S)
+            self.family.forget_root(self._popen.pid)
+        self.stopped, self.restarts_in_s = self.exit is None, None
+
+    def state(self) -> ProcessState:
+        return ProcessState(self.name, self._state(), self.spec.log, self.log_start, self.num_restarts)
+
+    def _state(self) -> str:
+        if self.exit is None:
+            return "stopped" if self.stopped else "running"
+        if self.restarts_in_s is not None:
+            return f"{self.exit.short}; restarting" + (f" in {self.restarts_in_s:g} s" if self.restarts_in_s else "")
+        return "ended" if self.exit.code == 0 else str(self.exit)
+
+
+def _environment(spec: ProcessSpec) -> dict[str, str]:
+    """Ours, with what makes last words reach the log (also those of a segmentation fault), then the plan's own."""
+    words = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    return words | dict(os.environ) | dict(spec.env) | {MARKER: str(os.getpid()), MEMBER: spec.name}
+
+
+class Crew:
+    """All processes of a run."""
+
+    def __init__(self, specs: Sequence[ProcessSpec], grace_s: float = GRACE_S, keep_open: Sequence[int] = ()) -> None:
+        """`keep_open` are file descriptors that stay open until nobody of the crew is left, even without us."""
+        self.guard = Guard(grace_s, keep_open)
+        self.children = [Child(spec, self.guard) for spec in specs]
+        self._grace_s = grace_s
+        self._scanned = 0.0
+
+    def start(self) -> None:
+        for child in self.children:
+            child.start()
+
+    def look(self) -> dict[int, Process] | None:
+        """Who has exited; now and then also who has started whom. Returns all processes of the machine, then."""
+        for child in self.children:
+            child.poll()
+        if time.monotonic() - self._scanned < SCAN_S:
+            return None
+        self._scanned = time.monotonic()
+        table = read_processes()
+        for child in self.children:
+            self.guard.watch(child.family.scan(table))
+        return table
+
+    def end(self, hurry: Callable[[], bool] = lambda: False) -> None:
+        """SIGTERM, patience (until `hurry`), SIGKILL."""
+        everybody = Descendants()
+        for child in self.children:
+            everybody.absorb(child.family)
+        end_all(everybody, marks=mark_of(os.getpid()), grace_s=self._grace_s, hurry=hurry)
+        for child in self.children:
+            child.reap()
+        self.guard.dismiss()
+
+    def states(self) -> list[ProcessState]:
+        return [child.state() for child in self.children]
+
+
+@contextmanager
+def open_crew(
+    specs: Sequence[ProcessSpec], hurry: Callable[[], bool], grace_s: float, keep_open: Sequence[int] = ()
+) -> Iterator[Crew]:
+    """Runs while open. Afterwards nothing is left of it, whatever happened meanwhile."""
+    crew = Crew(specs, grace_s, keep_open)
+    try:
+        crew.start()
+        yield crew
+    finally:
+        crew.end(hurry)

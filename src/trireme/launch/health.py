@@ -1,0 +1,100 @@
+"""Asks the servers of a run whether they are well, in threads of their own, and kills one that fell silent for long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import httpx
+
+from trireme.launch.children import Child
+
+ASK_EVERY_S = 2.0
+ANSWER_WITHIN_S = 5.0
+
+
+class Pulse:
+    """One server's: for how long it has failed to answer, once it has answered."""
+
+    def __init__(self, url: str, every_s: float = ASK_EVERY_S) -> None:
+        self.url = url
+        self._every_s = every_s
+        self._silent_s: float | None = None
+        self._round = 0  # counts resets: an answer that was asked for before one says nothing about the new server
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name=f"health of {url}", daemon=True)
+        self._thread.start()
+
+    @property
+    def silent_s(self) -> float | None:
+        """None where it never answered since the last reset."""
+        return self._silent_s
+
+    def reset(self) -> None:
+        with self._lock:
+            self._round += 1
+            self._silent_s = None
+
+    def close(self) -> None:
+        """Does not wait for an answer that is still owed."""
+        self._closing.set()
+
+    def _follow(self) -> None:
+        asked = time.monotonic()
+        with httpx.Client(timeout=ANSWER_WITHIN_S, trust_env=False) as client:
+            while not self._closing.wait(self._every_s):
+                this_round = self._round
+                is_well = self._ask(client)
+                asked, passed_s = time.monotonic(), time.monotonic() - asked
+                with self._lock:
+                    if this_round == self._round:
+                        self._note(is_well, passed_s)
+
+    def _ask(self, client: httpx.Client) -> bool:
+        try:
+            return client.get(self.url).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def _note(self, is_well: bool, passed_s: float) -> None:
+        """More time than one question can take was slept through by ourselves, and is not held against the server."""
+        if is_well:
+            self._silent_s = 0.0
+        elif self._silent_s is not None:
+            self._silent_s += min(passed_s, self._every_s + ANSWER_WITHIN_S)
+
+
+class HealthWatch:
+    """The pulses of all servers of a run."""
+
+    def __init__(self, children: Sequence[Child], after_s: float, *, every_s: float = ASK_EVERY_S) -> None:
+        self._after_s = after_s
+        self._children = [child for child in children if child.spec.health]
+        self._pulses = {child.name: Pulse(child.spec.health or "", every_s) for child in self._children}
+        self._starts = {child.name: child.num_starts for child in self._children}
+
+    def close(self) -> None:
+        for pulse in self._pulses.values():
+            pulse.close()
+
+    def unhealthy_for(self, name: str) -> float | None:
+        """Seconds since the last good answer, None where it never answered since its start."""
+        return self._pulses[name].silent_s
+
+    def kill_silent(self) -> list[str]:
+        """Returns a line on each server that it killed. To be called often: it also notes who was started again."""
+        return [line for child in self._children if (line := self._look(child))]
+
+    def _look(self, child: Child) -> str | None:
+        if self._starts[child.name] != child.num_starts:
+            self._starts[child.name] = child.num_starts
+            self._pulses[child.name].reset()
+        silent_s = self.unhealthy_for(child.name)
+        if child.exit is not None or silent_s is None or silent_s < self._after_s:
+            return None
+        self._pulses[child.name].reset()
+        why = f"{child.spec.health} had not answered for {silent_s:.0f} s"
+        child.kill(why)
+        return f"{child.name} killed: {why}, though it did before"

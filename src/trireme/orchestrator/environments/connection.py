@@ -1,0 +1,64 @@
+"""Our end of the socket pair that leads to an environment worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from trireme.base.errors import PeerDied
+from trireme.orchestrator.environments import wire
+
+
+class Connection(asyncio.Protocol):
+    """Our end of the socket pair. What is sent in one turn of the event loop leaves with one write."""
+
+    def __init__(
+        self,
+        on_message: Callable[[wire.Ask | wire.Done | wire.Error | wire.Pong], None],
+        on_garbage: Callable[[str], None],
+        answer: asyncio.Future[wire.Ready | wire.Failed],
+    ) -> None:
+        self.closed = asyncio.Event()
+        self._on_message = on_message
+        self._on_garbage = on_garbage
+        self._answer = answer  # to Load; this connection's own, so that an old one's end cannot fail a new one's start
+        self._reader = wire.LineReader(self._receive)
+        self._transport: asyncio.WriteTransport | None = None
+        self._outbox: list[bytes] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._reader.feed(data)
+        except wire.Garbage as error:
+            self._on_garbage(str(error))
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self.closed.set()
+        if not self._answer.done():
+            self._answer.set_exception(PeerDied("The worker hung up before it had loaded the environment."))
+
+    def send(self, message: wire.ToWorker) -> None:
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(wire.encode(message))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _receive(self, message: wire.FromWorker) -> None:
+        if not isinstance(message, (wire.Ready, wire.Failed)):
+            self._on_message(message)
+        elif not self._answer.done():
+            self._answer.set_result(message)
+
+    def _flush(self) -> None:
+        if self._transport is not None:  # or the worker is dead, and its rollouts are told by `wait_for_death`
+            self._transport.write(b"".join(self._outbox))
+        self._outbox.clear()

@@ -1,0 +1,76 @@
+"""One job at a time in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from trireme.base.log import get_logger
+from trireme.base.waiting import Waits
+
+log = get_logger("background")
+
+CHECK_S = 0.5
+
+
+class Background:
+    """Runs what is begun, and raises what it raised wherever it is next asked about."""
+
+    def __init__(self, waits: Waits, *, peer: str) -> None:
+        """
+        Args:
+            peer: whom the jobs work with ("disk"); part of the name of a wait for them.
+        """
+        self._waits = waits
+        self._peer = peer
+        self._what = "nothing"
+        self._idle = threading.Event()
+        self._idle.set()
+        self._error: BaseException | None = None
+        self._was_raised = False
+        self._seconds: float | None = None
+
+    def begin(self, what: str, job: Callable[[], None]) -> None:
+        """`what` is what is waited for until the job is done ("checkpoint step_50 to be written")."""
+        assert self._idle.is_set(), f"{self._what} is still waited for"
+        self.check()
+        self._what = what
+        self._idle.clear()
+        threading.Thread(target=self._run, args=(job,), name=what, daemon=True).start()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        try:
+            job()
+            self._seconds = time.perf_counter() - began
+        except BaseException as error:  # raised in the other thread
+            self._error = error
+        finally:
+            self._idle.set()
+
+    def check(self) -> None:
+        """Raises what the last job raised."""
+        if self._error is not None:
+            self._was_raised = True
+            raise self._error
+
+    def wait(self, deadline_s: float) -> None:
+        """Returns when nothing is under way. Raises what the last job raised."""
+        if not self._idle.is_set():
+            with self._waits.waiting(self._what, peer=self._peer, deadline_s=deadline_s) as wait:
+                while not self._idle.wait(CHECK_S):
+                    wait.check()
+        self.check()
+
+    def close(self, patience_s: float) -> None:
+        """On any way out: leaves the job some time, raises nothing; an error that nobody has seen is logged."""
+        if not self._idle.wait(patience_s):
+            log.warning("%s: given up, as the process ends", self._what)
+        elif self._error is not None and not self._was_raised:
+            log.error("%s: %s: %s", self._what, type(self._error).__name__, self._error)
+
+    def take_seconds(self) -> float | None:
+        """How long the last job took; None where it goes on, or was asked about before."""
+        seconds, self._seconds = self._seconds, None
+        return seconds

@@ -1,0 +1,247 @@
+"""An inference server of two processes like vLLM's: real weights over the real wire, and scripted answers.
+
+    python tests/scripted_engine.py --run run.json
+
+The API server forwards what it is asked to its engine core. The core receives weights with the receiving code of a
+real engine and computes with none of them: what it "samples" is a function of the digests of what it has loaded, so a
+lost tensor, half an update or another version show in every token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from fake_engine import Asked, FakeEngine, WeightWire
+from trireme.base.faults import reach
+from trireme.base.log import get_logger, start_logging
+from trireme.cli.door import open_process, run_door
+from trireme.config.load import load_run_config
+from trireme.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from trireme.transport.weights.kinds import Receiver
+
+log = get_logger("scripted")
+
+LETTERS = range(20, 40)
+UNIFORM = -4.85  # logprob of a token of 128: the trainer's importance ratios stay near 1
+TOKEN_S = 0.005
+WATCHDOG_S = 2.0  # vLLM looks every 5 s whether its core is alive, and leaves when it is not
+ORPHAN_S = 120.0  # a core that nobody ended leaves at last: that of vLLM never would
+
+
+def main() -> None:
+    if "--core" in sys.argv:
+        sys.argv.remove("--core")
+        run_door("inference", core)
+    run_door("inference", serve)
+
+
+# the API server
+
+
+def serve(argv: list[str]) -> int:
+    opened = open_process("inference", argv)
+    assert opened is not None
+    start_logging("inference", opened.config.log_level)
+    command = [sys.executable, __file__, "--core", "--run", str(opened.run_file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    port = process.stdout.readline()  # the model is loaded then
+    if not port:
+        return abs(process.wait()) or 1
+    asyncio.run(ApiServer(process, int(port)).run(opened.config))
+    return 0
+
+
+class ApiServer:
+    """Forwards to the core; says 503 on /health when it is dead, and leaves a little later."""
+
+    def __init__(self, core: subprocess.Popen[bytes], port: int) -> None:
+        self._core = core
+        self._url = f"http://127.0.0.1:{port}"
+        self._asking: set[asyncio.Task] = set()
+
+    async def run(self, config: RunConfig) -> None:
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_get("/health", self._health)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        server = config.inference.server
+        timeout = aiohttp.ClientTimeout(total=None)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
+            await web.TCPSite(runner, server.host, server.port).start()
+            while self._core.poll() is None:
+                await asyncio.sleep(0.1)
+            log.error("the engine core died with code %s", self._core.returncode)
+            await asyncio.sleep(WATCHDOG_S)
+            await runner.cleanup()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._core.poll() is None else 503)
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        """A request for tokens ends when nobody waits for it any more; what was asked about weights is done."""
+        body = await request.read()
+        asking = asyncio.create_task(self._ask_core(request.method, request.path_qs, body))
+        if request.path.endswith("/generate"):
+            return await asking
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        return await asyncio.shield(asking)
+
+    async def _ask_core(self, method: str, path: str, body: bytes) -> web.Response:
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.request(method, self._url + path, data=body, headers=headers) as response:
+                content = await response.read()
+                return web.Response(status=response.status, body=content, content_type="application/json")
+        except aiohttp.ClientError as error:
+            return web.json_response({"error": f"EngineCore encountered an issue: {error}"}, status=500)
+
+
+# the engine core
+
+
+def core(argv: list[str]) -> None:
+    """Not tied to its parent: vLLM's is not either."""
+    config, _ = load_run_config(argv, section="inference", program="inference")
+    start_logging("inference.core", config.log_level)
+    import torch
+
+    torch.set_num_threads(1)
+    asyncio.run(_run_core(config))
+
+
+async def _run_core(config: RunConfig) -> None:
+    engine = Core(config)
+    app = web.Application(client_max_size=1 << 26)
+    app.router.add_post("/inference/v1/generate", engine.generate)
+    app.router.add_get("/get_world_size", engine.world_size)
+    app.router.add_get("/weight_info", engine.weight_info)
+    app.router.add_get("/is_paused", engine.is_paused)
+    app.router.add_post("/{route}", engine.control)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", engine.port).start()
+    print(engine.port, flush=True)
+    api_server, left_at = os.getppid(), None
+    while left_at is None or time.monotonic() - left_at < ORPHAN_S:
+        await asyncio.sleep(1)
+        if left_at is None and os.getppid() != api_server:
+            left_at = time.monotonic()
+
+
+class Core(FakeEngine):
+    """Holds digests instead of weights. What it is told about weights it does at once, and nothing else meanwhile."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(WeightWire(), answer=self._answer, mangle=self._without_weights, token_s=TOKEN_S)
+        self.tensors = _tensor_names(Path(config.inference.model.name or config.model.name))
+        self.loaded = dict.fromkeys(self.tensors, "base")  # tensor -> digest of what would be computed with
+        self.digests: dict[str, str] = {}  # of the last update
+        self.unloaded: list[str] = []
+        self._rank = 0
+        self._receiver: Receiver | None = None
+        self._address: tuple[Any, ...] = ()
+        self.asked_log: str | None = None  # file with a line per request for tokens: the same request, the same line
+        for name, value in config.inference.args.items():  # its knobs, where vLLM's own arguments stand
+            setattr(self, name, value)
+
+    def _answer(self, asked: Asked) -> list[int]:
+        """A function of the seed, the prompt and every tensor; without a seed random, unless greedy."""
+        seed = asked.sampling.get("seed")
+        if self.asked_log is not None:
+            with open(self.asked_log, "a") as file:
+                file.write(f"{hash((seed or 0, *asked.ids))} {'' if seed else self.version}\n")
+        if seed is None and asked.sampling.get("temperature", 1.0) > 0:
+            seed = random.random()
+        rng = random.Random(str((seed, asked.ids, self.fingerprint)))
+        return [rng.choice(LETTERS) for _ in range(rng.randrange(1, 7))] + [asked.end]
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps(self.loaded, sort_keys=True).encode()).hexdigest()
+
+    def _without_weights(self, response: dict[str, Any]) -> dict[str, Any]:
+        """As vLLM: `default` is no version."""
+        for choice in response["choices"]:
+            for span in choice["weight_versions"]:
+                span["version"] = "default" if span["version"] == "-1" else span["version"]
+            for entry in choice["logprobs"]["content"]:
+                entry["logprob"] = UNIFORM + entry["logprob"] / 10
+        return response
+
+    async def weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": "default" if self.version < 0 else str(self.version)})
+
+    async def is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.paused})
+
+    async def _abort_requests(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"status": "aborted", "aborted": 0}
+
+    async def _init_weight_transfer_engine(self, body: dict[str, Any]) -> None:
+        import torch
+
+        from trireme.transport.weights.kinds import open_receiver
+
+        info = dict(body["init_info"])
+        epoch, rank, world_size = info.pop("epoch"), info.pop("rank_offset"), info.pop("world_size")
+        address = (*info.values(), epoch)
+        if self._receiver is None or address != self._address:
+            if self._receiver is not None:
+                self._receiver.close()
+            self._receiver, self._address = open_receiver(**info, device=torch.device("cpu")), address
+        self._receiver.join(epoch, rank, world_size)
+        reach("engine.joined")
+
+    async def _start_weight_update(self, body: dict[str, Any]) -> None:
+        self.digests, self.unloaded = {}, []
+
+    async def _update_weights(self, body: dict[str, Any]) -> None:
+        from trireme.algo.digest import tensor_digest
+        from trireme.messages import TensorSpec
+
+        assert self._receiver is not None, "update_weights before init_weight_transfer_engine"
+        specs = msgspec.convert(body["update_info"]["specs"], list[TensorSpec])
+        for number, (name, tensor) in enumerate(self._receiver.tensors(specs, body["update_info"]["payload"])):
+            self.digests[name] = self.loaded[name] = tensor_digest(tensor)
+            if number == 0:
+                reach("engine.receiving")
+        reach("engine.received")
+
+    async def _finish_weight_update(self, body: dict[str, Any]) -> None:
+        self.unloaded = [name for name in self.tensors if name not in self.digests]
+        reach("engine.finished")
+        self.version = int(body["weight_version"])
+
+    async def _collective_rpc(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert body["method"] == "trireme_weight_report", body
+        return {"results": [{"digests": self.digests, "incomplete": self.unloaded}]}
+
+
+def _tensor_names(model: Path) -> list[str]:
+    """From the header of `model.safetensors`."""
+    with open(model / "model.safetensors", "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return sorted(json.loads(file.read(length)).keys() - {"__metadata__"})
+
+
+if __name__ == "__main__":
+    main()

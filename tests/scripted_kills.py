@@ -1,0 +1,303 @@
+"""Whole runs in which processes are killed at named points, and what must be true of them afterwards.
+
+A point is armed with `hold`: whoever reaches it waits there, the victim is killed (it may be the one that waits), and
+the one that waits is let go.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from real_run import REPOSITORY, Process, Run, wait_until
+from trireme.ledger.versions import Versions
+
+SCRIPTED = ("python", "tests/scripted_rl.py", "@", "tests/e2e/scripted.toml")
+REAL = ("rl", "@", "tests/e2e/synchronous.toml")
+DEADLINE_S = 120.0  # for a point to be reached, and for a run to recover
+POLL_S = 0.02
+
+VICTIMS = (
+    "launcher",
+    "orchestrator",
+    "trainer rank 0",
+    "trainer rank 1",
+    "inference server",
+    "engine core",
+    "environment worker",
+)
+
+
+# points
+
+
+@dataclass(frozen=True)
+class Faults:
+    """The folder in which points are armed."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {"TRIREME_FAULTS": f"folder={self.folder}"}
+
+    def arm(self, point: str, what: str = "hold") -> None:
+        for leftover in (f"{point}.reached", f"{point}.go"):
+            (self.folder / leftover).unlink(missing_ok=True)
+        partial = self.folder / f"{point}.arming"
+        partial.write_text(what)
+        partial.rename(self.folder / point)
+
+    def is_reached(self, point: str) -> bool:
+        return (self.folder / f"{point}.reached").exists()
+
+    def release(self, point: str) -> None:
+        (self.folder / f"{point}.go").touch()
+
+
+# victims
+
+
+def find(victim: str, launcher: int, ranks: int = 1) -> psutil.Process | None:
+    """The process that plays this part now, below the launcher; None while there is none.
+
+    Args:
+        ranks: of the trainer. Several have a torchrun above them, which is none of them.
+    """
+    with suppress(psutil.Error):
+        root = psutil.Process(launcher)
+        if victim == "launcher":
+            return root
+        for process in root.children(recursive=True):
+            with suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and _plays(process, victim, ranks):
+                    return process
+    return None
+
+
+def _plays(process: psutil.Process, victim: str, ranks: int) -> bool:
+    words = " ".join(process.cmdline())
+    match victim:
+        case "orchestrator":
+            return "trireme.cli.orchestrator" in words
+        case "trainer rank 0" | "trainer rank 1":
+            rank = process.environ().get("RANK", "0" if ranks == 1 else None)
+            return "trireme.cli.trainer" in words and rank == victim[-1]
+        case "inference server":
+            is_scripted = "scripted_engine.py" in words and "--core" not in words
+            return is_scripted or "trireme.cli.inference" in words
+        case "engine core":
+            return "scripted_engine.py --core" in words or "VLLM::EngineCore" in words
+        case "environment worker":
+            return "environments/worker" in words
+    raise AssertionError(f"{victim} is none of {VICTIMS}")
+
+
+# a run
+
+
+@dataclass
+class Blow:
+    """One kill and what came of it."""
+
+    victim: str
+    point: str
+    version: int  # the newest that was confirmed when it was killed
+    seconds: float = 0.0  # until a newer one was
+    new_version: int = -1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.victim} killed at {self.point}, version {self.version}: "
+            f"version {self.new_version} after {self.seconds:.1f} s"
+        )
+
+
+@dataclass
+class KilledRun:
+    """A run that is under way, and the means to disturb it."""
+
+    folder: Path
+    flags: list[str]
+    command: tuple[str, ...] = SCRIPTED
+    name: str = ""
+    ranks: int = 1
+    patience_s: float = DEADLINE_S  # for a point to be come to, and for getting over a kill
+    stop: threading.Event = field(default_factory=threading.Event)  # nobody waits for this run any more
+    blows: list[Blow] = field(default_factory=list)
+    story: list[str] = field(default_factory=list)
+    num_starts: int = 0
+
+    def __post_init__(self) -> None:
+        self.faults = Faults(self.folder / "faults")
+        self.run = Run(self.folder / "run")
+        self._began = time.monotonic()
+
+    def start(self, *more: str) -> None:
+        self.num_starts += 1
+        name, *arguments = self.command
+        self.process = Process(
+            name,
+            *arguments,
+            *("--output-dir", str(self.run.root), "--trainer.num-ranks", str(self.ranks), *self.flags, *more),
+            log=self.folder / f"launcher-{self.num_starts}.log",
+            env=self.faults.env,
+        )
+
+    @property
+    def launcher(self) -> int:
+        return self.process._popen.pid
+
+    @property
+    def version(self) -> int:
+        """The newest that is confirmed."""
+        return Versions(self.run.paths.journal).newest  # anew: it remembers what it found
+
+    def say(self, words: object) -> None:
+        self.story.append(f"[{time.monotonic() - self._began:6.1f} s] {words}")
+        print(f"{self.name} {self.story[-1]}", flush=True)
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        give_up = time.monotonic() + self.patience_s
+        while not condition():
+            assert not self.stop.is_set(), "nobody waits for this run any more"
+            code = self.process.poll()
+            if code is not None and not condition():
+                raise AssertionError(f"the run ended with code {code} before {what}\n{self.tell()}")
+            if time.monotonic() > give_up:
+                raise AssertionError(f"waited {self.patience_s:.0f} s for {what}\n{self.tell()}")
+            time.sleep(POLL_S)
+
+    def find(self, victim: str) -> psutil.Process:
+        found: list[psutil.Process] = []
+
+        def look() -> bool:
+            process = find(victim, self.launcher, self.ranks)
+            found.extend([process] if process else [])
+            return bool(found)
+
+        self.until(look, f"a living {victim}")
+        return found[0]
+
+    def kill_at(self, victim: str, point: str, *, wake: str | None = None) -> None:
+        """Kills `victim` while somebody is at `point`, and sees that the run goes on.
+
+        Args:
+            wake: who is killed before, so that the point is come to at all: it lies on the way up.
+        """
+        self.faults.arm(point)
+        if wake is not None:
+            self.find(wake).kill()
+        self._strike(victim, point)
+
+    def start_and_kill_at(self, victim: str, point: str) -> None:
+        """As `kill_at`, for what is come to once."""
+        self.faults.arm(point)
+        self.start()
+        self._strike(victim, point)
+
+    def _strike(self, victim: str, point: str) -> None:
+        self.until(lambda: self.faults.is_reached(point), f"{point} is reached, where {victim} is to be killed")
+        process = self.find(victim)
+        began = time.monotonic()
+        self.kill(victim, process)
+        blow = Blow(victim, point, self.version)
+        self.blows.append(blow)
+        self.faults.release(point)
+        self.until(lambda: self.version > blow.version, f"the run goes on after {victim} was killed at {point}")
+        blow.seconds, blow.new_version = time.monotonic() - began, self.version
+        self.say(blow)
+
+    def kill_at_the_end(self, victim: str, point: str) -> None:
+        """As `kill_at`, where no version comes any more. A run that needs nobody there any more may just end."""
+        self.faults.arm(point)
+        ended = False
+
+        def is_reached() -> bool:
+            nonlocal ended
+            ended = self.process.poll() is not None
+            return ended or self.faults.is_reached(point)
+
+        self.until(is_reached, f"{point} is reached, where {victim} is to be killed")
+        if not ended and (victim == "launcher" or find(victim, self.launcher, self.ranks) is not None):
+            self.blows.append(Blow(victim, point, self.version))
+            self.kill(victim)
+            self.say(f"{victim} killed at {point}")
+        self.faults.release(point)
+
+    def kill(self, victim: str, process: psutil.Process | None = None) -> None:
+        """A launcher is started again, by the same command with `--resume`; all others are its business."""
+        if victim != "launcher":
+            (process or self.find(victim)).kill()
+            return
+        self.process.kill()
+        wait_until(lambda: not self.process.left(), "everything of a killed launcher to end", [self.process])
+        self.start("--resume")
+
+    def freeze(self, victim: str) -> None:
+        self.find(victim).send_signal(signal.SIGSTOP)
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> None:
+        """To its end, which must be a good one."""
+        assert self.process.wait(deadline_s=deadline_s) == 0, self.tell()
+        assert self.process.left() == [], self.tell()
+
+    def tell(self) -> str:
+        """What happened, and everybody's last words."""
+        logs = sorted(self.run.paths.logs.glob("*.stdout")) if self.run.paths.logs.is_dir() else []
+        told = [
+            f"{self.name or 'the run'} in {self.folder}, version {self.version}; {len(self.blows)} kills, the last:"
+        ]
+        told += [f"    {blow}" for blow in self.blows[-3:]]
+        told += [self.process.tail(25)]
+        told += ["\n".join([f"the end of {log}:", *_last(log)]) for log in logs]
+        return "\n".join(told)
+
+
+def _last(log: Path, count: int = 25) -> list[str]:
+    return [f"    {line}" for line in log.read_text(errors="replace").splitlines()[-count:]]
+
+
+@contextmanager
+def open_run(run: KilledRun) -> Iterator[KilledRun]:
+    """Must stay in one thread: the kernel ends the launcher with the thread that started it."""
+    try:
+        yield run
+    finally:
+        if run.num_starts:
+            run.process.end()
+
+
+# what must be true afterwards
+
+
+def digests(run: Run) -> dict[int, dict[str, str]]:
+    """By version and tensor."""
+    versions = Versions(run.paths.journal)
+    return {version: versions.read(version).digests for version in versions.known()}
+
+
+def first_other_version(run: Run, undisturbed: Run) -> str | None:
+    """Where two runs part; None where all versions of both are the same weights."""
+    ours, theirs = digests(run), digests(undisturbed)
+    if ours.keys() != theirs.keys():
+        return f"versions {sorted(ours.keys() ^ theirs.keys())} were confirmed in one of the runs only"
+    others = [version for version in ours if ours[version] != theirs[version]]
+    return f"version {others[0]} is the first of {len(others)} that are not the same weights" if others else None
+
+
+def audit(run: Run) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trireme.cli.trireme", "audit", str(run.root)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)

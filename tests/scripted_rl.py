@@ -1,0 +1,40 @@
+"""`rl` with a scripted engine in place of vLLM; all else is the real thing.
+
+python tests/scripted_rl.py @ tests/e2e/scripted.toml --output-dir FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trireme.cli import rl
+from trireme.cli.door import run_door
+from trireme.launch.plan import Plan, ProcessSpec
+
+ENGINE = Path(__file__).with_name("scripted_engine.py")
+
+
+def main() -> None:
+    rl.plan = _with_scripted_engine(rl.plan)  # type: ignore[attr-defined]
+    run_door("rl", rl.rl)
+
+
+def _with_scripted_engine(plan: Any) -> Any:
+    def scripted(*args: Any, **kwargs: Any) -> Plan:
+        real = plan(*args, **kwargs)
+        return replace(real, processes=tuple(map(_scripted, real.processes)))
+
+    return scripted
+
+
+def _scripted(spec: ProcessSpec) -> ProcessSpec:
+    if spec.name != "inference":
+        return spec
+    return replace(spec, argv=(sys.executable, str(ENGINE), *spec.argv[3:]))
+
+
+if __name__ == "__main__":
+    main()

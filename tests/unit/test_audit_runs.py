@@ -1,0 +1,158 @@
+"""Whole orchestrators with a fake engine and a fake trainer: the audit finds nothing, during and after."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trireme.config.run import RunConfig
+from trireme.config.written import write_run
+from trireme.launch.rewind import rewind
+from trireme.ledger.journal import Journal
+from trireme.ledger.versions import Versions
+from trireme.monitor.audit.audit import audit_run
+from trireme.monitor.audit.report import Report
+from trireme.monitor.metrics import MetricsFile
+from whole_run import Outcome, build_config, run
+
+STORMY = """
+    calls = 0
+
+    def dataset(size=40):
+        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(size)]
+
+    def reward(completion, answer):
+        global calls
+        calls += 1
+        if calls % 10 == 0:
+            raise ZeroDivisionError(f"call {calls}")
+        score = (len(completion) * 7 + ord(completion[0])) % 10 // 4
+        return {"reward": score, "length": len(completion)}
+"""
+
+
+def stormy_config(folder: Path, level: int, **orchestrator: Any) -> RunConfig:
+    """Rewards that raise, groups without signal, engines that refuse: two environments, one with few examples."""
+    second = folder / "second.py"
+    config = build_config(
+        folder,
+        STORMY,
+        max_async_level=level,
+        max_steps=8,
+        orchestrator={
+            "buffer": {"online_difficulty_filtering": True},
+            "max_off_policy_steps": level,
+            "max_rollout_attempts": 2,
+            "oversampling_factor": 2.0,
+        }
+        | orchestrator,
+    )
+    second.write_text((folder / "toy.py").read_text())
+    first = config.orchestrator.env[0]
+    other = first.model_copy(update={"id": str(second), "name": "few", "weight": 0.5, "args": {"size": 3}})
+    orchestrated = config.orchestrator.model_copy(update={"env": (first, other)})
+    return config.model_copy(update={"orchestrator": orchestrated})
+
+
+async def slow_now_and_then(asked):
+    await asyncio.sleep(0.1 if asked.number % 17 == 0 else 0.0)
+
+
+def refuse_now_and_then(asked):
+    return 400 if asked.number % 19 == 0 else None
+
+
+STORM = {"delay": slow_now_and_then, "refuse": refuse_now_and_then}
+
+
+def writing_lines(config: RunConfig, **knobs: Any) -> dict[str, Any]:
+    """The trainer's knobs: one that writes a line of the step before, as the real one does."""
+    lines = MetricsFile(config.paths.metrics, process="trainer")
+    before: Callable[[int], None] = knobs.pop("before_step", lambda version: None)
+
+    def before_step(version: int) -> None:
+        if version:
+            lines.append(version - 1, {"loss": 0.1})
+        before(version)
+
+    return knobs | {"before_step": before_step}
+
+
+def assert_holds(config: RunConfig) -> Report:
+    report = audit_run(config.paths.root)
+    assert report.holds, report.text(everything=True)
+    return report
+
+
+def audited(config: RunConfig, **how: Any) -> Outcome:
+    """A run, and an audit of it again and again while it goes on."""
+    write_run(config, config.paths.run_config)
+    count = 0
+
+    async def look(running):
+        nonlocal count
+        while running.orchestrator.policy.version < config.max_steps and not running.trainer.stop.is_set():
+            await asyncio.to_thread(assert_holds, config)
+            count += 1
+            await asyncio.sleep(0.01)
+
+    outcome = run(config, **({"meanwhile": look} | how))
+    assert "meanwhile" in how or count > 3
+    return outcome
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_stormy_run_holds_at_every_moment(tmp_path, level):
+    config = stormy_config(tmp_path, level)
+    outcome = audited(config, engine=dict(STORM), trainer=writing_lines(config))
+    assert outcome.error is None
+    summary = assert_holds(config).summary
+    assert summary.batches == 8
+    assert summary.trained == 64
+    assert len(summary.dropped_for) > 1
+    assert summary.versions_confirmed == 9
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_run_that_was_stopped_and_gone_on_with_holds_at_every_moment(tmp_path, level):
+    config = stormy_config(tmp_path, level)
+    write_run(config, config.paths.run_config)
+
+    async def until_three_are_trained(running):
+        await running.until(lambda: 3 in running.trainer.published, "version 3")
+
+    run(
+        config,
+        engine=dict(STORM),
+        trainer=writing_lines(config),
+        meanwhile=until_three_are_trained,
+        stop_after_meanwhile=True,
+    )
+    stopped = assert_holds(config).summary
+    newest = Versions(config.paths.journal).newest
+    going_on = config.model_copy(update={"resume": True})
+    outcome = audited(going_on, engine=dict(STORM), trainer=writing_lines(config, version=newest))
+    assert outcome.error is None
+    summary = assert_holds(config).summary
+    assert summary.batches == 8 > stopped.batches
+    assert summary.trained == 64
+
+
+def test_a_run_that_went_back_and_another_way_holds(tmp_path):
+    config = stormy_config(tmp_path, 1)
+    write_run(config, config.paths.run_config)
+    assert run(config, engine=dict(STORM), trainer=writing_lines(config)).error is None
+    before = Journal(config.paths.journal).path(5).read_bytes()
+    rewind(config.paths, 3)
+    assert assert_holds(config).summary.batches == 3
+    again = config.model_copy(update={"resume": True})
+    outcome = audited(again, engine={"delay": slow_now_and_then}, trainer=writing_lines(config, version=3))
+    assert outcome.error is None
+    summary = assert_holds(config).summary
+    assert summary.batches == 8
+    assert Journal(config.paths.journal).path(5).read_bytes() != before
+    assert summary.set_aside

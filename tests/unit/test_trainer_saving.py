@@ -1,0 +1,189 @@
+"""Checkpoints are written while training goes on, whatever happens to the process or the disk meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import saving
+from limits import file_size_limit, fill, small_disk
+from tiny import (
+    are_equal,
+    content_of,
+    open_exporter,
+    open_state,
+    open_store,
+    random_samples,
+    train_step,
+)
+from trireme.base.errors import DeadlineExceeded
+from trireme.base.waiting import Waits
+from trireme.config.trainer import Checkpoints
+from trireme.ledger.manifest import complete_steps
+from trireme.trainer.checkpoint import CheckpointStore, TrainerState, load_checkpoint
+from trireme.trainer.mesh import World
+
+DEADLINE_S = 120
+
+
+def go_on(state: TrainerState, world: World, *, until: int) -> TrainerState:
+    while state.version < until:
+        train_step(state, random_samples([30, 20, 12], seed=state.version), world)
+    return state
+
+
+def until(condition: Callable[[], object]) -> None:
+    give_up = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "faults"
+    folder.mkdir()
+    monkeypatch.setenv("TRIREME_FAULTS", f"folder={folder},disk_full={folder / 'full'}")
+    return folder
+
+
+def test_training_on_does_not_change_what_is_written(
+    tmp_path: Path, tiny_model: Path, world: World, faults: Path
+) -> None:
+    (faults / "checkpoint.begun").write_text("hold")
+    state = go_on(open_state(tiny_model, world), world, until=1)
+    expected = content_of(state)
+    store = open_store(tmp_path / "c", world, exporter=open_exporter(tmp_path / "w", tiny_model, world))
+    store.save(state)
+    go_on(state, world, until=3)
+    torch.manual_seed(1)
+    assert complete_steps(tmp_path / "c") == []
+    (faults / "checkpoint.begun.go").touch()
+    store.wait()
+
+    resumed = open_state(tiny_model, world)
+    open_store(tmp_path / "c", world).resume(resumed, resume=True)
+    assert resumed.version == 1
+    assert are_equal(content_of(resumed), expected)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "w" / "step_1")
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in exported.named_parameters())
+
+
+def test_a_checkpoint_that_is_complete_has_its_weights_exported(
+    tmp_path: Path, tiny_model: Path, world: World, faults: Path
+) -> None:
+    (faults / "checkpoint.before_rename").write_text("hold")
+    store = open_store(tmp_path / "c", world, exporter=open_exporter(tmp_path / "w", tiny_model, world))
+    store.save(open_state(tiny_model, world))
+    until((faults / "checkpoint.before_rename.reached").exists)
+    assert complete_steps(tmp_path / "c") == []
+    assert (tmp_path / "w" / "step_0" / "model.safetensors").exists()
+    (faults / "checkpoint.before_rename.go").touch()
+    store.wait()
+    assert complete_steps(tmp_path / "c") == [0]
+
+
+def test_what_cannot_be_written_is_raised_at_the_next_opportunity(
+    tmp_path: Path, tiny_model: Path, world: World
+) -> None:
+    state = open_state(tiny_model, world)
+    for ask in (lambda store: store.save(state), CheckpointStore.wait, lambda store: store.is_due(1, last=9)):
+        store = open_store(tmp_path, world)
+        with file_size_limit(10_000):
+            store.save(state)
+            store.close()
+        with pytest.raises(Exception, match="File too large"):
+            ask(store)
+    assert complete_steps(tmp_path) == []
+
+
+POINTS = {  # and the version that must be there afterwards
+    "checkpoint.begun": 1,
+    "checkpoint.written": 1,
+    "export.written": 1,
+    "checkpoint.before_rename": 2,
+    "checkpoint.complete": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of trainers that were killed at each point, while version 2 was being saved."""
+    folder = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, saving.__file__, str(tiny_model), str(folder), *POINTS]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    output = subprocess.run(command, env=environment, timeout=DEADLINE_S, check=True, stdout=subprocess.PIPE, text=True)
+    assert output.stdout.split() == len(POINTS) * [str(-signal.SIGKILL)]
+    return folder
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_any_point_leaves_the_old_one_or_the_new_one_whole(
+    killed: Path, point: str, tiny_model: Path, world: World
+) -> None:
+    folder, version = killed / point, POINTS[point]
+    state = open_state(tiny_model, world)
+    store = open_store(folder / "checkpoints", world, exporter=open_exporter(folder / "weights", tiny_model, world))
+    store.resume(state, resume=True)
+    assert state.version == version
+    assert are_equal(content_of(state), content_of(go_on(open_state(tiny_model, world), world, until=version)))
+    assert (folder / "weights" / f"step_{version}").is_dir()
+    assert not list(folder.rglob(".step_*"))  # nothing is left over
+
+    store.save(go_on(state, world, until=3))
+    store.wait()
+    assert complete_steps(folder / "checkpoints") == [*range(1, version + 1), 3]
+
+
+def test_a_full_disk_is_a_pause(tmp_path: Path, tiny_model: Path, world: World, faults: Path) -> None:
+    (faults / "full").touch()
+    waits = Waits("trainer")
+    state = go_on(open_state(tiny_model, world), world, until=1)
+    expected = content_of(state)
+    store = open_store(tmp_path / "c", world, waits=waits)
+    store.save(state)
+    until(waits.now)
+    assert str(waits).startswith("trainer waits 0 s for room for checkpoint step_1 from disk")
+    go_on(state, world, until=2)
+    (faults / "full").unlink()
+    store.save(state)  # waits for the first
+    store.wait()
+    assert complete_steps(tmp_path / "c") == [1, 2]
+    load_checkpoint(state, tmp_path / "c" / "step_1", rank=0)
+    assert are_equal(content_of(state), expected)
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_its_name(
+    tmp_path: Path, tiny_model: Path, world: World, faults: Path
+) -> None:
+    (faults / "full").touch()
+    store = CheckpointStore(tmp_path / "c", Checkpoints(), world, waits=Waits("trainer"), disk_timeout_s=0.0)
+    store.save(open_state(tiny_model, world))
+    with pytest.raises(DeadlineExceeded, match="room for checkpoint step_0 from disk"):
+        store.wait()
+
+
+def test_a_disk_that_is_really_full_is_a_pause_too(tmp_path: Path, tiny_model: Path, world: World) -> None:
+    state = go_on(open_state(tiny_model, world), world, until=1)
+    waits = Waits("trainer")
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        store = open_store(disk / "c", world, waits=waits, exporter=open_exporter(disk / "w", tiny_model, world))
+        store.save(state)
+        store.wait()
+        ballast = fill(disk)
+        store.save(go_on(state, world, until=2))
+        until(waits.now)
+        assert "room for checkpoint step_2" in str(waits)
+        ballast.unlink()
+        store.wait()
+        assert complete_steps(disk / "c") == [1, 2]
+        assert sorted(path.name for path in (disk / "w").iterdir()) == ["step_1", "step_2"]

@@ -1,0 +1,238 @@
+"""A small run on disk, written file by file in the order in which a real one writes, with no process behind it.
+
+Two environments, rollouts that fail, groups that are dropped for each reason, groups that stay open. Fast enough to be
+written hundreds of times.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from trireme.algo.advantage import group_mean
+from trireme.config.run import RunConfig
+from trireme.config.written import write_run
+from trireme.ledger.entry import write_entry
+from trireme.ledger.journal import Journal
+from trireme.ledger.manifest import MANIFEST, Manifest, describe_file
+from trireme.ledger.records import BatchRecord, Dropped, OpenGroup, Rollout, State
+from trireme.ledger.versions import Versions
+from trireme.messages import Tokens, build_tokens
+from trireme.monitor.metrics import MetricsFile
+from trireme.orchestrator.batcher import batch_metrics
+from trireme.orchestrator.buffer import Buffer
+
+SIZES = {"a": 7, "b": 5}
+GROUP = 3
+BATCH = 6
+ATTEMPTS = 2
+INTERVAL = 2  # of checkpoints
+
+
+def build_config(folder: Path, **sections: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "output_dir": str(folder),
+        "device": "cpu",
+        "max_steps": 5,
+        "max_async_level": 1,
+        "seed": 2,  # its first five batches have all that may befall a group
+        "orchestrator": {
+            "batch_size": BATCH,
+            "rollouts_per_example": GROUP,
+            "max_rollout_attempts": ATTEMPTS,
+            "max_off_policy_steps": 2,
+            "env": [{"id": "a", "weight": 2.0}, {"id": "b", "weight": 1.0}],
+        },
+    }
+    return RunConfig.model_validate(values | sections)
+
+
+def write_whole_run(folder: Path, *, batches: int = 5, **sections: Any) -> RunConfig:
+    config = build_config(folder, **sections)
+    for _ in WrittenRun(config).write(batches):
+        pass
+    return config
+
+
+class WrittenRun:
+    """Its processes are functions here: each writes the next file, and the next one follows."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.paths = config.paths
+        self.journal = Journal(self.paths.journal)
+        self.versions = Versions(self.paths.journal)
+        self._random = random.Random(config.seed)
+
+    def write(self, batches: int) -> Iterator[str]:
+        """Says after each file what it was."""
+        write_run(self.config, self.paths.run_config)
+        yield "configuration"
+        self._confirm(0)
+        yield "version 0"
+        yield from self.go_on(0, batches)
+
+    def go_on(self, first: int, last: int) -> Iterator[str]:
+        """From batch `first` to before `last`. As early as allowed, each batch is written before the one before it was
+        trained."""
+        ahead = 1 if self.config.max_async_level else 0
+        for step in range(first, last + ahead):
+            if step < last:
+                record = self._fill(step)
+                self.journal.append(record)
+                yield f"batch {step}"
+                metrics = record.metrics | {"time/fill_batch": 0.5}
+                MetricsFile(self.paths.metrics, "orchestrator").append(step, metrics)
+                yield f"line of batch {step}"
+            if step - ahead >= first:
+                yield from self._train(step - ahead)
+
+    def _train(self, step: int) -> Iterator[str]:
+        self._confirm(step + 1)
+        yield f"version {step + 1}"
+        MetricsFile(self.paths.metrics, "trainer").append(step, {"loss": 0.1, "grad_norm": 1.0})
+        yield f"line of step {step}"
+        if (step + 1) % INTERVAL == 0:
+            write_weights(self.paths.weights / f"step_{step + 1}")
+            yield f"export {step + 1}"
+            write_checkpoint(self.paths.checkpoints / f"step_{step + 1}", step + 1)
+            yield f"checkpoint {step + 1}"
+
+    def _confirm(self, version: int) -> None:
+        self.versions.record(version, ["http://127.0.0.1:8000"], digests_of(version), 1e-7)
+
+    def _fill(self, step: int) -> BatchRecord:
+        before = self.journal.head_state()
+        weights = {entry.name or entry.id: entry.weight for entry in self.config.orchestrator.env}
+        buffer = Buffer(SIZES, weights, seed=self.config.seed, shuffle=True, state=before)
+        trained: list[list[Rollout]] = []
+        dropped: list[Dropped] = []
+        while len(trained) < BATCH // GROUP:
+            self._decide(buffer.take(), step, trained, dropped)
+        open_groups = buffer.reopened + [fresh for _ in range(2) if (fresh := take_fresh(buffer))]
+        trained.sort(key=lambda group: group[0].group)
+        rollouts = [rollout for group in trained for rollout in with_advantages(group)]
+        state = State(
+            next_batch=step + 1,
+            next_group=buffer.next_group,
+            sizes=buffer.sizes,
+            cursors=buffer.cursors(),
+            open_groups=open_groups,
+            counters={
+                "trained": before.counters.get("trained", 0) + len(rollouts),
+                "dropped": before.counters.get("dropped", 0) + len(dropped),
+            },
+        )
+        return BatchRecord(step, rollouts, dropped, state, batch_metrics(step, rollouts, dropped))
+
+    def _decide(self, task: OpenGroup, step: int, trained: list[list[Rollout]], dropped: list[Dropped]) -> None:
+        """One of the things that may befall a group."""
+
+        def drop(place: int, attempt: int, reason: str) -> None:
+            dropped.append(Dropped(task.id, place, attempt, task.env, task.example, reason))
+
+        match self._random.randrange(8):
+            case 0:
+                for place in range(GROUP):
+                    drop(place, 0, "no signal: all rewards of the group are equal")
+            case 1:
+                drop(1, 0, "score: ValueError: no number")
+                drop(1, 1, "timeout: not finished after 600 s (`rollout_timeout_s`)")
+                drop(0, 0, "group given up: rollout 1 failed 2 times, last timeout: not finished")
+                drop(2, 0, "group given up: rollout 1 failed 2 times, last timeout: not finished")
+            case 2:
+                drop(2, 0, "score: ValueError: no number")
+                for place, attempt in enumerate([0, 0, 1]):
+                    drop(place, attempt, "stale: begun under version 0")
+            case fate:
+                attempts = [0, 1, 0] if fate == 3 else [0, 0, 0]
+                if fate == 3:
+                    drop(1, 0, "score: KeyError: 'answer'")
+                trained.append([self._roll_out(task, step, place, attempts[place]) for place in range(GROUP)])
+
+    def _roll_out(self, task: OpenGroup, step: int, place: int, attempt: int) -> Rollout:
+        oldest = max(0, step - 2) if self.config.max_async_level else step
+        return Rollout(
+            group=task.id,
+            place=place,
+            attempt=attempt,
+            env=task.env,
+            example=task.example,
+            reward=self._random.randrange(10) / 10 + place,
+            samples=[self._sample(oldest, step) for _ in range(self._random.randrange(1, 3))],
+            temperature=self.config.orchestrator.sampling.temperature,
+            metrics={"num_turns": float(self._random.randrange(1, 4))},
+            prompt=[{"role": "user", "content": "say it"}],
+            completion=[{"role": "assistant", "content": "it"}],
+            answer="it",
+            truncated=place == 2,
+            stop="length" if place == 2 else None,
+        )
+
+    def _sample(self, oldest: int, newest: int) -> Tokens:
+        """A prompt and an answer; within it a later version takes over where there is one."""
+        given, sampled = self._random.randrange(2, 4), self._random.randrange(2, 5)
+        versions = sorted(self._random.randrange(oldest, newest + 1) for _ in range(sampled))
+        if newest:  # a version that batches are trained by exists by now
+            versions = [min(version, newest - bool(self.config.max_async_level)) for version in versions]
+        return build_tokens(
+            ids=[self._random.randrange(50) for _ in range(given + sampled)],
+            loss_mask=[0] * given + [1] * sampled,
+            logprobs=[0.0] * given + [-self._random.random() for _ in range(sampled)],
+            advantages=[0.0] * (given + sampled),
+            versions=[-1] * given + versions,
+        )
+
+
+def take_fresh(buffer: Buffer) -> OpenGroup | None:
+    return None if buffer.reopened else buffer.take()
+
+
+def with_advantages(group: list[Rollout]) -> list[Rollout]:
+    advantages = group_mean(np.array([rollout.reward for rollout in group]))
+    for rollout, advantage in zip(group, advantages, strict=True):
+        rollout.samples = [
+            msgspec.structs.replace(sample, advantages=(sample.loss_mask * advantage).astype("float32"))
+            for sample in rollout.samples
+        ]
+    return group
+
+
+def digests_of(version: int) -> dict[str, str]:
+    return {name: f"{name}@{version}" for name in ("model.embed_tokens.weight", "model.norm.weight")}
+
+
+def write_weights(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+
+
+def write_checkpoint(folder: Path, version: int) -> None:
+    partial = folder.with_name(f".{folder.name}.partial")
+    partial.mkdir(parents=True)
+    for name in ("rank_0.safetensors", "random_0.safetensors"):
+        (partial / name).write_bytes(f"{name} of version {version}".encode() * 10)
+    files = {path.name: describe_file(path) for path in partial.iterdir()}
+    manifest = Manifest(version=version, world_size=1, time=1.7e9, files=files)
+    (partial / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    partial.rename(folder)
+
+
+def rewrite_batch(config: RunConfig, step: int, change: Callable[[BatchRecord], Any]) -> None:
+    """With a right checksum: as if it had been written so."""
+    journal = Journal(config.paths.journal)
+    record = journal.read(step)
+    change(record)
+    write_entry(journal.path(step), step, record)
+
+
+def rewrite_version(config: RunConfig, version: int, change: Callable[[Any], Any]) -> None:
+    versions = Versions(config.paths.journal)
+    entry = versions.read(version)
+    change(entry)
+    write_entry(versions.path(version), version, entry)
