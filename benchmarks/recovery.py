@@ -30,7 +30,7 @@ DOCUMENT = REPOSITORY / "docs" / "reliability.md"
 BEGIN, END = "<!-- recovery -->", "<!-- /recovery -->"
 
 PHASES = {
-    "rollouts": "rollout.begun",
+    "rollouts": "rollout.finished",
     "training": "trainer.stepped",
     "weights in flight": "engine.receiving",
     "evaluation": "evaluation.running",

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,10 +122,11 @@ class Soak:
         process = self._run.find(victim)
         self.blows.append(Blow(number, time.monotonic() - self._began, victim, kind, self._run.version))
         self._run.say(f"{number}: {kind} {victim} at version {self._run.version}")
-        if kind == "kill":
-            self._run.kill(victim, process)
-            return
-        process.send_signal(signal.SIGSTOP)
+        with suppress(psutil.NoSuchProcess):  # dead already, by a blow before
+            if kind == "kill":
+                self._run.kill(victim, process)
+                return
+            process.send_signal(signal.SIGSTOP)
         if victim == "launcher":  # nobody watches the watchman: it is woken again
             self._thawing.append((time.monotonic() + FROZEN_AFTER_S, process))
 
@@ -151,7 +153,8 @@ class Soak:
         due = [(at, process) for at, process in self._thawing if time.monotonic() >= at]
         for entry in due:
             self._thawing.remove(entry)
-            entry[1].send_signal(signal.SIGCONT)
+            with suppress(psutil.NoSuchProcess):  # killed meanwhile
+                entry[1].send_signal(signal.SIGCONT)
 
     def table(self) -> Table:
         table = Table("blow", "at", "what", "whom", "version", "newer version after")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -220,22 +220,25 @@ class KilledRun:
         blow.seconds, blow.new_version = time.monotonic() - began, self.version
         self.say(blow)
 
-    def kill_at_the_end(self, victim: str, point: str) -> None:
-        """As `kill_at`, where no version comes any more. A run that needs nobody there any more may just end."""
-        self.faults.arm(point)
-        ended = False
+    def kill_at_the_end(self, victim: str, points: Sequence[str]) -> None:
+        """As `kill_at`, where no version comes any more: at each of these points that is come to before the end."""
+        left = list(points)
+        for point in left:
+            self.faults.arm(point)
 
-        def is_reached() -> bool:
-            nonlocal ended
-            ended = self.process.poll() is not None
-            return ended or self.faults.is_reached(point)
+        def next_reached() -> list[str]:
+            return [point for point in left if self.faults.is_reached(point)]
 
-        self.until(is_reached, f"{point} is reached, where {victim} is to be killed")
-        if not ended and (victim == "launcher" or find(victim, self.launcher, self.ranks) is not None):
-            self.blows.append(Blow(victim, point, self.version))
-            self.kill(victim)
-            self.say(f"{victim} killed at {point}")
-        self.faults.release(point)
+        while left:
+            self.until(lambda: next_reached() or self.process.poll() == 0, f"{left} or a good end")
+            if not next_reached():
+                return
+            left.remove(point := next_reached()[0])
+            if (process := find(victim, self.launcher, self.ranks)) is not None:
+                self.kill(victim, process)
+                self.blows.append(Blow(victim, point, self.version))
+                self.say(f"{victim} killed at {point}")
+            self.faults.release(point)
 
     def kill(self, victim: str, process: psutil.Process | None = None) -> None:
         """A launcher is started again, by the same command with `--resume`; all others are its business."""

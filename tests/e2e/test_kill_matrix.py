@@ -36,7 +36,7 @@ EVERY_FEW_STEPS = tuple(point for point in POINTS if point not in {*ON_THE_WAY_U
 OF_ALL_RANKS = {"trainer.batch_received", "trainer.stepped", "trainer.sending", "trainer.sent", "trainer.published"}
 OF_ALL_RANKS |= {"checkpoint.begun", "checkpoint.written"}
 
-STEPS = 120
+STEPS = 100
 SYNCHRONOUS = ("--max-steps", str(STEPS), "--max-async-level", "0")
 AHEAD = ("--max-steps", str(STEPS), "--max-async-level", "2")
 QUICKLY = ("--supervisor.backoff-s", "0.2", "--weight-broadcast.timeout-s", "60")
@@ -59,24 +59,37 @@ def model_flags(tiny_model: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(model_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
-    """By number of ranks."""
-    runs = {}
-    for ranks in (1, 2):
-        run = KilledRun(
-            tmp_path_factory.mktemp("undisturbed"), [*SYNCHRONOUS, *model_flags], name="undisturbed", ranks=ranks
-        )
+def undisturbed(model_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"), [*SYNCHRONOUS, *model_flags])
+
+
+class Undisturbed:
+    """What others are compared with, by number of ranks; made when it is first asked for."""
+
+    def __init__(self, folder: Path, flags: list[str]) -> None:
+        self._folder = folder
+        self._flags = flags
+        self._runs: dict[int, Run] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, ranks: int) -> Run:
+        with self._lock:
+            if ranks not in self._runs:
+                self._runs[ranks] = self._make(ranks)
+            return self._runs[ranks]
+
+    def _make(self, ranks: int) -> Run:
+        run = KilledRun(self._folder / f"of-{ranks}", self._flags, name="undisturbed", ranks=ranks)
         with open_run(run):
             run.start()
             run.wait(END_S)
-        runs[ranks] = run.run
-    return runs
+        return run.run
 
 
 @pytest.fixture(scope="module")
 def outcomes(
     request: pytest.FixtureRequest,
-    undisturbed: dict[int, Run],
+    undisturbed: Undisturbed,
     model_flags: tuple[str, ...],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Future[Outcome]]]:
@@ -91,7 +104,7 @@ def outcomes(
                 victim,
                 tmp_path_factory.mktemp(victim.replace(" ", "-")),
                 [*SYNCHRONOUS, *QUICKLY, *model_flags],
-                undisturbed[ranks_for(victim)],
+                undisturbed,
                 stop,
             )
             for victim in victims
@@ -123,7 +136,7 @@ def test_whoever_is_killed_while_generation_runs_ahead_the_audit_is_clean(
 
 @pytest.mark.parametrize("frozen", [victim for victim in VICTIMS if victim != "launcher"])
 def test_whoever_freezes_is_replaced(
-    frozen: str, undisturbed: dict[int, Run], model_flags: tuple[str, ...], tmp_path: Path
+    frozen: str, undisturbed: Undisturbed, model_flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     ranks = ranks_for(frozen)
     flags = [*SYNCHRONOUS, *QUICKLY, *model_flags, "--supervisor.frozen-after-s", "2"]
@@ -139,7 +152,7 @@ def test_whoever_freezes_is_replaced(
 
 
 def kill_at_every_point(
-    victim: str, folder: Path, flags: Sequence[str], undisturbed: Run, stop: threading.Event
+    victim: str, folder: Path, flags: Sequence[str], undisturbed: Undisturbed, stop: threading.Event
 ) -> Outcome:
     """In one run where all goes well; where something does not, the rest is done in another."""
     outcome = Outcome()
@@ -152,11 +165,10 @@ def kill_at_every_point(
                 start(run, victim, left)
                 while left:
                     run.kill_at(victim, point := left.pop(0), wake=wake_for(victim, point))
-                for point in AT_THE_END:
-                    run.kill_at_the_end(victim, point)
+                run.kill_at_the_end(victim, AT_THE_END)
                 run.wait(END_S)
             left = None
-            assert_same(run, undisturbed)
+            assert_same(run, undisturbed[ranks_for(victim)])
         except AssertionError as error:
             outcome.failures.append(str(error))
         outcome.story += run.story

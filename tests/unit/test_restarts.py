@@ -110,8 +110,10 @@ def test_a_newly_trained_step_gives_new_patience_and_an_old_one_does_not(stage: 
     assert len(stage.runs_of("trainer")) == 7 + 1 + 2
 
 
-def test_a_refused_configuration_is_not_tried_again(stage: Stage) -> None:
-    assert supervise(stage.plan(trainer="sys.exit(2)"), stage.config, grace_s=GRACE_S) == 2
+@pytest.mark.parametrize("code", [2, 3])
+def test_what_would_only_be_repeated_is_not_tried_again(stage: Stage, code: int) -> None:
+    """A refused configuration, weights that are wrong, a journal that is damaged."""
+    assert supervise(stage.plan(trainer=f"sys.exit({code})"), stage.config, grace_s=GRACE_S) == code
     assert len(stage.runs_of("trainer")) == 1
 
 
@@ -297,9 +299,9 @@ def test_without_restarts_the_first_death_is_the_end_and_nobody_frozen_is_killed
 ) -> None:
     stage = stage.set(restart=False, frozen_after_s=1)
     frozen = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    body = f"child = grandchild({frozen!r})\ntime.sleep(4)\nassert child.poll() is None\nsys.exit(3)"
+    body = f"child = grandchild({frozen!r})\ntime.sleep(4)\nassert child.poll() is None\nsys.exit(7)"
     assert supervise(stage.plan(orchestrator=body), stage.config, grace_s=GRACE_S) == 1
     out = capsys.readouterr().out
-    assert "exit code 3" in out
+    assert "exit code 7" in out
     assert "restarted" not in out
     assert "killed" not in out

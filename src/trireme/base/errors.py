@@ -14,6 +14,8 @@ TriremeError
 
 from __future__ import annotations
 
+FINAL_EXIT_CODES = (2, 3)
+
 
 class TriremeError(Exception):
     """Base of all. Messages have three parts: what happened with its values - what was expected - what to do."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trireme.base.devices import Devices, detect_devices
-from trireme.base.errors import TriremeError
+from trireme.base.errors import FINAL_EXIT_CODES, TriremeError
 from trireme.base.paths import RunPaths
 from trireme.base.processes import die_with_parent, free_port
 from trireme.config.arguments import HELP
@@ -141,7 +141,7 @@ def become_ranks(num_ranks: int, module: str, run_file: Path) -> None:
 
 
 def _torchrun(arguments: list[str]) -> int:
-    """As the program does, with one difference: a refused configuration (exit code 2) stays one."""
+    """As the program does, with one difference: an exit code that is final stays what it is."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -154,7 +154,7 @@ def _torchrun(arguments: list[str]) -> int:
         by_itself = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
         named = ", ".join(f"rank {rank}: {code}" for rank, code in sorted(by_itself.items()))
         print(f"ranks failed, the others were stopped. Exit codes: {named}", file=sys.stderr)
-        return 2 if 2 in codes.values() else 1
+        return next((code for code in FINAL_EXIT_CODES if code in codes.values()), 1)
     except SignalException as error:
         return 128 + int(error.sigval)
 

@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import dataclass
 
+from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.launch.children import Child
 from trireme.monitor.live import short_time
 from trireme.monitor.logs import last_words
@@ -42,7 +43,7 @@ class Died:
     @property
     def exit_code(self) -> int:
         first = self.dead[0].exit
-        return 2 if first is not None and first.code == 2 else 1
+        return first.code if first is not None and first.code in FINAL_EXIT_CODES else 1
 
     def lines(self) -> list[str]:
         first, *others = self.dead
@@ -68,8 +69,8 @@ def clock_time(unix_s: float) -> str:
 
 
 def by_suspicion(child: Child) -> tuple[bool, bool, float]:
-    """Sorts several that died between two looks: a killed one first, then one that refused its configuration, then the
-    one that fell silent first; the others only noticed."""
+    """Sorts several that died between two looks: a killed one first, then one with a final exit code, then the one
+    that fell silent first; the others only noticed."""
     assert child.exit is not None
     spoke_at = child.spec.log.stat().st_mtime if child.spec.log.exists() else 0.0
-    return child.exit.code >= 0, child.exit.code != 2, spoke_at
+    return child.exit.code >= 0, child.exit.code not in FINAL_EXIT_CODES, spoke_at

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.faults import reach
 from trireme.config.supervisor import Supervisor
 from trireme.launch.children import Child
@@ -51,8 +52,8 @@ class _Patience:
 class Restarts:
     """Starts again what dies, alone; the others go on and wait for it.
 
-    Final are: exit code 2 (a refused configuration would be refused again), more than `max_restarts` in a row without
-    a newly trained step between them, and every death where `restart` is false.
+    Final are: exit codes 2 and 3 (a refused configuration would be refused again, wrong weights be wrong again), more
+    than `max_restarts` in a row without a newly trained step between them, and every death where `restart` is false.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Restarts:
         assert child.exit is not None
         if self._finished_at is not None and self._config.restart:
             return None
-        if not self._config.restart or child.exit.code == 2:
+        if not self._config.restart or child.exit.code in FINAL_EXIT_CODES:
             return ""
         patience = self._of(child)
         if patience.due is not None or self._count(child) < self._config.max_restarts:

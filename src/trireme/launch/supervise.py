@@ -38,7 +38,8 @@ def supervise(plan: Plan, config: RunConfig, *, grace_s: float = GRACE_S, keep_o
         grace_s: between SIGTERM and SIGKILL at the end.
         keep_open: file descriptors that stay open until nothing of the run is left, even where this process is killed.
 
-    Returns: the exit code: 0 done, 1 a process died for good, 2 it refused the configuration, 128 + N after signal N.
+    Returns: the exit code: 0 done, 1 a process died for good, 2 it refused the configuration, 3 weights
+    were wrong or the journal damaged, 128 + N after signal N.
     Raises: ConfigError where wandb cannot start; nothing runs then.
     """
     started = time.monotonic()

@@ -29,6 +29,7 @@ from trireme.messages import (
 from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.transport.control import PATIENCE_S
+from trireme.transport.sanity import check_request
 
 log = get_logger("answers")
 
@@ -63,6 +64,9 @@ class Answers:
                 error=f"This orchestrator runs {self._config.run_id}, the trainer asks for {request.run_id}. "
                 "Expected the same output folder on both. Start them with the same configuration, or on other ports."
             )
+        num_batches = self._scheduler.next_batch + 1  # one may be on disk of which the scheduler was not told yet
+        if problem := check_request(request, max_steps=self._config.max_steps, num_batches=num_batches):
+            return Refusal(error=problem)
         match request:
             case GetNewest():
                 return await self._policy.trainer_started()
@@ -87,6 +91,9 @@ class Answers:
         """The first rank is told where weights are needed first; the others ask after it has its share."""
         if request.rank == 0 and (reason := self._policy.needs_weights(request.step)):
             return Publish(reason=reason)
+        if request.rank == 0 and (note := self._policy.is_to_be_served_first(request.step)):
+            await asyncio.sleep(PATIENCE_S / 2)
+            return NotYet(note=note)
         if not self._journal.has(request.step):
             with suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE_S):

@@ -45,12 +45,11 @@ class Evaluator:
         self._runner = runner
         self._metrics = metrics
         self._waits = waits
+        policy.expect_evaluations(self.due())
 
     async def run(self) -> None:
         """Produces `eval/...` metrics; waits for versions; ends after the last one."""
-        due = self.due()
-        self._policy.expect_evaluations(due)
-        for version in due:
+        for version in self.due():
             await self._policy.reached(version)
             is_done = False
             while not is_done:

@@ -25,11 +25,23 @@ import msgspec
 from trireme.base.errors import DeadlineExceeded, PeerDied
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
+from trireme.orchestrator.engine_answers import (
+    BadAnswer,
+    Choice,
+    Response,
+    choice_of,
+    number_of,
+    prompt_logprobs_of,
+    read_response,
+    text_of,
+    weight_reports_of,
+)
 
 log = get_logger("engines")
 
 HEALTH_INTERVAL_S = 2.0
 HEALTH_MISSES = 5  # in a row, before an engine counts as dead
+MOST_WORKERS = 1 << 16
 RETRY_S = 1.0  # before a request that an engine dropped is sent again
 
 
@@ -76,36 +88,6 @@ class _Unconfirmed(Exception):
     """An answer by weights that nobody has confirmed: its engine is not the process that it was."""
 
 
-# what the route answers, as far as we read it
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _TokenLogprob(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_TokenLogprob]
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: _Logprobs
-    weight_versions: list[_Span]
-
-
-class _Response(msgspec.Struct):
-    choices: list[_Choice]
-    prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
-
-
-_decode = msgspec.json.Decoder(_Response).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -145,7 +127,7 @@ class InferencePool:
             while True:
                 engine = await self._least_busy()
                 try:
-                    return await self._generate(engine, body)
+                    return await self._generate(engine, body, sampling["max_tokens"])
                 except (aiohttp.ClientError, TimeoutError, ConnectionError, _Unconfirmed) as error:
                     words = str(error) or type(error).__name__
                     if interruptions != self.interruptions:
@@ -159,13 +141,13 @@ class InferencePool:
                     engine.suspected.set()
                     await asyncio.sleep(self.retry_s)
 
-    async def _generate(self, engine: Engine, body: bytes) -> Generation:
+    async def _generate(self, engine: Engine, body: bytes, max_tokens: int) -> Generation:
         life = engine.life
-        response = await self._post_generate(engine, body)
+        choice = choice_of(await self._post_generate(engine, body), max_tokens=max_tokens)
         await self._until_live(engine)  # during an update it may be the answer of weights that turn out to be wrong
         if engine.life != life:
             raise _Unconfirmed("the engine died before it had confirmed the weights that this answer came from")
-        return _to_generation(response, newest=engine.version or 0)
+        return _to_generation(choice, newest=engine.version or 0)
 
     async def _until_live(self, engine: Engine) -> None:
         while engine.state != "live":
@@ -179,7 +161,7 @@ class InferencePool:
             await self.live.wait()
         return min(live, key=lambda engine: engine.in_flight)
 
-    async def _post_generate(self, engine: Engine, body: bytes) -> _Response:
+    async def _post_generate(self, engine: Engine, body: bytes) -> Response:
         engine.in_flight += 1
         self.num_requests += 1
         try:
@@ -188,9 +170,10 @@ class InferencePool:
             ) as response:
                 data = await response.read()
                 if 400 <= response.status < 500:
-                    raise ValueError(f"The engine refused a request ({response.status}): {data[:500].decode()}")
+                    words = data[:500].decode(errors="replace")
+                    raise ValueError(f"The engine refused a request ({response.status}): {words}")
                 response.raise_for_status()
-                return _decode(data)
+                return read_response(data)
         finally:
             engine.in_flight -= 1
 
@@ -198,12 +181,9 @@ class InferencePool:
         """[T - 1] what this engine says about a prompt, at temperature 1."""
         body = _encode({"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0}})
         try:
-            response = await self._post_generate(engine, body)
-        except (aiohttp.ClientError, TimeoutError) as error:
+            return prompt_logprobs_of(await self._post_generate(engine, body), ids)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise PeerDied(f"{engine.url} did not answer the probe: {error or type(error).__name__}") from error
-        assert response.prompt_logprobs is not None
-        given = response.prompt_logprobs[1:]
-        return [(entry or {})[str(token)].logprob for token, entry in zip(ids[1:], given, strict=True)]
 
     async def post(self, engine: Engine, path: str, body: dict[str, Any] | None = None) -> Any:
         """One of the engine's control routes. Raises PeerDied with its words where it fails."""
@@ -212,7 +192,7 @@ class InferencePool:
                 if response.status >= 400:
                     raise PeerDied(f"{engine.url}/{path} failed ({response.status}): {(await response.text())[:500]}")
                 return await response.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
             engine.suspected.set()
             raise PeerDied(f"{engine.url}/{path} got no answer: {error or type(error).__name__}") from error
 
@@ -220,11 +200,19 @@ class InferencePool:
         """What it holds, from its first worker: after an update all of them are compared."""
         try:
             async with self.session.get(f"{engine.url}/weight_info") as response:
-                version = (await response.json())["weight_version"]
-        except (aiohttp.ClientError, TimeoutError) as error:
+                version = text_of(await response.json(), "weight_version")
+            digests, incomplete = (await self.worker_reports(engine))[0]
+        except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
             raise PeerDied(f"{engine.url}/weight_info got no answer: {error or type(error).__name__}") from error
-        reports = (await self.post(engine, "collective_rpc", {"method": "trireme_weight_report"}))["results"]
-        return WeightReport(str(version), reports[0]["digests"], reports[0]["incomplete"])
+        return WeightReport(version, digests, incomplete)
+
+    async def worker_reports(self, engine: Engine) -> list[tuple[dict[str, str], list[str]]]:
+        """Digests and incomplete layers of each of its workers. Raises PeerDied where any is missing."""
+        answer = await self.post(engine, "collective_rpc", {"method": "trireme_weight_report"})
+        try:
+            return weight_reports_of(answer, num_workers=engine.num_workers)
+        except BadAnswer as error:
+            raise PeerDied(f"{engine.url}: {error}") from error
 
     def reachable(self) -> list[Engine]:
         return [engine for engine in self.engines if engine.state != "starting"]
@@ -283,9 +271,9 @@ class InferencePool:
         """None while it is not there."""
         if not await self._is_healthy(engine):
             return None
-        with suppress(aiohttp.ClientError, TimeoutError, KeyError, ValueError):
+        with suppress(aiohttp.ClientError, TimeoutError, ValueError, RecursionError):
             async with self.session.get(f"{engine.url}/get_world_size") as response:
-                return int((await response.json())["world_size"])
+                return number_of(await response.json(), "world_size", low=1, high=MOST_WORKERS)
         return None
 
     async def _until_gone(self, engine: Engine) -> None:
@@ -327,16 +315,17 @@ class InferencePool:
 
     async def _is_another(self, engine: Engine) -> bool:
         """A successor that came up between two looks: it is live by our books, and has never been given our version."""
-        life = engine.life
         if engine.state != "live":
             return False
+        before = engine.life, engine.version
         try:
             timeout = aiohttp.ClientTimeout(5)
             async with self.session.get(f"{engine.url}/weight_info", timeout=timeout) as response:
-                version = (await response.json())["weight_version"]
-        except (aiohttp.ClientError, TimeoutError, KeyError, ValueError):
+                version = text_of(await response.json(), "weight_version")
+        except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError):
             return False  # busy, or going: `_is_healthy` will tell
-        return engine.state == "live" and engine.life == life and str(version) != str(engine.version)
+        is_as_before = engine.state == "live" and before == (engine.life, engine.version)
+        return is_as_before and version != str(engine.version)
 
     def describe(self) -> str:
         return ", ".join(f"{engine.url} is {engine.state}" for engine in self.engines)
@@ -358,19 +347,19 @@ async def open_inference_pool(
         )
 
 
-def _to_generation(response: _Response, *, newest: int) -> Generation:
+def _to_generation(choice: Choice, *, newest: int) -> Generation:
     """Raises _Unconfirmed where a token was sampled by weights that were never confirmed to us."""
-    choice = response.choices[0]
     spans = choice.weight_versions
-    strange = [span.version for span in spans if not span.version.isdecimal() or int(span.version) > newest]
+    strange = [span.version for span in spans if not _is_version(span.version, newest)]
     if strange:
-        raise _Unconfirmed(f"it sampled under version {strange[0]!r}, known is {newest}")
-    versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
-    if len(versions) != len(choice.token_ids):
-        raise ValueError(f"The engine gave {len(choice.token_ids)} tokens but versions for {len(versions)}.")
+        raise _Unconfirmed(f"it sampled under version {strange[0][:40]!r}, known is {newest}")
     return Generation(
         ids=choice.token_ids,
         logprobs=[entry.logprob for entry in choice.logprobs.content],
-        versions=versions,
+        versions=[int(span.version) for span in spans for _ in range(span.start, span.end)],
         finish_reason=choice.finish_reason,
     )
+
+
+def _is_version(text: str, newest: int) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 19 and int(text) <= newest

@@ -203,8 +203,8 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
                 max_concurrent=orchestrator.max_concurrent,
             )
         )
-        environments = await _open_environments(config, orchestrator.env, stack)
-        evaluated = await _environments_to_evaluate(config, environments, stack)
+        environments = await _open_environments(config, orchestrator.env, stack, waits)
+        evaluated = await _environments_to_evaluate(config, environments, stack, waits)
         versions = Versions(config.paths.journal)
         policy = Policy(pool, config.weight_broadcast, waits, versions, disk_timeout_s=config.disk_timeout_s)
         buffer = Buffer(
@@ -286,10 +286,10 @@ def restore_metrics(config: RunConfig, journal: Journal, evaluator: Evaluator, m
 
 
 async def _open_environments(
-    config: RunConfig, entries: tuple[EnvironmentConfig, ...], stack: AsyncExitStack
+    config: RunConfig, entries: tuple[EnvironmentConfig, ...], stack: AsyncExitStack, waits: Waits
 ) -> dict[str, Environment]:
     environments = [
-        await stack.enter_async_context(open_environment(entry, logs=config.paths.logs, seed=config.seed))
+        await stack.enter_async_context(open_environment(entry, logs=config.paths.logs, seed=config.seed, waits=waits))
         for entry in entries
     ]
     for environment in environments:
@@ -303,10 +303,10 @@ async def _open_environments(
 
 
 async def _environments_to_evaluate(
-    config: RunConfig, trained: dict[str, Environment], stack: AsyncExitStack
+    config: RunConfig, trained: dict[str, Environment], stack: AsyncExitStack, waits: Waits
 ) -> dict[str, Environment]:
     """The configured ones, or the held-out part of those that are trained on."""
     evaluation = config.orchestrator.eval
     if evaluation is None:
         return {}
-    return await _open_environments(config, evaluation.env, stack) if evaluation.env else trained
+    return await _open_environments(config, evaluation.env, stack, waits) if evaluation.env else trained

@@ -20,6 +20,7 @@ from trireme.messages import Again, Live, Newest, NotYet, PolicyReady, PolicySen
 from trireme.orchestrator.inference_pool import Engine, InferencePool
 from trireme.orchestrator.update import Update
 from trireme.transport.control import within_patience
+from trireme.transport.sanity import check_digests
 
 log = get_logger("policy")
 
@@ -120,6 +121,12 @@ class Policy:
         waiting = [engine.url for engine in self.pool.engines if engine.state == "quarantined"]
         return f"{', '.join(waiting)} came up without weights" if waiting else None
 
+    def is_to_be_served_first(self, version: int) -> str | None:
+        """Why the trainer, which has `version`, should not make the next one yet: this one could not be evaluated."""
+        if version not in self._due or version != self.versions.newest or self.pool.live_engines():
+            return None
+        return f"version {version} is to be evaluated first; {self.pool.describe()}"
+
     # transfers
 
     async def ready(self, message: PolicyReady) -> Reply:
@@ -148,6 +155,8 @@ class Policy:
         update = self._update
         if update is None or (update.message.version, update.message.attempt) != (message.version, message.attempt):
             return Again(reason=f"version {message.version} was announced to an orchestrator that is no more")
+        if problem := check_digests(update.message, message):
+            return Refusal(error=problem)
         confirmed = update.confirm(message)
         if not await within_patience(confirmed):
             return NotYet(note=update.note)

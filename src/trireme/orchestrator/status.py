@@ -27,6 +27,7 @@ from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.scheduler import Scheduler
 
 STALE_HEARTBEAT_S = 10.0
+BIND_S = 5.0
 
 STUCK_S = 30.0
 """An event loop that has not turned for this long is taken for hung: `/health` answers 503."""
@@ -172,15 +173,28 @@ def serve_status(status: Status, config: StatusServer) -> Iterator[None]:
 
 
 def _bind(config: StatusServer) -> socket.socket:
+    """Waits a little where the port is taken: a connection of our predecessor's may still be going."""
+    give_up = time.monotonic() + BIND_S
+    while True:
+        try:
+            return _listen(config)
+        except OSError as error:
+            if time.monotonic() > give_up:
+                raise ConfigError(
+                    f"The status server cannot listen on {config.host}:{config.port}: {error.strerror} - a free port "
+                    f"was expected. See who has it with `lsof -i :{config.port}`, or set `orchestrator.server.port` to "
+                    "another."
+                ) from error
+            time.sleep(0.2)
+
+
+def _listen(config: StatusServer) -> socket.socket:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port or 0))
         listener.listen()  # who asks before the server's thread runs waits for its answer
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise ConfigError(
-            f"The status server cannot listen on {config.host}:{config.port}: {error.strerror} - a free port was "
-            f"expected. See who has it with `lsof -i :{config.port}`, or set `orchestrator.server.port` to another."
-        ) from error
+        raise
     return listener

@@ -205,16 +205,15 @@ class Update:
         reach("version.recorded")
 
     async def _compare_digests(self, engine: Engine, message: PolicySent) -> None:
-        report = await self._pool.post(engine, "collective_rpc", {"method": "trireme_weight_report"})
-        for worker, result in enumerate(report["results"]):
+        for worker, (digests, incomplete) in enumerate(await self._pool.worker_reports(engine)):
             who = f"{engine.url}, worker {worker}"
-            if difference := first_difference(message.digests, result["digests"]):
+            if difference := first_difference(message.digests, digests):
                 raise WeightsMismatch(
                     f"Version {message.version} did not arrive at {who} as it was sent: {difference}."
                 )
-            if result["incomplete"]:
+            if incomplete:
                 raise WeightsMismatch(
-                    f"Version {message.version} was not loaded whole by {who}: {', '.join(result['incomplete'])} "
+                    f"Version {message.version} was not loaded whole by {who}: {', '.join(incomplete)} "
                     "kept old weights. Expected every tensor of the model. Its log tells more: logs/inference.stdout"
                 )
 

@@ -5,8 +5,9 @@ batch before the trainer sees it, a step's metrics before its checkpoint. So wha
 there without it, whenever the run was killed, and while it goes on. What may lag behind is little:
 
 - the newest batch may have no line of the orchestrator in `metrics.jsonl` yet (after going back to an earlier step, the
-  line may still be that of the way not taken); the orchestrator writes it when it starts again
-- the step that made the newest version may have no line of the trainer yet
+  line may still be that of the way not taken), and the step that made the newest version no line of the trainer; where
+  the disk was full, lines wait for the next one, so the one before may be missing too. The orchestrator writes its own
+  when it starts again, the trainer when it repeats the step
 - any number of batches may be on disk that no version has been trained from
 - a checkpoint may have no export yet
 - `metrics.jsonl` may end in half a line, and have half a line wherever a process was killed
@@ -92,6 +93,10 @@ def _list(paths: RunPaths) -> _Listed:
     )
 
 
+MAY_LACK_LINES = 2
+"""Newest batches, and newest steps, whose lines may be missing: see above."""
+
+
 class _Audit:
     """One pass over a run."""
 
@@ -123,7 +128,7 @@ class _Audit:
             self.findings.note(f"{self._index.unreadable} lines of {self._index.path} were cut off, and say nothing")
         compare_lines(
             self._index,
-            trained=min(self._before.newest - 1, self.num_batches),
+            trained=min(self._before.newest - MAY_LACK_LINES, self.num_batches),
             newest=self.versions.newest,
             num_batches=self.num_batches,
             set_aside=self._batches_set_aside | {version - 1 for version in self._versions_set_aside},
@@ -143,8 +148,8 @@ class _Audit:
                 columns,
                 self._index.batch(step),
                 self.findings,
-                is_newest=step == newest,
-                was_set_aside=step in self._batches_set_aside,
+                may_lack_line=step > newest - MAY_LACK_LINES,
+                may_have_old_line=step == newest and step in self._batches_set_aside,
             )
             expected = step + 1
 

@@ -45,7 +45,7 @@ class MetricsIndex:
                 break
             try:
                 head = decoder.decode(line)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 self.unreadable += bool(line.strip())
                 continue
             if head.process == "trainer":
@@ -112,15 +112,15 @@ def compare_batch(
     row: Mapping[str, Any] | None,
     findings: Findings,
     *,
-    is_newest: bool,
-    was_set_aside: bool,
+    may_lack_line: bool,
+    may_have_old_line: bool,
 ) -> None:
     """The journal's own metrics with its rollouts, then the line in the file with the journal's.
 
     Args:
         row: the batch's line in `metrics.jsonl`.
-        is_newest: a crash may have come before its line.
-        was_set_aside: there is a batch of this number on a way not taken, whose line stays in the file.
+        may_lack_line: a crash may have come before it.
+        may_have_old_line: that of a batch of this number on a way not taken, because a crash came before its own.
     """
     step = record.step
     measured = measure(record, columns) if columns is not None and record.rollouts else {}
@@ -135,11 +135,11 @@ def compare_batch(
             )
             break
     if row is None:
-        if not is_newest:
+        if not may_lack_line:
             _missing_line(findings, "orchestrator", f"batch {step}", step)
         return
     wrong = next((name for name, value in record.metrics.items() if not _is_same(row.get(name), value)), None)
-    if wrong is not None and not (is_newest and was_set_aside):
+    if wrong is not None and not may_have_old_line:
         findings.add(
             "metrics",
             step,
@@ -190,7 +190,7 @@ def _missing_line(findings: Findings, process: str, what: str, step: int) -> Non
         "metrics",
         step,
         f"{what} has no line of the {process} in metrics.jsonl",
-        expected="one line for each, but for the newest",
+        expected="one line for each, but for the two newest",
         meaning="A line was lost (a full disk, or the file was changed). The journal still has the batch itself.",
     )
 
