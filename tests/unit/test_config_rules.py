@@ -11,8 +11,9 @@ import pytest
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.load import load_config, load_run_config
+from trireme.config.readiness import looks_local
 from trireme.config.resolve import resolve, resolve_sft
-from trireme.config.rules import check, check_launch, check_sft, launch_problems, looks_local
+from trireme.config.rules import check, check_launch, check_sft, launch_problems
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.written import Room

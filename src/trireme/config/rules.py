@@ -5,16 +5,23 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from trireme.base.devices import Devices
-from trireme.base.processes import port_is_free
-from trireme.config.orchestrator import Environment, Sampling
+from trireme.config.orchestrator import Sampling
 from trireme.config.problems import raise_together
+from trireme.config.readiness import (
+    check_model,
+    engines_model_exists,
+    engines_other_model_exists,
+    environment_files_exist,
+    port_rule,
+    ports,
+    trainer_model_exists,
+)
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
 from trireme.config.sft import SftConfig
@@ -23,9 +30,6 @@ from trireme.config.written import ROOMS, Room
 Rule = Callable[[RunConfig, Devices], Iterator[str]]
 Rules = tuple[tuple[Rule, tuple[Room | None, ...]], ...]
 AnyConfig = TypeVar("AnyConfig", bound=Section)
-
-# Folders whose content is ours, never an owner on a hub.
-_LOCAL_FOLDERS = ("models", "outputs", "checkpoints", "weights")
 
 
 def check(config: RunConfig, devices: Devices, *, section: Room | None = None) -> None:
@@ -168,24 +172,13 @@ def _lag_bounds_agree(config: RunConfig, _: Devices) -> Iterator[str]:
 
 def _ports_differ(config: RunConfig, _: Devices) -> Iterator[str]:
     used: dict[int, str] = {}
-    for key, _host, port in _ports(config):
+    for key, _host, port in ports(config):
         if port and port in used:
             yield (
                 f"{used[port]} = {port} and {key} = {port} - expected a port each. "
                 f"Remove one of them: `rl` finds free ports by itself."
             )
         used.setdefault(port, key)
-
-
-def _ports(config: RunConfig) -> list[tuple[str, str, int]]:
-    """Key, address and number of each port that is known."""
-    ports = (
-        ("inference.server.port", config.inference.server.host, config.inference.server.port),
-        ("orchestrator.server.port", config.orchestrator.server.host, config.orchestrator.server.port),
-        ("ports.batches", config.ports.host, config.ports.batches),
-        ("ports.weights", config.ports.host, config.ports.weights),
-    )
-    return [(key, host, port) for key, host, port in ports if port is not None]
 
 
 def _gpus_are_named_once(config: RunConfig, _: Devices) -> Iterator[str]:
@@ -313,103 +306,6 @@ def _check_attention(key: str, attention: str, device: str) -> Iterator[str]:
         )
 
 
-def _trainer_model_exists(config: RunConfig, _: Devices) -> Iterator[str]:
-    yield from _check_model("trainer.model.name", config.trainer.model.name)
-    if config.trainer.tokenizer.name != config.trainer.model.name:
-        yield from _check_model("trainer.tokenizer.name", config.trainer.tokenizer.name, holds="tokenizer_config.json")
-
-
-def _engines_model_exists(config: RunConfig, _: Devices) -> Iterator[str]:
-    yield from _check_model("inference.model.name", config.inference.model.name)
-    yield from _check_architecture(config.inference.model.name)
-
-
-def _check_architecture(name: str | None) -> Iterator[str]:
-    """Without it vLLM guesses, and may serve the model as an embedding model whose weights cannot be updated."""
-    file = Path(name or "") / "config.json"
-    if name and looks_local(name) and file.exists() and "architectures" not in json.loads(file.read_text()):
-        yield (
-            f'{file} names no "architectures" - expected ["Qwen3ForCausalLM"] or the like, as `save_pretrained` of a '
-            "model writes it. Add the line."
-        )
-
-
-def _engines_other_model_exists(config: RunConfig, devices: Devices) -> Iterator[str]:
-    """Where it is the trainer's too, that was said already."""
-    if config.inference.model.name != config.trainer.model.name:
-        yield from _engines_model_exists(config, devices)
-
-
-def _check_model(key: str, name: str | None, *, holds: str = "config.json") -> Iterator[str]:
-    """Names on a hub are left to the loading process: only it can know."""
-    if name is None or not looks_local(name) or (Path(name) / holds).exists():
-        return
-    what = f"has no {holds}" if Path(name).is_dir() else "does not exist"
-    yield (
-        f'{key} = "{name}": this folder {what} (looked in {Path.cwd()}) - expected a model as Hugging Face writes it. '
-        f"{_models_nearby(Path(name))}"
-    )
-
-
-def looks_local(name: str) -> bool:
-    """Whether a model's name means a folder. `owner/model` is a hub's, unless a folder `owner` is here.
-
-    Example:
-        looks_local("./tiny"), looks_local("models/tiny"), looks_local("Qwen/Qwen3-0.6B")  # True, True, False
-    """
-    first, _, rest = name.partition("/")
-    if name.startswith((".", "/", "~")) or rest.count("/") > 0 or Path(name).is_dir():
-        return True
-    return bool(rest) and (first in _LOCAL_FOLDERS or Path(first).is_dir())
-
-
-def _models_nearby(missing: Path) -> str:
-    folder = next((parent for parent in missing.parents if parent.is_dir()), Path("."))
-    found = sorted(str(file.parent) for file in folder.glob("*/config.json"))[:5]
-    return f"Found nearby: {', '.join(found)}." if found else "Check the name, or make or download the model first."
-
-
-def _environment_files_exist(config: RunConfig, _: Devices) -> Iterator[str]:
-    evaluation = config.orchestrator.eval
-    environments: tuple[Environment, ...] = config.orchestrator.env + (evaluation.env if evaluation else ())
-    for file in sorted({environment.id for environment in environments if environment.id.endswith(".py")}):
-        if not Path(file).is_file():
-            yield (
-                f'environment id = "{file}": there is no such file (looked in {Path.cwd()}) - expected a Python file '
-                "with `load_environment`. Check the path."
-            )
-
-
-def _port_rule(key: str) -> Rule:
-    def rule(config: RunConfig, _: Devices) -> Iterator[str]:
-        for name, host, port in _ports(config):
-            if name == key and port and _is_ours(host) and not port_is_free(port, host):
-                yield (
-                    f"port {port} on {host} is in use, wanted for {_OWNERS[key]} ({key}) - expected a free one. "
-                    f"`lsof -i :{port}` shows who has it; or take another: "
-                    f"`--{key.replace('_', '-')} {_next_free_port(port, host)}`."
-                )
-
-    return rule
-
-
-_OWNERS = {
-    "inference.server.port": "the inference server",
-    "orchestrator.server.port": "the orchestrator's status server",
-    "ports.batches": "batches from the orchestrator to the trainer",
-    "ports.weights": "the meeting of trainer and engines",
-}
-
-
-def _is_ours(host: str) -> bool:
-    """Whether the address belongs to this machine; another machine's ports cannot be looked at."""
-    return port_is_free(0, host)
-
-
-def _next_free_port(port: int, host: str) -> int:
-    return next((number for number in range(port + 1, min(port + 50, 65536)) if port_is_free(number, host)), 0)
-
-
 _RUN = None  # `rl`: all processes together
 _ALL: tuple[Room | None, ...] = (_RUN, *ROOMS)
 
@@ -437,14 +333,14 @@ _RULES: Rules = (
 _LAUNCH_RULES: Rules = (
     (_adapters_are_not_trained_yet, (_RUN, "trainer")),
     (_attention_runs_here, (_RUN, "trainer")),
-    (_trainer_model_exists, (_RUN, "trainer")),
-    (_engines_other_model_exists, (_RUN,)),
-    (_engines_model_exists, ("inference",)),
-    (_environment_files_exist, (_RUN, "orchestrator")),
-    (_port_rule("inference.server.port"), (_RUN, "inference")),
-    (_port_rule("orchestrator.server.port"), (_RUN, "orchestrator")),
-    (_port_rule("ports.batches"), (_RUN, "orchestrator")),
-    (_port_rule("ports.weights"), (_RUN, "trainer")),
+    (trainer_model_exists, (_RUN, "trainer")),
+    (engines_other_model_exists, (_RUN,)),
+    (engines_model_exists, ("inference",)),
+    (environment_files_exist, (_RUN, "orchestrator")),
+    (port_rule("inference.server.port"), (_RUN, "inference")),
+    (port_rule("orchestrator.server.port"), (_RUN, "orchestrator")),
+    (port_rule("ports.batches"), (_RUN, "orchestrator")),
+    (port_rule("ports.weights"), (_RUN, "trainer")),
 )
 
 
@@ -456,7 +352,7 @@ def check_sft(config: SftConfig, devices: Devices) -> None:
 def _sft_problems(config: SftConfig, devices: Devices) -> Iterator[str]:
     yield from _check_run_name(config.name)
     yield from _check_data(config)
-    yield from _check_model("model.name", config.model.name)
+    yield from check_model("model.name", config.model.name)
     yield from _check_micro_batch("micro_batch_tokens", config.micro_batch_tokens, config.seq_len)
     yield from _check_attention("model.attn", config.model.attn, config.device)
     if config.model.lora:
