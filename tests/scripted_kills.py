@@ -234,10 +234,9 @@ class KilledRun:
             if not next_reached():
                 return
             left.remove(point := next_reached()[0])
-            if (process := find(victim, self.launcher, self.ranks)) is not None:
-                self.kill(victim, process)
-                self.blows.append(Blow(victim, point, self.version))
-                self.say(f"{victim} killed at {point}")
+            self.kill(victim, self.find(victim))  # it may have to come up again first: the one at the point waits
+            self.blows.append(Blow(victim, point, self.version))
+            self.say(f"{victim} killed at {point}")
             self.faults.release(point)
 
     def kill(self, victim: str, process: psutil.Process | None = None) -> None:

@@ -21,6 +21,7 @@ from trireme.ledger.entry import write_entry
 from trireme.ledger.journal import Journal
 from trireme.ledger.manifest import MANIFEST, Manifest, describe_file
 from trireme.ledger.records import BatchRecord, Dropped, OpenGroup, Rollout, State
+from trireme.ledger.rules import rules_of
 from trireme.ledger.versions import Versions
 from trireme.messages import Tokens, build_tokens
 from trireme.monitor.metrics import MetricsFile
@@ -128,7 +129,8 @@ class WrittenRun:
                 "dropped": before.counters.get("dropped", 0) + len(dropped),
             },
         )
-        return BatchRecord(step, rollouts, dropped, state, batch_metrics(step, rollouts, dropped))
+        metrics = batch_metrics(step, rollouts, dropped)
+        return BatchRecord(step, rollouts, dropped, state, metrics, rules_of(self.config))
 
     def _decide(self, task: OpenGroup, step: int, trained: list[list[Rollout]], dropped: list[Dropped]) -> None:
         """One of the things that may befall a group."""

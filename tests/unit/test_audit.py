@@ -19,6 +19,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.cli.audit import audit
 from trireme.config.run import RunConfig
+from trireme.config.written import write_run
 from trireme.launch.rewind import rewind
 from trireme.ledger.journal import Journal
 from trireme.ledger.versions import Versions
@@ -102,6 +103,14 @@ def _moves_of_going_back(config: RunConfig, version: int) -> Iterator[tuple[Path
     moved.sort(key=lambda path: [f"{path.parts[0]}/{path.name}".startswith(kind) for kind in order].index(True))
     for path in moved:
         yield root / path.parts[0] / path.name, root / path
+
+
+def test_a_run_that_goes_on_with_other_settings_holds_by_those_that_each_batch_was_filled_by(config):
+    rewind(config.paths, 2)
+    other = build_config(config.paths.root, seed=9, max_async_level=0)
+    write_run(other, other.paths.run_config)
+    for _ in WrittenRun(other).go_on(2, 5):
+        assert_holds(config.paths.root)
 
 
 def test_a_run_that_goes_on_from_where_it_was_cut_off_after_going_back_half_way_holds(config):

@@ -98,6 +98,7 @@ def test_a_token_of_lag_one_contradicts_a_synchronous_run(tmp_path):
 
 
 LEFT_TO_OTHERS = {
+    "rules",
     "ids",
     "logprobs",
     "prompt",

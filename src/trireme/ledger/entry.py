@@ -42,7 +42,7 @@ def read_entry(path: Path, number: int, kind: type[T], *, ways_out: str) -> T:
     head, _, payload = path.read_bytes().partition(b"\n")
     try:
         header = msgspec.json.decode(head, type=Header)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise JournalCorrupt(f"{path} does not begin with an entry's header: {error}. {ways_out}") from error
     if header.format != FORMAT:
         raise JournalCorrupt(

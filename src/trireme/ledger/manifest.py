@@ -41,7 +41,7 @@ def read_manifest(folder: Path) -> Manifest:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise JournalCorrupt(f"{folder} has no {MANIFEST}: it is half a checkpoint.") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise JournalCorrupt(f"{folder / MANIFEST} is no manifest: {error}.") from error
 
 
@@ -56,7 +56,7 @@ def is_complete(folder: Path) -> bool:
         manifest = read_manifest(folder)
     except JournalCorrupt:
         return False
-    return all(
+    return _is_named_right(folder, manifest) and all(
         (folder / name).is_file() and (folder / name).stat().st_size == entry.size
         for name, entry in manifest.files.items()
     )
@@ -68,6 +68,8 @@ def find_damage(folder: Path) -> str | None:
         manifest = read_manifest(folder)
     except JournalCorrupt as error:
         return str(error)
+    if not _is_named_right(folder, manifest):
+        return f"{folder / MANIFEST} is of version {manifest.version}"
     for name, entry in manifest.files.items():
         if not (folder / name).is_file():
             return f"{folder / name} is missing"
@@ -77,3 +79,7 @@ def find_damage(folder: Path) -> str | None:
                 f"{entry.size} with {entry.sha256[:12]}"
             )
     return None
+
+
+def _is_named_right(folder: Path, manifest: Manifest) -> bool:
+    return step_of(folder) in (None, manifest.version)

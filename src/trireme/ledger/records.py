@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from trireme.ledger.rules import Rules
 from trireme.messages import Tokens
 
 
@@ -89,3 +90,4 @@ class BatchRecord(msgspec.Struct):
     dropped: list[Dropped]
     state: State
     metrics: dict[str, float] = {}
+    rules: Rules | None = None  # that it was filled by

@@ -23,8 +23,9 @@ from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
 from trireme.ledger.manifest import is_complete
 from trireme.ledger.records import BatchRecord, State
+from trireme.ledger.rules import rules_of
 from trireme.ledger.versions import Versions
-from trireme.monitor.metrics import MetricsFile, read_metrics
+from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
 from trireme.orchestrator.answers import Answers, Peers
 from trireme.orchestrator.batcher import Batcher, batch_metrics
 from trireme.orchestrator.buffer import Buffer
@@ -122,7 +123,8 @@ class Orchestrator:
             open_groups=self.scheduler.open_groups(),
             counters=self.counters,
         )
-        record = BatchRecord(step=step, rollouts=rollouts, dropped=dropped, state=state, metrics=metrics)
+        rules = rules_of(self.config)
+        record = BatchRecord(step=step, rollouts=rollouts, dropped=dropped, state=state, metrics=metrics, rules=rules)
         await self._commit(record)
         self.scheduler.batch_closed()
         self.answers.batch_closed()
@@ -247,8 +249,8 @@ def _open_journal(config: RunConfig) -> tuple[Journal, State]:
     journal = Journal(config.paths.journal)
     step = config.trainer.ckpt.resume_step
     if step is not None and step >= 0:
+        Versions(config.paths.journal).rewind(step)  # first: versions of batches that are no more would be a riddle
         journal.rewind(step)
-        Versions(config.paths.journal).rewind(step)
     elif journal.steps() and not config.resume and step is None:
         raise ConfigError(
             f"{config.paths.journal} holds {len(journal.steps())} batches of an earlier run - an empty folder was "
@@ -273,11 +275,13 @@ def is_over(config: RunConfig) -> bool:
 def restore_metrics(config: RunConfig, journal: Journal, evaluator: Evaluator, metrics: MetricsFile) -> None:
     """Lines that a crash came before: whatever is in the journal, or evaluated, has its line."""
     rows, _ = read_metrics(config.paths.metrics)
-    mine = [row for row in rows if row["process"] == metrics.process]
-    batches = {row["step"] for row in mine if "reward/mean" in row}
-    evaluated = {row["step"] for row in mine if any(name.startswith("eval/") for name in row)}
-    for step in journal.steps():
-        if step not in batches:
+    newest = {step: row for (process, step), row in latest_by_step(rows).items() if process == metrics.process}
+    evaluated = {step for step, row in newest.items() if any(name.startswith("eval/") for name in row)}
+    steps = journal.steps()
+    for step in steps:
+        row = newest.get(step, {})
+        is_recent = step >= steps[-1] - 1  # after a rewind, the line may be that of the way which was left
+        if "reward/mean" not in row or (is_recent and not journal.read(step).metrics.items() <= row.items()):
             metrics.append(step, journal.read(step).metrics)
     for folder in sorted(config.paths.evals.glob("step_*")):
         version = step_of(folder)

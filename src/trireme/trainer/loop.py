@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from trireme.base.disk import POLL_S
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.timing import Timer
-from trireme.base.waiting import Waits
+from trireme.base.waiting import DISK, Waits
 from trireme.config.run import RunConfig
 from trireme.messages import BatchReply, Done, GetBatch, Ok, Publish, Reply
 from trireme.monitor.metrics import MetricsFile
@@ -77,7 +78,7 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
         metrics = MetricsFile(config.paths.metrics, process="trainer")
         stack.callback(metrics.close)
         activity.state = "running"
-        yield Trainer(config, world, state, checkpoints, publisher, control, activity, metrics)
+        yield Trainer(config, world, state, checkpoints, publisher, control, activity, metrics, waits)
 
 
 def _exporter(config: RunConfig, world: World) -> Exporter:
@@ -102,6 +103,7 @@ class Trainer:
     control: ControlClient
     activity: Activity
     metrics: MetricsFile
+    waits: Waits
 
     def __post_init__(self) -> None:
         self._timer = Timer()
@@ -169,11 +171,20 @@ class Trainer:
         version, last = self.state.version, self.config.max_steps
         if self.checkpoints.is_due(version, last=last):
             with self._timer.span("checkpoint"):
+                self._until_recorded()
                 self.checkpoints.save(self.state)
                 if version == last:
                     self.checkpoints.wait()
         if (seconds := self.checkpoints.take_write_seconds()) is not None:
             self._timer.add("checkpoint_write", seconds)
+
+    def _until_recorded(self) -> None:
+        """Lines that wait for room on a full disk are written before a checkpoint says that their steps are done."""
+        with self.waits.waiting("room for metrics", peer=DISK, deadline_s=self.config.disk_timeout_s) as wait:
+            while self.metrics.waiting:
+                self.metrics.flush()
+                wait.check()
+                time.sleep(POLL_S if self.metrics.waiting else 0)
 
     def record(self, metrics: dict[str, float]) -> None:
         """One line per step, of rank 0."""

@@ -174,8 +174,7 @@ class Publisher:
         if self._sender is not None:
             assert isinstance(go, Go), go
             try:
-                # while engines are waited for, the orchestrator may learn that one of them will never come
-                self._sender.join(go.epoch, go.world_size, is_wanted=lambda: isinstance(self._announce(ready), Go))
+                self._meet(ready, go)
                 payload = self._sender.send(self._specs, tensors)
             except (RuntimeError, OSError) as error:
                 log.warning("sending version %d broke: %s", ready.version, error)
@@ -184,6 +183,22 @@ class Publisher:
         for _ in tensors:
             pass
         return payload
+
+    def _meet(self, ready: PolicyReady, go: Go) -> None:
+        """Returns when the engines listen.
+
+        While they are waited for, the orchestrator may learn that one of them is gone, or be another orchestrator by
+        now, which has told them to meet in another group: nothing is sent yet, so that is the one to go to.
+        """
+        assert self._sender is not None
+        while True:
+            try:
+                return self._sender.join(go.epoch, go.world_size, is_wanted=lambda: self._announce(ready) == go)  # noqa: B023
+            except RuntimeError:
+                answer = self._announce(ready)
+                if answer == go or not isinstance(answer, Go):
+                    raise
+                go = answer
 
     def _digested(self, digests: dict[str, str]) -> Iterator[torch.Tensor]:
         for number, (name, tensor) in enumerate(full_tensors(self._model, self._dtype)):

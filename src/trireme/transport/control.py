@@ -84,13 +84,16 @@ class ControlClient:
         self._waits = waits
         self._ask_again_s = ask_again_s
         self._numbers = itertools.count(1)
-        self._socket = self._connect()
+        self._connect()
 
-    def _connect(self) -> zmq.Socket:
-        socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
-        socket.linger = 0
-        socket.connect(self._address)
-        return socket
+    def _connect(self) -> None:
+        self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._hung_up: zmq.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(self._address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._hung_up, zmq.POLLIN)
 
     def ask(self, request: Request, *, what: str, deadline_s: float) -> Reply:
         """Asks until there is an answer other than `NotYet`.
@@ -125,9 +128,13 @@ class ControlClient:
         first = _first_frame(next(self._numbers))
         self._send(first, request)
         ask_again_at = time.monotonic() + self._ask_again_s
-        while (left_s := ask_again_at - time.monotonic()) > 0 and self._socket.poll(int(left_s * 1000)):
-            if (reply := _read_answer(self._socket.recv_multipart(), first)) is not None:
+        while (left_s := ask_again_at - time.monotonic()) > 0:
+            ready = dict(self._poller.poll(int(left_s * 1000)))
+            if self._socket in ready and (reply := _read_answer(self._socket.recv_multipart(), first)) is not None:
                 return reply
+            if self._hung_up in ready:  # the peer is gone, and the question with it: its successor gets it anew
+                self._drop_unsent()
+                self._send(first, request)
         self._drop_unsent()
         return None
 
@@ -145,10 +152,11 @@ class ControlClient:
             self._socket.send_multipart(frames)
 
     def _drop_unsent(self) -> None:
-        self._socket.close()
-        self._socket = self._connect()
+        self.close()
+        self._connect()
 
     def close(self) -> None:
+        self._socket.disable_monitor()
         self._socket.close()
 
 

@@ -33,13 +33,13 @@ from trireme.config.run import RunConfig
 from trireme.config.written import read_run
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord
+from trireme.ledger.rules import Rules, rules_of
 from trireme.ledger.versions import Versions
 from trireme.monitor.audit.examples import DataOrder
 from trireme.monitor.audit.fates import Fates
 from trireme.monitor.audit.findings import Findings
 from trireme.monitor.audit.metrics import MetricsIndex, compare_batch, compare_lines
 from trireme.monitor.audit.report import Report, Summary
-from trireme.monitor.audit.rules import Rules, rules_of
 from trireme.monitor.audit.tokens import TokenAudit, read_columns
 from trireme.monitor.audit.weights import VersionAudit, check_checkpoints, list_checkpoints
 
@@ -50,13 +50,13 @@ def audit_run(folder: Path) -> Report:
     Raises:
         ConfigError: `folder` is not a run's.
     """
-    rules = rules_of(read_run(RunConfig, find_run_file(folder)))
+    config = read_run(RunConfig, find_run_file(folder))
     paths = RunPaths(folder)
     before = _list(paths)
     with closing(MetricsIndex(paths.metrics)) as index:
         versions = Versions(paths.journal).known()
-        audit = _Audit(paths, rules, index, before, versions, _list(paths).batches)
-        audit.versions.read(rules)
+        audit = _Audit(paths, rules_of(config), index, before, versions, _list(paths).batches)
+        audit.versions.read(may_differ=config.device == "cuda")
         audit.versions.compare_with_batches(audit.num_batches)
         audit.compare_lines()
         audit.read_journal()
@@ -139,10 +139,11 @@ class _Audit:
         expected, newest = 0, max(self._before.batches, default=-1)
         for step, record in self._records():
             self._check_numbers(step, record)
-            self._fates.take(record, self._rules, after_gap=step != expected)
+            rules = record.rules or self._rules
+            self._fates.take(record, rules, after_gap=step != expected)
             columns = read_columns(record, self.findings)
             if columns is not None:
-                self._tokens.take(record, columns, self._rules)
+                self._tokens.take(record, columns, rules)
             compare_batch(
                 record,
                 columns,

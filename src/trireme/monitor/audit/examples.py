@@ -6,8 +6,11 @@ import numpy as np
 
 from trireme.algo.order import environment_of, example_order, names_and_shares
 from trireme.ledger.records import BatchRecord, Cursor, OpenGroup
+from trireme.ledger.rules import Rules
 from trireme.monitor.audit.findings import Findings
-from trireme.monitor.audit.rules import CHANGED, Rules
+
+Which = tuple[int, int, int, int, bool]
+"""What `example_order` is asked for."""
 
 
 class DataOrder:
@@ -17,7 +20,7 @@ class DataOrder:
         self._findings = findings
         self._sizes: dict[str, int] | None = None  # None before the first entry; empty where they are unusable
         self._cursors: dict[str, Cursor] = {}
-        self._orders: dict[str, tuple[int, np.ndarray]] = {}  # of the epoch that each environment is in
+        self._orders: dict[str, tuple[Which, np.ndarray]] = {}  # of the epoch that each environment is in
 
     def begin(self, record: BatchRecord, rules: Rules) -> None:
         """Takes the sizes from the first entry; they may never change."""
@@ -43,7 +46,7 @@ class DataOrder:
             step,
             f"batch {step}: the journal gives the sizes of the training sets as {_sized(sizes)}",
             expected=f"one size above 0 for each of {', '.join(sorted(rules.weights))}",
-            meaning=f"Which examples should have come cannot be worked out; that part is left out. {CHANGED}",
+            meaning="Which examples should have come cannot be worked out; that part is left out.",
         )
         return False
 
@@ -61,13 +64,15 @@ class DataOrder:
         cursor = self._cursors[name]
         if cursor.position >= self._sizes[name]:
             cursor.epoch, cursor.position = cursor.epoch + 1, 0
-        epoch, order = self._orders.get(name, (-1, np.empty(0)))
-        if epoch != cursor.epoch:
-            order = example_order(rules.seed, place, cursor.epoch, self._sizes[name], rules.shuffle)
-            self._orders[name] = (cursor.epoch, order)
+        order = self._order(name, (rules.seed, place, cursor.epoch, self._sizes[name], rules.shuffle))
         example = int(order[cursor.position])
         cursor.position += 1
         return OpenGroup(id=group, env=name, example=example)
+
+    def _order(self, name: str, which: Which) -> np.ndarray:
+        if name not in self._orders or self._orders[name][0] != which:
+            self._orders[name] = which, example_order(*which)
+        return self._orders[name][1]
 
     def compare_cursors(self, record: BatchRecord) -> None:
         if not self._sizes or record.state.cursors == self._cursors:
@@ -78,7 +83,7 @@ class DataOrder:
             f"batch {record.step}: the journal's place in the data is {_placed(record.state.cursors)}",
             expected=f"{_placed(self._cursors)} after {record.state.next_group} groups",
             meaning="A run that goes on from here would skip examples, or hand them out again. Look at `state.cursors` "
-            f"of this batch. {CHANGED}",
+            "of this batch.",
         )
 
     @property

@@ -10,10 +10,10 @@ from array import array
 from collections import Counter, defaultdict
 
 from trireme.ledger.records import BatchRecord, OpenGroup
+from trireme.ledger.rules import Rules
 from trireme.monitor.audit.examples import DataOrder
 from trireme.monitor.audit.findings import Findings, some
 from trireme.monitor.audit.groups import Decided, Fate, find_trouble
-from trireme.monitor.audit.rules import CHANGED, Rules
 
 OPEN, UNREADABLE = -1, -2  # instead of a batch
 
@@ -127,7 +127,7 @@ class Fates:
             step,
             f"batch {step}: {found}",
             expected=f"group {task.id} is {task.env} example {task.example}, by the data order",
-            meaning=f"An example was skipped and another one came out of turn. {CHANGED}",
+            meaning="An example was skipped and another one came out of turn.",
         )
 
     def _wrong_group(self, step: int, found: str, expected: str) -> None:
@@ -149,7 +149,7 @@ class Fates:
             record.step,
             f"batch {record.step} has {len(record.rollouts)} rollouts of {trained} groups",
             expected=f"{rules.batch_size} rollouts, {rules.group_size} of each group",
-            meaning=f"Rollouts were lost from the batch, or added to it. {CHANGED}",
+            meaning="Rollouts were lost from the batch, or added to it.",
         )
 
     # what is open

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trireme.ledger.records import Dropped, Rollout
-from trireme.monitor.audit.rules import CHANGED, Rules
+from trireme.ledger.rules import Rules
 
 Fate = Rollout | Dropped
 
@@ -58,7 +58,7 @@ def find_trouble(group: int, said: Decided, rules: Rules) -> tuple[str, str] | N
 
 def _of_place(place: int, attempts: list[tuple[int, str]], rules: Rules, *, is_trained: bool) -> tuple[str, str] | None:
     if not 0 <= place < rules.group_size:
-        return "is beyond its group", f"places 0 to {rules.group_size - 1}. {CHANGED}"
+        return "is beyond its group", f"places 0 to {rules.group_size - 1}"
     if not attempts:
         return "has no fate", "one fate of each place"
     if not all(fate for _, fate in attempts):
@@ -67,7 +67,7 @@ def _of_place(place: int, attempts: list[tuple[int, str]], rules: Rules, *, is_t
     if [number for number, _ in attempts] != list(range(len(attempts))):
         return f"has {words}", "each attempt once, counted from 0"
     if len(attempts) > rules.max_attempts:
-        return f"has {words}", f"at most {rules.max_attempts} attempts. {CHANGED}"
+        return f"has {words}", f"at most {rules.max_attempts} attempts"
     if any(fate == TRAINED for _, fate in attempts[:-1]):
         return f"has {words}", "nothing after the attempt that was trained"
     if is_trained and attempts[-1][1] != TRAINED:
@@ -81,7 +81,7 @@ def _of_reasons(group: int, by_place: Attempts, rules: Rules) -> tuple[str, str]
     reasons = {attempts[-1][1] for attempts in by_place.values() if len(attempts) < rules.max_attempts}
     earlier = {reason for attempts in by_place.values() for _, reason in attempts[:-1]}
     if len(reasons) > 1:
-        return f"group {group} was dropped for {len(reasons)} reasons: {'; '.join(sorted(reasons))}", f"one. {CHANGED}"
+        return f"group {group} was dropped for {len(reasons)} reasons: {'; '.join(sorted(reasons))}", "one"
     if reasons & earlier:
         return f"group {group} was dropped as a whole, and then one of it once more", "the last attempt of each place"
     return None

@@ -13,9 +13,9 @@ import numpy as np
 
 from trireme.algo.advantage import ESTIMATORS
 from trireme.ledger.records import BatchRecord, Rollout
+from trireme.ledger.rules import Rules
 from trireme.messages import COLUMNS, Tokens
 from trireme.monitor.audit.findings import Findings
-from trireme.monitor.audit.rules import CHANGED, Rules
 
 DTYPES = tuple((name, dtype) for name, (dtype, _) in COLUMNS.items())
 
@@ -108,7 +108,7 @@ class TokenAudit:
         why = "max_async_level = 0" if rules.max_async_level == 0 else f"max_off_policy_steps = {allowed}"
         lags = step - versions
         refuse(trained & (lags < 0), "versions", f"at most {step}: a later version is trained from this very batch")
-        refuse(trained & (lags > allowed), "versions", f"at least {step - allowed} ({why}). {CHANGED}")
+        refuse(trained & (lags > allowed), "versions", f"at least {step - allowed} ({why})")
         if trained.any():
             lowest, highest = int(lags[trained].min()), int(lags[trained].max())
             before = self.lag or (lowest, highest)
@@ -135,7 +135,7 @@ class TokenAudit:
         if (trained & wrong).any():
             first = int(np.argmax(trained & wrong))
             kind = f"{rules.advantage} of the group's rewards"
-            refuse(trained & wrong, "advantages", f"{expected[first]:.6g}, the {kind}. {CHANGED}")
+            refuse(trained & wrong, "advantages", f"{expected[first]:.6g}, the {kind}")
 
     def _compare_rollouts(self, record: BatchRecord, columns: Columns, trained: np.ndarray, rules: Rules) -> None:
         counts = columns.per_rollout(trained, len(record.rollouts))
@@ -143,7 +143,7 @@ class TokenAudit:
             if count == 0:
                 found, expected = "has no token that is trained on", "at least one sampled token"
             elif rollout.temperature != rules.temperature:
-                found, expected = f"was sampled at temperature {rollout.temperature}", f"{rules.temperature}. {CHANGED}"
+                found, expected = f"was sampled at temperature {rollout.temperature}", f"{rules.temperature}"
             else:
                 continue
             self._findings.add(

@@ -11,7 +11,6 @@ from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.ledger.manifest import find_damage, read_manifest
 from trireme.ledger.versions import Version, Versions
 from trireme.monitor.audit.findings import Findings, some
-from trireme.monitor.audit.rules import Rules
 
 
 class VersionAudit:
@@ -40,7 +39,11 @@ class VersionAudit:
         """Now, or before somebody began to go back to an earlier step: batches go last, so they may still be there."""
         return version in self._confirmed or (version > self.newest and version in self._set_aside)
 
-    def read(self, rules: Rules) -> None:
+    def read(self, *, may_differ: bool) -> None:
+        """
+        Args:
+            may_differ: a replay may round differently, on a GPU: other digests are then only worth a note.
+        """
         missing = sorted(set(range(self.newest)) - set(self.known))
         for version in missing[:20]:
             self._findings.add(
@@ -64,7 +67,7 @@ class VersionAudit:
                 continue
             if self._is_sound(version, entry):
                 self._confirmed.add(version)
-            self._compare_confirmations(version, entry, rules)
+            self._compare_confirmations(version, entry, may_differ=may_differ)
 
     def _is_sound(self, version: int, entry: Version) -> bool:
         digests = [confirmation.digests for confirmation in entry.confirmations]
@@ -88,14 +91,13 @@ class VersionAudit:
         )
         return False
 
-    def _compare_confirmations(self, version: int, entry: Version, rules: Rules) -> None:
-        """A replay on a GPU may round differently, so other digests are only worth a note there."""
+    def _compare_confirmations(self, version: int, entry: Version, *, may_differ: bool) -> None:
         for number, confirmation in enumerate(entry.confirmations[1:], start=2):
             difference = first_difference(entry.confirmations[0].digests, confirmation.digests)
             if difference is None:
                 continue
             found = f"version {version}: its {number}. confirmation says that {difference}, by the first one"
-            if rules.device == "cuda" and entry.confirmations[0].digests.keys() == confirmation.digests.keys():
+            if may_differ and entry.confirmations[0].digests.keys() == confirmation.digests.keys():
                 self._findings.note(f"{found} (a replay on another day may round differently on a GPU)")
                 continue
             self._findings.add(

@@ -44,6 +44,7 @@ log = get_logger("environments")
 
 MAX_RESTARTS = 5  # of a worker, in a row, without one settled rollout between them
 LONGEST_BACKOFF_S = 30.0
+STARTS = 3  # of a worker that is killed while it loads
 PING_EVERY_S = 5.0
 
 
@@ -172,7 +173,7 @@ class Environment:
                     self._given_up = f"{wait}, longer than the {wait.deadline_s:.0f} s allowed. Look at {wait.log}"
 
     async def _start(self) -> None:
-        self._adopt(await _all_or_first_error([worker.start() for worker in self._workers]))
+        self._adopt(await _all_or_first_error([_started(worker) for worker in self._workers]))
         for worker in self._workers:
             watch = worker.watch(every_s=self._ping_every_s, limit_s=self.config.rollout_timeout_s)
             self._keepers += [asyncio.create_task(self._keep_alive(worker)), asyncio.create_task(watch)]
@@ -230,6 +231,16 @@ def _drop(num_deaths: int, death: WorkerDied) -> RolloutFailed:
 
 def _backoff_s(num_restarts: int) -> float:
     return min(LONGEST_BACKOFF_S, 0.5 * 2**num_restarts) if num_restarts else 0.0
+
+
+async def _started(worker: EnvironmentWorker) -> Ready:
+    """Somebody else's kill says nothing about the environment: it is loaded again, a few times."""
+    for _ in range(STARTS - 1):
+        try:
+            return await worker.start()
+        except PeerDied as error:
+            log.warning("%s It is started again.", error)
+    return await worker.start()
 
 
 async def _all_or_first_error(starting: list[Awaitable[Ready]]) -> list[Ready]:

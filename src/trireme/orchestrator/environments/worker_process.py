@@ -101,7 +101,9 @@ class EnvironmentWorker:
     async def start(self) -> Ready:
         """Starts the process and waits until it has loaded the environment.
 
-        Raises: ConfigError with the last lines of what went wrong, and the log's path.
+        Raises:
+            ConfigError: with the last lines of what went wrong, and the log's path.
+            PeerDied: somebody killed it.
         """
         self._blame = ""
         answer: asyncio.Future[Ready | Failed] = asyncio.get_running_loop().create_future()
@@ -115,6 +117,8 @@ class EnvironmentWorker:
             raise self._load_error(f"was not loaded after {self._load_timeout_s:.0f} s") from error
         except PeerDied as error:
             await self._end(patience_s=1)
+            if self._was_killed:
+                raise PeerDied(f"Environment worker {self.name} {self._how_it_ended()} while it loaded.") from error
             raise self._load_error(f"ended its worker while it was loaded: it {self._how_it_ended()}") from error
         if isinstance(loaded, Failed):
             await self._end(patience_s=1)
@@ -275,6 +279,10 @@ class EnvironmentWorker:
                 await self._process.wait()
         except TimeoutError:
             log.error("Environment worker %s (pid %d) was killed and is still there.", self.name, self._process.pid)
+
+    @property
+    def _was_killed(self) -> bool:
+        return self._process is not None and self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
     def _how_it_ended(self) -> str:
         if self._blame:

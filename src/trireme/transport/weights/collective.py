@@ -3,9 +3,10 @@
 The sender is rank 0, each engine worker one rank above. A group lives for an epoch: whenever a peer has come or gone,
 the orchestrator counts the epoch up and everyone joins anew, so a dead peer never blocks the living for good.
 
-Nobody enters a group before all are there: each says so in the store first, and the sender, while it waits, that it is
-alive. Forming a group with somebody missing would block an engine until its timeout, and an engine that is blocked
-hears of nothing else: neither that its orchestrator has died, nor that there is another transfer.
+Nobody enters a group before all are there, and nothing is sent before all listen: each says so in the store first, and
+the sender, while it waits, that it is alive. With somebody missing, forming a group or a broadcast would block until
+the timeout, and an engine that is blocked hears of nothing else: neither that its orchestrator has died, nor that there
+is another transfer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def open_store(host: str, port: int, *, is_sender: bool, timeout_s: float) -> di
     )
 
 
-POLL_S = 0.05
+POLL_S = 0.01
 LOOK_AROUND_S = 1.0
 SILENCE_S = 15.0  # an engine waits no longer for a sender that gives no sign of life
 
@@ -74,6 +75,10 @@ def _begun(epoch: str) -> str:
     return f"weights/{epoch}/begun"
 
 
+def _listens(epoch: str, transfer: int, rank: int) -> str:
+    return f"weights/{epoch}/listens/{transfer}/{rank}"
+
+
 class CollectiveSender:
     """The trainer's end."""
 
@@ -84,31 +89,38 @@ class CollectiveSender:
         self._timeout_s = timeout_s
         self._group: WeightGroup | None = None
         self._epoch: str | None = None
+        self._num_transfers = 0  # of this epoch
 
     def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Raises RuntimeError where receivers do not come in time, or `is_wanted` says that they never will."""
-        if self._group is not None and epoch == self._epoch:
-            return
-        self.close()
-        self._await_receivers(epoch, world_size, is_wanted)
-        self._store.set(_begun(epoch), "1")
-        self._group = WeightGroup(
-            self._kind, self._store, epoch=epoch, rank=0, world_size=world_size, timeout_s=self._timeout_s
-        )
-        self._epoch = epoch
+        """Returns when all receivers are in the group and listen: what is sent then finds them.
 
-    def _await_receivers(self, epoch: str, world_size: int, is_wanted: Callable[[], bool]) -> None:
+        Raises RuntimeError where receivers do not come in time, or `is_wanted` says that they never will.
+        """
+        receivers = range(1, world_size)
+        if self._group is None or epoch != self._epoch:
+            self.close()
+            self._await([_here(epoch, rank) for rank in receivers], _here(epoch, 0), is_wanted)
+            self._store.set(_begun(epoch), "1")
+            self._group = WeightGroup(
+                self._kind, self._store, epoch=epoch, rank=0, world_size=world_size, timeout_s=self._timeout_s
+            )
+            self._epoch, self._num_transfers = epoch, 0
+        transfer = self._num_transfers
+        self._await([_listens(epoch, transfer, rank) for rank in receivers], _listens(epoch, transfer, 0), is_wanted)
+        self._num_transfers += 1
+
+    def _await(self, keys: list[str], sign_of_life: str, is_wanted: Callable[[], bool]) -> None:
         began = looked = time.monotonic()
-        while not self._store.check([_here(epoch, rank) for rank in range(1, world_size)]):
-            self._store.add(_here(epoch, 0), 1)
+        while not self._store.check(keys):
+            self._store.add(sign_of_life, 1)
             time.sleep(POLL_S)
             now = time.monotonic()
             if now - began > self._timeout_s:
-                raise RuntimeError(f"not all of {world_size - 1} engine workers joined within {self._timeout_s:.0f} s")
+                raise RuntimeError(f"not all of {len(keys)} engine workers came within {self._timeout_s:.0f} s")
             if now - looked > LOOK_AROUND_S:
                 looked = now
                 if not is_wanted():
-                    raise RuntimeError("an engine is gone before it joined")
+                    raise RuntimeError("an engine is gone, or this transfer was given up")
 
     def send(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> dict:
         """Sends all tensors, in the order of `specs`."""
@@ -145,6 +157,7 @@ class CollectiveReceiver:
         self._group = WeightGroup(
             self._kind, self._store, epoch=epoch, rank=rank, world_size=world_size, timeout_s=self._timeout_s
         )
+        self._epoch, self._rank, self._num_transfers = epoch, rank, 0
 
     def _await_sender(self, epoch: str) -> None:
         signs, heard = 0, time.monotonic()
@@ -157,6 +170,8 @@ class CollectiveReceiver:
 
     def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._group is not None, "receive before join"
+        self._store.set(_listens(self._epoch, self._num_transfers, self._rank), "1")
+        self._num_transfers += 1
         for bucket in split_into_buckets(specs, self._bucket_bytes):
             flat = torch.empty(bucket_size(bucket), dtype=torch.uint8, device=self._group.device)
             self._group.broadcast(flat)

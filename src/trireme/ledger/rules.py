@@ -1,16 +1,13 @@
-"""What the run's configuration promises of every batch."""
+"""What the configuration promises of a batch. Each entry of the journal has its own: a run may go on with others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from trireme.config.run import RunConfig
 
-CHANGED = "If the run went on with another setting since, `configs/run.json` only knows the newest."
 
-
-@dataclass(frozen=True)
-class Rules:
+class Rules(msgspec.Struct, frozen=True):
     """As far as an audit needs it."""
 
     seed: int
@@ -23,7 +20,6 @@ class Rules:
     max_off_policy_steps: int
     advantage: str
     temperature: float
-    device: str
 
 
 def rules_of(config: RunConfig) -> Rules:
@@ -39,5 +35,4 @@ def rules_of(config: RunConfig) -> Rules:
         max_off_policy_steps=orchestrator.max_off_policy_steps,
         advantage=orchestrator.advantage.type,
         temperature=orchestrator.sampling.temperature,
-        device=config.device,
     )
