@@ -354,7 +354,7 @@ FAULTS: dict[str, tuple[Callable[[RunConfig], Any], int, str]] = {
         r"step_2/random_0\.safetensors is missing",
     ),
     "a manifest is gone": (remove(f"checkpoints/step_2/{MANIFEST}"), 2, "it is half a checkpoint"),
-    "a checkpoint is of another version": (rename_checkpoint, 5, "step_5 holds version 4 by its manifest"),
+    "a checkpoint is of another version": (rename_checkpoint, 5, r"step_5/manifest\.json is of version 4"),
     "a checkpoint is of a version that never was": (
         lambda config: shutil.copytree(config.paths.checkpoints / "step_4", config.paths.checkpoints / "step_9"),
         5,

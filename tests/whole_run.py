@@ -7,6 +7,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,8 @@ async def _run(
             outcome.trainer_error.append(error)
         except Exception as error:
             outcome.trainer_error.append(error)
-            loop.call_soon_threadsafe(here.cancel)
+            with suppress(RuntimeError):  # the test is over already
+                loop.call_soon_threadsafe(here.cancel)
 
     outcome.training = threading.Thread(target=train, daemon=True)
     outcome.training.start()

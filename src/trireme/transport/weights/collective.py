@@ -160,12 +160,12 @@ class CollectiveReceiver:
         self._epoch, self._rank, self._num_transfers = epoch, rank, 0
 
     def _await_sender(self, epoch: str) -> None:
-        signs, heard = 0, time.monotonic()
+        signs, heard, patience_s = 0, time.monotonic(), min(SILENCE_S, self._timeout_s)
         while not self._store.check([_begun(epoch)]):
             if (now_signs := self._store.add(_here(epoch, 0), 0)) != signs:
                 signs, heard = now_signs, time.monotonic()
-            if time.monotonic() - heard > SILENCE_S:
-                raise RuntimeError(f"the trainer gave no sign of life in transfer {epoch} for {SILENCE_S:.0f} s")
+            if time.monotonic() - heard > patience_s:
+                raise RuntimeError(f"the trainer gave no sign of life in transfer {epoch} for {patience_s:.0f} s")
             time.sleep(POLL_S)
 
     def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:
