@@ -1,0 +1,46 @@
+"""A disk that fills up during a run: the run pauses, says so, and goes on to the same weights once there is room."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from limits import fill, small_disk
+from scripted_kills import KilledRun, audit, first_other_version, open_run
+
+pytestmark = pytest.mark.e2e
+
+FLAGS = ("--max-steps", "8", "--trainer.ckpt.keep-last", "2")
+
+
+def test_a_run_waits_for_room_and_loses_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    flags = ["--model.name", str(tiny_model), *FLAGS]
+    with open_run(KilledRun(tmp_path / "undisturbed", flags, name="undisturbed")) as undisturbed:
+        undisturbed.start()
+        undisturbed.wait()
+    disturbed = KilledRun(tmp_path / "disturbed", flags, name="full disk")
+    with small_disk(disturbed.run.root, "48m"), open_run(disturbed):
+        disturbed.start()
+        disturbed.until(lambda: disturbed.version >= 3, "version 3")
+        ballast = fill(disturbed.run.root)
+        disturbed.until(lambda: waits_for_room(disturbed), "somebody waits for room")
+        version = disturbed.version
+        ballast.unlink()
+        disturbed.until(lambda: disturbed.version > version, "a new version")
+        disturbed.wait()
+        assert first_other_version(disturbed.run, undisturbed.run) is None
+        report = audit(disturbed.run)
+        assert report.returncode == 0, report.stdout
+
+
+def waits_for_room(run: KilledRun) -> list[str]:
+    """As the status server says, which needs no disk."""
+    port = json.loads(run.run.paths.run_config.read_text())["orchestrator"]["server"]["port"]
+    try:
+        waits = httpx.get(f"http://127.0.0.1:{port}/status", timeout=2, trust_env=False).json()["waits"]
+    except httpx.HTTPError:
+        return []
+    return [wait["text"] for wait in waits if "room for" in wait["text"] and "from disk" in wait["text"]]
