@@ -86,10 +86,11 @@ def weights_by_cuda_ipc(device: str) -> dict[str, Any]:
     tensors = {f"w{i}": torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for i in range(64)}
     sender = IpcSender()
     began = time.perf_counter()
-    payload = sender.send([spec_of(n, t) for n, t in tensors.items()], tensors.values())
+    specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+    payload = json.loads(json.dumps(sender.send(specs, tensors.values())))  # as it travels
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    child = context.Process(target=_receive_by_ipc, args=(payload, answers))
+    child = context.Process(target=_receive_by_ipc, args=(specs, payload, answers))
     child.start()
     digests = answers.get(timeout=120)
     child.join(30)
@@ -97,11 +98,11 @@ def weights_by_cuda_ipc(device: str) -> dict[str, Any]:
     return {"gib": 64 * 4096 * 4096 * 2 / 2**30, "seconds_with_process_start": time.perf_counter() - began}
 
 
-def _receive_by_ipc(payload: dict, answers: Any) -> None:
+def _receive_by_ipc(specs: list, payload: dict, answers: Any) -> None:
     from trireme.algo.digest import tensor_digest
     from trireme.transport.weights.ipc import IpcReceiver
 
-    answers.put({name: tensor_digest(tensor) for name, tensor in IpcReceiver().tensors([], payload)})
+    answers.put({name: tensor_digest(tensor) for name, tensor in IpcReceiver().tensors(specs, payload)})
 
 
 def weights_by_nccl(device: str) -> dict[str, Any]:
@@ -313,7 +314,8 @@ def quickstart_on_this_device(device: str) -> dict[str, Any]:
     began = time.perf_counter()
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert output.returncode == 0, output.stdout[-3000:] + output.stderr[-1000:]
-    rows = [json.loads(line) for line in (folder / flags[-1] / "metrics.jsonl").read_text().splitlines()]
+    run = folder / flags[-1]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["process"] == "trainer"]
     mismatches = [row["mismatch_kl"] for row in steps if row.get("mismatch_kl") is not None]
     return {
@@ -321,7 +323,17 @@ def quickstart_on_this_device(device: str) -> dict[str, Any]:
         "step_s": sorted(row["time/step"] for row in steps)[len(steps) // 2],
         "publish_s": sorted(row["time/publish"] for row in steps)[len(steps) // 2],
         "max_mismatch_kl": max(mismatches, default=None),
+        "audit": _last_line("audit", run),
+        "replay": _last_line("replay", run, "--until", "10"),
     }
+
+
+def _last_line(verb: str, *arguments: Any) -> str:
+    """What `trireme audit` or `trireme replay` concludes; on a GPU, the replay tells where bits first differ."""
+    command = [sys.executable, "-m", "trireme.cli.trireme", verb, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    return f"exit code {done.returncode}: {lines[0 if verb == 'audit' else -1] if lines else ''}"
 
 
 SECTIONS: dict[str, tuple[Callable[[str], dict[str, Any]], int]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
 from trireme.base.devices import Devices, detect_devices
@@ -61,7 +62,13 @@ def find_environments(config: RunConfig) -> None:
 
 
 def write_configs(config: RunConfig, folder: Path) -> None:
-    write_run(config, folder / config.paths.run_config.name)
+    """A run that is gone on with may be given other settings: those it had before stay beside the new ones."""
+    run_file = folder / config.paths.run_config.name
+    before = run_file.read_bytes() if run_file.exists() else None
+    write_run(config, run_file)
+    if before is not None and before != run_file.read_bytes():
+        earlier = (run_file.with_suffix(f".earlier-{number}.json") for number in count(1))
+        next(path for path in earlier if not path.exists()).write_bytes(before)
     write_rooms(config, folder)
 
 

@@ -1,0 +1,22 @@
+"""What `rl` writes before it starts anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trireme.cli.rl import write_configs
+from trireme.config.run import RunConfig
+
+
+def seed_in(path: Path) -> int:
+    return json.loads(path.read_text())["seed"]
+
+
+def test_a_run_that_is_gone_on_with_other_settings_keeps_those_that_it_had_before(tmp_path: Path) -> None:
+    for seed in (1, 1, 2, 3):
+        write_configs(RunConfig(output_dir=tmp_path, seed=seed), tmp_path)
+    assert seed_in(tmp_path / "run.json") == 3
+    earlier = sorted(tmp_path.glob("run.earlier-*.json"))
+    assert [path.name for path in earlier] == ["run.earlier-1.json", "run.earlier-2.json"]
+    assert [seed_in(path) for path in earlier] == [1, 2]
