@@ -12,6 +12,7 @@ what is measured.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import statistics
 import sys
@@ -167,7 +168,8 @@ def _row(victim: str, phase: str, found: list[Recovery]) -> str:
 def _how(times: int, real: bool) -> str:
     engine = "vLLM" if real else "a scripted engine, which comes up in about 3 s where vLLM takes half a minute"
     return (
-        f"Medians of {times}, by `{Path(sys.argv[0]).name}` on 2 CPU cores, with {engine}. A checkpoint every 4 steps, "
+        f"{f'Medians of {times}' if times > 1 else 'One kill each'}, by `uv run python benchmarks/recovery.py --times "
+        f"{times}` on {os.cpu_count()} CPU cores without a GPU, with {engine}. A checkpoint every 4 steps, "
         f"{ROLLOUTS_OF_A_STEP[real]} rollouts a step, two trainer ranks where a trainer dies and one elsewhere. The "
         "launcher is started again by hand, that is, at once; it is noticed when nothing of its run is alive any more."
     )

@@ -26,7 +26,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from scripted_kills import REAL, SCRIPTED, VICTIMS, KilledRun, audit, first_other_version, open_run
+from scripted_kills import REAL, SCRIPTED, VICTIMS, KilledRun, audit, find, first_other_version, open_run
 
 FREEZES = 0.3  # share of all blows
 AT_ONCE = 0.3  # share of blows that do not wait for the run to get over the one before
@@ -119,7 +119,7 @@ class Soak:
     def _strike(self, number: int) -> None:
         victim = self._rng.choice(VICTIMS if self._run.ranks > 1 else [v for v in VICTIMS if v != "trainer rank 1"])
         kind = "freeze" if self._rng.random() < FREEZES else "kill"
-        process = self._run.find(victim)
+        process = self._find(victim)
         self.blows.append(Blow(number, time.monotonic() - self._began, victim, kind, self._run.version))
         self._run.say(f"{number}: {kind} {victim} at version {self._run.version}")
         with suppress(psutil.NoSuchProcess):  # dead already, by a blow before
@@ -129,6 +129,18 @@ class Soak:
             process.send_signal(signal.SIGSTOP)
         if victim == "launcher":  # nobody watches the watchman: it is woken again
             self._thawing.append((time.monotonic() + FROZEN_AFTER_S, process))
+
+    def _find(self, victim: str) -> psutil.Process:
+        """Waits where it is dead: its successor may need a frozen launcher to be woken first."""
+        found: list[psutil.Process | None] = []
+
+        def look() -> bool:
+            found.append(find(victim, self._run.launcher, self._run.ranks))
+            return found[-1] is not None
+
+        self._until(look, f"a living {victim}")
+        assert found[-1] is not None
+        return found[-1]
 
     def _until(self, condition: object, what: str) -> None:
         assert callable(condition)

@@ -24,7 +24,7 @@ from trireme.ledger.versions import Versions
 SCRIPTED = ("python", "tests/scripted_rl.py", "@", "tests/e2e/scripted.toml")
 REAL = ("rl", "@", "tests/e2e/synchronous.toml")
 DEADLINE_S = 120.0  # for a point to be reached, and for a run to recover
-POLL_S = 0.02
+POLL_S = 0.05
 
 VICTIMS = (
     "launcher",

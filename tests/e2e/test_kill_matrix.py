@@ -8,9 +8,10 @@ comes up uses one core.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,13 @@ AT_THE_END = ("trainer.finishing", "orchestrator.finishing")
 EVERY_FEW_STEPS = tuple(point for point in POINTS if point not in {*ON_THE_WAY_UP, *AT_THE_START, *AT_THE_END})
 OF_ALL_RANKS = {"trainer.batch_received", "trainer.stepped", "trainer.sending", "trainer.sent", "trainer.published"}
 OF_ALL_RANKS |= {"checkpoint.begun", "checkpoint.written"}
+
+BEFORE_A_BATCH = {"rollout.finished", "environment.asked", "environment.scored"}
+"""A trainer waits for one at these points, and no less at `rollout.begun` and `journal.before_append`."""
+LIKE_ANOTHER_ON_DISK = {"rollout.begun", "environment.asked", "environment.scored", "update.paused", "update.loaded"}
+LIKE_ANOTHER_ON_DISK |= {"trainer.batch_received", "trainer.sending", "trainer.sent"}
+LIKE_ANOTHER_ON_DISK |= {"engine.joined", "engine.received", "engine.finished"}
+"""A killed launcher takes all with it, so that only the disk can tell these points from one another."""
 
 STEPS = 100
 SYNCHRONOUS = ("--max-steps", str(STEPS), "--max-async-level", "0")
@@ -86,6 +94,19 @@ class Undisturbed:
         return run.run
 
 
+@dataclass(frozen=True)
+class Work:
+    """What the jobs of this file share."""
+
+    undisturbed: Undisturbed
+    model_flags: tuple[str, ...]
+    folder: Path
+    stop: threading.Event
+
+    def place(self, name: str) -> Path:
+        return self.folder / name.replace(" ", "-")
+
+
 @pytest.fixture(scope="module")
 def outcomes(
     request: pytest.FixtureRequest,
@@ -93,38 +114,46 @@ def outcomes(
     model_flags: tuple[str, ...],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Future[Outcome]]]:
-    """Of the victims whose tests are asked for, worked on side by side."""
-    stop = threading.Event()
+    """Of the jobs whose tests are asked for, worked on side by side in the order of the tests."""
+    work = Work(undisturbed, model_flags, tmp_path_factory.mktemp("matrix"), threading.Event())
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    victims = dict.fromkeys(item.callspec.params["victim"] for item in items if "victim" in item.callspec.params)
     with ThreadPoolExecutor(AT_ONCE) as workers:
         yield {
-            victim: workers.submit(
-                kill_at_every_point,
-                victim,
-                tmp_path_factory.mktemp(victim.replace(" ", "-")),
-                [*SYNCHRONOUS, *QUICKLY, *model_flags],
-                undisturbed,
-                stop,
-            )
-            for victim in victims
+            job: workers.submit(JOBS[job], work)
+            for job in dict.fromkeys(item.callspec.params["job"] for item in items if "job" in item.callspec.params)
         }
-        stop.set()
+        work.stop.set()
         workers.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("victim", sorted(VICTIMS, key=lambda victim: victim in ("launcher", "environment worker")))
-def test_whoever_is_killed_wherever_the_weights_are_the_same(victim: str, outcomes: dict[str, Future[Outcome]]) -> None:
-    outcome = outcomes[victim].result()
+def result(future: Future[Outcome]) -> None:
+    outcome = future.result()
     print("\n".join(outcome.story))
     assert not outcome.failures, "\n\n".join(outcome.failures)
 
 
+@pytest.mark.parametrize("job", VICTIMS)
+def test_whoever_is_killed_wherever_the_weights_are_the_same(job: str, outcomes: dict[str, Future[Outcome]]) -> None:
+    result(outcomes[job])
+
+
+@pytest.mark.parametrize("job", ["ahead"])
 def test_whoever_is_killed_while_generation_runs_ahead_the_audit_is_clean(
-    model_flags: tuple[str, ...], tmp_path: Path
+    job: str, outcomes: dict[str, Future[Outcome]]
 ) -> None:
     """At each point another victim."""
-    run = KilledRun(tmp_path, [*AHEAD, *QUICKLY, *model_flags], name="ahead", ranks=2)
+    result(outcomes[job])
+
+
+@pytest.mark.parametrize("job", ["frozen"])
+def test_whoever_freezes_is_replaced(job: str, outcomes: dict[str, Future[Outcome]]) -> None:
+    """All but the launcher, one after another: nobody watches the watchman."""
+    result(outcomes[job])
+
+
+def kill_ahead(work: Work) -> Outcome:
+    flags = [*AHEAD, *QUICKLY, *work.model_flags]
+    run = KilledRun(work.place("ahead"), flags, name="ahead", ranks=2, stop=work.stop)
     with open_run(run):
         run.start()
         for number, point in enumerate(EVERY_FEW_STEPS):
@@ -132,34 +161,33 @@ def test_whoever_is_killed_while_generation_runs_ahead_the_audit_is_clean(
         run.wait(END_S)
     assert {len(batch.rollouts) for batch in run.run.batches()} == {4}
     assert_clean(run)
+    return Outcome(story=run.story)
 
 
-@pytest.mark.parametrize("frozen", [victim for victim in VICTIMS if victim != "launcher"])
-def test_whoever_freezes_is_replaced(
-    frozen: str, undisturbed: Undisturbed, model_flags: tuple[str, ...], tmp_path: Path
-) -> None:
-    ranks = ranks_for(frozen)
-    flags = [*SYNCHRONOUS, *QUICKLY, *model_flags, "--supervisor.frozen-after-s", "2"]
-    run = KilledRun(tmp_path, flags, name=f"{frozen} frozen", ranks=ranks)
+def freeze_all(work: Work) -> Outcome:
+    flags = [*SYNCHRONOUS, *QUICKLY, *work.model_flags, "--supervisor.frozen-after-s", "2"]
+    run = KilledRun(work.place("frozen"), flags, name="frozen", ranks=2, stop=work.stop)
     with open_run(run):
         run.start()
-        run.until(lambda: run.version >= 3, "version 3")
-        run.freeze(frozen)
-        version = run.version
-        run.until(lambda: run.version > version + 3, f"the run goes on after {frozen} was frozen")
+        for victim in VICTIMS:
+            if victim != "launcher":
+                run.until(lambda before=run.version: run.version > before + 2, "the next version but two")
+                run.freeze(victim)
+                run.until(lambda before=run.version: run.version > before + 3, f"the run goes on without {victim}")
+                run.say(f"{victim} was frozen, and the run goes on")
         run.wait(END_S)
-    assert_same(run, undisturbed[ranks])
+    assert_same(run, work.undisturbed[2])
+    return Outcome(story=run.story)
 
 
-def kill_at_every_point(
-    victim: str, folder: Path, flags: Sequence[str], undisturbed: Undisturbed, stop: threading.Event
-) -> Outcome:
+def kill_at_every_point(victim: str, work: Work) -> Outcome:
     """In one run where all goes well; where something does not, the rest is done in another."""
     outcome = Outcome()
+    flags = [*SYNCHRONOUS, *QUICKLY, *work.model_flags]
     left = [point for point in points_for(victim) if point not in AT_THE_END]
-    while left is not None and len(outcome.failures) < MOST_FAILURES and not stop.is_set():
-        place = folder / str(len(outcome.failures))
-        run = KilledRun(place, list(flags), name=victim, ranks=ranks_for(victim), stop=stop)
+    while left is not None and len(outcome.failures) < MOST_FAILURES and not work.stop.is_set():
+        place = work.place(victim) / str(len(outcome.failures))
+        run = KilledRun(place, flags, name=victim, ranks=ranks_for(victim), stop=work.stop)
         try:
             with open_run(run):
                 start(run, victim, left)
@@ -168,7 +196,7 @@ def kill_at_every_point(
                 run.kill_at_the_end(victim, AT_THE_END)
                 run.wait(END_S)
             left = None
-            assert_same(run, undisturbed[ranks_for(victim)])
+            assert_same(run, work.undisturbed[ranks_for(victim)])
         except AssertionError as error:
             outcome.failures.append(str(error))
         outcome.story += run.story
@@ -188,11 +216,18 @@ def start(run: KilledRun, victim: str, left: list[str]) -> None:
 def points_for(victim: str) -> list[str]:
     """Rank 1 dies at its own end of what all ranks do."""
     points = [*AT_THE_START, *EVERY_FEW_STEPS, *ON_THE_WAY_UP, *AT_THE_END]
-    if victim == "environment worker":  # there is none without an orchestrator
-        return [point for point in points if point != "orchestrator.starting"]
-    if victim != "trainer rank 1":
-        return points
-    return [f"{point}.rank1" if point in OF_ALL_RANKS else point for point in points]
+    rooms = ("trainer", "checkpoint", "export", "engine")
+    match victim:
+        case "trainer rank 0":
+            return [point for point in points if point not in BEFORE_A_BATCH]
+        case "trainer rank 1":  # elsewhere, nobody can tell it from rank 0
+            points = [point for point in points if point.split(".")[0] in rooms]
+            return [f"{point}.rank1" if point in OF_ALL_RANKS else point for point in points]
+        case "environment worker":  # has nothing to do while others train, and is not there without an orchestrator
+            return [point for point in points if point.split(".")[0] not in rooms and point != "orchestrator.starting"]
+        case "launcher":
+            return [point for point in points if point not in LIKE_ANOTHER_ON_DISK]
+    return points
 
 
 def wake_for(victim: str, point: str) -> str | None:
@@ -217,3 +252,10 @@ def assert_same(run: KilledRun, undisturbed: Run) -> None:
 def assert_clean(run: KilledRun) -> None:
     found = audit(run.run)
     assert found.returncode == 0, f"{found.stdout}{found.stderr}\n{run.tell()}"
+
+
+JOBS: dict[str, Callable[[Work], Outcome]] = {
+    **{victim: partial(kill_at_every_point, victim) for victim in VICTIMS},
+    "ahead": kill_ahead,
+    "frozen": freeze_all,
+}

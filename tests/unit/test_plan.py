@@ -165,6 +165,15 @@ def test_a_folder_without_a_run_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").exists()
 
 
+def test_a_run_whose_launcher_was_killed_before_its_first_batch_can_be_resumed(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.run_config.parent.mkdir(parents=True)
+    paths.run_config.touch()
+    assert prepare_folder(paths, resume=True, resume_step=None) is None
+    with pytest.raises(ConfigError, match="there is no run in"):
+        prepare_folder(paths, resume=False, resume_step=20)
+
+
 def test_resuming_needs_a_run_and_the_checkpoint(earlier: RunPaths) -> None:
     with pytest.raises(ConfigError, match=r"no complete checkpoint of that step - it has \[20\]"):
         prepare_folder(earlier, resume=False, resume_step=30)

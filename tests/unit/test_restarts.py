@@ -274,6 +274,29 @@ def test_a_server_that_fell_silent_is_killed_and_started_again(
     assert re.search(r"inference killed: http://\S+/health had not answered for \d s", capsys.readouterr().out)
 
 
+def test_a_server_that_listens_no_more_is_not_given_the_time_of_a_slow_one(stage: Stage) -> None:
+    closes = "until(lambda: (FOLDER / 'close').exists()); server.server_close(); time.sleep(600)"
+    served = (
+        "server = HTTPServer(('127.0.0.1', PORT), Handler)\nthreading.Thread(target=server.serve_forever).start()\n"
+    )
+    port = free_port()
+    stage.health["inference"] = f"http://127.0.0.1:{port}/health"
+    (stage.folder / "port").write_text(str(port))
+    head, _ = SERVER.rsplit("HTTPServer(", 1)
+    server = "import threading\n" + head + served.replace("PORT", str(port)) + closes
+    with open_crew(stage.plan(inference=server).processes, lambda: False, GRACE_S) as crew:
+        watch = HealthWatch(crew.children, 3600, every_s=0.05, refused_for_s=0.2)
+        until(lambda: watch.unhealthy_for("inference") == 0)
+        (stage.folder / "sick").touch()
+        until(lambda: (watch.unhealthy_for("inference") or 0) > 0.5)
+        assert watch.kill_silent() == []
+        (stage.folder / "close").touch()
+        lines: list[str] = []
+        until(lambda: lines.extend(watch.kill_silent()) or lines)
+        assert "nobody listens there" in lines[0]
+        watch.close()
+
+
 def test_a_server_that_has_not_come_up_yet_is_not_silent(stage: Stage) -> None:
     port = free_port()
     (stage.folder / "port").write_text(str(port))

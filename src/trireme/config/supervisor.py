@@ -25,4 +25,5 @@ class Supervisor(Section):
     frozen_after_s: PositiveFloat = 20.0
     """A process that has been stopped (SIGSTOP, a debugger) for this long is killed, and so started again."""
     unhealthy_after_s: PositiveFloat = 60.0
-    """A server that answered `/health` before and has not done so for this long is killed, and so started again."""
+    """A server that answered `/health` before and has not done so for this long is killed, and so started again; one
+    whose port is closed is not waited for longer than 10 s."""

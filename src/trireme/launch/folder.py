@@ -84,6 +84,8 @@ def prepare_folder(paths: RunPaths, *, resume: bool, resume_step: int | None) ->
 
 def _check_resumable(paths: RunPaths, step: int | None) -> None:
     asked = "`--resume`" if step is None else f"ckpt.resume_step = {step}"
+    if step in (None, -1) and paths.run_config.exists():
+        return  # a launcher was at work here, and may have been killed before anything else was written
     if not holds_run(paths):
         raise ConfigError(
             f"{asked} was given, and there is no run in {paths.root} - expected `metrics.jsonl` or `journal/` there. "
