@@ -9,13 +9,6 @@ import pytest
 from real_run import Run, SharedEngine, open_engine, run_apart
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, one worker runs all of these, one after the other: they share an engine, and the cores."""
-    for item in items:
-        if item.get_closest_marker("e2e"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
-
-
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
     with open_engine(tmp_path_factory.mktemp("engine")) as opened:

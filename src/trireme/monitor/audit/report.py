@@ -35,7 +35,7 @@ class Summary:
             f"{_count(self.batches, 'batch', 'batches')}, {_count(self.trained, 'rollout')} trained, "
             f"{self.dropped:,} dropped{self._reasons()}, {_count(self.open_groups, 'group')} open",
             f"{_count(self.groups, 'group')} begun"
-            + (f", epoch {self.epochs[0]} to {self.epochs[1]} of the data" if self.epochs else ""),
+            + (f", up to epoch {self.epochs[1]} of the data" if self.epochs else ""),
             f"{tokens}; {_count(self.versions_confirmed, 'version')} confirmed by digest",
             f"checkpoints: {_steps(self.checkpoints)}",
         ]
