@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -102,7 +103,7 @@ class StatusPoller:
 # what is shown
 
 
-class View:
+class View(ABC):
     """Common to both views: takes in what is new, tells what changed, and never raises."""
 
     def __init__(
@@ -157,11 +158,13 @@ class View:
             self._broken = True
             logger.warning("The terminal view failed and stays away; the run goes on, see its logs.", exc_info=True)
 
+    @abstractmethod
     def show(self, *, final: bool) -> None:
-        raise NotImplementedError
+        """Draws, or tells, what has been taken in."""
 
     def close(self) -> None:
-        pass
+        """Gives the terminal back, where something of it was taken."""
+        return
 
     def waiting_for(self) -> str:
         """What holds things up now: "inference: loading the model, 14 s …"."""
