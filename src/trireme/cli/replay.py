@@ -10,11 +10,10 @@ from pathlib import Path
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.log import start_logging
-from trireme.base.paths import RunPaths
 from trireme.cli.door import RANKS_PARENT, become_ranks, end_with_parent, run_door, set_environment
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.config.written import read_run
+from trireme.config.written import find_run_file, read_run
 from trireme.launch.plan import plan
 from trireme.ledger.span import find_span
 
@@ -36,7 +35,7 @@ def replay(argv: list[str]) -> int:
     """
     is_rank = RANKS_PARENT in os.environ
     arguments = _parse(json.loads(os.environ[ARGUMENTS]) if is_rank else argv)
-    run_file = find_run_file(arguments.run)
+    run_file = find_run_file(arguments.run, "trainer")
     config = read_config(arguments.run, run_file, detect_devices())
     span = find_span(config.paths, arguments.first, arguments.last)
     if is_rank:
@@ -67,18 +66,6 @@ def _parse(argv: list[str]) -> Namespace:
     )
     parser.add_argument("--keep-going", action="store_true", help="also after the first difference")
     return parser.parse_args(argv)
-
-
-def find_run_file(run: Path) -> Path:
-    """What `rl` wrote, or `trainer` where it was started alone; the last one where there are both."""
-    configs = RunPaths(run).configs
-    files = [file for file in (configs / "run.json", configs / "trainer.json") if file.is_file()]
-    if not files:
-        raise ConfigError(
-            f"{run} is not a run's folder - expected {configs / 'run.json'}, or trainer.json beside it. "
-            "Give the folder that `rl` names at its end, with `journal/` in it."
-        )
-    return max(files, key=lambda file: file.stat().st_mtime_ns)
 
 
 def read_config(run: Path, run_file: Path, devices: Devices) -> RunConfig:

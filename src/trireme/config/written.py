@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from trireme.base.errors import ConfigError
-from trireme.base.paths import atomic_write
+from trireme.base.paths import RunPaths, atomic_write
 from trireme.config.fields import fields_of
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
@@ -152,3 +152,18 @@ def toml_value(value: Any) -> str:
         inner = ", ".join(f"{toml_key(str(key))} = {toml_value(item)}" for key, item in value.items())
         return f"{{ {inner} }}" if inner else "{}"
     return NONE if value is None else str(value)
+
+
+def find_run_file(run: Path, room: Room) -> Path:
+    """What `rl` wrote, or `room` where it was started alone; the newer one where there are both.
+
+    Raises: ConfigError where the folder is not a run's.
+    """
+    configs = RunPaths(run).configs
+    files = [file for file in (configs / "run.json", configs / f"{room}.json") if file.is_file()]
+    if not files:
+        raise ConfigError(
+            f"{run} is not a run's folder - expected {configs / 'run.json'}, or {room}.json beside it. "
+            "Give the folder that `rl` names at its end, with `journal/` in it."
+        )
+    return max(files, key=lambda file: file.stat().st_mtime_ns)

@@ -27,10 +27,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.base.errors import ConfigError, JournalCorrupt
+from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths
 from trireme.config.run import RunConfig
-from trireme.config.written import read_run
+from trireme.config.written import find_run_file, read_run
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord
 from trireme.ledger.rules import Rules, rules_of
@@ -50,7 +50,7 @@ def audit_run(folder: Path) -> Report:
     Raises:
         ConfigError: `folder` is not a run's.
     """
-    config = read_run(RunConfig, find_run_file(folder))
+    config = read_run(RunConfig, find_run_file(folder, "orchestrator"))
     paths = RunPaths(folder)
     before = _list(paths)
     with closing(MetricsIndex(paths.metrics)) as index:
@@ -62,18 +62,6 @@ def audit_run(folder: Path) -> Report:
         audit.read_journal()
         audit.read_checkpoints()
         return Report(folder, audit.summary(), audit.findings)
-
-
-def find_run_file(folder: Path) -> Path:
-    """What `rl` wrote, or `orchestrator` where it was started alone; the newer one where there are both."""
-    configs = RunPaths(folder).configs
-    files = [file for file in (configs / "run.json", configs / "orchestrator.json") if file.is_file()]
-    if not files:
-        raise ConfigError(
-            f"{folder} is not a run's folder - expected {configs / 'run.json'}, or orchestrator.json beside it. Give "
-            "the folder that `rl` names, with `journal/` and `metrics.jsonl` in it."
-        )
-    return max(files, key=lambda file: file.stat().st_mtime_ns)
 
 
 @dataclass(frozen=True)
