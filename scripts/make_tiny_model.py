@@ -1,15 +1,19 @@
 """Makes a small random Qwen3-architecture model with a tokenizer of single characters and a few words.
 
-    uv run python scripts/make_tiny_model.py FOLDER [--hidden 128] [--layers 3] [--seed 0] [--no-weights]
+    uv run python scripts/make_tiny_model.py FOLDER [--words FILE] [--template plain] [--hidden 128] [--layers 3]
+                                                    [--seed 0] [--no-weights]
 
-Characters keep the vocabulary (and so the head) tiny. The words are those of chat and of the reverse-text
-environment's instruction, so that a prompt is short.
+Characters keep the vocabulary (and so the head) tiny. The words are those of chat and of an environment's tags and
+instructions, so that a prompt is short: one token each, however long. FILE is a JSON list of them; those of
+reverse-text are built in. The template `tools` also shows tools, tool calls and what tools answered, as Hermes does.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import string
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,38 +26,66 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{% if tools %}"
+    "{{ '<|im_start|>system\n' }}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
+    "{{ '# Tools\n\nYou may call one or more of these functions:\n<tools>\n' }}"
+    "{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}"
+    "{{ '</tools>\n\nEach call is a JSON object in tags:\n<tool_call>\n' }}"
+    '{{ \'{"name": <function name>, "arguments": <JSON object>}\n</tool_call><|im_end|>\n\' }}'
+    "{% endif %}"
+    "{% for message in messages %}"
+    "{% if not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<tool_response>\n' + message['content'] + '\n</tool_response>' }}"
+    "{% else %}"
+    "{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% set function = call['function'] or call %}{% set arguments = function['arguments'] %}"
+    "{{ '\n' if message['content'] or not loop.first else '' }}"
+    "{{ '<tool_call>\n{\"name\": \"' + function['name'] + '\", \"arguments\": ' }}"
+    "{{ arguments if arguments is string else arguments | tojson }}"
+    "{{ '}\n</tool_call>' }}"
+    "{% endfor %}"
+    "{% endif %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEMPLATES = {"plain": CHAT_TEMPLATE, "tools": TOOL_TEMPLATE}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-WORDS = [
-    "system\n",
-    "user\n",
-    "assistant\n",
-    "tool\n",
+ROLES = ["system\n", "user\n", "assistant\n", "tool\n"]
+REVERSE_TEXT_WORDS = (
     "<reversed_text>",
     "</reversed_text>",
     "Reverse the text character-by-character. Put your answer in <reversed_text> tags.",
-]
+)
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(words: Sequence[str] = REVERSE_TEXT_WORDS, template: str = "plain") -> PreTrainedTokenizerFast:
     characters = sorted(set(string.printable) - set("\r\x0b\x0c"))
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *WORDS, *characters, "\ufffd"])}
+    words = [*ROLES, *words]
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *words, *characters, "\ufffd"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="\ufffd"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in WORDS])
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=TEMPLATES[template],
         clean_up_tokenization_spaces=False,
     )
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> Qwen3ForCausalLM:
     config = Qwen3Config(
-        vocab_size=128,
+        vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=hidden,
         intermediate_size=hidden * 2,
         num_hidden_layers=layers,
@@ -74,13 +106,16 @@ def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--words", type=Path, help="JSON list of texts that are one token each")
+    parser.add_argument("--template", choices=TEMPLATES, default="plain", help="how messages become text")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-weights", action="store_true", help="only the configuration and the tokenizer")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    tokenizer = build_tokenizer()
+    words = json.loads(args.words.read_text(encoding="utf-8")) if args.words else REVERSE_TEXT_WORDS
+    tokenizer = build_tokenizer(words, args.template)
     model = build_model(tokenizer, args.hidden, args.layers)
     if args.no_weights:
         model.config.save_pretrained(args.folder)

@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
+
+# The same examples each time, however slow the machine, and nothing written down beside the tests.
+settings.register_profile("trireme", max_examples=60, deadline=None, derandomize=True, database=None)
+settings.load_profile("trireme")
 
 if TYPE_CHECKING:
     from trireme.trainer.mesh import World

@@ -35,6 +35,7 @@ from trireme.messages import (
     Publish,
     TensorSpec,
 )
+from trireme.transport.bearer import may_enter
 from trireme.transport.control import ControlClient
 
 TENSORS = ("model.embed_tokens.weight", "model.norm.weight")
@@ -99,6 +100,7 @@ class FakeEngine:
     delay: Callable[[Asked], Awaitable[None]] | None = None  # before the first token
     refuse: Callable[[Asked], int | None] = lambda asked: None  # an HTTP status instead of an answer
     mangle: Callable[[dict], dict] = lambda response: response
+    routes: Callable[[Asked, list[int]], str] | None = None  # what it says of the experts that it used
     drop_next: int = 0  # so many requests for tokens end with a closed connection
     digest_error: str | None = None  # a tensor that it reports another digest for
     incomplete: tuple[str, ...] = ()
@@ -106,6 +108,8 @@ class FakeEngine:
     probe_s: float = 0.0
     failing_route: str | None = None  # a control route that answers 500
     dead: bool = False  # the engine core; the HTTP server stands
+    token: str | None = None  # that it wants to be shown
+    shown: set[str] = field(default_factory=set)  # what it was shown
     port: int = field(default_factory=free_port)
     weights: dict[str, str] = field(default_factory=dict)
     version: int = -1
@@ -187,6 +191,8 @@ class FakeEngine:
             "logprobs": {"content": logprobs},
             "weight_versions": spans,
         }
+        if self.routes is not None:
+            choice["routed_experts"] = self.routes(asked, ids)
         return {"request_id": str(asked.number), "choices": [choice], "prompt_logprobs": None}
 
     async def _probe(self, ids: list[int]) -> web.Response:
@@ -237,11 +243,27 @@ class FakeEngine:
         return {"results": [{"digests": digests, "incomplete": list(self.incomplete)}]}
 
 
+def door_keeper(secret: str | None, shown: set[str]) -> Any:
+    """As the one in front of vLLM's routes."""
+
+    @web.middleware
+    async def keep(request: web.Request, handler: Any) -> web.StreamResponse:
+        authorization = request.headers.get("Authorization", "")
+        shown.add(authorization)
+        if may_enter(request.path, authorization, secret):
+            return await handler(request)
+        return web.json_response({"error": "no"}, status=401)
+
+    return keep
+
+
 @asynccontextmanager
-async def open_fake_engine(wire: WeightWire | None = None, **knobs: Any) -> AsyncIterator[FakeEngine]:
+async def open_fake_engine(
+    wire: WeightWire | None = None, *, kind: type[FakeEngine] | None = None, **knobs: Any
+) -> AsyncIterator[FakeEngine]:
     """Serves in the running event loop."""
-    engine = FakeEngine(wire or WeightWire(), **knobs)
-    app = web.Application()
+    engine = (kind or FakeEngine)(wire or WeightWire(), **knobs)
+    app = web.Application(middlewares=[door_keeper(engine.token, engine.shown)])
     app.router.add_get("/health", engine.health)
     app.router.add_get("/get_world_size", engine.world_size)
     app.router.add_get("/weight_info", engine.weight_info)
@@ -301,7 +323,8 @@ class FakeTrainer:
 
     def connect(self) -> None:
         """In the thread that asks."""
-        self.control = ControlClient(f"tcp://{self._config.ports.host}:{self._config.ports.batches}", self._waits)
+        address = f"tcp://{self._config.hosts.orchestrator}:{self._config.ports.batches}"
+        self.control = ControlClient(address, self._waits)
 
     def get_batch(self, step: int, *, rank: int = 0, world: int = 1) -> BatchReply:
         request = GetBatch(run_id=self._config.run_id, step=step, rank=rank, world=world)

@@ -21,6 +21,8 @@ from trireme.ledger.records import BatchRecord, Cursor, Dropped, OpenGroup
 from trireme.ledger.versions import Version, Versions
 from written_run import GROUP, digests_of, rewrite_batch, rewrite_version
 
+Plant = Callable[[RunConfig], Any]
+
 
 def step_with(config: RunConfig, reason: str) -> int:
     """The first batch that dropped something for it."""

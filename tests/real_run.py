@@ -176,9 +176,9 @@ class SharedEngine:
 
 
 @contextmanager
-def open_engine(folder: Path) -> Iterator[SharedEngine]:
+def open_engine(folder: Path, *flags: str | Path, config: str = SYNCHRONOUS) -> Iterator[SharedEngine]:
     (port,) = free_ports(1)
-    arguments = ["@", SYNCHRONOUS, "--output-dir", folder, "--server.port", str(port)]
+    arguments = ["@", config, "--output-dir", folder, "--server.port", str(port), *flags]
     with started("inference", *arguments, log=folder / "inference.log") as process:
         engine = SharedEngine(process, port)
 
@@ -290,12 +290,12 @@ class Pair:
 
 
 @contextmanager
-def started_apart(engine: SharedEngine, root: Path, *flags: str | Path) -> Iterator[Pair]:
+def started_apart(engine: SharedEngine, root: Path, *flags: str | Path, config: str = SYNCHRONOUS) -> Iterator[Pair]:
     status, batches, weights = free_ports(3)
     meeting = {"inference.server.port": engine.port, "orchestrator.server.port": status}
     meeting |= {"ports.batches": batches, "ports.weights": weights}
     ports = [word for key, port in meeting.items() for word in (f"--{key}", str(port))]
-    arguments = ["@", SYNCHRONOUS, "--output-dir", root, *ports, *flags]
+    arguments = ["@", config, "--output-dir", root, *ports, *flags]
     logs = RunPaths(root).logs
     with (
         started("orchestrator", *arguments, log=_fresh(logs / "orchestrator.stdout")) as orchestrator,
@@ -304,9 +304,9 @@ def started_apart(engine: SharedEngine, root: Path, *flags: str | Path) -> Itera
         yield Pair(Run(root), engine, orchestrator, trainer, status)
 
 
-def run_apart(engine: SharedEngine, root: Path, *flags: str | Path) -> Run:
+def run_apart(engine: SharedEngine, root: Path, *flags: str | Path, config: str = SYNCHRONOUS) -> Run:
     """To its end, with nothing left over."""
-    with started_apart(engine, root, *flags) as pair:
+    with started_apart(engine, root, *flags, config=config) as pair:
         pair.until_done()
     return pair.run
 

@@ -24,9 +24,11 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from fake_engine import Asked, FakeEngine, WeightWire
+from fake_engine import Asked, FakeEngine, WeightWire, door_keeper
+from trireme.algo.adapter_names import is_of_adapter
 from trireme.base.faults import reach
 from trireme.base.log import get_logger, start_logging
+from trireme.base.token import token
 from trireme.cli.door import open_process, run_door
 from trireme.config.load import load_run_config
 from trireme.config.run import RunConfig
@@ -76,7 +78,7 @@ class ApiServer:
         self._asking: set[asyncio.Task] = set()
 
     async def run(self, config: RunConfig) -> None:
-        app = web.Application(client_max_size=1 << 26)
+        app = web.Application(client_max_size=1 << 26, middlewares=[door_keeper(token(), set())])
         app.router.add_get("/health", self._health)
         app.router.add_route("*", "/{path:.*}", self._forward)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
@@ -132,6 +134,8 @@ async def _run_core(config: RunConfig) -> None:
     engine = Core(config)
     app = web.Application(client_max_size=1 << 26)
     app.router.add_post("/inference/v1/generate", engine.generate)
+    app.router.add_get("/v1/models", engine.models)
+    app.router.add_post("/v1/load_lora_adapter", engine.load_lora_adapter)
     app.router.add_get("/get_world_size", engine.world_size)
     app.router.add_get("/weight_info", engine.weight_info)
     app.router.add_get("/is_paused", engine.is_paused)
@@ -156,6 +160,7 @@ class Core(FakeEngine):
         self.loaded = dict.fromkeys(self.tensors, "base")  # tensor -> digest of what would be computed with
         self.digests: dict[str, str] = {}  # of the last update
         self.unloaded: list[str] = []
+        self.names: list[str] = []  # of adapters
         self._rank = 0
         self._receiver: Receiver | None = None
         self._address: tuple[Any, ...] = ()
@@ -193,6 +198,21 @@ class Core(FakeEngine):
     async def is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
 
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": name} for name in ("base", *self.names)]})
+
+    async def load_lora_adapter(self, request: web.Request) -> web.Response:
+        """As vLLM: it is looked for on disk unless the workers have it already."""
+        assert any(is_of_adapter(name) for name in self.loaded), "no adapter is loaded"
+        self.names.append((await request.json())["lora_name"])
+        return web.Response(text="Success")
+
+    async def generate(self, request: web.Request) -> web.Response:
+        """As vLLM: whoever names nobody is answered by the base model, which is not what anybody wants to be here."""
+        if (named := (await request.json()).get("model")) != (self.names[0] if self.names else None):
+            return web.Response(status=404, text=f"asked for {named}, known is {self.names}")
+        return await super().generate(request)
+
     async def _abort_requests(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"status": "aborted", "aborted": 0}
 
@@ -212,7 +232,7 @@ class Core(FakeEngine):
         reach("engine.joined")
 
     async def _start_weight_update(self, body: dict[str, Any]) -> None:
-        self.digests, self.unloaded = {}, []
+        self.unloaded = []
 
     async def _update_weights(self, body: dict[str, Any]) -> None:
         from trireme.algo.digest import tensor_digest
@@ -220,20 +240,30 @@ class Core(FakeEngine):
 
         assert self._receiver is not None, "update_weights before init_weight_transfer_engine"
         specs = msgspec.convert(body["update_info"]["specs"], list[TensorSpec])
+        keeps_base = all(is_of_adapter(spec.name) for spec in specs)
+        self.digests = {name: d for name, d in self.digests.items() if keeps_base and not is_of_adapter(name)}
         for number, (name, tensor) in enumerate(self._receiver.tensors(specs, body["update_info"]["payload"])):
-            self.digests[name] = self.loaded[name] = tensor_digest(tensor)
+            self.digests[name] = tensor_digest(tensor)
+            if not is_of_adapter(name):
+                self.loaded[name] = self.digests[name]
             if number == 0:
                 reach("engine.receiving")
         reach("engine.received")
 
     async def _finish_weight_update(self, body: dict[str, Any]) -> None:
         self.unloaded = [name for name in self.tensors if name not in self.digests]
+        self.loaded = {name: digest for name, digest in self.loaded.items() if not is_of_adapter(name)}
         reach("engine.finished")
         self.version = int(body["weight_version"])
 
     async def _collective_rpc(self, body: dict[str, Any]) -> dict[str, Any]:
+        adapter = {name: digest for name, digest in self.digests.items() if is_of_adapter(name)}
+        if body["method"] == "trireme_load_adapter":
+            self.loaded |= adapter
+            return {"results": [None]}
         assert body["method"] == "trireme_weight_report", body
-        return {"results": [{"digests": self.digests, "incomplete": self.unloaded}]}
+        forgotten = sorted(adapter.keys() - self.loaded.keys())
+        return {"results": [{"digests": self.digests, "incomplete": self.unloaded + forgotten}]}
 
 
 def _tensor_names(model: Path) -> list[str]:

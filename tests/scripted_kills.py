@@ -234,10 +234,17 @@ class KilledRun:
             if not next_reached():
                 return
             left.remove(point := next_reached()[0])
-            self.kill(victim, self.find(victim))  # it may have to come up again first: the one at the point waits
-            self.blows.append(Blow(victim, point, self.version))
-            self.say(f"{victim} killed at {point}")
+            if (process := self._find_at_the_end(victim, point)) is not None:
+                self.kill(victim, process)
+                self.blows.append(Blow(victim, point, self.version))
+                self.say(f"{victim} killed at {point}")
             self.faults.release(point)
+
+    def _find_at_the_end(self, victim: str, point: str) -> psutil.Process | None:
+        """It may have to come up again first; but no worker does while the orchestrator waits at a point."""
+        if victim == "environment worker" and point.startswith("orchestrator."):
+            return find(victim, self.launcher, self.ranks)
+        return self.find(victim)
 
     def kill(self, victim: str, process: psutil.Process | None = None) -> None:
         """A launcher is started again, by the same command with `--resume`; all others are its business."""

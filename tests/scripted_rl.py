@@ -1,6 +1,7 @@
 """`rl` with a scripted engine in place of vLLM; all else is the real thing.
 
 python tests/scripted_rl.py @ tests/e2e/scripted.toml --output-dir FOLDER
+python tests/scripted_rl.py vf-rl @ FILE                 the same of `vf-rl`
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from trireme.cli import rl
 from trireme.cli.door import run_door
+from trireme.cli.vf_rl import vf_rl
 from trireme.launch.plan import Plan, ProcessSpec
 
 ENGINE = Path(__file__).with_name("scripted_engine.py")
@@ -19,6 +21,9 @@ ENGINE = Path(__file__).with_name("scripted_engine.py")
 
 def main() -> None:
     rl.plan = _with_scripted_engine(rl.plan)  # type: ignore[attr-defined]
+    if sys.argv[1:2] == ["vf-rl"]:
+        del sys.argv[1]
+        run_door("vf-rl", vf_rl)
     run_door("rl", rl.rl)
 
 

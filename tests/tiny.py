@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from trireme.algo.packing import Sample, micro_batches_of_rank
 from trireme.base.waiting import Waits
 from trireme.config.trainer import Checkpoints, Loss, Optimizer, TrainerModel
-from trireme.messages import build_tokens
+from trireme.messages import BatchReply, build_tokens
 from trireme.trainer.checkpoint import CheckpointStore, TrainerState
 from trireme.trainer.export import Exporter
 from trireme.trainer.mesh import World
@@ -65,6 +65,10 @@ def num_loss_tokens(samples: list[Sample]) -> int:
     return sum(int(sample.tokens.loss_mask.sum()) for sample in samples)
 
 
+def num_loss_samples(samples: list[Sample]) -> int:
+    return sum(bool(sample.tokens.loss_mask.any()) for sample in samples)
+
+
 def open_state(folder: Path, world: World, *, attn: str = "sdpa", lr: float = 1e-3) -> TrainerState:
     model = load_model(TrainerModel(attn=attn), str(folder), world)
     return TrainerState(model=model, optimizer=build_optimizer(model, Optimizer(lr=lr, weight_decay=0.1)))
@@ -78,9 +82,21 @@ def backward(
         state.model,
         micro_batches_of_rank(samples, capacity=capacity, rank=world.rank, world=world.size),
         loss_tokens=num_loss_tokens(samples),
+        loss_samples=num_loss_samples(samples),
         step=state.version,
         loss_function=policy_gradient(loss or Loss(kl_tau=0.1)),
         world=world,
+    )
+
+
+def batch_reply(samples: list[Sample], world: World, *, capacity: int, step: int) -> BatchReply:
+    """What the orchestrator hands this rank."""
+    return BatchReply(
+        step=step,
+        micro_batches=micro_batches_of_rank(samples, capacity=capacity, rank=world.rank, world=world.size),
+        loss_tokens=num_loss_tokens(samples),
+        num_rollouts=len(samples),
+        loss_samples=num_loss_samples(samples),
     )
 
 

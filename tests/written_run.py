@@ -14,18 +14,28 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from trireme.algo.advantage import group_mean
+from trireme.algo.difficulty import Outcome
+from trireme.algo.filters import flaw_with
 from trireme.config.run import RunConfig
 from trireme.config.written import write_run
 from trireme.ledger.entry import write_entry
 from trireme.ledger.journal import Journal
 from trireme.ledger.manifest import MANIFEST, Manifest, describe_file
 from trireme.ledger.records import BatchRecord, Dropped, OpenGroup, Rollout, State
-from trireme.ledger.rules import rules_of
+from trireme.ledger.rules import Rules, rules_of
+from trireme.ledger.targets import (
+    advantages_of,
+    estimator_of,
+    filters_of,
+    flaws_of,
+    is_zero,
+    outcome_of,
+    with_advantages,
+)
 from trireme.ledger.versions import Versions
 from trireme.messages import Tokens, build_tokens
 from trireme.monitor.metrics import MetricsFile
-from trireme.orchestrator.batcher import batch_metrics
+from trireme.orchestrator.batch_metrics import batch_metrics, state_metrics
 from trireme.orchestrator.buffer import Buffer
 
 SIZES = {"a": 7, "b": 5}
@@ -53,8 +63,29 @@ def build_config(folder: Path, **sections: Any) -> RunConfig:
     return RunConfig.model_validate(values | sections)
 
 
-def write_whole_run(folder: Path, *, batches: int = 5, **sections: Any) -> RunConfig:
-    config = build_config(folder, **sections)
+RICH: dict[str, Any] = {
+    "curriculum": [
+        {"weights": {"a": 1.0}},
+        {"weights": {"a": 1.0, "b": 1.0}, "from_step": 2},
+        {"weights": {"b": 1.0}, "from_reward": 1.4, "smoothing": 2},
+    ],
+    "buffer": {"pools": {"easy_threshold": 1.5, "hard_threshold": 1.2, "easy_weight": 0.0}},
+    "filters": {"truncated": "mask", "gibberish": "mask", "gibberish_logprob": -0.8, "gibberish_window": 2},
+    "length_penalty": {"type": "linear", "max_length": 12, "weight": 0.5},
+    "advantage": {"type": "ema", "clip": 1.25, "reward_clip": [0.0, 2.25]},
+    "teacher": {"base_url": "http://127.0.0.1:9/v1", "weight": 0.25},
+}
+"""Of `[orchestrator]`: everything that a batch can go by, all at once."""
+
+
+def build_rich_config(folder: Path, **sections: Any) -> RunConfig:
+    plain = build_config(folder, **sections)
+    values = plain.model_dump(exclude_unset=True)
+    return RunConfig.model_validate(values | {"orchestrator": values["orchestrator"] | RICH})
+
+
+def write_whole_run(folder: Path, *, batches: int = 5, rich: bool = False, **sections: Any) -> RunConfig:
+    config = (build_rich_config if rich else build_config)(folder, **sections)
     for _ in WrittenRun(config).write(batches):
         pass
     return config
@@ -108,31 +139,41 @@ class WrittenRun:
         self.versions.record(version, ["http://127.0.0.1:8000"], digests_of(version), 1e-7)
 
     def _fill(self, step: int) -> BatchRecord:
-        before = self.journal.head_state()
-        weights = {entry.name or entry.id: entry.weight for entry in self.config.orchestrator.env}
-        buffer = Buffer(SIZES, weights, seed=self.config.seed, shuffle=True, state=before)
+        before, rules = self.journal.head_state(), rules_of(self.config)
+        buffer = Buffer(SIZES, rules, before)
         trained: list[list[Rollout]] = []
         dropped: list[Dropped] = []
+        outcomes: list[Outcome] = []
         while len(trained) < BATCH // GROUP:
-            self._decide(buffer.take(), step, trained, dropped)
+            self._decide(buffer.take(), step, trained, dropped, outcomes)
         open_groups = buffer.reopened + [fresh for _ in range(2) if (fresh := take_fresh(buffer))]
         trained.sort(key=lambda group: group[0].group)
-        rollouts = [rollout for group in trained for rollout in with_advantages(group)]
+        rollouts = [rollout for group in trained for rollout in group]
+        baselines = give_advantages(rollouts, rules, before)
+        outcomes = sorted([*outcomes, *map(outcome_of, trained)], key=lambda outcome: outcome.group)
+        buffer.close_batch(outcomes, next_step=step + 1)
         state = State(
             next_batch=step + 1,
-            next_group=buffer.next_group,
-            sizes=buffer.sizes,
-            cursors=buffer.cursors(),
             open_groups=open_groups,
             counters={
                 "trained": before.counters.get("trained", 0) + len(rollouts),
                 "dropped": before.counters.get("dropped", 0) + len(dropped),
             },
+            baselines=baselines,
+            **buffer.state(),
         )
-        metrics = batch_metrics(step, rollouts, dropped)
-        return BatchRecord(step, rollouts, dropped, state, metrics, rules_of(self.config))
+        metrics = batch_metrics(step, rollouts, dropped, config=self.config, outcomes=outcomes)
+        metrics |= state_metrics(state, config=self.config)
+        return BatchRecord(step, rollouts, dropped, state, metrics, rules, outcomes)
 
-    def _decide(self, task: OpenGroup, step: int, trained: list[list[Rollout]], dropped: list[Dropped]) -> None:
+    def _decide(
+        self,
+        task: OpenGroup,
+        step: int,
+        trained: list[list[Rollout]],
+        dropped: list[Dropped],
+        outcomes: list[Outcome],
+    ) -> None:
         """One of the things that may befall a group."""
 
         def drop(place: int, attempt: int, reason: str) -> None:
@@ -140,6 +181,7 @@ class WrittenRun:
 
         match self._random.randrange(8):
             case 0:
+                outcomes.append(Outcome(task.id, task.env, task.example, task.id % 2 * 2.0))
                 for place in range(GROUP):
                     drop(place, 0, "no signal: all rewards of the group are equal")
             case 1:
@@ -159,6 +201,7 @@ class WrittenRun:
 
     def _roll_out(self, task: OpenGroup, step: int, place: int, attempt: int) -> Rollout:
         oldest = max(0, step - 2) if self.config.max_async_level else step
+        samples = [self._sample(oldest, step) for _ in range(self._random.randrange(1, 3))]
         return Rollout(
             group=task.id,
             place=place,
@@ -166,7 +209,7 @@ class WrittenRun:
             env=task.env,
             example=task.example,
             reward=self._random.randrange(10) / 10 + place,
-            samples=[self._sample(oldest, step) for _ in range(self._random.randrange(1, 3))],
+            samples=samples,
             temperature=self.config.orchestrator.sampling.temperature,
             metrics={"num_turns": float(self._random.randrange(1, 4))},
             prompt=[{"role": "user", "content": "say it"}],
@@ -174,7 +217,22 @@ class WrittenRun:
             answer="it",
             truncated=place == 2,
             stop="length" if place == 2 else None,
+            num_turns=len(samples),
+            **self._per_token(samples),
         )
+
+    def _per_token(self, samples: list[Tokens]) -> dict[str, list[np.ndarray]]:
+        """Rewards of steps and a teacher's logprobs, where the run has them."""
+        if self.config.orchestrator.teacher is None:
+            return {}
+        given = [np.where(sample.loss_mask == 1, -self._random.random(), np.nan) for sample in samples]
+        steps = [np.full(sample.length, np.nan) for sample in samples]
+        for step in steps:
+            step[-1] = self._random.randrange(3) / 2
+        return {
+            "teacher": [each.astype(np.float32) for each in given],
+            "token_rewards": [each.astype(np.float32) for each in steps],
+        }
 
     def _sample(self, oldest: int, newest: int) -> Tokens:
         """A prompt and an answer; within it a later version takes over where there is one."""
@@ -195,14 +253,14 @@ def take_fresh(buffer: Buffer) -> OpenGroup | None:
     return None if buffer.reopened else buffer.take()
 
 
-def with_advantages(group: list[Rollout]) -> list[Rollout]:
-    advantages = group_mean(np.array([rollout.reward for rollout in group]))
-    for rollout, advantage in zip(group, advantages, strict=True):
-        rollout.samples = [
-            msgspec.structs.replace(sample, advantages=(sample.loss_mask * advantage).astype("float32"))
-            for sample in rollout.samples
-        ]
-    return group
+def give_advantages(rollouts: list[Rollout], rules: Rules, before: State) -> dict[str, float]:
+    """As a batcher does; returns the running means after the batch."""
+    per_rollout, baselines = advantages_of(rollouts, rules, before.baselines, custom=estimator_of(rules))
+    for rollout, parts in zip(rollouts, per_rollout, strict=True):
+        rollout.samples = [with_advantages(*both) for both in zip(rollout.samples, parts, strict=True)]
+        rollout.flaws = flaws_of(rollout, rules) + (["zero_advantage"] if is_zero(parts) else [])
+        rollout.masked = flaw_with("mask", rollout.flaws, filters_of(rules))
+    return baselines
 
 
 def digests_of(version: int) -> dict[str, str]:

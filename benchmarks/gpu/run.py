@@ -250,7 +250,7 @@ def throughput(device: str, attention: str, compiled: bool) -> dict[str, float]:
     from trireme.config.trainer import ActivationCheckpointing, Loss, TrainerModel
     from trireme.messages import build_tokens
     from trireme.trainer.mesh import open_world
-    from trireme.trainer.model import load_model, num_parameters
+    from trireme.trainer.model import load_model
     from trireme.trainer.perf import flops_per_token, throughput
     from trireme.trainer.step import forward_backward, policy_gradient
 
@@ -295,11 +295,76 @@ def throughput(device: str, attention: str, compiled: bool) -> dict[str, float]:
             model.zero_grad(set_to_none=True)
 
         seconds = timed(work, device, repeats=2)
-        flops = flops_per_token(model, num_parameters(model), length)
+        flops = flops_per_token(model, length)
         result = throughput(tokens=length * count, seconds=seconds, flops=flops, world_size=1)
         if large:
             result["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return result
+
+
+def head_in_chunks(device: str) -> dict[str, Any]:
+    """Logprobs, entropies and gradients of a vocabulary of 150,000: peak memory and time, all at once and in chunks."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from head import in_own_process
+
+    large = {"tokens": 16384, "vocabulary": 151936, "hidden": 4096}
+    sizes: dict[str, Any] = large if device == "cuda" else {"tokens": 64, "vocabulary": 512, "hidden": 32}
+    dtype = "torch.bfloat16" if device == "cuda" else "torch.float32"
+    sizes |= {"device": repr(device), "dtype": dtype}
+    found = {
+        f"chunks of {chunk}" if chunk else "plain": in_own_process(chunk=chunk, **sizes)
+        for chunk in (None, 512, 1024, 4096)
+    }
+    plain, chunked = found["plain"], found["chunks of 1024"]
+    for name, tolerance in (("logprobs", 1e-3), ("entropies", 1e-3), ("gradient", 2e-2)):
+        assert abs(chunked[name] - plain[name]) <= tolerance * abs(plain[name]), (name, chunked[name], plain[name])
+    return found
+
+
+def experts_of_a_mixture(device: str) -> dict[str, Any]:
+    """One layer of Qwen3-30B-A3B's shape, forward and backward: experts all together and one after the other, and with
+    the routes of an engine, which must cost next to nothing and change nothing where they are the router's own."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    from trireme.config.trainer import Experts, TrainerModel
+    from trireme.messages import Routed
+    from trireme.trainer.moe import prepare_experts, routes_argument
+
+    large = device == "cuda"
+    tokens, hidden, expert, experts, top_k = (8192, 2048, 768, 128, 8) if large else (64, 64, 32, 8, 2)
+    config = Qwen3MoeConfig(
+        hidden_size=hidden, moe_intermediate_size=expert, num_experts=experts, num_experts_per_tok=top_k,
+        num_hidden_layers=1, num_attention_heads=hidden // 64, num_key_value_heads=1, head_dim=64, vocab_size=1024,
+    )  # fmt: skip
+    ids = torch.randint(0, 1024, (1, tokens), device=device)
+    chosen: list[Any] = []
+    found: dict[str, Any] = {}
+    logits: dict[str, Any] = {}
+    for name in ("grouped_mm", "eager", "replay"):
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if large else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
+        settings = Experts(implementation="eager" if name == "eager" else "grouped_mm", router_replay=name == "replay")
+        prepare_experts(model, TrainerModel(moe=settings), list(model.model.layers))
+        model.model.layers[0].mlp.experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1].detach()))
+        routes: dict[str, Any] = {}
+        if name == "replay":
+            table = chosen[0].to("cpu", torch.uint8).numpy()
+            known = torch.ones(tokens, dtype=torch.uint8).numpy()
+            routes = routes_argument(model, Routed(known, table.reshape(-1), 1, top_k), torch.device(device))
+
+        def step(model: Any = model, routes: dict[str, Any] = routes) -> Any:
+            output = model(input_ids=ids, **routes).logits
+            output.float().logsumexp(-1).sum().backward()
+            return output
+
+        logits[name] = step().detach().float()
+        found[f"{name}_tokens_per_s"] = tokens / timed(step, device)
+    for name in ("eager", "replay"):
+        found[f"{name}_differs_by"] = float((logits[name] - logits["grouped_mm"]).abs().max())
+        assert found[f"{name}_differs_by"] < (0.1 if large else 1e-4), found
+    return found
 
 
 def quickstart_on_this_device(device: str) -> dict[str, Any]:
@@ -328,6 +393,44 @@ def quickstart_on_this_device(device: str) -> dict[str, Any]:
     }
 
 
+def checkpoints_into_an_engine(device: str) -> dict[str, Any]:
+    """`eval` as a user types it: what the quickstart wrote goes into a running engine, confirmed by its digest."""
+    from trireme.base.processes import free_port
+
+    runs = sorted((ROOT / "outputs" / "gpu-benchmark").glob("*/weights"))
+    if not runs:
+        raise Skipped("no weights of quickstart_on_this_device")
+    programs = Path(sys.executable).parent
+    port = free_port()
+    flags = ["--device", device, "--inference.server.port", str(port)]
+    engine = [str(programs / "inference"), "@", "configs/reverse-text/rl.toml", *flags]
+    with subprocess.Popen(engine, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            _until_healthy(f"http://127.0.0.1:{port}/health", server, deadline_s=120)
+            flags = ["--weights-dir", str(runs[-1]), "--env.id", "reverse-text", "--num-examples", "50"]
+            command = [str(programs / "eval"), "--client.base-url", f"http://127.0.0.1:{port}/v1", *flags]
+            began = time.perf_counter()
+            output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+            assert output.returncode == 0, output.stdout[-2000:] + output.stderr[-1000:]
+            return {"eval_s": time.perf_counter() - began, "said": output.stdout.strip().splitlines()[-6:]}
+        finally:
+            server.terminate()
+
+
+def _until_healthy(url: str, server: subprocess.Popen, *, deadline_s: float) -> None:
+    import httpx
+
+    for _ in range(int(deadline_s)):
+        assert server.poll() is None, f"the engine ended with exit code {server.returncode}"
+        try:
+            if httpx.get(url, timeout=1, trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(1)
+    raise TimeoutError(f"the engine was not up within {deadline_s:.0f} s")
+
+
 def _last_line(verb: str, *arguments: Any) -> str:
     """What `trireme audit` or `trireme replay` concludes; on a GPU, the replay tells where bits first differ."""
     command = [sys.executable, "-m", "trireme.cli.trireme", verb, *map(str, arguments)]
@@ -336,13 +439,58 @@ def _last_line(verb: str, *arguments: Any) -> str:
     return f"exit code {done.returncode}: {lines[0 if verb == 'audit' else -1] if lines else ''}"
 
 
+def weights_as_a_delta(device: str) -> dict[str, Any]:
+    """What has changed is found where the tensor is, and a copy on the host that is patched has its digest."""
+    import torch
+
+    from trireme.algo.digest import tensor_digest
+    from trireme.algo.patch import Patch, apply_patch, build_patch, changed
+
+    torch.manual_seed(0)
+    before = torch.randn(1 << (28 if device == "cuda" else 20), device=device, dtype=torch.bfloat16)
+    found: dict[str, Any] = {}
+    for share in (0.01, 0.1, 1.0):
+        after = torch.where(torch.rand(before.shape, device=device) < share, -before, before)
+        patch = build_patch(after, changed(after, before))
+        copy = before.cpu()
+        apply_patch(Patch(patch.form, patch.num_changed, patch.where.cpu(), patch.values.cpu()), copy)
+        assert tensor_digest(copy) == tensor_digest(after), share
+        seconds = timed(lambda after=after: build_patch(after, changed(after, before)), device)  # type: ignore[misc]
+        found[f"bytes_at_{share:g}"] = patch.num_bytes / after.nbytes
+        found[f"gb_per_s_at_{share:g}"] = after.nbytes / seconds / 1e9
+    return found
+
+
+def optimizers(device: str) -> dict[str, Any]:
+    """Bytes per parameter and seconds per step of each; the one in 8 bits is compiled here, and on CPUs is not."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from optimizers import build_model, bytes_held, measure
+    from optimizers import optimizers as all_optimizers
+
+    hidden, layers = (2048, 8) if device == "cuda" else (128, 1)
+    model = build_model(hidden, layers, device)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    found: dict[str, Any] = {"parameters": count}
+    for name, optimizer in all_optimizers(model).items():
+        key = name.replace(", ", "_")
+        found[f"{key}_ms"] = measure(optimizer, device) * 1e3
+        found[f"{key}_bytes_per_parameter"] = bytes_held(optimizer) / count
+        optimizer.state.clear()
+    return found
+
+
 SECTIONS: dict[str, tuple[Callable[[str], dict[str, Any]], int]] = {
     "device_and_versions": (device_and_versions, 60),
     "digest_is_the_same_on_both": (digest_is_the_same_on_both, 60),
     "weights_by_cuda_ipc": (weights_by_cuda_ipc, 90),
     "weights_by_nccl": (weights_by_nccl, 90),
+    "weights_as_a_delta": (weights_as_a_delta, 60),
     "trainer_step_agrees_with_cpu": (trainer_step_agrees_with_cpu, 120),
     "quickstart_on_this_device": (quickstart_on_this_device, 250),
+    "checkpoints_into_an_engine": (checkpoints_into_an_engine, 150),
+    "head_in_chunks": (head_in_chunks, 120),
+    "experts_of_a_mixture": (experts_of_a_mixture, 90),
+    "optimizers": (optimizers, 120),
     "trainer_throughput": (trainer_throughput, 400),
 }
 """What runs, in this order, and how many seconds each may take."""

@@ -19,7 +19,31 @@ from typing import Any
 import msgspec
 import numpy as np
 
-WIRE_VERSION = 2
+WIRE_VERSION = 4
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What a sampler that was cut (top_p, top_k, min_p) could choose from, token by token, one list after the other.
+
+    Example:
+        Kept(counts=[0, 3, 1], ids=[5, 7, 9, 7])  # the second token was one of 5, 7, 9; the third had to be 7
+    """
+
+    counts: np.ndarray  # [T] int32: 0 where the token was not sampled, or from the whole vocabulary
+    ids: np.ndarray  # [sum of counts] int32, ascending within each token
+
+
+class Routed(msgspec.Struct, frozen=True):
+    """The experts that the engine sent tokens to, in a model with a mixture of experts.
+
+    Example:
+        Routed(known=[1, 0], experts=[5, 2, 0, 7], layers=2, top_k=2)  # the first token: 5 and 2, then 0 and 7
+    """
+
+    known: np.ndarray  # [T] uint8: 1 where the engine has said it; it never computes the last token of a sample
+    experts: np.ndarray  # [sum of known * layers * top_k] uint8, or uint16 where there are more than 256 experts
+    layers: int  # of the model, with those that have no experts: there, what is said means nothing
+    top_k: int
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -34,6 +58,8 @@ class Tokens(msgspec.Struct, frozen=True):
     logprobs: np.ndarray  # [T] float32: of the token under the policy that sampled it, 0 where the mask is 0
     advantages: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int32: the policy version that sampled it, -1 where the mask is 0
+    kept: Kept | None = None  # where sampling was cut: the logprobs are those among what was kept
+    routed: Routed | None = None  # where the trainer is to send tokens to the experts that the engine sent them to
 
     @property
     def length(self) -> int:
@@ -50,16 +76,37 @@ COLUMNS: dict[str, tuple[np.dtype, float]] = {
 """Type and padding value of each column of `Tokens`."""
 
 
-def build_tokens(**columns: Any) -> Tokens:
+def build_tokens(*, kept: Kept | None = None, routed: Routed | None = None, **columns: Any) -> Tokens:
     """Tokens from sequences of numbers, each column cast to its type."""
     arrays = {name: np.asarray(columns[name], dtype=dtype) for name, (dtype, _) in COLUMNS.items()}
     lengths = {name: len(array) for name, array in arrays.items()}
     assert len(set(lengths.values())) == 1, f"columns of different lengths: {lengths}"
-    return Tokens(**arrays)
+    assert kept is None or len(kept.counts) == lengths["ids"], f"{len(kept.counts)} counts for {lengths['ids']} tokens"
+    assert routed is None or len(routed.known) == lengths["ids"], f"routes of {len(routed.known)} tokens"
+    return Tokens(**arrays, kept=kept, routed=routed)
 
 
 def concat_tokens(parts: list[Tokens]) -> Tokens:
-    return Tokens(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS})
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
+    return Tokens(**columns, kept=_concat_kept(parts), routed=_concat_routed(parts))
+
+
+def _concat_kept(parts: list[Tokens]) -> Kept | None:
+    if all(part.kept is None for part in parts):
+        return None
+    kept = [part.kept or Kept(np.zeros(part.length, np.int32), np.zeros(0, np.int32)) for part in parts]
+    return Kept(np.concatenate([each.counts for each in kept]), np.concatenate([each.ids for each in kept]))
+
+
+def _concat_routed(parts: list[Tokens]) -> Routed | None:
+    given = [part.routed for part in parts if part.routed is not None]
+    if not given:
+        return None
+    shapes = {(routed.layers, routed.top_k) for routed in given}
+    assert len(shapes) == 1, f"routes of (layers, experts of a token) {sorted(shapes)} in one row: of different models"
+    ((layers, top_k),) = shapes
+    known = [part.routed.known if part.routed else np.zeros(part.length, np.uint8) for part in parts]
+    return Routed(np.concatenate(known), np.concatenate([routed.experts for routed in given]), layers, top_k)
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
@@ -127,13 +174,15 @@ class GetBatch(msgspec.Struct, frozen=True, tag=True):
 class BatchReply(msgspec.Struct, frozen=True, tag=True):
     """This rank's micro-batches. Every rank gets equally many; an empty one has one token and no loss.
 
-    Dividing by the whole batch's `loss_tokens`, not this rank's, gives the same gradient however it is split.
+    Dividing by the whole batch's `loss_tokens` (or `loss_samples`), not this rank's, gives the same gradient however
+    it is split.
     """
 
     step: int
     micro_batches: list[MicroBatch]
-    loss_tokens: int
+    loss_tokens: int  # that count, in the whole batch; 1 where none does
     num_rollouts: int
+    loss_samples: int = 0  # with at least one such token, in the whole batch; 1 where there is none
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):

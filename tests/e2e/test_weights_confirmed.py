@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from real_run import REPOSITORY, SharedEngine
-from trireme.trainer.publish import probe_ids
+from trireme.algo.probe import probe_ids
+from trireme.trainer.publish import PROBE_TOKENS
 
 pytestmark = pytest.mark.e2e
 
@@ -104,4 +105,4 @@ def expected_logprobs(tensors: dict[str, np.ndarray]) -> np.ndarray:
 def prompt() -> list[int]:
     import json
 
-    return probe_ids(json.loads((MODEL / "config.json").read_text())["vocab_size"])
+    return probe_ids(json.loads((MODEL / "config.json").read_text())["vocab_size"], PROBE_TOKENS)

@@ -1,4 +1,4 @@
-"""The policy-gradient loss, against calculations that share no line with it."""
+"""The default loss and what all losses share, against calculations that share no line with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from fractions import Fraction
 import pytest
 import torch
 
-from trireme.algo.loss import LossTerms, importance_loss, kl_estimate
+from columns import columns_of
+from trireme.algo.columns import LossTerms, Totals
+from trireme.algo.loss import effective_share, kl_estimate, policy_loss
+from trireme.config.losses import Recipe
 
 LOW, HIGH = 0.5, 2.0
 
@@ -16,8 +19,10 @@ LOW, HIGH = 0.5, 2.0
 def loss_of(logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor, **changed) -> LossTerms:
     count = len(logprobs)
     options = {"loss_tokens": count, "ratio_low": LOW, "ratio_high": HIGH, "kl_tau": 0.0} | changed
-    mask = options.pop("mask", torch.ones(count, dtype=torch.bool))
-    return importance_loss(logprobs, behaviour, advantages, mask, **options)
+    mask = options.pop("mask", None)
+    totals = Totals(tokens=options.pop("loss_tokens"), samples=1)
+    columns = columns_of(logprobs, behaviour=behaviour, advantages=advantages, mask=mask)
+    return policy_loss(columns, totals, Recipe("importance", **options))
 
 
 def gradient_of(logprobs: list[float], behaviour: list[float], advantages: list[float], **changed) -> list[float]:
@@ -96,6 +101,7 @@ def test_masked_tokens_count_in_nothing() -> None:
     whole = loss_of(logprobs, behaviour, advantages, mask=mask, loss_tokens=6)
     part = loss_of(logprobs[:6], behaviour[:6], advantages[:6], loss_tokens=6)
     assert float(whole.loss) == float(part.loss)
+    assert float(whole.value) == float(part.value)
     assert {name: float(value) for name, value in whole.sums.items()} == pytest.approx(
         {name: float(value) for name, value in part.sums.items()}
     )
@@ -109,14 +115,24 @@ def test_sums_by_hand() -> None:
     # ratios 1, 4 (outside), 0.5 (on the edge, which counts)
     logprobs = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
     behaviour = logprobs - torch.tensor([1.0, 4.0, 0.5], dtype=torch.float64).log()
-    sums = loss_of(logprobs, behaviour, torch.tensor([2.0, 3.0, -1.0], dtype=torch.float64), ratio_low=0.499).sums
+    terms = loss_of(logprobs, behaviour, torch.tensor([2.0, 3.0, -1.0], dtype=torch.float64), ratio_low=0.499)
     expected = {
-        "loss": -(2.0 - 0.5),
         "importance_ratio": 5.5,
         "masked_frac": 1.0,
+        "capped_frac": 0.0,
+        "clip_frac/low": 0.0,
+        "clip_frac/high": 0.0,
         "policy/kl": (4 - 1 - math.log(4)) + (0.5 - 1 - math.log(0.5)),
+        "weights": 5.5,
+        "squared_weights": 1 + 16 + 0.25,
     }
-    assert {name: float(value) for name, value in sums.items()} == pytest.approx(expected)
+    assert {name: float(value) for name, value in terms.sums.items()} == pytest.approx(expected)
+    assert float(terms.value) == pytest.approx(-(2.0 - 0.5) / 3)
+
+
+def test_the_effective_share_of_equal_weights_is_one_and_of_a_single_weight_one_of_all() -> None:
+    assert effective_share(weights=8.0, squared_weights=16.0, tokens=4) == 1.0
+    assert effective_share(weights=3.0, squared_weights=9.0, tokens=10) == pytest.approx(0.1)
 
 
 def test_the_divergence_estimate_is_never_negative() -> None:

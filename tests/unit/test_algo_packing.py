@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trireme.algo.packing import Sample, micro_batches_of_rank, pack, positions
-from trireme.messages import COLUMNS, MicroBatch, build_tokens
+from trireme.messages import COLUMNS, Kept, MicroBatch, build_tokens
 
 CAPACITY = 50
 
@@ -90,3 +92,62 @@ def test_the_same_samples_give_the_same_rows() -> None:
 
 def test_positions_restart_with_each_sample() -> None:
     assert positions([3, 1, 2]).tolist() == [0, 1, 2, 0, 0, 1]
+
+
+@given(lengths=st.lists(st.integers(1, CAPACITY), max_size=40), world=st.integers(1, 5))
+def test_whatever_the_lengths_every_token_is_in_one_row_of_one_rank(lengths: list[int], world: int) -> None:
+    samples = samples_of(lengths)
+    shares = [micro_batches_of_rank(samples, capacity=CAPACITY, rank=rank, world=world) for rank in range(world)]
+    assert len({len(share) for share in shares}) == 1
+    assert len(shares[0]) >= 1
+    rows = [row for share in shares for row in share]
+    assert all(row.tokens.length <= CAPACITY for row in rows)
+    found = [entry for row in rows if not is_filler(row) for entry in content(row)]
+    assert sorted(found) == [(number, length, 1.0 + number) for number, length in enumerate(lengths)]
+    assert sum(map(is_filler, rows)) < world or not lengths
+
+
+@given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=40))
+def test_no_row_is_begun_while_another_has_room(lengths: list[int]) -> None:
+    rows = pack(lengths, CAPACITY)
+    for one in range(len(rows)):
+        for later in rows[one + 1 :]:
+            assert sum(lengths[i] for i in rows[one]) + lengths[later[0]] > CAPACITY
+
+
+@given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=40))
+def test_a_sample_goes_into_the_fullest_row_that_has_room(lengths: list[int]) -> None:
+    free: list[int] = []
+    for row, index in _in_order(pack(lengths, CAPACITY), lengths):
+        fits = [room for room in free if room >= lengths[index]]
+        assert (min(fits) == free[row]) if fits else row == len(free)
+        free += [CAPACITY] * (row == len(free))
+        free[row] -= lengths[index]
+
+
+def _in_order(rows: list[list[int]], lengths: list[int]) -> list[tuple[int, int]]:
+    """(row, sample), longest first, ties as they were given."""
+    placed = [(row, index) for row, indices in enumerate(rows) for index in indices]
+    return sorted(placed, key=lambda entry: (-lengths[entry[1]], entry[1]))
+
+
+@given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=20), seed=st.integers(0, 100))
+@settings(max_examples=40, deadline=None)
+def test_what_a_sampler_could_choose_from_stays_with_its_token(lengths: list[int], seed: int) -> None:
+    """Some samples were drawn from a cut vocabulary, in part; each token's choices are named after its sample."""
+    rng = np.random.default_rng(seed)
+    samples = samples_of(lengths)
+    for number, sample in enumerate(samples):
+        if number % 2:
+            counts = rng.integers(0, 4, sample.tokens.length).astype(np.int32)
+            ids = np.full(counts.sum(), number, np.int32)
+            columns = {name: getattr(sample.tokens, name) for name in COLUMNS}
+            sample.tokens = build_tokens(kept=Kept(counts, ids), **columns)
+    for row in micro_batches_of_rank(samples, capacity=CAPACITY, rank=0, world=1):
+        kept = row.tokens.kept
+        if kept is None:
+            assert not (row.tokens.ids % 2).any()
+            continue
+        assert len(kept.counts) == row.tokens.length
+        assert np.repeat(row.tokens.ids, kept.counts).tolist() == kept.ids.tolist()
+        assert not kept.counts[row.tokens.ids % 2 == 0].any()

@@ -12,22 +12,26 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from planted_faults import change_lines
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.cli.audit import audit
+from trireme.config.orchestrator import Advantage, Buffer
 from trireme.config.run import RunConfig
 from trireme.config.written import write_run
 from trireme.launch.rewind import rewind
 from trireme.ledger.journal import Journal
+from trireme.ledger.records import BatchRecord
 from trireme.ledger.versions import Versions
 from trireme.monitor.audit.audit import audit_run
 from trireme.monitor.audit.report import Report
 from written_run import (
     WrittenRun,
     build_config,
+    build_rich_config,
     digests_of,
     rewrite_batch,
     write_whole_run,
@@ -214,3 +218,80 @@ def test_it_needs_no_torch_and_no_process(config):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
+
+
+# where a batch goes by what happened: pools, a curriculum, running means
+
+
+@pytest.fixture(scope="module")
+def rich_written(tmp_path_factory) -> RunConfig:
+    return write_whole_run(tmp_path_factory.mktemp("rich") / "run", batches=7, rich=True)
+
+
+@pytest.fixture
+def rich_config(rich_written, tmp_path) -> RunConfig:
+    shutil.copytree(rich_written.paths.root, tmp_path / "run")
+    return rich_written.model_copy(update={"output_dir": tmp_path / "run"})
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_run_with_everything_to_go_by_holds_at_every_moment(tmp_path, level):
+    run = WrittenRun(build_rich_config(tmp_path, max_async_level=level, seed=level))
+    moments = [assert_holds(tmp_path) for _ in run.write(6)]
+    assert moments[-1].summary.batches == 6
+
+
+@pytest.mark.parametrize("gone", [0, 2, 5])
+def test_after_a_missing_batch_the_data_order_goes_on_from_what_the_next_one_says(rich_config, gone):
+    (rich_config.paths.journal / f"batch_{gone:06d}.msgpack").unlink()
+    report = audit_run(rich_config.paths.root)
+    assert {one.room for one in report.findings.in_order()} == {"journal"}, report.text(everything=True)
+
+
+def test_a_run_that_goes_on_with_other_pools_and_stages_holds(rich_config):
+    rewind(rich_config.paths, 2)
+    other = build_rich_config(rich_config.paths.root, seed=5)
+    fewer = other.orchestrator.model_copy(
+        update={"curriculum": other.orchestrator.curriculum[:1], "buffer": Buffer(), "advantage": Advantage()}
+    )
+    other = other.model_copy(update={"orchestrator": fewer})
+    write_run(other, other.paths.run_config)
+    for _ in WrittenRun(other).go_on(2, 4):
+        assert_holds(rich_config.paths.root)
+    again = build_rich_config(rich_config.paths.root, seed=6)
+    write_run(again, again.paths.run_config)
+    for _ in WrittenRun(again).go_on(4, 6):
+        assert_holds(rich_config.paths.root)
+
+
+def test_a_journal_of_before_there_were_flaws_and_outcomes_holds(config):
+    def as_before(record: BatchRecord) -> None:
+        record.outcomes = []
+        record.rules = msgspec.structs.replace(record.rules, filters=None)
+        for rollout in record.rollouts:
+            rollout.flaws, rollout.num_turns = [], 0
+        added = [name for name in record.metrics if name.startswith(("filters/", "turns/", "data/", "env/"))]
+        for name in added:
+            if not name.endswith("/num_turns"):
+                del record.metrics[name]
+
+    for step in range(5):
+        rewrite_batch(config, step, as_before)
+    assert_holds(config.paths.root)
+
+
+def test_a_function_of_the_users_that_is_no_more_is_worth_a_note(config):
+    def as_custom(record: BatchRecord) -> None:
+        record.rules = msgspec.structs.replace(record.rules, advantage="custom", advantage_path="gone.py:best")
+
+    rewrite_batch(config, 2, as_custom)
+    (note,) = assert_holds(config.paths.root).findings.notes
+    assert "are not compared" in note
+    assert "gone.py does not exist" in note
+
+
+def test_masked_tokens_do_not_count_as_trained(rich_config):
+    records = [Journal(rich_config.paths.journal).read(step) for step in range(7)]
+    trained = [rollout for record in records for rollout in record.rollouts if rollout.masked is None]
+    tokens = sum(int(sample.loss_mask.sum()) for rollout in trained for sample in rollout.samples)
+    assert assert_holds(rich_config.paths.root).summary.trained_tokens == tokens

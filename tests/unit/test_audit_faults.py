@@ -14,6 +14,7 @@ import pytest
 
 from planted_faults import (
     FAULTS,
+    Plant,
     change_column,
     change_lines,
     confirm_otherwise,
@@ -23,12 +24,14 @@ from planted_faults import (
     set_counter,
     set_cursor,
 )
+from planted_rich_faults import RICH_FAULTS
+from trireme.config.orchestrator import Advantage
 from trireme.config.run import RunConfig
 from trireme.ledger.entry import write_entry
 from trireme.ledger.journal import Journal
 from trireme.ledger.versions import Confirmation, Version, Versions
 from trireme.monitor.audit.audit import audit_run
-from written_run import digests_of, rewrite_batch, write_whole_run
+from written_run import WrittenRun, build_rich_config, digests_of, rewrite_batch, write_whole_run
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +46,29 @@ def config(written, tmp_path) -> RunConfig:
     return written.model_copy(update={"output_dir": tmp_path / "run"})
 
 
+@pytest.fixture(scope="module")
+def rich_written(tmp_path_factory) -> RunConfig:
+    return write_whole_run(tmp_path_factory.mktemp("rich") / "run", rich=True)
+
+
+@pytest.fixture
+def rich_config(rich_written, tmp_path) -> RunConfig:
+    """One with difficulty pools, a curriculum, masks, a teacher and a running mean."""
+    shutil.copytree(rich_written.paths.root, tmp_path / "run")
+    return rich_written.model_copy(update={"output_dir": tmp_path / "run"})
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_and_named_first(config, name):
-    plant, step, words = FAULTS[name]
+    assert_named_first(config, *FAULTS[name])
+
+
+@pytest.mark.parametrize("name", RICH_FAULTS)
+def test_a_fault_in_what_a_batch_goes_by_is_found_and_named_first(rich_config, name):
+    assert_named_first(rich_config, *RICH_FAULTS[name])
+
+
+def assert_named_first(config: RunConfig, plant: Plant, step: int, words: str) -> None:
     plant(config)
     report = audit_run(config.paths.root)
     assert not report.holds
@@ -76,6 +99,13 @@ def test_after_a_batch_that_is_gone_the_others_are_still_looked_at(tmp_path, gon
     if gone < 10:
         rewrite_batch(config, 10, lambda record: record.rollouts.pop(1))
         assert "batch 10: group" in audit_run(tmp_path).text(everything=True)
+
+
+@pytest.mark.parametrize("name", ["a score is another", "a running mean is another", "a step's reward is of no token"])
+def test_one_fault_in_what_a_batch_goes_by_is_not_told_of_for_ever(rich_config, name):
+    RICH_FAULTS[name][0](rich_config)
+    report = audit_run(rich_config.paths.root)
+    assert report.findings.total <= 2, report.text(everything=True)
 
 
 def test_on_a_gpu_a_version_that_was_replayed_otherwise_is_worth_a_note(tmp_path):
@@ -109,8 +139,13 @@ LEFT_TO_OTHERS = {
     "engines",
     "time",
     "difference",
+    "kept",
+    "routed",
 }
-"""What nothing else on disk repeats (a replay of the run sees ids and logprobs), or what decides nothing."""
+"""What nothing else on disk repeats (a replay of the run sees ids, logprobs and routes), or what decides nothing."""
+
+
+INSTEAD_OF_NONE = {"masked": "truncated", "stage_reward": 0.5}
 
 
 def leaves(value: Any, path: tuple = ()) -> Iterator[tuple]:
@@ -135,6 +170,8 @@ def mutate(value: Any, path: tuple, chance: random.Random) -> Any:
     """A copy that differs at that path."""
     if not path:
         return changed(value, chance)
+    if path[-1] in INSTEAD_OF_NONE and getattr(value, str(path[0]), value) is None:
+        return msgspec.structs.replace(value, **{path[0]: INSTEAD_OF_NONE[path[0]]})
     step, rest = path[0], path[1:]
     if isinstance(value, msgspec.Struct):
         return msgspec.structs.replace(value, **{step: mutate(getattr(value, step), rest, chance)})
@@ -149,7 +186,7 @@ def mutate(value: Any, path: tuple, chance: random.Random) -> Any:
 def changed(value: Any, chance: random.Random) -> Any:
     if isinstance(value, np.ndarray):
         array = value.copy()
-        place = chance.randrange(len(array))
+        place = chance.choice(np.flatnonzero(~np.isnan(array)).tolist())
         array[place] = 1 - array[place] if array.dtype == np.uint8 else array[place] + chance.choice([-1, 1])
         return array
     if isinstance(value, bool):
@@ -164,9 +201,24 @@ def changed(value: Any, chance: random.Random) -> Any:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_is_changed_in_a_batch_is_found(config, seed):
+    change_at_random(config, seed, times=40)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_changed_in_a_batch_with_everything_to_go_by_is_found(tmp_path, seed):
+    """Advantages are not cut: what is cut away would not be missed."""
+    orchestrator = build_rich_config(tmp_path).orchestrator
+    uncut = orchestrator.model_copy(update={"advantage": Advantage(type="ema")})
+    run = WrittenRun(build_rich_config(tmp_path).model_copy(update={"orchestrator": uncut}))
+    for _ in run.write(5):
+        pass
+    change_at_random(run.config, seed, times=40)
+
+
+def change_at_random(config: RunConfig, seed: int, *, times: int) -> None:
     chance = random.Random(seed)
     journal = Journal(config.paths.journal)
-    for _ in range(40):
+    for _ in range(times):
         step = chance.randrange(5)
         before = journal.read(step)
         by_kind: dict[tuple, list[tuple]] = {}

@@ -213,3 +213,14 @@ def test_supervised_runs_resolve_too() -> None:
     on_cpu = resolve_sft(SftConfig(seq_len=64), CPU)
     assert (on_cpu.device, on_cpu.num_ranks, on_cpu.micro_batch_tokens) == ("cpu", 1, 64)
     assert on_cpu.model.name == on_cpu.tokenizer.name == RunConfig().model.name
+
+
+def test_an_evaluation_stays_greedy_where_only_other_things_are_said_of_its_sampling() -> None:
+    assert evaluated_at("--orchestrator.eval.sampling.max-tokens", "16") == 0
+    assert evaluated_at("--orchestrator.eval.sampling.temperature", "0.5") == 0.5
+
+
+def evaluated_at(*flags: str) -> float:
+    evaluation = resolved(*flags).orchestrator.eval
+    assert evaluation is not None
+    return evaluation.sampling.temperature

@@ -13,7 +13,7 @@ from trireme.base.errors import ConfigError
 from trireme.config.load import load_config, load_run_config
 from trireme.config.readiness import looks_local
 from trireme.config.resolve import resolve, resolve_sft
-from trireme.config.rules import check, check_launch, check_sft, launch_problems
+from trireme.config.rules import check, check_sft, launch_problems
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.written import Room
@@ -172,13 +172,6 @@ def test_all_contradictions_are_shown_together() -> None:
 # at launch only
 
 
-def test_adapters_load_and_show_but_do_not_start() -> None:
-    config = resolved(*ENV, "--trainer.model.lora.rank", "8", "--model.name", "a/b")
-    check(config, CPU)
-    with pytest.raises(ConfigError, match="adapters are not trained yet"):
-        check_launch(config, CPU)
-
-
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
 def test_attention_that_cannot_train_on_cpu_does_not_start_there(attention: str) -> None:
     assert "its backward pass runs on GPUs only" in launch_refusal("--trainer.model.attn", attention)
@@ -192,7 +185,8 @@ def test_a_port_in_use_is_named_with_its_server_and_another_port(busy_port: int)
 
 
 def test_ports_of_another_machine_are_not_judged(busy_port: int) -> None:
-    assert launch_refusal("--model.name", "a/b", "--ports.host", "192.0.2.1", "--ports.batches", str(busy_port)) == ""
+    there = ("--hosts.orchestrator", "203.0.113.1", "--ports.batches", str(busy_port), "--device", "cpu")
+    assert f"port {busy_port}" not in launch_refusal("--model.name", "a/b", *there)
 
 
 def test_a_process_started_alone_answers_for_its_own_ports_only(busy_port: int) -> None:
@@ -204,7 +198,8 @@ def test_a_local_model_folder_must_hold_a_model() -> None:
     assert "this folder does not exist" in launch_refusal("--model.name", "./tiny")
     Path("tiny").mkdir()
     assert "this folder has no config.json" in launch_refusal("--model.name", "./tiny")
-    Path("tiny/config.json").touch()
+    Path("tiny/config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    Path("tiny/model.safetensors").touch()
     assert launch_refusal("--model.name", "./tiny") == ""
     assert "Found nearby: tiny" in launch_refusal("--model.name", "./tyni")
 

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from local_packages import write_package
 from trireme.base.errors import ConfigError
-from trireme.orchestrator.environments.venv import COMPLETE, EnvironmentSource, environment_python, find_environment
+from trireme.orchestrator.environments.neighbours import neighbours_of
+from trireme.orchestrator.environments.venv import (
+    COMPLETE,
+    EnvironmentSource,
+    environment_python,
+    find_environment,
+    installed_venv,
+)
 
 # Does what `uv venv DIR` and `uv pip install` leave behind, and notes that it was called.
 FAKE_UV = """#!/bin/sh
@@ -193,3 +201,72 @@ def test_our_cache_may_lie_inside_uvs(tmp_path: Path, monkeypatch: pytest.Monkey
         environment_python(source, cache=tmp_path / "trireme", log_file=log_file)
     assert "inside the cache directory" not in log_file.read_text()
     assert "uv pip install" in log_file.read_text()
+
+
+# packages beside it, with real uv and without any index
+
+USES_BOX = "import box\nvalue = box.value\n"
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UV_OFFLINE", "1")
+
+
+def value_of(python: Path) -> str:
+    show = [python, "-c", "import game; print(game.value)"]
+    return subprocess.run(show, capture_output=True, check=True, text=True, cwd="/").stdout.strip()
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("editable", [True, False])
+def test_a_package_beside_it_is_installed_with_it_and_is_never_stale(tmp_path: Path, editable: bool) -> None:
+    write_package(tmp_path, "box", "value = 1\n")
+    line = f'{{ path = "../box", editable = {str(editable).lower()} }}'
+    write_package(tmp_path, "game", USES_BOX, sources={"box": line})
+    source = find_environment("game", root=tmp_path)
+    first = environment_python(source, cache=tmp_path / "cache")
+    assert value_of(first) == "1"
+    (tmp_path / "box" / "box.py").write_text("value = 22\n")
+    second = environment_python(source, cache=tmp_path / "cache")
+    assert value_of(second) == "22"
+    assert (second == first) is editable
+
+
+@pytest.mark.usefixtures("offline")
+def test_dependencies_of_packages_beside_it_decide_which_virtual_environment_it_gets(tmp_path: Path) -> None:
+    """Also of those that these take from beside themselves."""
+    write_package(tmp_path, "lid", "value = 3\n")
+    write_package(tmp_path, "box", "from lid import value\n", sources={"lid": '{ path = "../lid", editable = true }'})
+    write_package(tmp_path, "game", USES_BOX, sources={"box": '{ path = "../box", editable = true }'})
+    source = find_environment("game", root=tmp_path)
+    first = environment_python(source, cache=tmp_path / "cache")
+    assert value_of(first) == "3"
+    assert [each.name for each in neighbours_of(tmp_path / "game")] == ["box", "lid"]
+    with open(tmp_path / "lid" / "pyproject.toml", "a") as project:
+        project.write("\n[tool.other]\nchanged = true\n")
+    assert installed_venv(source, cache=tmp_path / "cache") is None
+    assert value_of(environment_python(source, cache=tmp_path / "cache")) == "3"
+
+
+def test_a_package_beside_it_that_is_not_there_is_named_before_uv_is_asked(tmp_path: Path) -> None:
+    write_package(tmp_path, "game", USES_BOX, sources={"box": '{ path = "../gone", editable = true }'})
+    with pytest.raises(ConfigError, match=rf"takes 'box' from '../gone', and there is nothing at {tmp_path}/gone"):
+        environment_python(find_environment("game", root=tmp_path), cache=tmp_path / "cache", uv="/no/uv/here")
+
+
+def test_packages_that_name_each_other_are_each_read_once(tmp_path: Path) -> None:
+    write_package(tmp_path, "box", "", sources={"game": '{ path = "../game", editable = true }'})
+    write_package(tmp_path, "game", "", sources={"box": '[{ path = "../box", editable = true, marker = "True" }]'})
+    assert [each.name for each in neighbours_of(tmp_path / "game")] == ["box"]
+
+
+@pytest.mark.usefixtures("offline")
+def test_built_again_it_is_whole_and_in_the_same_place(tmp_path: Path) -> None:
+    write_package(tmp_path, "game", "value = 1\n")
+    source = find_environment("game", root=tmp_path)
+    python = environment_python(source, cache=tmp_path / "cache")
+    (python.parents[1] / "stray").touch()
+    assert environment_python(source, cache=tmp_path / "cache", again=True) == python
+    assert not (python.parents[1] / "stray").exists()
+    assert value_of(python) == "1"

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from parsing import parse
+
 SOURCE = Path(__file__).parents[2] / "src" / "trireme"
 
 FLOORS = {
@@ -38,7 +40,7 @@ HEAVY = {"torch", "transformers", "vllm", "safetensors", "accelerate"}
 WORKER = SOURCE / "orchestrator" / "environments" / "worker"
 """Runs under the environment's own interpreter, where nothing of ours is installed."""
 
-WORKER_MAY_IMPORT = {"verifiers", "openai"}
+WORKER_MAY_IMPORT = {"verifiers", "openai", "aiohttp", "httpx"}  # the latter two come with verifiers
 
 DEADLINE_S = 120
 
@@ -58,7 +60,7 @@ def python_files() -> list[Path]:
 
 def imports_of(file: Path) -> Iterator[Import]:
     """At any level, also inside functions and for types only. A relative import counts as one of `trireme`."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parse(file.read_text())):
         match node:
             case ast.Import():
                 yield from (Import(file, node.lineno, alias.name) for alias in node.names)
@@ -116,7 +118,7 @@ def _module(file: Path) -> str:
 
 
 def _imported_at_the_top(file: Path) -> set[str]:
-    nodes = ast.parse(file.read_text()).body
+    nodes = parse(file.read_text()).body
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -153,7 +155,7 @@ def _can_do_without(entry: Import) -> bool:
     """Imported under `except ImportError`."""
     return any(
         node.lineno < entry.line < node.handlers[0].lineno
-        for node in ast.walk(ast.parse(entry.file.read_text()))
+        for node in ast.walk(parse(entry.file.read_text()))
         if isinstance(node, ast.Try) and node.handlers and getattr(node.handlers[0].type, "id", "") == "ImportError"
     )
 

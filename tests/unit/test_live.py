@@ -17,9 +17,10 @@ import pytest
 from rich.console import Console
 
 from trireme.config.run import RunConfig
-from trireme.monitor.live import PlainView, StatusPoller, TerminalView, sparkline, summary
+from trireme.monitor.live import PlainView, StatusPoller, TerminalView, sparkline
 from trireme.monitor.logs import last_words, startup_phase
 from trireme.monitor.progress import EngineStatus, ProcessState, Progress, Status, StatusWait
+from trireme.monitor.summary import summary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -49,7 +50,13 @@ class Stage:
 
     def train(self, step: int, *, reward: float = 0.5, pace_s: float = 1.0) -> None:
         self.report(step, "orchestrator", reward__mean=reward, lag__mean=0.9)
-        numbers = {"loss": 0.0123, "grad_norm": 0.812, "mismatch_kl": 3e-7, "policy__entropy": 1.25}
+        numbers = {
+            "loss": 0.0123,
+            "grad_norm": 0.812,
+            "mismatch_kl": 3e-7,
+            "policy__entropy": 1.25,
+            "importance_ratio": 1.02,
+        }
         self.report(step, "trainer", step * pace_s, perf__tokens_per_s=12345.0, **numbers)
 
     def tick(self, view: PlainView | TerminalView, *, after_s: float = 1.0, final: bool = False) -> str:
@@ -77,7 +84,26 @@ def test_a_completed_step_is_one_plain_line(stage: Stage) -> None:
     stage.train(11, pace_s=0.5, reward=0.534)
     lines = stage.tick(view).splitlines()
     assert len(lines) == 2
-    assert lines[1] == ("step    12/200  reward 0.534  loss 0.0123  grad 0.81  lag 0.9  12.3k tok/s  ETA 1:34")
+    assert lines[1] == (
+        "step    12/200  reward 0.534  loss 0.0123  grad 0.81  entropy 1.25  ratio 1.02  lag 0.9  12.3k tok/s  ETA 1:34"
+    )
+
+
+def test_a_warning_is_a_plain_line_once_and_stays_in_the_picture_while_it_lasts(stage: Stage) -> None:
+    view, picture = stage.plain(), stage.terminal()
+    stage.tick(view)
+    stage.train(0)
+    stage.report(1, "trainer", skipped_update=1.0)
+    said = [line for line in stage.tick(view).splitlines() if line.startswith("warning")]
+    assert len(said) == 1
+    assert said[0].startswith("warning at step 2, not_finite: skipped_update is 1: the gradient was not finite. ")
+    assert "warning" not in stage.tick(view)
+    assert "warning at step 2, not_finite" in stage.tick(picture)
+    for step in range(2, 7):
+        stage.report(step, "trainer", skipped_update=0.0)
+    assert "not_finite" not in stage.tick(picture)
+    picture.close()
+    assert "warning at step 2, not_finite" in summary(view.progress, stage.config, 1.0)
 
 
 def test_a_step_waits_for_the_orchestrators_half_but_not_for_ever(stage: Stage) -> None:

@@ -25,6 +25,7 @@ from trireme.messages import (
     GetNewest,
     Go,
     Heartbeat,
+    Kept,
     Live,
     MicroBatch,
     Newest,
@@ -37,6 +38,7 @@ from trireme.messages import (
     Refusal,
     Reply,
     Request,
+    Routed,
     TensorSpec,
     Tokens,
     build_tokens,
@@ -51,6 +53,13 @@ GOLDEN = Path(__file__).parents[1] / "data" / f"wire_v{WIRE_VERSION}.json"
 
 TOKENS = build_tokens(
     ids=[5, 9, 70000], loss_mask=[0, 1, 1], logprobs=[0.0, -0.1, -2.5], advantages=[0.0, 0.5, -0.5], versions=[-1, 3, 4]
+)
+CUT = build_tokens(
+    **{name: [0, 1] for name in COLUMNS}, kept=Kept(counts=np.array([0, 2], np.int32), ids=np.array([4, 1], np.int32))
+)
+SENT_TO = build_tokens(
+    **{name: [0, 1] for name in COLUMNS},
+    routed=Routed(np.array([1, 0], np.uint8), np.array([5, 2, 0, 7], np.uint8), layers=2, top_k=2),
 )
 REQUESTS: list[Request] = [
     GetNewest(run_id="run"),
@@ -81,9 +90,14 @@ REPLIES: list[Reply] = [
     Newest(version=7, digests={"model.norm.weight": "00ff"}),
     BatchReply(
         step=41,
-        micro_batches=[MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7])],
-        loss_tokens=2,
-        num_rollouts=2,
+        micro_batches=[
+            MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7]),
+            MicroBatch(tokens=CUT, lengths=[2], temperatures=[1.0]),
+            MicroBatch(tokens=SENT_TO, lengths=[2], temperatures=[1.0]),
+        ],
+        loss_tokens=3,
+        num_rollouts=3,
+        loss_samples=3,
     ),
     Publish(reason="an engine came up without weights"),
     Go(version=7, epoch="abc/3", world_size=3),
@@ -183,6 +197,14 @@ def test_tokens_one_after_the_other() -> None:
     both = concat_tokens([TOKENS, TOKENS])
     assert both.length == 6
     assert all(getattr(both, name).tolist() == 2 * getattr(TOKENS, name).tolist() for name in COLUMNS)
+
+
+def test_what_a_cut_sampler_kept_goes_along_where_there_is_any() -> None:
+    both = concat_tokens([TOKENS, CUT, CUT])
+    assert both.kept is not None
+    assert both.kept.counts.tolist() == [0, 0, 0, 0, 2, 0, 2]
+    assert both.kept.ids.tolist() == [4, 1, 4, 1]
+    assert concat_tokens([TOKENS, TOKENS]).kept is None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from parsing import parse
+
 SOURCE = Path(__file__).parents[2] / "src"
 
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -30,7 +32,7 @@ KEYWORDS = {("allow_pickle", True), ("weights_only", False), ("shell", True)}
 
 def dangers(source: str) -> Iterator[str]:
     """Each as `LINE: what`."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         match node:
             case ast.Import(names=names):
                 yield from (f"{node.lineno}: import {alias.name}" for alias in names if _is_module(alias.name))
@@ -53,7 +55,7 @@ def _is_module(name: str) -> bool:
 
 def weights_from_pickles(source: str) -> Iterator[str]:
     """`AutoModel....from_pretrained` reads a `.bin` with pickle where there are no safetensors, unless told not to."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr="from_pretrained"), keywords=keywords):
                 if owner.startswith("AutoModel") and "use_safetensors" not in {keyword.arg for keyword in keywords}:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 
-import msgspec
 import pytest
 
+from order_rules import order_rules
+from trireme.algo.curriculum import Stage
+from trireme.algo.difficulty import Outcome, Pools
 from trireme.base.errors import ConfigError
 from trireme.ledger.records import OpenGroup, State
+from trireme.messages import decode_as, encode
 from trireme.orchestrator.buffer import Buffer
 
 
 def build_buffer(sizes: dict[str, int], *, weights=None, seed=0, shuffle=True, state=None) -> Buffer:
     weights = weights or dict.fromkeys(sizes, 1.0)
-    return Buffer(sizes, weights, seed=seed, shuffle=shuffle, state=state or State())
+    return Buffer(sizes, order_rules(weights, seed=seed, shuffle=shuffle), state or State())
 
 
 def take(buffer: Buffer, count: int) -> list[OpenGroup]:
@@ -23,13 +26,8 @@ def take(buffer: Buffer, count: int) -> list[OpenGroup]:
 
 def saved(buffer: Buffer, open_groups: list[OpenGroup]) -> State:
     """Through bytes, as the journal keeps it."""
-    state = State(
-        next_group=buffer.next_group,
-        sizes=buffer.sizes,
-        cursors=buffer.cursors(),
-        open_groups=open_groups + buffer.reopened,
-    )
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)
+    state = State(open_groups=open_groups + buffer.reopened, **buffer.state())
+    return decode_as(State, encode(state))
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -102,3 +100,40 @@ def test_a_run_does_not_go_on_with_other_examples(sizes, words):
 
 def test_sizes_are_those_that_it_was_built_with():
     assert build_buffer({"a": 7, "b": 4}).sizes == {"a": 7, "b": 4}
+
+
+# what it learns
+
+
+def ended(groups: list[OpenGroup], mean: float) -> list[Outcome]:
+    return [Outcome(group.id, group.env, group.example, mean) for group in groups]
+
+
+def test_what_was_learnt_is_gone_on_from_and_refused_examples_stay_out():
+    pools = Pools(0.9, 0.1, 0.0, 1.0, 1.0, 0.5)
+    rules = order_rules({"a": 1.0}, pools=pools)
+    buffer = Buffer({"a": 6}, rules, State())
+    first = take(buffer, 3)
+    buffer.close_batch(ended(first, 1.0), next_step=1)
+    again = Buffer({"a": 6}, rules, saved(buffer, []))
+    later = [group.example for group in take(again, 6)]
+    assert later == [group.example for group in take(buffer, 6)]
+    assert not {group.example for group in first} & set(later)
+
+
+def test_that_every_example_is_left_out_is_said_once(caplog):
+    rules = order_rules({"a": 1.0}, pools=Pools(0.9, 0.1, 0.0, 1.0, 1.0, 0.5))
+    buffer = Buffer({"a": 4}, rules, State())
+    for step in range(1, 4):
+        buffer.close_batch(ended(take(buffer, 4), 1.0), next_step=step)
+    assert caplog.text.count("all examples of a are in difficulty pools of weight 0") == 1
+
+
+def test_a_stage_changes_what_is_drawn_from_when_a_batch_is_closed():
+    rules = order_rules({"a": 1.0, "b": 1.0}, curriculum=(Stage({"a": 1.0}), Stage({"b": 1.0}, from_step=2)))
+    buffer = Buffer({"a": 4, "b": 4}, rules, State())
+    drawn = []
+    for step in range(1, 4):
+        drawn.append({group.env for group in take(buffer, 3)})
+        buffer.close_batch([], next_step=step)
+    assert drawn == [{"a"}, {"a"}, {"b"}]

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from order_rules import order_rules
 from trireme.algo.order import environment_of, example_order, names_and_shares
 from trireme.ledger.records import State
 from trireme.orchestrator.buffer import Buffer
@@ -55,7 +56,7 @@ def test_the_order_is_the_one_that_runs_on_disk_have():
 
 def test_the_buffer_hands_out_what_these_functions_say():
     weights, sizes = {"x": 1.0, "w": 2.5}, {"x": 6, "w": 4}
-    buffer = Buffer(sizes, weights, seed=8, shuffle=True, state=State())
+    buffer = Buffer(sizes, order_rules(weights, seed=8), State())
     names, shares = names_and_shares(weights)
     handed_out: dict[str, int] = dict.fromkeys(names, 0)
     for group in range(60):

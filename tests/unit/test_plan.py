@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -90,24 +89,21 @@ LOADED = "print('LOADED', *({'torch', 'vllm', 'transformers', 'numpy', 'zmq'} & 
 
 @pytest.mark.parametrize("program", ["rl", "trainer", "orchestrator", "inference", "sft"])
 def test_help_shows_every_key_at_once_and_loads_nothing_heavy(program: str, tmp_path: Path) -> None:
-    started = time.monotonic()
     done = command(program, "--help", cwd=tmp_path, code=LOADED)
-    assert time.monotonic() - started < 2.0  # 0.25 s on a free machine
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("LOADED\n")
-    assert "<integer > 0>  (default: 100)\n        Optimizer steps." in done.stdout
+    meaning = "Optimizer steps." if program == "sft" else "Training steps: batches, each of which makes one version."
+    assert f"<integer > 0>  (default: 100)\n        {meaning}" in done.stdout
     lr = "--trainer.optim.lr" if program == "rl" else "--optim.lr"
     assert (f"{lr}  <number > 0>" in done.stdout) is (program in ("rl", "trainer", "sft"))
 
 
 def test_a_dry_run_writes_the_resolved_run_and_loads_nothing_heavy(tmp_path: Path) -> None:
-    started = time.monotonic()
     example = str(DATA / "guide_example.toml")
     done = command("rl", "@", example, "--dry-run", "--device", "cpu", cwd=tmp_path, code=LOADED)
-    assert time.monotonic() - started < 2.0
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("LOADED\n")
-    assert "not ready: `[trainer.model.lora]`" in done.stdout
+    assert "lora" not in done.stdout
     written = {file.name for file in (tmp_path / "outputs/configs").iterdir()}
     assert written == {"run.json", "trainer.toml", "orchestrator.toml", "inference.toml"}
 

@@ -28,7 +28,7 @@ from trireme.config.trainer import Checkpoints, Optimizer, Scheduler, TrainerCon
 from trireme.config.written import write_run
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord, Rollout, State
-from trireme.ledger.shares import row_capacity, share_of
+from trireme.ledger.shares import Shares
 from trireme.ledger.span import find_span
 from trireme.ledger.versions import Versions
 from trireme.messages import COLUMNS, GetBatch, GetNewest, Go, Live, Newest, Ok, PolicyReady, PolicySent, Reply, Request
@@ -61,7 +61,7 @@ class Recorded:
             case GetNewest():
                 return Newest(version=-1, digests={})
             case GetBatch(step=step, rank=rank, world=world):
-                return share_of(self.journal.read(step), rank=rank, world=world, capacity=row_capacity(self.config))
+                return Shares(self.journal, self.config).of(step, rank=rank, world=world)
             case PolicyReady(version=version):
                 return Go(version=version, epoch="1", world_size=2)
             case PolicySent(version=version, digests=digests):
@@ -376,6 +376,7 @@ def test_a_folder_without_a_run_is_refused_with_what_was_expected(tmp_path: Path
     assert done.stderr.startswith(f"trireme: {tmp_path} is not a run's folder - expected ")
 
 
+@pytest.mark.e2e  # two real ranks, twice
 def test_two_ranks_replay_what_two_ranks_have_trained_until_a_batch_is_another(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from trireme.cli.rl import write_configs
@@ -20,3 +23,12 @@ def test_a_run_that_is_gone_on_with_other_settings_keeps_those_that_it_had_befor
     earlier = sorted(tmp_path.glob("run.earlier-*.json"))
     assert [path.name for path in earlier] == ["run.earlier-1.json", "run.earlier-2.json"]
     assert [seed_in(path) for path in earlier] == [1, 2]
+
+
+def test_who_stops_reading_what_a_command_prints_gets_no_traceback(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "trireme.cli.trireme", "env", "list"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")

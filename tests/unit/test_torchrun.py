@@ -14,6 +14,8 @@ import pytest
 from stage import DEADLINE_S, until
 from trireme.launch.descendants import read_process
 
+pytestmark = pytest.mark.e2e  # each starts torchrun, whose imports take seconds per process
+
 DOOR = """
 import os, signal, sys, time
 from pathlib import Path

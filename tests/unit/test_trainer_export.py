@@ -8,21 +8,44 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from limits import file_size_limit
-from tiny import VOCABULARY, load_script, open_exporter, open_state, random_samples, train_step, weights_of
-from trireme.config.trainer import TrainerModel
+from tiny import (
+    VOCABULARY,
+    are_equal,
+    load_script,
+    open_exporter,
+    open_state,
+    open_store,
+    random_samples,
+    train_step,
+)
+from trireme.config.trainer import Optimizer, TrainerModel
+from trireme.ledger.manifest import read_manifest
+from trireme.trainer.checkpoint import CheckpointStore
+from trireme.trainer.export import Exporter
+from trireme.trainer.export_layout import layout_of
 from trireme.trainer.mesh import World
 from trireme.trainer.model import load_model
+from trireme.trainer.optim import build_optimizer
+from trireme.trainer.served import served_tensors
+from trireme.trainer.state import TrainerState
 
 IDS = torch.arange(20)[None] * 5 % VOCABULARY
 
 
 def export(model: PreTrainedModel, folder: Path, world: World, *, tokenizer: Path, dtype: torch.dtype) -> Path:
-    """Under `folder`, as version 1."""
-    open_exporter(folder, tokenizer, world, dtype).gather(model, 1)()
+    """Under `folder`, as version 1, out of a checkpoint beside it."""
+    save(model, folder, world, open_exporter(folder, tokenizer, world, dtype)).wait()
     return folder / "step_1"
+
+
+def save(model: PreTrainedModel, folder: Path, world: World, exporter: Exporter) -> CheckpointStore:
+    store = open_store(folder.with_name(f"{folder.name}_checkpoints"), world, exporter=exporter)
+    store.save(TrainerState(model, build_optimizer(model, Optimizer()), version=1))
+    return store
 
 
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
@@ -108,22 +131,36 @@ def test_an_untied_model_of_another_family_comes_back_too(tmp_path: Path, world:
     assert torch.equal(logits_of(loaded), logits_of(model))
 
 
-def test_training_on_does_not_change_what_was_gathered(tiny_model: Path, tmp_path: Path, world: World) -> None:
-    state = open_state(tiny_model, world)
-    write = open_exporter(tmp_path, tiny_model, world).gather(state.model, 0)
-    expected = weights_of(state.model)
-    train_step(state, random_samples([20, 30]), world)
-    write()
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step_0")
-    assert all(torch.equal(parameter, expected[name]) for name, parameter in exported.named_parameters())
+def test_an_export_has_the_tensors_that_engines_get(trained: PreTrainedModel, exported: Path) -> None:
+    served = dict(served_tensors(trained, torch.float32))
+    found = load_file(exported / "model.safetensors")
+    assert list(served) == [spec.name for spec in layout_of(trained, torch.float32).specs]
+    assert are_equal(found, served)
 
 
-def test_what_cannot_be_written_leaves_nothing_and_is_written_when_it_can_be(
+def test_the_description_of_an_export_lies_in_the_checkpoint(exported: Path) -> None:
+    """So that it can be made again, wherever the base model is by then."""
+    checkpoint = exported.parent.with_name(f"{exported.parent.name}_checkpoints") / "step_1"
+    described = {path.name: path.read_bytes() for path in (checkpoint / "model").iterdir()}
+    assert described == {path.name: path.read_bytes() for path in exported.iterdir() if path.suffix != ".safetensors"}
+    listed = set(read_manifest(checkpoint).files)
+    assert {f"model/{name}" for name in described} | {"layout.json"} < listed
+
+
+def test_a_generation_config_that_transformers_would_not_save_is_exported_as_it_is(
+    tiny_model: Path, tmp_path: Path, world: World
+) -> None:
+    model = load_model(TrainerModel(), str(tiny_model), world)
+    model.generation_config.temperature, model.generation_config.do_sample = 0.6, False
+    folder = export(model, tmp_path / "weights", world, tokenizer=tiny_model, dtype=torch.float32)
+    assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 0.6
+
+
+def test_what_cannot_be_written_is_raised_and_leaves_nothing(
     trained: PreTrainedModel, tiny_model: Path, tmp_path: Path, world: World
 ) -> None:
-    write = open_exporter(tmp_path / "weights", tiny_model, world).gather(trained, 1)
-    with file_size_limit(10_000), pytest.raises(Exception, match="File too large"):
-        write()
-    assert list((tmp_path / "weights").iterdir()) == []
-    write()
-    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "weights/step_1")), logits_of(trained))
+    with file_size_limit(10_000):
+        store = save(trained, tmp_path / "weights", world, open_exporter(tmp_path / "weights", tiny_model, world))
+        with pytest.raises(Exception, match="File too large"):
+            store.wait()
+    assert not (tmp_path / "weights").exists() or list((tmp_path / "weights").iterdir()) == []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,15 @@ from trireme.messages import (
     Reply,
     Request,
 )
+from trireme.monitor.lanes import joined, shares, steady
 from trireme.monitor.metrics import read_metrics
+from trireme.monitor.spans import read_spans
 from trireme.trainer.checkpoint import complete_steps
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.loop import train
 
 STEPS = 4
+TOUCH_S = 1e-4  # between two clocks that are read one after the other
 
 
 @dataclass
@@ -143,6 +148,34 @@ def test_checkpoints_and_one_line_of_metrics_per_step_are_left_behind(straight: 
     assert [row["step"] for row in rows] == list(range(STEPS))
     promised = {"loss", "grad_norm", "lr", "importance_ratio", "policy/entropy", "policy/kl", "perf/tokens_per_s"}
     assert all(promised | {"time/step", "time/publish"} <= row.keys() for row in rows)
+
+
+def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight: FakeOrchestrator, folder: Path) -> None:
+    spans = joined(read_spans(folder / "spans.jsonl")[0])
+    assert {span.lane for span in spans} == {"trainer"}
+    assert all(second.begin_s >= first.end_s - TOUCH_S for first, second in pairwise(spans))
+    assert (spans[0].what, spans[-1].what) == ("start", "idle")
+    of_steps = shares(spans, "trainer", *steady(spans))
+    assert sum(of_steps.values()) == 1.0
+    assert {"train", "transfer", "save", "wait"} <= of_steps.keys()
+    for row in read_metrics(folder / "metrics.jsonl")[0]:
+        seconds = defaultdict(float)
+        for span in spans:
+            if (span.what, span.step) in [("train", row["step"]), ("transfer", row["step"] + 1), ("wait", row["step"])]:
+                seconds[span.what] += span.seconds
+        assert seconds["train"] >= row["time/forward_backward"] + row["time/optimizer"] - TOUCH_S
+        assert seconds["transfer"] <= row["time/publish"] + TOUCH_S  # without the wait for engines to pause
+        assert seconds["wait"] > 0
+        assert 0 < row["time/idle"] <= row["time/wait_for_batch"] + row["time/publish"] + TOUCH_S
+
+
+def test_a_resumed_trainer_goes_on_in_its_lane(tiny_model: Path, tmp_path: Path) -> None:
+    died = run(tmp_path, tiny_model, refuses=3)
+    run(tmp_path, tiny_model, resume=True, newest=Newest(version=3, digests=died.digests()[3]))
+    spans = joined(read_spans(tmp_path / "spans.jsonl")[0])
+    assert all(second.begin_s >= first.end_s - TOUCH_S for first, second in pairwise(spans))
+    assert [span.step for span in spans if span.what == "train"] == [0, 1, 2, 2, 3]
+    assert [span.what for span in spans].count("start") == 2
 
 
 def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(

@@ -6,35 +6,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tiny import open_state, random_samples, weights_of
 from trireme.algo.packing import micro_batches_of_rank
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import TrainerModel
+from trireme.trainer.forward import compute_columns
 from trireme.trainer.mesh import World
-from trireme.trainer.model import full_tensors, load_model, logits_at, num_parameters
+from trireme.trainer.model import load_model, num_parameters
+from trireme.trainer.served import served_tensors
 
 
 def test_every_parameter_is_given_once_and_whole(tiny_model: Path, world: World) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
     model = open_state(tiny_model, world).model
-    found = dict(full_tensors(model, torch.float32))
+    found = dict(served_tensors(model, torch.float32))
     expected = dict(plain.named_parameters())
     assert list(found) == list(expected)
     assert "lm_head.weight" not in found  # tied
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert num_parameters(model) == sum(tensor.numel() for tensor in found.values())
-
-
-def test_logits_are_computed_only_where_they_are_asked_for(tiny_model: Path, world: World) -> None:
-    model = open_state(tiny_model, world).model
-    (row,) = micro_batches_of_rank(random_samples([9, 14]), capacity=64, rank=0, world=1)
-    with torch.no_grad():
-        everywhere = logits_at(model, row, torch.arange(23), world.device)
-        some = logits_at(model, row, torch.tensor([3, 20, 8]), world.device)
-    assert everywhere.shape[0] == 23
-    torch.testing.assert_close(some, everywhere[[3, 20, 8]], rtol=1e-5, atol=1e-6)
 
 
 def test_from_scratch_weights_follow_from_the_seed(tiny_model: Path, world: World) -> None:
@@ -53,3 +46,18 @@ def test_a_model_that_cannot_be_had_is_a_question_of_configuration(
 ) -> None:
     with pytest.raises(ConfigError, match=r"cannot be loaded(.|\n)*Set `model.name`"):
         load_model(config, str(tmp_path), world)
+
+
+def test_a_pass_without_gradients_leaves_each_rank_its_float32_parts(tiny_model: Path, world: World) -> None:
+    """What is gathered, in bfloat16, would else be taken for the model by whoever saves or sends it."""
+    config = TrainerModel(reshard_after_forward=False, optimization_dtype="bfloat16")
+    model = load_model(config, str(tiny_model), world)
+    (row,) = micro_batches_of_rank(random_samples([9, 14]), capacity=64, rank=0, world=1)
+    assert are_sharded(model)
+    with torch.no_grad():
+        compute_columns(model, row, world.device)
+    assert are_sharded(model)
+
+
+def are_sharded(model: PreTrainedModel) -> bool:
+    return all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())

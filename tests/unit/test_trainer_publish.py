@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from answering import DEADLINE_S, answering
 from tiny import open_state, weights_of
 from trireme.algo.digest import tensor_digest
+from trireme.algo.probe import probe_ids
 from trireme.base.errors import Refused
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
@@ -22,7 +23,7 @@ from trireme.config.inference import InferenceConfig, InferenceModel
 from trireme.config.run import Ports, RunConfig, WeightBroadcast
 from trireme.messages import Again, GetNewest, Go, Live, Newest, PolicyReady, PolicySent, Refusal, Reply, Request
 from trireme.trainer.mesh import World
-from trireme.trainer.publish import Publisher, probe_ids
+from trireme.trainer.publish import PROBE_TOKENS, Publisher
 from trireme.transport.control import ControlClient
 from trireme.transport.weights.kinds import open_receiver
 
@@ -217,7 +218,7 @@ def test_weights_that_were_refused_are_not_sent_again(tmp_path: Path, model: Pre
 
 @pytest.mark.parametrize("vocabulary", [3, 128, 151_936])
 def test_the_probe_is_fixed_and_spread_over_the_vocabulary(vocabulary: int) -> None:
-    ids = probe_ids(vocabulary)
-    assert ids == probe_ids(vocabulary)
+    ids = probe_ids(vocabulary, PROBE_TOKENS)
+    assert ids == probe_ids(vocabulary, PROBE_TOKENS)
     assert all(0 <= token < vocabulary for token in ids)
     assert len(set(ids)) == min(vocabulary, len(ids))

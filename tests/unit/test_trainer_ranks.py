@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ranks
+from rank_processes import Ranks, require_success, started_ranks
 from tiny import are_equal, content_of, largest_difference, open_state, open_store, save, train_step, weights_of
 from trireme.algo.packing import micro_batches_of_rank
-from trireme.base.processes import free_port
 from trireme.ledger.manifest import complete_steps, read_manifest
 from trireme.trainer.mesh import World
 
-DEADLINE_S = 300
+pytestmark = pytest.mark.e2e  # real ranks beside one another
 
 
 @pytest.fixture(scope="module")
@@ -38,53 +35,55 @@ def saved_by_one(tiny_model: Path, folder: Path, world: World) -> dict[str, torc
 
 
 @pytest.fixture(scope="module")
-def processes(
-    tiny_model: Path, folder: Path, saved_by_one: dict[str, torch.Tensor]
-) -> Iterator[list[subprocess.Popen[str]]]:
-    port = str(free_port())
-    started = [_start_rank(rank, port, tiny_model, folder) for rank in range(2)]
-    yield started
-    for process in started:
-        process.kill()
-        process.wait(DEADLINE_S)
-
-
-def _start_rank(rank: int, port: str, model: Path, folder: Path) -> subprocess.Popen[str]:
-    environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return subprocess.Popen(
-        [sys.executable, ranks.__file__, str(model), str(folder)],
-        env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def processes(tiny_model: Path, folder: Path, saved_by_one: dict[str, torch.Tensor]) -> Iterator[Ranks]:
+    with started_ranks(ranks.__file__, tiny_model, folder) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def alone(
-    processes: list[subprocess.Popen[str]], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, world: World
-) -> dict[str, Any]:
+def alone(processes: Ranks, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, world: World) -> dict[str, Any]:
     """Runs while the two ranks run."""
     return ranks.train(tiny_model, tmp_path_factory.mktemp("one_rank"), world)
 
 
 @pytest.fixture(scope="module")
-def together(alone: dict[str, Any], processes: list[subprocess.Popen[str]], folder: Path) -> list[dict[str, Any]]:
-    for process in processes:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == 0, output
+def together(alone: dict[str, Any], processes: Ranks, folder: Path) -> list[dict[str, Any]]:
+    require_success(processes)
     return [torch.load(folder / f"result_{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-def test_the_batch_leaves_one_of_the_two_ranks_a_row_short() -> None:
-    shares = [micro_batches_of_rank(ranks.batch(0), capacity=ranks.CAPACITY, rank=rank, world=2) for rank in range(2)]
-    assert [len(share) for share in shares] == [3, 3]
-    assert [share[-1].tokens.length == 1 for share in shares] == [False, True]
+def test_a_batch_leaves_one_of_the_two_ranks_a_row_short_and_the_others_have_rows_of_several_samples() -> None:
+    full, short = (
+        [micro_batches_of_rank(ranks.batch(step), capacity=ranks.CAPACITY, rank=rank, world=2) for rank in range(2)]
+        for step in range(2)
+    )
+    assert [len(share) for share in (*full, *short)] == [3, 3, 3, 3]
+    assert [sum(row.tokens.length == 1 for row in share) for share in full] == [0, 0]
+    assert max(len(row.lengths) for share in full for row in share) > 1
+    assert sorted(share[-1].tokens.length == 1 for share in short) == [False, True]
 
 
 def test_two_ranks_have_the_gradients_of_one(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
     for rank in together:
         assert largest_difference(alone["gradients"], rank["gradients"]) < 1e-5
+
+
+@pytest.mark.parametrize("normalize", ["token", "sequence", "constant"])
+def test_two_ranks_have_the_gradients_of_one_however_they_are_normalized(
+    alone: dict[str, Any], together: list[dict[str, Any]], normalize: str
+) -> None:
+    for rank in together:
+        assert largest_difference(alone["normalized"][normalize], rank["normalized"][normalize]) < 1e-5
+
+
+def test_two_ranks_with_all_terms_of_a_loss_train_as_one(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    expected = alone["everything"]
+    for rank in together:
+        found = rank["everything"]
+        assert largest_difference(expected["weights"], found["weights"]) < 1e-3
+        assert largest_difference(expected["reference"], found["reference"]) < 1e-3
+        for ours, theirs in zip(expected["metrics"], found["metrics"], strict=True):
+            assert theirs == pytest.approx(ours, rel=1e-3, abs=1e-5)
 
 
 def test_two_ranks_report_the_metrics_of_one(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:

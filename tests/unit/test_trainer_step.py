@@ -19,14 +19,15 @@ from tiny import (
     train_step,
     weights_of,
 )
+from trireme.algo.columns import LossFunction
+from trireme.algo.loss import cross_entropy
 from trireme.algo.packing import Sample, empty_micro_batch, micro_batches_of_rank
 from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, Scheduler, TrainerModel
 from trireme.messages import MicroBatch, Tokens, build_tokens
 from trireme.trainer.mesh import World
 from trireme.trainer.model import load_model
 from trireme.trainer.optim import build_optimizer, set_lr
-from trireme.trainer.perf import flops_per_token
-from trireme.trainer.step import LossFunction, cross_entropy, forward_backward, policy_gradient, update
+from trireme.trainer.step import forward_backward, policy_gradient, update
 
 LENGTHS = [40, 7, 23, 2, 31, 12, 12]
 LOSS = Loss(kl_tau=0.1, ratio_low=0.2, ratio_high=5.0)
@@ -266,9 +267,3 @@ def test_the_rate_is_set_from_the_step_alone() -> None:
     rates = [set_lr(optimizer, optim, scheduler, step=step, max_steps=6) for step in [4, 0, 6]]
     assert rates == pytest.approx([1.5e-3, 1e-3, 1e-3])
     assert {group["lr"] for group in optimizer.param_groups} == {rates[-1]}
-
-
-def test_flops_by_hand(tiny_model: Path) -> None:
-    # 6 per parameter; attention 12 * layers 2 * hidden 64 * (mean length 100) / 2
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    assert flops_per_token(model, 1000, mean_length=100.0) == 6 * 1000 + 6 * 2 * 64 * 100

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from trireme.algo.digest import tensor_digest
-from trireme.base.processes import free_port
 from trireme.messages import TensorSpec
 from trireme.transport.weights.buckets import (
+    Flats,
     bucket_size,
     num_bytes,
     pack_bucket,
@@ -21,72 +20,7 @@ from trireme.transport.weights.buckets import (
     unpack_bucket,
 )
 from trireme.transport.weights.kinds import Receiver, Sender, open_receiver, open_sender
-
-BUCKET_BYTES = 4096
-DEADLINE_S = 60
-SHORT_S = 1.0
-
-Tensors = dict[str, torch.Tensor]
-
-
-def random_model(seed: int = 0) -> Tensors:
-    """Tensors of several types; one larger than a bucket, one of an odd size, one number, one without numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "embed": torch.randn(70, 33, generator=generator),
-        "bias": torch.randn(13, generator=generator),
-        "half": torch.randn(17, 3, generator=generator).bfloat16(),
-        "scale": torch.randn((), generator=generator),
-        "empty": torch.empty(0, 4),
-        "norm": torch.randn(16, generator=generator).bfloat16(),
-        "counts": torch.randint(0, 100, (5,), generator=generator),
-    }
-
-
-def specs_of(tensors: Tensors) -> list[TensorSpec]:
-    return [spec_of(name, tensor) for name, tensor in tensors.items()]
-
-
-def digests_of(tensors: Tensors) -> dict[str, str]:
-    return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-
-
-def receive(receiver: Receiver, tensors: Tensors, payload: dict | None = None) -> dict[str, str]:
-    return {name: tensor_digest(found) for name, found in receiver.tensors(specs_of(tensors), payload or {})}
-
-
-class Ends:
-    """A gloo sender and its receivers, each joining and working in a thread of its own."""
-
-    def __init__(self, num_receivers: int, *, timeout_s: float) -> None:
-        port = free_port()
-        options = {"host": "127.0.0.1", "port": port, "bucket_bytes": BUCKET_BYTES, "timeout_s": timeout_s}
-        self.sender: Sender = open_sender("gloo", folder=Path("unused"), **options)
-        self.receivers = [open_receiver("gloo", device=torch.device("cpu"), **options) for _ in range(num_receivers)]
-        self._pool = ThreadPoolExecutor(num_receivers + 1)
-
-    def send(self, tensors: Tensors, *, epoch: str, receivers: list[Receiver], join: bool = True) -> list[Future]:
-        """The sender's future first, then those of the receivers at work."""
-        world_size = len(self.receivers) + 1
-
-        def work_as_sender() -> None:
-            self.sender.join(epoch, world_size)
-            self.sender.send(specs_of(tensors), iter(tensors.values()))
-
-        def work_as_receiver(receiver: Receiver) -> dict[str, str]:
-            if join:
-                receiver.join(epoch, 1 + self.receivers.index(receiver), world_size)
-            return receive(receiver, tensors)
-
-        return [
-            self._pool.submit(work_as_sender),
-            *(self._pool.submit(work_as_receiver, receiver) for receiver in receivers),
-        ]
-
-    def close(self) -> None:
-        for end in [*self.receivers, self.sender]:
-            end.close()
-        self._pool.shutdown(wait=False)
+from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, digests_of, outcome, random_model, receive, specs_of
 
 
 @pytest.fixture
@@ -101,10 +35,6 @@ def hasty_ends() -> Iterator[Ends]:
     opened = Ends(2, timeout_s=SHORT_S)
     yield opened
     opened.close()
-
-
-def outcome(futures: list[Future]) -> list[dict[str, str] | None]:
-    return [future.result(DEADLINE_S) for future in futures]
 
 
 def test_every_tensor_arrives_at_every_receiver_to_the_bit(ends: Ends) -> None:
@@ -143,8 +73,9 @@ def test_a_receiver_that_dies_between_versions_makes_the_sender_fail_and_the_nex
     model = random_model()
     outcome(hasty_ends.send(model, epoch="a/1", receivers=hasty_ends.receivers))
     hasty_ends.receivers[1].close()
-    sender, _ = hasty_ends.send(model, epoch="a/1", receivers=hasty_ends.receivers[:1], join=False)
-    assert isinstance(sender.exception(DEADLINE_S), RuntimeError)
+    left_behind = hasty_ends.send(model, epoch="a/1", receivers=hasty_ends.receivers[:1], join=False)
+    for end in left_behind:
+        assert isinstance(end.exception(DEADLINE_S), RuntimeError)
     futures = hasty_ends.send(model, epoch="a/2", receivers=hasty_ends.receivers)
     assert outcome(futures)[1:] == [digests_of(model)] * 2
 
@@ -198,7 +129,7 @@ def test_buckets_by_hand() -> None:
 def test_a_bucket_unpacks_to_what_was_packed() -> None:
     model = random_model()
     specs = specs_of(model)
-    flat = pack_bucket(specs, model.values(), torch.device("cpu"))
+    flat = pack_bucket(specs, model.values(), Flats(torch.device("cpu")))
     assert {name: tensor_digest(tensor) for name, tensor in unpack_bucket(specs, flat)} == digests_of(model)
 
 
@@ -206,3 +137,14 @@ def test_a_spec_tells_type_shape_and_bytes() -> None:
     spec = spec_of("norm", torch.empty(3, 5, dtype=torch.bfloat16))
     assert spec == TensorSpec(name="norm", dtype="bfloat16", shape=[3, 5])
     assert num_bytes(spec) == 30
+
+
+def test_a_bucket_stays_as_it_is_while_the_next_one_is_filled():
+    flats = Flats(torch.device("cpu"))
+    first = flats.take(10).fill_(1)
+    second = flats.take(20).fill_(2)
+    assert (first == 1).all()
+    third = flats.take(8).fill_(3)
+    assert (second == 2).all()
+    assert third.data_ptr() == first.data_ptr()  # no new memory where there is enough
+    assert flats.take(40).numel() == 40

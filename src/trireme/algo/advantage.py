@@ -1,15 +1,45 @@
-"""How much better a rollout was than its siblings of the same example.
+"""How much better a rollout was than what it is compared with: its group, a running mean, the whole batch.
 
-G is the group: the rollouts of one example.
+The estimators see a whole batch at once: the groups of the batch in, one advantage per rollout out. The rewards that
+they see are those of the environment, cut to `reward_clip` and with the length penalty (`algo/length_penalty.py`).
+What is given per token (rewards of single steps, a teacher's opinion) is added afterwards. All in float64.
+
+B groups of a batch, G rollouts of a group, T tokens of a rollout; r are rewards, A advantages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-Estimator = Callable[[np.ndarray], np.ndarray]
+EPS = 1e-6
+"""Added to a standard deviation before anything is divided by it."""
+
+Baselines = dict[str, float]
+"""Per environment: its running mean reward."""
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """What an estimator sees of a group; also what a function of yours (`custom`) is called with, a list of these.
+
+    Example:
+        GroupScores(env="reverse-text", example=417, rewards=np.array([0.0, 1.0]), lengths=np.array([31, 28]))
+    """
+
+    env: str
+    example: int
+    rewards: np.ndarray  # [G] float64
+    lengths: np.ndarray  # [G] int64: sampled tokens
+
+
+Estimator = Callable[[list[GroupScores]], Sequence[np.ndarray]]
+"""B groups in; for each of them [G] out."""
+
+
+# of one group
 
 
 def group_mean(rewards_G: np.ndarray) -> np.ndarray:
@@ -22,9 +52,166 @@ def group_mean(rewards_G: np.ndarray) -> np.ndarray:
     return rewards_G - rewards_G.mean()
 
 
-def group_mean_std(rewards_G: np.ndarray, eps: float = 1e-6) -> np.ndarray:
+def group_mean_std(rewards_G: np.ndarray, eps: float = EPS) -> np.ndarray:
     """A_i = (r_i - mean(r)) / (std(r) + eps), the original of GRPO (arXiv 2402.03300, section 4.1.2)."""
     return group_mean(rewards_G) / (rewards_G.std() + eps)
 
 
-ESTIMATORS: dict[str, Estimator] = {"group_mean": group_mean, "group_mean_std": group_mean_std}
+def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
+    """A_i = r_i - mean of the other r_j = G / (G - 1) * (r_i - mean(r)).
+
+    RLOO (Ahmadian et al. 2024, arXiv 2402.14740): the baseline does not depend on the rollout itself, so the gradient
+    is unbiased. A group of one has nothing to be compared with: A = r.
+    """
+    others = len(rewards_G) - 1
+    return rewards_G - (rewards_G.sum() - rewards_G) / others if others else rewards_G.copy()
+
+
+def max_rl(rewards_G: np.ndarray, eps: float = EPS) -> np.ndarray:
+    """A_i = (r_i - mean(r)) / mean(r); 0 where the mean is 0.
+
+    Maximum Likelihood Reinforcement Learning (Tajwar et al. 2026, arXiv 2602.02710, Algorithm 1): the gradient of the
+    likelihood of a right answer, log p rather than p, to the order that G rollouts can tell.
+
+    Deviation: the paper has rewards of 0 and 1. Rewards below 0 could make the mean 0 or negative and turn the
+    gradient around; where the mean is not above `eps`, the group teaches nothing.
+    """
+    mean = rewards_G.mean()
+    return group_mean(rewards_G) / mean if mean > eps else np.zeros_like(rewards_G)
+
+
+def reward_itself(rewards_G: np.ndarray) -> np.ndarray:
+    """A_i = r_i: REINFORCE without a baseline (Williams 1992)."""
+    return rewards_G.copy()
+
+
+OF_GROUP: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "group_mean": group_mean,
+    "group_mean_std": group_mean_std,
+    "leave_one_out": leave_one_out,
+    "max_rl": max_rl,
+    "none": reward_itself,
+}
+
+
+# of a batch
+
+
+def batch(groups_BG: list[np.ndarray], eps: float = EPS) -> list[np.ndarray]:
+    """A = (r - mean of the batch) / (std of the batch + eps).
+
+    REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): one mean and one deviation for all examples. Deviation: the paper
+    puts a KL penalty into the reward first; here that is a term of the loss.
+    """
+    rewards = np.concatenate(groups_BG)
+    return [(group - rewards.mean()) / (rewards.std() + eps) for group in groups_BG]
+
+
+def group_batch(groups_BG: list[np.ndarray], eps: float = EPS) -> list[np.ndarray]:
+    """A = (r - mean of its group) / (std of these differences over the batch + eps).
+
+    REINFORCE++ with baseline (arXiv 2501.03262). The differences have mean 0 over the batch, so none is subtracted.
+    """
+    centred = [group_mean(group) for group in groups_BG]
+    deviation = np.concatenate(centred).std()
+    return [group / (deviation + eps) for group in centred]
+
+
+def ema(
+    groups_BG: list[np.ndarray], envs_B: list[str], baselines: Baselines, *, decay: float
+) -> tuple[list[np.ndarray], Baselines]:
+    """A = r - b of its environment; after the batch b <- decay * b + (1 - decay) * its mean reward in the batch.
+
+    REINFORCE with a running mean as its baseline (Williams 1992, "reinforcement comparison"): b is from before the
+    batch, so it does not depend on the rewards that it is subtracted from. An environment that is new begins with b at
+    its mean in this batch.
+
+    Returns:
+        The advantages, and the baselines after the batch.
+    """
+    means = {
+        env: float(np.concatenate([group for group, own in zip(groups_BG, envs_B, strict=True) if own == env]).mean())
+        for env in envs_B
+    }
+    before = means | baselines
+    advantages = [group - before[env] for group, env in zip(groups_BG, envs_B, strict=True)]
+    after = {env: decay * before[env] + (1 - decay) * mean for env, mean in means.items()}
+    return advantages, baselines | after
+
+
+def estimate(
+    kind: str,
+    groups: list[GroupScores],
+    baselines: Baselines,
+    *,
+    decay: float,
+    custom: Estimator | None = None,
+) -> tuple[list[np.ndarray], Baselines]:
+    """[G] for each group, and the baselines after the batch.
+
+    Args:
+        kind: of `[orchestrator.advantage]`.
+        custom: that function, where the kind is `custom`; what it gives has been through `check_custom`.
+    """
+    rewards = [group.rewards for group in groups]
+    match kind:
+        case "ema":
+            return ema(rewards, [group.env for group in groups], baselines, decay=decay)
+        case "batch":
+            return batch(rewards), baselines
+        case "group_batch":
+            return group_batch(rewards), baselines
+        case "custom":
+            assert custom is not None, "no function given"
+            return list(custom(groups)), baselines
+    return [OF_GROUP[kind](group) for group in rewards], baselines
+
+
+def check_custom(found: Sequence[np.ndarray], groups: list[GroupScores]) -> list[np.ndarray]:
+    """Raises: ValueError where a function of the user's gave anything but one finite number per rollout."""
+    try:
+        advantages = [np.asarray(values, dtype=np.float64) for values in found]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"gave {type(found).__name__} ({error}) - a list of arrays, one per group, expected"
+        ) from error
+    sizes, due = [values.shape for values in advantages], [group.rewards.shape for group in groups]
+    if sizes != due:
+        raise ValueError(f"gave arrays of the shapes {sizes[:6]} - {due[:6]} were expected, one number per rollout")
+    if not all(np.isfinite(values).all() for values in advantages):
+        raise ValueError("gave a number that is not finite - finite ones were expected")
+    return advantages
+
+
+# per token
+
+
+def process_advantages(rewards_of_rollouts: list[np.ndarray], eps: float = EPS) -> list[np.ndarray]:
+    """[T] for each rollout of one group: what its steps from each token on were worth.
+
+    Process supervision of GRPO (arXiv 2402.03300, section 4.1.3): with R all step rewards of the group,
+    A_t = sum over the steps at or after token t of (r - mean(R)) / (std(R) + eps). It is added to the advantage of the
+    rollout's own reward, which the paper has only one of.
+
+    Args:
+        rewards_of_rollouts: per rollout [T], NaN at tokens that end no step.
+    """
+    steps = np.concatenate([rewards[~np.isnan(rewards)] for rewards in rewards_of_rollouts]).astype(np.float64)
+    if not len(steps):
+        return [np.zeros(len(rewards)) for rewards in rewards_of_rollouts]
+    mean, deviation = steps.mean(), steps.std()
+    return [_to_go(np.nan_to_num((rewards - mean) / (deviation + eps))) for rewards in rewards_of_rollouts]
+
+
+def _to_go(values_T: np.ndarray) -> np.ndarray:
+    return np.cumsum(values_T[::-1])[::-1]
+
+
+def distillation_term(teacher_T: np.ndarray, logprobs_T: np.ndarray, weight: float) -> np.ndarray:
+    """weight * (log q - log mu), 0 where the teacher said nothing.
+
+    On-policy distillation (Agarwal et al. 2024, "GKD", arXiv 2306.13649; with the policy's own samples and the reverse
+    KL it is a policy gradient): q is the teacher's probability of the sampled token, mu that of the policy that sampled
+    it, so that the mean of the term is -KL(mu || q).
+    """
+    return weight * np.nan_to_num(teacher_T.astype(np.float64) - logprobs_T)

@@ -1,81 +1,137 @@
-"""The policy-gradient loss.
+"""The losses. `LOSSES` names the recipes of the literature; each is made of choices that can be taken one by one:
 
-Letters: T tokens of a row; r importance ratio; A advantage; mu the behaviour policy that sampled (the engine, at the
-version of each token), pi the policy being trained.
+    L = sum over tokens t of  n_t * (w_t * surrogate_t + beta * penalty_t - entropy_bonus * H_t)
 
-`importance`, the default, for tokens t that the policy sampled:
+    surrogate_t    minus what is to grow, from the ratio r_t = pi(t) / prox(t) and the advantage   `algo.surrogates`
+    prox           what the ratio is against: the behaviour policy mu, or the trainer's own weights at the start of the
+                   batch (`recomputed`); the latter come from the first pass over the batch, which costs nothing extra
+    w_t            correction prox(t) / mu(t) for staleness and mismatch; 1 where prox is mu      `algo.corrections`
+    n_t            normalisation: token 1/N, sequence 1/(S |s|), constant 1/(S C)                  here
+    penalty_t      KL divergence to a reference model                                             `algo.divergence`
+    H_t            entropy of the distribution that the token was drawn from
+
+N tokens and S samples are those of the whole batch, over all ranks and micro-batches, so the gradient does not depend
+on how the batch is split. `sequence` is GRPO's mean over samples of the mean over tokens (arXiv 2402.03300, equation
+3), `token` is DAPO's (arXiv 2503.14476, equation 8), `constant` is Dr. GRPO's (arXiv 2503.20783, section 3.1).
+
+The default is `importance` against the behaviour policy, over tokens:
 
     r_t = pi(t) / mu(t)                                       computed per token, from logprobs
     m_t = 1 if ratio_low <= r_t <= ratio_high else 0
     L   = - 1/N * sum_t  m_t * stop_gradient(r_t * (A_t - kl_tau * log r_t)) * log pi(t)
-
-N is the number of such tokens in the whole batch, over all ranks and micro-batches, so the gradient does not depend
-on how the batch is split. With kl_tau = 0 and no masking this is the gradient of -1/N * sum r_t A_t: off-policy
-policy gradient with per-token importance sampling. Its parts:
-
-1. The ratio is taken against the logprobs that the *engine* reported, not recomputed by the trainer, so it corrects
-   for both staleness and any numeric mismatch between the two (Yao et al. 2025, "Your Efficient RL Framework Secretly
-   Brings You Off-Policy RL Training").
-2. Two-sided masking instead of clipping: a token whose ratio left the band gets no gradient at all, in either
-   direction of A (Ling Team 2025, "Every Step Evolves", arXiv 2510.18855, IcePop). We use its form with a wider band.
-3. The KL term is the gradient of KL(pi || mu) estimated on tokens of mu: grad E_mu[r log r] = E_mu[r (1 + log r)
-   grad log pi]; the constant 1 only adds a baseline and is left out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from trireme.algo.columns import Columns, CustomLoss, LossFunction, LossTerms, TokenLoss, Totals
+from trireme.algo.corrections import corrected
+from trireme.algo.divergence import kl_estimate, reference_difference, reference_penalty
+from trireme.algo.surrogates import SURROGATES
+from trireme.config.losses import LOSSES, Recipe
 
-@dataclass(frozen=True)
-class LossTerms:
-    """Sums over the tokens of one row; the trainer adds them up over rows and ranks and divides once."""
+__all__ = ["LOSSES", "build_loss", "cross_entropy", "effective_share", "kl_estimate", "policy_loss"]
 
-    loss: torch.Tensor  # scalar, already divided by the batch's tokens: call backward on it
-    sums: dict[str, torch.Tensor]  # scalars without gradient
+_MOST_LOG_RATIO = 20.0
 
 
-def importance_loss(
-    logprobs_T: torch.Tensor,
-    behaviour_T: torch.Tensor,
-    advantages_T: torch.Tensor,
-    mask_T: torch.Tensor,
-    *,
-    loss_tokens: int,
-    ratio_low: float,
-    ratio_high: float,
-    kl_tau: float,
-) -> LossTerms:
-    """See the module's formula.
-
+def build_loss(recipe: Recipe, custom: CustomLoss | None = None) -> LossFunction:
+    """
     Args:
-        logprobs_T: [T] float32, log pi, with gradient.
-        behaviour_T: [T] float32, log mu.
-        advantages_T: [T] float32.
-        mask_T: [T] bool, tokens that count.
-        loss_tokens: N.
+        custom: the function of the surrogate `custom`.
     """
-    log_ratio = torch.where(mask_T, logprobs_T.detach() - behaviour_T, 0.0)
-    ratio = log_ratio.exp()
-    kept = mask_T & (ratio >= ratio_low) & (ratio <= ratio_high)
-    coefficient = torch.where(kept, ratio * (advantages_T - kl_tau * log_ratio), 0.0)
-    loss = -(coefficient * torch.where(kept, logprobs_T, 0.0)).sum() / loss_tokens
+    return lambda columns, totals: policy_loss(columns, totals, recipe, custom)
+
+
+def policy_loss(columns: Columns, totals: Totals, recipe: Recipe, custom: CustomLoss | None = None) -> LossTerms:
+    """See the module's formula."""
+    own = custom(columns) if custom else None
+    token = _of_custom(own, columns) if own is not None else SURROGATES[recipe.surrogate](columns, recipe)
+    token = _with_penalty(corrected(token, columns, recipe), columns, recipe)
+    return LossTerms(
+        loss=normalized(_differentiable(token, own, columns, recipe), columns, totals, recipe),
+        value=normalized(_value(token, columns, recipe).double(), columns, totals, recipe),
+        sums=_sums(token, columns),
+    )
+
+
+def _of_custom(own: torch.Tensor, columns: Columns) -> TokenLoss:
+    value = torch.where(columns.mask, own.detach(), 0.0)
+    return TokenLoss(value, slope=torch.zeros_like(value))
+
+
+def _with_penalty(token: TokenLoss, columns: Columns, recipe: Recipe) -> TokenLoss:
+    if not recipe.beta:
+        return token
+    value, slope = reference_penalty(columns, recipe.kl_estimator)
+    dtype = token.slope.dtype
+    return TokenLoss(
+        value=token.value + (recipe.beta * value).to(dtype),
+        slope=token.slope + (recipe.beta * slope).to(dtype),
+        masked=token.masked,
+        clipped_low=token.clipped_low,
+        clipped_high=token.clipped_high,
+        capped=token.capped,
+    )
+
+
+def _differentiable(token: TokenLoss, own: torch.Tensor | None, columns: Columns, recipe: Recipe) -> torch.Tensor:
+    """[K] what has the right gradient."""
+    pulled = columns.mask & (token.slope != 0)
+    per_token = token.slope * torch.where(pulled, columns.logprobs, 0.0)
+    if own is not None:
+        per_token = per_token + torch.where(columns.mask, own, 0.0)
+    if recipe.entropy_bonus:
+        per_token = per_token - recipe.entropy_bonus * torch.where(columns.mask, columns.entropies, 0.0)
+    return per_token
+
+
+def _value(token: TokenLoss, columns: Columns, recipe: Recipe) -> torch.Tensor:
+    if not recipe.entropy_bonus:
+        return token.value
+    return token.value - recipe.entropy_bonus * torch.where(columns.mask, columns.entropies.detach(), 0.0)
+
+
+def normalized(per_token: torch.Tensor, columns: Columns, totals: Totals, recipe: Recipe) -> torch.Tensor:
+    """The sum over tokens, each with its n_t."""
+    assert recipe.normalize == "token" or totals.samples or not totals.tokens, f"an average over no samples: {totals}"
+    match recipe.normalize:
+        case "sequence":
+            return (per_token / columns.lengths().to(per_token.dtype)).sum() / max(1, totals.samples)
+        case "constant":
+            return per_token.sum() / (max(1, totals.samples) * recipe.normalize_length)
+    return per_token.sum() / max(1, totals.tokens)
+
+
+def _sums(token: TokenLoss, columns: Columns) -> dict[str, torch.Tensor]:
+    log_ratio = torch.where(columns.mask, columns.logprobs.detach() - columns.behaviour, 0.0)
     sums = {
-        "loss": -torch.where(kept, ratio * advantages_T, 0.0).sum(),
-        "importance_ratio": torch.where(mask_T, ratio, 0.0).sum(),
-        "masked_frac": (mask_T & ~kept).sum().float(),
-        "policy/kl": torch.where(mask_T, kl_estimate(log_ratio), 0.0).sum(),
+        "importance_ratio": torch.where(columns.mask, log_ratio.exp(), 0.0).sum(),
+        "policy/kl": torch.where(columns.mask, kl_estimate(log_ratio), 0.0).sum(),
+        "masked_frac": _count(token.masked, columns),
+        "capped_frac": _count(token.capped, columns),
+        "clip_frac/low": _count(token.clipped_low, columns),
+        "clip_frac/high": _count(token.clipped_high, columns),
     }
-    return LossTerms(loss=loss, sums=sums)
+    weight = torch.where(columns.mask, log_ratio.double().clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO).exp(), 0.0)
+    sums |= {"weights": weight.sum(), "squared_weights": weight.square().sum()}
+    if columns.reference is not None:
+        sums["reference_kl"] = kl_estimate(-reference_difference(columns)).sum()
+    return sums
 
 
-def kl_estimate(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Per-token estimate of KL(mu || pi) from a token of mu: exp(d) - 1 - d with d = log pi - log mu.
+def effective_share(weights: float, squared_weights: float, tokens: int) -> float:
+    """`ess`: (sum r)^2 / (N sum r^2), r = pi / mu per token. 1 where all weigh the same, 1/N where one weighs all (Kong
+    1992). A ratio counts as at most e^20 here, so that a single token does not turn the number into NaN."""
+    return weights**2 / (tokens * squared_weights)
 
-    Unbiased and never negative (Schulman 2020, "Approximating KL Divergence", k3). In double precision: at d around
-    1e-6 the difference would drown in float32.
-    """
-    double = log_ratio.double()
-    return torch.expm1(double) - double
+
+def _count(which: torch.Tensor | None, columns: Columns) -> torch.Tensor:
+    return columns.logprobs.new_zeros(()) if which is None else which.sum().to(columns.logprobs.dtype)
+
+
+def cross_entropy(columns: Columns, totals: Totals) -> LossTerms:
+    """Supervised fine-tuning: -log pi(t), mean over the tokens that count in the whole batch."""
+    total = -torch.where(columns.mask, columns.logprobs, 0.0).sum()
+    return LossTerms(loss=total / max(1, totals.tokens), value=total.detach().double() / max(1, totals.tokens), sums={})

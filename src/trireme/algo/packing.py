@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+
 import numpy as np
 
+from trireme.algo.balance import Table
+from trireme.algo.cost import LINEAR, Cost
 from trireme.messages import MicroBatch, Tokens, build_tokens, concat_tokens
 
 
@@ -18,7 +22,8 @@ class Sample:
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:
-    """First-fit decreasing: at most 11/9 of the fewest rows possible, plus one (Johnson 1973).
+    """Best-fit decreasing: each sample, longest first, into the fullest row that has room for it. At most 11/9 of the
+    fewest rows possible, plus four (Johnson et al. 1974).
 
     Args:
         lengths: tokens of each sample, none above `capacity`.
@@ -28,27 +33,61 @@ def pack(lengths: list[int], capacity: int) -> list[list[int]]:
         The indices of the samples of each row; longest first within a row, ties in the order given.
     """
     rows: list[list[int]] = []
-    room: list[int] = []
+    rooms: list[tuple[int, int]] = []  # (free tokens, row) of every row, in order
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         assert lengths[index] <= capacity, f"a sample of {lengths[index]} tokens in rows of {capacity}"
-        for row, free in enumerate(room):
-            if lengths[index] <= free:
-                rows[row].append(index)
-                room[row] -= lengths[index]
-                break
-        else:
-            rows.append([index])
-            room.append(capacity - lengths[index])
+        place = bisect_left(rooms, (lengths[index], 0))
+        free, row = rooms.pop(place) if place < len(rooms) else (capacity, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        insort(rooms, (free - lengths[index], row))
     return rows
 
 
-def micro_batches_of_rank(samples: list[Sample], *, capacity: int, rank: int, world: int) -> list[MicroBatch]:
-    """This rank's rows. All ranks get equally many (collectives need it); where rows run out, empty ones fill up."""
-    rows = pack([sample.tokens.length for sample in samples], capacity)
-    per_rank = -(-len(rows) // world)
-    mine = rows[rank::world]
-    packed = [_to_micro_batch([samples[i] for i in row]) for row in mine]
-    return packed + [empty_micro_batch()] * (per_rank - len(packed))
+def buckets(lengths: list[int], growth: float = 1.25) -> list[list[int]]:
+    """Samples of like length together: padded to its longest, a bucket has less than `growth` times the tokens.
+
+    Returns:
+        The indices of each bucket's samples, in the order given; shortest bucket first.
+    """
+    found: list[list[int]] = []
+    shortest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        if not found or lengths[index] > shortest * growth:
+            found.append([])
+            shortest = lengths[index]
+        found[-1].append(index)
+    return [sorted(bucket) for bucket in found]
+
+
+def deal(lengths: list[int], *, capacity: int, ranks: int, cost: Cost = LINEAR) -> list[list[list[int]]]:
+    """Which samples each rank trains on: `[rank][micro-batch]` lists of indices.
+
+    All ranks get equally many rows, as few as best-fit needs, and at least one (collectives need it). The ranks' first
+    rows are trained on at the same time, then their second ones, and so on: in each of these rounds all wait for the
+    slowest. So rows of about equal cost make a round, and samples change places between those until that helps no more.
+    """
+    packed = pack(lengths, capacity)
+    num_rows = ranks * max(1, -(-len(packed) // ranks))
+    table = Table(lengths, capacity, cost)
+    candidates = [packed + [[] for _ in range(num_rows - len(packed))]]
+    if (evened := table.even_rows(num_rows)) is not None:
+        candidates.append(evened)
+    best = min((table.exchange(rows, ranks) for rows in candidates), key=lambda rows: table.slowest(rows, ranks))
+    return table.to_ranks(best, ranks)
+
+
+def micro_batches_of_rank(
+    samples: list[Sample], *, capacity: int, rank: int, world: int, cost: Cost = LINEAR
+) -> list[MicroBatch]:
+    """This rank's rows; where samples run out, empty ones fill up."""
+    dealt = deal([sample.tokens.length for sample in samples], capacity=capacity, ranks=world, cost=cost)
+    return rows_of(samples, dealt[rank])
+
+
+def rows_of(samples: list[Sample], rows: list[list[int]]) -> list[MicroBatch]:
+    return [_to_micro_batch([samples[i] for i in row]) if row else empty_micro_batch() for row in rows]
 
 
 def _to_micro_batch(samples: list[Sample]) -> MicroBatch:

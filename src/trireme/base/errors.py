@@ -7,6 +7,7 @@ TriremeError
 ├── ConfigError        what the user typed cannot work; also a ValueError
 ├── DeadlineExceeded   a wait ran out; names who waited for whom, for what, and that peer's log
 ├── PeerDied           a process that we depend on ended
+├── NotFinite          gradients were not finite, too often in a row
 ├── WeightsMismatch    an engine does not serve the weights that the trainer sent
 ├── JournalCorrupt     what lies on disk contradicts its own checksum
 └── Refused            a peer answered a request with a reason, and asking again would not help
@@ -35,6 +36,12 @@ class DeadlineExceeded(TriremeError, TimeoutError):
 
 class PeerDied(TriremeError):
     """A process that this one depends on has ended, or no longer answers."""
+
+
+class NotFinite(TriremeError):
+    """Gradients were not finite, too often in a row. The same batches would make the same again."""
+
+    exit_code = 3
 
 
 class WeightsMismatch(TriremeError):

@@ -38,12 +38,22 @@ class RunPaths:
         return self.root / "journal"
 
     @property
+    def logprobs(self) -> Path:
+        """What the trainer's weights said of the tokens of each batch."""
+        return self.root / "logprobs"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
     @property
     def weights(self) -> Path:
         return self.root / "weights"
+
+    @property
+    def data(self) -> Path:
+        """Samples of supervised training, as they are trained on."""
+        return self.root / "data"
 
     @property
     def broadcast(self) -> Path:
@@ -53,6 +63,11 @@ class RunPaths:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def spans(self) -> Path:
+        """What each process did, from when to when."""
+        return self.root / "spans.jsonl"
 
     @property
     def evals(self) -> Path:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+
+def _nobody(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class Timer:
@@ -16,14 +22,20 @@ class Timer:
         timer.take()  # {"time/forward_backward": 0.41}
     """
 
-    def __init__(self) -> None:
+    def __init__(self, also: Callable[[str], AbstractContextManager[None]] = _nobody) -> None:
+        """
+        Args:
+            also: entered with the name of each span, for as long as it lasts.
+        """
         self._seconds: dict[str, float] = defaultdict(float)
+        self._also = also
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with self._also(name):
+                yield
         finally:
             self._seconds[name] += time.perf_counter() - start
 
@@ -35,3 +47,9 @@ class Timer:
         taken = {f"time/{name}": round(seconds, 6) for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken
+
+
+def age_s() -> float:
+    """Of this process, by the kernel's books: also what passed before its first line of Python."""
+    began_ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began_ticks / os.sysconf("SC_CLK_TCK")

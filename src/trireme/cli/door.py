@@ -16,10 +16,13 @@ from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import FINAL_EXIT_CODES, TriremeError
 from trireme.base.paths import RunPaths
 from trireme.base.processes import die_with_parent, free_port
+from trireme.cli.machines import KEEPER, Nodes, join_network, node_of
 from trireme.config.arguments import HELP
 from trireme.config.load import load_run_config
+from trireme.config.places import NODE
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check, check_launch, launch_problems
+from trireme.config.rules_sampling import sampling_notes
 from trireme.config.run import RunConfig
 from trireme.config.written import Room, write_rooms, write_run
 from trireme.launch.descendants import MARKER
@@ -53,13 +56,25 @@ def run_door(program: str, main: Callable[[list[str]], int | None], *, abruptly:
             traceback.print_exc()
         print(f"{program}: {error}", file=sys.stderr)
         code = error.exit_code
+    except BrokenPipeError:
+        code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         code = 130
-    sys.stdout.flush()
+    code = _said_all(code)
     sys.stderr.flush()
     if abruptly:
         os._exit(code)
     sys.exit(code)
+
+
+def _said_all(code: int) -> int:
+    """What is printed may have lost its reader: `rl @ FILE --dry-run | head`."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def open_process(room: Room, argv: list[str]) -> Opened | None:
@@ -70,17 +85,25 @@ def open_process(room: Room, argv: list[str]) -> Opened | None:
     config, invocation = load_run_config(argv, section=room, program=room)
     if invocation.run:
         end_with_parent()
+        join_network(config, room, int(os.environ.get(NODE, 0)))
         return Opened(config if _is_rank_of_one_alone() else going_on(config), invocation.run)
     devices = detect_devices()
-    config = resolve(config, devices, section=room)
+    node = node_of(config, room, invocation)
+    config = resolve(config, devices, section=room, node=node)
     check(config, devices, section=room)
     if invocation.dry_run:
         show(config, devices, room)
         return None
     check_launch(config, devices, section=room)
-    run_file = config.paths.configs / f"{room}.json"
+    join_network(config, room, node)
+    run_file = config.paths.configs / (f"{room}-{node}.json" if node else f"{room}.json")
     write_run(config, run_file)
-    write_rooms(config, config.paths.configs, (room,))
+    if room == "orchestrator":
+        from trireme.cli.surroundings import note_surroundings  # what it reads, other rooms need not load
+
+        note_surroundings(config, devices)
+    if not node:
+        write_rooms(config, config.paths.configs, (room,))
     set_environment(plan(config, run_file, devices).process(room).env)
     return Opened(config, run_file)
 
@@ -100,6 +123,8 @@ def show(config: RunConfig, devices: Devices, room: Room | None = None) -> None:
     """Prints the plan, and what stands in its way here and now."""
     run_file = config.paths.configs / f"{room}.json" if room else config.paths.run_config
     print(describe(plan(config, run_file, devices), config, only=room))
+    for note in sampling_notes(config) if room in (None, "orchestrator") else ():
+        print(f"\nnote: {note}")
     for problem in launch_problems(config, devices, section=room):
         print(f"\nnot ready: {problem}")
 
@@ -119,16 +144,20 @@ def set_environment(variables: Mapping[str, str]) -> None:
 
 
 def end_with_parent() -> None:
-    parent = os.environ.get(RANKS_PARENT) or os.environ.get(MARKER)
+    parent = os.environ.get(RANKS_PARENT) or os.environ.get(KEEPER) or os.environ.get(MARKER)
     if parent:
         die_with_parent(int(parent))
 
 
-def become_ranks(num_ranks: int, module: str, run_file: Path) -> None:
+def become_ranks(num_ranks: int, module: str, run_file: Path, *, nodes: Nodes | None = None) -> None:
     """Returns in each rank. The process that was started becomes their torchrun where there are several, and ends with
     them.
 
     One rank needs no torchrun, whose import takes seconds. The ranks are tied to torchrun as it is to its parent.
+
+    Args:
+        num_ranks: on all machines together.
+        nodes: where there are several.
     """
     if RANKS_PARENT in os.environ:
         return
@@ -137,7 +166,7 @@ def become_ranks(num_ranks: int, module: str, run_file: Path) -> None:
         return
     os.environ[RANKS_PARENT] = str(os.getpid())
     sys.stdout.flush()
-    sys.exit(_torchrun(_torchrun_arguments(num_ranks, module, run_file)))
+    sys.exit(_torchrun(_torchrun_arguments(num_ranks, module, run_file, nodes)))
 
 
 def _torchrun(arguments: list[str]) -> int:
@@ -164,11 +193,13 @@ def _single_rank() -> dict[str, str]:
     return alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
-def _torchrun_arguments(num_ranks: int, module: str, run_file: Path) -> list[str]:
+def _torchrun_arguments(num_ranks: int, module: str, run_file: Path, nodes: Nodes | None) -> list[str]:
     """After `--` nothing is torchrun's: it would take our `--run` for its `--run-path`. Who starts the ranks again is
-    the launcher, all of them together."""
-    torchrun = ["--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "0"]
-    return [*torchrun, "--nproc-per-node", str(num_ranks), "-m", "--", module, "--run", str(run_file)]
+    the launcher, all of them together; on several machines, each one's keeper."""
+    where = list(nodes.arguments()) if nodes else ["--standalone", "--local-addr", "127.0.0.1"]
+    here = num_ranks // (nodes.count if nodes else 1)
+    torchrun = [*where, "--max-restarts", "0", "--nproc-per-node", str(here)]
+    return [*torchrun, "-m", "--", module, "--run", str(run_file)]
 
 
 def rank() -> int:

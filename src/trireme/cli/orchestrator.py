@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trireme.base.log import start_logging
+from trireme.base.processes import quick_imports
 from trireme.cli.door import open_process, run_door
 
 
@@ -17,7 +18,8 @@ def orchestrator(argv: list[str]) -> None:
     config = opened.config
     start_logging("orchestrator", config.log_level)
 
-    from trireme.orchestrator.loop import orchestrate
+    with quick_imports():
+        from trireme.orchestrator.loop import orchestrate
 
     orchestrate(config)
 

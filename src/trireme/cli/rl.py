@@ -6,6 +6,7 @@ from itertools import count
 from pathlib import Path
 
 from trireme.base.devices import Devices, detect_devices
+from trireme.base.token import adopt_token
 from trireme.cli.door import make_room, run_door, show
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
@@ -39,17 +40,32 @@ def dry_run(config: RunConfig, devices: Devices) -> int:
 
 
 def launch(config: RunConfig, devices: Devices) -> int:
+    from trireme.cli.surroundings import note_surroundings
+    from trireme.launch.beside import dashboard_beside
     from trireme.launch.supervise import supervise
 
     if config.paths.root.exists():
         with hold_folder(config.paths):  # what a killed launcher left behind is gone then, and its ports are free
             pass
     check_launch(config, devices)
+    adopt_token(config.hosts.token_file)
     find_environments(config)
+    warn_of_memory(config, devices)
     with hold_folder(config.paths) as lock:
         make_room(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
         write_configs(config, config.paths.configs)
-        return supervise(plan(config, config.paths.run_config, devices), config, keep_open=(lock,))
+        note_surroundings(config, devices)
+        with dashboard_beside(config):
+            return supervise(plan(config, config.paths.run_config, devices), config, keep_open=(lock,))
+
+
+def warn_of_memory(config: RunConfig, devices: Devices) -> None:
+    """On CPUs nobody plans, and nothing is loaded for it."""
+    if config.device == "cuda":
+        from trireme.launch.fit import fit_warnings
+
+        for warning in fit_warnings(config, devices):
+            print(f"warning: {warning}", flush=True)
 
 
 def find_environments(config: RunConfig) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trireme.base.devices import detect_devices
 from trireme.base.log import start_logging
+from trireme.base.processes import quick_imports
 from trireme.cli.door import become_ranks, end_with_parent, make_room, rank, run_door
 from trireme.config.load import load_config
 from trireme.config.resolve import resolve_sft
@@ -25,12 +26,16 @@ def sft(argv: list[str]) -> None:
         return
     config, run_file = opened
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads or 1))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads take a core from whoever else computes
     become_ranks(config.num_ranks or 1, "trireme.cli.sft", run_file)
     start_logging("sft" if rank() == 0 else f"sft.{rank()}", config.log_level)
 
-    from trireme.trainer.sft_loop import train_sft
+    with quick_imports():
+        from trireme.trainer.out_of_memory import explained
+        from trireme.trainer.sft_loop import train_sft
 
-    train_sft(config)
+    with explained("", config, seq_len=config.seq_len, device=config.device):
+        train_sft(config)
 
 
 def _open(argv: list[str]) -> tuple[SftConfig, Path] | None:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import os
+
 from trireme.base.log import start_logging
-from trireme.cli.door import become_ranks, open_process, rank, run_door
+from trireme.base.processes import quick_imports
+from trireme.cli.door import RANKS_PARENT, become_ranks, open_process, rank, run_door
+from trireme.cli.machines import KEEPER, keep_ranks, nodes_of
 
 
 def main() -> None:
     run_door("trainer", trainer, abruptly=True)
 
 
-def trainer(argv: list[str]) -> None:
+def trainer(argv: list[str]) -> int | None:
     opened = open_process("trainer", argv)
     if opened is None:
-        return
+        return None
     config = opened.config
-    become_ranks(config.trainer.num_ranks or 1, "trireme.cli.trainer", opened.run_file)
+    nodes = nodes_of(config)
+    if nodes is not None and not (KEEPER in os.environ or RANKS_PARENT in os.environ):
+        return keep_ranks(config, opened.run_file)
+    become_ranks(config.trainer.num_ranks or 1, "trireme.cli.trainer", opened.run_file, nodes=nodes)
     start_logging("trainer" if rank() == 0 else f"trainer.{rank()}", config.log_level)
 
-    from trireme.trainer.loop import train
+    with quick_imports():
+        from trireme.trainer.loop import train
+        from trireme.trainer.out_of_memory import explained
 
-    train(config)
+    with explained("trainer.", config.trainer, seq_len=config.seq_len, device=config.device):
+        train(config)
+    return None
 
 
 if __name__ == "__main__":

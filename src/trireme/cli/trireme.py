@@ -1,4 +1,4 @@
-"""`trireme VERB ...`: what can be done with a run that is on disk. Each verb has its own door."""
+"""`trireme VERB ...`: what can be done with environments, and with a run on disk. Each verb has its own door."""
 
 from __future__ import annotations
 
@@ -22,13 +22,32 @@ class Verb:
 
     @staticmethod
     def door(name: str) -> Callable[[list[str]], int | None]:
-        door: Callable[[list[str]], int | None] = getattr(import_module(f"trireme.cli.{name}"), name)
+        word = name.replace("-", "_")
+        door: Callable[[list[str]], int | None] = getattr(import_module(f"trireme.cli.{word}"), word)
         return door
 
 
 VERBS = {
     "audit": Verb("proves from disk that a run lost nothing and trained nothing twice"),
+    "cancel": Verb("ends a run, here or on a cluster"),
+    "dashboard": Verb("shows runs in the browser: metrics, lanes, rollouts token by token, logs, warnings"),
+    "diff": Verb("compares two runs to the bit and says what differed first, and why"),
+    "doctor": Verb("says whether a run would work on this machine, and what to do where not"),
+    "env": Verb("writes, installs, lists and checks environments"),
+    "eval": Verb("evaluates a model, or the checkpoints of a run one after the other", abruptly=True),
+    "eval-view": Verb("shows rewards and conversations of runs and evaluations in the terminal"),
+    "export": Verb("writes a checkpoint as a model that transformers and vLLM load", abruptly=True),
+    "gepa": Verb("improves an environment's system prompt by reflection, without training"),
+    "lab": Verb("sets up a folder to work in: example configurations, environments, tiny models"),
+    "login": Verb("says that there is nothing to log in to, and where keys of other services go"),
+    "logs": Verb("shows what a run says, here or on a cluster"),
+    "plan": Verb("says what a run will need and how long a step will take, before anything starts"),
     "replay": Verb("trains a run again from its journal and compares its weights to the bit", abruptly=True),
+    "report": Verb("writes one page about a run, with plots, for a colleague"),
+    "rollouts": Verb("writes the rollouts of a run as data sets for TRL, verl, or anything else"),
+    "status": Verb("says how a run stands, here or on a cluster"),
+    "submit": Verb("submits a run to a cluster: Slurm or Kubernetes"),
+    "train": Verb("`train submit` is `submit`; so are `train status|logs|cancel`"),
 }
 
 

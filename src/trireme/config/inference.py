@@ -21,11 +21,11 @@ class InferenceModel(Section):
     enforce_eager: bool = False
     """No CUDA graphs, no compilation; always so on CPU."""
     enable_auto_tool_choice: bool = False
-    """Let the model decide when to call a tool (OpenAI routes)."""
+    """Let the model decide when to call a tool; follows from `tool_call_parser`."""
     tool_call_parser: str | None = None
-    """How tool calls are read from text: "hermes", …"""
+    """How vLLM reads tool calls: "hermes", "qwen3_coder", "llama3_json", …; the hermes form is read where not given."""
     reasoning_parser: str | None = None
-    """How thinking is read from text: "qwen3", "deepseek_r1", …"""
+    """How vLLM tells thinking from content: "qwen3", "deepseek_r1", …; thinking is content where not given."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 

@@ -5,6 +5,7 @@ Keys are checked one source at a time, so each problem names the file or flag it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,8 +14,9 @@ from pydantic import Field as Documented
 from pydantic import ValidationError
 
 from trireme.base.errors import ConfigError
-from trireme.config.aliases import ALIASES, SHORT_FLAGS
+from trireme.config.aliases import ALIASES, SFT_ALIASES, SHORT_FLAGS
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
+from trireme.config.elsewhere.kinds import belongs_elsewhere, kind_of
 from trireme.config.fields import Field, as_flag, as_key, fields_of, find
 from trireme.config.manual import manual
 from trireme.config.problems import missing, raise_together, unknown_key, wrong_value
@@ -34,6 +36,8 @@ class Invocation(Section):
     """Show what would be started and write the resolved configuration; start nothing."""
     run: Path | None = Documented(default=None)
     """A resolved `configs/run.json`: load exactly that. This is how `rl` starts its processes."""
+    node: int | None = None
+    """Which address of its table in `[hosts]` this machine is, counted from 0; found out where not given."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,30 @@ def load_config(
     return reading.finish(), invocation
 
 
+def read_as(root: type[AnyConfig], table: dict[str, Any], *, where: str, flags: Sequence[TypedFlag] = ()) -> AnyConfig:
+    """A table that was read already, as a section.
+
+    Args:
+        where: what to call it in messages.
+        flags: typed on top of it.
+
+    Raises: ConfigError with all problems together.
+    """
+    reading = _Reading(root, None)
+    reading.origins[()] = _Source(where)
+    reading.take_table(table, reading.origins[()])
+    for flag in flags:
+        reading.take_flag(flag)
+    config: AnyConfig = reading.finish()
+    return config
+
+
+def knows(root: type[Section], flag: TypedFlag) -> bool:
+    """Whether a flag is of this configuration; `--no-x` is of that which has `x`."""
+    positive = tuple(part.removeprefix("no_") for part in flag.path)
+    return any(find(root, _unfold(root, path)) is not None for path in (flag.path, positive))
+
+
 def _is_own(argument: TypedFile | TypedFlag) -> bool:
     names = Invocation.model_fields
     return isinstance(argument, TypedFlag) and (
@@ -127,12 +155,18 @@ class _Reading:
         except ConfigError as error:
             self.problems.append(str(error))
             return
+        if self.root is RunConfig and not self.section and not typed.scope and (kind := kind_of(table)) != "run":
+            self.problems.append(belongs_elsewhere(typed.name, kind))
+            return
         scope = self._scope(typed)
         if scope is None:
             return
         is_room = len(scope) == 1 and scope[0] in ROOMS
         table = self._split(table, scope[0]) if is_room else _nest(table, scope)
-        _merge(self.tree, self._clean(table, self.root, (), _Source(typed.name, hidden=scope)))
+        self.take_table(table, _Source(typed.name, hidden=scope))
+
+    def take_table(self, table: dict[str, Any], source: _Source) -> None:
+        _merge(self.tree, self._clean(table, self.root, (), source))
 
     def _scope(self, typed: TypedFile) -> Path_ | None:
         """The table that a file fills."""
@@ -254,6 +288,8 @@ class _Reading:
             found = fields_of(section).get(path[-1])
             if found is None:
                 self.problems.append(self._unknown(source, path))
+            elif isinstance(value, dict) and _is_opened(path):
+                cleaned |= self._clean(value, section, path, source)
             elif path[-1] in cleaned:
                 self.problems.append(
                     f"{source.label}: `{source.key((*above, key))}` and `{source.key(path)}` are two names of one key "
@@ -310,9 +346,11 @@ class _Reading:
 
     def _origin(self, path: Path_) -> _Source:
         """The source of the value itself, or of the nearest table around it."""
-        around = (path[:depth] for depth in range(len(path), 0, -1))
+        around = (path[:depth] for depth in range(len(path), -1, -1))
         return next((self.origins[place] for place in around if place in self.origins), _Source("the defaults"))
 
+
+_ALIASES = ALIASES | SFT_ALIASES
 
 _BAD = object()  # a value that was reported and is left out
 
@@ -332,9 +370,14 @@ def _unfold(root: type[Section], typed: Path_) -> Path_:
 def _without_alias(path: Path_) -> Path_:
     """The path under our own names."""
     for depth in range(len(path), 0, -1):
-        if (ours := ALIASES.get(".".join(path[:depth]))) is not None:
+        if (ours := _ALIASES.get(".".join(path[:depth]))) is not None:
             return (*ours.split("."), *path[depth:])
     return path
+
+
+def _is_opened(path: Path_) -> bool:
+    """Whether others have a table where we have a key: `[data] path` is `data`."""
+    return any(alias.startswith(f"{'.'.join(path)}.") for alias in SFT_ALIASES)
 
 
 def _inside_free_table(root: type[Section], path: Path_) -> bool:

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trireme.base.errors import ConfigError
+from trireme.config.aliases import NOT_A_KEY
 from trireme.config.fields import Field, as_key, fields_of
 from trireme.config.section import Section
 from trireme.config.suggest import suggest
@@ -39,6 +40,8 @@ def unknown_key(
     ours = " or ".join(f"`{_as_typed(key, flag)}`" for key in found)
     what = f"{where}: unknown key `{typed}`" if where else f"unknown flag `{typed}`"
     advice = f"Did you mean {ours}?" if ours else "Remove it; `--help` lists all of them."
+    if not any(key.rpartition(".")[2] == path[-1] for key in found):
+        advice = NOT_A_KEY.get(path[-1], advice)
     return f"{what} - {why or 'no such key exists'}. {advice}"
 
 

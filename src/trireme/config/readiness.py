@@ -46,6 +46,12 @@ def check_model(key: str, name: str | None, *, holds: str = "config.json") -> It
     """Names on a hub are left to the loading process: only it can know."""
     if name is None or not looks_local(name) or (Path(name) / holds).exists():
         return
+    if (Path(name) / "adapter_config.json").exists():
+        yield (
+            f'{key} = "{name}": this folder holds adapters, not a model - expected a model as Hugging Face writes it. '
+            "Add them to their base model first (`trireme export RUN --merge --to FOLDER`), and start from that."
+        )
+        return
     what = f"has no {holds}" if Path(name).is_dir() else "does not exist"
     yield (
         f'{key} = "{name}": this folder {what} (looked in {Path.cwd()}) - expected a model as Hugging Face writes it. '
@@ -100,6 +106,7 @@ _OWNERS = {
     "orchestrator.server.port": "the orchestrator's status server",
     "ports.batches": "batches from the orchestrator to the trainer",
     "ports.weights": "the meeting of trainer and engines",
+    "ports.ranks": "the meeting of the trainer's ranks",
 }
 
 
@@ -117,7 +124,12 @@ def ports(config: RunConfig) -> list[tuple[str, str, int]]:
     known = (
         ("inference.server.port", config.inference.server.host, config.inference.server.port),
         ("orchestrator.server.port", config.orchestrator.server.host, config.orchestrator.server.port),
-        ("ports.batches", config.ports.host, config.ports.batches),
-        ("ports.weights", config.ports.host, config.ports.weights),
+        ("ports.batches", config.hosts.orchestrator, config.ports.batches),
+        ("ports.weights", _first(config.hosts.trainer), config.ports.weights),
+        ("ports.ranks", _first(config.hosts.trainer), config.ports.ranks if len(config.hosts.trainer) > 1 else None),
     )
     return [(key, host, port) for key, host, port in known if port is not None]
+
+
+def _first(addresses: tuple[str, ...]) -> str:
+    return addresses[0] if addresses else ""

@@ -12,7 +12,11 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from trireme.base.devices import Devices
-from trireme.config.orchestrator import Environment
+from trireme.base.errors import ConfigError
+from trireme.base.network import EVERYWHERE, listening_address
+from trireme.config.losses import written_out
+from trireme.config.orchestrator import Environment, Evaluation
+from trireme.config.places import places_of
 from trireme.config.run import Model, RunConfig
 from trireme.config.section import Section
 from trireme.config.sft import SftConfig
@@ -27,21 +31,25 @@ KNOWN_PORTS = {
     "orchestrator.server.port": 8001,
     "ports.batches": 5555,
     "ports.weights": 5556,
+    "ports.ranks": 5557,
 }
 
 # One GPU holds both the engine and the trainer: the engine's share, unless users say otherwise.
 _SHARED_GPU_UTILIZATION = 0.4
 
 
-def resolve(config: RunConfig, devices: Devices, *, section: Room | None = None) -> RunConfig:
+def resolve(config: RunConfig, devices: Devices, *, section: Room | None = None, node: int = 0) -> RunConfig:
     """The same run with nothing left open.
 
     Args:
         section: for a process started by its own command: its ports are then the documented ones, not free ones.
+        node: which of the machines of its table in `[hosts]` this one is.
     """
+    config = updated(config, _hosts(config))
+    config = updated(config, _listening(config, section, node))
     config = updated(config, _device(config, devices))
     config = updated(config, _gpu_ids(config, devices, section))
-    for derived in (_models, _precision, _lengths, _environments):
+    for derived in (_models, _precision, _lengths, _loss, _environments):
         config = updated(config, derived(config))
     config = updated(config, _broadcast(config, alone=section is not None))
     config = updated(config, _processes(config, devices))
@@ -68,10 +76,43 @@ def updated(section: AnySection, values: Values) -> AnySection:
     return section.model_copy(update=own)
 
 
+WILDCARDS = (EVERYWHERE, "::", "")
+
+
+def _hosts(config: RunConfig) -> Values:
+    """An address to bind was also the one to be reached at before there was `[hosts]`, and still is."""
+    hosts, bound = config.hosts, config.inference.server
+    values: Values = {}
+    if config.ports.host is not None and "orchestrator" not in hosts.model_fields_set:
+        values |= {"hosts.orchestrator": config.ports.host, "ports.host": None}
+    if "host" in bound.model_fields_set and bound.host not in WILDCARDS and "inference" not in hosts.model_fields_set:
+        values["hosts.inference"] = (bound.host,)
+    return values
+
+
+def _listening(config: RunConfig, section: Room | None, node: int) -> Values:
+    """The servers that start here listen at the address at which the others look for them, or where they were told."""
+    values: Values = {}
+    if section in (None, "inference"):
+        for place in places_of(config.hosts.inference)[node : node + 1]:
+            if "host" not in config.inference.server.model_fields_set:
+                values["inference.server.host"] = listening_address(place.host)
+            if place.port is not None:
+                values["inference.server.port"] = place.port
+    if section in (None, "orchestrator") and "host" not in config.orchestrator.server.model_fields_set:
+        values["orchestrator.server.host"] = listening_address(config.hosts.orchestrator)
+    return values
+
+
 def _device(config: RunConfig, devices: Devices) -> Values:
     """GPUs that were asked for by number are meant: without any here, that is for `rules` to refuse."""
     if config.device != "auto":
         return {}
+    if len(config.hosts.all) > 1:
+        raise ConfigError(
+            f"`[hosts]` names {', '.join(config.hosts.all)}, and `device` is left open - expected it to be said: each "
+            'machine would answer for itself alone. Write `device = "cuda"` or `device = "cpu"`.'
+        )
     return {"device": "cuda" if devices.gpus or _asks_for_gpus(config) else "cpu"}
 
 
@@ -151,12 +192,20 @@ def _lengths(config: RunConfig) -> Values:
     }
 
 
+def _loss(config: RunConfig) -> Values:
+    """What the recipe's name stands for, in each of its keys."""
+    values = written_out(config.trainer.loss, length=config.loss_length)
+    return {f"trainer.loss.{key}": value for key, value in values.items()}
+
+
 def _environments(config: RunConfig) -> Values:
     values: Values = {"orchestrator.env": tuple(map(_named, config.orchestrator.env))}
     if evaluation := config.orchestrator.eval:
         longest = evaluation.sampling.max_tokens or config.orchestrator.sampling.max_tokens
         values["orchestrator.eval.env"] = tuple(map(_named, evaluation.env))
         values["orchestrator.eval.sampling.max_tokens"] = longest
+        if "temperature" not in evaluation.sampling.model_fields_set:
+            values["orchestrator.eval.sampling.temperature"] = Evaluation().sampling.temperature
     return values
 
 
@@ -178,8 +227,9 @@ def _broadcast(config: RunConfig, *, alone: bool) -> Values:
 
 
 def _processes(config: RunConfig, devices: Devices) -> Values:
-    ranks = config.trainer.num_ranks or max(1, len(config.trainer_gpu_ids or ()))
-    cores = _cores_per_side(config, devices)
+    nodes = max(1, len(config.hosts.trainer))
+    ranks = config.trainer.num_ranks or nodes * max(1, len(config.trainer_gpu_ids or ()))
+    cores = _cores_per_side(config, devices) * nodes  # of machines that are alike
     values: Values = {
         "trainer.num_ranks": ranks,
         "trainer.threads": config.trainer.threads or max(1, cores // ranks),
@@ -211,6 +261,8 @@ def _ports(config: RunConfig, section: Room | None) -> Values:
         "ports.batches": config.ports.batches,
         "ports.weights": config.ports.weights,
     }
+    if section and len(config.hosts.trainer) > 1:
+        given["ports.ranks"] = config.ports.ranks
     if section:
         return {key: KNOWN_PORTS[key] if port is None else port for key, port in given.items()}
     open_keys = [key for key, port in given.items() if not port]

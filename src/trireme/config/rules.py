@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 from trireme.base.devices import Devices
 from trireme.config.orchestrator import Sampling
 from trireme.config.problems import raise_together
 from trireme.config.readiness import (
-    check_model,
     engines_model_exists,
     engines_other_model_exists,
     environment_files_exist,
@@ -22,6 +20,27 @@ from trireme.config.readiness import (
     ports,
     trainer_model_exists,
 )
+from trireme.config.rules_broadcast import RULES as BROADCAST_RULES
+from trireme.config.rules_data import LAUNCH_RULES as DATA_LAUNCH_RULES
+from trireme.config.rules_data import RULES as DATA_RULES
+from trireme.config.rules_evaluation import RULES as EVALUATION_RULES
+from trireme.config.rules_hosts import LAUNCH_RULES as HOSTS_LAUNCH_RULES
+from trireme.config.rules_hosts import RULES as HOSTS_RULES
+from trireme.config.rules_lora import RULES as LORA_RULES
+from trireme.config.rules_lora import lora_problems
+from trireme.config.rules_loss import LAUNCH_RULES as LOSS_LAUNCH_RULES
+from trireme.config.rules_loss import RULES as LOSS_RULES
+from trireme.config.rules_model import LAUNCH_RULES as MODEL_LAUNCH_RULES
+from trireme.config.rules_model import RULES as MODEL_RULES
+from trireme.config.rules_model import model_launch_problems, model_problems
+from trireme.config.rules_moe import LAUNCH_RULES as MOE_LAUNCH_RULES
+from trireme.config.rules_moe import RULES as MOE_RULES
+from trireme.config.rules_moe import expert_problems_of_sft
+from trireme.config.rules_optim import LAUNCH_RULES as OPTIM_LAUNCH_RULES
+from trireme.config.rules_optim import RULES as OPTIM_RULES
+from trireme.config.rules_optim import optim_launch_problems, optim_problems
+from trireme.config.rules_sampling import RULES as SAMPLING_RULES
+from trireme.config.rules_sft import sft_problems
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
 from trireme.config.sft import SftConfig
@@ -274,24 +293,14 @@ def _engines_use_their_gpus(config: RunConfig, _: Devices) -> Iterator[str]:
 
 
 def _ranks_have_a_gpu_each(config: RunConfig, _: Devices) -> Iterator[str]:
-    ranks, gpus = config.trainer.num_ranks or 1, len(config.trainer_gpu_ids or ())
+    ranks, nodes = config.trainer.num_ranks or 1, len(config.hosts.trainer)
+    gpus = nodes * len(config.trainer_gpu_ids or ())
     if config.device != "cpu" and gpus and ranks != gpus:
+        where = f"{list(config.trainer_gpu_ids or ())}" + (f" on each of {nodes} machines" if nodes > 1 else "")
         yield (
-            f"trainer.num_ranks = {ranks}, and the trainer has {gpus} GPUs ({list(config.trainer_gpu_ids or ())}) - "
+            f"trainer.num_ranks = {ranks}, and the trainer has {gpus} GPUs ({where}) - "
             "expected one rank per GPU. Leave `trainer.num_ranks` out, or change `trainer_gpu_ids`."
         )
-
-
-def _adapters_are_not_trained_yet(config: RunConfig, _: Devices) -> Iterator[str]:
-    if config.trainer.model.lora:
-        yield _no_adapters("trainer.model.lora")
-
-
-def _no_adapters(table: str) -> str:
-    return (
-        f"`[{table}]` is given, and adapters are not trained yet in this version - expected the whole model. "
-        f"Remove the table (or `--no-{table.replace('_', '-')}`) and take a learning rate about ten times lower."
-    )
 
 
 def _attention_runs_here(config: RunConfig, _: Devices) -> Iterator[str]:
@@ -328,12 +337,27 @@ _RULES: Rules = (
     (_broadcast_fits_the_device, _ALL),
     (_engines_use_their_gpus, (_RUN, "inference")),
     (_ranks_have_a_gpu_each, (_RUN, "trainer")),
+    *MODEL_RULES,
+    *LOSS_RULES,
+    *LORA_RULES,
+    *OPTIM_RULES,
+    *DATA_RULES,
+    *SAMPLING_RULES,
+    *MOE_RULES,
+    *EVALUATION_RULES,
+    *BROADCAST_RULES,
+    *HOSTS_RULES,
 )
 
 _LAUNCH_RULES: Rules = (
-    (_adapters_are_not_trained_yet, (_RUN, "trainer")),
+    *HOSTS_LAUNCH_RULES,
     (_attention_runs_here, (_RUN, "trainer")),
+    *LOSS_LAUNCH_RULES,
+    *MOE_LAUNCH_RULES,
+    *OPTIM_LAUNCH_RULES,
+    *DATA_LAUNCH_RULES,
     (trainer_model_exists, (_RUN, "trainer")),
+    *MODEL_LAUNCH_RULES,
     (engines_other_model_exists, (_RUN,)),
     (engines_model_exists, ("inference",)),
     (environment_files_exist, (_RUN, "orchestrator")),
@@ -351,26 +375,12 @@ def check_sft(config: SftConfig, devices: Devices) -> None:
 
 def _sft_problems(config: SftConfig, devices: Devices) -> Iterator[str]:
     yield from _check_run_name(config.name)
-    yield from _check_data(config)
-    yield from check_model("model.name", config.model.name)
+    yield from sft_problems(config, devices)
     yield from _check_micro_batch("micro_batch_tokens", config.micro_batch_tokens, config.seq_len)
     yield from _check_attention("model.attn", config.model.attn, config.device)
-    if config.model.lora:
-        yield _no_adapters("model.lora")
-    ranks = config.num_ranks or 1
-    if config.device == "cuda" and ranks > devices.num_gpus:
-        yield (
-            f'num_ranks = {ranks}, device = "cuda", and {devices.num_gpus} GPUs are visible - '
-            "expected one GPU per rank. Lower `num_ranks`, or run on CPU with `--device cpu`."
-        )
-
-
-def _check_data(config: SftConfig) -> Iterator[str]:
-    if config.data is None:
-        yield "no data is given - expected a .jsonl file of messages, or a folder of them. Write `--data file.jsonl`."
-    for key, path in (("data", config.data), ("validation", config.validation)):
-        if path is not None and not path.exists():
-            yield (
-                f'{key} = "{path}" does not exist (looked in {Path.cwd()}) - expected a .jsonl file or '
-                "a folder of them. Check the path."
-            )
+    yield from model_problems("model", config.model, config.num_ranks or 1)
+    yield from model_launch_problems("model", config.model, config.device)
+    yield from lora_problems("model.lora", config.model.lora, has_engines=False)
+    yield from expert_problems_of_sft(config.model)
+    yield from optim_problems("", config.optim, config.scheduler, config.model, max_steps=config.max_steps)
+    yield from optim_launch_problems("", config.optim, config.device)

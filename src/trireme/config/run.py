@@ -7,9 +7,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from trireme.base.network import is_loopback
 from trireme.base.paths import RunPaths
+from trireme.config.console import Console
 from trireme.config.inference import InferenceConfig
 from trireme.config.orchestrator import OrchestratorConfig
+from trireme.config.places import place_of
 from trireme.config.section import Section
 from trireme.config.supervisor import Supervisor
 from trireme.config.trainer import TrainerConfig
@@ -43,7 +46,10 @@ class WeightBroadcast(Section):
     timeout_s: PositiveFloat = 300.0
     """How long one update may take, all in all."""
     bucket_mib: PositiveInt = 64
-    """Tensors travel in buckets of this size, in MiB: the only extra memory that an update takes."""
+    """Tensors travel in buckets of this size, in MiB. An update takes the memory of two of them, and of one tensor."""
+    delta: bool = False
+    """Send only what changed since the version before; pays where that is little: bf16, small learning rates. It takes
+    a copy of the model, as it is served, in host memory of all trainer ranks together, and one per engine worker."""
     probe_tolerance: PositiveFloat | None = None
     """Largest difference between the trainer's and an engine's logprobs on a fixed prompt after each update; by
     precision where not given (float32 1e-3, else 0.5)."""
@@ -52,12 +58,44 @@ class WeightBroadcast(Section):
 class Ports(Section):
     """`[ports]`: where the orchestrator and the trainer meet."""
 
-    host: str = "127.0.0.1"
-    """The orchestrator's address, as the trainer reaches it."""
+    host: str | None = None
+    """Older name of `hosts.orchestrator`."""
     batches: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Batches and control; `rl` finds a free port where not given, separate commands take 5555."""
     weights: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Rendezvous of trainer and engines; `rl` finds a free port where not given, separate commands take 5556."""
+    ranks: Annotated[int, Field(gt=0, le=65535)] | None = None
+    """Rendezvous of the trainer's ranks where they are on several machines; 5557 where not given."""
+    dashboard: Annotated[int, Field(gt=0, le=65535)] | None = None
+    """Where the dashboard that `--dashboard` opens is found; a free port where not given."""
+
+
+class Hosts(Section):
+    """`[hosts]`: a run on several machines: the address of each process, as the others reach it.
+
+    All processes load the same file; each listens at its own address. Anything but loopback needs a shared token, in
+    `TRIREME_TOKEN` or in `token_file`.
+    """
+
+    inference: tuple[str, ...] = ("127.0.0.1",)
+    """One vLLM server on each; `host:port` where it listens on another port than `inference.server.port`."""
+    orchestrator: str = "127.0.0.1"
+    """Where the orchestrator runs."""
+    trainer: tuple[str, ...] = ("127.0.0.1",)
+    """Machines that share the trainer's ranks, equally many each; rank 0 is on the first."""
+    token_file: Path | None = None
+    """File with the shared token, on every machine."""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Each address once, without its port."""
+        addresses = (*self.inference, self.orchestrator, *self.trainer)
+        return tuple(dict.fromkeys(address.partition(":")[0] for address in addresses))
+
+    @property
+    def are_loopback(self) -> bool:
+        """Whether nothing of the run can be reached from another machine, nor has to be."""
+        return all(map(is_loopback, self.all))
 
 
 class RunConfig(Section):
@@ -70,7 +108,7 @@ class RunConfig(Section):
     resume: bool = False
     """Go on with the run that lies in the output folder, from its newest complete checkpoint."""
     max_steps: PositiveInt = 100
-    """Optimizer steps."""
+    """Training steps: batches, each of which makes one version."""
     seq_len: PositiveInt = 2048
     """Longest sample that is trained on, in tokens."""
     seed: int = 0
@@ -91,14 +129,18 @@ class RunConfig(Section):
     """How much the logs tell."""
     disk_timeout_s: PositiveFloat = 86400.0
     """How long the run waits for room on a full disk before it gives up."""
+    dashboard: bool = False
+    """Open the dashboard beside the run, on this machine alone, and print its address; it ends with the run."""
     model: Model = Model()
     wandb: Wandb | None = None
     weight_broadcast: WeightBroadcast = WeightBroadcast()
     ports: Ports = Ports()
+    hosts: Hosts = Hosts()
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
     supervisor: Supervisor = Supervisor()
+    console: Console = Console()
 
     @property
     def paths(self) -> RunPaths:
@@ -106,13 +148,27 @@ class RunConfig(Section):
 
     @property
     def run_id(self) -> str:
-        """Trainer and orchestrator refuse to work together unless it is the same."""
-        return str(self.paths.root.resolve())
+        """Trainer and orchestrator refuse to work together unless it is the same.
+
+        On one machine the folder itself; on several its name as it was given, which may be another folder on each.
+        """
+        return str(self.paths.root.resolve() if self.hosts.are_loopback else self.paths.root)
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """Where the orchestrator finds the inference servers."""
+        places = map(place_of, self.hosts.inference)
+        return [f"http://{place.host}:{place.port or self.inference.server.port}" for place in places]
 
     @property
     def num_groups(self) -> int:
         """Groups per batch = batch_size / rollouts_per_example."""
         return self.orchestrator.batch_size // self.orchestrator.rollouts_per_example
+
+    @property
+    def loss_length(self) -> int:
+        """Sampled tokens of a sample, at most or nearly: what the normalisation by a constant divides by."""
+        return self.orchestrator.sampling.max_tokens or self.seq_len
 
     @property
     def synchronous(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from trireme.config.aliases import KNOWN_ELSEWHERE
+from trireme.config.aliases import KNOWN_ELSEWHERE, KNOWN_ELSEWHERE_SFT
 from trireme.config.fields import walk
 from trireme.config.section import Section
 
@@ -30,8 +30,10 @@ def _typo_among_neighbours(known: list[str], typed: tuple[str, ...]) -> list[str
 
 
 def _known_from_elsewhere(known: list[str], typed: tuple[str, ...]) -> list[str]:
-    key = KNOWN_ELSEWHERE.get(typed[-1])
-    return [key] if key in known else []
+    """Those that the root at hand has: `sft` has no `trainer` around its tables."""
+    ours = (KNOWN_ELSEWHERE_SFT.get(typed[-1], ""), KNOWN_ELSEWHERE.get(typed[-1], ""))
+    here = (key if key in known else key.removeprefix("trainer.") for key in ours)
+    return [key for key in here if key in known][:1]
 
 
 def _same_name_in_another_table(known: list[str], typed: tuple[str, ...]) -> list[str]:

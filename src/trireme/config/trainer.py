@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from trireme.config.losses import Loss
 from trireme.config.section import Section
 
 Dtype = Literal["bfloat16", "float32"]
@@ -16,6 +17,8 @@ class ActivationCheckpointing(Section):
 
     freq: PositiveInt = 1
     """Every how many layers one is recomputed; 1 recomputes all (least memory), 2 every other."""
+    mode: Literal["full", "selective"] = "full"
+    """`selective` keeps the results of matrix products and attention, and recomputes only what is cheap."""
 
 
 class Lora(Section):
@@ -33,6 +36,21 @@ class Lora(Section):
     """Names of modules that are trained whole beside the adapters."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What the engines get: the whole model with the adapters added in, or (less to send) the adapters alone."""
+
+
+class Experts(Section):
+    """`[trainer.model.moe]`: mixture-of-experts models."""
+
+    implementation: Literal["grouped_mm", "batched_mm", "eager"] = "grouped_mm"
+    """How experts are computed: one grouped product over all, a batched one, or one expert after the other."""
+    router: Literal["trained", "frozen"] = "trained"
+    """`frozen` leaves the routers as they are."""
+    router_dtype: Literal["model", "float32"] = "float32"
+    """Precision of the routers' scores; `model` takes `optimization_dtype`."""
+    router_replay: bool = False
+    """Send each token to the experts that the engine sent it to, so that both compute the same function."""
 
 
 class TrainerModel(Section):
@@ -50,8 +68,19 @@ class TrainerModel(Section):
     """Precision in which gradients are summed across ranks."""
     ac: ActivationCheckpointing | None = None
     """Activation checkpointing; a table: `[trainer.model.ac]` with `freq = 1`."""
+    activation_offload: bool = False
+    """Keep what the backward pass needs in CPU memory meanwhile."""
     lora: Lora | None = None
     """Low-rank adapters; the whole model is trained where not given."""
+    moe: Experts = Experts()
+    dp_replicate: PositiveInt = 1
+    """Copies of the sharded model (HSDP): ranks are split into this many groups, each of which shards a whole one."""
+    cp: PositiveInt = 1
+    """Context parallelism: this many ranks share each row, so that longer ones fit."""
+    ep: PositiveInt = 1
+    """Ranks that share the experts of a layer, each holding whole ones: only 1 as yet. FSDP shards experts, too."""
+    head_chunk: PositiveInt = 1024
+    """Tokens whose logits exist at once: the [tokens, vocabulary] tensor is never whole."""
     fsdp_cpu_offload: bool = False
     """Keep parameters and optimizer state in CPU memory; GPUs hold only the layer at work."""
     reshard_after_forward: bool = True
@@ -72,8 +101,9 @@ class Tokenizer(Section):
 class Optimizer(Section):
     """`[trainer.optim]`."""
 
-    type: Literal["adamw", "sgd"] = "adamw"
-    """AdamW (decoupled weight decay), or plain SGD with momentum `betas[0]`."""
+    type: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
+    """AdamW (decoupled weight decay), the same with its moments in 8 bits, Muon (for the layers' matrices, with
+    momentum 0.95; AdamW for the rest), or plain SGD with momentum `betas[0]`."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate; 1e-6 to 1e-5 for whole models, ten times that for adapters."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -84,30 +114,27 @@ class Optimizer(Section):
     """AdamW's epsilon."""
     max_norm: PositiveFloat = 1.0
     """Gradients with a larger global norm are scaled down to it."""
+    nonfinite: Literal["skip", "stop"] = "skip"
+    """A gradient that is not finite: leave the weights as they are for this step, or end the run."""
+    max_nonfinite: PositiveInt = 5
+    """With `skip`: end the run after this many such steps in a row."""
 
 
 class Scheduler(Section):
     """`[trainer.scheduler]`: the learning rate over steps."""
 
-    type: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up."""
+    type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape after the warm-up; `wsd` stays, then falls over the last `decay_steps`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of linear rise from 0 to `optim.lr`."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Where `linear` and `cosine` end, at `max_steps`."""
+    """Where `linear`, `cosine` and `wsd` end, at `max_steps`."""
+    decay_steps: PositiveInt | None = None
+    """Steps of `wsd`'s fall; a tenth of `max_steps` where not given."""
 
-
-class Loss(Section):
-    """`[trainer.loss]`: see `trireme.algo.loss` for the formula and its sources."""
-
-    type: Literal["importance"] = "importance"
-    """Token-level importance-weighted policy gradient against the behaviour policy's logprobs."""
-    ratio_low: Annotated[float, Field(ge=0)] = 0.125
-    """Tokens whose importance ratio is below this get no gradient; 0 masks none."""
-    ratio_high: PositiveFloat = 8.0
-    """Tokens whose importance ratio is above this get no gradient."""
-    kl_tau: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL divergence to the behaviour policy; 0 leaves it out."""
+    def decay_of(self, max_steps: int) -> int:
+        """Steps of `wsd`'s fall in a run of so many, at least one."""
+        return self.decay_steps if self.decay_steps is not None else max(1, max_steps // 10)
 
 
 class Checkpoints(Section):
@@ -132,6 +159,8 @@ class TrainerConfig(Section):
     scheduler: Scheduler = Scheduler()
     loss: Loss = Loss()
     ckpt: Checkpoints = Checkpoints()
+    num_iterations: PositiveInt = 1
+    """Optimizer steps per batch, each on the whole of it; they make one version together."""
     num_ranks: PositiveInt | None = None
     """Trainer processes; one per trainer GPU, or 1 on CPU, where not given."""
     micro_batch_tokens: PositiveInt | None = None
@@ -140,3 +169,5 @@ class TrainerConfig(Section):
     """CPU threads per rank; what the engine leaves of the cores, shared among ranks, where not given."""
     batch_timeout_s: PositiveFloat = 3600.0
     """How long the trainer waits for one batch before it gives up."""
+    save_logprobs: bool = True
+    """Write the trainer's own logprob of each trained token (4 bytes) to `logprobs/`, for the dashboard."""

@@ -17,9 +17,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from trireme.algo.adapter_names import is_of_adapter
 from trireme.algo.digest import tensor_digest
 from trireme.base.faults import fault, reach
-from trireme.inference.vllm_api import begin_reload, finish_reload, incomplete_layers, load_tied_head
+from trireme.inference.vllm_api import (
+    adapter_gaps,
+    begin_reload,
+    finish_reload,
+    incomplete_layers,
+    load_adapter,
+    load_tied_head,
+)
 from trireme.messages import TensorSpec
 from trireme.transport.weights.kinds import Receiver, open_receiver
 
@@ -58,6 +66,8 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._address: tuple | None = None
         self.digests: dict[str, str] = {}
         self.incomplete: list[str] = []
+        self.adapter: dict[str, torch.Tensor] = {}
+        self._is_reloading = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         receiver = self._open_receiver(init_info)
@@ -83,30 +93,45 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._receiver
 
     def start_weight_update(self) -> None:
-        self.digests, self.incomplete = {}, []
-        begin_reload(self.model)
+        self.incomplete = []
+        self._is_reloading = False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         assert self._receiver is not None, "update_weights before init_weight_transfer_engine"
         specs = msgspec.convert(update_info.specs, list[TensorSpec])
-        for name, tensor in self._receiver.tensors(specs, update_info.payload):
+        self._expect(specs)
+        for number, (name, tensor) in enumerate(self._receiver.tensors(specs, update_info.payload)):
             self.digests[name] = tensor_digest(tensor)
             if name != fault("skip_tensor"):
                 self._load(name, tensor)
-            if len(self.digests) == 1:
+            if number == 0:
                 reach("engine.receiving")
         reach("engine.received")
+
+    def _expect(self, specs: list[TensorSpec]) -> None:
+        """Adapters alone leave the base model as it is, and what is known of it."""
+        self.adapter = {}
+        self.digests = {name: digest for name, digest in self.digests.items() if not is_of_adapter(name)}
+        if not all(is_of_adapter(spec.name) for spec in specs):
+            self.digests = {}
+            self._is_reloading = True
+            begin_reload(self.model)
 
     def _load(self, name: str, tensor: torch.Tensor) -> None:
         # vLLM keeps what it is handed until a layer is whole: a view into the bucket would change under its hands.
         own = tensor.clone()
+        if is_of_adapter(name):
+            self.adapter[name] = own
+            return
         self.model.load_weights([(name, own)])
         if name.endswith("embed_tokens.weight") and self.model_config.hf_config.tie_word_embeddings:
             load_tied_head(self.model, own)
 
     def finish_weight_update(self) -> None:
-        self.incomplete = incomplete_layers(self.model)
-        finish_reload(self.model, self.model_config)
+        if self._is_reloading:
+            self.incomplete = incomplete_layers(self.model)
+            finish_reload(self.model, self.model_config)
+            self._is_reloading = False
         reach("engine.finished")
 
     def shutdown(self) -> None:
@@ -118,7 +143,16 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 class WorkerExtension:
     """Methods that vLLM adds to each of its workers (`--worker-extension-cls`), called through `/collective_rpc`."""
 
+    def trireme_load_adapter(self) -> None:
+        """To be called when an update is finished: that makes vLLM forget the adapter before."""
+        if fault("skip_adapter") is None:
+            load_adapter(self.model_runner.lora_manager, self.weight_transfer_engine.adapter)  # type: ignore[attr-defined]
+
     def trireme_weight_report(self) -> dict[str, Any]:
-        """What the last update brought: a digest per tensor, and the layers that it left incomplete."""
+        """What the engine holds: a digest per tensor as it came, and the layers that hold something else."""
         engine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        return {"digests": engine.digests, "incomplete": engine.incomplete}
+        gaps: list[str] = []
+        if any(is_of_adapter(name) for name in engine.digests):
+            adapter = {name: engine.adapter.get(name) for name in engine.digests if is_of_adapter(name)}
+            gaps = adapter_gaps(self.model_runner.lora_manager, adapter)  # type: ignore[attr-defined]
+        return {"digests": engine.digests, "incomplete": engine.incomplete + gaps}

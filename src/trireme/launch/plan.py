@@ -119,7 +119,7 @@ def _environment(visible: str, threads: int | None) -> dict[str, str]:
     environment = {
         "CUDA_VISIBLE_DEVICES": visible,
         "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "",  # vLLM's three processes start in half the time with byte code
+        "PYTHONDONTWRITEBYTECODE": "",  # all of them start in half the time with byte code
         "OMP_WAIT_POLICY": "PASSIVE",  # idle OpenMP threads sleep: spinning ones take a core from a busy process
     }
     return environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
@@ -140,6 +140,12 @@ def describe(plan: Plan, config: RunConfig, *, only: Room | None = None) -> str:
 def _facts(config: RunConfig) -> Iterator[str]:
     orchestrator = config.orchestrator
     yield f"run      {config.paths.root}   {config.max_steps} steps on {config.device}, seed {config.seed}"
+    if not config.hosts.are_loopback:
+        hosts = config.hosts
+        yield (
+            f"hosts    inference {', '.join(hosts.inference)}; orchestrator {hosts.orchestrator}; "
+            f"trainer {', '.join(hosts.trainer)}"
+        )
     yield f"model    {config.trainer.model.name}" + _other_model(config)
     if orchestrator.env:
         yield f"env      {', '.join(environment.name or environment.id for environment in orchestrator.env)}"

@@ -22,7 +22,8 @@ from trireme.launch.frozen import FrozenWatch
 from trireme.launch.health import HealthWatch
 from trireme.launch.restarts import Restarts
 from trireme.ledger.manifest import complete_steps
-from trireme.monitor.live import View, open_view, restarts_lines, summary
+from trireme.monitor.live import View, open_view
+from trireme.monitor.summary import restarts_lines, summary, warning_lines
 from trireme.monitor.wandb_mirror import open_wandb_mirror
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def supervise(plan: Plan, config: RunConfig, *, grace_s: float = GRACE_S, keep_o
         if isinstance(ending, Done):
             view.say(summary(view.progress, config, time.monotonic() - started, restarts))
         else:
-            view.say("\n".join([*ending.lines(), *restarts_lines(restarts), *_how_to_resume(config)]))
+            words = [*ending.lines(), *warning_lines(view.progress.warnings), *restarts_lines(restarts)]
+            view.say("\n".join([*words, *_how_to_resume(config)]))
     return ending.exit_code
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from trireme.base.errors import JournalCorrupt
 from trireme.ledger.aside import move_aside
 from trireme.ledger.entry import read_entry, write_entry
 from trireme.ledger.records import BatchRecord, State
+from trireme.messages import encode
 
 
 class Journal:
@@ -22,7 +25,7 @@ class Journal:
 
     def append(self, record: BatchRecord) -> None:
         """Returns when the entry is on disk. Raises OSError where it cannot be (a full disk): nothing was written."""
-        write_entry(self.path(record.step), record.step, record)
+        write_entry(self.path(record.step), record.step, _in_pieces(record))
         self._last = record
 
     def read(self, step: int) -> BatchRecord:
@@ -50,3 +53,9 @@ class Journal:
         """Sets aside the entries from `step` on, so that the run goes another way from there. Nothing is deleted."""
         move_aside(self._folder, [self.path(number) for number in self.steps() if number >= step])
         self._last = None
+
+
+def _in_pieces(record: BatchRecord) -> BatchRecord:
+    """Of the same bytes. To encode all rollouts in one go would keep other threads from running for as long."""
+    rollouts = [msgspec.Raw(encode(rollout)) for rollout in record.rollouts]
+    return msgspec.structs.replace(record, rollouts=rollouts)

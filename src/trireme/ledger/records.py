@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from trireme.algo.difficulty import Outcome, Scores
+from trireme.algo.order import Cursor
 from trireme.ledger.rules import Rules
 from trireme.messages import Tokens
 
@@ -35,6 +38,11 @@ class Rollout(msgspec.Struct):
     answer: str | None = None
     truncated: bool = False
     stop: str | None = None
+    num_turns: int = 0  # model turns; 0 in journals that did not count them
+    flaws: list[str] = []  # what the filters found: truncated, repetition, gibberish, zero_advantage
+    masked: str | None = None  # the flaw for which none of its tokens is trained on; its reward counts in its group
+    token_rewards: list[np.ndarray] = []  # per sample [T] float32, NaN where none was given; empty: none at all
+    teacher: list[np.ndarray] = []  # per sample [T] float32, the teacher's logprobs, NaN where the mask is 0
 
     @property
     def oldest_version(self) -> int:
@@ -64,13 +72,6 @@ class OpenGroup(msgspec.Struct, frozen=True):
     example: int
 
 
-class Cursor(msgspec.Struct):
-    """How far an environment's examples have been handed out."""
-
-    epoch: int = 0
-    position: int = 0
-
-
 class State(msgspec.Struct):
     """Everything that the orchestrator needs to go on after a batch."""
 
@@ -80,6 +81,10 @@ class State(msgspec.Struct):
     cursors: dict[str, Cursor] = {}
     open_groups: list[OpenGroup] = []
     counters: dict[str, int] = {}
+    scores: dict[str, Scores] = {}  # per environment, where difficulty pools are in use
+    baselines: dict[str, float] = {}  # per environment: the running mean reward of the `ema` advantage
+    stage: int = 0  # of the curriculum
+    stage_reward: float | None = None  # mean reward of that stage so far, smoothed
 
 
 class BatchRecord(msgspec.Struct):
@@ -91,3 +96,4 @@ class BatchRecord(msgspec.Struct):
     state: State
     metrics: dict[str, float] = {}
     rules: Rules | None = None  # that it was filled by
+    outcomes: list[Outcome] = []  # of groups that ended since the batch before, in the order of their ids

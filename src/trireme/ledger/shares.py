@@ -2,32 +2,123 @@
 
 from __future__ import annotations
 
-from trireme.algo.packing import Sample, micro_batches_of_rank
+import asyncio
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from trireme.algo.cost import LINEAR, Cost, cost_of
+from trireme.algo.packing import Sample, deal, rows_of
 from trireme.config.run import RunConfig
+from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord, Rollout
 from trireme.messages import BatchReply
 
+Dealt = list[list[list[int]]]  # of each rank, of each row: numbers of samples
 
-def share_of(record: BatchRecord, *, rank: int, world: int, capacity: int) -> BatchReply:
-    """The micro-batches of rank `rank` of `world`.
+
+class Shares:
+    """Of a run's batches. The batch asked for last is kept: all ranks ask for the same one, one after the other."""
+
+    def __init__(self, journal: Journal, config: RunConfig) -> None:
+        self._journal = journal
+        self._capacity = row_capacity(config)
+        self._cost = row_cost(config)
+        self._dealing = asyncio.Lock()
+        self._kept: tuple[int, int, _Batch] | None = None  # step, number of ranks
+
+    def of(self, step: int, *, rank: int, world: int) -> BatchReply:
+        """What rank `rank` of `world` trains on; ranks that share their rows (`cp`) count as one.
+
+        Raises: JournalCorrupt where the batch is not what was written.
+        """
+        return self._dealt(step, world).share(rank)
+
+    async def by_turns(self, step: int, *, rank: int, world: int) -> BatchReply:
+        """The same; meanwhile, others have their turns of the event loop. To balance many ranks takes long enough (half
+        a second for 64) to be worth a thread, though threads take turns only every few milliseconds."""
+        async with self._dealing:
+            if world > 1:
+                await asyncio.to_thread(self._dealt, step, world)
+            else:
+                self._dealt(step, world)
+                await asyncio.sleep(0)
+        return self.of(step, rank=rank, world=world)
+
+    def _dealt(self, step: int, world: int) -> _Batch:
+        if self._kept is None or self._kept[:2] != (step, world):
+            batch = _Batch(self._journal.read(step), world=world, capacity=self._capacity, cost=self._cost)
+            self._kept = step, world, batch
+        return self._kept[2]
+
+
+class _Batch:
+    """Dealt to all ranks."""
+
+    def __init__(self, record: BatchRecord, *, world: int, capacity: int, cost: Cost) -> None:
+        self._samples = samples_of(record.rollouts)
+        lengths = [sample.tokens.length for sample in self._samples]
+        self._dealt: Dealt = deal(lengths, capacity=capacity, ranks=world, cost=cost)
+        self._counts = [int(np.count_nonzero(sample.tokens.loss_mask)) for sample in self._samples]
+        self._step = record.step
+        self._num_rollouts = len(record.rollouts)
+
+    def share(self, rank: int) -> BatchReply:
+        return BatchReply(
+            step=self._step,
+            micro_batches=rows_of(self._samples, self._dealt[rank]),
+            loss_tokens=max(1, sum(self._counts)),
+            num_rollouts=self._num_rollouts,
+            loss_samples=max(1, sum(map(bool, self._counts))),
+        )
+
+
+def share_of(record: BatchRecord, *, rank: int, world: int, capacity: int, cost: Cost = LINEAR) -> BatchReply:
+    """The micro-batches of rank `rank` of `world`. Where every rollout is masked there is one empty row for each rank,
+    and the counts are 1, because the loss is divided by them: it is 0.
 
     Args:
         capacity: tokens of a row, see `row_capacity`.
+        cost: of a row, see `row_cost`.
     """
-    samples = samples_of(record.rollouts)
-    return BatchReply(
-        step=record.step,
-        micro_batches=micro_batches_of_rank(samples, capacity=capacity, rank=rank, world=world),
-        loss_tokens=sum(int(sample.tokens.loss_mask.sum()) for sample in samples),
-        num_rollouts=len(record.rollouts),
-    )
+    return _Batch(record, world=world, capacity=capacity, cost=cost).share(rank)
 
 
 def samples_of(rollouts: list[Rollout]) -> list[Sample]:
-    """In the order of the journal, on which the packing of rows depends."""
-    return [Sample(sample, rollout.temperature) for rollout in rollouts for sample in rollout.samples]
+    """Of the rollouts that are trained on, in the order of the journal, on which the packing of rows depends."""
+    trained = [rollout for rollout in rollouts if rollout.masked is None]
+    return [Sample(sample, rollout.temperature) for rollout in trained for sample in rollout.samples]
 
 
 def row_capacity(config: RunConfig) -> int:
-    """Tokens of one packed row."""
+    """Tokens of one packed row, which with `trainer.model.cp` several ranks share."""
     return config.trainer.micro_batch_tokens or config.seq_len
+
+
+def row_cost(config: RunConfig) -> Cost:
+    """Of the model that is trained, the same for whoever packs."""
+    model = config.trainer.model
+    return cost_of_model(model.name or config.model.name, attention=model.attn, cp=model.cp)
+
+
+def cost_of_model(name: str | None, *, attention: str, cp: int = 1) -> Cost:
+    """By its `config.json`, in its folder or among what was downloaded; by tokens alone where there is none."""
+    file = _config_file(name) if name else None
+    return cost_of(json.loads(file.read_text()), attention=attention, cp=cp) if file else LINEAR
+
+
+@lru_cache
+def _config_file(name: str) -> Path | None:
+    local = Path(name) / "config.json"
+    if local.exists():
+        return local
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # a folder that is not there
+        return None
+    return Path(found) if isinstance(found, str) else None

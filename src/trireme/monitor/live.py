@@ -10,10 +10,9 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 
 import httpx
 import msgspec
@@ -23,11 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from trireme.base.log import get_logger
-from trireme.base.paths import step_folder, step_of
+from trireme.base.token import bearer
 from trireme.config.run import RunConfig
+from trireme.monitor.collapse import Warned
 from trireme.monitor.logs import startup_phase
 from trireme.monitor.metrics import Row, read_metrics
 from trireme.monitor.progress import Evaluation, ProcessState, Progress, Status
+from trireme.monitor.samples import Samples
 
 POLL_S = 1.0  # between two looks at files and `/status`
 STATUS_TIMEOUT_S = 0.8
@@ -37,6 +38,7 @@ SILENCE_STARTING_S = 10.0  # after this long without a line, one says what is be
 SILENCE_RUNNING_S = 60.0
 TABLE_STEPS = 8
 SPARKLINE_WIDTH = 60
+MOST_WARNINGS = 3  # in the live picture; the log has all of them
 
 Clock = Callable[[], float]
 logger = get_logger("view")
@@ -48,11 +50,19 @@ def open_view(config: RunConfig, console: Console | None = None) -> Iterator[Vie
     console = console or _Console()
     live = console.is_terminal and sys.stdout.isatty() and not console.is_dumb_terminal
     with StatusPoller(status_url(config)) as poller:
-        view = TerminalView(config, poller, console) if live else PlainView(config, poller, console)
+        view = _view_class(config, live=live)(config, poller, console)
         try:
             yield view
         finally:
             view.close()
+
+
+def _view_class(config: RunConfig, *, live: bool) -> type[View]:
+    if config.console.style == "vf-rl":
+        from trireme.monitor.vf_rl_view import VfRlView  # it builds on the views below
+
+        return VfRlView
+    return TerminalView if live else PlainView
 
 
 class _Console(Console):
@@ -89,7 +99,7 @@ class StatusPoller:
         self._thread.join(2 * STATUS_TIMEOUT_S)
 
     def _poll(self) -> None:
-        with httpx.Client(timeout=STATUS_TIMEOUT_S, trust_env=False) as client:
+        with httpx.Client(timeout=STATUS_TIMEOUT_S, trust_env=False, headers=bearer()) as client:
             while not self._closing.wait(POLL_S):
                 self.latest = self._ask(client)
 
@@ -118,6 +128,7 @@ class View(ABC):
         self._started = clock()
         self._looked: float | None = None
         self._broken = False
+        self._samples = Samples(config.paths, config.console)
         rows, self._offset = read_metrics(config.paths.metrics)
         self.progress.add(rows)
         self.progress.begin_session()
@@ -158,6 +169,10 @@ class View(ABC):
             self._broken = True
             logger.warning("The terminal view failed and stays away; the run goes on, see its logs.", exc_info=True)
 
+    def say_samples(self, step: int) -> None:
+        for text in self._samples.of(step):
+            self.say(text)
+
     @abstractmethod
     def show(self, *, final: bool) -> None:
         """Draws, or tells, what has been taken in."""
@@ -190,6 +205,7 @@ class PlainView(View):
         self._spoke = clock()
         self._known_states: dict[str, str] = {}
         self._known_evaluations = set(self.progress.evaluations())
+        self._num_warnings_said = 0
 
     def say(self, text: str) -> None:
         self._spoke = self._clock()
@@ -198,10 +214,19 @@ class PlainView(View):
     def show(self, *, final: bool) -> None:
         self._say_states()
         for step in self.progress.take_completed(final=final):
-            self.say(step_line(self.progress, step, self.status))
+            if (step + 1) % self.config.console.every == 0 or step + 1 == self.config.max_steps:
+                self.say(self.step_text(step))
+            self.say_samples(step)
         self._say_evaluations()
+        self._say_warnings()
         if not final and self._clock() - self._spoke >= self._patience_s():
             self.say(self._still())
+
+    def step_text(self, step: int) -> str:
+        return step_line(self.progress, step, self.status)
+
+    def evaluation_line(self, evaluation: Evaluation) -> str:
+        return evaluation_text(evaluation)
 
     def _say_states(self) -> None:
         states = {"run": self.status.state if self.status else self._known_states.get("run", "starting")}
@@ -217,7 +242,13 @@ class PlainView(View):
         for evaluation in self.progress.evaluations():
             if evaluation not in self._known_evaluations:
                 self._known_evaluations.add(evaluation)
-                self.say(evaluation_text(evaluation))
+                self.say(self.evaluation_line(evaluation))
+
+    def _say_warnings(self) -> None:
+        fresh = self.progress.warnings[self._num_warnings_said :]
+        self._num_warnings_said += len(fresh)
+        for warned in fresh:
+            self.say(warning_text(warned))
 
     def _patience_s(self) -> float:
         return SILENCE_STARTING_S if self._known_states.get("run") == "starting" else SILENCE_RUNNING_S
@@ -238,6 +269,8 @@ def step_line(progress: Progress, step: int, status: Status | None) -> str:
         ("reward", "reward/mean", ".3f"),
         ("loss", "loss", ".4f"),
         ("grad", "grad_norm", ".2f"),
+        ("entropy", "policy/entropy", ".2f"),
+        ("ratio", "importance_ratio", ".2f"),
         ("lag", "lag/mean", ".1f"),
     ):
         if row.get(name) is not None:
@@ -262,6 +295,8 @@ class TerminalView(View):
         self._live.start()
 
     def show(self, *, final: bool) -> None:
+        for step in self.progress.take_completed(final=final):
+            self.say_samples(step)
         self._live.update(self.render(), refresh=True)
 
     def close(self) -> None:
@@ -276,6 +311,9 @@ class TerminalView(View):
             parts += [self._steps(), self._rewards()]
         if self.progress.evaluations():
             parts.append(Text("  ".join(map(evaluation_text, self.progress.evaluations()[-6:]))))
+        parts += [
+            Text(warning_text(warned), style="yellow") for warned in self.progress.lasting_warnings[-MOST_WARNINGS:]
+        ]
         return Group(*parts)
 
     def _header(self) -> Text:
@@ -330,6 +368,7 @@ STEP_COLUMNS = (
     ("loss", "loss", ".4f"),
     ("grad_norm", "grad_norm", ".2f"),
     ("policy/entropy", "policy/entropy", ".3f"),
+    ("importance_ratio", "ratio", ".2f"),
     ("mismatch_kl", "mismatch_kl", ".1e"),
     ("lag/mean", "lag/mean", ".1f"),
     ("perf/tokens_per_s", "tokens/s", "short"),
@@ -346,6 +385,10 @@ def _cell(row: Row, name: str, form: str) -> Text:
 
 def evaluation_text(evaluation: Evaluation) -> str:
     return f"eval {evaluation.env} {evaluation.reward:.3f} at version {evaluation.version}"
+
+
+def warning_text(warned: Warned) -> str:
+    return f"warning at step {warned.step + 1}, {warned.name}: {warned.text}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -375,50 +418,3 @@ def short_time(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-# the end
-
-
-def summary(progress: Progress, config: RunConfig, wall_s: float, restarts: Mapping[str, int] | None = None) -> str:
-    """What came of the run, and where it lies."""
-    paths = config.paths
-    here = progress.num_session_steps
-    session = f" ({here} in this session)" if here < progress.num_done else ""
-    lines = [f"{progress.num_done} of {config.max_steps} steps{session} in {short_time(wall_s)}"]
-    if ends := progress.reward_ends():
-        lines.append(f"reward {ends[0]:.3f} -> {ends[1]:.3f} (mean of the first and the last 5 steps)")
-    lines += held_out_lines(progress.evaluations())
-    lines += restarts_lines(restarts or {})
-    lines += [f"weights      {_newest(paths.weights)}", f"checkpoints  {_newest(paths.checkpoints)}"]
-    return "\n".join([*lines, f"logs         {paths.logs}"])
-
-
-def restarts_lines(restarts: Mapping[str, int]) -> list[str]:
-    """ "2 restarts: trainer 1, inference 1", where there were any."""
-    total = sum(restarts.values())
-    named = ", ".join(f"{name} {count}" for name, count in restarts.items() if count)
-    return [f"{total} restart{'s' if total > 1 else ''}: {named}"] if total else []
-
-
-def held_out_lines(evaluations: Sequence[Evaluation]) -> list[str]:
-    """ "held-out reverse-text: 0.412 -> 0.893" for each environment, from its first evaluation to its last."""
-    lines = []
-    for env in sorted({evaluation.env for evaluation in evaluations}):
-        of_env = [evaluation for evaluation in evaluations if evaluation.env == env]
-        before, after = of_env[0], of_env[-1]
-        numbers = f"{after.reward:.3f}" if len(of_env) == 1 else f"{before.reward:.3f} -> {after.reward:.3f}"
-        versions = f"version {after.version}" if len(of_env) == 1 else f"versions {before.version} and {after.version}"
-        lines.append(f"held-out {env}: {numbers} ({versions})")
-    return lines
-
-
-def _newest(parent: Path) -> str:
-    step = newest_step(parent)
-    return f"none in {parent}" if step is None else str(step_folder(parent, step))
-
-
-def newest_step(parent: Path) -> int | None:
-    """The highest N of the `step_N` folders in a folder."""
-    steps = (step_of(folder) for folder in parent.iterdir()) if parent.is_dir() else ()
-    return max((step for step in steps if step is not None), default=None)

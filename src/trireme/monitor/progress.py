@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from trireme.monitor.collapse import Warned, Watch
 from trireme.monitor.metrics import Row, merge_processes
 
 REWARD_ENDS = 5  # steps averaged at each end of a run
@@ -87,10 +88,10 @@ class Evaluation(NamedTuple):
 
 
 class Progress:
-    """Steps, rewards, evaluations and pace of a run.
+    """Steps, rewards, evaluations, pace and warnings of a run.
 
     What was reported before `begin_session` (by the run that is being resumed) counts as history: it is in the
-    rewards and evaluations, but not in the pace and not in `take_completed`.
+    rewards and evaluations, but not in the pace, not in `take_completed` and not in `warnings`.
     """
 
     def __init__(self, max_steps: int) -> None:
@@ -99,10 +100,13 @@ class Progress:
         self.steps: dict[int, dict[str, Row]] = {}  # batch number or version -> process -> its row
         self._session: list[tuple[int, float]] | None = None  # (batch number, unix time) of each training step
         self._unreported: list[int] = []
+        self._watch = Watch()
+        self._num_warned_before = 0
 
     def begin_session(self) -> None:
         self._session = []
         self._unreported = []
+        self._num_warned_before = len(self._watch.said)
 
     @property
     def num_session_steps(self) -> int:
@@ -112,6 +116,7 @@ class Progress:
         for row in rows:
             processes = self.steps.setdefault(row["step"], {})
             processes[row["process"]] = processes.get(row["process"], {}) | row
+            self._watch.take(row)
             if row["process"] == "trainer":
                 self._add_training_step(row)
 
@@ -155,6 +160,16 @@ class Progress:
                 if match and value is not None:
                     found.append(Evaluation(match["env"], version, value))
         return found
+
+    @property
+    def warnings(self) -> list[Warned]:
+        """Of this session, in the order in which they came."""
+        return self._watch.said[self._num_warned_before :]
+
+    @property
+    def lasting_warnings(self) -> list[Warned]:
+        """What has been seen lately."""
+        return list(self._watch.lasting.values())
 
     def step_seconds(self, step: int) -> float | None:
         """How long a training step took: as reported, or from the end of the one before it to its own end."""

@@ -14,6 +14,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write
 from trireme.config.run import RunConfig
+from trireme.config.sft import SftConfig
 from trireme.monitor.metrics import Row, merge_processes, read_metrics
 
 POLL_S = 2.0
@@ -24,7 +25,7 @@ logger = get_logger("wandb")
 
 
 @contextmanager
-def open_wandb_mirror(config: RunConfig) -> Iterator[None]:
+def open_wandb_mirror(config: RunConfig | SftConfig) -> Iterator[None]:
     """Mirrors while open; does nothing without a `[wandb]` table.
 
     Raises: ConfigError where wandb cannot start. Later failures are logged once and end only the mirror.
@@ -47,7 +48,8 @@ class _Mirror:
     order (the orchestrator is ahead of the trainer; a resumed run trains steps again).
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig | SftConfig) -> None:
+        self._processes = {"sft"} if isinstance(config, SftConfig) else {"trainer", "orchestrator"}
         self._metrics = config.paths.metrics
         self._bookmark = _Bookmark(config.paths.root / "wandb" / "mirror.json")
         self._offset = self._bookmark.offset
@@ -86,7 +88,7 @@ class _Mirror:
         for row in rows:
             self._pending.setdefault(row["step"], _Pending()).add(row)
         for step in sorted(self._pending):
-            if self._pending[step].is_due(patience_s):
+            if self._pending[step].is_due(self._processes, patience_s):
                 self._run.log(_payload(self._pending.pop(step).rows.values()))
         if not self._pending:  # otherwise a mirror that is killed now would leave these rows out
             self._bookmark.save(self._offset)
@@ -102,8 +104,8 @@ class _Pending:
     def add(self, row: Row) -> None:
         self.rows[row["process"]] = self.rows.get(row["process"], {}) | row
 
-    def is_due(self, patience_s: float) -> bool:
-        return {"trainer", "orchestrator"} <= self.rows.keys() or time.monotonic() - self.since >= patience_s
+    def is_due(self, processes: set[str], patience_s: float) -> bool:
+        return processes <= self.rows.keys() or time.monotonic() - self.since >= patience_s
 
 
 def _payload(rows: Any) -> Row:
@@ -127,7 +129,7 @@ class _Bookmark:
                 file.write(json.dumps({"run_id": self.run_id, "offset": offset}).encode())
 
 
-def _init(config: RunConfig, run_id: str | None) -> Any:
+def _init(config: RunConfig | SftConfig, run_id: str | None) -> Any:
     import wandb  # seconds to import, and only needed here
 
     assert config.wandb is not None

@@ -11,7 +11,7 @@ from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
-from trireme.ledger.shares import row_capacity, share_of
+from trireme.ledger.shares import Shares
 from trireme.messages import (
     Done,
     GetBatch,
@@ -53,6 +53,7 @@ class Answers:
     def __init__(self, config: RunConfig, journal: Journal, policy: Policy, scheduler: Scheduler, peers: Peers) -> None:
         self._config = config
         self._journal = journal
+        self._shares = Shares(journal, config)
         self._policy = policy
         self._scheduler = scheduler
         self._peers = peers
@@ -101,12 +102,7 @@ class Answers:
             if not self._journal.has(request.step):
                 return NotYet(note=self._scheduler.describe())
         reach("batch.answered")
-        return share_of(
-            self._journal.read(request.step),
-            rank=request.rank,
-            world=request.world,
-            capacity=row_capacity(self._config),
-        )
+        return await self._shares.by_turns(request.step, rank=request.rank, world=request.world)
 
     async def _done(self, request: Done) -> Reply:
         """The trainer stays until the last version is evaluated: an engine that comes up without it needs it."""

@@ -1,112 +1,136 @@
-"""Finished groups become a batch: advantages, filters, a constant size."""
+"""Finished groups become a batch: what is stale, flawed or without signal goes, the size stays; then advantages."""
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from trireme.algo.advantage import ESTIMATORS
-from trireme.algo.staleness import is_too_old, lags
+from trireme.algo.advantage import Baselines
+from trireme.algo.difficulty import Outcome
+from trireme.algo.filters import ZERO_ADVANTAGE, flaw_with
+from trireme.algo.staleness import is_too_old
+from trireme.base.log import get_logger
+from trireme.base.turns import by_turns
 from trireme.config.run import RunConfig
-from trireme.ledger.records import Dropped, Rollout
-from trireme.messages import Tokens
+from trireme.ledger.records import Dropped, Rollout, State
+from trireme.ledger.rules import rules_of
+from trireme.ledger.targets import (
+    by_group,
+    estimates_of,
+    estimator_of,
+    filters_of,
+    flaws_of,
+    is_zero,
+    outcome_of,
+    per_token,
+    scores_of,
+    why_not_worth_it,
+    with_advantages,
+)
 from trireme.orchestrator.scheduler import Group, Scheduler
+from trireme.orchestrator.teacher import Teacher
+
+log = get_logger("batcher")
+
+
+@dataclass
+class Filled:
+    """A batch as far as it is decided here."""
+
+    rollouts: list[Rollout] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    baselines: Baselines = field(default_factory=dict)  # after it
 
 
 class Batcher:
     """Fills one batch at a time from the scheduler's groups."""
 
-    def __init__(self, config: RunConfig, scheduler: Scheduler) -> None:
-        self._config = config
-        self._scheduler = scheduler
-        self._advantage = ESTIMATORS[config.orchestrator.advantage.type]
+    def __init__(
+        self, config: RunConfig, scheduler: Scheduler, state: State | None = None, *, teacher: Teacher | None = None
+    ) -> None:
+        """
+        Args:
+            state: to go on from; the beginning of a run where not given.
 
-    async def fill(self, step: int) -> tuple[list[Rollout], list[Dropped]]:
-        """Exactly `batch_size` rollouts with their advantages, and the fates of all that were dropped on the way."""
+        Raises:
+            ConfigError: there is no such function as `orchestrator.advantage.path`.
+        """
+        self._num_groups = config.num_groups
+        self._rules = rules_of(config)
+        self._filters = filters_of(self._rules)
+        self._custom = estimator_of(self._rules)
+        self._scheduler = scheduler
+        self._teacher = teacher
+        self._baselines = dict(state.baselines) if state else {}
+
+    async def fill(self, step: int) -> Filled:
+        """Exactly `batch_size` rollouts with their advantages, and the fates of all that were dropped on the way.
+
+        Raises:
+            ConfigError: a function of the user's gave no advantages.
+            PeerDied: the teacher does not answer.
+        """
+        filled = Filled()
         groups: list[Group] = []
-        dropped: list[Dropped] = []
-        while len(groups) < self._config.num_groups:
+        while len(groups) < self._num_groups:
             group = await self._scheduler.next_group()
-            self._judge(group, step)
-            dropped += group.dropped
+            self._judge(group, step, filled.outcomes)
+            filled.dropped += group.dropped
             if group.reason is None:
                 groups.append(group)
                 self._scheduler.accepted()
             else:
                 self._scheduler.not_accepted(group.reason)
         groups.sort(key=lambda group: group.task.id)
-        return [rollout for group in groups for rollout in self._with_advantages(group)], dropped
+        filled.outcomes.sort(key=lambda outcome: outcome.group)
+        filled.rollouts = [rollout for group in groups for rollout in group.rollouts]
+        if self._teacher is not None:
+            await self._teacher.score(filled.rollouts)
+        await self._give_advantages(filled)
+        self._mask(filled.rollouts, step)
+        return filled
 
-    def _judge(self, group: Group, step: int) -> None:
-        """Drops a group that this batch may not have."""
+    def _judge(self, group: Group, step: int, outcomes: list[Outcome]) -> None:
+        """Drops a group that this batch may not have; notes how it did where it came to its end in time."""
         if group.reason is not None:
             return
-        size = self._config.orchestrator.rollouts_per_example
         oldest = min(rollout.oldest_version for rollout in group.rollouts)
-        if is_too_old(step, oldest, self._config.orchestrator.max_off_policy_steps):
-            group.drop(f"stale: version {oldest} sampled a part of it", size)
-        elif self._config.orchestrator.buffer.online_difficulty_filtering and _has_no_signal(group):
-            group.drop("no signal: all rewards of the group are equal", size)
+        if is_too_old(step, oldest, self._rules.max_off_policy_steps):
+            group.drop(f"stale: version {oldest} sampled a part of it", self._rules.group_size)
+            return
+        outcomes.append(outcome_of(group.rollouts))
+        if (reason := self._why_not(group.rollouts)) is not None:
+            group.drop(reason, self._rules.group_size)
 
-    def _with_advantages(self, group: Group) -> list[Rollout]:
-        advantages = self._advantage(np.array([rollout.reward for rollout in group.rollouts]))
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
-            rollout.samples = [_with_advantage(sample, float(advantage)) for sample in rollout.samples]
-        return group.rollouts
+    def _why_not(self, rollouts: list[Rollout]) -> str | None:
+        for rollout in rollouts:
+            rollout.flaws = flaws_of(rollout, self._rules)
+            if (flaw := flaw_with("drop", rollout.flaws, self._filters)) is not None:
+                return f"{flaw}: rollout {rollout.place} of its group"
+        return why_not_worth_it(rollouts, self._rules)
 
+    async def _give_advantages(self, filled: Filled) -> None:
+        """A group in each turn of the event loop."""
+        groups = list(by_group(filled.rollouts).values())
+        scored = [scores_of(group, self._rules) async for group in by_turns(groups, 1)]
+        estimated, self._baselines = estimates_of(scored, self._rules, self._baselines, custom=self._custom)
+        filled.baselines = self._baselines
+        async for group, advantages in by_turns(zip(groups, estimated, strict=True), 1):
+            for rollout, per_sample in zip(group, per_token(group, advantages, self._rules), strict=True):
+                rollout.samples = [with_advantages(*both) for both in zip(rollout.samples, per_sample, strict=True)]
+                if is_zero(per_sample):
+                    rollout.flaws = [*rollout.flaws, ZERO_ADVANTAGE]
 
-def _has_no_signal(group: Group) -> bool:
-    rewards = [rollout.reward for rollout in group.rollouts]
-    return max(rewards) - min(rewards) < 1e-9
-
-
-def _with_advantage(sample: Tokens, advantage: float) -> Tokens:
-    return Tokens(
-        ids=sample.ids,
-        loss_mask=sample.loss_mask,
-        logprobs=sample.logprobs,
-        advantages=(sample.loss_mask * advantage).astype("float32"),
-        versions=sample.versions,
-    )
-
-
-def batch_metrics(step: int, rollouts: list[Rollout], dropped: list[Dropped]) -> dict[str, float]:
-    """What the orchestrator says about a batch."""
-    rewards = np.array([rollout.reward for rollout in rollouts])
-    token_lags = np.concatenate([lags(step, sample.versions) for rollout in rollouts for sample in rollout.samples])
-    completions = [sum(int(sample.loss_mask.sum()) for sample in rollout.samples) for rollout in rollouts]
-    totals = [sum(sample.length for sample in rollout.samples) for rollout in rollouts]
-    metrics = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/group_std": float(np.mean([np.std(group) for group in _by(rollouts, "group").values()])),
-        "lag/mean": float(token_lags.mean()),
-        "lag/max": int(token_lags.max()),
-        "tokens/completion_mean": float(np.mean(completions)),
-        "tokens/completion_max": int(max(completions)),
-        "tokens/total": int(sum(totals)),
-        "truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
-        "rollouts/dropped": len(dropped),
-    }
-    per_environment = _by(rollouts, "env")
-    if len(per_environment) > 1:
-        metrics |= {f"reward/{name}/mean": float(np.mean(values)) for name, values in per_environment.items()}
-    reasons = Counter(drop.reason.split(":")[0].replace(" ", "_") for drop in dropped)
-    metrics |= {f"rollouts/dropped/{reason}": count for reason, count in reasons.items()}
-    return metrics | _environment_metrics(rollouts)
-
-
-def _by(rollouts: list[Rollout], attribute: str) -> dict[str, list[float]]:
-    values: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        values.setdefault(getattr(rollout, attribute), []).append(rollout.reward)
-    return values
-
-
-def _environment_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.metrics.items():
-            values.setdefault(f"env/{rollout.env}/{name}", []).append(value)
-    return {name: float(np.mean(numbers)) for name, numbers in values.items()}
+    def _mask(self, rollouts: list[Rollout], step: int) -> None:
+        for rollout in rollouts:
+            rollout.masked = flaw_with("mask", rollout.flaws, self._filters)
+        if all(rollout.masked is not None for rollout in rollouts):
+            why = sorted({str(rollout.masked) for rollout in rollouts})
+            log.warning(
+                "batch %d: all %d rollouts are masked (%s) - some were expected to be trained on, so this step learns "
+                "nothing: its loss is 0. See whether `sampling.max_tokens` is too small or the examples too easy or "
+                "too hard, or count such rollouts instead of masking them (`[orchestrator.filters]`).",
+                step,
+                len(rollouts),
+                ", ".join(why),
+            )

@@ -1,41 +1,42 @@
-"""Which example comes next: environments by weight, examples by a seeded order per epoch.
+"""Which example comes next: environments by weight and stage, examples by a seeded order per epoch and by difficulty.
 
-Nothing here is random in itself: the choice is a function of the seed, the group's number and the cursors, so a run
-that restarts from the journal's cursors goes on exactly where it was. The functions stand in `algo/order.py`.
+Nothing here is random in itself, see `algo/order.py`: a run that restarts from the journal's state goes on exactly
+where it was.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
-
-from trireme.algo.order import environment_of, example_order, names_and_shares
+from trireme.algo.curriculum import Place
+from trireme.algo.difficulty import Outcome
+from trireme.algo.order import Cursor, DataOrder
 from trireme.base.errors import ConfigError
-from trireme.ledger.records import Cursor, OpenGroup, State
+from trireme.base.log import get_logger
+from trireme.ledger.records import OpenGroup, State
+from trireme.ledger.rules import Rules
+
+log = get_logger("buffer")
 
 
 class Buffer:
     """Hands out groups to roll out."""
 
-    def __init__(
-        self, sizes: dict[str, int], weights: dict[str, float], *, seed: int, shuffle: bool, state: State
-    ) -> None:
+    def __init__(self, sizes: dict[str, int], rules: Rules, state: State) -> None:
         """
         Args:
             sizes: number of training examples per environment.
-            weights: share of the examples per environment, in any unit.
 
         Raises:
             ConfigError: the run that `state` is of had other examples.
         """
         _refuse_other_examples(state.sizes, sizes)
-        self._names, self._shares = names_and_shares({name: weights[name] for name in sizes})
-        self._sizes = dict(sizes)
-        self._seed = seed
-        self._shuffle = shuffle
-        self._cursors = {name: state.cursors.get(name, Cursor()) for name in self._names}
+        self._rules = rules
+        self._order = DataOrder(sizes)
+        self._order.go_on_from(state.cursors, state.scores, Place(state.stage, state.stage_reward))
         self._reopened = list(state.open_groups)
+        self._left_out: set[str] = set()  # environments that were warned about
         self.next_group = state.next_group
 
     def take(self) -> OpenGroup:
@@ -44,28 +45,44 @@ class Buffer:
             return self._reopened.pop(0)
         group = self.next_group
         self.next_group += 1
-        name = self._names[environment_of(group, self._seed, self._shares)]
-        return OpenGroup(id=group, env=name, example=self._next_example(name))
+        name, example = self._order.take(group, self._rules)
+        return OpenGroup(id=group, env=name, example=example)
 
-    def _next_example(self, name: str) -> int:
-        cursor = self._cursors[name]
-        if cursor.position >= self._sizes[name]:
-            cursor.epoch, cursor.position = cursor.epoch + 1, 0
-        example = self._order(name, cursor.epoch)[cursor.position]
-        cursor.position += 1
-        return int(example)
+    def close_batch(self, outcomes: Sequence[Outcome], *, next_step: int) -> None:
+        """Learns how the groups did that ended with the batch; decides from which environments the next ones are."""
+        before = self._order.place.stage
+        self._order.close_batch(outcomes, self._rules, next_step=next_step)
+        if self._order.place.stage != before:
+            log.info("batch %d: the curriculum's stage %d begins", next_step, self._order.place.stage)
+        self._warn_of_what_is_left_out()
 
-    @lru_cache(maxsize=8)  # noqa: B019 - one buffer per process
-    def _order(self, name: str, epoch: int) -> np.ndarray:
-        return example_order(self._seed, self._names.index(name), epoch, self._sizes[name], self._shuffle)
+    def _warn_of_what_is_left_out(self) -> None:
+        """Once, when it comes to it."""
+        left_out = set(self._order.left_out(self._rules))
+        for name in sorted(left_out - self._left_out):
+            log.warning(
+                "all examples of %s are in difficulty pools of weight 0 - some that are not were expected, so they "
+                "come in their order as if there were no pools. Give a pool some weight "
+                "(`[orchestrator.buffer.pools]`), or take other examples.",
+                name,
+            )
+        self._left_out = left_out
 
-    def cursors(self) -> dict[str, Cursor]:
-        return {name: Cursor(cursor.epoch, cursor.position) for name, cursor in self._cursors.items()}
+    def state(self) -> dict[str, Any]:
+        """The fields of `State` that it goes on from; the caller knows which groups are open."""
+        return {
+            "next_group": self.next_group,
+            "sizes": self.sizes,
+            "cursors": {name: Cursor(at.epoch, at.position) for name, at in self._order.cursors.items()},
+            "scores": self._order.scores,
+            "stage": self._order.place.stage,
+            "stage_reward": self._order.place.reward,
+        }
 
     @property
     def sizes(self) -> dict[str, int]:
         """Number of training examples per environment."""
-        return dict(self._sizes)
+        return dict(self._order.sizes)
 
     @property
     def reopened(self) -> list[OpenGroup]:

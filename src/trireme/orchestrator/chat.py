@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -21,7 +22,30 @@ from tokenizers import Tokenizer
 from trireme.base.errors import ConfigError
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"]
+
+
+KEPT_TOKENS = 1 << 20
+"""Of prompts that were seen lately, all together."""
+
+
+class Prompts:
+    """Ids of prompts, the newest that fit into `KEPT_TOKENS`."""
+
+    def __init__(self, limit: int = KEPT_TOKENS) -> None:
+        self._limit = limit
+        self._ids: dict[bytes, list[int]] = {}  # in the order in which they came
+        self._num_tokens = 0
+
+    def get(self, key: bytes) -> list[int] | None:
+        return self._ids.get(key)
+
+    def keep(self, key: bytes, ids: list[int]) -> None:
+        if key and len(ids) <= self._limit:
+            self._ids[key] = ids
+            self._num_tokens += len(ids)
+        while self._num_tokens > self._limit:
+            self._num_tokens -= len(self._ids.pop(next(iter(self._ids))))
 
 
 class ChatTokenizer:
@@ -32,8 +56,16 @@ class ChatTokenizer:
         self._tokenizer.no_truncation()  # some files ask for it, and a prompt must never be cut in silence
         self._tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
-        self._template = _compile_template(_template_text(folder, config))
+        text = _template_text(folder, config)
+        self._template = _compile_template(text)
+        self._prompts = Prompts(0 if "strftime_now" in text else KEPT_TOKENS)  # what tells the time is told anew
         self._names = {key: _token_text(config.get(key)) for key in SPECIAL_TOKENS}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        self.num_tokens: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.model_config = _read_json(folder / "config.json")
+        self.vocab_size = _model_vocab_size(self.model_config)
+        """Of the model, which is often larger: it may sample tokens that stand for no text. None where not known."""
 
     def render(self, messages: list[dict[str, Any]], *, tools: list[dict] | None, generate: bool) -> str:
         """The conversation as the model reads it; with `generate`, up to where the assistant begins."""
@@ -47,10 +79,25 @@ class ChatTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids
+
+    def prompt_ids(self, messages: list[dict[str, Any]], *, tools: list[dict] | None) -> list[int]:
+        """A conversation that begins, as ids. The rollouts of a group begin alike: it is made of the text once."""
+        try:
+            key = msgspec.json.encode((messages, tools))
+        except (TypeError, ValueError, OverflowError):  # what JSON cannot say, a template may still know
+            key = b""
+        if (ids := self._prompts.get(key)) is None:
+            ids = self.encode(self.render(messages, tools=tools, generate=True))
+            self._prompts.keep(key, ids)
+        return list(ids)
 
     def decode(self, ids: list[int], *, keep_special: bool = False) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=not keep_special)
+
+    def is_special(self, token: int) -> bool:
+        """Whether it is one of those that are no text: they mark where turns begin and end."""
+        return token in self._special
 
 
 def open_chat_tokenizer(name: str) -> ChatTokenizer:
@@ -88,6 +135,20 @@ def _existing(path: Path) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _encodable(text: str) -> str:
+    """Half a surrogate pair, which JSON can hold (a tool's argument), becomes U+FFFD: it cannot be encoded."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _model_vocab_size(config: dict[str, Any]) -> int | None:
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _template_text(folder: Path, config: dict[str, Any]) -> str:
@@ -128,7 +189,9 @@ def _compile_template(text: str) -> jinja2.Template:
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = fail
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment.from_string(text)
+    template = environment.from_string(text)
+    template.globals = dict(template.globals)  # a ChainMap is walked through again for every conversation
+    return template
 
 
 def _token_text(token: Any) -> str | None:

@@ -8,12 +8,19 @@ nothing else.
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
 POSITIVE = 1e-3
 """A logprob is at most 0; rounding may leave a trace above it."""
+
+LEFT_OUT = -9000.0
+"""vLLM writes -9999 for the logprob of a token that could not be sampled."""
+
+MASS_TOLERANCE = 0.02
+"""The probabilities of what was kept add up to 1, unless so many tie for the last place that some are missing."""
 
 
 class BadAnswer(ValueError):
@@ -26,8 +33,17 @@ class Span(msgspec.Struct):
     end: int
 
 
+class Candidate(msgspec.Struct):
+    """One of the likeliest tokens at a place."""
+
+    token_id: int
+    logprob: float
+
+
 class TokenLogprob(msgspec.Struct):
     logprob: float
+    token_id: int | None = None
+    top_logprobs: list[Candidate] = []
 
 
 class Logprobs(msgspec.Struct):
@@ -36,14 +52,42 @@ class Logprobs(msgspec.Struct):
 
 class Choice(msgspec.Struct):
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: Literal["stop", "length", "repetition", "abort"]
     logprobs: Logprobs
     weight_versions: list[Span]
+    stop_reason: int | str | None = None  # the stop token or string; None at the end of sequence too
+    sampling_mask: list[list[int]] | None = None  # of an engine with `return_sampling_mask`
+    routed_experts: str | None = None  # of an engine with `enable_return_routed_experts`; see `routes`
 
 
 class Response(msgspec.Struct):
     choices: list[Choice]
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class Called(msgspec.Struct):
+    function: CalledFunction
+
+
+class Message(msgspec.Struct):
+    """A turn as the engine's parsers read it."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Called] = []
+
+
+class _Parsed(msgspec.Struct):
+    message: Message
+
+
+class _ParsedResponse(msgspec.Struct):
+    choices: list[_Parsed]
 
 
 class _Report(msgspec.Struct):
@@ -58,6 +102,7 @@ class _Reports(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(Response).decode
+_decode_parsed = msgspec.json.Decoder(_ParsedResponse).decode
 
 
 def read_response(data: bytes) -> Response:
@@ -71,8 +116,23 @@ def read_response(data: bytes) -> Response:
         ) from error
 
 
-def choice_of(response: Response, *, max_tokens: int) -> Choice:
+def read_message(data: bytes) -> Message:
+    """Raises: BadAnswer."""
+    try:
+        (choice,) = _decode_parsed(data).choices
+        return choice.message
+    except Exception as error:
+        shown = data[:80].decode(errors="backslashreplace")
+        raise BadAnswer(
+            f"The engine answered no parsed message ({type(error).__name__}: {error}): {shown!r}"
+        ) from error
+
+
+def choice_of(response: Response, *, max_tokens: int, vocab_size: int | None = None) -> Choice:
     """The one completion, with a logprob and a version for each token.
+
+    Args:
+        vocab_size: of the model, where it is known: no token is beyond it.
 
     Raises: BadAnswer.
     """
@@ -80,11 +140,50 @@ def choice_of(response: Response, *, max_tokens: int) -> Choice:
         raise BadAnswer(f"The engine gave {len(response.choices)} completions - one was expected.")
     choice = response.choices[0]
     num_tokens = len(choice.token_ids)
-    if num_tokens > max_tokens or any(not 0 <= token < 2**31 for token in choice.token_ids):
-        raise BadAnswer(f"The engine gave {num_tokens} tokens, {choice.token_ids[:5]} ... - {max_tokens} ids allowed.")
+    if num_tokens > max_tokens:
+        raise BadAnswer(f"The engine gave {num_tokens} tokens, {choice.token_ids[:5]} ... - {max_tokens} allowed.")
+    _check_ids(choice.token_ids, vocab_size)
     _check_logprobs([entry.logprob for entry in choice.logprobs.content], num_tokens)
+    named = [entry.token_id for entry in choice.logprobs.content]
+    if others := [pair for pair in zip(named, choice.token_ids, strict=True) if pair[0] not in (None, pair[1])]:
+        raise BadAnswer(f"The engine gave the logprob of token {others[0][0]} where it sampled {others[0][1]}.")
     _check_spans(choice.weight_versions, num_tokens)
     return choice
+
+
+def _check_ids(ids: list[int], vocab_size: int | None) -> None:
+    limit = vocab_size or 2**31
+    if strange := [token for token in ids if not 0 <= token < limit]:
+        raise BadAnswer(f"The engine gave token {strange[0]} - ids from 0 to {limit - 1} were expected.")
+
+
+def kept_of(choice: Choice, *, vocab_size: int | None = None) -> list[list[int]]:
+    """[C] what each token was chosen from, ascending: the engine's sampling mask, or its likeliest tokens.
+
+    Raises: BadAnswer.
+    """
+    if choice.sampling_mask is not None:
+        kept = choice.sampling_mask
+    else:
+        kept = [_candidates(entry) for entry in choice.logprobs.content]
+    if len(kept) != len(choice.token_ids):
+        raise BadAnswer(f"The engine gave {len(choice.token_ids)} tokens, and what {len(kept)} were chosen from.")
+    for token, ids in zip(choice.token_ids, kept, strict=True):
+        _check_ids(ids, vocab_size)
+        if token not in ids or len(set(ids)) != len(ids):
+            raise BadAnswer(f"The engine sampled token {token} from {ids[:5]} ... - expected it there, and each once.")
+    return [sorted(ids) for ids in kept]
+
+
+def _candidates(entry: TokenLogprob) -> list[int]:
+    possible = [candidate for candidate in entry.top_logprobs if candidate.logprob > LEFT_OUT]
+    mass = sum(math.exp(min(candidate.logprob, POSITIVE)) for candidate in possible)
+    if not abs(mass - 1) < MASS_TOLERANCE:
+        raise BadAnswer(
+            f"The engine gave {len(possible)} tokens of probability {mass:.3f} in all for those that a cut sampler "
+            "could choose from - 1 was expected. Lower `top_k`, or leave out what cuts."
+        )
+    return [candidate.token_id for candidate in possible]
 
 
 def _check_logprobs(logprobs: list[float], num_tokens: int) -> None:
@@ -118,6 +217,18 @@ def prompt_logprobs_of(response: Response, ids: list[int]) -> list[float]:
     if missing:
         raise BadAnswer(f"The engine gave no logprob for token {missing[0]} of the prompt.")
     return [entry.logprob for entry in found if entry is not None]
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """What an engine says that it holds."""
+
+    version: str  # "default" before the first update
+    digests: dict[str, str]  # as received by the last update
+    incomplete: list[str]  # layers that the last update left with old weights
+
+    def is_version(self, version: int, digests: dict[str, str]) -> bool:
+        return self.version == str(version) and self.digests == digests and not self.incomplete
 
 
 def weight_reports_of(answer: Any, *, num_workers: int | None = None) -> list[tuple[dict[str, str], list[str]]]:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from pathlib import Path
-from typing import Any
-
-import numpy as np
+import time
 
 from trireme.base.disk import when_there_is_room
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
-from trireme.base.paths import RunPaths, atomic_write, step_folder
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Evaluation
 from trireme.config.run import RunConfig
 from trireme.monitor.metrics import MetricsFile
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.wire import Done
-from trireme.orchestrator.environments.worker_process import RolloutFailed
+from trireme.orchestrator.eval_results import evaluation_metrics, read_answers, results_path, write_answers
+from trireme.orchestrator.evaluation import Evaluated, EvaluationRun, places
 from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.rollouts import RolloutRunner
 
@@ -45,6 +40,8 @@ class Evaluator:
         self._runner = runner
         self._metrics = metrics
         self._waits = waits
+        self._num_begun = 0  # evaluations of an environment
+        self.version: int | None = None  # that is being evaluated
         policy.expect_evaluations(self.due())
 
     async def run(self) -> None:
@@ -73,88 +70,56 @@ class Evaluator:
 
     async def evaluate(self, version: int) -> bool:
         """Returns whether it is: not where a later version answered a part, because the engine of this one died."""
-        assert self._eval is not None
-        results = await asyncio.gather(*(self._one(self._eval, env) for env in self._environments.values()))
-        others = set().union(*(versions for _, versions in results)) - {version}
+        began = time.perf_counter()
+        self.version = version
+        try:
+            results = await asyncio.gather(*(self._one(version, env) for env in self._environments.values()))
+        finally:
+            self.version = None
+        others = set().union(*(result.versions for result in results)) - {version}
         if others:
             log.warning("evaluation of version %d: version %d answered a part of it", version, max(others))
             return False
         await asyncio.to_thread(
             when_there_is_room,
-            lambda: self._write_all(version, [rewards for rewards, _ in results]),
+            lambda: self._write_all(version, results),
             what=f"the evaluation of version {version}",
             folder=self._config.paths.root,
             waits=self._waits,
             deadline_s=self._config.disk_timeout_s,
         )
         reach("evaluation.written")
-        self.report(version)
+        self.report(version, seconds=time.perf_counter() - began)
         return True
 
-    def report(self, version: int) -> None:
-        """Its metrics, from the results on disk."""
-        row: dict[str, float] = {}
+    def report(self, version: int, *, seconds: float | None = None) -> None:
+        """Its metrics, from the results on disk.
+
+        Args:
+            seconds: how long it took, which the results do not tell.
+        """
+        assert self._eval is not None
+        row: dict[str, float] = {} if seconds is None else {"time/eval": seconds}
         for name in self._environments:
-            values = [line["reward"] for line in _lines(results_path(self._config.paths, version, name))]
-            if values:
-                row[f"eval/{name}/reward"] = float(np.mean(values))
-                row[f"eval/{name}/std"] = float(np.std(values))
+            row |= evaluation_metrics(name, read_answers(results_path(self._config.paths, version, name)), self._eval)
         self._metrics.append(version, row)
         log.info("version %d: %s", version, row)
 
-    def _write_all(self, version: int, results: list[list[Done]]) -> None:
+    def _write_all(self, version: int, results: list[Evaluated]) -> None:
         reach("evaluation.before_write")
-        for name, rewards in zip(self._environments, results, strict=True):
-            _write(results_path(self._config.paths, version, name), rewards)
+        for name, result in zip(self._environments, results, strict=True):
+            write_answers(results_path(self._config.paths, version, name), result.answers)
 
-    async def _one(self, evaluation: Evaluation, environment: Environment) -> tuple[list[Done], set[int]]:
-        """Returns what came of each, and the versions that sampled it."""
-        has_own = environment.num_eval > 0
-        available = environment.num_eval if has_own else environment.num_train
-        examples = range(min(available, evaluation.num_examples or available))
-        runs = [(example, place) for example in examples for place in range(evaluation.rollouts_per_example)]
-
-        async def run(example: int, place: int) -> tuple[Done, set[int]] | None:
-            try:
-                done, samples = await self._runner.run(
-                    environment,
-                    key=f"eval-{environment.name}-{example}-{place}",
-                    split="eval" if has_own else "train",
-                    example=example,
-                    attempt=0,
-                    sampling=evaluation.sampling,
-                )
-                reach("evaluation.running")
-                return done, {int(version) for sample in samples for version in set(sample.versions) if version >= 0}
-            except RolloutFailed as failure:
-                log.warning(
-                    "%s, evaluation example %d: %s; it is left out of the mean", environment.name, example, failure
-                )
-                return None
-
-        finished = [entry for entry in await asyncio.gather(*(run(*which) for which in runs)) if entry is not None]
-        return [done for done, _ in finished], set().union(*(versions for _, versions in finished))
-
-
-def results_path(paths: RunPaths, version: int, environment: str) -> Path:
-    return step_folder(paths.evals, version) / f"{environment.replace('/', '_')}.jsonl"
-
-
-def _write(path: Path, rewards: list[Done]) -> None:
-    """One line per rollout, with the keys that analysis scripts expect (`example_id`, `reward`)."""
-    with atomic_write(path) as file:
-        for done in rewards:
-            line = {
-                "example_id": done.example_id,
-                "reward": done.reward,
-                "prompt": done.prompt,
-                "completion": done.completion,
-                "answer": done.answer,
-                "info": done.info,
-                "metrics": done.metrics,
-            }
-            file.write(json.dumps(line).encode() + b"\n")
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
+    async def _one(self, version: int, environment: Environment) -> Evaluated:
+        assert self._eval is not None
+        self._num_begun += 1
+        room = places(
+            self._config,
+            environment,
+            num_environments=len(self._environments),
+            is_trained_on=not self._eval.env,
+        )
+        run = EvaluationRun(
+            self._config, environment, self._runner, version=version, places=room, serial=self._num_begun
+        )
+        return await run.run()

@@ -14,45 +14,47 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
 
 from trireme.base.errors import DeadlineExceeded, PeerDied
-from trireme.base.log import get_logger
+from trireme.base.log import Sparingly, get_logger
+from trireme.base.network import watched_socket
+from trireme.base.token import TOKEN, bearer
 from trireme.base.waiting import Waits
 from trireme.orchestrator.engine_answers import (
     BadAnswer,
-    Choice,
+    Message,
     Response,
-    choice_of,
+    WeightReport,
     number_of,
     prompt_logprobs_of,
+    read_message,
     read_response,
     text_of,
     weight_reports_of,
 )
+from trireme.orchestrator.engine_health import is_healthy, is_listening, is_near
+from trireme.orchestrator.generation import Generation, Reader, Unconfirmed
+from trireme.orchestrator.routes import ExpertShape
+from trireme.transport.posts import Posts, open_posts
 
 log = get_logger("engines")
+sparingly = Sparingly(log)
 
 HEALTH_INTERVAL_S = 2.0
 HEALTH_MISSES = 5  # in a row, before an engine counts as dead
 MOST_WORKERS = 1 << 16
 RETRY_S = 1.0  # before a request that an engine dropped is sent again
+KEEP_IDLE_S = 4.0  # a connection without requests: vLLM closes it after 5 s, and a request just then would be dropped
 
-
-@dataclass(frozen=True)
-class Generation:
-    """One model turn."""
-
-    ids: list[int]  # [C]
-    logprobs: list[float]  # [C] under the distribution that was sampled from
-    versions: list[int]  # [C] policy version of each token
-    finish_reason: str
+Answer = TypeVar("Answer")
 
 
 @dataclass
@@ -64,31 +66,27 @@ class Engine:
     version: int | None = None  # that it has confirmed
     num_workers: int = 1  # ranks in the weight group
     in_flight: int = 0
+    most_in_flight: int = 0  # since the batch before
+    receives: int | None = None  # version that it is being given
+    is_paused: bool = False  # for it: requests stand still
     life: int = 0  # counts up each time that it comes up
     suspected: asyncio.Event = field(default_factory=asyncio.Event)  # it dropped a request, or is not who it was
 
-
-@dataclass(frozen=True)
-class WeightReport:
-    """What an engine says that it holds."""
-
-    version: str  # "default" before the first update
-    digests: dict[str, str]  # as received by the last update
-    incomplete: list[str]  # layers that the last update left with old weights
-
-    def is_version(self, version: int, digests: dict[str, str]) -> bool:
-        return self.version == str(version) and self.digests == digests and not self.incomplete
+    @property
+    def has_few(self) -> bool:
+        """Less than half of the requests that it had: the last ones of a batch leave most of its places empty."""
+        return 2 * self.in_flight < self.most_in_flight
 
 
 class OverlongPrompt(Exception):
     """The prompt leaves no room for a single token."""
 
 
-class _Unconfirmed(Exception):
-    """An answer by weights that nobody has confirmed: its engine is not the process that it was."""
-
-
 _encode = msgspec.json.Encoder().encode
+
+
+def _nobody(engine: Engine) -> None:
+    """Watches."""
 
 
 @dataclass
@@ -97,20 +95,30 @@ class InferencePool:
 
     engines: list[Engine]
     session: aiohttp.ClientSession
+    posts: Posts  # for what is asked every turn
     waits: Waits
     max_model_len: int
     timeout_s: float
     places: asyncio.Semaphore
+    vocab_size: int | None = None  # of the model: an engine that answers with tokens beyond it is not believed
+    adapter: str | None = None  # the policy's name in engines that hold it as adapters beside the base model
+    experts: ExpertShape | None = None  # of the model, where engines say which of them they use (router replay)
+    shares_prefixes: bool = True  # engines may take a prompt's beginning from a request before
+    watch: Callable[[Engine], None] = _nobody  # told when an engine's state changes, or whether it has (few) requests
     live: asyncio.Event = field(default_factory=asyncio.Event)  # some engine may be asked
     num_requests: int = 0
     interruptions: int = 0  # times that an engine stopped being live: requests may have stood still meanwhile
     retry_s: float = RETRY_S
     health_interval_s: float = HEALTH_INTERVAL_S
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any]) -> Generation:
+    async def generate(self, ids: list[int], sampling: dict[str, Any], *, routes_from: int | None = None) -> Generation:
         """One turn, from whichever live engine has the least to do.
 
         A request that an engine drops (it died, or was restarted) is sent again, to another or to its successor.
+
+        Args:
+            routes_from: with router replay, the token of the prompt from which on it is to be told which experts were
+                used; not at all where not given.
 
         Raises:
             OverlongPrompt: `ids` fills the context.
@@ -120,34 +128,79 @@ class InferencePool:
         room = self.max_model_len - len(ids)
         if room <= 0:
             raise OverlongPrompt(f"The prompt has {len(ids)} tokens, the model takes {self.max_model_len}.")
-        sampling = sampling | {"max_tokens": min(room, sampling.get("max_tokens") or room), "logprobs": 0}
-        body = _encode({"token_ids": ids, "sampling_params": sampling})
-        interruptions, give_up = self.interruptions, time.monotonic() + self.timeout_s
-        async with self.places:
-            while True:
-                engine = await self._least_busy()
-                try:
-                    return await self._generate(engine, body, sampling["max_tokens"])
-                except (aiohttp.ClientError, TimeoutError, ConnectionError, _Unconfirmed) as error:
-                    words = str(error) or type(error).__name__
-                    if interruptions != self.interruptions:
-                        interruptions, give_up = self.interruptions, time.monotonic() + self.timeout_s
-                    elif time.monotonic() > give_up:
-                        raise DeadlineExceeded(
-                            f"orchestrator waited {self.timeout_s:.0f} s for {engine.url} to answer a request that it "
-                            f"dropped again and again, last: {words}. Look at logs/inference.stdout"
-                        ) from error
-                    log.warning("%s dropped a request: %s; it is sent again", engine.url, words)
-                    engine.suspected.set()
-                    await asyncio.sleep(self.retry_s)
+        max_tokens = min(room, sampling.get("max_tokens") or room)
+        asked = {"logprobs": 0} | sampling | {"max_tokens": max_tokens}
+        if self.experts is not None:
+            asked["routed_experts_prompt_start"] = len(ids) if routes_from is None else routes_from
+        body = _encode({"token_ids": ids, "sampling_params": asked} | self._whom() | self._own_prefix())
+        read = Reader(
+            max_tokens=max_tokens,
+            vocab_size=self.vocab_size,
+            with_kept=sampling.get("logprobs", 0) > 0,
+            experts=None if routes_from is None else self.experts,
+            num_computed=len(ids) - (routes_from or 0),
+        )
 
-    async def _generate(self, engine: Engine, body: bytes, max_tokens: int) -> Generation:
+        async def ask(engine: Engine) -> Generation:
+            turn = await self._generate(engine, body, read)
+            ran_out = turn.finish_reason == "length" and len(turn.ids) >= max_tokens
+            return replace(turn, cut=("context_full" if max_tokens == room else "max_tokens") if ran_out else None)
+
+        async with self.places:
+            return await self._until_answered(ask)
+
+    def _whom(self) -> dict[str, str]:
+        """A request that names nobody is answered by the base model."""
+        return {} if self.adapter is None else {"model": self.adapter}
+
+    def _own_prefix(self) -> dict[str, str]:
+        """Where prefixes are not shared, a salt that no other request has."""
+        return {} if self.shares_prefixes else {"cache_salt": uuid.uuid4().hex}
+
+    async def parse(self, body: dict[str, Any]) -> Message:
+        """A turn as the engine's own parsers of thinking and tool calls read it; `body` is a DerenderChatRequest.
+
+        Raises:
+            ValueError: they cannot, and say why.
+            DeadlineExceeded: as with `generate`.
+        """
+        data = _encode(body)
+
+        async def ask(engine: Engine) -> Message:
+            status, answer = await self._post(engine, "v1/chat/completions/derender", data)
+            if status >= 400:
+                raise ValueError(f"The engine could not parse a turn ({status}): {_words(answer)}")
+            return read_message(answer)
+
+        return await self._until_answered(ask)
+
+    async def _until_answered(self, ask: Callable[[Engine], Awaitable[Answer]]) -> Answer:
+        """Asks live engines, the least busy first, until one does not drop the request."""
+        interruptions, give_up = self.interruptions, time.monotonic() + self.timeout_s
+        while True:
+            engine = await self._least_busy()
+            try:
+                return await ask(engine)
+            except (aiohttp.ClientError, TimeoutError, ConnectionError, Unconfirmed) as error:
+                words = str(error) or type(error).__name__
+                if interruptions != self.interruptions:
+                    interruptions, give_up = self.interruptions, time.monotonic() + self.timeout_s
+                elif time.monotonic() > give_up:
+                    raise DeadlineExceeded(
+                        f"orchestrator waited {self.timeout_s:.0f} s for {engine.url} to answer a request that it "
+                        f"dropped again and again, last: {words}. Look at logs/inference.stdout"
+                    ) from error
+                log.warning("%s dropped a request: %s; it is sent again", engine.url, words)
+                engine.suspected.set()
+                await asyncio.sleep(self.retry_s)
+
+    async def _generate(self, engine: Engine, body: bytes, read: Reader) -> Generation:
         life = engine.life
-        choice = choice_of(await self._post_generate(engine, body), max_tokens=max_tokens)
+        choice = read.choice(await self._post_generate(engine, body))
         await self._until_live(engine)  # during an update it may be the answer of weights that turn out to be wrong
         if engine.life != life:
-            raise _Unconfirmed("the engine died before it had confirmed the weights that this answer came from")
-        return _to_generation(choice, newest=engine.version or 0)
+            raise Unconfirmed("the engine died before it had confirmed the weights that this answer came from")
+        return read.generation(choice, newest=engine.version or 0)
 
     async def _until_live(self, engine: Engine) -> None:
         while engine.state != "live":
@@ -162,27 +215,41 @@ class InferencePool:
         return min(live, key=lambda engine: engine.in_flight)
 
     async def _post_generate(self, engine: Engine, body: bytes) -> Response:
-        engine.in_flight += 1
+        self._count(engine, 1)
         self.num_requests += 1
         try:
-            async with self.session.post(
-                f"{engine.url}/inference/v1/generate", data=body, headers={"Content-Type": "application/json"}
-            ) as response:
-                data = await response.read()
-                if 400 <= response.status < 500:
-                    words = data[:500].decode(errors="replace")
-                    raise ValueError(f"The engine refused a request ({response.status}): {words}")
-                response.raise_for_status()
-                return read_response(data)
+            status, data = await self._post(engine, "inference/v1/generate", body)
         finally:
-            engine.in_flight -= 1
+            self._count(engine, -1)
+        if 400 <= status < 500:
+            raise ValueError(f"The engine refused a request ({status}): {_words(data)}")
+        if status >= 500:
+            raise ConnectionError(f"status {status}: {_words(data)}")
+        return read_response(data)
+
+    def _count(self, engine: Engine, more: int) -> None:
+        """Requests at the engine."""
+        before = engine.in_flight > 0, engine.has_few
+        engine.in_flight += more
+        engine.most_in_flight = max(engine.most_in_flight, engine.in_flight)
+        if before != (engine.in_flight > 0, engine.has_few):
+            self.watch(engine)
+
+    async def _post(self, engine: Engine, path: str, body: bytes) -> tuple[int, bytes]:
+        """Status and answer."""
+        if engine.url.startswith("http://"):
+            return await self.posts.post(engine.url, path, body)
+        headers = {"Content-Type": "application/json"}
+        async with self.session.post(f"{engine.url}/{path}", data=body, headers=headers) as response:
+            return response.status, await response.read()
 
     async def prompt_logprobs(self, engine: Engine, ids: list[int]) -> list[float]:
         """[T - 1] what this engine says about a prompt, at temperature 1."""
-        body = _encode({"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0}})
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0, "top_k": 1}
+        body = _encode({"token_ids": ids, "sampling_params": sampling} | self._whom())
         try:
             return prompt_logprobs_of(await self._post_generate(engine, body), ids)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
             raise PeerDied(f"{engine.url} did not answer the probe: {error or type(error).__name__}") from error
 
     async def post(self, engine: Engine, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -224,11 +291,18 @@ class InferencePool:
         """It has confirmed `version`."""
         engine.state, engine.version = "live", version
         self.live.set()
+        self.is_given(engine, None)
 
     def quarantine(self, engine: Engine) -> None:
         """No new requests until it goes live again."""
         self.interruptions += engine.state == "live"
         engine.state, engine.version = "quarantined", None
+        self.watch(engine)
+
+    def is_given(self, engine: Engine, version: int | None, *, is_paused: bool = False) -> None:
+        """A version, and whether requests stand still meanwhile. None: no more."""
+        engine.receives, engine.is_paused = version, is_paused
+        self.watch(engine)
 
     async def keep(self, judge: Callable[[Engine], Awaitable[bool]], *, start_timeout_s: float) -> None:
         """Knows at any time who is there. Runs until cancelled.
@@ -250,17 +324,20 @@ class InferencePool:
             try:
                 if not await judge(engine):
                     engine.state = "quarantined"
+                    self.watch(engine)
             except PeerDied as error:
                 log.warning("%s came up and went: %s", engine.url, error)
                 continue
             await self._until_gone(engine)
             self.quarantine(engine)
             engine.state = "starting"
+            self.is_given(engine, None)
 
     async def _until_up(self, engine: Engine, deadline_s: float) -> None:
         with self.waits.waiting(f"{engine.url} to come up", peer="inference", deadline_s=deadline_s) as wait:
             while (num_workers := await self._world_size(engine)) is None:
-                wait.check()
+                if not (engine.life and self.live_engines()):  # where others go on, one may stay away for long
+                    wait.check()
                 await asyncio.sleep(0.25)
         engine.num_workers = num_workers
         engine.suspected.clear()
@@ -269,10 +346,12 @@ class InferencePool:
 
     async def _world_size(self, engine: Engine) -> int | None:
         """None while it is not there."""
-        if not await self._is_healthy(engine):
+        if not await is_healthy(self.session, engine.url):
             return None
         with suppress(aiohttp.ClientError, TimeoutError, ValueError, RecursionError):
             async with self.session.get(f"{engine.url}/get_world_size") as response:
+                if response.status == 401:
+                    sparingly.warning("%s does not let us in: %s is another one there", engine.url, TOKEN)
                 return number_of(await response.json(), "world_size", low=1, high=MOST_WORKERS)
         return None
 
@@ -284,9 +363,9 @@ class InferencePool:
                 async with asyncio.timeout(self.health_interval_s):
                     await engine.suspected.wait()
             engine.suspected.clear()
-            if not await self._is_healthy(engine):
+            if not await is_healthy(self.session, engine.url):
                 misses += 1
-                if not await self._is_listening(engine):
+                if not await is_listening(self.session, engine.url):
                     break
             elif await self._is_another(engine):
                 log.warning("%s is not the process that it was: it has lost its weights", engine.url)
@@ -294,24 +373,6 @@ class InferencePool:
             else:
                 misses = 0
         log.warning("%s is gone: it is waited for, and its requests are sent again", engine.url)
-
-    async def _is_healthy(self, engine: Engine) -> bool:
-        """vLLM answers 503 here when its engine core is dead, though its HTTP server still stands."""
-        try:
-            async with self.session.get(f"{engine.url}/health", timeout=aiohttp.ClientTimeout(5)) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
-
-    async def _is_listening(self, engine: Engine) -> bool:
-        """Whether there is anything at its port."""
-        try:
-            async with self.session.get(f"{engine.url}/health", timeout=aiohttp.ClientTimeout(5)):
-                return True
-        except aiohttp.ClientConnectorError:
-            return False
-        except (aiohttp.ClientError, TimeoutError):
-            return True
 
     async def _is_another(self, engine: Engine) -> bool:
         """A successor that came up between two looks: it is live by our books, and has never been given our version."""
@@ -333,33 +394,45 @@ class InferencePool:
 
 @asynccontextmanager
 async def open_inference_pool(
-    urls: list[str], *, waits: Waits, max_model_len: int, timeout_s: float, max_concurrent: int
+    urls: list[str],
+    *,
+    waits: Waits,
+    max_model_len: int,
+    timeout_s: float,
+    max_concurrent: int,
+    vocab_size: int | None = None,
+    adapter: str | None = None,
+    experts: ExpertShape | None = None,
+    shares_prefixes: bool = True,
 ) -> AsyncIterator[InferencePool]:
-    connector = aiohttp.TCPConnector(limit=0)  # `max_concurrent` is the limit
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
-        yield InferencePool(
-            engines=[Engine(url) for url in urls],
-            session=session,
-            waits=waits,
-            max_model_len=max_model_len,
-            timeout_s=timeout_s,
-            places=asyncio.Semaphore(max_concurrent),
-        )
+    is_far = not all(map(is_near, urls))
+    with open_posts(timeout_s=timeout_s, watched=is_far) as posts:
+        async with _open_session(urls, timeout_s) as session:
+            yield InferencePool(
+                engines=[Engine(url) for url in urls],
+                session=session,
+                posts=posts,
+                waits=waits,
+                max_model_len=max_model_len,
+                timeout_s=timeout_s,
+                places=asyncio.Semaphore(max_concurrent),
+                vocab_size=vocab_size,
+                adapter=adapter,
+                experts=experts,
+                shares_prefixes=shares_prefixes,
+            )
 
 
-def _to_generation(choice: Choice, *, newest: int) -> Generation:
-    """Raises _Unconfirmed where a token was sampled by weights that were never confirmed to us."""
-    spans = choice.weight_versions
-    strange = [span.version for span in spans if not _is_version(span.version, newest)]
-    if strange:
-        raise _Unconfirmed(f"it sampled under version {strange[0][:40]!r}, known is {newest}")
-    return Generation(
-        ids=choice.token_ids,
-        logprobs=[entry.logprob for entry in choice.logprobs.content],
-        versions=[int(span.version) for span in spans for _ in range(span.start, span.end)],
-        finish_reason=choice.finish_reason,
+def _open_session(urls: list[str], timeout_s: float) -> aiohttp.ClientSession:
+    """With the run's token where there is one; connections to other machines do not outlive a cut cable."""
+    watched = None if all(map(is_near, urls)) else watched_socket
+    connector = aiohttp.TCPConnector(limit=0, socket_factory=watched, keepalive_timeout=KEEP_IDLE_S)
+    return aiohttp.ClientSession(
+        connector=connector,  # without a limit: `max_concurrent` is one
+        headers=bearer(),
+        timeout=aiohttp.ClientTimeout(total=timeout_s),
     )
 
 
-def _is_version(text: str, newest: int) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 19 and int(text) <= newest
+def _words(data: bytes) -> str:
+    return data[:500].decode(errors="replace")

@@ -12,13 +12,18 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
+from trireme.algo.adapter_names import POLICY
 from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.faults import reach
+from trireme.base.garbage import collecting_rarely
 from trireme.base.log import get_logger
 from trireme.base.paths import step_folder, step_of
+from trireme.base.turns import by_turns
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
+from trireme.config.rules_lora import serves_adapters
+from trireme.config.rules_moe import shares_prefixes
 from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
 from trireme.ledger.manifest import is_complete
@@ -26,17 +31,25 @@ from trireme.ledger.records import BatchRecord, State
 from trireme.ledger.rules import rules_of
 from trireme.ledger.versions import Versions
 from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
+from trireme.monitor.spans import open_spans
 from trireme.orchestrator.answers import Answers, Peers
-from trireme.orchestrator.batcher import Batcher, batch_metrics
+from trireme.orchestrator.batch_metrics import merged, metrics_in_parts, state_metrics
+from trireme.orchestrator.batcher import Batcher, Filled
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.chat import open_chat_tokenizer
+from trireme.orchestrator.environment_counts import EnvironmentCounts
 from trireme.orchestrator.environments.pool import Environment, open_environment
-from trireme.orchestrator.evaluator import Evaluator, results_path
+from trireme.orchestrator.eval_results import results_path
+from trireme.orchestrator.evaluator import Evaluator
 from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
+from trireme.orchestrator.lanes import Lanes
 from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.rollouts import RolloutRunner
+from trireme.orchestrator.routes import experts_to_replay
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.status import Status, serve_status
+from trireme.orchestrator.teacher import open_teacher
+from trireme.orchestrator.watcher import Watcher
 from trireme.transport.control import ControlServer
 
 log = get_logger("orchestrator")
@@ -48,9 +61,17 @@ FAREWELL_S = 30.0
 def orchestrate(config: RunConfig) -> None:
     """Runs until the last version is live and evaluated, and the trainer has said good-bye."""
     try:
-        asyncio.run(_orchestrate(config))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(_orchestrate(config))
     except* TriremeError as group:
         raise _first(group) from None
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """libuv's, in C: with Python's own a rollout costs more."""
+    import uvloop
+
+    return uvloop.new_event_loop()
 
 
 async def _orchestrate(config: RunConfig) -> None:
@@ -70,6 +91,8 @@ async def drive(o: Orchestrator) -> None:
             tasks.create_task(o.keep_engines()),
             tasks.create_task(o.scheduler.run()),
             tasks.create_task(o.fail_with_policy()),
+            tasks.create_task(o.watcher.run()),
+            tasks.create_task(o.lanes.keep(o.policy, o.scheduler, o.evaluator)),
         ]
         evaluation = tasks.create_task(o.evaluator.run())
         while o.scheduler.next_batch < o.config.max_steps:
@@ -104,35 +127,58 @@ class Orchestrator:
     answers: Answers
     peers: Peers
     metrics: MetricsFile
+    watcher: Watcher
+    lanes: Lanes
+    environment_counts: EnvironmentCounts
     counters: dict[str, int]
 
     async def next_batch(self) -> None:
         """One batch: filled, on disk, and only then to be had."""
         step = self.scheduler.next_batch
         began = time.perf_counter()
-        rollouts, dropped = await self.batcher.fill(step)
-        metrics = batch_metrics(step, rollouts, dropped)
+        batch = await self.batcher.fill(step)
+        with self.lanes.closing(step):
+            metrics = await self._closed(step, batch, began)
+        self.metrics.append(step, metrics)
+        log.info("batch %d  reward %.3f  lag %.2f", step, metrics["reward/mean"], metrics["lag/mean"])
+
+    async def _closed(self, step: int, batch: Filled, began: float) -> dict[str, float]:
+        """On disk, and to be had. Returns its metrics."""
+        rollouts, dropped = batch.rollouts, batch.dropped
+        parts = metrics_in_parts(step, rollouts, dropped, config=self.config, outcomes=batch.outcomes)
+        metrics = merged([part async for part in by_turns(parts, 1)])
         self.counters["trained"] = self.counters.get("trained", 0) + len(rollouts)
         self.counters["dropped"] = self.counters.get("dropped", 0) + len(dropped)
         filled = time.perf_counter()
-        state = State(
-            next_batch=step + 1,
-            next_group=self.buffer.next_group,
-            sizes=self.buffer.sizes,
-            cursors=self.buffer.cursors(),
-            open_groups=self.scheduler.open_groups(),
-            counters=self.counters,
-        )
-        rules = rules_of(self.config)
-        record = BatchRecord(step=step, rollouts=rollouts, dropped=dropped, state=state, metrics=metrics, rules=rules)
+        record = self._close(step, batch, metrics)
         await self._commit(record)
         self.scheduler.batch_closed()
         self.answers.batch_closed()
+        metrics = record.metrics | self.environment_counts.take()
         metrics |= {"time/fill_batch": filled - began, "time/journal": time.perf_counter() - filled}
         metrics["time/update_weights"] = self.policy.update_seconds
         self.policy.update_seconds = 0.0
-        self.metrics.append(step, metrics)
-        log.info("batch %d  reward %.3f  lag %.2f", step, metrics["reward/mean"], metrics["lag/mean"])
+        return metrics | {"perf/engine_idle_frac": self.lanes.idle_frac()}
+
+    def _close(self, step: int, batch: Filled, metrics: dict[str, float]) -> BatchRecord:
+        """Nothing may come in between: groups that are taken from now on are taken after this batch was closed."""
+        self.buffer.close_batch(batch.outcomes, next_step=step + 1)
+        state = State(
+            next_batch=step + 1,
+            open_groups=self.scheduler.open_groups(),
+            counters=self.counters,
+            baselines=batch.baselines,
+            **self.buffer.state(),
+        )
+        return BatchRecord(
+            step=step,
+            rollouts=batch.rollouts,
+            dropped=batch.dropped,
+            state=state,
+            metrics=metrics | state_metrics(state, config=self.config),
+            rules=rules_of(self.config),
+            outcomes=batch.outcomes,
+        )
 
     async def _commit(self, record: BatchRecord) -> None:
         """Waits for room where the disk is full: the batch is not lost, and nobody has seen it."""
@@ -191,30 +237,33 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
     status = Status(config, waits, peers)
     async with AsyncExitStack() as stack:
         stack.enter_context(serve_status(status, orchestrator.server))
-        control = ControlServer(config.ports.host, config.ports.batches or 0)
+        control = ControlServer(config.hosts.orchestrator, config.ports.batches or 0)
         stack.callback(control.close)
         reach("orchestrator.starting")
         journal, state = _open_journal(config)
         tokenizer = open_chat_tokenizer(config.trainer.tokenizer.name or config.model.name)
         pool = await stack.enter_async_context(
             open_inference_pool(
-                [f"http://{config.inference.server.host}:{config.inference.server.port}"],
+                config.engine_urls,
                 waits=waits,
                 max_model_len=config.inference.model.max_model_len or config.seq_len,
                 timeout_s=orchestrator.engine_timeout_s,
                 max_concurrent=orchestrator.max_concurrent,
+                vocab_size=tokenizer.vocab_size,
+                adapter=POLICY if serves_adapters(config) else None,
+                experts=experts_to_replay(config, tokenizer.model_config),
+                shares_prefixes=shares_prefixes(config),
             )
         )
+        spans = stack.enter_context(open_spans(config.paths.spans))
+        lanes = Lanes(config, spans, pool)
+        teacher = await stack.enter_async_context(open_teacher(orchestrator.teacher, tokenizer, waits))
         environments = await _open_environments(config, orchestrator.env, stack, waits)
         evaluated = await _environments_to_evaluate(config, environments, stack, waits)
         versions = Versions(config.paths.journal)
         policy = Policy(pool, config.weight_broadcast, waits, versions, disk_timeout_s=config.disk_timeout_s)
         buffer = Buffer(
-            {name: environment.num_train for name, environment in environments.items()},
-            {name: environment.config.weight for name, environment in environments.items()},
-            seed=config.seed,
-            shuffle=orchestrator.buffer.shuffle,
-            state=state,
+            {name: environment.num_train for name, environment in environments.items()}, rules_of(config), state
         )
         runner = RolloutRunner(config, pool, tokenizer)
         scheduler = Scheduler(config, environments, buffer, policy, runner, waits, next_batch=state.next_batch)
@@ -223,7 +272,10 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
         evaluator = Evaluator(config, evaluated, policy, runner, metrics, waits)
         restore_metrics(config, journal, evaluator, metrics)
         reach("orchestrator.started")
-        status.pool, status.policy, status.scheduler = pool, policy, scheduler
+        counts = EnvironmentCounts(environments)
+        stack.enter_context(collecting_rarely())
+        watcher = Watcher(metrics, lambda: {"step": scheduler.next_batch, "process": "now"} | counts.lately())
+        status.pool, status.policy, status.scheduler, status.watcher = pool, policy, scheduler, watcher
         yield Orchestrator(
             config=config,
             waits=waits,
@@ -233,12 +285,15 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
             policy=policy,
             buffer=buffer,
             scheduler=scheduler,
-            batcher=Batcher(config, scheduler),
+            batcher=Batcher(config, scheduler, state, teacher=teacher),
             evaluator=evaluator,
             control=control,
             answers=Answers(config, journal, policy, scheduler, peers),
             peers=peers,
             metrics=metrics,
+            watcher=watcher,
+            lanes=lanes,
+            environment_counts=counts,
             counters=dict(state.counters),
         )
 
@@ -290,7 +345,12 @@ def restore_metrics(config: RunConfig, journal: Journal, evaluator: Evaluator, m
 
 
 async def _open_environments(
-    config: RunConfig, entries: tuple[EnvironmentConfig, ...], stack: AsyncExitStack, waits: Waits
+    config: RunConfig,
+    entries: tuple[EnvironmentConfig, ...],
+    stack: AsyncExitStack,
+    waits: Waits,
+    *,
+    trained: bool = True,
 ) -> dict[str, Environment]:
     environments = [
         await stack.enter_async_context(open_environment(entry, logs=config.paths.logs, seed=config.seed, waits=waits))
@@ -298,11 +358,13 @@ async def _open_environments(
     ]
     for environment in environments:
         log.info("%s: %d training examples, %d held out", environment.name, environment.num_train, environment.num_eval)
-        if environment.num_train == 0:
+        if environment.num_train == 0 and (trained or environment.num_eval == 0):
             raise ConfigError(
-                f"The environment {environment.name!r} has no training examples - at least one was expected. "
-                "Check its `args`."
+                f"The environment {environment.name!r} has no {'training ' if trained else ''}examples - at least one "
+                "was expected. Check its `args`."
             )
+        if trained:
+            environment.check_group_size(config.orchestrator.rollouts_per_example)
     return {environment.name: environment for environment in environments}
 
 
@@ -313,4 +375,4 @@ async def _environments_to_evaluate(
     evaluation = config.orchestrator.eval
     if evaluation is None:
         return {}
-    return await _open_environments(config, evaluation.env, stack, waits) if evaluation.env else trained
+    return await _open_environments(config, evaluation.env, stack, waits, trained=False) if evaluation.env else trained

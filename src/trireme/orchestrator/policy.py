@@ -170,6 +170,7 @@ class Policy:
             return Again(reason=str(error))
         if isinstance(error, WeightsMismatch) and not self.failure.done():
             self.failure.set_exception(error)
+            self.failure.exception()  # the trainer is told as well, so nobody need look: no complaint if nobody does
         if not isinstance(error, TriremeError):
             raise error
         return Refusal(error=str(error))

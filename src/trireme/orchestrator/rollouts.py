@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+import numpy as np
 
+from trireme.base.errors import ConfigError
+from trireme.base.log import get_logger
 from trireme.config.orchestrator import Sampling
+from trireme.config.rules_sampling import sampling_notes
 from trireme.config.run import RunConfig
 from trireme.messages import Tokens
 from trireme.orchestrator.chat import ChatTokenizer
+from trireme.orchestrator.continuation import Rewritten, drops_thinking
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply, RunTask, Split
+from trireme.orchestrator.environments.worker_process import RolloutFailed
 from trireme.orchestrator.inference_pool import Generation, InferencePool, OverlongPrompt
-from trireme.orchestrator.tool_calls import split_tool_calls
+from trireme.orchestrator.sampling import TurnSampling, sampling_arguments
 from trireme.orchestrator.trajectory import Trajectory
+from trireme.orchestrator.turns import Said, TurnReader
 
-ENGINE_KEYS = frozenset(
-    {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
-    | {"max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "logit_bias"}
-    | {"allowed_token_ids", "include_stop_str_in_output", "seed"}
-)
-"""What of an environment's sampling arguments reaches the engine; the rest is for OpenAI clients (`n`, `logprobs`)."""
+log = get_logger("rollouts")
+
+PROMPT_TOO_LONG = "prompt_too_long"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A rollout that ended and was scored. Unpacks into `done, samples`.
+
+    Example:
+        Finished(done, samples=[Tokens(...)], token_rewards=[], num_turns=3, truncated=True, stop="max_tokens")
+    """
+
+    done: Done
+    samples: list[Tokens]
+    token_rewards: list[np.ndarray]  # per sample [T] float32, NaN where none was given; empty: none at all
+    num_turns: int  # of the model
+    truncated: bool  # the model ran out of tokens, or the conversation out of context
+    stop: str | None  # "max_tokens", "context_full", "prompt_too_long", or which of the environment's conditions
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.done, self.samples))
 
 
 class RolloutRunner:
@@ -31,71 +55,165 @@ class RolloutRunner:
     def __init__(self, config: RunConfig, pool: InferencePool, tokenizer: ChatTokenizer) -> None:
         self._pool = pool
         self._tokenizer = tokenizer
-        self._branching = config.orchestrator.trajectory_strategy == "branching"
-        self._seed = config.seed if config.synchronous else None
+        self._reader = TurnReader(config.inference.model, tokenizer, pool)
+        self._strategy = config.orchestrator.trajectory_strategy
+        self._arguments: dict[int, tuple[Sampling, dict[str, Any]]] = {}
+        self._run_seed = config.seed if config.synchronous else None
+        self._model = config.trainer.tokenizer.name or config.model.name
+        for note in sampling_notes(config):
+            log.warning("%s", note)
+        thinks = config.inference.model.reasoning_parser is not None
+        if self._strategy == "interleaved" and thinks and drops_thinking(tokenizer):
+            log.warning(
+                "The chat template of %s drops the thinking of earlier turns: rollouts of a single turn are fine, the "
+                'first one of several ends the run. Set `orchestrator.trajectory_strategy = "branching"` for those.',
+                self._model,
+            )
 
     async def run(
-        self, environment: Environment, *, key: str, split: Split, example: int, attempt: int, sampling: Sampling
-    ) -> tuple[Done, list[Tokens]]:
+        self,
+        environment: Environment,
+        *,
+        key: str,
+        split: Split,
+        example: int,
+        attempt: int,
+        sampling: Sampling,
+        group: str = "",
+        group_size: int = 1,
+        trained: bool = True,
+    ) -> Finished:
         """One rollout, scored.
 
         Args:
-            key: names the rollout: the same key and attempt have the same seed in a synchronous run.
+            key: names the rollout: the same key and attempt have the same seed, where there is one.
+            group: of rollouts that are scored together, where the environment's rewards compare them.
+            trained: whether it is trained on; else templates may rewrite, and nobody asks what sampling left out.
 
         Raises:
-            RolloutFailed: see `Environment.run`.
+            RolloutFailed: see `Environment.run`; or nothing was sampled.
+            ConfigError: the chat template cannot be trained on as the run is configured.
         """
-        own = sampling_arguments(sampling)
-        trajectory, turns = self._begin()
+        turns = TurnSampling(
+            sampling,
+            run_seed=self._run_seed,
+            key=key,
+            attempt=attempt,
+            trained=trained,
+            vocab_size=self._tokenizer.vocab_size or self._tokenizer.num_tokens,
+            own=self._arguments_of(sampling),
+        )
+        play = self._begin(turns, trained=trained)
 
         def begin_anew() -> None:
-            nonlocal trajectory, turns
-            trajectory, turns = self._begin()
+            nonlocal play
+            play = self._begin(turns, trained=trained)
 
         async def ask(question: Ask) -> Reply:
-            nonlocal turns
-            turns += 1
-            arguments = {k: v for k, v in question.sampling.items() if k in ENGINE_KEYS and v is not None} | own
-            if self._seed is not None and sampling.temperature > 0:
-                arguments["seed"] = seed_of(self._seed, key, attempt, turns)
-            return await self._turn(trajectory, question, arguments, f"call-{turns}")
+            return await play.turn(question)
 
         task = RunTask(
             task=f"{key}.{attempt}",
             split=split,
             index=example,
             attempt=attempt,
-            sampling=own,
+            sampling=turns.own,
             max_turns=environment.config.max_turns,
+            group=group,
+            group_size=group_size,
         )
         done = await environment.run(task, ask, begin_anew=begin_anew)
-        return done, trajectory.samples()
+        if trained and not play.trajectory.samples():
+            why = play.refused or "The environment never asked for a model turn."
+            raise RolloutFailed("rollout", f"{why} Nothing was sampled, so there is nothing to train on.")
+        return play.finish(done)
 
-    def _begin(self) -> tuple[Trajectory, int]:
-        """Before the first turn: nothing said, no turn taken."""
-        return Trajectory(self._tokenizer, branching=self._branching), 0
+    def _arguments_of(self, sampling: Sampling) -> dict[str, Any]:
+        """Worked out once for each: a section of the configuration never changes."""
+        if id(sampling) not in self._arguments:
+            self._arguments[id(sampling)] = sampling, sampling_arguments(sampling)
+        return self._arguments[id(sampling)][1]
 
-    async def _turn(self, trajectory: Trajectory, question: Ask, sampling: dict[str, Any], call: str) -> Reply:
+    def _begin(self, sampling: TurnSampling, *, trained: bool) -> _Play:
+        """Before the first turn."""
+        lenient = self._strategy == "interleaved" and not trained
+        trajectory = Trajectory(self._tokenizer, "interleaved_or_new" if lenient else self._strategy)
+        return _Play(trajectory, sampling, self._pool, self._reader, model=self._model, trained=trained)
+
+
+class _Play:
+    """One attempt at a rollout: its turns so far, and how the last one ended."""
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        sampling: TurnSampling,
+        pool: InferencePool,
+        reader: TurnReader,
+        *,
+        model: str,
+        trained: bool,
+    ) -> None:
+        self.trajectory = trajectory
+        self.refused: str | None = None  # what was too long, if that was the last thing that happened
+        self._cut: str | None = None  # what the last turn ran out of
+        self._sampling = sampling
+        self._pool = pool
+        self._reader = reader
+        self._model = model
+        self._trained = trained
+        self._num_asked = 0
+
+    async def turn(self, question: Ask) -> Reply:
+        """Raises: ConfigError where the chat template cannot be trained on as the run is configured."""
+        self._num_asked += 1
+        number = self._num_asked
+        arguments = self._sampling.of_turn(number, question.sampling)
         try:
-            asked = trajectory.ask(question.messages, question.tools)
-            turn = await self._pool.generate(asked.ids, sampling)
+            asked = self.trajectory.ask(question.messages, question.tools)
+            routes_from = asked.routes_from if self._trained else None
+            turn = await self._pool.generate(asked.ids, arguments, routes_from=routes_from)
+            keeps_stop = bool(arguments.get("include_stop_str_in_output"))
+            said = await self._reader.read(asked.ids, turn, question.tools, number=number, keeps_stop=keeps_stop)
         except OverlongPrompt as error:
+            self.refused, self._cut = str(error), PROMPT_TOO_LONG
             return Reply(error=str(error), error_kind="overlong_prompt")
+        except Rewritten as error:
+            raise ConfigError(_refusal(self._model, str(error))) from error
         except jinja2.TemplateError as error:
             return Reply(error=f"The chat template refuses this conversation: {error}", error_kind="engine")
         except ValueError as error:
             return Reply(error=str(error), error_kind="engine")
-        text = self._tokenizer.decode(turn.ids)
-        content, calls = split_tool_calls(text, call) if question.tools else (text, [])
-        trajectory.record(asked, turn, text)
-        return Reply(
-            content=content,
-            tool_calls=calls or None,
-            finish_reason=_finish_reason(turn, bool(calls)),
-            prompt_ids=asked.ids,
-            completion_ids=turn.ids,
-            logprobs=turn.logprobs,
+        self.refused, self._cut = None, turn.cut
+        self.trajectory.record(asked, turn, said)
+        return _to_reply(asked.ids, turn, said)
+
+    def finish(self, done: Done) -> Finished:
+        """Raises: RolloutFailed where the environment gave rewards for tokens that there are not."""
+        try:
+            token_rewards = self.trajectory.token_rewards(done.turn_rewards)
+        except ValueError as error:
+            raise RolloutFailed("score", str(error)) from error
+        return Finished(
+            done=done,
+            samples=self.trajectory.samples(),
+            token_rewards=token_rewards,
+            num_turns=self.trajectory.num_turns,
+            truncated=done.truncated or self._cut is not None,
+            stop=self._cut or done.stop,
         )
+
+
+def _to_reply(prompt: list[int], turn: Generation, said: Said) -> Reply:
+    return Reply(
+        content=said.content,
+        reasoning=said.reasoning,
+        tool_calls=list(said.tool_calls) or None,
+        finish_reason=_finish_reason(turn, bool(said.tool_calls)),
+        prompt_ids=prompt,
+        completion_ids=turn.ids,
+        logprobs=turn.logprobs,
+    )
 
 
 def _finish_reason(turn: Generation, called: bool) -> FinishReason:
@@ -104,16 +222,11 @@ def _finish_reason(turn: Generation, called: bool) -> FinishReason:
     return "length" if turn.finish_reason == "length" else "stop"
 
 
-def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
-    """vLLM's names; what is at its default is left out."""
-    given = sampling.model_dump(exclude={"extra_body", "stop"}, exclude_defaults=True, exclude_none=True)
-    given["temperature"] = sampling.temperature
-    if sampling.stop:
-        given["stop"] = list(sampling.stop)
-    return given | sampling.extra_body
-
-
-def seed_of(run_seed: int, key: str, attempt: int, turn: int) -> int:
-    """31 bits that depend on all four, and on nothing else."""
-    digest = hashlib.sha256(f"{run_seed}/{key}/{attempt}/{turn}".encode()).digest()
-    return int.from_bytes(digest[:4], "little") >> 1
+def _refusal(model: str, how: str) -> str:
+    return (
+        f"The chat template of {model} rewrites earlier turns when a conversation goes on: {how}. With "
+        '`orchestrator.trajectory_strategy = "interleaved"` all turns of a rollout are one sample, so a template was '
+        "expected that only adds to what it rendered before; those of many thinking models (Qwen3, DeepSeek-R1) drop "
+        'the thinking of earlier turns. Set `trajectory_strategy = "branching"` (one sample per turn), or give the '
+        "model a template that keeps them. Single-turn environments work with either."
+    )

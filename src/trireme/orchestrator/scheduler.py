@@ -99,7 +99,7 @@ class Scheduler:
         self._arrived = asyncio.Event()
         self._refused: Counter[str] = Counter()  # groups dropped while this batch is filled, by reason
         self._any_success = False
-        self._hopeless: str | None = None
+        self._hopeless: TriremeError | None = None
 
     async def run(self) -> None:
         """Issues groups until cancelled."""
@@ -109,6 +109,7 @@ class Scheduler:
                 self._changed.clear()
                 while self._may_issue():
                     self._issue()
+                    await asyncio.sleep(0)  # a group begins in one turn of the event loop, not all of them
                 await self._changed.wait()
         finally:
             follower.cancel()
@@ -149,12 +150,12 @@ class Scheduler:
         except* _GaveUp as gave_up:
             group.drop(f"group given up: {gave_up.exceptions[0]}", self._group_size)
         except* TriremeError as errors:
-            self._hopeless = self._hopeless or str(errors.exceptions[0])
+            self._hopeless = self._hopeless or _first(errors)
             group.drop(f"group given up: {errors.exceptions[0]}", self._group_size)
         except* Exception as errors:  # a mistake of ours: without this the group would be waited for in vain
             log.exception("a rollout of %s example %d broke", group.task.env, group.task.example)
-            self._hopeless = (
-                self._hopeless or f"A rollout broke: {errors.exceptions[0]!r}. Look at the traceback above."
+            self._hopeless = self._hopeless or TriremeError(
+                f"A rollout broke: {errors.exceptions[0]!r}. Look at the traceback above."
             )
             group.drop(f"group given up: {errors.exceptions[0]!r}", self._group_size)
         self._finish(group)
@@ -181,16 +182,17 @@ class Scheduler:
 
     async def _rollout(self, task: OpenGroup, place: int, attempt: int) -> Rollout:
         sampling = self._config.orchestrator.sampling
-        done, samples = await self._runner.run(
+        finished = await self._runner.run(
             self._environments[task.env],
             key=f"{task.id}-{place}",
             split="train",
             example=task.example,
             attempt=attempt,
             sampling=sampling,
+            group=str(task.id),
+            group_size=self._group_size,
         )
-        if not samples:
-            raise RolloutFailed("rollout", "the environment never asked for a model turn, so there is nothing to train")
+        done = finished.done
         return Rollout(
             group=task.id,
             place=place,
@@ -198,21 +200,23 @@ class Scheduler:
             env=task.env,
             example=task.example,
             reward=done.reward,
-            samples=samples,
+            samples=finished.samples,
             temperature=sampling.temperature,
             metrics=done.metrics,
             prompt=done.prompt,
             completion=done.completion,
             answer=done.answer,
-            truncated=done.truncated,
-            stop=done.stop,
+            truncated=finished.truncated,
+            stop=finished.stop,
+            num_turns=finished.num_turns,
+            token_rewards=finished.token_rewards,
         )
 
     def _count_failure(self, task: OpenGroup, failure: RolloutFailed) -> None:
         self.num_failures += 1
         log.warning("rollout of %s example %d failed: %s", task.env, task.example, failure)
         if not self._any_success and self.num_failures >= HOPELESS_FAILURES:
-            self._hopeless = (
+            self._hopeless = TriremeError(
                 f"All of the first {self.num_failures} rollouts failed - at least one was expected to succeed. "
                 f"The last one, of {task.env} example {task.example}: {failure}\n{failure.traceback}"
                 "Mend the environment, or check it alone first."
@@ -230,9 +234,10 @@ class Scheduler:
             peer="inference",
             deadline_s=self._config.orchestrator.trainer_timeout_s,
         ) as wait:
+            await asyncio.sleep(0)  # where all have finished already, others are to have their turns
             while True:
                 if self._hopeless:
-                    raise TriremeError(self._hopeless)
+                    raise self._hopeless
                 if (number := self._next_finished()) is not None:
                     self._issued.remove(number)
                     group = self._finished.pop(number)
@@ -268,7 +273,8 @@ class Scheduler:
         if total % (REFILLS_TO_WARN * self._config.num_groups) == 0:
             log.warning(
                 "batch %d: %d groups were dropped before it is full (%s) - a few were expected. See whether examples "
-                "are too easy or too hard for this model, or whether `max_off_policy_steps` is too tight.",
+                "are too easy or too hard for this model (pools thin those out: `[orchestrator.buffer.pools]`), or "
+                "whether `max_off_policy_steps` or `[orchestrator.filters]` is too tight.",
                 self.next_batch,
                 total,
                 self._why_refused(),
@@ -324,6 +330,12 @@ class Scheduler:
 
 class _GaveUp(Exception):
     """A rollout failed as often as it may."""
+
+
+def _first(errors: BaseExceptionGroup) -> TriremeError:
+    """Of those that ended a group. A ConfigError stays one, with its exit code."""
+    error = errors.exceptions[0]
+    return error if isinstance(error, TriremeError) else _first(error)  # type: ignore[arg-type]
 
 
 def _drop(task: OpenGroup, place: int, attempt: int, reason: str) -> Dropped:

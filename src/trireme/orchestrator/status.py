@@ -21,10 +21,13 @@ from trireme.base.waiting import Wait, Waits
 from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
 from trireme.messages import Heartbeat
+from trireme.monitor.collapse import Warned
 from trireme.orchestrator.answers import Peers
 from trireme.orchestrator.inference_pool import InferencePool
 from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.scheduler import Scheduler
+from trireme.orchestrator.watcher import Watcher
+from trireme.transport.bearer import RequireToken
 
 STALE_HEARTBEAT_S = 10.0
 BIND_S = 5.0
@@ -43,6 +46,7 @@ class Status:
     pool: InferencePool | None = None
     policy: Policy | None = None
     scheduler: Scheduler | None = None
+    watcher: Watcher | None = None
     state: str = "starting"
     beat_at: float | None = None  # when the orchestrator's event loop last turned, once `keep_beating` runs
 
@@ -76,7 +80,13 @@ class Status:
             "waits": [_wait_row(wait) for wait in self.waits.now()] + self._peers_waits(),
             "engines": self._engines(),
             "processes": self._processes(),
+            "warnings": [warned._asdict() for warned in self.warnings],
         }
+
+    @property
+    def warnings(self) -> list[Warned]:
+        """Signs of a collapse that have been seen lately."""
+        return self.watcher.lasting if self.watcher else []
 
     def _engines(self) -> list[dict[str, Any]]:
         engines = self.pool.engines if self.pool else []
@@ -121,6 +131,7 @@ def _wait_row(wait: Wait) -> dict[str, Any]:
 
 def build_app(status: Status) -> FastAPI:
     app = FastAPI(title="Trireme orchestrator", docs_url=None, redoc_url=None)
+    app.add_middleware(RequireToken)
     registry = CollectorRegistry()
     gauges = {
         name: Gauge(f"trireme_{name}", text, registry=registry)
@@ -133,6 +144,7 @@ def build_app(status: Status) -> FastAPI:
         }.items()
     }
     waiting = Gauge("trireme_waiting_seconds", "How long the orchestrator has waited", ["peer"], registry=registry)
+    warning = Gauge("trireme_warning", "Signs of a collapse: 1 while seen", ["name"], registry=registry)
 
     @app.get("/health")
     def health() -> Response:
@@ -152,6 +164,9 @@ def build_app(status: Status) -> FastAPI:
         waiting.clear()
         for wait in status.waits.now():
             waiting.labels(peer=wait.peer).set(wait.waited_s)
+        warning.clear()
+        for warned in status.warnings:
+            warning.labels(name=warned.name).set(1)
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
     return app

@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from trireme.algo.adapter_names import is_of_adapter
 from trireme.algo.compare import first_difference
 from trireme.base.errors import PeerDied, WeightsMismatch
 from trireme.base.faults import reach
-from trireme.messages import PULLED_KINDS, Go, Live, PolicyReady, PolicySent, Probe
+from trireme.messages import PULLED_KINDS, Go, Live, PolicyReady, PolicySent, Probe, TensorSpec
+from trireme.orchestrator.adapters import load_adapter, name_adapter
 from trireme.orchestrator.inference_pool import Engine
 
 if TYPE_CHECKING:
@@ -94,6 +96,7 @@ class Update:
             return Live(version=self.message.version)
         self.note = "engines pause"
         for engine in self._targets:
+            self._pool.is_given(engine, self.message.version, is_paused=True)
             self._pool.quarantine(engine)
         await asyncio.gather(*(self._pool.post(engine, "pause?mode=keep") for engine in self._targets))
         self._join_or_go_on()
@@ -158,8 +161,13 @@ class Update:
         }
 
     async def _fetch(self, engine: Engine, payload: dict) -> None:
-        info = {"specs": msgspec.to_builtins(self.message.specs), "payload": payload}
+        info = {"specs": msgspec.to_builtins(self._specs()), "payload": payload}
         await self._pool.post(engine, "update_weights", {"update_info": info})
+
+    def _specs(self) -> list[TensorSpec]:
+        """What the trainer sends: adapters alone to engines that have confirmed the base model in this epoch."""
+        adapters = [spec for spec in self.message.specs if is_of_adapter(spec.name)]
+        return adapters if adapters and not self._joins else self.message.specs
 
     def confirm(self, message: PolicySent) -> asyncio.Task[Live]:
         if self._confirmed is None:
@@ -177,6 +185,7 @@ class Update:
             if self.message.kind in PULLED_KINDS:
                 await self._fetch(engine, message.payload)
             await self._pool.post(engine, "finish_weight_update", {"weight_version": str(message.version)})
+            await load_adapter(self._pool, engine)
         reach("update.loaded")
         differences = [await self._compare(engine, message) for engine in self._targets]
         await self._write_down(message, max(differences))
@@ -189,8 +198,10 @@ class Update:
         """Returns how far apart trainer and engine are on the probe."""
         try:
             await self._compare_digests(engine, message)
+            await name_adapter(self._pool, engine)
             self.note = "engines are probed"
             await self._pool.post(engine, "resume")
+            self._pool.is_given(engine, message.version)
             return await self._compare_logprobs(engine, message.version, message.probe)
         except WeightsMismatch as mismatch:
             serves = (await self._pool.report(engine)).version

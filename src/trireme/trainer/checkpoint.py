@@ -1,9 +1,10 @@
 """What the trainer needs to go on, on disk: whole or not at all, written while training goes on.
 
 `save` copies the state and returns. A thread of each rank writes `checkpoints/.step_N.partial/`: its pieces, its random
-state, and a list of both with their digests. Rank 0's thread then writes the weights in Hugging Face format, waits for
-all ranks' lists, writes them down as the manifest, and renames the folder to `step_N`. There are no collectives in
-those threads, which training's could meet: they wait for each other's files.
+state, and a list of both with their digests; rank 0's also what describes the model, in `model/`. Rank 0's thread then
+waits for all ranks' lists, makes the weights in Hugging Face format out of all the pieces, writes the lists down as the
+manifest, and renames the folder to `step_N`. There are no collectives in those threads, which training's could meet:
+they wait for each other's files.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from trireme.base.disk import require_room, when_there_is_room
 from trireme.base.errors import PeerDied
@@ -31,11 +30,12 @@ from trireme.base.waiting import DISK, Waits
 from trireme.config.trainer import Checkpoints
 from trireme.ledger.manifest import MANIFEST, FileEntry, Manifest, complete_steps, describe_file, read_manifest
 from trireme.trainer.background import Background
-from trireme.trainer.export import Exporter
+from trireme.trainer.export import Export, Exporter
 from trireme.trainer.mesh import World
-from trireme.trainer.pieces import Piece, Stored, is_ours_to_write, open_pieces, piece_of, write_pieces
+from trireme.trainer.pieces import Piece, is_ours_to_write, open_checkpoint, piece_of, write_pieces
 from trireme.trainer.resuming import set_aside_after, tidy, version_to_resume
 from trireme.trainer.staging import Staging
+from trireme.trainer.state import TrainerState, load_tensors, tensors_of
 
 log = get_logger("checkpoint")
 
@@ -47,15 +47,6 @@ REFUSED = -1
 Files = dict[str, FileEntry]
 
 
-@dataclass
-class TrainerState:
-    """What one trainer rank changes as it goes."""
-
-    model: PreTrainedModel
-    optimizer: torch.optim.Optimizer
-    version: int = 0  # optimizer steps that the weights have seen
-
-
 @dataclass(frozen=True)
 class _Copy:
     """One rank's state at one version, which training no longer changes."""
@@ -64,7 +55,7 @@ class _Copy:
     folder: Path
     pieces: dict[str, Piece]
     random: dict[str, torch.Tensor]
-    export: Callable[[], None] | None
+    export: Export | None  # of rank 0
 
     @property
     def name(self) -> str:
@@ -115,7 +106,7 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
         self._world.barrier()  # from here on, the folder is there only when this checkpoint is being written
         pieces = self._copy_pieces(state)
-        export = self._exporter.gather(state.model, state.version) if self._exporter else None
+        export = self._exporter.prepare(state.model) if self._exporter else None
         copy = _Copy(state.version, partial, pieces, _random_state(self._world), export)
         self._background.begin(f"checkpoint {copy.name} to be written", lambda: self._write(copy))
 
@@ -163,7 +154,7 @@ class CheckpointStore:
 
     def _copy_pieces(self, state: TrainerState) -> dict[str, Piece]:
         pieces = {}
-        for name, tensor in (_model_tensors(state.model) | _optimizer_tensors(state)).items():
+        for name, tensor in tensors_of(state).items():
             piece = piece_of(tensor)
             if is_ours_to_write(tensor, self._world.rank) and piece.num_bytes:
                 pieces[name] = Piece(self._staging.copy(name, piece.tensor), piece.shape, piece.offset)
@@ -186,9 +177,9 @@ class CheckpointStore:
             self._wait_for_main(lambda: not copy.folder.exists(), f"checkpoint {copy.name} to be whole")
 
     def _complete(self, copy: _Copy) -> None:
-        if copy.export:
-            self._when_there_is_room(copy.export, f"weights {copy.name}")
         files = self._files_of_all_ranks(copy)
+        if export := copy.export:
+            self._when_there_is_room(lambda: export.write(copy.folder, copy.version), f"weights {copy.name}")
         manifest = Manifest(copy.version, self._world.size, time.time(), files)
         self._when_there_is_room(lambda: _write_manifest(copy.folder, manifest), f"checkpoint {copy.name}")
         reach("checkpoint.before_rename")
@@ -242,59 +233,14 @@ def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:
         JournalCorrupt: it is not whole.
     """
     manifest = read_manifest(folder)
-    with open_pieces(sorted(folder / name for name in manifest.files if name.startswith("rank_"))) as stored:
-        for name, tensor in _model_tensors(state.model).items():
-            stored.read_into(name, tensor)
-        _load_optimizer(state, stored)
+    with open_checkpoint(folder) as stored:
+        load_tensors(state, stored)
+        num_bytes = stored.num_bytes_read
     random = folder / f"random_{rank}.safetensors"
     if random.name in manifest.files:
         _set_random_state(load_file(random))
     state.version = manifest.version
-    log.info("resumed from %s", folder)
-
-
-def _model_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters and buffers; tied ones once. They share their memory with the model."""
-    names = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
-    return {f"model.{name}": tensor.detach() for name, tensor in names.values()}
-
-
-def _optimizer_tensors(state: TrainerState) -> dict[str, torch.Tensor]:
-    """`optimizer.KEY.PARAMETER`. The rest of its state (learning rate, betas) follows from configuration and step."""
-    return {
-        f"optimizer.{key}.{name}": tensor
-        for name, parameter in state.model.named_parameters()
-        for key, tensor in state.optimizer.state.get(parameter, {}).items()
-        if isinstance(tensor, torch.Tensor)
-    }
-
-
-def _load_optimizer(state: TrainerState, stored: Stored) -> None:
-    parameters = dict(state.model.named_parameters())
-    tensors: dict[str, dict[str, torch.Tensor]] = {}  # by parameter, then key
-    for full_name in stored.names():
-        kind, _, rest = full_name.partition(".")
-        key, _, name = rest.partition(".")
-        if kind == "optimizer" and name in parameters:
-            tensor = _like(parameters[name], stored, full_name)
-            stored.read_into(full_name, tensor)
-            tensors.setdefault(name, {})[key] = tensor
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    in_order = [names[id(parameter)] for group in state.optimizer.param_groups for parameter in group["params"]]
-    state.optimizer.load_state_dict(
-        {
-            "state": {number: tensors[name] for number, name in enumerate(in_order) if name in tensors},
-            "param_groups": state.optimizer.state_dict()["param_groups"],
-        }
-    )
-
-
-def _like(parameter: torch.Tensor, stored: Stored, name: str) -> torch.Tensor:
-    """Room for a tensor of the optimizer: sharded as its parameter, or, like a counter of steps, on every rank."""
-    shape, dtype = stored.shape(name), stored.dtype(name)
-    if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.empty(shape, dtype=dtype)
+    log.info("resumed from %s, of which this rank read %.1f MiB", folder, num_bytes / 2**20)
 
 
 def _write_rank(copy: _Copy, rank: int) -> None:
@@ -304,13 +250,16 @@ def _write_rank(copy: _Copy, rank: int) -> None:
         require_room(copy.folder, sum(piece.num_bytes for piece in copy.pieces.values()))
         write_pieces(pieces, copy.pieces)
         save_file(copy.random, random)
-        files = {path.name: _sync_and_describe(path) for path in (pieces, random)}
+        written = [pieces, random, *(copy.export.describe(copy.folder) if copy.export else ())]
+        files = {str(path.relative_to(copy.folder)): _sync_and_describe(path) for path in written}
         with atomic_write(_list_of_rank(copy.folder, rank)) as file:
             file.write(msgspec.json.encode(files))
     except BaseException:
         with suppress(OSError):
             pieces.unlink(missing_ok=True)
             random.unlink(missing_ok=True)
+            if copy.export:
+                copy.export.take_back(copy.folder)
         raise
 
 

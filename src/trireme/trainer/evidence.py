@@ -27,6 +27,7 @@ class Retraced:
     version: int
     digests: Digests  # by tensor, in the precision in which weights are served; empty but on rank 0
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the step that made it
+    adapters: Digests = field(default_factory=dict)  # by tensor, as they are exported; empty where there are none
 
 
 @dataclass(frozen=True)
@@ -57,20 +58,22 @@ class Evidence:
 
     def compare(self, retraced: Retraced) -> Comparison:
         """Raises: JournalCorrupt where a version's record is not what was written."""
-        recorded = dict(self._recorded(retraced.version))
-        differences = [_difference(retraced.digests, digests, source) for source, digests in recorded.items()]
+        recorded = list(self._recorded(retraced))
+        differences = [_difference(ours, theirs, source) for source, ours, theirs in recorded]
         differences += self._other_metrics(retraced)
         return Comparison(retraced.version, len(retraced.digests), bool(recorded), tuple(filter(None, differences)))
 
-    def _recorded(self, version: int) -> Iterator[tuple[str, Digests]]:
-        """Digests by who says so. A version has several confirmations where an engine or the trainer came back."""
-        if self._versions.has(version):
-            confirmations = self._versions.read(version).confirmations
+    def _recorded(self, retraced: Retraced) -> Iterator[tuple[str, Digests, Digests]]:
+        """Who says so, ours, theirs. A version has several confirmations where an engine or the trainer came back."""
+        if self._versions.has(retraced.version):
+            confirmations = self._versions.read(retraced.version).confirmations
             for number, confirmation in enumerate(confirmations, 1):
                 which = f" (confirmation {number} of {len(confirmations)})" if len(confirmations) > 1 else ""
-                yield f"{' and '.join(confirmation.engines)} confirmed{which}", confirmation.digests
-        if self._export(version).is_dir():
-            yield f"{self._export(version)} holds", digests_of_export(self._export(version))
+                source = f"{' and '.join(confirmation.engines)} confirmed{which}"
+                yield source, retraced.digests, confirmation.digests
+        export = self._export(retraced.version)
+        if export.is_dir():
+            yield f"{export} holds", retraced.adapters or retraced.digests, digests_of_export(export)
 
     def _export(self, version: int) -> Path:
         return step_folder(self._paths.weights, version)

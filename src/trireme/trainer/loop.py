@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,22 +13,41 @@ from trireme.base.disk import POLL_S
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
-from trireme.base.timing import Timer
+from trireme.base.timing import Timer, age_s
 from trireme.base.waiting import DISK, Waits
 from trireme.config.run import RunConfig
-from trireme.messages import BatchReply, Done, GetBatch, Ok, Publish, Reply
+from trireme.ledger.shares import row_capacity, row_cost
+from trireme.messages import BatchReply, Done, Ok, Publish, Reply
+from trireme.monitor.lanes import idle
 from trireme.monitor.metrics import MetricsFile
+from trireme.monitor.spans import TRAINER, Lane, What, open_spans
 from trireme.trainer.checkpoint import CheckpointStore, TrainerState
 from trireme.trainer.export import Exporter
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.mesh import World, open_world
-from trireme.trainer.model import num_parameters
-from trireme.trainer.perf import flops_per_token, throughput
-from trireme.trainer.publish import Publisher, served_dtype
+from trireme.trainer.perf import flops_per_token, peak_memory, throughput
+from trireme.trainer.prefetch import Prefetch, request_for
+from trireme.trainer.publish import Publisher
+from trireme.trainer.rows import given_to_team, packing_metrics
+from trireme.trainer.said import Said
+from trireme.trainer.scorer import shared_frac
+from trireme.trainer.served import served_dtype
+from trireme.trainer.shared_folder import check_shared
 from trireme.trainer.stepper import Stepper, base_state
 from trireme.transport.control import ControlClient
 
 log = get_logger("trainer")
+
+DOING: dict[str, What] = {
+    "wait_for_batch": "wait",
+    "publish": "transfer",
+    "checkpoint": "save",
+    "forward_backward": "train",
+    "optimizer": "train",
+}
+"""What each span of the timer is in the trainer's lane."""
+
+NO_BATCH = "no batch yet"
 
 
 def train(config: RunConfig) -> None:
@@ -51,16 +70,26 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
     trainer = config.trainer
     with ExitStack() as stack:
         world = stack.enter_context(
-            open_world(config.device, threads=trainer.threads, timeout_s=trainer.batch_timeout_s)
+            open_world(
+                config.device,
+                threads=trainer.threads,
+                timeout_s=trainer.batch_timeout_s,
+                replicas=trainer.model.dp_replicate,
+                cp=trainer.model.cp,
+            )
         )
         waits = Waits("trainer" if world.is_main else f"trainer.{world.rank}", config.paths.logs)
-        address = f"tcp://{config.ports.host}:{config.ports.batches}"
+        spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
+        lane = spans.lane(TRAINER, what="start", ago_s=age_s(), words=lambda: _why(waits))
+        address = f"tcp://{config.hosts.orchestrator}:{config.ports.batches}"
         control = ControlClient(address, waits)
         stack.callback(control.close)
         activity = Activity()
         if world.is_main:
             stack.enter_context(heartbeat(address, config.run_id, waits, activity))
         reach("trainer.starting", rank=world.rank)
+        if len(config.hosts.trainer) > 1:
+            check_shared(config.paths.root, world)
         state = base_state(config, world)
         checkpoints = CheckpointStore(
             config.paths.checkpoints,
@@ -73,12 +102,23 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
         stack.callback(checkpoints.close)
         checkpoints.resume(state, resume=config.resume)
         reach("trainer.resumed", rank=world.rank)
-        publisher = Publisher(config, state.model, world, control if world.is_main else None)
+        publisher = Publisher(config, state.model, world, control if world.is_main else None, lane)
         stack.callback(publisher.close)
         metrics = MetricsFile(config.paths.metrics, process="trainer")
         stack.callback(metrics.close)
+        prefetch = Prefetch(config, world, waits, address=address)
+        stack.callback(prefetch.close)
         activity.state = "running"
-        yield Trainer(config, world, state, checkpoints, publisher, control, activity, metrics, waits)
+        lane.enter(None)
+        yield Trainer(config, world, state, checkpoints, publisher, control, activity, metrics, waits, prefetch, lane)
+
+
+def _why(waits: Waits) -> str:
+    """What the orchestrator says is missing."""
+    noted = next((wait for wait in waits.now() if wait.note), None)
+    if noted is None:
+        return ""
+    return f"{NO_BATCH}: {noted.note}" if noted.what.startswith("batch") else noted.note
 
 
 def _exporter(config: RunConfig, world: World) -> Exporter:
@@ -104,16 +144,24 @@ class Trainer:
     activity: Activity
     metrics: MetricsFile
     waits: Waits
+    prefetch: Prefetch
+    lane: Lane
 
     def __post_init__(self) -> None:
-        self._timer = Timer()
+        self._timer = Timer(also=self._in_lane)
         self._step_began = time.perf_counter()
-        self._stepper = Stepper(self.config, self.state, self.world, self._timer)
-        self._num_parameters = num_parameters(self.state.model)
+        self._said = Said(self.config.paths, self.world) if self.config.trainer.save_logprobs else None
+        self._stepper = Stepper(self.config, self.state, self.world, self._timer, self._said)
+        self._row_cost = row_cost(self.config)
+
+    def _in_lane(self, name: str) -> AbstractContextManager[None]:
+        what = DOING[name]
+        return self.lane.doing(what, step=self.state.version, why=NO_BATCH if what == "wait" else "")
 
     def look_back(self) -> None:
         """After a restart: how far the run had come. Up to there, batches are trained on again, from the journal."""
-        newest = self.publisher.look_back()
+        with self.lane.doing("wait", why="the orchestrator"):
+            newest = self.publisher.look_back()
         if newest > self.state.version:
             self.activity.state = f"repeating steps up to version {newest}"
             log.info("the run had come to version %d; it is repeated from version %d on", newest, self.state.version)
@@ -123,10 +171,10 @@ class Trainer:
         with self._timer.span("wait_for_batch"):
             reply = self._first_share() if self.world.is_main else None
             while self.world.agree(isinstance(reply, Publish)):
-                self.publisher.publish(self.state.version, everywhere=False)
+                self._publish_again()
                 reply = self._first_share() if self.world.is_main else None
-            batch = reply if self.world.is_main else self._ask_for_batch()
-        assert isinstance(batch, BatchReply), batch
+            batch = given_to_team(self._own_share(reply), self.world)
+        self.prefetch.begin_if_ahead(self.state.version + 1)
         assert batch.step == self.state.version, f"asked for batch {self.state.version}, got {batch.step}"
         reach("trainer.batch_received", rank=self.world.rank)
         return batch
@@ -138,30 +186,54 @@ class Trainer:
             log.info("%s: it is given version %d", reply.reason, self.state.version)
         return reply
 
+    def _own_share(self, first: Reply | None) -> BatchReply | None:
+        """None where another rank of the team is handed it."""
+        if self.world.cp_rank:
+            return None
+        step = self.state.version
+        share = first if self.world.is_main else self.prefetch.take(step) or self._ask_for_batch()
+        assert isinstance(share, BatchReply), share
+        return share
+
     def _ask_for_batch(self) -> Reply:
         step = self.state.version
-        request = GetBatch(run_id=self.config.run_id, step=step, rank=self.world.rank, world=self.world.size)
+        request = request_for(self.config, self.world, step)
         return self.control.ask(request, what=f"batch {step}", deadline_s=self.config.trainer.batch_timeout_s)
 
     def step(self, batch: BatchReply) -> dict[str, float]:
-        """One optimizer step: version n becomes n + 1."""
+        """Version n becomes n + 1."""
         began = time.perf_counter()
-        metrics = self._stepper.step(batch)
-        reach("trainer.stepped", rank=self.world.rank)
-        self.activity.version = self.state.version
-        return metrics | self._throughput(batch, time.perf_counter() - began)
+        with self.lane.doing("train", step=self.state.version):
+            metrics = self._stepper.step(batch)
+            reach("trainer.stepped", rank=self.world.rank)
+            self.activity.version = self.state.version
+            seconds = time.perf_counter() - began
+            return metrics | self._throughput(batch, seconds) | peak_memory(self.world.device) | self._packing(batch)
+
+    def _packing(self, batch: BatchReply) -> dict[str, float]:
+        return packing_metrics(
+            batch.micro_batches, capacity=row_capacity(self.config), cost=self._row_cost, world=self.world
+        )
 
     def _throughput(self, batch: BatchReply, seconds: float) -> dict[str, float]:
-        tokens = sum(micro_batch.tokens.length for micro_batch in batch.micro_batches) * self.world.size
-        samples = sum(len(micro_batch.lengths) for micro_batch in batch.micro_batches) * self.world.size
-        flops = flops_per_token(self.state.model, self._num_parameters, tokens / max(1, samples))
-        return throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
+        tokens = sum(micro_batch.tokens.length for micro_batch in batch.micro_batches) * self.world.dp_size
+        samples = sum(len(micro_batch.lengths) for micro_batch in batch.micro_batches) * self.world.dp_size
+        flops = flops_per_token(self.state.model, tokens / max(1, samples))
+        spared = shared_frac(self.state.model, batch.micro_batches)
+        flops *= self.config.trainer.num_iterations * (1 - spared)
+        rates = throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
+        return rates | {"perf/shared_frac": spared}
 
     def publish(self) -> None:
         """Makes the new policy live in all engines, if it is new."""
         with self._timer.span("publish"):
             self.publisher.publish_if_new(self.state.version)
         reach("trainer.published", rank=self.world.rank)
+
+    def _publish_again(self) -> None:
+        """To engines that came up without weights."""
+        with self.lane.doing("transfer", step=self.state.version):
+            self.publisher.publish(self.state.version, everywhere=False)
 
     def save_if_due(self) -> None:
         """A checkpoint, and the weights in Hugging Face format, at the interval and after the last step.
@@ -187,9 +259,12 @@ class Trainer:
                 time.sleep(POLL_S if self.metrics.waiting else 0)
 
     def record(self, metrics: dict[str, float]) -> None:
-        """One line per step, of rank 0."""
+        """One line per step, of rank 0; and what the weights said before it, of every rank."""
+        if self._said:
+            self._said.write()
         now = time.perf_counter()
-        metrics |= self._timer.take() | {"time/step": now - self._step_began}
+        metrics |= self._timer.take() | self.publisher.take_metrics()
+        metrics |= {"time/step": now - self._step_began, "time/idle": idle(self.lane.take())}
         self._step_began = now
         if self.world.is_main:
             step = self.state.version - 1
@@ -206,12 +281,14 @@ class Trainer:
 
     def say_done(self) -> None:
         """Stays until the orchestrator needs nothing more: an engine may yet come up without weights."""
-        self.checkpoints.wait()
+        with self.lane.doing("save", step=self.state.version):
+            self.checkpoints.wait()
+        self.lane.enter("idle", step=self.state.version, why="every step is done")
         self.activity.state = "done"
         reach("trainer.finishing", rank=self.world.rank)
         reply = self._ask_to_leave() if self.world.is_main else None
         while self.world.agree(isinstance(reply, Publish)):
-            self.publisher.publish(self.state.version, everywhere=False)
+            self._publish_again()
             reply = self._ask_to_leave() if self.world.is_main else None
 
     def _ask_to_leave(self) -> Reply:

@@ -12,25 +12,59 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trireme.base.network import watch_connections
+
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+DATA, CONTEXT = "dp", "cp"
+
 
 @dataclass(frozen=True)
 class World:
-    """One rank's view."""
+    """One rank's view.
+
+    The ranks are looked at in two ways. As holders of the model: copies of it, each sharded over neighbouring ranks. As
+    readers of data: `dp_size` ranks, or teams of `cp_size` neighbours who share a row, are given different ones. Those
+    who share a row hold different parts of the model, too.
+    """
 
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh
+    model_mesh: DeviceMesh  # REPLICATE x SHARD
+    data_mesh: DeviceMesh  # DATA x CONTEXT
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """What `fully_shard` takes: one dimension, or two where the model is replicated as well (HSDP)."""
+        return self.model_mesh if self.model_mesh[REPLICATE].size() > 1 else self.model_mesh[SHARD]
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share a row."""
+        return self.data_mesh[CONTEXT].size()
+
+    @property
+    def cp_rank(self) -> int:
+        return self.data_mesh[CONTEXT].get_local_rank()
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that are given different rows."""
+        return self.size // self.cp_size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.cp_size
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
-        """Element-wise over all ranks, in float64."""
+        """Element-wise over all ranks that are given different rows, in float64. Of a team, the first rank counts."""
         names = sorted(values)
         tensor = torch.tensor([values[name] for name in names], dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor if self.cp_rank == 0 else tensor.zero_())
         return dict(zip(names, tensor.tolist(), strict=True))
 
     def agree(self, number: int) -> int:
@@ -44,8 +78,15 @@ class World:
 
 
 @contextmanager
-def open_world(device: str, *, threads: int | None, timeout_s: float) -> Iterator[World]:
-    """Joins the process group that torchrun (or a single process's environment) describes."""
+def open_world(
+    device: str, *, threads: int | None, timeout_s: float, replicas: int = 1, cp: int = 1
+) -> Iterator[World]:
+    """Joins the process group that torchrun (or a single process's environment) describes.
+
+    Args:
+        replicas: copies of the model, a divisor of the number of ranks.
+        cp: ranks that share a row, likewise.
+    """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -58,9 +99,23 @@ def open_world(device: str, *, threads: int | None, timeout_s: float) -> Iterato
         local = torch.device("cpu")
     _join(device, rank, size, timeout_s)
     try:
-        yield World(rank=rank, size=size, device=local, mesh=init_device_mesh(device, (size,), mesh_dim_names=("dp",)))
+        world = _world(rank, size, local, replicas=replicas, cp=cp)
+        watch_connections()
+        yield world
     finally:
         dist.destroy_process_group()
+
+
+def _world(rank: int, size: int, device: torch.device, *, replicas: int, cp: int) -> World:
+    assert size % replicas == 0, f"{size} ranks in {replicas} copies of a model"
+    assert size % cp == 0, f"{size} ranks in teams of {cp}"
+    return World(
+        rank=rank,
+        size=size,
+        device=device,
+        model_mesh=init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=(REPLICATE, SHARD)),
+        data_mesh=init_device_mesh(device.type, (size // cp, cp), mesh_dim_names=(DATA, CONTEXT)),
+    )
 
 
 def _join(device: str, rank: int, size: int, timeout_s: float) -> None:

@@ -1,84 +1,118 @@
-"""A Hugging Face causal language model, sharded with FSDP2."""
+"""A Hugging Face causal language model as the trainer holds it: built without memory, sharded, then filled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from trireme.algo.packing import positions
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.config.trainer import TrainerModel
-from trireme.messages import MicroBatch
+from trireme.trainer.activations import wrap_layers
+from trireme.trainer.hub_names import hub_names
+from trireme.trainer.loading import Places, cannot_be_loaded, find_files, find_layouts
+from trireme.trainer.lora import fill_adapters, inject_adapters
 from trireme.trainer.mesh import World
+from trireme.trainer.moe import prepare_experts
+from trireme.trainer.packable import require_packable
+from trireme.trainer.scorer import attach_scorer
+from trireme.trainer.sharding import decoder_layers, shard
 
 log = get_logger("model")
 
 
 def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel:
-    """Loads `name` in float32 and shards it over the mesh: each layer on its own, then the rest.
+    """`name` in float32, each rank with its own part: no rank ever holds more than that, and some MiB.
 
     Raises:
-        ConfigError: the model cannot be had, or transformers does not know its architecture.
+        ConfigError: the model cannot be had, its files are not its own, or it cannot be trained on packed rows.
     """
-    model = _pretrained(config, name)
-    model.config.use_cache = False
-    model.train()
-    _checkpoint_activations(model, config)
-    if config.compile:
-        for layer in model.model.layers:
-            layer.compile()
-    if not config.fsdp_cpu_offload:
-        model.to(world.device)
-    _shard(model, config, world)
+    model = build_model(config, name)
+    layers = decoder_layers(model)
+    hub_names(model)  # of the model as it is published
+    places = Places(model)
+    prepare_experts(model, config, layers)
+    files = None if config.from_scratch else find_files(name)
+    layouts = find_layouts(places, files, name) if files else {}
+    if config.lora:
+        seed = torch.initial_seed()
+        inject_adapters(model, config.lora, base_model=name, seed=seed, frozen=config.optimization_dtype)
+    shard(model, config, world)
+    _allocate(model, config, world)
+    if files:
+        places.read(layouts, files)
+        log.info("%s: this rank read %.1f MiB", name, files.num_bytes_read / 2**20)
+    else:
+        places.draw()
+    fill_adapters(model)
+    places.require_values()
+    require_packable(model, world.device, getattr(torch, config.optimization_dtype))
+    wrap_layers(layers, config, world.device)
+    attach_scorer(model, config, world)
     log.info("%s: %s parameters on %d ranks", name, f"{num_parameters(model):,}", world.size)
     return model
 
 
-def _pretrained(config: TrainerModel, name: str) -> PreTrainedModel:
+def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
+    """On meta: shapes without memory.
+
+    Raises:
+        ConfigError: there is no such model, transformers does not know it, or not with such an attention.
+    """
+    architecture = _architecture(config, name)
     try:
-        if config.from_scratch:
-            architecture = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-            return AutoModelForCausalLM.from_config(architecture, dtype=torch.float32, attn_implementation=config.attn)
-        return AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=torch.float32,
-            attn_implementation=config.attn,
-            trust_remote_code=config.trust_remote_code,
-            use_safetensors=True,  # else, where there are none, a pickle is read
-        )
-    except (OSError, ValueError) as error:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                architecture,
+                dtype=torch.float32,
+                attn_implementation=config.attn,
+                trust_remote_code=config.trust_remote_code,
+            )
+    except (OSError, ValueError, ImportError) as error:
         raise ConfigError(
-            f"The model {name!r} cannot be loaded: {error}\n"
-            "Expected a folder with config.json and safetensors, or a hub name that this machine can reach. "
-            "Set `model.name` to one."
+            f'The model {name!r} cannot be built with `model.attn = "{config.attn}"`: {error}\n'
+            "Expected an architecture that transformers knows, and an attention that it has for it. "
+            "Set `model.attn`, or `model.name` to another model."
         ) from error
+    if not config.from_scratch:
+        model.generation_config = _generation_config(name, model)
+    for part in (model.config, model.config.get_text_config()):
+        part.use_cache = False
+    return model.train()
 
 
-def _checkpoint_activations(model: PreTrainedModel, config: TrainerModel) -> None:
-    if config.ac is None:
-        return
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for index, layer in enumerate(model.model.layers):
-        layer.gradient_checkpointing = index % config.ac.freq == 0
+def _architecture(config: TrainerModel, name: str) -> PretrainedConfig:
+    try:
+        architecture = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise cannot_be_loaded(name, error) from error
+    quantized = getattr(architecture, "quantization_config", None)
+    if quantized and not config.from_scratch:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        raise ConfigError(
+            f"The weights of {name!r} are quantized ({method}) - expected weights in float32, bfloat16 or float16, as "
+            "only those can be trained. Set `model.name` to such a copy of the model."
+        )
+    return architecture
 
 
-def _shard(model: PreTrainedModel, config: TrainerModel, world: World) -> None:
-    options = {
-        "mesh": world.mesh,
-        "reshard_after_forward": config.reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=getattr(torch, config.optimization_dtype), reduce_dtype=getattr(torch, config.reduce_dtype)
-        ),
-        "offload_policy": CPUOffloadPolicy() if config.fsdp_cpu_offload else OffloadPolicy(),
-    }
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
+def _generation_config(name: str, model: PreTrainedModel) -> GenerationConfig:
+    """It is exported with the weights; what ends an answer, for example, is written in it."""
+    try:
+        return GenerationConfig.from_pretrained(name)
+    except OSError:  # many models have none
+        return model.generation_config
+
+
+def _allocate(model: PreTrainedModel, config: TrainerModel, world: World) -> None:
+    """Memory for this rank's parts, without values yet; for numbers, "not a number", so that none is forgotten."""
+    model.to_empty(device=torch.device("cpu") if config.fsdp_cpu_offload else world.device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=world.device)
+                if buffer.is_floating_point():
+                    module._buffers[name].fill_(torch.nan)
 
 
 def num_parameters(model: PreTrainedModel) -> int:
@@ -87,27 +121,3 @@ def num_parameters(model: PreTrainedModel) -> int:
 
 def vocabulary_size(name: str, trust_remote_code: bool = False) -> int:
     return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config().vocab_size
-
-
-def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter whole, one at a time, in the model's order. A collective: all ranks iterate together.
-
-    Tied parameters come once, under the name of the embedding.
-    """
-    for name, parameter in model.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        yield name, whole.detach().to(dtype)
-
-
-def logits_at(model: PreTrainedModel, row: MicroBatch, keep: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """[K, V] logits of a packed row at the positions `keep` only.
-
-    Positions that restart, and no attention mask, are how transformers is told of packed samples: it then builds
-    block-diagonal attention (or, with flash attention, cumulative lengths) by itself.
-    """
-    ids = torch.from_numpy(row.tokens.ids.astype("int64")).to(device)
-    position_ids = torch.from_numpy(positions(row.lengths)).to(device)
-    output = model(
-        input_ids=ids[None], position_ids=position_ids[None], attention_mask=None, use_cache=False, logits_to_keep=keep
-    )
-    return output.logits[0]

@@ -1,30 +1,57 @@
-"""How fast a step was, in units that can be compared."""
+"""How fast a step was and how much memory it took, in units that can be compared."""
 
 from __future__ import annotations
+
+import resource
 
 import torch
 from transformers import PreTrainedModel
 
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "L40": 181e12, "4090": 165e12}
-"""Dense bf16, without sparsity, from the makers' data sheets."""
+from trireme.algo import flops
+from trireme.algo.chips import chip_called
+
+GIB = 1 << 30
 
 
-def flops_per_token(model: PreTrainedModel, num_parameters: int, mean_length: float) -> float:
-    """Forward and backward: 6 per parameter, plus attention's 12 * layers * hidden * length / 2 (causal).
-
-    Kaplan et al. 2020 (arXiv 2001.08361, table 1), with the attention term of Chowdhery et al. 2022 (PaLM, appendix B).
-    """
+def flops_per_token(model: PreTrainedModel, mean_length: float) -> float:
+    """Forward and backward; see `algo.flops`."""
     config = model.config.get_text_config()
-    attention = 6 * config.num_hidden_layers * config.hidden_size * mean_length
-    return 6 * num_parameters + attention
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    matrices, trained = matrix_parameters(model)
+    return flops.flops_per_token(
+        matrices, trained, layers=config.num_hidden_layers, width=heads * head_dim, mean_length=mean_length
+    )
+
+
+def matrix_parameters(model: PreTrainedModel) -> tuple[float, float]:
+    """Parameters that a token is multiplied with, and how many of these are trained.
+
+    An embedding counts where it is the head too. Of experts, which are held as [experts, in, out], those that a token
+    is sent to.
+    """
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1 and not _is_table(model, parameter)]
+    used = [(parameter.numel() * _share(model, parameter), parameter.requires_grad) for parameter in matrices]
+    return sum(number for number, _ in used), sum(number for number, trained in used if trained)
+
+
+def _is_table(model: PreTrainedModel, parameter: torch.nn.Parameter) -> bool:
+    """Whether it is only looked up in."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return parameter is embedding.weight and (head is None or parameter is not head.weight)
+
+
+def _share(model: PreTrainedModel, parameter: torch.nn.Parameter) -> float:
+    config = model.config.get_text_config()
+    return config.num_experts_per_tok / parameter.shape[0] if parameter.ndim == 3 else 1.0
 
 
 def peak_flops() -> float | None:
     """Of one device; None where the device is not in the table (CPUs never are)."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name()
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+    chip = chip_called(torch.cuda.get_device_name())
+    return chip.flops if chip else None
 
 
 def throughput(*, tokens: int, seconds: float, flops: float, world_size: int) -> dict[str, float]:
@@ -32,3 +59,16 @@ def throughput(*, tokens: int, seconds: float, flops: float, world_size: int) ->
     rate = tokens / max(seconds, 1e-9)
     peak = peak_flops()
     return {"perf/tokens_per_s": rate} | ({"perf/mfu": rate * flops / (peak * world_size)} if peak else {})
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """`perf/peak_memory_gib` of this rank: on a GPU, of tensors since this was last asked; on CPU, of the process since
+    it began. On a GPU `perf/reserved_memory_gib` too: with what the allocator holds for later."""
+    if device.type != "cuda":
+        return {"perf/peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+    peaks = {
+        "perf/peak_memory_gib": torch.cuda.max_memory_allocated(device) / GIB,
+        "perf/reserved_memory_gib": torch.cuda.max_memory_reserved(device) / GIB,
+    }
+    torch.cuda.reset_peak_memory_stats(device)
+    return peaks

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trireme.base.errors import ConfigError, JournalCorrupt
+from trireme.ledger.manifest import read_manifest
 
 Index = tuple[int, ...]
 
@@ -86,6 +87,7 @@ class Stored:
     """All pieces of all files; only what is asked for is read."""
 
     def __init__(self, pieces: Iterable[_Stored]) -> None:
+        self.num_bytes_read = 0
         self._pieces: dict[str, list[_Stored]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.name, []).append(piece)
@@ -114,7 +116,25 @@ class Stored:
                 f"The checkpoint has {name} {found}, the model has it with shape {list(ours.shape)} - a checkpoint of "
                 "the same model was expected. Set `model.name` to the model that it began with, or start a new run."
             )
+        self._fill(name, ours)
+
+    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        """A part of the whole; only that is read.
+
+        Raises:
+            JournalCorrupt: some of it is in no file.
+        """
+        starts, sizes = tuple(part.start for part in region), tuple(part.stop - part.start for part in region)
+        ours = Piece(torch.empty(sizes, dtype=self.dtype(name)), self.shape(name), starts)
+        self._fill(name, ours)
+        return ours.tensor
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        return self.read(name, tuple(slice(0, size) for size in self.shape(name)))
+
+    def _fill(self, name: str, ours: Piece) -> None:
         num_read = sum(_copy_overlap(stored, ours) for stored in self._pieces[name])
+        self.num_bytes_read += num_read * ours.tensor.element_size()
         if num_read != ours.tensor.numel():
             raise JournalCorrupt(
                 f"The checkpoint's files hold {num_read} of the {ours.tensor.numel()} elements of {name} that this "
@@ -136,6 +156,14 @@ def _copy_overlap(stored: _Stored, ours: Piece) -> int:
     with torch.no_grad():
         ours.tensor[target].copy_(stored.read(start, size))
     return ours.tensor[target].numel()
+
+
+@contextmanager
+def open_checkpoint(folder: Path) -> Iterator[Stored]:
+    """The pieces of all ranks that its manifest lists; files that it does not list are not read."""
+    names = sorted(name for name in read_manifest(folder).files if name.startswith("rank_"))
+    with open_pieces(folder / name for name in names) as stored:
+        yield stored
 
 
 @contextmanager

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from trireme.algo.adapter_names import is_of_adapter
 from trireme.algo.compare import first_difference
 from trireme.algo.digest import tensor_digest
-from trireme.algo.logprobs import token_logprobs
+from trireme.algo.probe import probe_ids
 from trireme.base.errors import PeerDied
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
@@ -30,10 +32,12 @@ from trireme.messages import (
     TensorSpec,
     build_tokens,
 )
+from trireme.monitor.spans import Lane
+from trireme.trainer.delta import Part, Slices, Traffic
+from trireme.trainer.forward import compute_columns
 from trireme.trainer.mesh import World
-from trireme.trainer.model import full_tensors, logits_at
+from trireme.trainer.served import served_dtype, served_specs, served_tensors, serves_adapters
 from trireme.transport.control import ControlClient
-from trireme.transport.weights.buckets import spec_of
 from trireme.transport.weights.kinds import Sender, open_sender
 
 log = get_logger("publish")
@@ -47,8 +51,16 @@ LONGEST_PAUSE_S = 5.0
 class Publisher:
     """One per rank. Rank 0 talks and sends; the others join in gathering shards."""
 
-    def __init__(self, config: RunConfig, model: PreTrainedModel, world: World, control: ControlClient | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        model: PreTrainedModel,
+        world: World,
+        control: ControlClient | None,
+        lane: Lane | None = None,
+    ) -> None:
         self._config = config
+        self._lane = lane or Lane("publisher")
         self._model = model
         self._world = world
         self._control = control
@@ -56,19 +68,24 @@ class Publisher:
         self._incarnation = uuid.uuid4().hex
         self._num_attempts = 0
         self._newest = Newest(version=-1, digests={})
-        self._specs = [_served_spec(name, parameter, self._dtype) for name, parameter in model.named_parameters()]
+        self._specs = served_specs(model, self._dtype)
         self._sender = self._open_sender() if world.is_main else None
-        self._probe_ids = probe_ids(model.config.get_text_config().vocab_size)
+        self._slices = Slices(world) if config.weight_broadcast.delta else None
+        self._base_digests: dict[str, str] = {}  # of what does not change, where there are adapters
+        self._confirmed_epoch: str | None = None  # in which engines hold what the slices do
+        self._traffic: Traffic | None = None
+        self._probe_ids = probe_ids(model.config.get_text_config().vocab_size, PROBE_TOKENS)
 
     def _open_sender(self) -> Sender:
         broadcast = self._config.weight_broadcast
         return open_sender(
             broadcast.type,
-            host=self._config.ports.host,
+            host=self._config.hosts.trainer[0],
             port=self._config.ports.weights or 0,
             folder=self._config.paths.broadcast,
             bucket_bytes=broadcast.bucket_mib << 20,
             timeout_s=broadcast.timeout_s,
+            delta=broadcast.delta,
         )
 
     def look_back(self) -> int:
@@ -133,13 +150,22 @@ class Publisher:
         kind = _ANSWERS[self._world.agree(_ANSWERS.index(type(answer)) if answer is not None else 0)]
         if kind is not Go:
             return kind is Live
+        epoch = self._meet(ready, answer)
+        if not self._world.agree(epoch is not None):
+            return False
         digests: dict[str, str] = {}
-        payload = self._send(ready, answer, self._digested(digests))
+        is_first = bool(self._world.agree(epoch is None or epoch != self._confirmed_epoch))
+        self._confirmed_epoch = None
+        payload = self._send(version, self._specs_to_send(is_first), self._parts(digests, is_first))
         if not self._world.agree(payload is not None):
             return False
         reach("trainer.sent", rank=self._world.rank)
         probe = self._probe()
-        return self._control is None or self._confirm(version, digests, probe, payload or {})
+        if self._control is None:
+            return True
+        is_live = self._confirm(version, digests, probe, payload or {})
+        self._confirmed_epoch = epoch if is_live else None
+        return is_live
 
     def _announcement(self, version: int, everywhere: bool) -> PolicyReady:
         return PolicyReady(
@@ -150,63 +176,100 @@ class Publisher:
             everywhere=everywhere,
             specs=self._specs,
             kind=self._config.weight_broadcast.type,
-            host=self._config.ports.host,
+            host=self._config.hosts.trainer[0],
             port=self._config.ports.weights or 0,
         )
 
     def _announce(self, ready: PolicyReady) -> Go | Live | Again:
         assert self._control is not None
         deadline_s = self._config.trainer.batch_timeout_s + self._config.weight_broadcast.timeout_s
-        reply = self._control.ask(ready, what=f"the engines to take version {ready.version}", deadline_s=deadline_s)
+        with self._lane.doing("wait", step=ready.version, why="engines pause"):
+            reply = self._control.ask(ready, what=f"the engines to take version {ready.version}", deadline_s=deadline_s)
         assert isinstance(reply, (Go, Live, Again)), reply
         if isinstance(reply, Again):
             log.warning("version %d: attempt %d came to nothing: %s", ready.version, ready.attempt, reply.reason)
         return reply
 
-    def _send(
-        self, ready: PolicyReady, go: Go | Live | Again | None, tensors: Iterator[torch.Tensor]
-    ) -> dict[str, Any] | None:
-        """The payload for the engines; None where the transfer broke.
+    def _meet(self, ready: PolicyReady, go: Go | Live | Again | None) -> str | None:
+        """Returns when the engines listen, and in which epoch; None where they do not. Other ranks meet nobody."""
+        if self._sender is None:
+            return None
+        assert isinstance(go, Go), go
+        try:
+            return self._join(self._sender, ready, go)
+        except (RuntimeError, OSError) as error:
+            self._give_up(ready.version, error)
+            return None
 
-        All tensors are gathered in any case: the other ranks take part in that.
+    def _join(self, sender: Sender, ready: PolicyReady, go: Go) -> str:
+        """While engines are waited for, the orchestrator may learn that one of them is gone, or be another orchestrator
+        by now, which has told them to meet in another group: nothing is sent yet, so that is the one to go to.
         """
-        payload: dict[str, Any] | None = {}
-        if self._sender is not None:
-            assert isinstance(go, Go), go
-            try:
-                self._meet(ready, go)
-                payload = self._sender.send(self._specs, tensors)
-            except (RuntimeError, OSError) as error:
-                log.warning("sending version %d broke: %s", ready.version, error)
-                self._sender.close()  # at once: engines that wait in the broken transfer answer nothing else
-                payload = None
-        for _ in tensors:
-            pass
-        return payload
-
-    def _meet(self, ready: PolicyReady, go: Go) -> None:
-        """Returns when the engines listen.
-
-        While they are waited for, the orchestrator may learn that one of them is gone, or be another orchestrator by
-        now, which has told them to meet in another group: nothing is sent yet, so that is the one to go to.
-        """
-        assert self._sender is not None
         while True:
             try:
-                return self._sender.join(go.epoch, go.world_size, is_wanted=lambda: self._announce(ready) == go)  # noqa: B023
+                sender.join(go.epoch, go.world_size, is_wanted=lambda: self._announce(ready) == go)  # noqa: B023
+                return go.epoch
             except RuntimeError:
                 answer = self._announce(ready)
                 if answer == go or not isinstance(answer, Go):
                     raise
                 go = answer
 
-    def _digested(self, digests: dict[str, str]) -> Iterator[torch.Tensor]:
-        for number, (name, tensor) in enumerate(full_tensors(self._model, self._dtype)):
+    def _give_up(self, version: int, error: Exception) -> None:
+        assert self._sender is not None
+        log.warning("sending version %d broke: %s", version, error)
+        self._sender.close()  # at once: engines that wait in the broken transfer answer nothing else
+
+    def _specs_to_send(self, is_first: bool) -> list[TensorSpec]:
+        """Engines that hold adapters keep the base model for as long as their epoch goes on."""
+        adapters = [spec for spec in self._specs if is_of_adapter(spec.name)]
+        return adapters if adapters and not is_first else self._specs
+
+    def _send(self, version: int, specs: list[TensorSpec], parts: Iterator[Part]) -> dict[str, Any] | None:
+        """The payload for the engines; None where the transfer broke.
+
+        All tensors are gathered in any case: the other ranks take part in that.
+        """
+        payload: dict[str, Any] | None = {}
+        if self._sender is not None:
+            try:
+                payload = self._sender.send(specs, parts)
+            except (RuntimeError, OSError) as error:
+                self._give_up(version, error)
+                payload = None
+        for _ in parts:
+            pass
+        return payload
+
+    def _parts(self, digests: dict[str, str], is_first: bool) -> Iterator[Part]:
+        """What is sent of each tensor: all of it or, of a delta, what has changed.
+
+        An epoch goes on only where its last transfer was confirmed by all of its engines. So engines of the epoch that
+        was confirmed last hold just what was sent then; any others, and all after a transfer that broke, get all.
+        """
+        traffic = self._traffic = Traffic()
+        tensors = self._digested(digests, only_adapters=serves_adapters(self._model) and not is_first)
+        if self._slices is None:
+            return traffic.counted(tensor for _, tensor in tensors)
+        return traffic.counted(self._slices.patches(tensors, whole=is_first))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the last transfer, on rank 0; none where there was none since."""
+        traffic, self._traffic = self._traffic, None
+        return traffic.metrics(sum(prod(spec.shape) for spec in self._specs)) if traffic is not None else {}
+
+    def _digested(self, digests: dict[str, str], *, only_adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Digests are of all tensors, also where only adapters are gathered again."""
+        if only_adapters:
+            digests |= self._base_digests
+        tensors = served_tensors(self._model, self._dtype, only_adapters=only_adapters)
+        for number, (name, tensor) in enumerate(tensors):
             if self._world.is_main:
                 digests[name] = tensor_digest(tensor)
-            yield tensor
+            yield name, tensor
             if number == 0:
                 reach("trainer.sending", rank=self._world.rank)
+        self._base_digests = {name: digest for name, digest in digests.items() if not is_of_adapter(name)}
 
     def _confirm(self, version: int, digests: dict[str, str], probe: Probe, payload: dict) -> bool:
         assert self._control is not None
@@ -234,14 +297,11 @@ class Publisher:
         ids = self._probe_ids
         count = len(ids)
         tokens = build_tokens(
-            ids=ids, loss_mask=[0] * count, logprobs=[0.0] * count, advantages=[0.0] * count, versions=[-1] * count
+            ids=ids, loss_mask=[1] * count, logprobs=[0.0] * count, advantages=[0.0] * count, versions=[-1] * count
         )
         row = MicroBatch(tokens=tokens, lengths=[count], temperatures=[1.0])
-        device = self._world.device
-        logits = logits_at(self._model, row, torch.arange(count - 1, device=device), device)
-        targets = torch.tensor(ids[1:], device=device)
-        logprobs, _ = token_logprobs(logits, targets, torch.ones(count - 1, device=device))
-        return Probe(ids=ids, logprobs=logprobs.tolist())
+        columns = compute_columns(self._model, row, self._world.device)
+        return Probe(ids=ids, logprobs=columns.logprobs.tolist())
 
     def close(self) -> None:
         if self._sender is not None:
@@ -250,21 +310,3 @@ class Publisher:
 
 _ANSWERS: tuple[type, ...] = (Go, Live, Again)
 """What `PolicyReady` may be answered with, by the number under which the ranks agree on it."""
-
-
-def served_dtype(config: RunConfig) -> str:
-    """Weights travel, and are exported, in the precision in which they are served."""
-    dtype = config.inference.model.dtype
-    if dtype != "auto":
-        return dtype
-    return "float32" if config.device == "cpu" else "bfloat16"
-
-
-def probe_ids(vocabulary: int) -> list[int]:
-    """A fixed prompt that touches tokens from all over the vocabulary."""
-    return [(17 + 7919 * place) % vocabulary for place in range(PROBE_TOKENS)]
-
-
-def _served_spec(name: str, parameter: torch.Tensor, dtype: torch.dtype) -> TensorSpec:
-    spec = spec_of(name, parameter)
-    return TensorSpec(name=spec.name, dtype=str(dtype).removeprefix("torch."), shape=spec.shape)

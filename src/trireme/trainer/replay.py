@@ -19,12 +19,12 @@ from trireme.base.paths import step_folder
 from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
 from trireme.ledger.manifest import complete_steps, read_manifest
-from trireme.ledger.shares import row_capacity, share_of
+from trireme.ledger.shares import Shares
 from trireme.trainer.checkpoint import TrainerState, load_checkpoint
 from trireme.trainer.evidence import Comparison, Evidence, Retraced
+from trireme.trainer.lora import adapters_of
 from trireme.trainer.mesh import World, open_world
-from trireme.trainer.model import full_tensors
-from trireme.trainer.publish import served_dtype
+from trireme.trainer.served import exported_tensors, served_dtype, served_tensors
 from trireme.trainer.stepper import Stepper, base_state
 
 
@@ -40,7 +40,14 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
     Raises: JournalCorrupt where a batch, or the record of a version, is not what was written.
     """
     evidence = Evidence(config.paths)
-    with open_world(config.device, threads=config.trainer.threads, timeout_s=config.trainer.batch_timeout_s) as world:
+    trainer = config.trainer
+    with open_world(
+        config.device,
+        threads=trainer.threads,
+        timeout_s=trainer.batch_timeout_s,
+        replicas=trainer.model.dp_replicate,
+        cp=trainer.model.cp,
+    ) as world:
         report = Report(config)
         if world.is_main:
             report.begin(span)
@@ -57,17 +64,25 @@ def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
     """The version that these steps start from, then what each makes. A collective; digests come on rank 0 only."""
     state = _state_at(config, world, span.start)
     stepper = Stepper(config, state, world)
-    journal = Journal(config.paths.journal)
-    yield Retraced(state.version, served_digests(config, state, world))
+    shares = Shares(Journal(config.paths.journal), config)
+    yield Retraced(state.version, served_digests(config, state, world), adapters=_adapter_digests(state, world))
     for step in span:
-        share = share_of(journal.read(step), rank=world.rank, world=world.size, capacity=row_capacity(config))
-        metrics = stepper.step(share)
-        yield Retraced(state.version, served_digests(config, state, world), metrics)
+        metrics = stepper.step(shares.of(step, rank=world.dp_rank, world=world.dp_size))
+        digests, adapters = served_digests(config, state, world), _adapter_digests(state, world)
+        yield Retraced(state.version, digests, metrics, adapters)
 
 
 def served_digests(config: RunConfig, state: TrainerState, world: World) -> dict[str, str]:
     """Of the weights as engines would get them. A collective; empty but on rank 0."""
-    tensors = full_tensors(state.model, getattr(torch, served_dtype(config)))
+    tensors = served_tensors(state.model, getattr(torch, served_dtype(config)))
+    return {name: tensor_digest(tensor) for name, tensor in tensors if world.is_main}
+
+
+def _adapter_digests(state: TrainerState, world: World) -> dict[str, str]:
+    """As they are exported. A collective; empty but on rank 0, and where there are no adapters."""
+    if adapters_of(state.model) is None:
+        return {}
+    tensors = exported_tensors(state.model)
     return {name: tensor_digest(tensor) for name, tensor in tensors if world.is_main}
 
 

@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from trireme.algo.columns import Totals
+from trireme.algo.loss import cross_entropy
 from trireme.algo.packing import Sample, micro_batches_of_rank
-from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
+from trireme.base.timing import age_s
 from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig
+from trireme.ledger.shares import cost_of_model
 from trireme.messages import MicroBatch
 from trireme.monitor.metrics import MetricsFile
-from trireme.trainer.checkpoint import CheckpointStore, TrainerState
-from trireme.trainer.data import Epochs, open_tokenizer, read_conversations, to_sample
+from trireme.monitor.spans import TRAINER, Lane, open_spans
+from trireme.monitor.wandb_mirror import open_wandb_mirror
+from trireme.trainer.checkpoint import CheckpointStore
+from trireme.trainer.data import SampleFiles
 from trireme.trainer.export import Exporter
+from trireme.trainer.forward import compute_columns, places_of
+from trireme.trainer.guesses import Guesses, watching
 from trireme.trainer.mesh import World, open_world
 from trireme.trainer.model import load_model
 from trireme.trainer.optim import build_optimizer, set_lr
-from trireme.trainer.step import compute_columns, cross_entropy, forward_backward, update
+from trireme.trainer.perf import flops_per_token, peak_memory, throughput
+from trireme.trainer.rows import packing_metrics
+from trireme.trainer.sft_data import SftData, open_tokenizer_of, prepare_data, steps_of
+from trireme.trainer.state import TrainerState
+from trireme.trainer.step import forward_backward, optimizer_step
 
 log = get_logger("sft")
 
-TIMEOUT_S = 3600.0
-DISK_TIMEOUT_S = 86400.0  # as `disk_timeout_s` of `rl`
+TIMEOUT_S = 3600.0  # of one collective; ranks wait that long for the first one to have read the data
+MOST_NATS = 700.0  # a loss whose perplexity is still a number
 
 
 def train_sft(config: SftConfig) -> None:
-    """Runs to `max_steps`; leaves checkpoints, and weights in Hugging Face format."""
+    """Runs to its last step; leaves checkpoints, and weights in Hugging Face format."""
     with open_sft(config) as sft:
-        while sft.state.version < config.max_steps:
+        sft.measure_base()
+        while sft.state.version < sft.last_step:
             metrics = sft.step()
             sft.validate_if_due(metrics)
             sft.record(metrics)
@@ -42,29 +56,48 @@ def train_sft(config: SftConfig) -> None:
 
 @contextmanager
 def open_sft(config: SftConfig) -> Iterator[Sft]:
-    name = config.model.name
-    if name is None:
-        raise ConfigError("`model.name` is not set - a folder or hub name of a model was expected. Set it.")
-    if config.data is None:
-        raise ConfigError("`data` is not set - a .jsonl file of conversations was expected. Set it.")
+    """
+    Raises:
+        ConfigError: the data, the tokenizer or the model cannot be had, before anything is trained.
+    """
     torch.manual_seed(config.seed)
     with ExitStack() as stack:
-        world = stack.enter_context(open_world(config.device, threads=config.threads, timeout_s=TIMEOUT_S))
-        tokenizer = config.tokenizer.name or name
-        train, held_out = _read_samples(config, tokenizer)
-        model = load_model(config.model, name, world)
-        state = TrainerState(model=model, optimizer=build_optimizer(model, config.optim))
-        checkpoints = _open_checkpoints(config, world, tokenizer)
+        world = stack.enter_context(_open_world(config))
+        waits = Waits("sft" if world.is_main else f"sft.{world.rank}", config.paths.logs)
+        spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
+        lane = spans.lane(TRAINER, what="start", ago_s=age_s())
+        data = prepare_data(config, world, waits)
+        state = _base_state(config, world)
+        checkpoints = _open_checkpoints(config, world, waits, open_tokenizer_of(config))
         stack.callback(checkpoints.close)
         checkpoints.resume(state, resume=config.resume)
+        if world.is_main:
+            stack.enter_context(open_wandb_mirror(config))
         metrics = MetricsFile(config.paths.metrics, process="sft")
         stack.callback(metrics.close)
-        log.info("%d conversations to train on, %d held out", len(train), len(held_out))
-        epochs = Epochs(train, config.batch_size, config.seed)
-        yield Sft(config, world, state, checkpoints, metrics, epochs, held_out)
+        lane.enter(None)
+        yield Sft(config, world, state, checkpoints, metrics, data, lane)
 
 
-def _open_checkpoints(config: SftConfig, world: World, tokenizer: str) -> CheckpointStore:
+def _open_world(config: SftConfig) -> AbstractContextManager[World]:
+    return open_world(
+        config.device,
+        threads=config.threads,
+        timeout_s=TIMEOUT_S,
+        replicas=config.model.dp_replicate,
+        cp=config.model.cp,
+    )
+
+
+def _base_state(config: SftConfig, world: World) -> TrainerState:
+    assert config.model.name is not None, "`resolve_sft` gives it one"
+    model = load_model(config.model, config.model.name, world)
+    return TrainerState(model=model, optimizer=build_optimizer(model, config.optim))
+
+
+def _open_checkpoints(
+    config: SftConfig, world: World, waits: Waits, tokenizer: PreTrainedTokenizerBase
+) -> CheckpointStore:
     exporter = Exporter(
         config.paths.weights,
         world,
@@ -76,23 +109,10 @@ def _open_checkpoints(config: SftConfig, world: World, tokenizer: str) -> Checkp
         config.paths.checkpoints,
         config.ckpt,
         world,
-        waits=Waits("sft" if world.is_main else f"sft.{world.rank}", config.paths.logs),
-        disk_timeout_s=DISK_TIMEOUT_S,
+        waits=waits,
+        disk_timeout_s=config.disk_timeout_s,
         exporter=exporter,
     )
-
-
-def _read_samples(config: SftConfig, tokenizer_name: str) -> tuple[list[Sample], list[Sample]]:
-    tokenizer = open_tokenizer(tokenizer_name, config.model.trust_remote_code)
-    assert config.data is not None
-    samples = [to_sample(tokenizer, messages, config.seq_len) for messages in read_conversations(config.data)]
-    if config.validation:
-        held_out = [
-            to_sample(tokenizer, messages, config.seq_len) for messages in read_conversations(config.validation)
-        ]
-        return samples, held_out
-    count = int(len(samples) * config.validation_fraction)
-    return samples[count:], samples[:count]
 
 
 @dataclass
@@ -104,74 +124,141 @@ class Sft:
     state: TrainerState
     checkpoints: CheckpointStore
     metrics: MetricsFile
-    data: Epochs
-    held_out: list[Sample]
+    data: SftData
+    lane: Lane
+    _base: dict[str, float] = field(default_factory=dict)  # measured before the first step, to be recorded with it
 
-    def _pack(self, samples: list[Sample]) -> tuple[list[MicroBatch], int]:
-        micro_batches = micro_batches_of_rank(
-            samples,
-            capacity=self.config.micro_batch_tokens or self.config.seq_len,
-            rank=self.world.rank,
-            world=self.world.size,
+    def __post_init__(self) -> None:
+        self.last_step = steps_of(self.config, self.data.train)
+        self._capacity = self.config.micro_batch_tokens or self.config.seq_len
+        model = self.config.model
+        self._cost = cost_of_model(model.name, attention=model.attn, cp=model.cp)
+        log.info(
+            "%d steps of %d samples, %.2f epochs", self.last_step, self.config.batch_size, self._epoch(self.last_step)
         )
-        return micro_batches, sum(int(sample.tokens.loss_mask.sum()) for sample in samples)
+
+    def _epoch(self, version: int) -> float:
+        return self.data.train.passed(version)
+
+    def _pack(self, samples: list[Sample]) -> list[MicroBatch]:
+        """This rank's rows, or its team's."""
+        return micro_batches_of_rank(
+            samples,
+            capacity=self._capacity,
+            rank=self.world.dp_rank,
+            world=self.world.dp_size,
+            cost=self._cost,
+        )
 
     def step(self) -> dict[str, float]:
         """One optimizer step on the next batch."""
-        config, state = self.config, self.state
         began = time.perf_counter()
-        samples = self.data.batch(state.version)
-        lr = set_lr(state.optimizer, config.optim, config.scheduler, step=state.version, max_steps=config.max_steps)
-        micro_batches, loss_tokens = self._pack(samples)
+        with self.lane.doing("wait", step=self.state.version, why="data from disk"):
+            samples = self.data.train.batch(self.state.version)
+        with self.lane.doing("train", step=self.state.version):
+            rows = self._pack(samples)
+            metrics = self._train(rows, loss_tokens=_num_learned(samples))
+        metrics |= {"epoch": self._epoch(self.state.version), "perplexity": _perplexity(metrics["loss"])}
+        metrics |= self._throughput(samples, time.perf_counter() - began) | peak_memory(self.world.device)
+        return metrics | packing_metrics(rows, capacity=self._capacity, cost=self._cost, world=self.world)
+
+    def _train(self, rows: list[MicroBatch], *, loss_tokens: int) -> dict[str, float]:
+        """Version n becomes n + 1."""
+        config, state = self.config, self.state
+        lr = set_lr(state.optimizer, config.optim, config.scheduler, step=state.version, max_steps=self.last_step)
         metrics = forward_backward(
             state.model,
-            micro_batches,
+            rows,
             loss_tokens=loss_tokens,
             step=state.version,
             loss_function=cross_entropy,
             world=self.world,
         )
-        metrics |= update(state.model, state.optimizer, config.optim.max_norm)
+        metrics |= optimizer_step(state, config.optim)
         state.version += 1
+        return metrics | {"lr": lr, "loss_tokens": loss_tokens}
+
+    def _throughput(self, samples: list[Sample], seconds: float) -> dict[str, float]:
         tokens = sum(sample.tokens.length for sample in samples)
-        return metrics | {"lr": lr, "perf/tokens_per_s": tokens / (time.perf_counter() - began)}
+        flops = flops_per_token(self.state.model, tokens / len(samples))
+        return throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
+
+    def measure_base(self) -> None:
+        """The validation loss of the model that training begins with. A collective."""
+        if self.data.held_out and self.state.version == 0:
+            with self.lane.doing("evaluate"):
+                measured = self._measure(self.data.held_out)
+            self._base = {"validation/base_loss": measured["loss"]}
+            if "accuracy" in measured:
+                self._base["validation/base_accuracy"] = measured["accuracy"]
+            log.info("before the first step: validation loss %.4f", measured["loss"])
 
     def validate_if_due(self, metrics: dict[str, float]) -> None:
-        """Adds `validation/loss` at the interval and after the last step. A collective."""
+        """Adds `validation/…` at the interval and after the last step. A collective."""
         interval, version = self.config.validation_interval, self.state.version
-        if not self.held_out or not (version == self.config.max_steps or (interval and version % interval == 0)):
-            return
-        micro_batches, loss_tokens = self._pack(self.held_out)
-        with torch.no_grad():
-            metrics["validation/loss"] = self._evaluate(micro_batches, loss_tokens)
+        is_due = version == self.last_step or (interval is not None and version % interval == 0)
+        if self.data.held_out and is_due:
+            with self.lane.doing("evaluate", step=version):
+                measured = self._measure(self.data.held_out)
+            metrics |= {f"validation/{name}": value for name, value in measured.items()}
 
-    def _evaluate(self, micro_batches: list[MicroBatch], loss_tokens: int) -> float:
-        total = 0.0
-        for micro_batch in micro_batches:
-            columns = compute_columns(self.state.model, micro_batch, self.world.device)
-            total += float(cross_entropy(columns, loss_tokens).sums["loss"])
-        return self.world.sum({"loss": total})["loss"] / max(1, loss_tokens)
+    @torch.no_grad()
+    def _measure(self, held_out: SampleFiles) -> dict[str, float]:
+        """Over all tokens that are learned, a batch at a time."""
+        sums = {"loss": 0.0, "tokens": 0.0, "right": 0.0}
+        size = self.config.batch_size
+        with watching(self.state.model) as guesses:
+            for first in range(0, len(held_out), size):
+                samples = [held_out[index] for index in range(first, min(first + size, len(held_out)))]
+                for row in self._pack(samples):
+                    columns = compute_columns(self.state.model, row, self.world.device)
+                    sums["loss"] += float(cross_entropy(columns, Totals(tokens=1, samples=1)).value)
+                    sums["tokens"] += float(columns.mask.sum())
+                    sums["right"] += self._num_right(row, guesses)
+        sums = self.world.sum(sums)  # all of a team that shares a row count it, in loss and tokens
+        loss = sums["loss"] / sums["tokens"]
+        accuracy = {"accuracy": sums["right"] / sums["tokens"]} if self.world.cp_size == 1 else {}
+        return {"loss": loss, "perplexity": _perplexity(loss)} | accuracy
+
+    def _num_right(self, row: MicroBatch, guesses: Guesses) -> int:
+        """Tokens that the model would have said, too. Of a shared row each rank makes some logits only: 0 then."""
+        places, has_places = places_of(row)
+        if self.world.cp_size > 1 or not has_places:
+            return 0
+        said = torch.from_numpy(row.tokens.ids[places].astype("int64"))
+        return int((guesses.take(len(places)).cpu() == said).sum())
 
     def save_if_due(self) -> None:
         """Written while training goes on; after the last step, when this returns."""
-        version, last = self.state.version, self.config.max_steps
+        version, last = self.state.version, self.last_step
         if self.checkpoints.is_due(version, last=last):
-            self.checkpoints.save(self.state)
-            if version == last:
-                self.checkpoints.wait()
+            with self.lane.doing("save", step=version):
+                self.checkpoints.save(self.state)
+                if version == last:
+                    self.checkpoints.wait()
 
     def record(self, metrics: dict[str, float]) -> None:
         if not self.world.is_main:
             return
-        self.metrics.append(self.state.version - 1, metrics)
+        self.metrics.append(self.state.version - 1, metrics | self._base)
+        self._base = {}
         validation = f"  validation {metrics['validation/loss']:.4f}" if "validation/loss" in metrics else ""
         log.info(
-            "step %d/%d  loss %.4f  grad %.3f  lr %.2e  %.0f tok/s%s",
+            "step %d/%d  epoch %.2f  loss %.4f  grad %.3f  lr %.2e  %.0f tok/s%s",
             self.state.version,
-            self.config.max_steps,
+            self.last_step,
+            metrics["epoch"],
             metrics["loss"],
             metrics["grad_norm"],
             metrics["lr"],
             metrics["perf/tokens_per_s"],
             validation,
         )
+
+
+def _num_learned(samples: list[Sample]) -> int:
+    return sum(int(sample.tokens.loss_mask.sum()) for sample in samples)
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, MOST_NATS))

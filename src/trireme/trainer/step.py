@@ -1,69 +1,43 @@
-"""One optimizer step: forward and backward over this rank's micro-batches, clip, update.
-
-T tokens of a row, K of them count.
-"""
+"""One optimizer step: forward and backward over this rank's micro-batches, clip, update."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from trireme.algo.logprobs import token_logprobs
-from trireme.algo.loss import LossTerms, importance_loss, kl_estimate
-from trireme.algo.packing import positions
+from trireme.algo.columns import Columns, LossFunction, Totals
+from trireme.algo.divergence import kl_estimate
+from trireme.algo.loss import build_loss, effective_share
+from trireme.base.errors import NotFinite
 from trireme.base.log import get_logger
-from trireme.config.trainer import Loss
+from trireme.config.losses import Loss, Recipe, recipe_of
+from trireme.config.trainer import Optimizer
 from trireme.messages import MicroBatch
+from trireme.trainer.anchors import Anchors
+from trireme.trainer.custom_loss import load_custom_loss
+from trireme.trainer.forward import compute_columns
+from trireme.trainer.lora import dropout
 from trireme.trainer.mesh import World
-from trireme.trainer.model import logits_at
+from trireme.trainer.said import Said
+from trireme.trainer.state import TrainerState
 
 log = get_logger("step")
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The tokens of a row that count, as tensors."""
+def policy_gradient(config: Loss | Recipe, *, length: int = 1) -> LossFunction:
+    """The reinforcement-learning loss of `algo.loss`.
 
-    logprobs: torch.Tensor  # [K] float32, with gradient
-    entropies: torch.Tensor  # [K] float32
-    behaviour: torch.Tensor  # [K] float32
-    advantages: torch.Tensor  # [K] float32
-    versions: torch.Tensor  # [K] int64
-    mask: torch.Tensor  # [K] bool; all True but in a row that has no token that counts
+    Args:
+        length: C of the normalisation by a constant, where the configuration has none.
 
-
-LossFunction = Callable[[Columns, int], LossTerms]
-
-
-def policy_gradient(config: Loss) -> LossFunction:
-    """The reinforcement-learning loss of `algo.loss`."""
-
-    def loss(columns: Columns, loss_tokens: int) -> LossTerms:
-        return importance_loss(
-            columns.logprobs,
-            columns.behaviour,
-            columns.advantages,
-            columns.mask,
-            loss_tokens=loss_tokens,
-            ratio_low=config.ratio_low,
-            ratio_high=config.ratio_high,
-            kl_tau=config.kl_tau,
-        )
-
-    return loss
-
-
-def cross_entropy(columns: Columns, loss_tokens: int) -> LossTerms:
-    """Supervised fine-tuning: -log pi(t), mean over the tokens that count in the whole batch."""
-    total = -torch.where(columns.mask, columns.logprobs, 0.0).sum()
-    return LossTerms(loss=total / loss_tokens, sums={"loss": total.detach()})
+    Raises:
+        ConfigError: it is one of the user's, and cannot be had.
+    """
+    recipe = config if isinstance(config, Recipe) else recipe_of(config, length=length)
+    return build_loss(recipe, load_custom_loss(recipe))
 
 
 def forward_backward(
@@ -74,44 +48,37 @@ def forward_backward(
     step: int,
     loss_function: LossFunction,
     world: World,
+    loss_samples: int = 0,
+    anchors: Anchors | None = None,
+    entropy_gradient: bool = False,
+    said: Said | None = None,
 ) -> dict[str, float]:
     """Accumulates gradients of the whole batch's loss; returns metrics, averaged over all ranks' tokens.
 
-    FSDP averages gradients over ranks while the loss is already divided by all ranks' tokens: hence `* world.size`.
+    FSDP averages gradients over ranks while the loss is already divided by all ranks' tokens: hence `* world.dp_size`,
+    the ranks whose losses differ: those who share a row gather its logprobs, and their gradients are added up.
+
+    Args:
+        loss_samples: S, for losses that average over samples.
+        anchors: what logprobs are compared with, beside the behaviour policy; kept from one call to the next where a
+            batch is trained on several times.
+        entropy_gradient: the loss has a term in the entropies.
+        said: is told what the weights said of each row.
     """
-    sums: dict[str, float] = defaultdict(float)
-    for micro_batch in micro_batches:
-        columns = compute_columns(model, micro_batch, world.device)
-        terms = loss_function(columns, loss_tokens)
-        (terms.loss * world.size).backward()
-        for name, value in (terms.sums | _mismatch(columns, step)).items():
-            sums[name] += float(value)
-    return _means(world.sum(sums), loss_tokens)
-
-
-def compute_columns(model: PreTrainedModel, micro_batch: MicroBatch, device: torch.device) -> Columns:
-    tokens = micro_batch.tokens
-    has_past = positions(micro_batch.lengths) > 0  # what stands before a sample's first token is another sample
-    targets = torch.from_numpy(tokens.loss_mask.astype(bool) & has_past).nonzero().squeeze(-1)
-    has_targets = len(targets) > 0
-    if not has_targets:  # every rank must run the same collectives, so a row without tokens runs too
-        targets = torch.zeros(1, dtype=torch.int64)
-    keep = (targets - 1).clamp(min=0)
-    logits = logits_at(model, micro_batch, keep.to(device), device)
-    temperatures = torch.repeat_interleave(torch.tensor(micro_batch.temperatures), torch.tensor(micro_batch.lengths))
-
-    def column(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(array.copy())[targets].to(device=device, dtype=dtype)
-
-    logprobs, entropies = token_logprobs(logits, column(tokens.ids, torch.int64), temperatures[targets].to(device))
-    return Columns(
-        logprobs=logprobs,
-        entropies=entropies,
-        behaviour=column(tokens.logprobs, torch.float32),
-        advantages=column(tokens.advantages, torch.float32),
-        versions=column(tokens.versions, torch.int64),
-        mask=torch.full((len(targets),), has_targets, dtype=torch.bool, device=device),
-    )
+    anchors, totals = anchors or Anchors(), Totals(loss_tokens, loss_samples)
+    sums: dict[str, torch.Tensor] = {}
+    for row, micro_batch in enumerate(micro_batches):
+        anchors.look_ahead(row, micro_batch, world.device)
+        with dropout(model, step=step, rank=world.rank, row=row):
+            columns = compute_columns(model, micro_batch, world.device, entropy_gradient=entropy_gradient)
+            columns = anchors.complete(row, columns)
+            terms = loss_function(columns, totals)
+            (terms.loss * world.dp_size).backward()
+        if said:
+            said.take(columns)
+        for name, value in (terms.sums | {"loss": terms.value} | _mismatch(columns, step)).items():
+            sums[name] = sums.get(name, 0.0) + value.double()
+    return _means(world.sum({name: float(total) for name, total in sums.items()}), loss_tokens)
 
 
 def _mismatch(columns: Columns, step: int) -> dict[str, torch.Tensor]:
@@ -119,19 +86,42 @@ def _mismatch(columns: Columns, step: int) -> dict[str, torch.Tensor]:
     fresh = columns.mask & (columns.versions == step)
     difference = torch.where(fresh, columns.logprobs.detach() - columns.behaviour, 0.0)
     return {
-        "entropy_sum": torch.where(columns.mask, columns.entropies, 0.0).sum(),
+        "entropy_sum": torch.where(columns.mask, columns.entropies.detach(), 0.0).sum(),
         "fresh_tokens": fresh.sum(),
         "mismatch_sum": kl_estimate(difference).sum(),
     }
 
 
 def _means(sums: dict[str, float], loss_tokens: int) -> dict[str, float]:
-    fresh, mismatch = sums.pop("fresh_tokens"), sums.pop("mismatch_sum")
+    fresh, mismatch, loss = sums.pop("fresh_tokens"), sums.pop("mismatch_sum"), sums.pop("loss")
+    weights, squared_weights = sums.pop("weights", 0.0), sums.pop("squared_weights", 0.0)
     means = {name: total / max(1, loss_tokens) for name, total in sums.items()}
-    means["policy/entropy"] = means.pop("entropy_sum")
+    means |= {"loss": loss, "policy/entropy": means.pop("entropy_sum")}
+    if squared_weights:
+        means["ess"] = effective_share(weights, squared_weights, loss_tokens)
     if fresh:
         means["mismatch_kl"] = mismatch / fresh
     return means
+
+
+def optimizer_step(state: TrainerState, config: Optimizer) -> dict[str, float]:
+    """`update`, and what is to be done where gradients are not finite.
+
+    Raises:
+        NotFinite: as often in a row as the configuration allows. All ranks raise it together.
+    """
+    metrics = update(state.model, state.optimizer, config.max_norm)
+    state.skipped_in_a_row = state.skipped_in_a_row + 1 if metrics["skipped_update"] else 0
+    allowed = config.max_nonfinite if config.nonfinite == "skip" else 1
+    if state.skipped_in_a_row >= allowed:
+        raise NotFinite(
+            f"The gradient was not finite in {state.skipped_in_a_row} optimizer steps in a row, the last one on batch "
+            f"{state.version} (norm {metrics['grad_norm']}) - finite ones were expected, so the run ends here with the "
+            "weights as they are. See `loss` and `grad_norm` in metrics.jsonl; go back to an earlier checkpoint "
+            "(`ckpt.resume_step`) with a lower `optim.lr`, or allow more with `optim.max_nonfinite` and "
+            '`optim.nonfinite = "skip"`.'
+        )
+    return metrics | {"skipped_in_a_row": float(state.skipped_in_a_row)}
 
 
 def update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, max_norm: float) -> dict[str, float]:

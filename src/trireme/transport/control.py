@@ -7,6 +7,8 @@ that the peer is gone.
     question    [b"VERSION:NUMBER", a request]     VERSION: the asker's `WIRE_VERSION`
     answer      [the same first frame, a reply]
 
+With a token (`base.token`) only those who know it are heard, and nobody can read along.
+
 Anybody can reach a port. What is no question is refused with what was expected, and logged, but not every time; what
 is no answer is logged and waited past. Neither ends anything.
 """
@@ -22,9 +24,12 @@ from collections.abc import Awaitable, Callable
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from trireme.base.errors import Refused, TriremeError
 from trireme.base.log import Sparingly, get_logger
+from trireme.base.network import is_loopback, listening_address, numeric
+from trireme.base.token import TOKEN, token
 from trireme.base.waiting import Waits
 from trireme.messages import (
     WIRE_VERSION,
@@ -49,6 +54,7 @@ from trireme.messages import (
     decode_request,
     encode,
 )
+from trireme.transport.curve import TURNED_AWAY, Gate, as_asker, notice_silence
 
 log = get_logger("control")
 sparingly = Sparingly(log)
@@ -84,16 +90,25 @@ class ControlClient:
         self._waits = waits
         self._ask_again_s = ask_again_s
         self._numbers = itertools.count(1)
+        self._token = token()
+        self._is_turned_away = False
         self._connect()
 
     def _connect(self) -> None:
         self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._hung_up: zmq.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._was_greeted = False
+        if self._token is not None:
+            as_asker(self._socket, self._token)
+        if not is_loopback(self._address.removeprefix("tcp://").partition(":")[0]):
+            notice_silence(self._socket)
+        self._events: zmq.Socket = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | TURNED_AWAY
+        )
         self._socket.connect(self._address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._hung_up, zmq.POLLIN)
+        self._poller.register(self._events, zmq.POLLIN)
 
     def ask(self, request: Request, *, what: str, deadline_s: float) -> Reply:
         """Asks until there is an answer other than `NotYet`.
@@ -107,7 +122,7 @@ class ControlClient:
                 reply = self._once(request)
                 match reply:
                     case None:
-                        wait.note = "no answer"
+                        wait.note = self._silence()
                     case NotYet(note):
                         wait.note = note
                     case Refusal(error):
@@ -132,11 +147,25 @@ class ControlClient:
             ready = dict(self._poller.poll(int(left_s * 1000)))
             if self._socket in ready and (reply := _read_answer(self._socket.recv_multipart(), first)) is not None:
                 return reply
-            if self._hung_up in ready:  # the peer is gone, and the question with it: its successor gets it anew
+            if self._events in ready and self._peer_is_gone():  # and the question with it: its successor gets it anew
                 self._drop_unsent()
                 self._send(first, request)
         self._drop_unsent()
         return None
+
+    def _peer_is_gone(self) -> bool:
+        """Whoever hangs up before a greeting does not let us in: to ask again at once would be no better."""
+        event = parse_monitor_message(self._events.recv_multipart())["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._was_greeted, self._is_turned_away = True, False
+            return False
+        self._is_turned_away = not self._was_greeted
+        return self._was_greeted
+
+    def _silence(self) -> str:
+        if not self._is_turned_away:
+            return "no answer"
+        return f"it hangs up before a greeting: {TOKEN} must be the same on both machines"
 
     def _send(self, first: bytes, request: Request) -> None:
         frames = [first, encode(request)]
@@ -200,15 +229,25 @@ class ControlServer:
     """The answering end, bound before anybody asks."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        secret = token()
+        self._context = zmq.asyncio.Context.instance() if secret is None else zmq.asyncio.Context()
+        self._gate = None if secret is None else Gate(self._context, secret)
+        self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.maxmsgsize = LARGEST_QUESTION
-        self._socket.bind(f"tcp://{host}:{port}")
+        if self._gate is not None:
+            self._gate.guard(self._socket)
+            self._turned_away = self._socket.get_monitor_socket(TURNED_AWAY)
+        if not is_loopback(host):
+            notice_silence(self._socket)
+        self._socket.bind(f"tcp://{numeric(listening_address(host))}:{port}")
         self._answering: set[asyncio.Task] = set()
         self._under_way: Counter[bytes] = Counter()  # questions, by asker
 
     async def serve(self, handle: Handler) -> None:
         """Produces answers; waits for questions; woken by the socket. Runs until cancelled."""
+        if self._gate is not None:
+            self._keep(asyncio.create_task(self._tell_of_strangers()))
         while True:
             peer, *frames = await self._socket.recv_multipart()
             try:
@@ -229,9 +268,16 @@ class ControlServer:
             sparingly.warning("%s has %d questions under way; one more was dropped", _name(peer), QUESTIONS_AT_ONCE)
             return
         self._under_way[peer] += 1
-        task = asyncio.create_task(self._answer(handle, peer, first, request))
+        self._keep(asyncio.create_task(self._answer(handle, peer, first, request)))
+
+    def _keep(self, task: asyncio.Task) -> None:
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
+
+    async def _tell_of_strangers(self) -> None:
+        while True:
+            await self._turned_away.recv_multipart()
+            sparingly.warning("somebody without the run's token was turned away: %s must be the same everywhere", TOKEN)
 
     async def _answer(self, handle: Handler, peer: bytes, first: bytes, request: Request) -> None:
         try:
@@ -248,7 +294,12 @@ class ControlServer:
     def close(self) -> None:
         for task in self._answering:
             task.cancel()
+        if self._gate is not None:
+            self._socket.disable_monitor()
+            self._gate.close()
         self._socket.close()
+        if self._gate is not None:
+            self._context.destroy(linger=0)
 
 
 LONGEST_FIRST_FRAME = 64

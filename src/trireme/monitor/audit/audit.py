@@ -35,11 +35,13 @@ from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord
 from trireme.ledger.rules import Rules, rules_of
 from trireme.ledger.versions import Versions
-from trireme.monitor.audit.examples import DataOrder
+from trireme.monitor.audit.examples import OrderAudit
 from trireme.monitor.audit.fates import Fates
 from trireme.monitor.audit.findings import Findings
 from trireme.monitor.audit.metrics import MetricsIndex, compare_batch, compare_lines
+from trireme.monitor.audit.outcomes import check_outcomes
 from trireme.monitor.audit.report import Report, Summary
+from trireme.monitor.audit.targets import TargetAudit
 from trireme.monitor.audit.tokens import TokenAudit, read_columns
 from trireme.monitor.audit.weights import VersionAudit, check_checkpoints, list_checkpoints
 
@@ -107,9 +109,10 @@ class _Audit:
         self._index = index
         self._before = before
         self._journal = Journal(paths.journal)
-        self._order = DataOrder(self.findings)
+        self._order = OrderAudit(self.findings)
         self._fates = Fates(self._order, self.findings)
         self._tokens = TokenAudit(self.versions.is_confirmed, self.findings)
+        self._targets = TargetAudit(self.findings)
 
     def compare_lines(self) -> None:
         if self._index.unreadable:
@@ -132,6 +135,10 @@ class _Audit:
             columns = read_columns(record, self.findings)
             if columns is not None:
                 self._tokens.take(record, columns, rules)
+                self._targets.take(record, columns, rules, after_gap=step != expected)
+            else:
+                self._targets.skip(record)
+            check_outcomes(record, rules, self.findings)
             compare_batch(
                 record,
                 columns,

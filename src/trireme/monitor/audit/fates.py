@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 
 from trireme.ledger.records import BatchRecord, OpenGroup
 from trireme.ledger.rules import Rules
-from trireme.monitor.audit.examples import DataOrder
+from trireme.monitor.audit.examples import OrderAudit
 from trireme.monitor.audit.findings import Findings, some
 from trireme.monitor.audit.groups import Decided, Fate, find_trouble
 
@@ -26,7 +26,7 @@ MOST_BEGUN = 1_000_000
 class Fates:
     """Follows all groups from their beginning to their end. Keeps eight bytes of each."""
 
-    def __init__(self, order: DataOrder, findings: Findings) -> None:
+    def __init__(self, order: OrderAudit, findings: Findings) -> None:
         self.trained = 0  # rollouts
         self.dropped = 0
         self.reasons: Counter[str] = Counter()
@@ -49,9 +49,9 @@ class Fates:
             after_gap: those before it could not be read: what they decided is unknown, and not held against this one.
         """
         groups = self._by_group(record)
-        self._order.begin(record, rules)
+        self._order.begin(record, rules, after_gap=after_gap)
         self._begin(record, rules)
-        self._order.compare_cursors(record)
+        self._order.close(record, rules)
         for group, said in sorted(groups.items()):
             self._decide(record.step, group, said, rules)
         self._compare_open(record, after_gap=after_gap)

@@ -9,7 +9,7 @@ from typing import Any
 KEPT_PER_ROOM = 200
 """Of each room; the rest is counted. Every room reports in the order of steps, so the first one is among them."""
 
-ROOMS = ("journal", "fates", "order", "tokens", "versions", "checkpoints", "metrics")
+ROOMS = ("journal", "fates", "order", "tokens", "outcomes", "versions", "checkpoints", "metrics")
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,28 @@ def measure(record: BatchRecord, columns: Columns) -> dict[str, float]:
     return measured | {name: float(np.mean(values)) for name, values in own.items()}
 
 
+def measure_more(record: BatchRecord) -> dict[str, float]:
+    """Those that journals of before did not have: compared where they are there."""
+    rollouts = record.rollouts
+    rewards = [rollout.reward for rollout in rollouts]
+    turns = [rollout.num_turns for rollout in rollouts if rollout.num_turns]
+    unmasked = sum(rollout.masked is None for rollout in rollouts)
+    measured: dict[str, float] = {
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "turns/mean": float(np.mean(turns)) if turns else math.nan,
+        "rollouts/trained": unmasked,
+        "filters/masked_frac": 1 - unmasked / len(rollouts),
+        "curriculum/stage": record.state.stage,
+    }
+    for name, means in _grouped((outcome.env, outcome.mean) for outcome in record.outcomes).items():
+        measured[f"env/{name}/solve_none"] = float(np.mean(np.array(means) <= 0))
+        measured[f"env/{name}/solve_all"] = float(np.mean(np.array(means) >= 1))
+    for name, cursor in record.state.cursors.items():
+        measured[f"data/{name}/epoch"] = cursor.epoch
+    return {name: value for name, value in measured.items() if name in record.metrics}
+
+
 def _grouped(pairs: Any) -> dict[Any, list[float]]:
     values: dict[Any, list[float]] = defaultdict(list)
     for key, value in pairs:
@@ -123,7 +145,7 @@ def compare_batch(
         may_have_old_line: that of a batch of this number on a way not taken, because a crash came before its own.
     """
     step = record.step
-    measured = measure(record, columns) if columns is not None and record.rollouts else {}
+    measured = measure_more(record) | measure(record, columns) if columns is not None and record.rollouts else {}
     for name, value in measured.items():
         if not _are_close(record.metrics.get(name), value):
             findings.add(

@@ -1,17 +1,15 @@
-"""Every token of a batch: who sampled it, how old it was, and what it was trained towards.
+"""Every token of a batch: who sampled it, and how old it was. What it was trained towards: see `targets.py`.
 
 R rollouts of a batch, S samples, T tokens of all of them, one after the other.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from trireme.algo.advantage import ESTIMATORS
 from trireme.ledger.records import BatchRecord, Rollout
 from trireme.ledger.rules import Rules
 from trireme.messages import COLUMNS, Tokens
@@ -49,7 +47,7 @@ def read_columns(record: BatchRecord, findings: Findings) -> Columns | None:
             findings.add(
                 "tokens",
                 record.step,
-                f"batch {record.step}: {_name(record.rollouts[number])} has {trouble}",
+                f"batch {record.step}: {name_of(record.rollouts[number])} has {trouble}",
                 expected=f"{sample.length} of each, as there are `ids`, of the types in `messages.COLUMNS`",
                 meaning="Tokens, masks and logprobs do not belong together. This batch is not looked at further.",
             )
@@ -86,7 +84,7 @@ class TokenAudit:
     def take(self, record: BatchRecord, columns: Columns, rules: Rules) -> None:
         tokens, step = columns.tokens, record.step
         trained = tokens.loss_mask == 1
-        refuse = _Refusal(record, columns, self._findings)
+        refuse = Refusal(record, columns, self._findings)
         refuse(tokens.loss_mask > 1, "loss_mask", "0 or 1")
         refuse(tokens.ids < 0, "ids", "0 or above")
         refuse(trained & (tokens.versions < 0), "versions", "a version of 0 or above where the token is trained on")
@@ -97,12 +95,12 @@ class TokenAudit:
         refuse(trained & impossible, "logprobs", "the logarithm of a probability")
         self._compare_lags(step, tokens.versions, trained, rules, refuse)
         self._compare_versions(tokens.versions, trained, refuse)
-        self._compare_advantages(record, columns, trained, rules, refuse)
         self._compare_rollouts(record, columns, trained, rules)
-        self.num_trained += int(trained.sum())
+        masked_R = np.array([rollout.masked is not None for rollout in record.rollouts])
+        self.num_trained += int((trained & ~columns.per_token(masked_R)).sum())
 
     def _compare_lags(
-        self, step: int, versions: np.ndarray, trained: np.ndarray, rules: Rules, refuse: _Refusal
+        self, step: int, versions: np.ndarray, trained: np.ndarray, rules: Rules, refuse: Refusal
     ) -> None:
         allowed = 0 if rules.max_async_level == 0 else rules.max_off_policy_steps
         why = "max_async_level = 0" if rules.max_async_level == 0 else f"max_off_policy_steps = {allowed}"
@@ -114,7 +112,7 @@ class TokenAudit:
             before = self.lag or (lowest, highest)
             self.lag = min(lowest, before[0]), max(highest, before[1])
 
-    def _compare_versions(self, versions: np.ndarray, trained: np.ndarray, refuse: _Refusal) -> None:
+    def _compare_versions(self, versions: np.ndarray, trained: np.ndarray, refuse: Refusal) -> None:
         used = {int(version) for version in np.unique(versions[trained]) if version >= 0}
         for version in sorted(used):
             if not self._is_confirmed(version):
@@ -123,19 +121,6 @@ class TokenAudit:
                 )
                 refuse(trained & (versions == version), "versions", expected)
         self.versions |= used
-
-    def _compare_advantages(
-        self, record: BatchRecord, columns: Columns, trained: np.ndarray, rules: Rules, refuse: _Refusal
-    ) -> None:
-        """Worked out again from the rewards, in double precision."""
-        advantages_R = advantages_of(record.rollouts, rules.advantage)
-        expected = np.where(trained, columns.per_token(advantages_R), 0.0)
-        found = columns.tokens.advantages
-        wrong = ~np.isclose(found, expected, rtol=1e-5, atol=1e-6)
-        if (trained & wrong).any():
-            first = int(np.argmax(trained & wrong))
-            kind = f"{rules.advantage} of the group's rewards"
-            refuse(trained & wrong, "advantages", f"{expected[first]:.6g}, the {kind}")
 
     def _compare_rollouts(self, record: BatchRecord, columns: Columns, trained: np.ndarray, rules: Rules) -> None:
         counts = columns.per_rollout(trained, len(record.rollouts))
@@ -149,27 +134,15 @@ class TokenAudit:
             self._findings.add(
                 "tokens",
                 record.step,
-                f"batch {record.step}: {_name(rollout)} {found}",
+                f"batch {record.step}: {name_of(rollout)} {found}",
                 expected=expected,
                 meaning="The step was not trained on what the batch claims. Look at this rollout.",
             )
             return
 
 
-def advantages_of(rollouts: list[Rollout], kind: str) -> np.ndarray:
-    """[R] from the rewards alone."""
-    groups: dict[int, list[int]] = defaultdict(list)
-    for number, rollout in enumerate(rollouts):
-        groups[rollout.group].append(number)
-    rewards = np.array([rollout.reward for rollout in rollouts])
-    advantages = np.zeros(len(rollouts))
-    for numbers in groups.values():
-        advantages[numbers] = ESTIMATORS[kind](rewards[numbers])
-    return advantages
-
-
 @dataclass
-class _Refusal:
+class Refusal:
     """Reports the first of the tokens that are wrong, and how many there are."""
 
     record: BatchRecord
@@ -193,12 +166,12 @@ class _Refusal:
         self.findings.add(
             "tokens",
             step,
-            f"batch {step}: {_name(rollout)}: token {place} has {value:.6g} in `{column}`{more}",
+            f"batch {step}: {name_of(rollout)}: token {place} has {value:.6g} in `{column}`{more}",
             expected=expected,
             meaning=f"The step was not trained on what was sampled, or by other weights than are known. Look at this "
             f"rollout in journal/batch_{step:06d}.msgpack.",
         )
 
 
-def _name(rollout: Rollout) -> str:
+def name_of(rollout: Rollout) -> str:
     return f"group {rollout.group}, place {rollout.place}"

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from trireme.base.errors import PeerDied
+from trireme.base.turns import Turns
 from trireme.orchestrator.environments import wire
 
 
@@ -14,7 +15,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(
         self,
-        on_message: Callable[[wire.Ask | wire.Done | wire.Error | wire.Pong], None],
+        on_message: Callable[[wire.AboutRollout | wire.Pong], None],
         on_garbage: Callable[[str], None],
         answer: asyncio.Future[wire.Ready | wire.Failed],
     ) -> None:
@@ -23,12 +24,12 @@ class Connection(asyncio.Protocol):
         self._on_garbage = on_garbage
         self._answer = answer  # to Load; this connection's own, so that an old one's end cannot fail a new one's start
         self._reader = wire.LineReader(self._receive)
+        self._turns = Turns()  # a worker's messages wake rollouts: hundreds of them may come at once
         self._transport: asyncio.WriteTransport | None = None
         self._outbox: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = transport  # type: ignore[assignment]  # uvloop's are no asyncio.WriteTransport
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -39,6 +40,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        self._turns.finish()
         self.closed.set()
         if not self._answer.done():
             self._answer.set_exception(PeerDied("The worker hung up before it had loaded the environment."))
@@ -54,9 +56,16 @@ class Connection(asyncio.Protocol):
 
     def _receive(self, message: wire.FromWorker) -> None:
         if not isinstance(message, (wire.Ready, wire.Failed)):
-            self._on_message(message)
+            self._turns.call(self._pass_on, message)
         elif not self._answer.done():
             self._answer.set_result(message)
+
+    def _pass_on(self, message: wire.AboutRollout | wire.Pong) -> None:
+        try:
+            self._on_message(message)
+        except wire.Garbage as error:
+            self._on_garbage(str(error))
+            self.close()
 
     def _flush(self) -> None:
         if self._transport is not None:  # or the worker is dead, and its rollouts are told by `wait_for_death`

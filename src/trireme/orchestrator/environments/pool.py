@@ -10,10 +10,15 @@ comes out of `run`, and cancelling the caller cancels it.
 What happens to a rollout:
 - its environment or its reward function raises: `RolloutFailed`, for this rollout only
 - it takes too long: cancelled, `RolloutFailed` with stage "timeout"
-- its worker sends what is no message, or nothing for as long as a rollout may take: that worker is killed
+- its worker sends what is no message, or nothing for as long as a rollout may take, or holds more memory than it may:
+  that worker is killed
 - its worker dies: issued again to another or the restarted worker. All rollouts of a dead worker are suspects. One that
   is the only one to have seen a second death is dropped; where several have, each is tried once more with no other such
   rollout beside it, so that one bad rollout does not take the innocent with it.
+
+Where rewards compare the rollouts of a group (`group_rewards`), all of a group run in one worker, which holds those
+that are over until the last one is. Held ones take no place of `max_concurrent`; so groups that began in each other's
+midst all come to their end. A group is then one suspect.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,16 +35,11 @@ from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
+from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed, cancel_all
+from trireme.orchestrator.environments.places import Isolation, Place
 from trireme.orchestrator.environments.venv import environment_python, find_environment
 from trireme.orchestrator.environments.wire import Done, Load, Ready, RunTask
-from trireme.orchestrator.environments.worker_process import (
-    LOAD_TIMEOUT_S,
-    AskPolicy,
-    EnvironmentWorker,
-    RolloutFailed,
-    WorkerDied,
-    cancel_all,
-)
+from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S, EnvironmentWorker, WorkerDied
 
 log = get_logger("environments")
 
@@ -46,6 +47,9 @@ MAX_RESTARTS = 5  # of a worker, in a row, without one settled rollout between t
 LONGEST_BACKOFF_S = 30.0
 STARTS = 3  # of a worker that is killed while it loads
 PING_EVERY_S = 5.0
+
+COUNTED = {"timeout": "timeout", "rollout": "rollout_error", "score": "score_error", "worker": "worker_error"}
+"""Names in `Environment.counts`, by the stage at which a rollout failed."""
 
 
 @asynccontextmanager
@@ -70,6 +74,7 @@ async def open_environment(
     source = find_environment(config.id, root=root)
     install_log = logs / f"environment-{name}-install.stdout"
     python = await asyncio.to_thread(environment_python, source, cache=cache, log_file=install_log)
+    counts: Counter[str] = Counter()
     workers = [
         EnvironmentWorker(
             name=f"{name}-{number}",
@@ -78,10 +83,13 @@ async def open_environment(
             log_file=logs / f"environment-{name}-{number}.stdout",
             load_timeout_s=load_timeout_s,
             keep_python_path=source.folder is None,
+            max_memory_gib=config.max_memory_gib,
+            counts=counts,
         )
         for number in range(config.num_workers)
     ]
-    environment = Environment(config, workers, waits or Waits("orchestrator", logs), load_timeout_s=load_timeout_s)
+    waits = waits or Waits("orchestrator", logs)
+    environment = Environment(config, workers, waits, load_timeout_s=load_timeout_s, counts=counts)
     try:
         await environment._start()
         yield environment
@@ -93,7 +101,13 @@ class Environment:
     """One entry of `[[orchestrator.env]]`, loaded and ready to run rollouts."""
 
     def __init__(
-        self, config: EnvironmentConfig, workers: list[EnvironmentWorker], waits: Waits, *, load_timeout_s: float
+        self,
+        config: EnvironmentConfig,
+        workers: list[EnvironmentWorker],
+        waits: Waits,
+        *,
+        load_timeout_s: float,
+        counts: Counter[str],
     ) -> None:
         self.config = config
         self.name = config.name or config.id
@@ -101,12 +115,20 @@ class Environment:
         self.num_eval = 0  # 0: it has no evaluation set, an eval run reads the training set
         self.versions: dict[str, str] = {}
         self.num_restarts = 0
+        self.num_rollouts = 0  # that ended, with a reward or without
+        self.counts = counts
+        """What went wrong so far. Of rollouts: `timeout`, `rollout_error`, `score_error`, and `worker_error` for those
+        whose worker died again and again. Of workers: `worker_death`, and in how many of these deaths it was killed
+        because of its `memory` or of the `garbage` that it sent."""
+        self.group_rewards = False  # rewards compare the rollouts of a group
         self._workers = workers
         self._waits = waits
         self._longest_absence_s = (MAX_RESTARTS + 1) * (load_timeout_s + LONGEST_BACKOFF_S)
         self._keepers: list[asyncio.Task[None]] = []
         self._places = asyncio.Semaphore(config.max_concurrent)
-        self._isolation = asyncio.Lock()  # held by a rollout that has seen two deaths
+        self._isolation = Isolation()  # of a suspect that has seen two deaths
+        self._homes: dict[str, EnvironmentWorker] = {}  # of groups with rollouts under way, where rewards compare these
+        self._group_members: Counter[str] = Counter()
         self._worker_came = asyncio.Event()
         self._asking_for_worker = asyncio.Lock()  # held by the one rollout that waits by name, for all of them
         self._given_up: str | None = None
@@ -129,34 +151,86 @@ class Environment:
             RolloutFailed: for a reason of its own.
             PeerDied: all workers of the environment are dead and could not be restarted.
         """
-        async with self._places:
+        self.check_group_size(task.group_size)
+        try:
+            return await self._run_until_settled(task, ask, begin_anew)
+        except RolloutFailed as failure:
+            self.counts[COUNTED[failure.stage]] += 1
+            self.num_rollouts += 1
+            raise
+
+    def check_group_size(self, group_size: int) -> None:
+        """Raises: ConfigError where its rewards compare a whole group, and that cannot run at once."""
+        if self.group_rewards and group_size > self.config.max_concurrent:
+            raise ConfigError(
+                f"The rewards of environment {self.name!r} compare the {group_size} rollouts of a group, and its "
+                f"`max_concurrent` is {self.config.max_concurrent} - expected a whole group to fit - raise "
+                f"`max_concurrent` to {group_size} or more, or lower `rollouts_per_example`."
+            )
+
+    async def _run_until_settled(self, task: RunTask, ask: AskPolicy, begin_anew: Callable[[], None]) -> Done:
+        self._group_members[task.group] += 1
+        try:
             for num_deaths in itertools.count():
                 try:
-                    return await self._attempt(task, ask, num_deaths=num_deaths)
+                    done = await self._attempt(task, ask, num_deaths=num_deaths)
+                    self.num_rollouts += 1
+                    return done
                 except WorkerDied as death:
                     if num_deaths and death.is_only_suspect:
                         death.worker.num_settled += 1
                         raise _drop(num_deaths + 1, death) from death
                 begin_anew()
-        raise AssertionError("unreachable")
+            raise AssertionError("unreachable")
+        finally:
+            self._leave_group(task.group)
+
+    def _leave_group(self, group: str) -> None:
+        self._group_members[group] -= 1
+        if not self._group_members[group]:
+            del self._group_members[group]
+            self._homes.pop(group, None)
 
     async def _attempt(self, task: RunTask, ask: AskPolicy, *, num_deaths: int) -> Done:
         if num_deaths < 2:
             return await self._run_once(task, ask, num_deaths=num_deaths)
-        async with self._isolation:
+        async with self._isolation.alone(self._suspect(task)):
             return await self._run_once(task, ask, num_deaths=num_deaths)
 
     async def _run_once(self, task: RunTask, ask: AskPolicy, *, num_deaths: int) -> Done:
-        worker = await self._least_loaded()
-        return await worker.run(task, ask, timeout_s=self.config.rollout_timeout_s, num_deaths=num_deaths)
+        async with Place(self._places) as place:
+            worker = await self._worker_for(task)
+            return await worker.run(
+                task,
+                ask,
+                timeout_s=self.config.rollout_timeout_s,
+                num_deaths=num_deaths,
+                on_held=place.give_back,
+            )
 
-    async def _least_loaded(self) -> EnvironmentWorker:
+    def _suspect(self, task: RunTask) -> str:
+        return (self.group_rewards and task.group) or task.task
+
+    async def _worker_for(self, task: RunTask) -> EnvironmentWorker:
         """There is no `await` between this choice and the rollout's registration, so the worker is still alive then."""
-        while not (alive := [worker for worker in self._workers if worker.is_ready]):
+        await self._until_one_is_ready()
+        if not (self.group_rewards and task.group):
+            return self._least_loaded()
+        home = self._homes.get(task.group)
+        if home is None or not home.is_ready:
+            home = self._homes[task.group] = self._least_loaded()
+        return home
+
+    def _least_loaded(self) -> EnvironmentWorker:
+        alive = [worker for worker in self._workers if worker.is_ready]
+        return min(alive, key=lambda worker: (worker.silent_s > 3 * self._ping_every_s, worker.num_running))
+
+    async def _until_one_is_ready(self) -> None:
+        """Raises: PeerDied. Returns at once where one is: no other task runs then before the caller goes on."""
+        while not any(worker.is_ready for worker in self._workers):
             if self._given_up:
                 raise PeerDied(self._given_up)
             await self._until_a_worker_came()
-        return min(alive, key=lambda worker: (worker.silent_s > 3 * self._ping_every_s, worker.num_running))
 
     async def _until_a_worker_came(self) -> None:
         """Or none will. By then every worker has had the time for all its restarts."""
@@ -193,12 +267,14 @@ class Environment:
                 "- expected the same examples in each - make `load_environment` draw them with a fixed seed."
             )
         self.num_train, self.num_eval, self.versions = first.num_train, first.num_eval, first.versions
+        self.group_rewards = first.group_rewards
 
     async def _keep_alive(self, worker: EnvironmentWorker) -> None:
         """Waits for the worker's death; restarts it, with a longer pause each time. Ends when it has died too often."""
         num_restarts_in_a_row = num_settled = 0
         while True:
             reason = await worker.wait_for_death()
+            self.counts["worker_death"] += 1
             if worker.num_settled > num_settled:
                 num_restarts_in_a_row, num_settled = 0, worker.num_settled
             if num_restarts_in_a_row >= MAX_RESTARTS:

@@ -6,6 +6,7 @@ different versions of verifiers. It is made once, by uv, and used offline from t
 The package itself is installed in editable mode, and the key of a virtual environment covers only what decides which
 *dependencies* it holds (pyproject.toml, Python version) and the package's place. So editing an environment's code needs
 no reinstall and leaves no pile of half-gigabyte folders behind, and editing its pyproject.toml makes a new one.
+The same holds for packages beside it that its `[tool.uv.sources]` names by path, see `neighbours`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write
 from trireme.base.processes import last_lines
+from trireme.base.token import TOKEN
+from trireme.orchestrator.environments.neighbours import copied_neighbours, neighbours_key
 
 log = get_logger("environments")
 
@@ -78,22 +81,43 @@ def find_environment(id: str, *, root: Path = Path("environments")) -> Environme
 
 
 def environment_python(
-    source: EnvironmentSource, *, cache: Path | None = None, uv: str | None = None, log_file: Path | None = None
+    source: EnvironmentSource,
+    *,
+    cache: Path | None = None,
+    uv: str | None = None,
+    log_file: Path | None = None,
+    again: bool = False,
 ) -> Path:
     """The interpreter for this environment; builds its virtual environment the first time (seconds to minutes).
 
     Safe to call from several processes at once: one builds, the others wait for it.
+
+    Args:
+        again: builds it anew where there is one already.
 
     Raises: ConfigError where uv is missing or could not install the package.
     """
     if source.folder is None:
         return Path(sys.executable)
     venv = _venv_folder(source, cache or default_cache())
-    if not _is_complete(venv):
+    if again or not _is_complete(venv):
         with _locked(venv.with_name(f"{venv.name}.lock"), who=source.id):
-            if not _is_complete(venv):  # another process may have built it while we waited
-                _build(venv, source, uv=uv or _find_uv(), log_file=log_file or venv.with_name(f"{venv.name}.log"))
+            if again or not _is_complete(venv):  # another process may have built it while we waited
+                _build(venv, source, uv=uv or _find_uv(), log_file=log_file or install_log(venv))
     return _python(venv)
+
+
+def installed_venv(source: EnvironmentSource, *, cache: Path | None = None) -> Path | None:
+    """Its virtual environment, where one was built for what its pyproject.toml says now."""
+    if source.folder is None:
+        return None
+    venv = _venv_folder(source, cache or default_cache())
+    return venv if _is_complete(venv) else None
+
+
+def install_log(venv: Path) -> Path:
+    """What uv said when it was built, unless its caller named another place."""
+    return venv.with_name(f"{venv.name}.log")
 
 
 def _file_source(id: str) -> EnvironmentSource:
@@ -160,6 +184,7 @@ def _venv_folder(source: EnvironmentSource, cache: Path) -> Path:
         sys.version.encode(),
         sys.base_prefix.encode(),
         str(source.folder).encode(),
+        *neighbours_key(source.folder),
     ]
     digest = hashlib.sha256(b"\0".join(decides)).hexdigest()[:12]
     return cache / "environments" / f"{source.module}-{digest}"
@@ -199,6 +224,7 @@ def _try_lock(descriptor: int) -> bool:
 
 def _build(venv: Path, source: EnvironmentSource, *, uv: str, log_file: Path) -> None:
     """It cannot be moved once built, so it is built in its place, and does not count until the marker lies in it."""
+    assert source.folder is not None
     log.info("Installing environment %s into %s (once; log: %s)", source.id, venv, log_file)
     start = time.monotonic()
     shutil.rmtree(venv, ignore_errors=True)
@@ -209,15 +235,17 @@ def _build(venv: Path, source: EnvironmentSource, *, uv: str, log_file: Path) ->
         cwd = Path(aside)
         _run_uv([uv, "venv", "--no-project", "--python", sys.executable, str(venv)], source, cwd=cwd, log_file=log_file)
         # Byte code is compiled once here: without it, each worker would take seconds more to import verifiers.
-        install = [uv, "pip", "install", "--compile-bytecode", "--python", str(_python(venv)), "--editable"]
-        _run_uv([*install, str(source.folder)], source, cwd=cwd, log_file=log_file)
+        install = [uv, "pip", "install", "--compile-bytecode", "--python", str(_python(venv))]
+        # uv keeps what it once built of a folder, and builds anew only when that folder's pyproject.toml changes.
+        anew = [word for name in copied_neighbours(source.folder) for word in ("--reinstall-package", name)]
+        _run_uv([*install, *anew, "--editable", str(source.folder)], source, cwd=cwd, log_file=log_file)
     with atomic_write(venv / COMPLETE) as file:
         file.write(f"{source.id}\n".encode())
     log.info("Installed environment %s in %.0f s", source.id, time.monotonic() - start)
 
 
 def _run_uv(command: list[str], source: EnvironmentSource, *, cwd: Path, log_file: Path) -> None:
-    variables = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    variables = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", TOKEN)}
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with open(log_file, "ab") as output:
         output.write(f"$ {' '.join(command)}\n".encode())

@@ -6,6 +6,7 @@
         Run    ------------------------>   starts a rollout
                <------------------------ Ask      (one model turn)
         Reply  ------------------------>
+               <------------------------ Held     (until its whole group is there; only where rewards compare)
                <------------------------ Done | Error
         Cancel ------------------------>   (no answer)
         Ping   ------------------------>   every few seconds
@@ -20,6 +21,7 @@ an answer that breaks the form costs its rollout, bytes that are no message at a
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, Literal
 
 import msgspec
@@ -52,7 +54,7 @@ class RunTask(_Message, tag="run", kw_only=True):
     """One rollout to run.
 
     Example:
-        RunTask(task="0-17-3", split="train", index=17, sampling={"temperature": 1.0, "max_tokens": 128})
+        RunTask(task="17-3", split="train", index=17, sampling={"temperature": 1.0}, group="17", group_size=16)
     """
 
     task: str  # the caller's name for it; on the wire the pool appends a number, so that no two attempts are mixed up
@@ -61,6 +63,9 @@ class RunTask(_Message, tag="run", kw_only=True):
     attempt: int = 0
     sampling: dict[str, Any] = {}  # wins over the environment's own sampling arguments
     max_turns: int | None = None  # of the model; the environment's own limit may be lower
+    group: str = ""  # rollouts of the same name are scored together where the environment's rewards compare them
+    group_size: int = 1  # rollouts of that name; a failed one comes again under the same name
+    columns: list[str] = []  # fields of the environment's state that Done is to tell
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
@@ -116,12 +121,14 @@ class Ready(_Message, tag="ready", kw_only=True):
 
     Example:
         Ready(num_train=2000, num_eval=100, name="reverse-text", versions={"python": "3.11.7", "verifiers": "0.2.0"})
+        Ready(num_train=50, num_eval=0, name="debate", versions={"python": "3.11.7"}, group_rewards=True)
     """
 
     num_train: int  # 0 where it has only an evaluation set
     num_eval: int  # 0 where it has none of its own: an eval run then reads the training set
     name: str
     versions: dict[str, str]
+    group_rewards: bool = False  # a group's rollouts are scored together, once all of them are in
 
 
 class Failed(_Message, tag="failed", kw_only=True):
@@ -145,17 +152,26 @@ class Ask(_Message, tag="ask", kw_only=True):
     sampling: dict[str, Any]  # one flat dict: what OpenAI clients put into `extra_body` is merged in
 
 
+class Held(_Message, tag="held", kw_only=True):
+    """A rollout is over and is scored as soon as all the others of its group are."""
+
+    task: str
+
+
 class Done(_Message, tag="done", kw_only=True):
     """A rollout ended and was scored.
 
     Example:
         Done(task="0-17-3", reward=0.75, metrics={"num_turns": 1.0}, prompt=[...], completion=[...], example_id=17,
-             stop="max_turns_reached")
+             stop="max_turns_reached", turn_rewards=[[0.25], []])
     """
 
     task: str
     reward: float  # finite
     metrics: dict[str, float]  # finite
+    turn_rewards: list[list[float]] = []
+    """One list per Ask, in their order; the last ones may be missing. Empty: no reward for that turn (or it was
+    refused). One number: of the whole turn, credited to its last token. Else one per completion token. All finite."""
     prompt: list[dict[str, Any]]
     completion: list[dict[str, Any]]  # the model's messages, and the environment's between them
     answer: str | None = None
@@ -163,6 +179,8 @@ class Done(_Message, tag="done", kw_only=True):
     example_id: int | str
     stop: str | None = None  # which of the environment's conditions ended it
     truncated: bool = False  # the model ran out of tokens, or the conversation out of context
+    columns: dict[str, Any] = {}  # those of RunTask that there are
+    state_keys: list[str] = []  # what there is, where one of them is missing
 
 
 class Error(_Message, tag="error", kw_only=True):
@@ -183,7 +201,8 @@ class Pong(_Message, tag="pong", kw_only=True):
 
 
 ToWorker = Load | RunTask | Reply | Cancel | Ping | Stop
-FromWorker = Ready | Failed | Ask | Done | Error | Pong
+AboutRollout = Ask | Held | Done | Error
+FromWorker = Ready | Failed | AboutRollout | Pong
 
 LONGEST_LINE = 64 << 20
 """Bytes of one message from a worker."""
@@ -221,15 +240,17 @@ def decode(line: bytes) -> FromWorker:
 
 
 def _checked(message: FromWorker) -> FromWorker:
-    if isinstance(message, Done) and abs(message.reward) > LARGEST_REWARD:
-        raise ValueError(f"a reward of {message.reward:g}, expected at most {LARGEST_REWARD:g} of either sign")
+    if isinstance(message, Done):
+        for reward in (message.reward, *chain.from_iterable(message.turn_rewards)):
+            if abs(reward) > LARGEST_REWARD:
+                raise ValueError(f"a reward of {reward:g}, expected at most {LARGEST_REWARD:g} of either sign")
     if isinstance(message, Ready) and not all(0 <= size < 2**31 for size in (message.num_train, message.num_eval)):
         raise ValueError(f"data sets of {message.num_train} and {message.num_eval} examples")
     return message
 
 
 class _AboutRollout(msgspec.Struct):
-    type: Literal["ask", "done", "error"]
+    type: Literal["ask", "held", "done", "error"]
     task: str
 
 

@@ -7,59 +7,53 @@ import os
 import signal
 import socket
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from trireme.base.errors import ConfigError, PeerDied, TriremeError
+from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.processes import last_lines
+from trireme.base.token import TOKEN
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.connection import Connection
+from trireme.orchestrator.environments.family import kill_family, resident_gib
+from trireme.orchestrator.environments.open_rollout import AskPolicy, OpenRollout, RolloutFailed, cancel_all
 from trireme.orchestrator.environments.wire import (
     Ask,
     Cancel,
     Done,
     Failed,
     Garbage,
+    Held,
     Load,
     Ping,
     Pong,
     Ready,
-    Reply,
     RunTask,
     Stop,
 )
 
+__all__ = ["EnvironmentWorker", "RolloutFailed", "WorkerDied", "cancel_all"]
+
 log = get_logger("environments")
 
-AskPolicy = Callable[[Ask], Awaitable[Reply]]
 WORKER = Path(__file__).parent / "worker"
 LOAD_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
 REAP_TIMEOUT_S = 30.0
-TURNS_AT_ONCE = 256  # that one rollout may ask for
-
-
-class RolloutFailed(TriremeError):
-    """This rollout has no reward. Others are not touched."""
-
-    def __init__(self, stage: str, error: str, traceback: str = "") -> None:
-        super().__init__(stage, error, traceback)  # all of them, so that it can be pickled
-        self.stage = stage  # "rollout", "score", "timeout" or "worker"
-        self.error = error
-        self.traceback = traceback
-
-    def __str__(self) -> str:
-        return f"{self.stage}: {self.error}"
+EXAMPLES_NAMED = 8  # in the log, of those that were under way when a worker died
 
 
 class WorkerDied(PeerDied):
-    """The worker of this rollout ended. `is_only_suspect`: no other rollout has seen as many deaths as this one."""
+    """The worker of this rollout ended.
+
+    `is_only_suspect`: no other rollout has seen as many deaths as this one. A group that is scored together is one
+    suspect.
+    """
 
     def __init__(self, reason: str, *, worker: EnvironmentWorker, is_only_suspect: bool) -> None:
         super().__init__(reason)
@@ -71,7 +65,16 @@ class EnvironmentWorker:
     """One worker process, from start to death, and again. Knows nothing of the other workers."""
 
     def __init__(
-        self, *, name: str, python: Path, load: Load, log_file: Path, load_timeout_s: float, keep_python_path: bool
+        self,
+        *,
+        name: str,
+        python: Path,
+        load: Load,
+        log_file: Path,
+        load_timeout_s: float,
+        keep_python_path: bool,
+        max_memory_gib: float | None = None,
+        counts: Counter[str] | None = None,
     ) -> None:
         self.name = name
         self.is_ready = False
@@ -83,7 +86,10 @@ class EnvironmentWorker:
         self._load = load
         self._load_timeout_s = load_timeout_s
         self._keep_python_path = keep_python_path
-        self._rollouts: dict[str, _Rollout] = {}
+        self._max_memory_gib = max_memory_gib
+        self._counts = Counter() if counts is None else counts  # of what it had to be killed for
+        self._scores_groups = False
+        self._rollouts: dict[str, OpenRollout] = {}
         self._num_issued = 0
         self._process: asyncio.subprocess.Process | None = None
         self._connection: Connection | None = None
@@ -123,39 +129,60 @@ class EnvironmentWorker:
         if isinstance(loaded, Failed):
             await self._end(patience_s=1)
             raise self._load_error(f"could not be loaded: {loaded.error}", loaded.traceback.splitlines())
+        await self._check_memory_once_loaded()
         self.is_ready, self.silent_s = True, 0.0
+        self._scores_groups = loaded.group_rewards
         return loaded
 
-    async def run(self, task: RunTask, ask: AskPolicy, *, timeout_s: float, num_deaths: int = 0) -> Done:
-        """Raises: RolloutFailed; WorkerDied where the process ended first."""
+    async def run(
+        self,
+        task: RunTask,
+        ask: AskPolicy,
+        *,
+        timeout_s: float,
+        num_deaths: int = 0,
+        on_held: Callable[[], None] = lambda: None,
+    ) -> Done:
+        """Runs and scores one rollout.
+
+        Args:
+            on_held: called when it is over and only waits for the others of its group.
+
+        Raises: RolloutFailed; WorkerDied where the process ended first.
+        """
         assert self.is_ready, f"run({task.task}) on worker {self.name}, which is not ready"
         on_wire = f"{task.task}.{self._num_issued}"  # a late message of a cancelled attempt must find no taker
         self._num_issued += 1
-        rollout = self._rollouts[on_wire] = _Rollout(task, ask, self._send, num_deaths=num_deaths)
+        rollout = self._rollouts[on_wire] = OpenRollout(
+            task, ask, self._send, timeout_s=timeout_s, num_deaths=num_deaths, on_held=on_held
+        )
         self._send(msgspec.structs.replace(task, task=on_wire))
+        self._stir_group(task)
         asyncio.get_running_loop().call_soon(self._reach, "environment.asked")  # after what is sent has left
         is_over = False
         try:
-            async with asyncio.timeout(timeout_s) as limit:
-                outcome = await rollout.follow()
+            outcome = await rollout.follow()
             is_over = True
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise RolloutFailed("timeout", f"not finished after {timeout_s:g} s (`rollout_timeout_s`)") from error
         except WorkerDied:
             is_over = True
             raise
         finally:
             del self._rollouts[on_wire]
+            self._stir_group(task)
             if not is_over:
                 self._send(Cancel(task=on_wire))
         return outcome
 
-    async def watch(self, *, every_s: float, limit_s: float) -> None:
-        """Kills it once it has answered nothing for `limit_s`, not even a Ping: frozen, or its event loop is blocked.
+    def _stir_group(self, task: RunTask) -> None:
+        for rollout in self._rollouts.values() if self._scores_groups else ():
+            if rollout.task.group == task.group:
+                rollout.extend()
 
-        Waits for the clock; runs until cancelled. Where we were stopped ourselves, the time counts for nothing.
+    async def watch(self, *, every_s: float, limit_s: float) -> None:
+        """Kills it once it holds too much memory, or has answered nothing for `limit_s`, not even a Ping.
+
+        The latter is frozen, or its event loop is blocked. Waits for the clock; runs until cancelled. Where we were
+        stopped ourselves, the time counts for nothing.
         """
         while True:
             began = time.monotonic()
@@ -165,13 +192,35 @@ class EnvironmentWorker:
             self.silent_s += min(time.monotonic() - began, 2 * every_s)
             if self.is_ready and self.silent_s >= limit_s:
                 self._condemn(f"has not answered anything for {self.silent_s:.0f} s (`rollout_timeout_s`)")
+            if self.is_ready and (excess := await self._excess_memory()):
+                self._condemn(excess, count="memory")
 
-    def _condemn(self, blame: str) -> None:
+    async def _excess_memory(self) -> str:
+        """In words; nothing where it is within its limit, or has none."""
+        if self._max_memory_gib is None or (pid := self.pid) is None:
+            return ""
+        held = await asyncio.to_thread(resident_gib, pid)
+        if held <= self._max_memory_gib or pid != self.pid:
+            return ""
+        return f"holds {held:.2f} GiB of memory, {self._max_memory_gib:g} are allowed (`max_memory_gib`)"
+
+    async def _check_memory_once_loaded(self) -> None:
+        """Raises: ConfigError where it would be killed before its first rollout."""
+        if excess := await self._excess_memory():
+            await self._end()
+            raise self._load_error(f"{excess} as soon as it is loaded")
+
+    def _condemn(self, blame: str, *, count: str | None = None) -> None:
         """`wait_for_death` does the rest."""
+        if count and not self._blame:
+            self._counts[count] += 1
         self._blame = self._blame or blame
         self.is_ready = False
         if self._connection is not None:
             self._connection.close()
+
+    def _send_garbage_away(self, what: str) -> None:
+        self._condemn(what, count="garbage")
 
     async def wait_for_death(self) -> str:
         """Returns what is known about it, after all its rollouts have been told."""
@@ -185,7 +234,7 @@ class EnvironmentWorker:
             hung_up.cancel()
             exited.cancel()
         await self._end(patience_s=0 if self._blame else 1)
-        reason = f"Environment worker {self.name} {self._how_it_ended()} (log: {self.log_file})."
+        reason = f"Environment worker {self.name} {self._how_it_ended()} (log: {self.log_file}).{self._under_way()}"
         self._tell_rollouts(reason)
         return reason
 
@@ -213,12 +262,12 @@ class EnvironmentWorker:
             ours.close()  # a worker that was started after all ends when it sees this
             raise
         self._is_running = True
-        connection = Connection(self._receive, self._condemn, answer)
+        connection = Connection(self._receive, self._send_garbage_away, answer)
         await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
         self._connection = connection
 
     def _variables(self) -> dict[str, str]:
-        unwanted = {"VIRTUAL_ENV", "PYTHONHOME", "PYTHONSAFEPATH"} | (
+        unwanted = {"VIRTUAL_ENV", "PYTHONHOME", "PYTHONSAFEPATH", TOKEN} | (
             set() if self._keep_python_path else {"PYTHONPATH"}
         )
         inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
@@ -229,7 +278,7 @@ class EnvironmentWorker:
         if self._connection is not None:
             self._connection.send(message)
 
-    def _receive(self, message: Ask | Done | wire.Error | Pong) -> None:
+    def _receive(self, message: wire.AboutRollout | Pong) -> None:
         """Raises: Garbage where it is about a rollout that this worker never had."""
         self.silent_s = 0.0
         if isinstance(message, Pong):
@@ -237,9 +286,11 @@ class EnvironmentWorker:
         if isinstance(message, Done):
             self._reach("environment.scored")
         if rollout := self._rollouts.get(message.task):
-            self.num_settled += not isinstance(message, Ask)
+            self.num_settled += not isinstance(message, Ask | Held)
             message.task = rollout.task.task
             rollout.deliver(message)
+            if isinstance(message, Held):
+                self._stir_group(rollout.task)
         elif not self._has_had(message.task):
             raise Garbage(f"sent a message about a rollout that it never had, {message.task[:80]!r}")
 
@@ -254,10 +305,21 @@ class EnvironmentWorker:
 
     def _tell_rollouts(self, reason: str) -> None:
         most = max((rollout.num_deaths for rollout in self._rollouts.values()), default=0)
-        num_suspects = sum(rollout.num_deaths == most for rollout in self._rollouts.values())
+        suspects = {self._suspect(name, each) for name, each in self._rollouts.items() if each.num_deaths == most}
         for rollout in list(self._rollouts.values()):
-            is_only_suspect = num_suspects == 1 and rollout.num_deaths == most
+            is_only_suspect = len(suspects) == 1 and rollout.num_deaths == most
             rollout.deliver(WorkerDied(reason, worker=self, is_only_suspect=is_only_suspect))
+
+    def _suspect(self, on_wire: str, rollout: OpenRollout) -> str:
+        return (self._scores_groups and rollout.task.group) or on_wire
+
+    def _under_way(self) -> str:
+        """Which examples may have done it: as many as fit into a line of the log."""
+        tasks = sorted({(each.task.split, each.task.index) for each in self._rollouts.values()})
+        if not tasks:
+            return ""
+        named = ", ".join(f"{split} {index}" for split, index in tasks[:EXAMPLES_NAMED])
+        return f" Under way in it: {named}{', ...' if len(tasks) > EXAMPLES_NAMED else ''}."
 
     async def _end(self, *, patience_s: float = 0.0) -> None:
         """Lets the process end by itself for a while, then kills what is left of it and its children, and reaps it."""
@@ -271,7 +333,7 @@ class EnvironmentWorker:
             pass
         finally:
             self._is_running = False  # once only: later, the number may belong to somebody else's process
-            _kill_group(self._process.pid)
+            kill_family(self._process.pid)
             if self._connection is not None:
                 self._connection.close()
         try:
@@ -301,101 +363,3 @@ class EnvironmentWorker:
             + f"\nExpected its `load_environment(**{self._load.args!r})` to return an environment - correct it, or "
             f"`args`; the whole log is {self.log_file}"
         )
-
-
-class _Rollout:
-    """The orchestrator's half of one rollout: takes the worker's messages one by one, in the task of whoever waits.
-
-    Produces: the model turns that are asked for. Waits for: the worker. Woken by: `deliver`, called by the connection.
-    """
-
-    __slots__ = ("_ask", "_asking", "_extra", "_inbox", "_send", "_waiter", "num_deaths", "task")
-
-    def __init__(
-        self, task: RunTask, ask: AskPolicy, send: Callable[[wire.ToWorker], None], *, num_deaths: int
-    ) -> None:
-        self.task = task
-        self.num_deaths = num_deaths
-        self._ask = ask
-        self._send = send
-        self._inbox: deque[Ask | Done | wire.Error | Exception] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._asking: asyncio.Timeout | None = None
-        self._extra: set[asyncio.Task[None]] = set()
-
-    async def follow(self) -> Done:
-        """Raises: RolloutFailed, WorkerDied, or what `ask` raised."""
-        try:
-            while True:
-                message = await self._next()
-                if isinstance(message, Ask):
-                    if not self._inbox:  # else it is over already
-                        await self._answer_unless_over(message)
-                elif isinstance(message, Done):
-                    return message
-                elif isinstance(message, wire.Error):
-                    raise RolloutFailed(message.stage, message.error, message.traceback)
-                else:
-                    raise message
-        finally:
-            await cancel_all(self._extra)
-
-    def deliver(self, message: Ask | Done | wire.Error | Exception) -> None:
-        """A second Ask beside an unanswered one gets a task of its own; anything else makes the answer needless."""
-        if isinstance(message, Ask) and (self._asking is not None or self._inbox):
-            self._answer_beside(message)
-            return
-        if self._asking is not None and not self._asking.expired():
-            self._asking.reschedule(0)
-        self._inbox.append(message)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def _next(self) -> Ask | Done | wire.Error | Exception:
-        while not self._inbox:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._inbox.popleft()
-
-    async def _answer_unless_over(self, question: Ask) -> None:
-        """`asyncio.timeout(None)` is a cancel scope: the rollout may end (its worker dies) while we ask the engine."""
-        try:
-            async with asyncio.timeout(None) as scope:
-                self._asking = scope
-                await self._answer(question)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-        finally:
-            self._asking = None
-
-    async def _answer(self, question: Ask) -> None:
-        reply = await self._ask(question)
-        reply.call = question.call
-        self._send(reply)
-
-    def _answer_beside(self, question: Ask) -> None:
-        if len(self._extra) >= TURNS_AT_ONCE:
-            self.deliver(RolloutFailed("rollout", f"asked for more than {TURNS_AT_ONCE} model turns at once"))
-            return
-        answering = asyncio.create_task(self._answer(question))
-        self._extra.add(answering)
-        answering.add_done_callback(self._answered_beside)
-
-    def _answered_beside(self, answering: asyncio.Task[None]) -> None:
-        self._extra.discard(answering)
-        if not answering.cancelled() and isinstance(error := answering.exception(), Exception):
-            self.deliver(error)
-
-
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-async def cancel_all(tasks: set[asyncio.Task] | list[asyncio.Task] | list[asyncio.Future]) -> None:
-    pending = [task for task in tasks if not task.done()]
-    for task in pending:
-        task.cancel()
-    if pending:
-        await asyncio.gather(*pending, return_exceptions=True)

@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from trireme.algo.patch import to_bytes
 from trireme.messages import TensorSpec
 
 _ALIGNMENT = 16
@@ -39,12 +40,62 @@ def split_into_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[
     return buckets
 
 
-def pack_bucket(specs: list[TensorSpec], tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """One flat uint8 tensor."""
-    flat = torch.empty(bucket_size(specs), dtype=torch.uint8, device=device)
+class Flats:
+    """Memory for buckets, one by turns with the other: one travels while the other is filled, or read.
+
+    On a CPU it is kept: new memory of that size would be fetched from the system, page by page, for every bucket. A
+    GPU's allocator keeps it by itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._kept = [torch.empty(0, dtype=torch.uint8)] * 2
+
+    def take(self, size: int) -> torch.Tensor:
+        """[size] uint8. What was taken before the one before may be written over."""
+        if self.device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        flat = self._kept.pop(0)
+        if len(flat) < size:
+            flat = torch.empty(size, dtype=torch.uint8)
+        self._kept.append(flat)
+        return flat[:size]
+
+
+def pack_bucket(specs: list[TensorSpec], tensors: Iterable[torch.Tensor], flats: Flats) -> torch.Tensor:
+    """One flat uint8 tensor. A large tensor that has a bucket to itself is not copied, where it need not be."""
+    if len(specs) == 1:
+        (tensor,) = tensors
+        return pack_bytes([to_bytes(tensor)], flats.device)
+    flat = flats.take(bucket_size(specs))
     for (start, stop), tensor in zip(_places(specs), tensors, strict=True):
-        flat[start:stop].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        flat[start:stop].copy_(to_bytes(tensor))
     return flat
+
+
+def pack_bytes(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """One flat uint8 tensor; each part begins at a multiple of the alignment."""
+    parts = [part for part in parts if len(part)]
+    if len(parts) == 1 and len(parts[0]) % _ALIGNMENT == 0:
+        return parts[0].to(device)
+    flat = torch.empty(packed_size(map(len, parts)), dtype=torch.uint8, device=device)
+    start = 0
+    for part in parts:
+        flat[start : start + len(part)].copy_(part)
+        start += _aligned(len(part))
+    return flat
+
+
+def packed_size(sizes: Iterable[int]) -> int:
+    return sum(_aligned(size) for size in sizes)
+
+
+def unpack_bytes(sizes: Iterable[int], flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views into `flat`, of these sizes."""
+    start = 0
+    for size in sizes:
+        yield flat[start : start + size]
+        start += _aligned(size)
 
 
 def unpack_bucket(specs: list[TensorSpec], flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -54,7 +105,7 @@ def unpack_bucket(specs: list[TensorSpec], flat: torch.Tensor) -> Iterator[tuple
 
 
 def bucket_size(specs: list[TensorSpec]) -> int:
-    return sum(_aligned(num_bytes(spec)) for spec in specs)
+    return packed_size(map(num_bytes, specs))
 
 
 def _places(specs: list[TensorSpec]) -> Iterator[tuple[int, int]]:

@@ -7,19 +7,28 @@ Nobody enters a group before all are there, and nothing is sent before all liste
 the sender, while it waits, that it is alive. With somebody missing, forming a group or a broadcast would block until
 the timeout, and an engine that is blocked hears of nothing else: neither that its orchestrator has died, nor that there
 is another transfer.
+
+While one bucket travels the next is filled, and the one before is read, so a transfer takes the memory of two buckets
+and one tensor at the sender, and of two buckets at a receiver.
 """
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from trireme.algo.patch import Patch
+from trireme.base.network import listening_address, watch_connections
+from trireme.base.token import sealed
 from trireme.messages import TensorSpec
-from trireme.transport.weights.buckets import bucket_size, pack_bucket, split_into_buckets, unpack_bucket
+from trireme.transport.weights.buckets import Flats, bucket_size, pack_bucket, split_into_buckets, unpack_bucket
+from trireme.transport.weights.deltas import HostCopy, empty_head, pack_body, pack_head, patches_of
 
 
 class WeightGroup:
@@ -30,12 +39,24 @@ class WeightGroup:
         self.device = torch.device("cpu") if kind == "gloo" else torch.device("cuda", torch.cuda.current_device())
         self._group = _process_group(kind, prefixed, rank, world_size, timedelta(seconds=timeout_s))
         self._kind = kind
+        self.flats = Flats(self.device)
+        watch_connections()
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """Fills `flat` on every rank with rank 0's. Raises RuntimeError when a peer is gone or the time is up."""
+        self.begin_broadcast(flat)()
+
+    def begin_broadcast(self, flat: torch.Tensor) -> Callable[[], None]:
+        """Returns what waits for its end; until then nobody may write to `flat`."""
+        if not flat.numel():
+            return _nothing
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([flat], options).wait()
+        return partial(self._await, self._group.broadcast([flat], options), flat)
+
+    def _await(self, work: dist.Work, _: torch.Tensor) -> None:
+        """Holds the tensor until it has travelled."""
+        work.wait()
         if self._kind == "nccl":
             torch.cuda.current_stream().synchronize()
 
@@ -43,6 +64,10 @@ class WeightGroup:
         if self._kind == "nccl":
             self._group.abort()
         del self._group
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 def _process_group(
@@ -56,10 +81,29 @@ def _process_group(
 
 
 def open_store(host: str, port: int, *, is_sender: bool, timeout_s: float) -> dist.Store:
-    """The rendezvous; the sender hosts it for as long as it lives."""
-    return dist.TCPStore(
-        host, port, None, is_master=is_sender, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+    """The rendezvous; the sender hosts it for as long as it lives, at the address where the others look for it.
+
+    Neither it nor gloo can ask for a token. With one, the names under which peers look for each other are known to
+    those who have it; whether the right weights came, digests tell, over wires that strangers cannot enter.
+    """
+    listener = _listen(host, port) if is_sender else None
+    store = dist.TCPStore(
+        host,
+        port,
+        None,
+        is_master=is_sender,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener,
     )
+    watch_connections()
+    return dist.PrefixStore(sealed("weights"), store)
+
+
+def _listen(host: str, port: int) -> int:
+    """Torch by itself would listen everywhere."""
+    listener = socket.create_server((listening_address(host), port), backlog=1024)
+    return listener.detach()
 
 
 POLL_S = 0.01
@@ -72,7 +116,11 @@ def _here(epoch: str, rank: int) -> str:
 
 
 def _begun(epoch: str) -> str:
+    """Says in what form tensors travel in this epoch."""
     return f"weights/{epoch}/begun"
+
+
+AS_TENSORS, AS_PATCHES = b"tensors", b"patches"
 
 
 def _listens(epoch: str, transfer: int, rank: int) -> str:
@@ -82,10 +130,13 @@ def _listens(epoch: str, transfer: int, rank: int) -> str:
 class CollectiveSender:
     """The trainer's end."""
 
-    def __init__(self, kind: str, host: str, port: int, *, bucket_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, kind: str, host: str, port: int, *, bucket_bytes: int, timeout_s: float, delta: bool = False
+    ) -> None:
         self._kind = kind
         self._store = open_store(host, port, is_sender=True, timeout_s=timeout_s)
         self._bucket_bytes = bucket_bytes
+        self._delta = delta
         self._timeout_s = timeout_s
         self._group: WeightGroup | None = None
         self._epoch: str | None = None
@@ -100,7 +151,7 @@ class CollectiveSender:
         if self._group is None or epoch != self._epoch:
             self.close()
             self._await([_here(epoch, rank) for rank in receivers], _here(epoch, 0), is_wanted)
-            self._store.set(_begun(epoch), "1")
+            self._store.set(_begun(epoch), AS_PATCHES if self._delta else AS_TENSORS)
             self._group = WeightGroup(
                 self._kind, self._store, epoch=epoch, rank=0, world_size=world_size, timeout_s=self._timeout_s
             )
@@ -122,15 +173,31 @@ class CollectiveSender:
                 if not is_wanted():
                     raise RuntimeError("an engine is gone, or this transfer was given up")
 
-    def send(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> dict:
+    def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict:
         """Sends all tensors, in the order of `specs`."""
         assert self._group is not None, "send before join"
-        stream = iter(tensors)
+        stream = iter(parts)
+        await_last: Callable[[], None] = _nothing
         for bucket in split_into_buckets(specs, self._bucket_bytes):
-            self._group.broadcast(pack_bucket(bucket, (next(stream) for _ in bucket), self._group.device))
+            for flat in self._flats(bucket, (next(stream) for _ in bucket)):
+                await_this = self._group.begin_broadcast(flat)
+                await_last()
+                await_last = await_this
+        await_last()
         for _ in stream:  # a generator of tensors may finish its own bookkeeping after the last one
             raise AssertionError("more tensors than specs")
         return {}
+
+    def _flats(self, specs: list[TensorSpec], parts: Iterator[torch.Tensor | Patch]) -> Iterator[torch.Tensor]:
+        """What is broadcast for a bucket."""
+        assert self._group is not None
+        device = self._group.device
+        if not self._delta:
+            yield pack_bucket(specs, parts, self._group.flats)
+            return
+        patches = patches_of(parts)
+        yield pack_head(patches, device)
+        yield pack_body(patches, device)
 
     def close(self) -> None:
         if self._group is not None:
@@ -148,6 +215,7 @@ class CollectiveReceiver:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._group: WeightGroup | None = None
+        self._copy: HostCopy | None = None  # of what came in this epoch, where tensors travel as patches
 
     def join(self, epoch: str, rank: int, world_size: int) -> None:
         """Raises RuntimeError where the sender gives no sign of life."""
@@ -158,6 +226,7 @@ class CollectiveReceiver:
             self._kind, self._store, epoch=epoch, rank=rank, world_size=world_size, timeout_s=self._timeout_s
         )
         self._epoch, self._rank, self._num_transfers = epoch, rank, 0
+        self._copy = HostCopy() if self._store.get(_begun(epoch)) == AS_PATCHES else None
 
     def _await_sender(self, epoch: str) -> None:
         signs, heard, patience_s = 0, time.monotonic(), min(SILENCE_S, self._timeout_s)
@@ -172,12 +241,38 @@ class CollectiveReceiver:
         assert self._group is not None, "receive before join"
         self._store.set(_listens(self._epoch, self._num_transfers, self._rank), "1")
         self._num_transfers += 1
-        for bucket in split_into_buckets(specs, self._bucket_bytes):
-            flat = torch.empty(bucket_size(bucket), dtype=torch.uint8, device=self._group.device)
-            self._group.broadcast(flat)
-            yield from unpack_bucket(bucket, flat)
+        try:
+            buckets = split_into_buckets(specs, self._bucket_bytes)
+            yield from self._whole(buckets) if self._copy is None else self._patched(buckets, self._copy)
+        except Exception:
+            self.close()  # or the sender would wait for us until its time is up
+            raise
+
+    def _whole(self, buckets: list[list[TensorSpec]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The next bucket comes in while one is read."""
+        assert self._group is not None
+        before: Iterator[tuple[str, torch.Tensor]] = iter(())
+        for specs in buckets:
+            flat = self._group.flats.take(bucket_size(specs))
+            await_this = self._group.begin_broadcast(flat)
+            yield from before
+            await_this()
+            before = unpack_bucket(specs, flat)
+        yield from before
+
+    def _patched(self, buckets: list[list[TensorSpec]], copy: HostCopy) -> Iterator[tuple[str, torch.Tensor]]:
+        """One bucket after the other: how large a body is, its head says."""
+        assert self._group is not None
+        for specs in buckets:
+            head = empty_head(specs, self._group.device)
+            self._group.broadcast(head)
+            body = self._group.flats.take(copy.body_size(specs, head))
+            self._group.broadcast(body)
+            for name, tensor in copy.take(specs, head, body):
+                yield name, tensor.to(self._group.device)
 
     def close(self) -> None:
+        self._copy = None
         if self._group is not None:
             self._group.close()
             self._group = None

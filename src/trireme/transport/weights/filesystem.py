@@ -9,30 +9,44 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from trireme.algo.patch import Patch
 from trireme.base.paths import sync_folder
 from trireme.messages import TensorSpec
 from trireme.transport.weights.buckets import split_into_buckets
+from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head, patches_of
+
+_CPU = torch.device("cpu")
 
 
 class FilesystemSender:
-    """Writes each version to files of at most a bucket each; keeps the last two versions."""
+    """Writes each version to files of at most a bucket each; keeps the last two versions.
 
-    def __init__(self, folder: Path, *, bucket_bytes: int) -> None:
+    A file holds tensors under their names or, of a delta, the head and the body of a bucket of patches.
+    """
+
+    def __init__(self, folder: Path, *, bucket_bytes: int, delta: bool = False) -> None:
         self._folder = folder
         self._bucket_bytes = bucket_bytes
+        self._delta = delta
 
     def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Nothing to join."""
 
-    def send(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> dict:
+    def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict:
         """Returns the payload that tells a receiver where to read."""
         target = self._next_folder()
-        stream = iter(tensors)
+        stream = iter(parts)
         for index, bucket in enumerate(split_into_buckets(specs, self._bucket_bytes)):
-            content = {spec.name: next(stream).detach().cpu().contiguous() for spec in bucket}
+            content = self._content(bucket, (next(stream) for _ in bucket))
             save_file(content, target / f"{index:05d}.safetensors")
         sync_folder(target)
-        return {"folder": str(target)}
+        return {"folder": str(target), "bucket_bytes": self._bucket_bytes if self._delta else None}
+
+    def _content(self, specs: list[TensorSpec], parts: Iterator[torch.Tensor | Patch]) -> dict[str, torch.Tensor]:
+        if self._delta:
+            patches = patches_of(parts)
+            return {"head": pack_head(patches, _CPU), "body": pack_body(patches, _CPU)}
+        return {spec.name: _on_cpu(part) for spec, part in zip(specs, parts, strict=True)}
 
     def _next_folder(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -49,20 +63,38 @@ class FilesystemSender:
         """Nothing is held open."""
 
 
+def _on_cpu(part: torch.Tensor | Patch) -> torch.Tensor:
+    assert isinstance(part, torch.Tensor), "patches are sent as a delta"
+    return part.detach().cpu().contiguous()
+
+
 class FilesystemReceiver:
     """Reads what the sender wrote."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._copy = HostCopy()
 
     def join(self, epoch: str, rank: int, world_size: int) -> None:
-        """Nothing to join."""
+        """Nothing to join; what came in another epoch is no longer patched."""
+        self._copy = HostCopy()
 
     def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:
-        for path in sorted(Path(payload["folder"]).glob("*.safetensors")):
-            with safe_open(path, framework="pt", device=str(self._device)) as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    yield name, file.get_tensor(name)
+        paths = sorted(Path(payload["folder"]).glob("*.safetensors"))
+        if bucket_bytes := payload.get("bucket_bytes"):
+            for path, bucket in zip(paths, split_into_buckets(specs, bucket_bytes), strict=True):
+                yield from self._patched(path, bucket)
+        else:
+            for path in paths:
+                with safe_open(path, framework="pt", device=str(self._device)) as file:
+                    for name in file.keys():  # noqa: SIM118 - not a dict
+                        yield name, file.get_tensor(name)
+
+    def _patched(self, path: Path, specs: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        with safe_open(path, framework="pt") as file:
+            head, body = file.get_tensor("head"), file.get_tensor("body")
+        for name, tensor in self._copy.take(specs, head, body):
+            yield name, tensor.to(self._device)
 
     def close(self) -> None:
         """Nothing is held open."""

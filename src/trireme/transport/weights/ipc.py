@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from trireme.algo.patch import Patch
 from trireme.messages import TensorSpec
 
 
@@ -26,11 +27,12 @@ class IpcSender:
         """Lets go of what the last update held."""
         self._held.clear()
 
-    def send(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> dict:
+    def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict:
         """Returns the payload: handles by tensor. Receivers are processes of the same user on this machine."""
         handles = {}
-        for spec, tensor in zip(specs, tensors, strict=True):
-            copy = tensor.detach().clone()
+        for spec, part in zip(specs, parts, strict=True):
+            assert isinstance(part, torch.Tensor), "memory handles carry whole tensors"
+            copy = part.detach().clone()
             self._held.append(copy)
             handles[spec.name] = _to_handle(copy)
         torch.cuda.synchronize()

@@ -8,12 +8,13 @@ from typing import Protocol
 
 import torch
 
+from trireme.algo.patch import Patch
 from trireme.messages import TensorSpec
 
 
 class Sender(Protocol):
     def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None: ...
-    def send(self, specs: list[TensorSpec], tensors: Iterable[torch.Tensor]) -> dict: ...
+    def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict: ...
     def close(self) -> None: ...
 
 
@@ -23,18 +24,22 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
-def open_sender(kind: str, *, host: str, port: int, folder: Path, bucket_bytes: int, timeout_s: float) -> Sender:
+def open_sender(
+    kind: str, *, host: str, port: int, folder: Path, bucket_bytes: int, timeout_s: float, delta: bool = False
+) -> Sender:
+    """With `delta`, what is sent are patches; receivers are told by what they receive."""
     if kind == "filesystem":
         from trireme.transport.weights.filesystem import FilesystemSender
 
-        return FilesystemSender(folder, bucket_bytes=bucket_bytes)
+        return FilesystemSender(folder, bucket_bytes=bucket_bytes, delta=delta)
     if kind == "ipc":
+        assert not delta, "memory handles carry whole tensors"
         from trireme.transport.weights.ipc import IpcSender
 
         return IpcSender()
     from trireme.transport.weights.collective import CollectiveSender
 
-    return CollectiveSender(kind, host, port, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    return CollectiveSender(kind, host, port, bucket_bytes=bucket_bytes, timeout_s=timeout_s, delta=delta)
 
 
 def open_receiver(

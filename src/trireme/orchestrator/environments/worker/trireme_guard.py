@@ -5,9 +5,10 @@ our signal handlers (verifiers does, on every load) and fork workers of its own 
 1. a thread that waits for the socket's other end to close,
 2. the kernel's parent-death signal,
 3. forked children close their copy of the socket, or the orchestrator would not see this process die; being in the
-   same process group, they are ended together with it.
+   same process group, they are ended together with it. So are programs in sessions of their own (sandboxes, harnesses).
 """
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -29,6 +30,7 @@ def send_prints_to_stderr() -> None:
 def end_with(orchestrator: socket.socket) -> None:
     """Arms the three nets. To be called before anything of the environment is imported."""
     os.register_at_fork(after_in_child=lambda: _close(orchestrator.fileno()))
+    atexit.register(_end_descendants)  # the first to be registered is the last to be called
     restore_signals()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     threading.Thread(target=_wait_for_hang_up, args=(orchestrator.fileno(),), daemon=True).start()
@@ -41,11 +43,30 @@ def restore_signals() -> None:
 
 
 def end_now() -> None:
-    """Ends this process and its children at once, without any clean-up."""
+    """Ends this process and all that descends from it at once, without any clean-up."""
+    _end_descendants()
     try:
         os.killpg(os.getpid(), signal.SIGKILL)
     except ProcessLookupError:  # started by hand, not as the leader of a process group
         os._exit(1)
+
+
+def _end_descendants() -> None:
+    for pid in _descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="latin-1") as stat:
+            parent = int(stat.read().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    found = [root]
+    for pid in found:  # grows as it is walked
+        found += children.get(pid, [])
+    return found[1:]
 
 
 def _wait_for_hang_up(descriptor: int) -> None:

@@ -5,9 +5,10 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 from trireme_plain import PlainAdapter
 from trireme_rollout import Ask
@@ -16,20 +17,37 @@ from trireme_rollout import Ask
 class Adapter(Protocol):
     """One loaded environment, whatever it was written for."""
 
+    group_rewards: bool
+    """Its rewards compare rollouts of one example: `score` wants a whole group."""
+
     def facts(self) -> dict:
         """The fields of the `ready` message."""
         ...
 
-    async def rollout(self, request: dict, ask: Ask) -> dict:
-        """Runs and scores the example of a `run` message; returns the fields of the `done` message.
+    def serving(self) -> AbstractAsyncContextManager[Any]:
+        """What it keeps open for all its rollouts."""
+        ...
 
-        Raises: RewardError where scoring failed; anything else is a failed rollout.
+    async def play(self, request: dict, ask: Ask) -> Any:
+        """Runs the example of a `run` message, up to its last turn."""
+        ...
+
+    async def score(self, played: list[Any]) -> list[dict]:
+        """The fields of the `done` message for each of a group, or of the one rollout where rewards compare nothing.
+
+        Raises: RewardError, for all of them.
         """
+        ...
+
+    async def dispose(self, played: Any) -> None:
+        """After the scoring, or where there was none."""
         ...
 
 
 def load_adapter(module: str, *, kind: str, args: dict) -> Adapter:
     imported = _import(module)
+    if _is_verifiers_v1(imported):
+        return _verifiers_v1_adapter(imported, args=args, kind=kind)
     if not hasattr(imported, "load_environment"):
         return PlainAdapter(imported, args=args, versions=_versions(module))
     environment = imported.load_environment(**args)
@@ -55,9 +73,38 @@ def _verifiers_adapter(environment: object, *, module: str, kind: str) -> Adapte
     return VerifiersAdapter(environment, name=module, versions=_versions(module, "verifiers"))
 
 
+def _verifiers_v1_adapter(module: ModuleType, *, args: dict, kind: str) -> Adapter:
+    if kind == "plain":
+        raise TypeError(
+            f"{module.__name__} exports a verifiers v1 environment - expected a plain data set with a reward function "
+            '- set its kind to "verifiers".'
+        )
+    versions = _versions(module.__name__, "verifiers")
+    if versions.get("verifiers", "0").startswith(("0.0.", "0.1.", "0.2.", "0.3.")):
+        raise TypeError(
+            f"{module.__name__} exports a verifiers v1 environment, and verifiers {versions['verifiers']} is installed "
+            "- expected 0.4 or newer, where v1 is settled - pin verifiers==0.4.0 in its pyproject.toml, or export "
+            "`load_environment` with a v0 environment."
+        )
+    from trireme_verifiers_v1 import VerifiersV1Adapter
+
+    return VerifiersV1Adapter(module.__name__, args=args, versions=versions)
+
+
+def _is_verifiers_v1(module: ModuleType) -> bool:
+    """A v1 package says what it is by what it exports. One that has `load_environment` too is a v0 one first."""
+    v1 = sys.modules.get("verifiers.v1")
+    if v1 is None or hasattr(module, "load_environment"):
+        return False
+    kinds = tuple(kind for kind in (getattr(v1, "Taskset", None), getattr(v1, "Env", None)) if kind is not None)
+    exported = [getattr(module, name, None) for name in getattr(module, "__all__", [])]
+    return any(isinstance(each, type) and issubclass(each, kinds) for each in exported)
+
+
 def _is_verifiers(environment: object) -> bool:
     verifiers = sys.modules.get("verifiers")
-    return verifiers is not None and isinstance(environment, verifiers.Environment)
+    base = getattr(verifiers, "Environment", None)  # gone since 0.4
+    return base is not None and isinstance(environment, base)
 
 
 def _import(module: str) -> ModuleType:

@@ -8,33 +8,86 @@ Example:
         return float(completion.strip() == answer)
 
 `eval_dataset` is optional. `load_environment(**args)` may return an object or a dict with the same names instead.
-`reward` is called with those of completion, answer, prompt and the example's other fields that it has parameters for;
-it may be async, and may return {"reward": 0.5, "any_metric": 3.0}.
+
+`reward` is called with those of the following that it has parameters for: `completion` (the model's last message),
+`messages` (the whole conversation), `example` (all fields), and each field of the example by its name. It may be async.
+It returns a number, or {"reward": 0.5, "any_metric": 3.0}, to which "turn_rewards" may be added: one entry per model
+turn, which is a number, a list with a number per token, or None.
+
+Rewards that compare the rollouts of one example take `completions` (and `conversations`) instead, and return a list:
+
+    def reward(completions):
+        shortest = min(map(len, completions))
+        return [float(len(completion) == shortest) for completion in completions]
+
+More than one turn: `respond` is called after each turn of the model, with the same names, and returns what is said next
+(text, or messages), or None where the rollout is over. It may be async. `example` is the rollout's own copy, so notes
+may be kept in it, and `reward` finds them there:
+
+    def respond(completion, example):
+        example["guesses"] = example.get("guesses", 0) + 1
+        if completion == example["answer"] or example["guesses"] == 5:
+            return None
+        return "higher" if completion < example["answer"] else "lower"
 """
 
+import copy
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-from trireme_rollout import Ask, RewardError, as_dict, as_id, checked_number
+from trireme_examples import Example, read_examples, to_messages
+from trireme_rollout import (
+    Ask,
+    OverlongPrompt,
+    RewardError,
+    as_dict,
+    as_id,
+    checked_group,
+    checked_scores,
+)
 
-Example = Mapping[str, Any]
+
+@dataclass
+class Played:
+    """A conversation that is over."""
+
+    example: dict[str, Any]
+    index: int
+    messages: list[dict]  # the prompt, and what came after
+    num_prompt: int  # messages of the prompt
+    stop: str | None = None
+    truncated: bool = False
+
+    @property
+    def completion(self) -> str:
+        """The model's last message; the environment's may come after it, where the conversation no longer fits."""
+        said = self.messages[self.num_prompt :]
+        return next((message["content"] for message in reversed(said) if message["role"] == "assistant"), "")
 
 
 class PlainAdapter:
-    """Single-turn rollouts over examples held in memory."""
+    """Rollouts over examples held in memory."""
 
     def __init__(self, source: object, *, args: dict, versions: dict[str, str]) -> None:
         self._name = getattr(source, "__name__", type(source).__name__)
         self._versions = versions
-        self._train = _examples(_member(source, "dataset"), args=args, name=f"dataset of {self._name}")
+        self._train = read_examples(_member(source, "dataset"), args=args, name=f"dataset of {self._name}")
         evaluation = _member(source, "eval_dataset", required=False)
         accepted = _only(args, _accepted_names(evaluation))
-        self._eval = _examples(evaluation, args=accepted, name=f"eval_dataset of {self._name}")
+        self._eval = read_examples(evaluation, args=accepted, name=f"eval_dataset of {self._name}")
         self._reward = _member(source, "reward")
-        self._accepts = _accepted_names(self._reward)
-        _check_reward_parameters(self._reward, self._train or self._eval)
+        self._respond = _member(source, "respond", required=False)
+        self.group_rewards = "completions" in inspect.signature(self._reward).parameters
+        fields = set((self._train or self._eval or [{}])[0]) | {"answer", "completion", "messages", "example"}
+        if self._respond is not None:
+            _check_parameters(self._respond, fields)
+        if self.group_rewards:
+            fields = fields - {"completion", "messages", "example"} | {"completions", "conversations", "examples"}
+        _check_parameters(self._reward, fields)
 
     def facts(self) -> dict:
         return {
@@ -42,44 +95,99 @@ class PlainAdapter:
             "num_eval": len(self._eval),
             "name": self._name,
             "versions": self._versions,
+            "group_rewards": self.group_rewards,
         }
 
-    async def rollout(self, request: dict, ask: Ask) -> dict:
-        example = self._examples_of(request["split"])[request["index"]]
-        prompt = _messages(example["prompt"])
-        reply = await ask(prompt, tools=None, sampling=request["sampling"])
-        content = reply.get("content") or ""
-        reward, metrics = await self._score(content, example)
-        return {
-            "reward": reward,
-            "metrics": metrics,
-            "prompt": prompt,
-            "completion": [_assistant(content, reply.get("reasoning"))],
-            "answer": _text(example.get("answer")),
-            "info": as_dict(example.get("info")),
-            "example_id": as_id(example.get("example_id", request["index"])),
-            "stop": reply.get("finish_reason"),
-            "truncated": reply.get("finish_reason") == "length",
-        }
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def play(self, request: dict, ask: Ask) -> Played:
+        index = request["index"]
+        example = copy.deepcopy(dict(self._examples_of(request["split"])[index]))
+        prompt = to_messages(example["prompt"])
+        played = Played(example, index, list(prompt), len(prompt))
+        for num_turns in range(1, 1 << 31):
+            if not await self._take_turn(played, ask, request["sampling"], is_first=num_turns == 1):
+                break
+            if self._respond is None:
+                break
+            if num_turns == request.get("max_turns"):
+                played.stop = "max_turns_reached"
+                break
+            if (said := await _call(self._respond, _offer(played))) is None:
+                played.stop = "ended_by_environment"
+                break
+            played.messages += to_messages(said)
+        return played
+
+    async def _take_turn(self, played: Played, ask: Ask, sampling: dict, *, is_first: bool) -> bool:
+        """Whether the conversation may go on: not where the model was cut off, or the context is full."""
+        try:
+            reply = await ask(list(played.messages), tools=None, sampling=sampling)
+        except OverlongPrompt:
+            if is_first:
+                raise
+            played.stop, played.truncated = "prompt_too_long", True
+            return False
+        played.messages.append(_assistant(reply.get("content") or "", reply.get("reasoning")))
+        played.stop = reply.get("finish_reason")
+        played.truncated = played.stop == "length"
+        return not played.truncated
+
+    async def score(self, played: list[Played]) -> list[dict]:
+        name = _callable_name(self._reward)
+        try:
+            if self.group_rewards:
+                value = await _call(self._reward, _offer_group(played))
+                values = checked_group(value, size=len(played), name=name)
+            else:
+                values = [await _call(self._reward, _offer(played[0]))]
+            return [checked_scores(value, name=name) | _fields(one) for value, one in zip(values, played, strict=True)]
+        except RewardError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise RewardError from error
+
+    async def dispose(self, played: Played) -> None:
+        pass
 
     def _examples_of(self, split: str) -> list[Example]:
         """Without an evaluation set, evaluation reads the training set, as in verifiers."""
         return self._eval if split == "eval" and self._eval else self._train
 
-    async def _score(self, completion: str, example: Example) -> tuple[float, dict[str, float]]:
-        offered = {"answer": None, **example, "completion": completion}
-        try:
-            value = self._reward(**_only(offered, self._accepts))
-            if inspect.isawaitable(value):
-                value = await value
-            if not isinstance(value, Mapping):
-                return checked_number(value, name=_callable_name(self._reward)), {}
-            numbers = {str(name): checked_number(number, name=str(name)) for name, number in value.items()}
-            return numbers.pop("reward"), numbers
-        except RewardError:
-            raise
-        except Exception as error:
-            raise RewardError from error
+
+def _offer(played: Played) -> dict[str, Any]:
+    """What functions may ask for by name. Messages are copies: a function may do with them what it likes."""
+    said = {"completion": played.completion, "messages": copy.deepcopy(played.messages), "example": played.example}
+    return {"answer": None, **played.example, **said}
+
+
+def _offer_group(played: list[Played]) -> dict[str, Any]:
+    return {
+        "answer": None,
+        **played[0].example,
+        "completions": [one.completion for one in played],
+        "conversations": [copy.deepcopy(one.messages) for one in played],
+        "examples": [one.example for one in played],
+    }
+
+
+async def _call(function: Callable, offered: Mapping[str, Any]) -> Any:
+    value = function(**_only(offered, _accepted_names(function)))
+    return await value if inspect.isawaitable(value) else value
+
+
+def _fields(played: Played) -> dict[str, Any]:
+    example = played.example
+    return {
+        "prompt": played.messages[: played.num_prompt],
+        "completion": played.messages[played.num_prompt :],
+        "answer": _text(example.get("answer")),
+        "info": as_dict(example.get("info")),
+        "example_id": as_id(example.get("example_id", played.index)),
+        "stop": played.stop,
+        "truncated": played.truncated,
+    }
 
 
 def _member(source: object, name: str, *, required: bool = True) -> Any:
@@ -93,39 +201,15 @@ def _member(source: object, name: str, *, required: bool = True) -> Any:
     return value
 
 
-def _examples(source: Any, *, args: dict, name: str) -> list[Example]:
-    examples = list(source(**args) if callable(source) else source or [])
-    for number, example in enumerate(examples):
-        if not isinstance(example, Mapping) or "prompt" not in example:
-            raise ValueError(
-                f"Example {number} of {name} is {example!r:.120} - expected a dict with a `prompt` (text or chat "
-                "messages) and usually an `answer` - name its fields so."
-            )
-        _messages(example["prompt"])
-    return examples
-
-
-def _messages(prompt: str | Sequence[dict]) -> list[dict]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    for message in prompt:
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
-            raise ValueError(
-                f"A message of a prompt is {message!r:.120} - expected a dict with a `role` and text as `content` - "
-                "leave out images, sound and other parts that are not text."
-            )
-    return [dict(message) for message in prompt]
-
-
-def _check_reward_parameters(reward: Callable, examples: list[Example]) -> None:
-    """Found at load, before any rollout is paid for: a parameter that no example can fill."""
-    offered = {"completion", "answer"}.union(*(examples[:1] or [{}]))
-    parameters = inspect.signature(reward).parameters.values()
+def _check_parameters(function: Callable, offered: set[str]) -> None:
+    """Found at load, before any rollout is paid for: a parameter that nothing can fill."""
+    parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if missing := [p.name for p in named if p.default is p.empty and p.name not in offered]:
         raise TypeError(
-            f"`{_callable_name(reward)}` asks for {', '.join(missing)} - expected parameters among "
-            f"{', '.join(sorted(offered))} (what examples have, by name) - rename the parameter or add the field."
+            f"`{_callable_name(function)}` asks for {', '.join(missing)} - expected parameters among "
+            f"{', '.join(sorted(offered))} (the conversation, and what examples have, by name) - rename the parameter "
+            "or add the field."
         )
 
 

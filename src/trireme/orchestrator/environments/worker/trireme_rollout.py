@@ -1,9 +1,9 @@
-"""What the two adapters share: how a rollout asks for a model turn, how it fails, and what counts as a reward."""
+"""What the adapters share: how a rollout asks for a model turn, how it fails, and what counts as a reward."""
 
 import math
 from asyncio import CancelledError
-from collections.abc import Awaitable
-from typing import Protocol
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Protocol
 
 
 class Ask(Protocol):
@@ -45,6 +45,61 @@ def checked_number(value: object, *, name: str) -> float:
             f"the logarithm of zero in `{name}`."
         )
     return number
+
+
+def checked_scores(value: object, *, name: str) -> dict[str, Any]:
+    """What a reward function returned, as the fields `reward`, `metrics` and `turn_rewards` of a `done` message.
+
+    Example:
+        checked_scores({"reward": 1, "turn_rewards": [0.5, None, [0, 1]], "length": 7}, name="reward")
+        # {"reward": 1.0, "metrics": {"length": 7.0}, "turn_rewards": [[0.5], [], [0.0, 1.0]]}
+    """
+    if not isinstance(value, Mapping):
+        return {"reward": checked_number(value, name=name), "metrics": {}, "turn_rewards": []}
+    if "reward" not in value:
+        raise RewardError(
+            f"Reward function `{name}` returned {_short(dict(value))}, which has no `reward` - expected a number, or a "
+            'dict such as {"reward": 0.5, "any_metric": 3.0} - add `reward` to it.'
+        )
+    metrics = {str(key): number for key, number in value.items() if key not in ("reward", "turn_rewards")}
+    return {
+        "reward": checked_number(value["reward"], name=name),
+        "metrics": {key: checked_number(number, name=key) for key, number in metrics.items()},
+        "turn_rewards": checked_turns(value.get("turn_rewards"), name=name),
+    }
+
+
+def checked_turns(rewards: Any, *, name: str) -> list[list[float]]:
+    """One list per turn: of one number for the whole turn, of one per token, or empty where it has no reward."""
+    if rewards is None:
+        return []
+    if not _is_list(rewards):
+        raise RewardError(
+            f"Reward function `{name}` returned {_short(rewards)} as `turn_rewards` - expected a list with one entry "
+            "per model turn: a number, a number per token, or None - return it so."
+        )
+    return [_turn_rewards(turn, name=name) for turn in rewards]
+
+
+def _turn_rewards(turn: Any, *, name: str) -> list[float]:
+    numbers = turn if _is_list(turn) else [] if turn is None else [turn]
+    return [checked_number(number, name=f"{name}, turn_rewards") for number in numbers]
+
+
+def checked_group(values: Any, *, size: int, name: str) -> list[Any]:
+    """What a reward function of a whole group returned: as many values as rollouts, each still to be checked."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not _is_list(values) or len(values) != size:
+        what = f"{len(values)} values" if _is_list(values) else f"{_short(values)}, a {type(values).__name__}"
+        raise RewardError(
+            f"Reward function `{name}` returned {what} for a group of {size} rollouts - expected a list of {size}, one "
+            f"per rollout - return it from `{name}`."
+        )
+    return list(values)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def as_dict(info: object) -> dict:

@@ -1,11 +1,15 @@
 """Answers the orchestrator: one asyncio task per rollout, one future per model turn that is asked for."""
 
 import asyncio
+import contextlib
 import random
 import socket
 import sys
 import traceback
+from typing import Any
 
+from trireme_columns import columns_of
+from trireme_groups import Groups
 from trireme_loading import Adapter, load_adapter
 from trireme_rollout import Ask, EngineError, OverlongPrompt, RewardError, TurnCancelled
 from trireme_wire import Message, Wire
@@ -16,6 +20,7 @@ class Server:
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
+        self._groups = Groups(adapter.score)
         self._wire = Wire(self._receive)
         self._rollouts: dict[str, asyncio.Task] = {}
         self._turns: dict[str, asyncio.Future] = {}
@@ -33,7 +38,7 @@ class Server:
         try:
             adapter = load_adapter(request["module"], kind=request["kind"], args=request.get("args") or {})
         except (Exception, SystemExit) as error:
-            return None, {"type": "failed", "error": _describe(error), "traceback": _traceback(error)}
+            return None, _failed(error)
         return cls(adapter), {"type": "ready", **adapter.facts()}
 
     async def serve(self, orchestrator: socket.socket, *, first: Message, unread: bytes) -> None:
@@ -41,10 +46,17 @@ class Server:
         self._stopped = loop.create_future()
         orchestrator.setblocking(False)
         await loop.create_unix_connection(lambda: self._wire, sock=orchestrator)
-        self._wire.send(first)
-        if unread:
-            self._wire.data_received(unread)
-        await self._stopped
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._adapter.serving())
+            except Exception as error:
+                self._wire.send(_failed(error))
+                self._wire.flush()
+                return
+            self._wire.send(first)
+            if unread:
+                self._wire.data_received(unread)
+            await self._stopped
 
     def _receive(self, message: Message) -> None:
         kind = message["type"]
@@ -75,22 +87,37 @@ class Server:
     async def _run(self, request: Message) -> None:
         task = request["task"]
         try:
-            result = await self._adapter.rollout(request, self._asker(task))
-            self._wire.send({"type": "done", "task": task, **result})
+            played = await self._adapter.play(request, self._asker(task))
+            try:
+                result = await self._score(request, played)
+                shown = columns_of(self._adapter, played, request.get("columns") or [])
+            finally:
+                await self._adapter.dispose(played)
+            self._wire.send({"type": "done", "task": task, **result, **shown})
         except RewardError as error:
-            self._report(task, "score", error.__cause__ or error)
+            self._report(request, "score", error.__cause__ or error)
         except (Exception, SystemExit) as error:  # an environment that calls `exit()` must not end the others
-            self._report(task, "rollout", error)
+            self._report(request, "rollout", error)
         except asyncio.CancelledError as error:
             if not _cancelled_from_outside():  # or the orchestrator waits for no answer
-                self._report(task, "rollout", error)
+                self._report(request, "rollout", error)
         finally:
             self._rollouts.pop(task, None)
 
-    def _report(self, task: str, stage: str, error: BaseException) -> None:
-        self._wire.send(
-            {"type": "error", "task": task, "stage": stage, "error": _describe(error), "traceback": _traceback(error)}
-        )
+    async def _score(self, request: Message, played: Any) -> Message:
+        """Alone, or with its group once that is complete; the orchestrator hears that it waits for it."""
+        if not self._adapter.group_rewards:
+            return (await self._adapter.score([played]))[0]
+        name, group, size = request["task"], request.get("group") or request["task"], request.get("group_size", 1)
+        self._wire.send({"type": "held", "task": name})
+        return await self._groups.score(played, name=name, group=group, size=size)
+
+    def _report(self, request: Message, stage: str, error: BaseException) -> None:
+        """To the orchestrator, and to our own log with the example that it was."""
+        example = f"{request['split']} example {request['index']}"
+        print(f"Rollout {request['task']} of {example} failed ({stage}):", file=sys.stderr)
+        told = {"error": _describe(error), "traceback": _traceback(error)}
+        self._wire.send({"type": "error", "task": request["task"], "stage": stage, **told})
 
     def _asker(self, task: str) -> Ask:
         async def ask(messages: list[dict], *, tools: list[dict] | None, sampling: dict) -> Message:
@@ -109,6 +136,10 @@ class Server:
             return _checked(await answered)
         finally:
             del self._turns[call]
+
+
+def _failed(error: BaseException) -> Message:
+    return {"type": "failed", "error": _describe(error), "traceback": _traceback(error)}
 
 
 def _cancelled_from_outside() -> bool:

@@ -7,32 +7,40 @@ Surprising about verifiers 0.2.0, and why this file is more than a call of `env.
 2. The number check must be in that wrapper as well: `float(None)` fails inside of verifiers and becomes 0.0, too.
 3. `rollout` returns errors as `state["error"]`, and scores them all the same in `run_rollout`; ours end unscored. It
    also moves each finished rollout through a thread to serialise it, so we call its public parts instead.
-4. A rubric with a group reward function refuses to score one rollout (an `assert`): refused when it is loaded.
+4. A rubric with a group reward function refuses to score one rollout (an `assert`). `score_group` also gives each turn
+   without a reward the rollout's own; only what the environment gave itself is a turn's reward here.
 5. Its own client raises on an empty completion. A model that answers with nothing must be scored, so ours does not.
 """
 
-import contextvars
 import functools
-import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import verifiers as vf
-from trireme_rollout import Ask, EngineError, OverlongPrompt, RewardError, as_dict, as_id, checked_number
+from trireme_rollout import Ask, EngineError, OverlongPrompt, as_dict, as_id, checked_number
+from trireme_rubrics import Scoring, watch
 
-_scoring: contextvars.ContextVar[list[Exception] | None] = contextvars.ContextVar("scoring", default=None)
+
+@dataclass
+class Played:
+    """A rollout that is over."""
+
+    state: vf.State
+    client: "AskingClient"
 
 
 class VerifiersAdapter:
     """One verifiers environment."""
 
     def __init__(self, environment: Any, *, name: str, versions: dict[str, str]) -> None:
-        _refuse_group_rewards(environment)
         self._environment = environment
         self._name = environment.env_id or name
         self._versions = versions
         self._rubrics = list(_rubrics(environment))
+        self.group_rewards = any(rubric.has_group_rewards for rubric in self._rubrics)
         self._train = environment.build_dataset()
         self._eval = environment.build_eval_dataset()
         self._row = functools.lru_cache(maxsize=1024)(self._read_row)  # the rollouts of a group share an example
@@ -43,45 +51,47 @@ class VerifiersAdapter:
             "num_eval": len(self._eval) if self._eval is not None else 0,
             "name": self._name,
             "versions": self._versions,
+            "group_rewards": self.group_rewards,
         }
 
-    async def rollout(self, request: dict, ask: Ask) -> dict:
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def play(self, request: dict, ask: Ask) -> Played:
+        """A failed rollout is not scored: its reward would say nothing about the policy."""
         client = AskingClient(ask, max_turns=request.get("max_turns"))
         sampling = {**self._environment.sampling_args, **request["sampling"]}
         row = self._row(request["split"], request["index"])
         state = await self._environment.rollout(row, client, "policy", sampling)
-        await self._score(state)
-        return _result(state, stopped_by_us=client.reached_max_turns)
+        if state.get("error") is not None:
+            await self._environment.rubric.cleanup(state)
+            raise state["error"]
+        return Played(state, client)
+
+    async def score(self, played: list[Played]) -> list[dict]:
+        for rubric in self._rubrics:  # again each time: environments add functions as they go
+            watch(rubric)
+            if isinstance(rubric, vf.JudgeRubric):
+                _let_judge_read_messages(rubric)
+        states = [one.state for one in played]
+        scoring = Scoring(states)
+        await scoring.run(self._score_all(states))
+        return [_result(one, scoring) for one in played]
+
+    async def _score_all(self, states: list[vf.State]) -> None:
+        rubric, scores = self._environment.rubric, self._environment.score_rollouts
+        if self.group_rewards:
+            await (rubric.score_group if scores else rubric.dummy_score_group)(states)
+        else:
+            await (rubric.score_rollout if scores else rubric.dummy_score_rollout)(states[0])
+
+    async def dispose(self, played: Played) -> None:
+        await self._environment.rubric.cleanup(played.state)
 
     def _read_row(self, split: str, index: int) -> dict:
         """As in verifiers, an environment without an evaluation set evaluates on its training set."""
         use_eval = self._train is None or (split == "eval" and self._eval is not None)
         return (self._eval if use_eval else self._train)[index]
-
-    async def _score(self, state: vf.State) -> None:
-        """Scores and cleans up. A failed rollout is not scored: its reward would say nothing about the policy."""
-        rubric = self._environment.rubric
-        try:
-            if state.get("error") is not None:
-                raise state["error"]
-            for part in self._rubrics:  # again for each rollout: environments add functions as they go
-                _watch(part)
-            await self._raise_what_rewards_raise(rubric, state)
-        finally:
-            await rubric.cleanup(state)
-
-    async def _raise_what_rewards_raise(self, rubric: Any, state: vf.State) -> None:
-        errors: list[Exception] = []
-        token = _scoring.set(errors)
-        score = rubric.score_rollout if self._environment.score_rollouts else rubric.dummy_score_rollout
-        try:
-            await score(state)
-        except Exception as error:
-            errors.append(error)
-        finally:
-            _scoring.reset(token)
-        if errors:
-            raise RewardError from errors[0]
 
 
 class AskingClient(vf.Client):
@@ -93,10 +103,15 @@ class AskingClient(vf.Client):
     def __init__(self, ask: Ask, *, max_turns: int | None) -> None:
         super().__init__(ask)
         self._max_turns = max_turns
+        self._num_asked = 0
         self.reached_max_turns = False
+        self.place_of: dict[str, int] = {}  # of a response, by its id, among all that was asked
 
     def setup_client(self, config: Any) -> Any:
-        raise NotImplementedError(f"This client asks the orchestrator; it has no use for {config!r}")
+        raise TypeError(
+            f"A client of the orchestrator was given {config!r} to set up - expected an `ask` to be made of: it opens "
+            "no connection of its own. Ask through the client that the rollout was given."
+        )
 
     async def to_native_tool(self, tool: vf.Tool) -> dict:
         strict = {} if tool.strict is None else {"strict": tool.strict}
@@ -110,12 +125,16 @@ class AskingClient(vf.Client):
         self, prompt: list[dict], model: str, sampling_args: dict, tools: list[dict] | None = None, **kwargs: Any
     ) -> dict:
         self._stop_at_max_turns(kwargs.get("state"))
+        place = self._num_asked
+        self._num_asked += 1
         try:
-            return await self.client(prompt, tools=tools, sampling=_flat(sampling_args))
+            reply = await self.client(prompt, tools=tools, sampling=_flat(sampling_args))
         except OverlongPrompt as error:
             raise vf.OverlongPromptError(str(error)) from error
         except EngineError as error:
             raise vf.ModelError(str(error)) from error
+        self.place_of[reply["call"]] = place
+        return reply
 
     def _stop_at_max_turns(self, state: vf.State | None) -> None:
         """The run's own limit of turns; the environment's is its own affair and may be lower.
@@ -218,19 +237,54 @@ def _flat(sampling_args: dict) -> dict:
     return {**sampling, **(sampling_args.get("extra_body") or {})}
 
 
-def _result(state: vf.State, *, stopped_by_us: bool) -> dict:
-    answer = state.get("answer")
+def _result(played: Played, scoring: Scoring) -> dict:
+    state, answer = played.state, played.state.get("answer")
     return {
         "reward": checked_number(state.get("reward"), name="(the sum of all)"),
         "metrics": {name: checked_number(value, name=name) for name, value in (state.get("metrics") or {}).items()},
+        "turn_rewards": _turn_rewards(played, scoring),
         "prompt": to_chat(state.get("prompt")),
         "completion": _completion(state.get("completion")),
         "answer": answer if answer is None or isinstance(answer, str) else str(answer),
         "info": as_dict(state.get("info")),
         "example_id": as_id(state.get("example_id", 0)),
-        "stop": "max_turns_reached" if stopped_by_us else state.get("stop_condition"),
-        "truncated": bool(state.get("is_truncated")),
+        "stop": "max_turns_reached" if played.client.reached_max_turns else state.get("stop_condition"),
+        "truncated": _is_truncated(played),
     }
+
+
+def _is_truncated(played: Played) -> bool:
+    """Our own limit of turns is told to verifiers as an overlong prompt, and is none."""
+    if played.client.reached_max_turns:
+        return any(step.get("is_truncated") for step in played.state["trajectory"])
+    return bool(played.state.get("is_truncated"))
+
+
+def _let_judge_read_messages(rubric: vf.JudgeRubric) -> None:
+    """Of verifiers' messages its judge finds the question in dicts only, and asks about an empty one else."""
+    if getattr(rubric.judge, "_reads_messages", False):
+        return
+    judge = rubric.judge
+
+    async def ask(prompt: Any, completion: Any, answer: str, state: vf.State | None = None) -> str:
+        return await judge(prompt if isinstance(prompt, str) else to_chat(prompt), completion, answer, state)
+
+    ask._reads_messages = True  # type: ignore[attr-defined]
+    rubric.judge = rubric.class_objects["judge"] = ask
+
+
+def _turn_rewards(played: Played, scoring: Scoring) -> list[list[float]]:
+    """What the environment wrote into `reward` of a step of the trajectory, at the place where that turn was asked for.
+
+    A step that was not asked for (the environment made it up) has no tokens to credit.
+    """
+    rewards: list[list[float]] = []
+    for step in played.state["trajectory"]:
+        place = played.client.place_of.get(getattr(step.get("response"), "id", ""))
+        if scoring.is_own(step) and place is not None:
+            rewards += [[] for _ in range(place + 1 - len(rewards))]
+            rewards[place] = [checked_number(step["reward"], name="reward of a step of the trajectory")]
+    return rewards
 
 
 def _completion(completion: Any) -> list[dict]:
@@ -251,41 +305,3 @@ def _rubrics(environment: Any) -> Iterator[Any]:
         rubric = pending.pop()
         yield rubric
         pending += getattr(rubric, "rubrics", [])
-
-
-def _watch(rubric: Any) -> None:
-    for place, function in enumerate(rubric.funcs):
-        if not getattr(function, "_watched_by_trireme", False):
-            rubric.funcs[place] = _watched(function)
-
-
-def _watched(function: Callable) -> Callable:
-    """The same reward function (verifiers reads its signature and name) that also tells us when it fails."""
-    name = getattr(function, "__name__", type(function).__name__)
-
-    @functools.wraps(function)
-    async def watched(*args: Any, **kwargs: Any) -> float:
-        try:
-            value = function(*args, **kwargs)
-            return checked_number(await value if inspect.isawaitable(value) else value, name=name)
-        except Exception as error:
-            if (errors := _scoring.get()) is not None:
-                errors.append(error)
-            raise
-
-    watched.__name__ = name
-    watched._watched_by_trireme = True  # type: ignore[attr-defined]
-    return watched
-
-
-def _refuse_group_rewards(environment: Any) -> None:
-    rubrics = [
-        rubric for rubric in _rubrics(environment) if rubric.has_group_rewards and not hasattr(rubric, "rubrics")
-    ]
-    if rubrics:
-        names = ", ".join(function.__name__ for rubric in rubrics for function in rubric.funcs)
-        raise TypeError(
-            f"A reward function among {names} scores a whole group (plural parameters such as `completions`, or a list "
-            "as its return type) - expected functions that score one rollout - rewrite it per rollout; comparison "
-            "within a group is the advantage's work."
-        )

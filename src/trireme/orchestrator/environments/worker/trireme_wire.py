@@ -60,10 +60,10 @@ class Wire(asyncio.Protocol):
 
     def send(self, message: Message) -> None:
         if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush)
         self._outbox.append(encode(message))
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         assert self._transport is not None, "send before the connection was made"
         self._transport.write(b"".join(self._outbox))
         self._outbox.clear()

@@ -1,0 +1,245 @@
+"""Every loss on the quickstart task, and what staleness does to them: a table, and a plot beside it.
+
+    uv run --group bench python benchmarks/learning.py losses   # each recipe at a lag of 1 version
+    uv run --group bench python benchmarks/learning.py lag      # lags 0, 1, 2, 4, 8, 16 with and without correction
+
+`--seeds 5`, `--steps 40` and `--workers 2` (processes of one thread each) are the defaults; `--only GRPO DAPO` runs a
+part again. Rewards go to docs/curves/learning-TABLE.json, the plot beside them, the table to the terminal.
+See `in_process.py` for what is the run's own in this and what is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come: the machine's cores are shared among trials
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+from in_process import Course, Trial, learn
+
+CURVES = Path(__file__).parents[1] / "docs" / "curves"
+GOAL = 0.85
+"""Mean training reward, over `WINDOW` steps, that counts as learned. The base model has 0.41."""
+WINDOW = 5
+COLLAPSED = 0.2
+"""A run that ends so far below the best it had been has collapsed."""
+LAGS = (0, 1, 2, 4, 8, 16)
+
+LOSS, ADVANTAGE = "--trainer.loss.type", "--orchestrator.advantage.type"
+TWICE = ("--trainer.num-iterations", "2")
+SMALL = ("--orchestrator.batch-size", "64", "--orchestrator.rollouts-per-example", "8")
+"""Half of the quickstart's batch: sooner over, and harder, so that losses differ."""
+RECIPES: dict[str, tuple[str, ...]] = {
+    "importance": (),
+    "importance, max-RL": (ADVANTAGE, "max_rl"),
+    "GRPO": (LOSS, "grpo", ADVANTAGE, "group_mean_std"),
+    "GRPO, 2 iterations": (LOSS, "grpo", ADVANTAGE, "group_mean_std", *TWICE),
+    "Dr. GRPO": (LOSS, "dr_grpo"),
+    "DAPO": (LOSS, "dapo", ADVANTAGE, "group_mean_std", "--orchestrator.filters.truncated", "mask"),
+    "GSPO": (LOSS, "gspo", ADVANTAGE, "group_mean_std"),
+    "CISPO": (LOSS, "cispo", ADVANTAGE, "group_mean_std"),
+    "RLOO": (LOSS, "reinforce", ADVANTAGE, "leave_one_out"),
+    "REINFORCE++": (LOSS, "reinforce", ADVANTAGE, "batch"),
+    "REINFORCE, running mean": (LOSS, "reinforce", ADVANTAGE, "ema"),
+    "TIS": (LOSS, "tis"),
+    "IcePop": (LOSS, "icepop"),
+    "decoupled": (LOSS, "decoupled"),
+    "decoupled, 2 iterations": (LOSS, "decoupled", *TWICE),
+    "importance, KL to reference": ("--trainer.loss.beta", "0.02"),
+    "importance, entropy bonus": ("--trainer.loss.entropy-bonus", "0.003"),
+    "cross-entropy on good rollouts": (LOSS, "cross_entropy"),
+}
+DISTILLED = "teacher alone (distillation)"
+"""No reward at all; the teacher is what `importance` makes of the base model in as many steps, with another seed."""
+TEACHER = ("--orchestrator.teacher.base-url", "http://127.0.0.1/v1", "--orchestrator.teacher.reward-weight", "0")
+CORRECTIONS: dict[str, tuple[str, ...]] = {
+    "none (REINFORCE)": (LOSS, "reinforce"),
+    "importance": (),
+}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of all seeds of one row."""
+
+    name: str
+    rewards: np.ndarray  # [seeds, steps]
+    ess: float  # mean over all steps and seeds
+
+    @property
+    def smooth(self) -> np.ndarray:
+        kernel = np.ones(WINDOW) / WINDOW
+        return np.stack([np.convolve(row, kernel, mode="valid") for row in self.rewards])
+
+    @property
+    def steps_to_goal(self) -> list[int | None]:
+        reached = self.smooth >= GOAL
+        return [int(row.argmax()) + WINDOW if row.any() else None for row in reached]
+
+    @property
+    def num_collapsed(self) -> int:
+        smooth = self.smooth
+        return int((smooth.max(1) - smooth[:, -1] > COLLAPSED).sum())
+
+    def line(self) -> str:
+        reached = [steps for steps in self.steps_to_goal if steps is not None]
+        steps = f"{np.median(reached):.0f} ({min(reached)}-{max(reached)})" if reached else "-"
+        last = self.smooth[:, -1]
+        cells = [
+            self.name,
+            f"{len(reached)}/{len(self.rewards)}",
+            steps,
+            f"{last.mean():.3f} ± {last.std():.3f}",
+            f"{self.num_collapsed}",
+            f"{self.ess:.2f}",
+        ]
+        return "| " + " | ".join(cells) + " |"
+
+
+HEAD = (
+    f"| | seeds that reach {GOAL} | steps to it: median (range) | reward at the end | collapsed | effective samples |\n"
+    "|---|---|---|---|---|---|"
+)
+
+
+def run(trials: list[Trial], workers: int) -> dict[Trial, Course]:
+    """All of them, a few at once."""
+    results = {}
+    began = time.perf_counter()
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(learn, trial): trial for trial in trials}
+        for number, future in enumerate(as_completed(futures), start=1):
+            trial = futures[future]
+            results[trial] = future.result()
+            seconds = time.perf_counter() - began
+            print(
+                f"{number}/{len(trials)} {seconds:.0f} s  {trial.name}, lag {trial.lag}, seed {trial.seed}", flush=True
+            )
+    return results
+
+
+def read(table: str) -> dict[str, dict]:
+    """Rows that were made before."""
+    path = CURVES / f"learning-{table}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def keep(courses: list) -> dict:
+    """Of one row, as it is written."""
+    return {
+        "rewards": np.round([course.rewards for course in courses], 4).tolist(),
+        "ess": round(float(np.nanmean([course.ess for course in courses])), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=["losses", "lag"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", nargs="*", default=None)
+    args = parser.parse_args()
+    rows = losses() if args.table == "losses" else lags()
+    rows = {name: row for name, row in rows.items() if args.only is None or name in args.only}
+    trials = {
+        name: [trial_of(name, flags, lag=lag, seed=seed, steps=args.steps) for seed in range(args.seeds)]
+        for name, (flags, lag) in rows.items()
+    }
+    courses = run([trial for group in trials.values() for trial in group], args.workers)
+    found = read(args.table) | {name: keep([courses[trial] for trial in group]) for name, group in trials.items()}
+    summaries = [
+        Summary(name, np.array(found[name]["rewards"]), found[name]["ess"])
+        for name in (losses() if args.table == "losses" else lags())
+        if name in found
+    ]
+    print(HEAD)
+    for summary in summaries:
+        print(summary.line())
+    write(args.table, {summary.name: found[summary.name] for summary in summaries})
+    plot(args.table, summaries)
+
+
+def trial_of(name: str, flags: tuple[str, ...], *, lag: int, seed: int, steps: int) -> Trial:
+    teacher = Trial("teacher", SMALL, seed=1000 + seed, max_steps=steps) if name == DISTILLED else None
+    return Trial(name, SMALL + flags, lag=lag, seed=seed, max_steps=steps, teacher=teacher)
+
+
+def losses() -> dict[str, tuple[tuple[str, ...], int]]:
+    return {name: (flags, 1) for name, flags in (RECIPES | {DISTILLED: TEACHER}).items()}
+
+
+def lags() -> dict[str, tuple[tuple[str, ...], int]]:
+    return {f"lag {lag}, {name}": (flags, lag) for lag in LAGS for name, flags in CORRECTIONS.items()}
+
+
+def write(table: str, rows: dict[str, dict]) -> None:
+    CURVES.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(row, separators=(',', ':'))}" for name, row in rows.items())
+    (CURVES / f"learning-{table}.json").write_text(f"{{\n{lines}\n}}\n")
+
+
+def plot(table: str, summaries: list[Summary]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "trireme"  # the same figures give the same file
+    from matplotlib import pyplot
+
+    figure = plot_losses(pyplot, summaries) if table == "losses" else plot_lags(pyplot, summaries)
+    figure.savefig(CURVES / f"learning-{table}.svg", metadata={"Date": None}, bbox_inches="tight")
+
+
+def plot_losses(pyplot, summaries: list[Summary]):
+    columns = 4
+    figure, panels = pyplot.subplots(
+        -(-len(summaries) // columns),
+        columns,
+        figsize=(11, 10),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, summary in zip(panels.flat, summaries, strict=False):
+        draw(panel, summary, color="C0")
+        panel.axhline(GOAL, color="0.7", linewidth=0.6)
+        panel.set_title(summary.name, fontsize=8)
+    for panel in list(panels.flat)[len(summaries) :]:
+        panel.set_visible(False)
+    figure.supxlabel("step")
+    figure.supylabel("training reward, mean and range over seeds")
+    return figure
+
+
+def plot_lags(pyplot, summaries: list[Summary]):
+    figure, panels = pyplot.subplots(2, 3, figsize=(11, 6), sharex=True, sharey=True, layout="constrained")
+    for panel, lag in zip(panels.flat, LAGS, strict=True):
+        for number, name in enumerate(CORRECTIONS):
+            for summary in (each for each in summaries if each.name == f"lag {lag}, {name}"):
+                draw(panel, summary, color=f"C{number}", label=name)
+        panel.set_title(f"lag {lag}", fontsize=9)
+    panels.flat[0].legend(fontsize=7, frameon=False)
+    figure.supxlabel("step")
+    figure.supylabel("training reward, mean and range over seeds")
+    return figure
+
+
+def draw(panel, summary: Summary, *, color: str, label: str | None = None) -> None:
+    smooth = summary.smooth
+    steps = np.arange(smooth.shape[1]) + WINDOW
+    panel.plot(steps, smooth.mean(0), color=color, label=label, linewidth=1.2)
+    panel.fill_between(steps, smooth.min(0), smooth.max(0), color=color, alpha=0.2, linewidth=0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""How far `trireme plan` is off: its memory of a trainer's step beside what the step really takes, on CPU.
+
+uv run python benchmarks/memory.py             # all cases, each in a process of its own
+uv run python benchmarks/memory.py --cases 3 4 # some of them
+
+Two things are measured in a step that is not the first. `tensors` is exact: what torch's allocator had handed out at
+the highest, as its profiler saw every request. `process` is what the kernel says the process grew by since before the
+model was built, at the highest: with what malloc does not give back, and the buffers of matrix libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}  # before torch is imported
+
+MIB = 1 << 20
+HEAD_DIM = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of Qwen3's kind, and rows for it."""
+
+    hidden: int
+    layers: int
+    tokens: int  # of a row
+    rows: int = 2
+    samples: int = 2  # in each row; several need a mask
+    vocabulary: int = 8192
+    dtype: str = "float32"
+    ac: str | None = None  # "full", "selective", or every other layer: "half"
+    rank: int | None = None  # of adapters
+    optimizer: str = "adamw"
+    head_chunk: int = 1024
+
+    def __str__(self) -> str:
+        extras = [self.dtype.replace("float", "f")] * (self.dtype != "float32")
+        extras += [f"ac {self.ac}"] * bool(self.ac) + [f"LoRA {self.rank}"] * bool(self.rank)
+        extras += [self.optimizer] * (self.optimizer != "adamw") + [f"chunk {self.head_chunk}"] * (
+            self.head_chunk != 1024
+        )
+        shape = f"{self.layers} x {self.hidden}, {self.rows} x {self.tokens}"
+        return ", ".join([shape, f"V {self.vocabulary}", f"{self.samples} sample(s)", *extras])
+
+
+CASES = (
+    Case(256, 2, 512),
+    Case(256, 4, 1024, samples=1),
+    Case(256, 4, 1024),
+    Case(256, 2, 4096, samples=1),
+    Case(256, 8, 512, ac="full"),
+    Case(256, 8, 512, ac="half"),
+    Case(256, 8, 512, ac="selective"),
+    Case(256, 8, 1024, dtype="bfloat16"),
+    Case(256, 8, 1024, dtype="bfloat16", ac="full"),
+    Case(512, 4, 512, rows=1, vocabulary=1024),
+    Case(512, 4, 512, rank=16),
+    Case(512, 4, 512, rank=16, dtype="bfloat16", ac="full"),
+    Case(512, 4, 128, optimizer="sgd", vocabulary=1024),
+    Case(512, 4, 128, optimizer="muon", vocabulary=1024),
+    Case(256, 2, 1024, vocabulary=32768, samples=1),
+    Case(256, 2, 1024, vocabulary=32768, samples=1, head_chunk=256),
+    Case(1024, 2, 256, vocabulary=1024, samples=1),
+    Case(1024, 4, 512, vocabulary=1024),
+    Case(1024, 4, 512, vocabulary=1024, ac="full"),
+)
+
+
+def architecture(case: Case) -> dict[str, Any]:
+    heads = case.hidden // HEAD_DIM
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": case.hidden,
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": 3 * case.hidden,
+        "vocab_size": case.vocabulary,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 65536,
+    }
+
+
+def settings(case: Case) -> dict[str, Any]:
+    """Of `[trainer]`."""
+    model: dict[str, Any] = {"from_scratch": True, "optimization_dtype": case.dtype, "head_chunk": case.head_chunk}
+    if case.ac:
+        model["ac"] = {"freq": 2 if case.ac == "half" else 1, "mode": case.ac if case.ac == "selective" else "full"}
+    if case.rank:
+        model["lora"] = {"rank": case.rank}
+    return {"model": model, "optim": {"type": case.optimizer}, "num_ranks": 1}
+
+
+def run_config(case: Case, folder: Path) -> Any:
+    from trireme.base.devices import Devices
+    from trireme.config.resolve import resolve
+    from trireme.config.run import RunConfig
+
+    (folder / "config.json").write_text(json.dumps(architecture(case)))
+    trainer = settings(case)
+    trainer["model"]["name"] = str(folder)
+    values = {"device": "cpu", "seq_len": case.tokens, "max_steps": 10, "trainer": trainer}
+    return resolve(RunConfig.model_validate(values), Devices(cores=1))
+
+
+def planned_bytes(case: Case, config: Any) -> tuple[float, float]:
+    """Of tensors, and of the process beyond what it is before a model is there."""
+    from trireme.algo.architecture import architecture_of
+    from trireme.algo.memory import changed
+    from trireme.launch.estimate import CPU_SCATTERED, PROCESS_BYTES, scattered_bytes
+    from trireme.launch.sizes import training_of
+
+    training = training_of(config, architecture_of(architecture(case)), rows=case.rows)
+    training = changed(training, packed=case.samples > 1)
+    moments = {name: parts for name, parts in training.memory.moments.items() if name != "publish"}
+    parts = max(moments.values(), key=lambda parts: sum(parts.values()))
+    tensors = sum(parts.values())
+    return tensors, tensors + scattered_bytes(parts, CPU_SCATTERED) + PROCESS_BYTES
+
+
+def measured_bytes(case: Case, config: Any, world: Any) -> tuple[float, float]:
+    """As `planned_bytes`; of the first three steps."""
+    from trireme.trainer.stepper import Stepper, base_state
+
+    before = resident_bytes("VmRSS")
+    state = base_state(config, world)
+    stepper, batch = Stepper(config, state, world), batch_of(case)
+    stepper.step(batch(0))
+    settled = _held(state)
+    Path("/proc/self/clear_refs").write_text("5")  # the highest is counted from here
+    stepper.step(batch(1))
+    process = resident_bytes("VmHWM") - before
+    return settled + highest_of(lambda: stepper.step(batch(2))), process
+
+
+def batch_of(case: Case) -> Any:
+    import numpy as np
+
+    from trireme.algo.packing import Sample, rows_of
+    from trireme.messages import BatchReply, build_tokens
+
+    rng, length = np.random.default_rng(0), case.tokens // case.samples
+    mask, zeros = np.ones(length), np.zeros(length)
+    ids = rng.integers(0, case.vocabulary, (case.rows * case.samples, length))
+    columns = {"loss_mask": mask, "logprobs": zeros - 5, "advantages": mask, "versions": zeros}
+    samples = [Sample(build_tokens(ids=each, **columns), 1.0) for each in ids]
+    rows = [list(range(row * case.samples, (row + 1) * case.samples)) for row in range(case.rows)]
+    packed, count = rows_of(samples, rows), len(samples)
+    return lambda step: BatchReply(
+        step=step,
+        micro_batches=packed,
+        loss_tokens=count * (length - 1),
+        num_rollouts=count,
+        loss_samples=count,
+    )
+
+
+def _held(state: Any) -> float:
+    """By parameters and the optimizer's state."""
+    import torch
+
+    tensors = [*state.model.parameters(), *state.model.buffers()]
+    tensors += [value for each in state.optimizer.state.values() for value in each.values() if torch.is_tensor(value)]
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}
+    return float(sum(storages.values()))
+
+
+def highest_of(work: Any) -> float:
+    """Bytes that torch handed out beyond those it had handed out before, at the highest."""
+    import numpy as np
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()
+    requests = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return float(np.cumsum([number for _, number in requests]).max())
+
+
+def resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+
+def measure(case: Case) -> dict[str, float]:
+    """In this process."""
+    from trireme.trainer.mesh import open_world
+
+    with tempfile.TemporaryDirectory() as name, open_world("cpu", threads=1, timeout_s=60) as world:
+        config = run_config(case, Path(name))
+        planned = planned_bytes(case, config)
+        measured = measured_bytes(case, config, world)
+    names = ("tensors", "process")
+    return {f"planned_{name}": number for name, number in zip(names, planned, strict=True)} | {
+        f"measured_{name}": number for name, number in zip(names, measured, strict=True)
+    }
+
+
+def in_its_own_process(case: Case) -> dict[str, float]:
+    """Forked off this one, which has imported everything and computed nothing."""
+    here, there = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(here)
+        with os.fdopen(there, "w") as file:
+            json.dump(measure(case), file)
+        os._exit(0)
+    os.close(there)
+    with os.fdopen(here) as file:
+        found = file.read()
+    _, status = os.waitpid(child, 0)
+    if status or not found:
+        raise SystemExit(f"{case} failed: its words are above")
+    return json.loads(found)  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, nargs="*", help="only these, by number")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    arguments = parser.parse_args()
+    import torch
+
+    import trireme.trainer.stepper  # noqa: F401 (what it imports is there before anything is measured)
+
+    torch.set_num_threads(1)
+    chosen = CASES if arguments.cases is None else [CASES[number] for number in arguments.cases]
+    print("| layers x hidden, rows x tokens | tensors: plan | measured | error | process: plan | measured | error |")
+    print("|---|---|---|---|---|---|---|")
+    rows = []
+    for case in chosen:
+        row = in_its_own_process(case)
+        rows.append(asdict(case) | row)
+        print(f"| {case} | {' | '.join(cells(row))} |", flush=True)
+    print(f"\nlargest error: tensors {largest(rows, 'tensors'):.1%}, process {largest(rows, 'process'):.1%}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+def cells(row: dict[str, float]) -> list[str]:
+    found = []
+    for name in ("tensors", "process"):
+        planned, measured = row[f"planned_{name}"], row[f"measured_{name}"]
+        found += [f"{planned / MIB:,.0f} MiB", f"{measured / MIB:,.0f} MiB", f"{planned / measured - 1:+.1%}"]
+    return found
+
+
+def largest(rows: list[dict[str, Any]], name: str) -> float:
+    return max(abs(row[f"planned_{name}"] / row[f"measured_{name}"] - 1) for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""What a rollout costs the orchestrator: CPU time of its process, from the example to the packed row.
+
+    uv run python benchmarks/orchestrator.py [--rollouts 40000] [--in-flight 4096] [--json FILE]
+    uv run python benchmarks/orchestrator.py --against FOLDER    another checkout's orchestrator, by turns with ours
+
+Three kinds of processes, as in a run: the orchestrator (its real loop, with chat template, tokenizer, environment
+protocol, HTTP to the engine, advantages, journal on disk, packing, ZeroMQ to the trainer), the environment's workers
+(real ones), and an engine that answers at once with a trainer that only counts (`instant.py`). "One core" is the
+orchestrator's: the figure is rollouts per CPU second of its process, all its threads together, so it does not depend
+on what else the machine does; what the others took is shown beside it. The first tenth of the run is not counted.
+
+Lag is how much later than asked for the event loop came back to a task that sleeps 2 ms again and again. A long stall
+counts as all the sleeps that it kept waiting. On a machine that is shared the scheduler's part is in it; `own` is the
+part of it during which our own process was on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parents[1]
+TICK_S = 0.002
+SAY = """
+    def dataset(size=2000):
+        return [{"prompt": f"say {number}", "answer": str(number)} for number in range(size)]
+
+    def reward(completion, answer):
+        return sum(place * ord(letter) for place, letter in enumerate(completion, start=1)) % 97 / 97
+"""
+TASK = {"end": 2, "letters": list(range(63, 89))}  # of the model's tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=40_000)
+    parser.add_argument("--in-flight", type=int, default=4096, help="rollouts under way at once, two batches of them")
+    parser.add_argument("--group", type=int, default=16, help="rollouts per example")
+    parser.add_argument("--tokens", type=int, default=8, help="most tokens of an answer")
+    parser.add_argument("--workers", type=int, default=2, help="processes of the environment")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--environment", default=None, help="an environment's id; one of a few lines where not given")
+    parser.add_argument("--synchronous", action="store_true", help="one batch at a time, in order, with seeds")
+    parser.add_argument("--against", type=Path, default=None, help="another checkout, measured by turns with this one")
+    parser.add_argument("--turns", type=int, default=1, help="measurements of each")
+    parser.add_argument("--folder", type=Path, default=None, help="where runs are kept; they are removed otherwise")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        default=None,
+        help="write the stacks that py-spy (which must be installed) saw to this file",
+    )
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--inside", type=Path, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.inside is not None:
+        return asyncio_main(args.inside)
+    checkouts = {"this": ROOT} | ({"other": args.against.resolve()} if args.against else {})
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
+    for turn in range(args.turns):
+        for name, checkout in checkouts.items():
+            results[name].append(measure(args, checkout, name=f"{name}-{turn}"))
+    show(results)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+def measure(args: argparse.Namespace, checkout: Path, *, name: str) -> dict[str, Any]:
+    """One run in processes of its own, with the sources of `checkout`."""
+    folder = (args.folder or Path(tempfile.mkdtemp(prefix="orchestrator-"))) / name
+    folder.mkdir(parents=True)
+    variables = os.environ | {"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
+    told = folder / "company.json"
+    config = build_config(args, folder)
+    told.write_text(json.dumps({"config": config, "most_tokens": args.tokens} | TASK))
+    log = open(folder / "log", "wb")  # noqa: SIM115 - of both processes
+    company = subprocess.Popen(
+        [sys.executable, str(HERE.with_name("instant.py")), str(told)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=variables, cwd=ROOT,
+    )  # fmt: skip
+    assert company.stdout is not None
+    assert company.stdin is not None
+    try:
+        company.stdout.readline()
+        inside = folder / "inside.json"
+        inside.write_text(json.dumps({"config": config, "company": company.pid, "out": str(folder / "out.json")}))
+        command = [sys.executable, str(HERE), "--inside", str(inside)]
+        if args.profile:
+            spy = ["py-spy", "record", "-r", "250", "-f", "raw", "--function", "--gil", "-o", str(args.profile), "--"]
+            command = [*spy, *command]
+        subprocess.run(command, env=variables, cwd=ROOT, check=True, stdout=log, stderr=log)
+        return summary(json.loads((folder / "out.json").read_text()))
+    finally:
+        company.stdin.close()
+        company.wait(10)
+        if args.folder is None:
+            shutil.rmtree(folder.parent)
+
+
+def build_config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    import textwrap
+
+    sys.path.insert(0, str(ROOT / "tests"))
+    from trireme.base.processes import free_port
+
+    environment = folder / "say.py"
+    environment.write_text(textwrap.dedent(SAY))
+    batch_size = args.in_flight if args.synchronous else args.in_flight // 2
+    return {
+        "output_dir": str(folder / "run"),
+        "device": "cpu",
+        "max_steps": -(-args.rollouts // batch_size),
+        "max_async_level": 0 if args.synchronous else 1,
+        "seq_len": 1024,
+        "model": {"name": str(ROOT / "models" / "reverse-text-tiny")},
+        "ports": {"batches": free_port()},
+        "inference": {"server": {"port": free_port()}},
+        "hosts": {"inference": [f"127.0.0.1:{free_port()}" for _ in range(args.engines)]} if args.engines > 1 else {},
+        "weight_broadcast": {"type": "filesystem", "probe_tolerance": 1e-3},
+        "orchestrator": {
+            "batch_size": batch_size,
+            "rollouts_per_example": args.group,
+            "max_concurrent": args.in_flight,
+            "sampling": {"max_tokens": args.tokens},
+            "env": [
+                {
+                    "id": args.environment or str(environment),
+                    "name": "say",
+                    "num_workers": args.workers,
+                    "max_concurrent": args.in_flight,
+                }
+            ],
+            "server": {"port": free_port()},
+        },
+    }
+
+
+# in the orchestrator's process
+
+
+def asyncio_main(told: Path) -> None:
+    from trireme.base.log import start_logging
+    from trireme.config.run import RunConfig
+    from trireme.orchestrator import loop
+
+    given = json.loads(told.read_text())
+    start_logging("orchestrator", "info")
+    config = RunConfig.model_validate(given["config"])
+    with asyncio.Runner(loop_factory=getattr(loop, "new_event_loop", None)) as runner:
+        found = runner.run(watched(config, psutil.Process(given["company"])))
+    Path(given["out"]).write_text(json.dumps(found))
+
+
+async def watched(config: Any, company: psutil.Process) -> dict[str, Any]:
+    from trireme.orchestrator.loop import drive, open_orchestrator
+
+    rows: list[dict[str, float]] = []
+    lags: list[tuple[float, float]] = []
+    async with open_orchestrator(config) as orchestrator:
+        watching = [asyncio.create_task(note_rows(orchestrator, config, company, rows))]
+        watching.append(asyncio.create_task(note_lags(lags)))
+        await drive(orchestrator)
+        rows.append(row_of(orchestrator, config, company))
+        for task in watching:
+            task.cancel()
+    return {"rows": rows, "lags": lags}
+
+
+async def note_rows(orchestrator: Any, config: Any, company: psutil.Process, rows: list[dict[str, float]]) -> None:
+    """One for each batch."""
+    seen, most = -1, 0
+    while True:
+        most = max(most, sum(worker.num_running for worker in workers_of(orchestrator)))
+        if orchestrator.scheduler.next_batch != seen:
+            seen = orchestrator.scheduler.next_batch
+            rows.append(row_of(orchestrator, config, company) | {"under_way": most})
+            most = 0
+        await asyncio.sleep(0.02)
+
+
+def row_of(orchestrator: Any, config: Any, company: psutil.Process) -> dict[str, float]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    workers = sum(sum(psutil.Process(worker.pid).cpu_times()[:2]) for worker in workers_of(orchestrator))
+    return {
+        "at": time.perf_counter(),
+        "rollouts": orchestrator.scheduler.next_batch * config.orchestrator.batch_size,
+        "cpu_s": used.ru_utime + used.ru_stime,
+        "system_s": used.ru_stime,
+        "workers_s": workers,
+        "company_s": sum(company.cpu_times()[:2]),
+        "rss": psutil.Process().memory_info().rss,
+    }
+
+
+def workers_of(orchestrator: Any) -> list[Any]:
+    return [worker for each in orchestrator.scheduler._environments.values() for worker in each._workers]
+
+
+async def note_lags(lags: list[tuple[float, float]]) -> None:
+    """How late, and for how much of it our process was running at most."""
+    while True:
+        due, used = time.perf_counter() + TICK_S, time.process_time()
+        await asyncio.sleep(TICK_S)
+        late = max(0.0, time.perf_counter() - due)
+        lags.append((late, min(late, time.process_time() - used)))
+
+
+# what came of it
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    rows = found["rows"]
+    total = rows[-1]["rollouts"]
+    first = next(row for row in rows if row["rollouts"] >= total / 10)
+    last = rows[-2]  # the last batch is followed by a good-bye
+    done = last["rollouts"] - first["rollouts"]
+    lags = np.array(found["lags"][len(found["lags"]) // 10 :])
+    late, own = (unhurried(column) for column in lags.T)
+
+    def cost_us(what: str, begin: dict[str, float] = first, end: dict[str, float] = last) -> float:
+        return (end[what] - begin[what]) / max(1, end["rollouts"] - begin["rollouts"]) * 1e6
+
+    early, middle, end = (nearest(rows, total * share) for share in (0.1, 0.4, 0.7))
+    return {
+        "rollouts": done,
+        "rollouts_per_cpu_s": 1e6 / cost_us("cpu_s"),
+        "rollouts_per_wall_s": done / (last["at"] - first["at"]),
+        "orchestrator_us": cost_us("cpu_s"),
+        "of_it_system_us": cost_us("system_s"),
+        "workers_us": cost_us("workers_s"),
+        "company_us": cost_us("company_s"),
+        "early_us": cost_us("cpu_s", early, middle),
+        "late_us": cost_us("cpu_s", end, last),
+        "rss_early_mib": early["rss"] / 2**20,
+        "rss_late_mib": last["rss"] / 2**20,
+        "rss_most_mib": max(row["rss"] for row in rows) / 2**20,
+        "lag_p50_ms": float(np.percentile(late, 50)) * 1e3,
+        "lag_p99_ms": float(np.percentile(late, 99)) * 1e3,
+        "lag_max_ms": float(late.max()) * 1e3,
+        "own_lag_p99_ms": float(np.percentile(own, 99)) * 1e3,
+        "own_lag_max_ms": float(own.max()) * 1e3,
+        "most_under_way": max(row.get("under_way", 0) for row in rows),
+    }
+
+
+def nearest(rows: list[dict[str, float]], rollouts: float) -> dict[str, float]:
+    return min(rows[:-1], key=lambda row: abs(row["rollouts"] - rollouts))
+
+
+def unhurried(late: np.ndarray) -> np.ndarray:
+    """A stall of 10 ticks would be one sample beside those of the quiet: it is counted as the 10 that it swallowed."""
+    return np.concatenate([late, *(np.arange(value - TICK_S, 0, -TICK_S) for value in late if value > TICK_S)])
+
+
+def show(results: dict[str, list[dict[str, Any]]]) -> None:
+    table = Table("", *results)
+    for what in next(iter(results.values()))[0]:
+        cells = []
+        for found in results.values():
+            values = [each[what] for each in found]
+            spread = f"  ({min(values):,.1f} to {max(values):,.1f})" if len(values) > 1 else ""
+            cells.append(f"{statistics.median(values):,.1f}{spread}")
+        table.add_row(what, *cells)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

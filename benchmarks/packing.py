@@ -1,0 +1,118 @@
+"""How full rows are, how long ranks wait for each other, and what a rank's batch costs to hand out.
+
+    uv run python benchmarks/packing.py
+
+Lengths are drawn, costs are those of a model of 7 billion parameters. "Before" is first-fit decreasing, dealt to ranks
+in order. An answer is timed from the journal's entry to the reply that the trainer has decoded.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from trireme.algo.cost import Cost, cost_of
+from trireme.algo.packing import deal, pack
+from trireme.ledger.records import BatchRecord, Rollout, State
+from trireme.ledger.shares import share_of
+from trireme.messages import build_tokens, decode_reply, encode
+
+MODEL = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+}
+
+CASES = ((512, 16384, 8), (256, 8192, 8), (1024, 32768, 8), (128, 4096, 2), (2048, 8192, 64))
+"""Samples, tokens of a row, ranks."""
+
+
+def lengths_of(kind: str, count: int, capacity: int) -> list[int]:
+    rng = np.random.default_rng(0)
+    if kind == "long tail":  # most answers are short, a few as long as they may be
+        drawn = rng.lognormal(np.log(capacity / 10), 0.8, count)
+    elif kind == "even":
+        drawn = rng.integers(capacity // 40, capacity // 2, count)
+    else:  # one of five is cut off, or nearly
+        long = rng.random(count) < 0.2
+        drawn = np.where(
+            long, rng.integers(capacity * 3 // 4, capacity, count), rng.integers(64, capacity // 10, count)
+        )
+    return np.clip(drawn, 32, capacity).astype(int).tolist()
+
+
+def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = (row for row in rows if sum(lengths[i] for i in row) + lengths[index] <= capacity)
+        row = next(fits, None)
+        if row is None:
+            rows.append([index])
+        else:
+            row.append(index)
+    return rows
+
+
+def imbalance(dealt: list[list[list[int]]], lengths: list[int], cost: Cost) -> float:
+    costs = np.array([[cost.of_row([lengths[i] for i in row]) for row in rows] for rows in dealt])
+    return float(costs.max(axis=0).sum() / costs.sum() * len(dealt) - 1)
+
+
+def line(kind: str, attention: str, case: tuple[int, int, int]) -> str:
+    count, capacity, ranks = case
+    lengths, cost = lengths_of(kind, count, capacity), cost_of(MODEL, attention=attention)
+    began = time.perf_counter()
+    dealt = deal(lengths, capacity=capacity, ranks=ranks, cost=cost)
+    seconds = time.perf_counter() - began
+    rows = first_fit(lengths, capacity)
+    rounds = -(-len(rows) // ranks)
+    before = [rows[rank::ranks] + [[]] * (rounds - len(rows[rank::ranks])) for rank in range(ranks)]
+    full = sum(lengths) / (capacity * len(pack(lengths, capacity)))
+    return (
+        f"| {kind} | {attention} | {count} in {capacity} on {ranks} | {full:.1%} | "
+        f"{imbalance(before, lengths, cost):.1%} | {imbalance(dealt, lengths, cost):.1%} | {seconds * 1e3:.0f} |"
+    )
+
+
+def answer(num_rollouts: int, ranks: int) -> str:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(8, 0.7, num_rollouts), 100, 16384).astype(int).tolist()
+    record = BatchRecord(0, [_rollout(place, length, rng) for place, length in enumerate(lengths)], [], State())
+    began = time.perf_counter()
+    reply = encode(share_of(record, rank=0, world=ranks, capacity=16384))
+    decode_reply(reply)
+    return f"| {sum(lengths):,} | {ranks} | {len(reply) / 1e6:.1f} | {(time.perf_counter() - began) * 1e3:.0f} |"
+
+
+def _rollout(place: int, length: int, rng: np.random.Generator) -> Rollout:
+    mask = np.arange(length) >= length // 4
+    tokens = build_tokens(
+        ids=rng.integers(0, 150_000, length),
+        loss_mask=mask,
+        logprobs=np.where(mask, -1.0, 0.0),
+        advantages=np.where(mask, 0.3, 0.0),
+        versions=np.where(mask, 3, -1),
+    )
+    return Rollout(0, place, 0, "env", place, 0.5, [tokens], 1.0)
+
+
+def main() -> None:
+    print("| lengths | attention | samples, row, ranks | rows full | waiting before | now | ms |")
+    print("|---|---|---|---|---|---|---|")
+    for attention in ("flash_attention_2", "sdpa"):
+        for kind in ("long tail", "even", "two kinds"):
+            for case in CASES:
+                print(line(kind, attention, case), flush=True)
+    print("\n| tokens of the batch | ranks | MB to one rank | ms |\n|---|---|---|---|")
+    for num_rollouts in (128, 512):
+        for ranks in (1, 8):
+            print(answer(num_rollouts, ranks), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What is measured: rows of the table, and the runs of each.
+
+A cell is one run of one side. Cells are kept in a JSON file as they are done: a measurement that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from models import Spread
+
+ROOT = Path(__file__).parents[2]
+SIDES = ("trireme", "trl")
+QUICKSTART = ROOT / "models" / "reverse-text-tiny"
+SPREADS = [Spread(0.0, mean=32), Spread(0.75, mean=32), Spread(1.88, mean=32)]  # the last is 1.5 after cutting off
+LARGE = Spread(0.0, mean=128, longest=128)
+DELAYS_S = (0.1, 1.0)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. Both sides read all of it; `ours` and `options` are each side's own.
+
+    Example:
+        Cell("b", "reverse-text", side="trl", seed=0, model="models/reverse-text-tiny", max_steps=70)
+    """
+
+    row: str
+    name: str
+    side: str
+    seed: int
+    model: str
+    max_steps: int
+    task: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = 128
+    group_size: int = 16
+    max_tokens: int = 16
+    seq_len: int = 128
+    lr: float = 5e-4
+    ours: str = ""  # lines of our configuration that belong to this row
+    options: dict[str, Any] = field(default_factory=dict)  # of GRPOConfig
+    threads: int = 0  # of theirs; 0: as many as there are cores
+
+    @property
+    def key(self) -> str:
+        return f"{self.row}/{self.name}/{self.side}/{self.seed}"
+
+
+def cells_of(seeds: list[int], folder: Path, *, quick: bool, rows: str) -> list[Cell]:
+    """Sides take turns, and the one that goes first changes from seed to seed."""
+    drafts = [draft for draft in _drafts(folder, quick=quick) if draft.row in rows]
+    return [
+        Cell(**(asdict(draft) | {"seed": seed, "side": side}))
+        for place, seed in enumerate(seeds)
+        for draft in drafts
+        for side in (SIDES if place % 2 == 0 else SIDES[::-1])
+    ]
+
+
+def _drafts(folder: Path, *, quick: bool) -> list[Cell]:
+    shared = {"side": "", "seed": 0}
+    reverse = shared | {"model": str(QUICKSTART)}
+    frozen = shared | {"lr": 1e-12}  # the lengths stay as they are, and all the work is done
+    small, large = str(folder / "models" / "small"), str(folder / "models" / "large")
+    found = [Cell("b", "reverse-text", **reverse, task={"kind": "reverse"}, max_steps=12 if quick else 80)]
+    for delay_s in DELAYS_S:
+        task = {"kind": "reverse", "delay_s": delay_s}
+        ours = slow_environment(delay_s)
+        found.append(Cell("d", f"{delay_s:g} s", **reverse, task=task, max_steps=8 if quick else 20, ours=ours))
+    for spread in SPREADS[:: 2 if quick else 1]:
+        sizes = {"max_tokens": spread.longest + 1, "seq_len": 640, "max_steps": 5 if quick else 8}
+        task = {"kind": "countdown", "spread": spread.word}
+        name, ours = f"{spread.true_variation():.2f}", "max_async_level = 3"  # while the longest answer goes on
+        found.append(Cell("c", name, **frozen, model=small, task=task, ours=ours, **sizes))
+    sizes = {"max_tokens": LARGE.longest + 1, "seq_len": 256, "max_steps": 4 if quick else 6, "batch_size": 64}
+    task = {"kind": "countdown", "spread": LARGE.word}
+    found.append(Cell("e", "20M", **frozen, model=large, task=task, **sizes))
+    return found
+
+
+def slow_environment(delay_s: float) -> str:
+    """Batches that may be under way at once: answers of one are made while another waits for its environment."""
+    return f"max_async_level = {2 if delay_s < 0.5 else 4}"
+
+
+class Results:
+    """What is known of each cell, on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def get(self, cell: Cell) -> dict[str, Any] | None:
+        """None where it was not measured, or was another one."""
+        kept = self._found.get(cell.key)
+        return kept["result"] if kept and kept["cell"] == asdict(cell) else None
+
+    def put(self, cell: Cell, result: dict[str, Any]) -> None:
+        self._found[cell.key] = {"cell": asdict(cell), "result": result}
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(self._found, indent=1))
+        new.replace(self._path)

@@ -1,0 +1,77 @@
+"""TRL's `GRPOTrainer` and us, side by side: the same model file, prompts, reward, batch, learning rate and cores.
+
+    uv run python benchmarks/vs_trl.py [--quick] [--seeds 0 1 2 3 4] [--rows bcde] [--write]
+
+Rows: (a) reward against rollouts, and (b) seconds and CPU seconds to a reward, from the same runs; (c) tokens per
+second as the spread of response lengths grows; (d) environments that take a while; (e) 20 million parameters, responses
+of 128 tokens. One run at a time, sides by turns. TRL gets a virtual environment of its own, made by uv, and what was
+found to be its fastest options on a CPU (`--tune` tries the others, see `trl/tuning.py`).
+
+What has been measured lies in FOLDER/results.json: the same command goes on where it stopped. `--write` puts the
+tables into docs/benchmarks.md. `--quick`: one seed, few steps, for looking at ratios loosely.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "trl"))
+from cells import LARGE, ROOT, SPREADS, Cell, Results, cells_of
+from models import write_countdown
+from runs import run, their_python
+from summary import by_row, tables, written_into
+from tuning import tune
+
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+
+
+def measure(cells: list[Cell], results: Results, folder: Path) -> list[dict[str, Any]]:
+    """Those that are not known yet are run."""
+    found = []
+    for number, cell in enumerate(cells, 1):
+        if (result := results.get(cell)) is None:
+            began = time.perf_counter()
+            print(f"[{number}/{len(cells)}] {cell.key} ...", end=" ", flush=True)
+            result = run(cell, folder / "runs" / cell.key.replace("/", "-").replace(" ", ""))
+            results.put(cell, result)
+            print(f"{time.perf_counter() - began:.0f} s", flush=True)
+        found.append(result)
+    return found
+
+
+def prepare(folder: Path) -> None:
+    """TRL, and the models that count down."""
+    their_python(folder)
+    write_countdown(folder / "models" / "small", SPREADS, hidden=128, layers=3, heads=4)
+    write_countdown(folder / "models" / "large", [LARGE], hidden=384, layers=11, heads=6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seeds", type=int, nargs="+")
+    parser.add_argument("--rows", default="bcde", help="(a) is measured with (b)")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/vs-trl"))
+    parser.add_argument("--write", action="store_true", help="tables into docs/benchmarks.md")
+    parser.add_argument("--tune", action="store_true", help="TRL's options, one after the other")
+    asked = parser.parse_args()
+    folder = asked.folder.resolve() / ("quick" if asked.quick else "full")
+    prepare(folder)
+    if asked.tune:
+        print(tune(folder, rows=asked.rows))
+        return
+    seeds = asked.seeds or ([0] if asked.quick else [0, 1, 2, 3, 4])
+    cells = cells_of(seeds, folder, quick=asked.quick, rows=asked.rows)
+    found = measure(cells, Results(folder / "results.json"), folder)
+    text = tables(by_row(cells, found))
+    print(f"\n{text}")
+    if asked.write:
+        DOCUMENT.write_text(written_into(DOCUMENT.read_text(), text))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Where models are asked: `trireme eval run ENV -m NAME`, `trireme gepa run ENV -m NAME`.
+
+An entry has an address (`url` or `base_url`), and may have the `model` that it stands for and a `key` (`api_key`). The
+entry "default" takes every model that has none of its own. This file is read, not run: literals and os.getenv only.
+"""
+
+import os
+
+ENDPOINTS = {
+    # `vllm serve Qwen/Qwen2.5-7B-Instruct --port 8007`, or an engine of ours (`uv run inference @ …`, port 8000).
+    "Qwen/Qwen2.5-7B-Instruct": {
+        "model": "Qwen/Qwen2.5-7B-Instruct",
+        "url": "http://127.0.0.1:8007/v1",
+        "key": "local",
+    },
+    "gpt-4.1-mini": {
+        "url": "https://api.openai.com/v1",
+        "key": os.getenv("OPENAI_API_KEY"),
+    },
+    "gpt-5-nano": {
+        "url": "https://api.openai.com/v1",
+        "key": os.getenv("OPENAI_API_KEY"),
+    },
+}

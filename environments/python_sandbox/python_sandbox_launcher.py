@@ -1,0 +1,255 @@
+"""Between the caller and untrusted Python: confines it, watches the clock, and ends it with all its children.
+
+It reads its order from stdin (a dict, as `marshal` writes it) and leaves the pipe open for as long as the caller wants
+the run. When it closes (the caller cancels, or dies, however), or the time is over, the run is ended. What there is to
+report goes to a descriptor of its own, each report a line with a dict as `repr` writes it. Both are quicker to import
+than `json`, and an interpreter's start is what most runs mostly consist of.
+
+    caller - launcher - init (process 1 of its own namespace; its end is the end of all in it) - the untrusted process
+"""
+
+import marshal
+import os
+import resource
+import select
+import sys
+
+import python_sandbox_kernel as kernel
+
+USER = 1000  # inside; outside it is the caller, or a user that nobody else is
+HIGH_USERS = 1 << 30  # far above those of people and services
+OWN = "/sandbox"  # the folder it may write in
+CODE, INPUT = "main.py", "stdin"
+MIB = 1 << 20
+SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+VARIABLES = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"} | dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+)
+# Without Python's `site`, which costs more than the rest of its start; its `exit` and the packages are put back here.
+BOOT = """
+import builtins, sys
+builtins.exit = builtins.quit = sys.exit
+sys.path[:] = ['', *sys.path, *{packages!r}]
+def _show(kind, error, trace):
+    import traceback
+    traceback.print_exception(kind, error, trace and trace.tb_next)
+sys.excepthook = _show
+sys.argv = ['main.py']
+with open('main.py', encoding='utf-8') as _file:
+    _code = _file.read()
+__file__ = 'main.py'
+del builtins, sys, _show, _file
+exec(compile(_code, 'main.py', 'exec'), {{'__name__': '__main__', '__builtins__': __builtins__, '__file__': 'main.py'}})
+"""
+
+
+def main() -> None:
+    status = int(sys.argv[1])
+    os.set_inheritable(status, False)
+    order = marshal.load(sys.stdin.buffer)
+    try:
+        report = run(order, status)
+    except OSError as error:
+        report = {"failed": f"{error.strerror or error}"}
+    if report:
+        _report(status, report)
+
+
+def _report(status: int, report: dict) -> None:
+    os.write(status, f"{report!r}\n".encode())
+
+
+def run(order: dict, status: int) -> dict:
+    """Returns what is to be reported; where there is an init, it reports the untrusted process's end."""
+    has_init = order["confinement"] == "namespaces"
+    child = _start_namespaces(order, status) if has_init else _start_filtered(order, status)
+    reason, ended = _watch(child, order["timeout_s"])
+    if reason == "cancelled":
+        _remove(order["folder"])
+    if reason:
+        return {"reason": reason}
+    return {} if has_init else {"status": ended}
+
+
+def _remove(folder: str) -> None:
+    """The caller's own work, unless it died."""
+    for remove, path in ((os.unlink, f"{folder}/{CODE}"), (os.unlink, f"{folder}/{INPUT}"), (os.rmdir, folder)):
+        try:  # noqa: SIM105 - importing `contextlib` costs more
+            remove(path)
+        except OSError:  # the caller was quicker, or has put nothing there
+            pass
+
+
+def _watch(child: int, timeout_s: float) -> tuple[str, int]:
+    """Until the child ends, the caller hangs up, or time is over; then nothing of it is left."""
+    handle = os.pidfd_open(child)
+    events = select.poll()
+    events.register(handle, select.POLLIN)
+    events.register(0, select.POLLHUP)
+    ready = {descriptor for descriptor, _ in events.poll(timeout_s * 1000)}
+    if handle not in ready:
+        os.kill(child, kernel.SIGKILL)
+    _, ended = os.waitpid(child, 0)
+    return "" if handle in ready else ("cancelled" if ready else "timeout"), ended
+
+
+# --- confined by namespaces -------------------------------------------------------------------------------------------
+
+
+def _start_namespaces(order: dict, status: int) -> int:
+    """The child waits until its users are mapped, as only its parent may do that."""
+    mapped, tell_mapped = os.pipe()
+    flags = kernel.NEW_ALL_BUT_NET | (0 if order["allow_network"] else kernel.NEW_NET)
+    child = kernel.clone(flags)
+    if child == 0:
+        os.close(tell_mapped)
+        _as_child(status, lambda: _be_init(order, status, mapped))
+    try:
+        _map_users(child)
+    except OSError:
+        os.kill(child, kernel.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    os.close(mapped)
+    os.write(tell_mapped, b"1")
+    os.close(tell_mapped)
+    return child
+
+
+def _as_child(status: int, body) -> None:
+    """Never returns: a forked child must not go on as its parent."""
+    code = 1
+    try:
+        code = body() or 0
+    except OSError as error:
+        _report(status, {"failed": f"{error.strerror or error}"})
+    finally:
+        os._exit(code)
+
+
+def _map_users(child: int) -> None:
+    """For root, a second user beside it: only a user other than root is counted against the limit of processes."""
+    if os.geteuid() == 0:
+        user = HIGH_USERS + os.getpid()
+        users = groups = f"0 0 1\n{USER} {user} 1\n"
+    else:
+        _write(f"/proc/{child}/setgroups", "deny")
+        users, groups = f"{USER} {os.geteuid()} 1\n", f"{USER} {os.getegid()} 1\n"
+    _write(f"/proc/{child}/uid_map", users)
+    _write(f"/proc/{child}/gid_map", groups)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "wb", buffering=0) as file:
+        file.write(text.encode())
+
+
+def _be_init(order: dict, status: int, mapped: int) -> int:
+    if os.read(mapped, 1) != b"1":
+        return 1
+    kernel.die_with_parent()
+    _build_root(order)
+    main = os.fork()
+    if main == 0:
+        _as_child(status, lambda: _become_untrusted(order, folder=OWN))
+    _report(status, {"status": _reap_until(main)})
+    return 0
+
+
+def _reap_until(main: int) -> int:
+    while True:
+        pid, status = os.wait()
+        if pid == main:
+            return status
+
+
+def _build_root(order: dict) -> None:
+    """Read-only: system libraries, Python, packages. To write in: a folder in memory, of a fixed size."""
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    root = order["folder"]
+    kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+    for path in dict.fromkeys([*SYSTEM, *order["readable"], *(NETWORK if order["allow_network"] else ())]):
+        _show_read_only(root, path)
+    for path in DEVICES:
+        _bind(root, path)
+    os.makedirs(root + OWN)
+    options = f"size={order['file_mib']}m,nr_inodes=4096,mode=1777"
+    kernel.mount("tmpfs", root + OWN, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    for name, text in ((CODE, order["code"]), (INPUT, order["stdin"])):
+        _write(f"{root}{OWN}/{name}", text)
+        os.chmod(f"{root}{OWN}/{name}", 0o644)
+    if not os.path.exists(f"{root}/tmp"):  # else a package lies there
+        os.symlink(OWN, f"{root}/tmp")
+    kernel.change_root(root)
+    kernel.make_read_only("/", recursive=False)
+
+
+def _show_read_only(root: str, path: str) -> None:
+    """A folder inside of one that is shown already is there."""
+    if os.path.islink(path) and path in SYSTEM:
+        os.symlink(os.readlink(path), root + path)
+    elif os.path.exists(path) and not os.path.exists(root + path):
+        _bind(root, path)
+        kernel.make_read_only(root + path, recursive=True)
+
+
+def _bind(root: str, path: str) -> None:
+    if os.path.isdir(path):
+        os.makedirs(root + path, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(root + path), exist_ok=True)
+        open(root + path, "wb").close()
+    kernel.mount(path, root + path, None, kernel.MS_BIND | kernel.MS_REC)
+
+
+# --- confined by a filter of system calls -----------------------------------------------------------------------------
+
+
+def _start_filtered(order: dict, status: int) -> int:
+    """There is no init: the filter lets it start no process."""
+    child = os.fork()
+    if child == 0:
+        _as_child(status, lambda: _become_untrusted(order, folder=order["folder"]))
+    return child
+
+
+# --- in every case ----------------------------------------------------------------------------------------------------
+
+
+def _become_untrusted(order: dict, *, folder: str) -> None:
+    os.chdir(folder)
+    os.dup2(os.open(INPUT, os.O_RDONLY), 0)
+    has_init = order["confinement"] == "namespaces"
+    if has_init and os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(USER, USER, USER)
+        os.setresuid(USER, USER, USER)
+    _limit(order, count_processes=has_init)
+    kernel.die_with_parent()
+    kernel.drop_privileges()
+    kernel.filter_calls(confine_all=not has_init, allow_network=order["allow_network"])
+    flags = ["-I", "-S", "-B", "-X", "utf8", "-c", BOOT.format(packages=order["packages"])]
+    os.execve(order["python"], ["python", *flags], VARIABLES | {"HOME": folder, "TMPDIR": folder})
+
+
+def _limit(order: dict, *, count_processes: bool) -> None:
+    """Where the filter stands alone there are no processes to count, and the count would include the caller's."""
+    cpu_s = max(1, int(-(-order["cpu_s"] // 1)))
+    _at_most(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
+    _at_most(resource.RLIMIT_AS, order["memory_mib"] * MIB)
+    _at_most(resource.RLIMIT_FSIZE, order["file_mib"] * MIB)
+    _at_most(resource.RLIMIT_NOFILE, order["num_files"])
+    _at_most(resource.RLIMIT_CORE, 0)
+    if count_processes:
+        _at_most(resource.RLIMIT_NPROC, order["num_processes"] + 1)  # init counts where it is the same user
+
+
+def _at_most(kind: int, soft: int, hard: int | None = None) -> None:
+    """Never more than is allowed to ourselves."""
+    allowed = resource.getrlimit(kind)[1]
+    values = (soft, soft if hard is None else hard)
+    if allowed != resource.RLIM_INFINITY:
+        values = (min(values[0], allowed), min(values[1], allowed))
+    resource.setrlimit(kind, values)

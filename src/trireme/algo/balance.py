@@ -1,0 +1,132 @@
+"""Rows of about equal cost: what ranks that wait for each other at every micro-batch are given together.
+
+Rows are sorted by cost and given out in rounds, so a round's rows are neighbours in cost, and no other way of giving
+out the same rows waits less. All is deterministic: ties go by index.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from heapq import heappop, heappush, heapreplace
+
+from trireme.algo.cost import Cost
+
+MOST_EXCHANGES = 8
+"""Per row: an exchange halves what two rows differ by, as nearly as samples allow."""
+
+ENOUGH = 1e-3
+"""Rows of a round whose costs differ by less, relative to the larger, are left as they are."""
+
+NONE = -1
+"""In place of a sample."""
+
+Rows = list[list[int]]
+
+
+class Table:
+    """The samples of a batch."""
+
+    def __init__(self, lengths: list[int], capacity: int, cost: Cost) -> None:
+        self._lengths = lengths
+        self._capacity = capacity
+        self._cost = cost
+        self._weights = [cost.of_sample(length) for length in lengths]
+
+    def tokens(self, row: list[int]) -> int:
+        return sum(self._lengths[i] for i in row)
+
+    def cost(self, row: list[int]) -> float:
+        return self._cost.of_row([self._lengths[i] for i in row])
+
+    def slowest(self, rows: Rows, ranks: int) -> float:
+        """What all rounds take together, each as long as its most expensive row."""
+        return sum(sorted(map(self.cost, rows), reverse=True)[::ranks])
+
+    def even_rows(self, num_rows: int) -> Rows | None:
+        """Each sample, the most expensive first, into the cheapest row that has room; None where one has no room left
+        (Graham 1969, with capacities)."""
+        rows: Rows = [[] for _ in range(num_rows)]
+        filled = [0] * num_rows
+        cheapest = [(0.0, row) for row in range(num_rows)]  # a heap
+        for index in sorted(range(len(self._lengths)), key=lambda i: (-self._weights[i], i)):
+            full = []  # for this sample; a shorter one may have room there
+            while cheapest and filled[cheapest[0][1]] + self._lengths[index] > self._capacity:
+                full.append(heappop(cheapest))
+            if not cheapest:
+                return None
+            weighed, row = cheapest[0]
+            rows[row].append(index)
+            filled[row] += self._lengths[index]
+            heapreplace(cheapest, (weighed + self._weights[index], row))
+            for entry in full:
+                heappush(cheapest, entry)
+        return rows
+
+    def exchange(self, rows: Rows, ranks: int) -> Rows:
+        """Samples change places between the most expensive and the cheapest row of a round, as long as that helps.
+
+        Costs stay between those two, so the rows of a round stay together, and no other round becomes slower.
+        """
+        rows = [list(row) for row in rows]
+        costs = [self.cost(row) for row in rows]
+        order = sorted(range(len(rows)), key=lambda row: (-costs[row], row))
+        for first in range(0, len(order), ranks):
+            self._exchange_within(rows, costs, order[first : first + ranks])
+        return rows
+
+    def _exchange_within(self, rows: Rows, costs: list[float], together: list[int]) -> None:
+        for _ in range(MOST_EXCHANGES * len(together)):
+            high = max(together, key=lambda row: (costs[row], -row))
+            low = min(together, key=lambda row: (costs[row], row))
+            if costs[high] - costs[low] <= ENOUGH * costs[high]:
+                return
+            changed = self._exchanged(rows[high], rows[low])
+            after = [self.cost(row) for row in changed]
+            if max(after) >= costs[high]:
+                return
+            rows[high], rows[low] = changed
+            costs[high], costs[low] = after
+
+    def _exchanged(self, high: list[int], low: list[int]) -> tuple[list[int], list[int]]:
+        """The two rows after the exchange (one sample of `high` for one of `low`, or for none) that leaves them nearest
+        to each other; as they are where there is no room for any."""
+        half = (self._weight(high) - self._weight(low)) / 2
+        room = self._capacity - self.tokens(low), self._capacity - self.tokens(high)
+        others = sorted((self._weights[i], i) for i in low)
+        best: tuple[float, int, int] | None = None  # how far from even, given, taken
+        for given in high:
+            for taken in (NONE, *_nearest(others, self._weights[given] - half)):
+                more = self._length(given) - self._length(taken)
+                off = abs(self._weights[given] - (0.0 if taken == NONE else self._weights[taken]) - half)
+                if -room[1] <= more <= room[0]:
+                    best = min(best or (off, given, taken), (off, given, taken))
+        if best is None:
+            return high, low
+        _, given, taken = best
+        back = [] if taken == NONE else [taken]
+        return [i for i in high if i != given] + back, [i for i in low if i != taken] + [given]
+
+    def _weight(self, row: list[int]) -> float:
+        return sum(self._weights[i] for i in row)
+
+    def _length(self, index: int) -> int:
+        return 0 if index == NONE else self._lengths[index]
+
+    def to_ranks(self, rows: Rows, ranks: int) -> list[Rows]:
+        """`[rank][round]`, the slowest round first. Who has had least is given the most expensive row of a round."""
+        costs = [self.cost(row) for row in rows]
+        order = sorted(range(len(rows)), key=lambda row: (-costs[row], row))
+        dealt: list[Rows] = [[] for _ in range(ranks)]
+        had = [0.0] * ranks
+        for first in range(0, len(order), ranks):
+            waiting = sorted(range(ranks), key=lambda rank: (had[rank], rank))
+            for row, rank in zip(order[first : first + ranks], waiting, strict=True):
+                dealt[rank].append(rows[row])
+                had[rank] += costs[row]
+        return dealt
+
+
+def _nearest(others: list[tuple[float, int]], weight: float) -> list[int]:
+    """Below and above."""
+    place = bisect_left(others, (weight, NONE))
+    return [index for _, index in others[max(0, place - 1) : place + 1]]

@@ -1,0 +1,47 @@
+"""What GPUs can do, from their makers' data sheets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Chip:
+    name: str
+    memory: float  # bytes
+    flops: float  # per second, dense bfloat16
+    flops_float32: float
+    bandwidth: float  # bytes per second, of its memory
+
+    def peak(self, value_bytes: int) -> float:
+        return self.flops if value_bytes == 2 else self.flops_float32
+
+
+def _chip(name: str, memory_gib: float, teraflops: float, float32: float, terabytes_per_s: float) -> Chip:
+    return Chip(name, memory_gib * GIB, teraflops * 1e12, float32 * 1e12, terabytes_per_s * 1e12)
+
+
+CHIPS = {
+    "b200": _chip("B200", 178, 2250, 75, 8.0),
+    "h200": _chip("H200", 139, 989, 67, 4.8),
+    "h100": _chip("H100", 79, 989, 67, 3.35),
+    "a100": _chip("A100", 79, 312, 19.5, 2.0),
+    "a100-40": _chip("A100 40GB", 39, 312, 19.5, 1.55),
+    "l40": _chip("L40", 44, 181, 90.5, 0.864),
+    "4090": _chip("RTX 4090", 23.5, 165, 82.6, 1.0),
+}
+"""By the name that `--gpu` takes. The memory is what a driver reports, some less than is printed on the box."""
+
+
+def chip_called(name: str) -> Chip | None:
+    """Of what a driver calls it.
+
+    Example:
+        chip_called("NVIDIA A100-SXM4-40GB").name  # "A100 40GB"
+    """
+    if "A100" in name and "40GB" in name:
+        return CHIPS["a100-40"]
+    words = name.upper()
+    return next((chip for key, chip in CHIPS.items() if key.upper() in words), None)

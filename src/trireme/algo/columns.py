@@ -1,0 +1,83 @@
+"""What a loss is computed from, and what comes out. Also what a `custom` loss of yours is called with.
+
+Letters, here and in the losses: K tokens of a row that count (sampled by the policy, trained on); s the sample that a
+token belongs to, |s| its number of such tokens; pi the policy being trained, mu the behaviour policy that sampled (the
+engine, at the version of each token), prox the proximal policy, ref the reference model; A advantage. N tokens and S
+samples that count in the whole batch, over all ranks, rows and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The tokens of a row that count, as tensors on the trainer's device.
+
+    Example:
+        two samples of two tokens and one: samples=[0, 0, 1], num_samples=2, lengths()=[2, 2, 1]
+    """
+
+    logprobs: torch.Tensor  # [K] float32, log pi at the sampling temperature, with gradient
+    entropies: torch.Tensor  # [K] float32, nats, of the distribution each token was drawn from; gradient where needed
+    behaviour: torch.Tensor  # [K] float32, log mu
+    proximal: torch.Tensor  # [K] float32, log prox: `behaviour`, or log pi at the start of the batch
+    advantages: torch.Tensor  # [K] float32
+    versions: torch.Tensor  # [K] int64, the policy version that sampled it
+    samples: torch.Tensor  # [K] int64, counted from 0 within the row, ascending
+    num_samples: int  # in the row
+    mask: torch.Tensor  # [K] bool; all True but in a row that has no token that counts
+    reference: torch.Tensor | None = None  # [K] float32, log ref, where `beta` is above 0
+
+    def sample_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """[K] float64: for each token the sum over its sample. A sample is never split over rows."""
+        sums = torch.zeros(self.num_samples, dtype=torch.float64, device=values.device)
+        sums.index_add_(0, self.samples, torch.where(self.mask, values.double(), 0.0))
+        return sums[self.samples]
+
+    def lengths(self) -> torch.Tensor:
+        """[K] float64: for each token |s|, at least 1."""
+        return self.sample_sums(torch.ones_like(self.logprobs.detach())).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of the whole batch, over all ranks: dividing by these gives the same gradient however the batch is split."""
+
+    tokens: int  # N
+    samples: int  # S
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """What a surrogate makes of each token: the loss L = sum over tokens of `value`, dL = sum of `slope` * d log pi."""
+
+    value: torch.Tensor  # [K] without gradient
+    slope: torch.Tensor  # [K] without gradient
+    masked: torch.Tensor | None = None  # [K] bool: gets no gradient because of a mask
+    clipped_low: torch.Tensor | None = None  # [K] bool: the ratio was too low
+    clipped_high: torch.Tensor | None = None  # [K] bool: it was too high
+    capped: torch.Tensor | None = None  # [K] bool: its correction was cut down to the bound
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Of one row; the trainer adds them up over rows and ranks."""
+
+    loss: torch.Tensor  # scalar; call backward on it. Its gradient is right, its value is not: that is `value`
+    value: torch.Tensor  # scalar without gradient: this row's share of the batch's loss
+    sums: dict[str, torch.Tensor]  # scalars without gradient: sums over tokens, to be divided by N
+
+
+def times(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where one of the two is 0 so is the product, whatever the other is."""
+    return torch.where((one == 0) | (other == 0), 0.0, one * other)
+
+
+LossFunction = Callable[[Columns, Totals], LossTerms]
+CustomLoss = Callable[[Columns], torch.Tensor]
+"""Each token's loss, [K] with gradient; the trainer masks, normalises and adds up."""

@@ -1,0 +1,102 @@
+"""Weights w for what the surrogate's ratio does not see: how the proximal policy differs from the one that sampled.
+
+    w_t = prox(t) / mu(t)
+
+The trainer's weights at the start of the batch over those that sampled each token, as the engine saw them: staleness
+and the mismatch of trainer and engine together. Value and slope of a token are multiplied by its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from trireme.algo.columns import Columns, TokenLoss, times
+from trireme.config.losses import Recipe
+
+
+@dataclass(frozen=True)
+class Weights:
+    weight: torch.Tensor  # [K]
+    masked: torch.Tensor | None = None  # [K] bool
+    capped: torch.Tensor | None = None  # [K] bool
+
+
+def token_truncate(log_weight: torch.Tensor, columns: Columns, recipe: Recipe) -> Weights:
+    """min(w_t, high): truncated importance sampling (TIS; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings
+    You Off-Policy RL Training"). With high = inf it is the behaviour weight of AReaL's decoupled objective (Fu et al.
+    2025, arXiv 2505.24298, section 5.2), after Hilton et al. 2022 (arXiv 2110.00641).
+    """
+    return _truncated(log_weight, recipe)
+
+
+def token_mask(log_weight: torch.Tensor, columns: Columns, recipe: Recipe) -> Weights:
+    """w_t where low <= w_t <= high, else 0: IcePop (Ling Team 2025, arXiv 2510.18855), with its 0.5 and 5."""
+    return _masked(log_weight, recipe)
+
+
+def sequence_truncate(log_weight: torch.Tensor, columns: Columns, recipe: Recipe) -> Weights:
+    """min(W_s, high), W_s = the product of w_t over the sample: exact off-policy weighting, cut (Liu, Li et al. 2025,
+    "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", sequence-level TIS).
+    """
+    return _truncated(columns.sample_sums(log_weight), recipe)
+
+
+def sequence_mask(log_weight: torch.Tensor, columns: Columns, recipe: Recipe) -> Weights:
+    """W_s where low <= W_s <= high, else 0 (the same, sequence-level masked importance sampling)."""
+    return _masked(columns.sample_sums(log_weight), recipe)
+
+
+def geometric_mask(log_weight: torch.Tensor, columns: Columns, recipe: Recipe) -> Weights:
+    """1 where low <= W_s^(1/|s|) <= high, else 0: samples that drifted are left out, whatever their length, the others
+    stay as they are. Rejection by the geometric mean, as in verl's rollout correction; why drift is to be bounded by
+    sample: Li, Liu et al. 2025, "Trust Region Masking for Long-Horizon LLM Reinforcement Learning" (arXiv 2512.23075).
+
+    The mean is a measure of drift and no importance weight, so it weighs nothing.
+    """
+    found = _masked(columns.sample_sums(log_weight) / columns.lengths(), recipe)
+    return replace(found, weight=(found.weight > 0).to(found.weight.dtype))
+
+
+CORRECTIONS: dict[str, Callable[[torch.Tensor, Columns, Recipe], Weights]] = {
+    "token_truncate": token_truncate,
+    "token_mask": token_mask,
+    "sequence_truncate": sequence_truncate,
+    "sequence_mask": sequence_mask,
+    "geometric_mask": geometric_mask,
+}
+
+
+def corrected(token: TokenLoss, columns: Columns, recipe: Recipe) -> TokenLoss:
+    """The same loss with each token weighted."""
+    if recipe.correction == "none":
+        return token
+    log_weight = torch.where(columns.mask, columns.proximal - columns.behaviour, 0.0)
+    found = CORRECTIONS[recipe.correction](log_weight, columns, recipe)
+    weight = found.weight.to(token.slope.dtype)
+    return replace(
+        token,
+        value=times(token.value, weight),
+        slope=times(token.slope, weight),
+        masked=_either(token.masked, found.masked, columns.mask),
+        capped=None if found.capped is None else found.capped & columns.mask,
+    )
+
+
+def _truncated(log_weight: torch.Tensor, recipe: Recipe) -> Weights:
+    weight = log_weight.exp()
+    return Weights(weight.clamp(max=recipe.correction_high), capped=weight > recipe.correction_high)
+
+
+def _masked(log_weight: torch.Tensor, recipe: Recipe) -> Weights:
+    weight = log_weight.exp()
+    inside = (weight >= recipe.correction_low) & (weight <= recipe.correction_high)
+    return Weights(torch.where(inside, weight, 0.0), masked=~inside)
+
+
+def _either(one: torch.Tensor | None, other: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | None:
+    if other is None:
+        return one
+    return other & mask if one is None else (one | other) & mask

@@ -1,0 +1,74 @@
+"""How long a packed row takes, relative to others: what micro-batches are balanced by.
+
+Floating-point operations of the forward pass. Every token meets each weight once (2 per weight); in attention it meets
+the tokens before it, to be compared and to be added up (4 per pair and channel). The backward pass takes twice as many
+of both, so it changes no ratio.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trireme.algo.architecture import Architecture, Config, architecture_of
+
+
+@dataclass(frozen=True)
+class Cost:
+    """In operations, or any unit: only ratios count.
+
+    Example:
+        Cost(linear=10.0, attention=((None, 1.0),)).of_row([3, 2])  # 10 * 5 tokens + 1 * (6 + 3) pairs
+    """
+
+    linear: float = 1.0  # per token
+    attention: tuple[tuple[int | None, float], ...] = ()  # (window, per pair of tokens)
+    is_by_row: bool = False  # attention computes all pairs of a row, and masks those of different samples
+
+    def of_sample(self, length: int) -> float:
+        """What a sample adds to its row, as far as that does not depend on the others."""
+        return self.linear * length + (0.0 if self.is_by_row else self._attention(length))
+
+    def of_row(self, lengths: Sequence[int]) -> float:
+        if not self.is_by_row:
+            return sum(map(self.of_sample, lengths))
+        tokens = sum(lengths)
+        return self.linear * tokens + sum(each for _, each in self.attention) * tokens**2
+
+    def _attention(self, length: int) -> float:
+        return sum(each * _pairs(length, window) for window, each in self.attention)
+
+
+LINEAR = Cost()
+"""Of a model that nothing is known of: tokens."""
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """Of a token and one that it looks at: itself, and those before it, in a window."""
+    full = min(length, window or length)
+    return full * (full + 1) / 2 + (length - full) * full
+
+
+def cost_of(config: Config, *, attention: str, cp: int = 1) -> Cost:
+    """Of a model, by its `config.json`; by tokens alone where that does not tell its sizes.
+
+    Args:
+        attention: `trainer.model.attn`. With `eager`, and with `sdpa` where samples cannot attend apart, all pairs of
+            a row are computed, and most of them masked.
+        cp: ranks that share a row.
+    """
+    try:
+        architecture = architecture_of(config)
+    except (KeyError, TypeError, AttributeError):
+        return LINEAR
+    return Cost(
+        linear=2.0 * architecture.active_parameters,
+        attention=_attention_of(architecture),
+        is_by_row=attention == "eager" or (attention == "sdpa" and not architecture.attends_apart(attention, cp)),
+    )
+
+
+def _attention_of(architecture: Architecture) -> tuple[tuple[int | None, float], ...]:
+    windows = Counter(layer.window for layer in architecture.layers)
+    return tuple((window, 4.0 * architecture.query * count) for window, count in windows.items())

@@ -1,0 +1,65 @@
+"""What is taken off a reward for the length of its rollout, before the advantage.
+
+Lengths are sampled tokens, of all turns together. G rollouts of a group.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+RIGHT = 0.5
+"""A reward of at least this is a right answer to `relative`."""
+
+
+class LengthPenalty(msgspec.Struct, frozen=True):
+    """`[orchestrator.length_penalty]`, with all numbers filled in."""
+
+    type: str
+    max_length: int
+    buffer: int
+    weight: float
+
+
+def soft_overlong(lengths_G: np.ndarray, *, max_length: int, buffer: int) -> np.ndarray:
+    """0 up to max_length - buffer, then falling evenly to -1 at max_length, -1 beyond.
+
+    Soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4): `max_length` is its L_max,
+    `buffer` its L_cache.
+    """
+    return np.clip((max_length - buffer - lengths_G) / buffer, -1.0, 0.0)
+
+
+def relative(lengths_G: np.ndarray, rewards_G: np.ndarray) -> np.ndarray:
+    """l = 0.5 - (length - shortest) / (longest - shortest) for right answers, min(0, l) for wrong ones.
+
+    The length reward of Kimi k1.5 (2025, arXiv 2501.12599, section on the length penalty): shortest and longest are of
+    the group, and where they are equal it is 0. Deviation: the paper has rewards of 0 and 1; here an answer is right
+    whose reward is at least 0.5.
+    """
+    shortest, longest = lengths_G.min(), lengths_G.max()
+    if shortest == longest:
+        return np.zeros(len(lengths_G))
+    shares = 0.5 - (lengths_G - shortest) / (longest - shortest)
+    return np.where(rewards_G >= RIGHT, shares, np.minimum(0.0, shares))
+
+
+def linear(lengths_G: np.ndarray, *, max_length: int) -> np.ndarray:
+    """-length / max_length, and no less than -1: every token costs the same."""
+    return -np.minimum(1.0, lengths_G / max_length)
+
+
+def with_length_penalty(rewards_G: np.ndarray, lengths_G: np.ndarray, penalty: LengthPenalty | None) -> np.ndarray:
+    """r + weight * penalty, where there is one."""
+    if penalty is None:
+        return rewards_G
+    match penalty.type:
+        case "soft_overlong":
+            taken = soft_overlong(lengths_G, max_length=penalty.max_length, buffer=penalty.buffer)
+        case "relative":
+            taken = relative(lengths_G, rewards_G)
+        case "linear":
+            taken = linear(lengths_G, max_length=penalty.max_length)
+        case other:
+            raise AssertionError(f"no length penalty is called {other}")
+    return rewards_G + penalty.weight * taken

@@ -1,0 +1,104 @@
+"""What an engine needs of each of its GPUs, and how many tokens and requests the rest has room for. In bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from trireme.algo.architecture import Architecture
+
+GIB = 1 << 30
+CONTEXT_BYTES = 0.9 * GIB  # of CUDA and NCCL, beside all tensors
+GRAPHS_BYTES = 0.8 * GIB  # of CUDA graphs
+
+Parts = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a model is served, in numbers.
+
+    Example:
+        Serving(model, memory=79 * GIB, utilization=0.9, max_model_len=16384)
+    """
+
+    model: Architecture
+    memory: float  # of each GPU
+    utilization: float = 0.9
+    value_bytes: int = 2
+    tp: int = 1
+    max_model_len: int = 2048
+    max_num_seqs: int = 256
+    batched_tokens: int = 8192  # that a step of the engine takes in at most
+    eager: bool = False
+    kv_cache_bytes: float | None = None  # on CPU it is given; elsewhere it is what is left
+    sends_adapters: bool = False
+    bucket_bytes: int = 64 << 20
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.kv_cache_bytes is not None
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Without the KV cache."""
+        parts = {"weights": self._weights(), "activations": self._activations(), "transfers": float(self.bucket_bytes)}
+        if self.is_on_cpu:
+            return parts
+        graphs = {} if self.eager else {"CUDA graphs": GRAPHS_BYTES}
+        return parts | graphs | {"CUDA": CONTEXT_BYTES}
+
+    @property
+    def room(self) -> float:
+        """For the KV cache; below 0 where not even the weights fit."""
+        if self.kv_cache_bytes is not None:
+            return self.kv_cache_bytes
+        return self.utilization * self.memory - sum(self.parts.values())
+
+    @property
+    def peak(self) -> float:
+        if self.is_on_cpu:
+            return sum(self.parts.values()) + self.room
+        return max(self.utilization * self.memory, sum(self.parts.values()))
+
+    @property
+    def num_tokens(self) -> int:
+        """That the KV cache holds, in requests of the longest kind."""
+        return max(0, int(self.room / self.kv_bytes(self.max_model_len) * self.max_model_len))
+
+    @property
+    def num_requests(self) -> float:
+        """Of the longest kind, that run at once."""
+        return max(0.0, self.room / self.kv_bytes(self.max_model_len))
+
+    @property
+    def fits(self) -> bool:
+        return self.num_requests >= 1
+
+    def kv_bytes(self, length: float) -> float:
+        """Keys and values of one request, on one GPU. Layers with a window hold no more than that."""
+        model = self.model
+        heads = max(1.0, model.kv_heads / self.tp)
+        held = sum(min(length, layer.window or length) for layer in model.layers)
+        return 2.0 * heads * model.head_dim * self.value_bytes * held
+
+    def concurrency(self, length: float, asked: float) -> float:
+        """Requests of this length that really run at once, of those that are asked for."""
+        return max(1.0, min(asked, self.max_num_seqs, self.room / self.kv_bytes(length)))
+
+    def _weights(self) -> float:
+        """vLLM splits the embedding too."""
+        return self.value_bytes * self.model.num_parameters / self.tp
+
+    def _activations(self) -> float:
+        """Of a step's tokens in the widest layer, beside the residual stream; and the logits of those that are sampled,
+        in the model's precision, in float32, and as probabilities."""
+        model = self.model
+        width = max(2 * matrix.outputs * matrix.used for layer in model.layers for matrix in layer.matrices)
+        inside = self.batched_tokens * self.value_bytes * (4 * model.hidden + width / self.tp)
+        return inside + self.max_num_seqs * model.vocabulary * (self.value_bytes + 8.0)
+
+
+def as_gib(parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: number / GIB for name, number in parts.items()}

@@ -1,0 +1,119 @@
+"""Small truths about addresses and connections between machines.
+
+A cable that is cut says nothing: both ends of a connection go on waiting. So every connection that leaves the machine
+is asked by the kernel whether it still has another end, and breaks when there is no answer for `SILENCE_S`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+from contextlib import suppress
+from typing import Any
+
+ASK_AFTER_S = 5  # of silence
+ASK_EVERY_S = 2
+QUESTIONS = 5
+SILENCE_S = ASK_AFTER_S + ASK_EVERY_S * QUESTIONS
+EVERYWHERE = "0.0.0.0"
+
+_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_AFTER_S),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_EVERY_S),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, QUESTIONS),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000),  # of what was sent and not acknowledged
+)
+
+
+# addresses
+
+
+def is_loopback(host: str) -> bool:
+    """By its looks: `localhost`, 127.x.y.z, ::1."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def is_here(host: str) -> bool:
+    """Whether an address, or what a name stands for, is one of this machine's."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+        return True
+
+
+def numeric(host: str) -> str:
+    """The address that a name stands for; the name itself where nobody knows."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return host
+
+
+def listening_address(host: str) -> str:
+    """Where to listen for those who know this machine as `host`: there, or everywhere where that address is not its
+    own (a container's service, a router's)."""
+    return host if is_loopback(host) or is_here(host) else EVERYWHERE
+
+
+def own_address(host: str, *, peer: str) -> str:
+    """By which this machine, known to others as `host`, reaches `peer`."""
+    if is_here(host):
+        return numeric(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        try:
+            probe.connect((peer, 9))
+        except OSError:
+            return host
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has this address."""
+    import psutil  # only a run on several machines asks
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.family == socket.AF_INET and found.address == address for found in addresses):
+            return name
+    return None
+
+
+# connections
+
+
+def watched_socket(info: Any) -> socket.socket:
+    """A socket for aiohttp (`socket_factory`) whose connection breaks when the other end is cut off."""
+    family, kind, protocol, *_ = info
+    made = socket.socket(family, kind, protocol)
+    _watch(made)
+    return made
+
+
+def watch_connections() -> None:
+    """The same for all that this process has open to other machines: those of torch, whose options nobody can set."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # gone meanwhile, or not connected
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as found:
+                    if found.type == socket.SOCK_STREAM and _leaves_the_machine(found):
+                        _watch(found)
+
+
+def _leaves_the_machine(connection: socket.socket) -> bool:
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    peer = ipaddress.ip_address(connection.getpeername()[0])
+    mapped = peer.ipv4_mapped if isinstance(peer, ipaddress.IPv6Address) else None
+    return not (mapped or peer).is_loopback
+
+
+def _watch(connection: socket.socket) -> None:
+    for level, option, value in _OPTIONS:
+        connection.setsockopt(level, option, value)

@@ -1,0 +1,42 @@
+"""`trireme diff RUN RUN`: where two runs part, and what led to it."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from trireme.monitor.diff.compare import compare_runs
+from trireme.monitor.diff.report import as_json, as_text
+
+
+def diff(argv: list[str]) -> int:
+    """Returns 0 where nothing differs as far as both runs go, 1 where something does.
+
+    Raises:
+        ConfigError: one of the folders is not a run's.
+        JournalCorrupt: an entry of a journal is not what was written.
+    """
+    arguments = _parse(argv)
+    comparison = compare_runs(arguments.a, arguments.b)
+    if arguments.json:
+        print(json.dumps(as_json(comparison), indent=1))
+    else:
+        print(as_text(comparison, everything=arguments.all))
+    return 0 if comparison.same else 1
+
+
+def _parse(argv: list[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="trireme diff",
+        description="Compares two runs from their folders alone, to the bit: configuration, versions of weights, and "
+        "of each batch examples, tokens, logprobs, rewards and advantages, then loss and norm of the gradient. Says "
+        "which difference came first and what usually leads to it. The runs may be going on. Writes nothing.",
+        epilog="Ends with 0 where nothing differs as far as both go (ports, paths and the like do not count), 1 where "
+        "something does, 2 where a folder is not a run's, 3 where a journal is damaged. docs/diff.md has examples.",
+    )
+    parser.add_argument("a", metavar="RUN", type=Path, help="the folder of a run, called A")
+    parser.add_argument("b", metavar="RUN", type=Path, help="the folder of another one, called B")
+    parser.add_argument("--all", action="store_true", help="every key that differs, and not only the first ones")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    return parser.parse_args(argv)

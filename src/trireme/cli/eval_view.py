@@ -1,0 +1,75 @@
+"""`trireme eval-view [FOLDER ...]`: rewards and conversations of runs and evaluations, in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
+
+from trireme.base.errors import ConfigError
+
+USUAL = ("outputs", "environments")
+SIZE = (120, 36)
+
+
+def eval_view(argv: list[str]) -> int:
+    """Returns 0 when the viewer is left, or the picture is written.
+
+    Raises: ConfigError where there is no such folder, or no terminal.
+    """
+    arguments = _parse(argv)
+    folders = arguments.folders or [Path(name) for name in USUAL if Path(name).is_dir()] or [Path(USUAL[0])]
+
+    from trireme.monitor.eval_view.found import require_folders
+
+    require_folders(folders)
+    if not (arguments.capture or (sys.stdout.isatty() and sys.stdin.isatty())):
+        raise ConfigError(
+            "The viewer needs a terminal, and this is none - expected to be typed in one. "
+            "`--capture screen.txt` writes what it would show."
+        )
+
+    from trireme.monitor.eval_view.app import EvalView
+
+    app = EvalView(folders)
+    if arguments.capture:
+        from trireme.monitor.eval_view.capture import capture
+
+        capture(app, arguments.capture, keys=arguments.press, size=arguments.size)
+    else:
+        app.run()
+    return app.return_code or 0
+
+
+def _parse(argv: list[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="trireme eval-view",
+        description="Runs and evaluations with their mean rewards, their rollouts, and each one's conversation; of "
+        "training also tokens with logprobs, advantages and versions. The run may be going on. Writes nothing.",
+        epilog="? shows all keys. Ends with 0, or 2 where there is nothing at the path.",
+    )
+    parser.add_argument(
+        "folders",
+        metavar="FOLDER",
+        type=Path,
+        nargs="*",
+        help="of a run, one with runs or evaluations below it, or a .jsonl file; by default "
+        + " and ".join(f"`{name}`" for name in USUAL),
+    )
+    parser.add_argument("--capture", metavar="FILE", type=Path, help="write the screen to FILE.svg or FILE.txt instead")
+    parser.add_argument(
+        "--press", metavar="KEYS", type=_keys, default=[], help="keys before the capture, as `down,enter,t`"
+    )
+    parser.add_argument("--size", metavar="WxH", type=_size, default=SIZE, help="of the capture; 120x36 by default")
+    return parser.parse_args(argv)
+
+
+def _keys(text: str) -> list[str]:
+    return [key for key in text.split(",") if key]
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if not (width.isdigit() and height.isdigit() and int(width) >= 20 and int(height) >= 5):
+        raise ArgumentTypeError(f"{text!r} is no size of a terminal: expected WIDTHxHEIGHT, as 80x24, 20x5 at least")
+    return int(width), int(height)

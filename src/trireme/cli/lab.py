@@ -1,0 +1,125 @@
+"""`trireme lab setup`: a folder to work in, with example configurations that this machine can run."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from difflib import get_close_matches
+from pathlib import Path
+
+from trireme.base.devices import detect_devices
+from trireme.base.errors import ConfigError
+from trireme.config.arguments import HELP
+from trireme.launch.workspace.setup import HOSTED, PRIME_RL, VF_RL, PythonProject, Workspace
+from trireme.launch.workspace.shipped import find_shipped
+from trireme.launch.workspace.sized import SIZES, Size, size_of
+
+VERBS = ("setup",)
+PYTHON_WORDS: dict[PythonProject, tuple[str, str]] = {
+    "linked": ("Created Python project", "`uv run` uses the installation of Trireme that this is, by the link .venv"),
+    "kept": (
+        "Kept the Python project that was here",
+        f"`uv run` uses that. Trireme is in {sys.prefix}: activate it, or install Trireme into the project",
+    ),
+    "needless": ("Needed no Python project", "Trireme is in no virtual environment, so its commands are on PATH"),
+}
+SIZE_WORDS: dict[Size, str] = {"cpu": "a CPU", "one-gpu": "one GPU", "eight-gpus": "eight GPUs"}
+
+
+def lab(argv: list[str]) -> int:
+    """Raises: ConfigError where the verb is not one of ours."""
+    if not argv or argv[0] in HELP:
+        print("usage: trireme lab setup [--vf-rl | --prime-rl] ...\n\n  setup  makes a folder to work in")
+        if argv:
+            raise SystemExit(0)
+        return 2
+    if argv[0] not in VERBS:
+        meant = get_close_matches(argv[0], VERBS, n=1)
+        raise ConfigError(
+            f"there is no `trireme lab {argv[0]}` - expected setup. "
+            + ("Did you mean `trireme lab setup`?" if meant else "See `trireme lab --help`.")
+        )
+    return setup(argv[1:])
+
+
+def setup(argv: list[str]) -> int:
+    """Raises: ConfigError where the folder cannot be written in."""
+    typed = _parse(argv)
+    workspace = Workspace(typed.path, find_shipped(), copies=typed.copy)
+    size = typed.size or size_of(detect_devices())
+    if workspace.is_checkout:
+        return _in_the_checkout(size)
+    try:
+        _set_up(workspace, typed.examples, size)
+    except OSError as error:
+        raise ConfigError(
+            f"{typed.path} cannot be set up: {error} - expected a folder that may be written in. "
+            "Name another by `--path`."
+        ) from error
+    return 0
+
+
+def _set_up(workspace: Workspace, examples: tuple[str, ...], size: Size) -> None:
+    workspace.root.mkdir(parents=True, exist_ok=True)
+    _done(*PYTHON_WORDS[workspace.link_python()])
+    counts = f"environments ({workspace.bring_environments()} packages), models ({workspace.bring_models()} tiny ones)"
+    _done("Created workspace structure", f"configs, {counts}")
+    _done("Wrote endpoints", f"{workspace.write_endpoints()}, for `trireme eval` and `trireme gepa`")
+    written = workspace.write_examples(examples, size)
+    files = (f"configs/{pattern} ({count})" for pattern, count in written.items() if count)
+    _done(f"Wrote example configs for {SIZE_WORDS[size]}", ", ".join(files))
+    for file in workspace.kept:
+        print(f"  kept {file}, which was here and differs; remove it to have the example")
+    print(f"\nNext:{_cd(workspace.root)} {_first_command(examples)}")
+
+
+def _in_the_checkout(size: Size) -> int:
+    """Its examples are the source of all others: nothing is missing, and nothing may be written over."""
+    _done("Nothing to do", "this is the checkout itself; configs, environments and models are here")
+    if size != "cpu":
+        print(
+            f"Its configs are for a CPU, with the values for GPUs behind `#|`. For {SIZE_WORDS[size]}, set up a folder "
+            f"of its own: trireme lab setup --path ../lab --size {size}"
+        )
+    return 0
+
+
+def _done(what: str, details: str) -> None:
+    print(f"✓ {what}: {details}")
+
+
+def _cd(root: Path) -> str:
+    return "" if root == Path() else f" cd {root} &&"
+
+
+def _first_command(examples: tuple[str, ...]) -> str:
+    if examples == VF_RL:
+        return "uv run vf-rl @ configs/vf-rl/reverse-text.toml"
+    if examples == PRIME_RL:
+        return "uv run prime-rl @ configs/prime-rl/reverse-text.toml"
+    return "uv run rl @ configs/reverse-text/rl.toml"
+
+
+def _parse(argv: list[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="trireme lab setup",
+        description="Makes a folder to work in: example configurations, environments, tiny models, endpoints. Nothing "
+        "that is there is written over; typing it again adds what is missing.",
+        allow_abbrev=False,
+    )
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--vf-rl", dest="examples", action="store_const", const=VF_RL, help="configs/vf-rl, for `vf-rl @ FILE`"
+    )
+    kind.add_argument(
+        "--prime-rl",
+        dest="examples",
+        action="store_const",
+        const=PRIME_RL,
+        help="configs/prime-rl, for `prime-rl @ FILE`, and configs/*/rl.toml, for `rl @ FILE`",
+    )
+    parser.set_defaults(examples=HOSTED)
+    parser.add_argument("--size", choices=SIZES, help="what the examples are for; this machine where not given")
+    parser.add_argument("--path", metavar="DIR", type=Path, default=Path(), help="the folder; this one")
+    parser.add_argument("--copy", action="store_true", help="copies environments and models rather than linking them")
+    return parser.parse_args(argv)

@@ -1,0 +1,150 @@
+"""A run on several machines, as one of its processes sees it: who it is, how it reaches the others, and its ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trireme.base.errors import FINAL_EXIT_CODES, ConfigError
+from trireme.base.network import interface_of, own_address
+from trireme.base.token import adopt_token, sealed
+from trireme.config.load import Invocation
+from trireme.config.places import NODE, find_node
+from trireme.config.resolve import updated
+from trireme.config.run import RunConfig
+from trireme.config.written import Room, write_run
+
+KEEPER = "TRIREME_KEEPER"  # pid of the process that starts this machine's ranks again
+
+
+def node_of(config: RunConfig, room: Room, invocation: Invocation) -> int:
+    """Raises: ConfigError where nothing tells which machine this is; a plan that is only shown is that of the first."""
+    addresses = hosts_of(config, room)
+    try:
+        return find_node(f"hosts.{room}", addresses, None if room == "orchestrator" else invocation.node)
+    except ConfigError:
+        if not invocation.dry_run:
+            raise
+        return 0
+
+
+def hosts_of(config: RunConfig, room: Room) -> tuple[str, ...]:
+    hosts = config.hosts
+    return {"inference": hosts.inference, "orchestrator": (hosts.orchestrator,), "trainer": hosts.trainer}[room]
+
+
+def join_network(config: RunConfig, room: Room, node: int) -> None:
+    """Takes the token, and tells torch and vLLM which of this machine's interfaces leads to the others.
+
+    By themselves they take the address of the machine's own name, which is often one that only it knows.
+    """
+    adopt_token(config.hosts.token_file)
+    if config.hosts.are_loopback:
+        return
+    addresses = hosts_of(config, room)
+    here = addresses[min(node, len(addresses) - 1)].partition(":")[0]
+    peer = next((host for host in config.hosts.all if host != here), here)
+    address = own_address(here, peer=peer)
+    os.environ[NODE] = str(node)
+    os.environ.setdefault("VLLM_HOST_IP", address)
+    if (interface := interface_of(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+# ranks on several machines
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines that share the ranks, as torchrun is told of them."""
+
+    count: int
+    number: int  # of this one
+    address: str  # where they meet: the first one's
+    port: int
+    own: str
+    id: str
+    timeout_s: float
+
+    def arguments(self) -> Iterator[str]:
+        yield from ("--nnodes", str(self.count), "--node-rank", str(self.number))
+        yield from ("--master-addr", self.address, "--master-port", str(self.port), "--local-addr", self.own)
+        yield from ("--rdzv-id", self.id, "--rdzv-conf", f"timeout={int(self.timeout_s)}")
+
+
+def nodes_of(config: RunConfig) -> Nodes | None:
+    """None where all ranks are on one machine."""
+    hosts = config.hosts.trainer
+    if len(hosts) == 1:
+        return None
+    number = int(os.environ.get(NODE, 0))
+    peer = hosts[0] if number else hosts[1]
+    return Nodes(
+        count=len(hosts),
+        number=number,
+        address=hosts[0],
+        port=config.ports.ranks or 0,
+        own=own_address(hosts[number], peer=peer),
+        id=hashlib.sha256(sealed(f"ranks of {config.run_id}").encode()).hexdigest()[:32],
+        timeout_s=config.inference.start_timeout_s,
+    )
+
+
+def keep_ranks(config: RunConfig, run_file: Path) -> int:
+    """Starts this machine's ranks, and again when they end because others did: no launcher sees all machines.
+
+    A rank that dies, or is cut off, ends all others within seconds. Each machine then starts its own again, and they
+    wait for each other; they go on from the newest checkpoint. `[supervisor]` has the limits, as for `rl`.
+    """
+    from trireme.launch.restarts import Trained  # with what the launcher shows a run by, which no other door needs
+
+    trained, newest, in_a_row = Trained(config.paths.metrics), -1, 0
+    while True:
+        code = _run_ranks(run_file)
+        if code in (0, *FINAL_EXIT_CODES) or code >= 128 or not config.supervisor.restart:
+            return code
+        if (now := trained.newest()) > newest:
+            newest, in_a_row = now, 0
+        if in_a_row >= config.supervisor.max_restarts:
+            print(f"the ranks had been started again {in_a_row} times in a row, and are given up", flush=True)
+            return code
+        delay_s = _delay_s(config, in_a_row)
+        in_a_row += 1
+        print(f"this machine's ranks ended with code {code}: started again in {delay_s:g} s", flush=True)
+        time.sleep(delay_s)
+        write_run(updated(config, {"resume": True, "trainer.ckpt.resume_step": None}), run_file)
+
+
+def _run_ranks(run_file: Path) -> int:
+    """Until all of them have ended, also when it is us who are asked to end."""
+    command = [sys.executable, "-m", "trireme.cli.trainer", "--run", str(run_file)]
+    process = subprocess.Popen(command, env=os.environ | {KEEPER: str(os.getpid())})
+    asked: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        asked.append(number)
+        process.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # they were interrupted as well
+        process.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 128 + asked[0] if asked else code
+
+
+def _delay_s(config: RunConfig, in_a_row: int) -> float:
+    """Other machines may yet have to notice: those who meet too early meet ranks that are about to end."""
+    supervisor = config.supervisor
+    return min(supervisor.longest_backoff_s, supervisor.backoff_s * 2.0 ** min(in_a_row, 60))

@@ -1,0 +1,154 @@
+"""`trireme plan @ config.toml`: what a run will need and how long a step will take, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from rich.console import Console
+
+from trireme.algo.chips import CHIPS
+from trireme.base.devices import Devices, detect_devices
+from trireme.base.errors import ConfigError
+from trireme.config.arguments import TypedFile, parse_arguments
+from trireme.config.load import load_config, load_run_config
+from trireme.config.orchestrator import Environment
+from trireme.config.resolve import resolve, resolve_sft, updated
+from trireme.config.rules import check, check_sft
+from trireme.config.run import RunConfig
+from trireme.config.sft import SftConfig
+from trireme.config.written import read_table
+from trireme.launch.advice import advise
+from trireme.launch.estimate import Estimate, estimate_run, estimate_sft
+from trireme.launch.estimate_view import show, to_json
+from trireme.launch.lengths import Rates, lengths_of, rates_of
+from trireme.launch.machine import Machine, describe_machine
+from trireme.launch.sizes import read_sizes
+
+WIDTH = 120
+
+
+def plan(argv: list[str]) -> int:
+    """Returns 0 where it fits, 1 where it does not.
+
+    Raises: ConfigError where the configuration is wrong, or the model's sizes are not to be had.
+    """
+    options, typed = _parse(argv)
+    machine = _machine(options, detect_devices())
+    estimate = _of_sft(typed, options, machine) if _is_sft(typed, options) else _of_run(typed, options, machine)
+    advice = advise(estimate)
+    if options.json:
+        print(json.dumps(to_json(estimate, advice), indent=1, default=str))
+    else:
+        Console(width=WIDTH, highlight=False).print(show(estimate, advice), soft_wrap=False)
+    return 0 if estimate.fits else 1
+
+
+def _of_run(typed: list[str], options: Namespace, machine: Machine) -> Estimate:
+    config, invocation = load_run_config(typed, program="rl")
+    if not invocation.run:
+        config = resolve(config, machine.devices)
+    check(_with_a_task(config), machine.devices)
+    lengths = lengths_of(
+        config,
+        prompt=options.prompt_tokens,
+        sampled=options.completion_tokens,
+        examples=options.examples,
+        run=options.run,
+    )
+    sized = read_sizes(config.trainer.model.name or config.model.name)
+    return estimate_run(config, sized, machine, lengths, rates=_rates(options, machine), mfu=options.mfu)
+
+
+def _with_a_task(config: RunConfig) -> RunConfig:
+    """A plan needs none; all else is checked."""
+    return config if config.orchestrator.env else updated(config, {"orchestrator.env": (Environment(id="any"),)})
+
+
+def _rates(options: Namespace, machine: Machine) -> Rates:
+    """Measured ones are another machine's where this one was only described."""
+    measured = rates_of(options.run) if options.run and machine.is_here else Rates()
+    return Rates(
+        options.trainer_tokens_per_s or measured.trainer,
+        options.engine_tokens_per_s or measured.engine,
+        measured.peak_memory_gib,
+    )
+
+
+def _of_sft(typed: list[str], options: Namespace, machine: Machine) -> Estimate:
+    config, invocation = load_config(typed, SftConfig, program="sft")
+    if not invocation.run:
+        config = resolve_sft(config, machine.devices)
+    check_sft(config, machine.devices)
+    sized = read_sizes(str(config.model.name))
+    lengths = [number for number in (options.prompt_tokens, options.completion_tokens) if number]
+    length = sum(lengths) if lengths else None
+    return estimate_sft(config, sized, machine, length=length, examples=options.examples, mfu=options.mfu)
+
+
+def _is_sft(typed: list[str], options: Namespace) -> bool:
+    """Asked for, or by a file with keys that only a supervised run has."""
+    if options.sft:
+        return True
+    files = [argument.name for argument in parse_arguments(typed) if isinstance(argument, TypedFile)]
+    keys = {key for file in files if Path(file).is_file() for key in _keys(Path(file))}
+    return bool(keys & (SftConfig.model_fields.keys() - RunConfig.model_fields.keys()))
+
+
+def _keys(file: Path) -> set[str]:
+    try:
+        return set(read_table(file))
+    except ConfigError:  # said again, with its place, where the file is loaded
+        return set()
+
+
+def _machine(options: Namespace, here: Devices) -> Machine:
+    return describe_machine(
+        here,
+        gpu=options.gpu,
+        gpus=options.gpus,
+        gpus_per_node=options.gpus_per_node,
+        memory_gib=options.memory_gib,
+        host_memory_gib=options.host_memory_gib,
+    )
+
+
+def _parse(argv: list[str]) -> tuple[Namespace, list[str]]:
+    """Our own flags, and the words that `rl` or `sft` would be started with."""
+    parser = ArgumentParser(
+        prog="trireme plan",
+        usage="trireme plan [@ file.toml …] [--key value …] [options]",
+        description="Works out, from the configuration and the model's config.json alone: memory of trainer and engine "
+        "by part, batch arithmetic, seconds of a step, the better split of GPUs; and where it will not fit, what "
+        "would. Takes the files and flags of `rl`, or of `sft`. Starts nothing, loads no weights.",
+        epilog="Ends with 0 where it fits, 1 where it does not, 2 where the configuration is wrong.",
+        allow_abbrev=False,
+    )
+    _add_machine(parser)
+    _add_work(parser)
+    parser.add_argument(
+        "--sft", action="store_true", help="the files are `sft`'s; seen by itself where they have `data`"
+    )
+    parser.add_argument("--json", action="store_true", help="for machines")
+    return parser.parse_known_args(argv)
+
+
+def _add_machine(parser: ArgumentParser) -> None:
+    machine = parser.add_argument_group("the machine, where it is not this one")
+    machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(CHIPS)}")
+    machine.add_argument("--gpus", metavar="N", type=int, help="how many, all told; 0 plans for the CPU")
+    machine.add_argument("--gpus-per-node", metavar="N", type=int, help="8, or all where there are fewer")
+    machine.add_argument("--memory-gib", metavar="GIB", type=float, help="of each GPU; of the machine on CPU")
+    machine.add_argument("--host-memory-gib", metavar="GIB", type=float, help="of each node's own; 128 per GPU")
+
+
+def _add_work(parser: ArgumentParser) -> None:
+    work = parser.add_argument_group("the work")
+    work.add_argument("--from", metavar="RUN", dest="run", type=Path, help="lengths and rates as this run had them")
+    work.add_argument("--prompt-tokens", metavar="N", type=float, help="of a rollout, on average")
+    work.add_argument("--completion-tokens", metavar="N", type=float, help="sampled in a rollout, on average")
+    work.add_argument("--examples", metavar="N", type=int, help="to train on, for the number of passes")
+    work.add_argument("--mfu", metavar="SHARE", type=float, help="of a GPU's peak that the trainer reaches")
+    work.add_argument("--trainer-tokens-per-s", metavar="N", type=float, help="of each of its GPUs, measured")
+    work.add_argument("--engine-tokens-per-s", metavar="N", type=float, help="of each of its GPUs, measured")

@@ -1,0 +1,103 @@
+"""`trireme report RUN`: one page about a run, for somebody who was not there."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trireme.base.disk import is_full
+from trireme.base.errors import ConfigError
+from trireme.base.paths import atomic_write
+from trireme.config.written import find_run_file
+from trireme.monitor.report.page import Page
+
+KINDS = (".html", ".md")
+
+
+def report(argv: list[str]) -> int:
+    """Returns 0 when the page is on disk.
+
+    Raises:
+        ConfigError: the folder is not a run's, or the page cannot be written where it was wanted.
+        JournalCorrupt: what the page needs is damaged.
+    """
+    arguments = _parse(argv)
+    out = _place(arguments)
+    find_run_file(arguments.run, "trainer")
+    with _writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+
+    from trireme.monitor.report.sections import build_page
+
+    page = build_page(arguments.run, num_rollouts=arguments.rollouts, audits=not arguments.no_audit)
+    with _writing(out):
+        _write(page, out, arguments.figures)
+    print(out)
+    return 0
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = "a place with room" if is_full(error) else "a place that can be written to"
+        raise ConfigError(f"{out}: {error.strerror or error} - expected {what}. Set another with `--out`.") from error
+
+
+def _write(page: Page, out: Path, figures: Path | None) -> None:
+    if out.suffix == ".html":
+        from trireme.monitor.report.html import to_html
+
+        text = to_html(page)
+    else:
+        from trireme.monitor.report.markdown import embedded, linked, to_markdown
+
+        text = to_markdown(page, linked(figures, beside=out) if figures else embedded)
+    with atomic_write(out) as file:
+        file.write(text.encode())
+
+
+def _place(arguments: Namespace) -> Path:
+    """Raises: ConfigError for what cannot be written, before anything is read."""
+    out: Path = arguments.out or arguments.run / "report.html"
+    if out.suffix not in KINDS:
+        raise ConfigError(
+            f"{out}: a report is written as {' or '.join(KINDS)} - expected a name that ends so. Change it."
+        )
+    if arguments.figures and out.suffix != ".md":
+        raise ConfigError(
+            f"`--figures {arguments.figures}` was given, and {out} holds its plots itself - expected it with a .md "
+            "file only. Leave it out, or write Markdown: `--out report.md`."
+        )
+    return out
+
+
+def _parse(argv: list[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="trireme report",
+        description="Writes one page about a run, out of its folder alone: curves, where the time went, warnings, "
+        "rollouts from start to end, the audit's verdict, configuration, versions, and how to do it again. The HTML "
+        "file needs no network and no other file. The run may be going on.",
+        epilog="Ends with 0 when the page is on disk, 2 where the folder is not a run's or the page cannot be written, "
+        "3 where the journal is damaged. docs/report.md shows what is in it.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("--out", metavar="FILE", type=Path, help=".html or .md; RUN/report.html where not given")
+    parser.add_argument(
+        "--figures",
+        metavar="FOLDER",
+        type=Path,
+        help=".md: plots as files there, where embedded ones are not shown",
+    )
+    parser.add_argument("--rollouts", metavar="N", type=_count, default=2, help="to show of each of 3 batches; 2")
+    parser.add_argument("--no-audit", action="store_true", help="leave out what reads the whole journal")
+    return parser.parse_args(argv)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise ArgumentTypeError(f"{text!r} is no number of rollouts: expected 0 or more")
+    return int(text)

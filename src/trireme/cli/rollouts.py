@@ -1,0 +1,73 @@
+"""`trireme rollouts RUN --to trl`: what a run rolled out, as data sets that other trainers read."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
+
+from trireme.base.disk import is_full
+from trireme.base.errors import ConfigError
+from trireme.base.paths import RunPaths
+
+KINDS = ("trl", "verl", "jsonl", "parquet")
+
+
+def rollouts(argv: list[str]) -> int:
+    """Returns 0 when all files are whole and on disk.
+
+    Raises:
+        ConfigError: there is nothing to write, or no place for it.
+        JournalCorrupt: a batch is damaged.
+    """
+    arguments = _parse(argv)
+    folder = arguments.output or RunPaths(arguments.run).root / "rollouts" / arguments.to
+
+    from trireme.monitor.rollout_sets.chosen import Chosen
+    from trireme.monitor.rollout_sets.tables import Options
+    from trireme.monitor.rollout_sets.write import write_sets
+
+    chosen = Chosen(steps=arguments.steps, env=arguments.env, least_reward=arguments.min_reward)
+    options = Options(pass_threshold=arguments.pass_threshold, tokens=not arguments.no_tokens)
+    try:
+        written = write_sets(arguments.run, arguments.to, folder, chosen=chosen, options=options)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise ConfigError(
+            f"{folder}: {error.strerror} - expected room for the rollouts. Free some, or set `--output`."
+        ) from error
+    for path, count in written.items():
+        print(f"{count:8}  {path}")
+    return 0
+
+
+def _parse(argv: list[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="trireme rollouts",
+        description="Writes the rollouts that a run was trained on, out of its journal: `trl` and `verl` as the data "
+        "sets that those trainers take, `parquet` and `jsonl` with everything. The run may be going on.",
+        epilog="Ends with 0 when all is on disk, 2 where there is nothing to write or no place for it, 3 where the "
+        "journal is damaged. docs/leaving.md has the columns, and how to load them.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("--to", choices=KINDS, required=True, help="who is to read them")
+    parser.add_argument("--output", metavar="FOLDER", type=Path, help="RUN/rollouts/trl and so on, where not given")
+    parser.add_argument(
+        "--steps", metavar="A:B", type=_steps, help="from step A to before step B; either may be left out"
+    )
+    parser.add_argument("--env", metavar="NAME", help="of this environment only")
+    parser.add_argument("--min-reward", metavar="R", type=float, help="those with this reward or more only")
+    parser.add_argument(
+        "--pass-threshold", metavar="R", type=float, default=1.0, help="trl: the reward that is labelled good; 1.0"
+    )
+    parser.add_argument("--no-tokens", action="store_true", help="jsonl, parquet: messages and rewards only")
+    return parser.parse_args(argv)
+
+
+def _steps(text: str) -> range:
+    first, colon, last = text.partition(":")
+    if not all(part.isdigit() or part == "" for part in (first, last)) or not (first or last):
+        raise ArgumentTypeError(f"{text!r} is no span of steps: expected A:B, as 0:20, or one step")
+    if not colon:
+        return range(int(first), int(first) + 1)
+    return range(int(first or 0), int(last) if last else 10**12)

@@ -1,0 +1,103 @@
+"""`trireme status RUN`: how a run stands, on this machine or on the cluster that it was submitted to."""
+
+from __future__ import annotations
+
+import signal
+import time
+from argparse import ArgumentParser, Namespace
+from contextlib import nullcontext
+from pathlib import Path
+
+from trireme.base.errors import ConfigError
+from trireme.config.run import RunConfig
+from trireme.config.written import find_run_file, read_run
+from trireme.launch.cluster import kubernetes, slurm
+from trireme.launch.cluster.job import Submission, find_submission
+from trireme.launch.cluster.node_script import SECRETS
+from trireme.launch.cluster.secrets import read_token
+from trireme.launch.standing import look_at
+from trireme.monitor.live import open_view
+
+POLL_S = 1.0
+
+
+def status(argv: list[str]) -> int:
+    """Raises: ConfigError for a folder that is no run and was never submitted."""
+    options = _parse(argv)
+    if options.follow:
+        return _follow(options)
+    submission = find_submission(options.run)
+    if submission:
+        print(f"job          {submission.scheduler} {submission.job}: {_state(submission)}")
+    print("\n".join(_standing(options.run, submission)))
+    return 0
+
+
+def _state(submission: Submission) -> str:
+    return slurm.state_of(submission) if submission.scheduler == "slurm" else kubernetes.state_of(submission)
+
+
+def _standing(run: Path, submission: Submission | None) -> list[str]:
+    if submission is None:
+        return list(look_at(run).lines())
+    if submission.scheduler == "kubernetes":
+        said = kubernetes.ask_inside(submission)
+        return said.splitlines() if said else ["the orchestrator's pod does not answer (yet, or any more)"]
+    try:
+        token, address = read_token(submission.folder / SECRETS), _leader(submission)
+        return list(look_at(Path(submission.run), token=token, address=address).lines())
+    except ConfigError:
+        return [f"it has written nothing yet to {submission.run}"]
+
+
+def _leader(submission: Submission) -> str | None:
+    """The orchestrator's machine; None where the run is on one, and then hears only that one."""
+    if len(set(submission.processes.values())) == 1:
+        return None
+    machines = slurm.machines_of(submission)
+    return machines[submission.leader] if submission.leader < len(machines) else None
+
+
+def _follow(options: Namespace) -> int:
+    """Until the run is over, or somebody asks this to end; what was mirrored is sent then."""
+    config = _wait_for_config(options.run)
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: asked.append(received))
+    with _mirror(config) if options.mirror else nullcontext(), open_view(config) as view:
+        while not asked and not (view.progress.num_done >= config.max_steps and view.status is None):
+            view.tick(())
+            time.sleep(POLL_S)
+        view.tick((), final=True)
+    return 0
+
+
+def _mirror(config: RunConfig):  # type: ignore[no-untyped-def]
+    from trireme.monitor.wandb_mirror import open_wandb_mirror
+
+    return open_wandb_mirror(config)
+
+
+def _wait_for_config(run: Path) -> RunConfig:
+    """A run that was only just started has none yet."""
+    while True:
+        try:
+            return read_run(RunConfig, find_run_file(run, "orchestrator"))
+        except ConfigError:
+            if not run.is_dir():
+                raise
+            time.sleep(POLL_S)
+
+
+def _parse(argv: list[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="trireme status",
+        description="Says how a run stands: its job on the cluster, its steps, rewards, evaluations and checkpoints, "
+        "and what each process waits for.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("-f", "--follow", action="store_true", help="show each step as it comes, until the run is over")
+    parser.add_argument(
+        "--mirror", action="store_true", help="with --follow: metrics to Weights & Biases, where the run wants that"
+    )
+    return parser.parse_args(argv)

@@ -1,0 +1,82 @@
+"""`trireme gepa`: a system prompt improved by reflection, on one environment. Weights stay as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from trireme.config.inference import InferenceConfig
+from trireme.config.orchestrator import Sampling
+from trireme.config.section import Section
+
+
+class GepaConfig(Section):
+    """Everything about a search for a prompt. Flags and keys of the file have the same names."""
+
+    env_id: str
+    """Name of the environment's package (in `environments/` or installed), or path of a .py file."""
+    env_args: dict[str, Any] = {}
+    """Keyword arguments of its `load_environment`."""
+    model: str
+    """Who answers: a folder (an engine is started with it), or a model's name at an endpoint."""
+    reflection_model: str | None = None
+    """Who rewrites prompts; `model` where not given."""
+    base_url: str | None = None
+    """Address of the endpoint that has `model`; as in the file of endpoints where not given."""
+    reflection_base_url: str | None = None
+    """Address of the endpoint that has `reflection_model`; as in the file of endpoints, else `base_url`."""
+    api_key_var: str | None = None
+    """Variable that holds the key of `base_url`; OPENAI_API_KEY where not given."""
+    reflection_api_key_var: str | None = None
+    """Variable that holds the key of `reflection_base_url`; as `api_key_var` where not given."""
+    endpoints: Path | None = None
+    """File of endpoints; `configs/endpoints.toml` or `.py` where not given."""
+    max_calls: PositiveInt = 500
+    """Most rollouts, of all kinds together; questions to the reflection model are counted by themselves."""
+    num_train: PositiveInt = 100
+    """Examples that are reflected on; fewer where the data set has fewer and nothing was given."""
+    num_val: PositiveInt = 50
+    """Examples that every accepted prompt is scored on, and the best is chosen by; fewer as above."""
+    num_test: Annotated[int, Field(ge=0)] = 0
+    """Examples that nothing has seen: the first prompt and the best one are scored on them at the end, within
+    `max_calls`."""
+    minibatch_size: PositiveInt = 3
+    """Examples per reflection."""
+    perfect_score: float | None = None
+    """Highest reward: examples that all have it are not reflected on, and the search ends when validation has it."""
+    state_columns: tuple[str, ...] = ()
+    """Fields of the environment's state that the reflection model is shown too."""
+    initial_prompt: Path | None = None
+    """File with the prompt to begin with; the environment's own system prompt where not given."""
+    feedback_chars: PositiveInt = 4000
+    """Longest text of one example that the reflection model is shown, in characters; the middle is left out."""
+    sampling: Sampling = Sampling()
+    """How `model` answers."""
+    reflection_sampling: Sampling = Sampling()
+    """How `reflection_model` answers."""
+    max_turns: PositiveInt | None = None
+    """Model turns per rollout; the environment's own limit where not given."""
+    max_concurrent: PositiveInt = 32
+    """Rollouts at once."""
+    num_workers: PositiveInt = 1
+    """Worker processes of the environment."""
+    rollout_timeout_s: PositiveFloat = 600.0
+    """A rollout that takes longer counts as 0."""
+    request_timeout_s: PositiveFloat = 300.0
+    """How long one answer of a model may take before the search ends, to be gone on with."""
+    seed: int = 0
+    """Seed of everything random: which examples, in which order, which prompt is improved next."""
+    output: Path | None = None
+    """Where results go; `outputs/gepa` in the environment's folder, or `outputs/gepa/NAME` where it has none."""
+    fresh: bool = False
+    """Begin anew where earlier results lie; they are moved to a folder beside it."""
+    environments: Path = Path("environments")
+    """Where environments are."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Of an engine that is started; `auto` takes GPUs where there are some."""
+    seq_len: PositiveInt | None = None
+    """Longest prompt plus completion of an engine that is started; up to 2048, as the model takes, where not given."""
+    inference: InferenceConfig = InferenceConfig()
+    """More about an engine that is started."""

@@ -1,0 +1,202 @@
+"""`[trainer.loss]`: a recipe by name, and a key for each of its choices. The formulas are in `trireme.algo.loss`.
+
+A key that is not given has the recipe's own value; a choice that is (`surrogate`, `correction`) brings the usual values
+of its own keys with it. What came out stands in the resolved configuration; keys that the recipe does not use stay out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from trireme.config.section import Section
+
+Surrogate = Literal["importance", "clip", "sequence_clip", "clipped_weight", "reinforce", "cross_entropy", "custom"]
+Proximal = Literal["behaviour", "recomputed"]
+Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
+Normalize = Literal["token", "sequence", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Loss(Section):
+    """`[trainer.loss]`: a recipe by name; every choice it is made of can be overridden by its own key."""
+
+    type: Literal[
+        "importance",
+        "grpo",
+        "ppo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "reinforce",
+        "tis",
+        "icepop",
+        "decoupled",
+        "cross_entropy",
+        "custom",
+    ] = "importance"
+    """The recipe; `docs/algorithms.md` has the formula of each, its source, and when to take it."""
+    surrogate: Surrogate | None = None
+    """What is done with ratio and advantage: weigh and mask, clip (per token, or per sequence), clip the weight only,
+    no ratio at all, imitate what was better than its group, or a function of yours."""
+    proximal: Proximal | None = None
+    """What the ratio is against: the policy that sampled, or the trainer's own weights at the start of the batch."""
+    correction: Correction | None = None
+    """Weight for staleness and mismatch, proximal over behaviour policy: per token or sequence, cut off or masked."""
+    correction_low: NonNegative | None = None
+    """Weights below this are masked; for the corrections that mask."""
+    correction_high: PositiveFloat | None = None
+    """Weights above this are cut down to it, or masked; `inf` leaves all as they are."""
+    normalize: Normalize | None = None
+    """Sum over tokens divided by the batch's tokens; or each sample by its own length, then by the number of samples;
+    or by samples times `normalize_length`."""
+    normalize_length: PositiveInt | None = None
+    """The constant of `normalize = "constant"`; `orchestrator.sampling.max_tokens` or `seq_len` where not given."""
+    ratio_low: NonNegative | None = None
+    """Surrogate `importance`: tokens whose ratio is below this get no gradient; 0 masks none."""
+    ratio_high: PositiveFloat | None = None
+    """Surrogate `importance`: tokens whose ratio is above this get no gradient."""
+    kl_tau: NonNegative | None = None
+    """Surrogate `importance`: weight of the KL divergence to the behaviour policy; 0 leaves it out."""
+    clip_low: NonNegative | None = None
+    """Ratios are clipped at 1 - this."""
+    clip_high: NonNegative | None = None
+    """Ratios are clipped at 1 + this."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Surrogate `clip`: a token with a negative advantage counts at most this much; not bounded where not given."""
+    beta: NonNegative = 0.0
+    """Weight of the KL divergence to the reference model, which is loaded when this is above 0."""
+    kl_estimator: KlEstimator | None = None
+    """How that divergence is estimated: k1 and k2 pull by KL(policy || reference), k3 by KL(reference || policy)."""
+    reference_update_every: PositiveInt | None = None
+    """The policy becomes the reference every this many versions; it stays the base model where not given."""
+    entropy_bonus: NonNegative = 0.0
+    """Weight of the policy's mean entropy, which is subtracted from the loss."""
+    path: str | None = None
+    """`module:function` or `file.py:function` of the surrogate `custom`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of that function."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All choices, none left open."""
+
+    surrogate: Surrogate
+    proximal: Proximal = "behaviour"
+    correction: Correction = "none"
+    normalize: Normalize = "token"
+    correction_low: float = 0.0
+    correction_high: float = math.inf
+    normalize_length: int = 1
+    ratio_low: float = 0.125
+    ratio_high: float = 8.0
+    kl_tau: float = 0.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    beta: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    reference_update_every: int | None = None
+    entropy_bonus: float = 0.0
+    path: str | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_ratio(self) -> bool:
+        return self.surrogate not in ("reinforce", "cross_entropy")
+
+
+LOSSES: dict[str, Recipe] = {
+    "importance": Recipe("importance"),
+    "grpo": Recipe("clip", normalize="sequence"),
+    "ppo": Recipe("clip"),
+    "dr_grpo": Recipe("clip", normalize="constant"),
+    "dapo": Recipe("clip", clip_high=0.28),
+    "gspo": Recipe("sequence_clip", clip_low=3e-4, clip_high=4e-4, normalize="sequence"),
+    "cispo": Recipe("clipped_weight", clip_low=1.0, clip_high=4.0),
+    "reinforce": Recipe("reinforce", "recomputed"),
+    "tis": Recipe("clip", "recomputed", "token_truncate", correction_high=2.0),
+    "icepop": Recipe("clip", "recomputed", "token_mask", "sequence", correction_low=0.5, correction_high=5.0),
+    "decoupled": Recipe("clip", "recomputed", "token_truncate", correction_high=math.inf),
+    "cross_entropy": Recipe("cross_entropy", "recomputed"),
+    "custom": Recipe("custom"),
+}
+"""The recipes of the literature. Sources and formulas: `trireme.algo.loss`, and the modules that it names."""
+
+SURROGATE_KEYS: dict[Surrogate, dict[str, Any]] = {
+    "importance": {"ratio_low": 0.125, "ratio_high": 8.0, "kl_tau": 0.0},
+    "clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+    "sequence_clip": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "clipped_weight": {"clip_low": 1.0, "clip_high": 4.0},
+    "reinforce": {},
+    "cross_entropy": {},
+    "custom": {"path": None, "args": {}},
+}
+"""The keys that each surrogate reads, with their usual values."""
+
+CORRECTION_KEYS: dict[Correction, dict[str, Any]] = {
+    "none": {},
+    "token_truncate": {"correction_high": 2.0},
+    "token_mask": {"correction_low": 0.5, "correction_high": 5.0},
+    "sequence_truncate": {"correction_high": 2.0},
+    "sequence_mask": {"correction_low": 0.5, "correction_high": 2.0},
+    "geometric_mask": {"correction_low": 0.99, "correction_high": 1.01},
+}
+"""The keys that each correction reads, with their usual values."""
+
+
+def recipe_of(loss: Loss, *, length: int) -> Recipe:
+    """What the configuration asks for.
+
+    Args:
+        length: C of the normalisation by a constant, where the configuration has none.
+    """
+    named, given = LOSSES[loss.type], given_keys(loss)
+    surrogate, correction = loss.surrogate or named.surrogate, loss.correction or named.correction
+    values: dict[str, Any] = {"surrogate": surrogate, "correction": correction}
+    values |= SURROGATE_KEYS[surrogate] | CORRECTION_KEYS[correction]
+    if surrogate == named.surrogate:
+        values |= {key: getattr(named, key) for key in SURROGATE_KEYS[surrogate]}
+    if correction == named.correction:
+        values |= {key: getattr(named, key) for key in CORRECTION_KEYS[correction]}
+    if correction != "none":
+        values["proximal"] = "recomputed"
+    if (loss.normalize or named.normalize) == "constant":
+        values["normalize_length"] = length
+    return replace(named, **(values | given))
+
+
+def given_keys(loss: Loss) -> dict[str, Any]:
+    """What differs from nothing said, but the recipe's name."""
+    defaults = {name: info.get_default() for name, info in Loss.model_fields.items()}
+    values = {name: getattr(loss, name) for name in defaults if name != "type"}
+    return {name: value for name, value in values.items() if value != defaults[name]}
+
+
+def used_keys(recipe: Recipe) -> set[str]:
+    """The keys that change anything in what the recipe computes."""
+    used = {"surrogate", "normalize", "beta", "entropy_bonus"}
+    used |= SURROGATE_KEYS[recipe.surrogate].keys() | CORRECTION_KEYS[recipe.correction].keys()
+    if recipe.surrogate != "custom":
+        used.add("correction")
+    if recipe.has_ratio or recipe.correction != "none":
+        used.add("proximal")
+    if recipe.normalize == "constant":
+        used.add("normalize_length")
+    if recipe.beta:
+        used |= {"kl_estimator", "reference_update_every"}
+    return used
+
+
+def written_out(loss: Loss, *, length: int) -> dict[str, Any]:
+    """Every key that is used, with its value."""
+    recipe = recipe_of(loss, length=length)
+    used = used_keys(recipe)
+    return {each.name: getattr(recipe, each.name) for each in fields(Recipe) if each.name in used}

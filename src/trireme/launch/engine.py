@@ -1,0 +1,76 @@
+"""One engine without a run around it, for as long as somebody needs it: `trireme env check NAME --model FOLDER`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+
+from trireme.base.devices import Devices
+from trireme.base.errors import PeerDied
+from trireme.base.processes import last_lines
+from trireme.base.waiting import Waits
+from trireme.config.run import RunConfig
+from trireme.config.written import write_run
+from trireme.launch.children import Child, Crew, open_crew
+from trireme.launch.plan import ProcessSpec, plan
+
+POLL_S = 0.25
+ANSWER_WITHIN_S = 2.0
+LEAVE_S = 5.0  # between SIGTERM and SIGKILL: it has nothing to save, and vLLM may not hear the first while it starts
+
+
+@asynccontextmanager
+async def open_engine(config: RunConfig, devices: Devices, waits: Waits) -> AsyncIterator[str]:
+    """Starts the engine of a resolved run, and yields its address. See `open_server`."""
+    run_file = config.paths.run_config
+    write_run(config, run_file)
+    spec = plan(config, run_file, devices).process("inference")
+    async with open_server(spec, waits, deadline_s=config.inference.start_timeout_s) as url:
+        yield url
+
+
+@asynccontextmanager
+async def open_server(
+    spec: ProcessSpec, waits: Waits, *, deadline_s: float, grace_s: float = LEAVE_S
+) -> AsyncIterator[str]:
+    """Yields its address once it is well; afterwards nothing is left of it, on any way out.
+
+    Raises:
+        PeerDied: it ended while it came up; with its last words.
+        DeadlineExceeded: it did not come up in time.
+    """
+    assert spec.health is not None, spec
+    with open_crew([spec], lambda: False, grace_s) as crew:
+        await _until_up(crew, spec.health, waits, deadline_s=deadline_s)
+        yield spec.health.removesuffix("/health")
+
+
+async def _until_up(crew: Crew, health: str, waits: Waits, *, deadline_s: float) -> None:
+    child = crew.children[0]
+    with waits.waiting("it to come up", peer=child.name, deadline_s=deadline_s) as wait:
+        async with httpx.AsyncClient(timeout=ANSWER_WITHIN_S, trust_env=False) as client:
+            while not await _is_up(client, health):
+                crew.look()
+                wait.check()
+                _check_alive(child)
+                await asyncio.sleep(POLL_S)
+
+
+def _check_alive(child: Child) -> None:
+    if child.exit is None:
+        return
+    said = "\n".join(f"  {line}" for line in last_lines(child.spec.log, 12))
+    raise PeerDied(
+        f"{child.name} ended while it came up ({child.exit}). Its last lines:\n{said}\nExpected it to serve the "
+        f"model - look at the whole log for the cause: {child.spec.log}"
+    )
+
+
+async def _is_up(client: httpx.AsyncClient, health: str) -> bool:
+    try:
+        return (await client.get(health)).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,96 @@
+"""What the trainer's weights said of the tokens that a step trained on. The engine's word is in the journal.
+
+One file of each rank and step, written after the step for those who look, and read by nothing that a run depends on: it
+may be missing. A sample is found by its content, so it does not matter how samples were packed, or by how many ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from trireme.messages import MicroBatch, Tokens, decode_as, encode
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """Of one rank in one step.
+
+    Example:
+        Scored(step=12, samples=[b"...", b"..."], counts=[3, 2], logprobs=[-0.1, -2.3, -0.4, -0.9, -1.2])
+    """
+
+    step: int
+    samples: list[bytes]  # what identifies each of S samples
+    counts: np.ndarray  # [S] int32: its tokens that count
+    logprobs: np.ndarray  # [sum of counts] float32, at the sampling temperature, before the step
+
+
+def path_of(folder: Path, step: int, rank: int) -> Path:
+    return folder / f"batch_{step:06d}.rank_{rank}.msgpack"
+
+
+def write_logprobs(folder: Path, step: int, rank: int, rows: Sequence[MicroBatch], logprobs: np.ndarray) -> None:
+    """Not synced: what a crash tears is passed by when it is read. Raises OSError where it cannot be written.
+
+    Args:
+        logprobs: of the tokens of all rows that count, one row after the other.
+    """
+    samples = [sample for row in rows for sample in _samples_of(row)]
+    counts = np.array([int(counting(sample).sum()) for sample in samples], np.int32)
+    assert len(logprobs) == counts.sum(), f"{len(logprobs)} logprobs for {counts.sum()} tokens that count"
+    path = path_of(folder, step, rank)
+    partial = path.with_name(f".{path.name}.partial")
+    folder.mkdir(exist_ok=True)
+    partial.write_bytes(encode(Scored(step, [identity(sample) for sample in samples], counts, logprobs)))
+    os.replace(partial, path)
+
+
+def _samples_of(row: MicroBatch) -> list[Tokens]:
+    ends = np.cumsum(row.lengths)
+    names = ("ids", "loss_mask", "logprobs", "advantages", "versions")
+    return [
+        Tokens(**{name: getattr(row.tokens, name)[end - length : end] for name in names})
+        for end, length in zip(ends, row.lengths, strict=True)
+    ]
+
+
+def read_logprobs(folder: Path, step: int) -> dict[bytes, np.ndarray]:
+    """By sample; what cannot be read is as if it had not been written."""
+    found: dict[bytes, np.ndarray] = {}
+    for path in folder.glob(path_of(folder, step, 0).name.replace(".rank_0.", ".rank_*.")):
+        with suppress(OSError, msgspec.DecodeError, ValueError, TypeError):
+            scored: Scored = decode_as(Scored, path.read_bytes())
+            parts = np.split(scored.logprobs, np.cumsum(scored.counts)[:-1])
+            found |= dict(zip(scored.samples, parts, strict=True))
+    return found
+
+
+def logprobs_of(sample: Tokens, known: dict[bytes, np.ndarray]) -> np.ndarray | None:
+    """[T] float32, NaN where the token does not count; None where the trainer's word is not known."""
+    counts, said = counting(sample), known.get(identity(sample))
+    if said is None or len(said) != counts.sum():
+        return None
+    logprobs = np.full(sample.length, np.nan, np.float32)
+    logprobs[counts] = said
+    return logprobs
+
+
+def counting(sample: Tokens) -> np.ndarray:
+    """[T] bool: the tokens that are trained on. What stands before a sample's first token is another sample."""
+    counts = sample.loss_mask.astype(bool)
+    counts[:1] = False
+    return counts
+
+
+def identity(sample: Tokens) -> bytes:
+    """By what was sampled, and how: two that have the same have the same logprobs."""
+    digest = hashlib.blake2b(digest_size=8)
+    for column in (sample.ids, sample.logprobs, sample.versions):
+        digest.update(np.ascontiguousarray(column).data)
+    return digest.digest()

@@ -1,0 +1,141 @@
+"""`checkpoint-N` and `runs`: what a run writes under the names that users of `vf-rl` look for.
+
+Files are links to ours and take no room: `checkpoint-50/adapter_model.safetensors` is that of `weights/step_50`, and
+stays whole where that is removed. Only `trainer_state.json` is made here, out of the metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trireme.base.disk import pretend_full
+from trireme.base.log import get_logger
+from trireme.base.paths import replace_folder, step_folder
+from trireme.config.run import RunConfig
+from trireme.ledger.manifest import complete_steps
+from trireme.monitor.metrics import Row, latest_by_step, merge_processes, read_metrics
+
+STATE = "trainer_state.json"
+NAMES = {"lr": "learning_rate", "reward/mean": "reward", "policy/entropy": "entropy"}
+"""Our metrics by the names that users of `vf-rl` know; the others keep theirs."""
+
+logger = get_logger("folders")
+
+
+class CheckpointFolders:
+    """The folders of a run. Nothing here ends it: what cannot be written now is tried again."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._paths = config.paths
+        self._max_steps = config.max_steps
+        self._keeps_all = config.trainer.ckpt.keep_last is None
+        self._warned = False
+
+    def write_due(self) -> list[int]:
+        """Makes what is missing, and takes away what is not to be kept; the steps of the new ones."""
+        try:
+            self._link_logs()
+            steps = [step for step in complete_steps(self._paths.checkpoints) if self._weights(step).is_dir()]
+            if not self._keeps_all:
+                self._remove_others(steps)
+            due = [step for step in steps if not self._is_current(step)]
+            for step in due:
+                self._write(step)
+            return due
+        except OSError as error:
+            self._warn(error)
+            return []
+
+    def folder(self, step: int) -> Path:
+        return self._paths.root / f"checkpoint-{step}"
+
+    def _weights(self, step: int) -> Path:
+        return step_folder(self._paths.weights, step)
+
+    def _link_logs(self) -> None:
+        """`runs` holds what the processes write: logs and metrics."""
+        runs = self._paths.root / "runs"
+        if not self._paths.logs.is_dir():
+            return
+        runs.mkdir(exist_ok=True)
+        for target in (self._paths.logs, self._paths.metrics):
+            link = runs / target.name
+            if not link.is_symlink():
+                link.symlink_to(os.path.relpath(target, runs))
+
+    def _is_current(self, step: int) -> bool:
+        """A run that went back and came again has other weights of the same step."""
+        folder = self.folder(step)
+        return (folder / STATE).is_file() and all(
+            (folder / file.name).is_file() and _is_same(file, folder / file.name)
+            for file in _files(self._weights(step))
+        )
+
+    def _remove_others(self, steps: Iterable[int]) -> None:
+        kept = {self.folder(step).name for step in steps}
+        for folder in self._paths.root.glob("checkpoint-*"):
+            if folder.name not in kept and (folder / STATE).is_file():
+                shutil.rmtree(folder)
+
+    def _write(self, step: int) -> None:
+        partial = self._paths.root / f".checkpoint-{step}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        pretend_full()
+        partial.mkdir()
+        for file in _files(self._weights(step)):
+            _link(file, partial / file.name)
+        (partial / STATE).write_text(json.dumps(trainer_state(self._paths.metrics, step, self._max_steps), indent=2))
+        replace_folder(partial, self.folder(step))
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("Folders checkpoint-N could not be written (%s); tried again every second.", error)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if file.is_file()]
+
+
+def _is_same(ours: Path, theirs: Path) -> bool:
+    """Linked, or copied where links cannot be."""
+    return ours.samefile(theirs) or (
+        ours.stat().st_size == theirs.stat().st_size and theirs.stat().st_mtime >= ours.stat().st_mtime
+    )
+
+
+def _link(file: Path, link: Path) -> None:
+    try:
+        link.hardlink_to(file)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(file, link)
+
+
+def trainer_state(metrics: Path, step: int, max_steps: int) -> dict[str, Any]:
+    """What was reported until the checkpoint: a row for each step, and one for each evaluation.
+
+    Example:
+        {"step": 50, "global_step": 50, "max_steps": 100, "log_history": [{"step": 1, "loss": 0.2, "reward": 0.4}, ...]}
+    """
+    by_number: dict[int, list[Row]] = {}
+    for (process, number), row in latest_by_step(read_metrics(metrics)[0]).items():
+        if process in ("trainer", "orchestrator") and number <= step:
+            by_number.setdefault(number, []).append(row)
+    merged = {number: merge_processes(rows) for number, rows in sorted(by_number.items())}
+    history = [entry for number, row in merged.items() for entry in _entries(number, row, step)]
+    return {"step": step, "global_step": step, "max_steps": max_steps, "log_history": history}
+
+
+def _entries(number: int, row: Row, step: int) -> Iterator[Row]:
+    """Batches are counted from 0 here and steps from 1 there; evaluations are of a version, which is a step."""
+    values = {NAMES.get(name, name): value for name, value in row.items() if name not in ("step", "process")}
+    evaluated = {name: value for name, value in values.items() if name.startswith("eval/")}
+    if evaluated:
+        yield {"step": number} | evaluated
+    if number < step:
+        yield {"step": number + 1} | {name: value for name, value in values.items() if name not in evaluated}

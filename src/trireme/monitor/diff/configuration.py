@@ -1,0 +1,142 @@
+"""Two configurations, key by key, and which of the keys that differ can lead to which difference in what happened.
+
+Files are compared as they lie on disk, so those of other versions of Trireme can be compared too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trireme.config.written import find_run_file, read_table, toml_value
+
+Table = dict[str, Any]
+
+ABSENT = "not there"
+
+PLACES = (
+    *("name", "output_dir", "resume", "log_level", "disk_timeout_s", "wandb", "ports", "hosts", "supervisor"),
+    *("console", "dashboard", "inference_gpu_ids", "trainer_gpu_ids", "inference_gpus", "trainer_gpus"),
+    *("weight_broadcast.timeout_s", "weight_broadcast.bucket_mib", "weight_broadcast.probe_tolerance"),
+    *("trainer.ckpt", "trainer.batch_timeout_s", "trainer.save_logprobs", "inference.server", "ckpt"),
+    *("inference.start_timeout_s", "orchestrator.server", "orchestrator.engine_timeout_s"),
+    "orchestrator.trainer_timeout_s",
+)
+"""Where a run runs, what it keeps, how long it waits: not what is computed."""
+
+_ROUNDING = (
+    *("device", "model", "seq_len", "trainer.model", "trainer.threads", "trainer.num_ranks"),
+    *("trainer.micro_batch_tokens", "micro_batch_tokens", "num_ranks", "threads"),
+)
+_TIMING = (
+    *("max_async_level", "weight_broadcast", "orchestrator.max_concurrent", "orchestrator.oversampling_factor"),
+    *("orchestrator.max_off_policy_steps", "orchestrator.max_rollout_attempts", "orchestrator.filters", "inference"),
+    *("orchestrator.batch_size", "orchestrator.rollouts_per_example", "orchestrator.buffer", "orchestrator.env"),
+)
+_DATA = (
+    *("seed", "orchestrator.env", "orchestrator.buffer", "orchestrator.curriculum", "orchestrator.batch_size"),
+    *("orchestrator.rollouts_per_example", "data", "source", "subset", "split", "batch_size"),
+)
+_ENGINE = ("model", "inference", "orchestrator.sampling", "device", "weight_broadcast")
+_WORTH = ("orchestrator.env", "orchestrator.advantage", "orchestrator.length_penalty", "orchestrator.teacher")
+_OPTIMIZER = (
+    *("trainer.optim", "trainer.scheduler", "optim", "scheduler", "max_steps", "trainer.num_iterations"),
+    *("trainer.loss", *_ROUNDING),
+)
+_BEGINNING = ("model", "trainer.model", "seed", "inference.model.dtype")
+
+BEARING: dict[str, tuple[str, ...]] = {
+    "rules": ("seed", "max_async_level", "orchestrator"),
+    "examples": _DATA,
+    "groups": _TIMING,
+    "attempts": _TIMING,
+    "prompts": ("orchestrator.env", "orchestrator.trajectory_strategy", "model", "trainer.tokenizer"),
+    "versions": _TIMING,
+    "tokens": ("seed", "orchestrator.env", *_ENGINE),
+    "logprobs": _ENGINE,
+    "kept": ("orchestrator.sampling", "trainer.model.moe"),
+    "texts": ("orchestrator.env", "trainer.tokenizer", "model"),
+    "components": ("orchestrator.env",),
+    "rewards": ("orchestrator.env",),
+    "masks": ("orchestrator.filters", "orchestrator.trajectory_strategy"),
+    "teacher": ("orchestrator.teacher",),
+    "advantages": _WORTH,
+    "dropped": _TIMING,
+    "scored": _ROUNDING,
+    "lr": ("trainer.optim", "trainer.scheduler", "optim", "scheduler", "max_steps"),
+    "loss": ("trainer.loss", "trainer.num_iterations", *_ROUNDING),
+    "grad_norm": ("trainer.loss", "trainer.num_iterations", *_ROUNDING),
+    "training": ("trainer.loss", "trainer.num_iterations", *_ROUNDING),
+    "evaluation": ("orchestrator.eval", "orchestrator.env", *_ENGINE),
+}
+"""By aspect: tables and keys that a difference there may follow from. See `bears_on` for those of weights."""
+
+
+@dataclass(frozen=True)
+class KeyDifference:
+    """One key that is not the same.
+
+    Example:
+        KeyDifference("trainer.optim.lr", "0.0005", "0.001")
+    """
+
+    key: str
+    a: str  # as it would stand in a file
+    b: str
+
+    @property
+    def is_place(self) -> bool:
+        return _is_below(self.key, PLACES)
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.a} in A, {self.b} in B"
+
+
+def read_configuration(run: Path) -> Table:
+    """Raises: ConfigError where the folder is not a run's."""
+    return read_table(find_run_file(run, "trainer"))
+
+
+def compare_configurations(a: Table, b: Table) -> list[KeyDifference]:
+    """Those that say what is computed first, each part in the order of the file."""
+    flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
+    differences = [
+        KeyDifference(key, _shown(flat_a, key), _shown(flat_b, key))
+        for key in {**flat_a, **flat_b}
+        if flat_a.get(key) != flat_b.get(key)
+    ]
+    return sorted(differences, key=lambda difference: difference.is_place)
+
+
+def count_keys(table: Table) -> int:
+    return sum(1 for _ in _flat(table))
+
+
+def _flat(table: Table, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys. Of a list of tables each has its number, from 0."""
+    for name, value in table.items():
+        key = f"{above}{name}"
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{key}.")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            yield from _flat({str(number): item for number, item in enumerate(value)}, f"{key}.")
+        elif value != {} and value != []:
+            yield key, value
+
+
+def _shown(flat: Table, key: str) -> str:
+    return toml_value(flat[key]) if key in flat else ABSENT
+
+
+def bears_on(differences: list[KeyDifference], aspect: str, step: int) -> list[KeyDifference]:
+    """Those from which a difference of this aspect may follow."""
+    tables = BEARING.get(aspect, ())
+    if aspect == "weights":
+        tables = _BEGINNING if step == 0 else _OPTIMIZER
+    return [difference for difference in differences if not difference.is_place and _is_below(difference.key, tables)]
+
+
+def _is_below(key: str, tables: tuple[str, ...]) -> bool:
+    return any(key == table or key.startswith(f"{table}.") for table in tables)

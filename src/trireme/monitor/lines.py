@@ -1,0 +1,135 @@
+"""A file of lines that several processes append to, and that ends no run.
+
+A line that cannot be written (a full disk) waits in memory until it can be, one that cannot be read is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from trireme.base.disk import pretend_full
+from trireme.base.log import get_logger
+
+WARN_EVERY_S = 60.0
+MOST_WAITING = 100_000  # lines, some 100 MB
+CLOSE_S = 5.0
+RETRY_S = 0.2
+
+logger = get_logger("lines")
+
+
+class LinesFile:
+    """Appends lines. Several processes may append to one file: what is written at once is a single O_APPEND write."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        most_waiting: int = MOST_WAITING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            most_waiting: lines that could not be written and are kept; of more, the oldest are lost.
+        """
+        self.path = path
+        self.lost = 0  # lines that will never be written
+        self._most_waiting = most_waiting
+        self._waiting: deque[bytes] = deque()
+        self._clock = clock
+        self._warned_at: float | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Lines that could not be written yet."""
+        return len(self._waiting)
+
+    def put(self, line: bytes) -> None:
+        """To be written by the next `flush`."""
+        self._waiting.append(line)
+
+    def flush(self) -> None:
+        """Writes what waits, in order, as far as that can be done now."""
+        try:
+            _append_lines(self.path, self._waiting)
+        except OSError as error:
+            self._drop_oldest()
+            self._warn(error)
+        else:
+            if self._warned_at is not None:
+                self._warned_at = None
+                logger.warning(f"{self.path} can be written again: no line waits any more ({self.lost} lost).")
+
+    def close(self, patience_s: float = CLOSE_S) -> None:
+        """Writes what waits, if that can be done in so many seconds; what cannot is lost with the process."""
+        give_up = time.monotonic() + patience_s
+        self.flush()
+        while self._waiting and time.monotonic() < give_up:
+            time.sleep(RETRY_S)
+            self.flush()
+        if self._waiting:
+            self.lost += len(self._waiting)
+            self._waiting.clear()
+            logger.error(f"{self.path} could not be written to the end: {self.lost} lines are lost.")
+
+    def _drop_oldest(self) -> None:
+        while len(self._waiting) > self._most_waiting:
+            self._waiting.popleft()
+            self.lost += 1
+
+    def _warn(self, error: OSError) -> None:
+        now = self._clock()
+        if self._warned_at is None or now - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = now
+            logger.warning(
+                f"Could not append to {self.path}: {error.strerror or error} ({len(self._waiting)} lines wait, "
+                f"{self.lost} lost so far). Training goes on; they are written as soon as it can be done. Free space "
+                "on that disk or make the file writable."
+            )
+
+
+def _append_lines(path: Path, lines: deque[bytes]) -> None:
+    """Takes from `lines` what is written. A line that is cut short stays there, to be written whole once more."""
+    pretend_full()
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if lines:
+            repair = _repair(descriptor)
+            data = repair + b"".join(line + b"\n" for line in lines)
+            written = os.write(descriptor, data)
+            _take_written(lines, written - len(repair))
+            if written < len(data):
+                raise OSError(f"only {written} of {len(data)} bytes were written")
+    finally:
+        os.close(descriptor)
+
+
+def _take_written(lines: deque[bytes], written: int) -> None:
+    while lines and written > len(lines[0]):
+        written -= len(lines.popleft()) + 1
+
+
+def _repair(descriptor: int) -> bytes:
+    """A newline where the file ends in a line that a crash or a full disk cut short; it must not swallow ours.
+
+    What is cut off a JSON object is no JSON, so the half is skipped by whoever reads.
+    """
+    size = os.fstat(descriptor).st_size
+    return b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
+
+
+def read_lines(path: Path, offset: int = 0) -> tuple[list[bytes], int]:
+    """Complete lines from byte `offset` on, and where to read on later. A half-written last line waits for its rest."""
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < offset:
+                offset = 0  # another file has taken its place
+            file.seek(offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+    except OSError:  # not there yet, or not readable now
+        return [], offset
+    return whole.splitlines(), offset + len(whole) + len(newline)

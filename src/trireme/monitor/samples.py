@@ -1,0 +1,119 @@
+"""What the model writes, from time to time: a few rollouts of a batch as text, read from the journal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trireme.base.errors import JournalCorrupt
+from trireme.base.paths import RunPaths
+from trireme.config.console import Console
+
+if TYPE_CHECKING:
+    from trireme.ledger.records import BatchRecord, Rollout
+
+MOST_CHARACTERS = 2000  # of a prompt, and of a completion
+
+Message = dict[str, Any]
+
+
+class Samples:
+    """Looks into every batch whose step is due."""
+
+    def __init__(self, paths: RunPaths, config: Console) -> None:
+        self._folder = paths.journal
+        self._every = config.samples_every
+        self._count = config.num_samples
+
+    def of(self, step: int) -> list[str]:
+        """Texts of the batch with this number; none where it is not due, or cannot be read."""
+        if self._every is None or (step + 1) % self._every:
+            return []
+        record = read_batch(self._folder, step)
+        chosen = choose(record.rollouts, self._count) if record else []
+        return [sample_text(step, rollout, _which(index, chosen)) for index, rollout in enumerate(chosen, 1)]
+
+
+def read_batch(folder: Path, step: int) -> BatchRecord | None:
+    from trireme.ledger.journal import Journal  # numpy behind it is not for `rl --help` to wait for
+
+    try:
+        return Journal(folder).read(step)
+    except (OSError, JournalCorrupt):
+        return None
+
+
+def choose(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
+    """One of each group before a second of any, so that few show as many examples as can be.
+
+    Example:
+        choose(rollouts of groups a a a b b b, 3)  # the first of a, the first of b, the second of a
+    """
+    seen: dict[int, int] = {}
+    ranked = []
+    for rollout in rollouts:
+        seen[rollout.group] = seen.get(rollout.group, 0) + 1
+        ranked.append((seen[rollout.group], rollout))
+    return [rollout for _, rollout in sorted(ranked, key=lambda pair: pair[0])[:count]]
+
+
+def _which(index: int, chosen: Sequence[Rollout]) -> str:
+    return f" {index} of {len(chosen)}" if len(chosen) > 1 else ""
+
+
+def sample_text(step: int, rollout: Rollout, which: str = "") -> str:
+    """
+    Example:
+        === Step 5 Sample ===
+        Prompt: Reverse the text: "hello"
+        Completion: olleh
+        Reward: 1.0
+    """
+    prompt = "\n".join(_asked(rollout.prompt))
+    return "\n".join(
+        [
+            f"=== Step {step + 1} Sample{which} ===",
+            f"Prompt: {_shorten(prompt)}",
+            f"Completion: {_shorten(conversation_text(rollout.completion))}",
+            f"Reward: {rollout.reward:.4g}" + ("" if rollout.reward % 1 else ".0"),
+        ]
+    )
+
+
+def _asked(prompt: Sequence[Message]) -> Iterator[str]:
+    """What the example says; the system prompt is the same in all of them."""
+    asked = [message for message in prompt if message.get("role") != "system"] or list(prompt)
+    return (message_text(message) for message in asked)
+
+
+def conversation_text(messages: Sequence[Message]) -> str:
+    """The words alone where there is one message; otherwise each under the role of who said it."""
+    if len(messages) == 1:
+        return message_text(messages[0])
+    return "\n".join(f"[{message.get('role', '?')}] {message_text(message)}" for message in messages)
+
+
+def message_text(message: Message) -> str:
+    calls = [_call_text(call) for call in message.get("tool_calls") or ()]
+    return "\n".join(filter(None, [_content_text(message.get("content")), *calls]))
+
+
+def _content_text(content: Any) -> str:
+    """Text, or the texts among its parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return "" if content is None else str(content)
+
+
+def _call_text(call: Any) -> str:
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    arguments = function.get("arguments", "")
+    shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f"{function.get('name', '?')}({shown})"
+
+
+def _shorten(text: str) -> str:
+    left = len(text) - MOST_CHARACTERS
+    return text if left <= 0 else f"{text[:MOST_CHARACTERS]} … ({left} more characters)"

@@ -1,0 +1,316 @@
+"""`spans.jsonl`: what each lane of a run did, from when to when. Who writes it and who reads it, side by side.
+
+    {"lane": "trainer", "what": "wait", "begin_s": 1700000000.25, "seconds": 0.41, "step": 12, "why": "no batch yet"}
+
+A lane does one thing at a time, so its spans never overlap; what lies between two of them is "other". A span that goes
+on is written in pieces, every `FLUSH_S`: whoever looks sees what is done now, and of a process that is killed the last
+seconds alone are unknown. Nothing is written by the thread that is watched.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from trireme.monitor.lines import LinesFile, read_lines
+
+What = Literal["start", "generate", "train", "wait", "transfer", "evaluate", "save", "journal", "idle"]
+
+TRAINER = "trainer"
+ORCHESTRATOR = "orchestrator"
+ENGINE = "engine"
+"""Of lanes: those of engines are "engine HOST:PORT"."""
+
+FEW = "few requests"
+"""Why an engine that generates, or waits, could do more: the last rollouts of a batch."""
+
+FLUSH_S = 2.0
+LAST_WRITE_S = 5.0
+MOST_A_SECOND = 40
+SLOT_US = 100_000
+"""Of a second with more pieces, the sums of each slot alone are told: the file does not grow with requests."""
+
+TAIL_BYTES = 1 << 18
+
+
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one lane did for a while."""
+
+    lane: str
+    what: str  # a `What`, or one that a later version has
+    begin_s: float  # unix time, by the clock of the lane's machine
+    seconds: float
+    step: int = -1  # the batch that it was for; of `transfer`, `evaluate` and `save` the version; -1: none
+    why: str = ""  # of a wait: what holds it. What is told of one case only stands behind a colon
+
+    @property
+    def end_s(self) -> float:
+        return self.begin_s + self.seconds
+
+
+def reason_of(why: str) -> str:
+    """Without what is told of one case only."""
+    return why.partition(":")[0]
+
+
+class Piece(NamedTuple):
+    """A span as it is written down in memory, in microseconds: whole numbers add up exactly."""
+
+    what: str
+    step: int
+    why: str
+    begin_us: int
+    end_us: int
+
+
+def steady_clock(not_before_us: int = 0) -> Callable[[], int]:
+    """Microseconds of unix time, set once: they go on evenly whatever is done to the machine's clock.
+
+    Args:
+        not_before_us: where a process before this one came to, by a clock that may have been ahead.
+    """
+    first = max(time.time_ns() // 1000, not_before_us)
+    zero = time.monotonic_ns()
+    return lambda: first + (time.monotonic_ns() - zero) // 1000
+
+
+class Lane:
+    """What one process, or one engine, does: one thing, then another. From any thread.
+
+    Example:
+        with lane.doing("train", step=12): ...
+        lane.enter("wait", step=13, why="no batch yet")
+        lane.take()  # {"train": 0.41, "wait": 0.02}: seconds since the last `take`
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        keeps: bool = False,
+        clock: Callable[[], int] | None = None,
+        what: What | None = None,
+        since_us: int | None = None,
+        words: Callable[[], str] = str,
+    ) -> None:
+        """
+        Args:
+            keeps: spans are remembered until `drain`; else only their sums.
+            what: it has been doing, since when.
+            words: asked now and then while it waits: for what. May be called from any thread.
+        """
+        self.name = name
+        self._keeps = keeps
+        self._words = words
+        self._clock = clock or steady_clock()
+        self._lock = threading.Lock()
+        self._what = what
+        self._step = -1
+        self._why = ""
+        self._since_us = self._counted_us = self._clock() if since_us is None else since_us
+        self._done: list[Piece] = []
+        self._sums_us: dict[str, int] = defaultdict(int)
+
+    @property
+    def now(self) -> What | None:
+        """What it does; None: nothing that has a name."""
+        return self._what
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    def enter(self, what: What | None, *, step: int = -1, why: str = "") -> None:
+        """From now on it does this."""
+        with self._lock:
+            if (what, step, why) != (self._what, self._step, self._why):
+                self._close(self._clock())
+                self._what, self._step, self._why = what, step, why
+
+    def explain(self, why: str) -> None:
+        """What it waits for, learned on the way. Other words for the same reason change nothing."""
+        with self._lock:
+            if not why or self._what is None or (":" in self._why and reason_of(why) == reason_of(self._why)):
+                return
+            if self._why not in ("", reason_of(why)):
+                self._close(self._clock())
+            self._why = why
+
+    def ask_why(self) -> None:
+        if self._what == "wait":
+            self.explain(self._words())
+
+    @contextmanager
+    def doing(self, what: What, *, step: int = -1, why: str = "") -> Iterator[None]:
+        """Afterwards it goes on with what it did before."""
+        before = self._what, self._step, self._why
+        self.enter(what, step=step, why=why)
+        try:
+            yield
+        finally:
+            self.enter(before[0], step=before[1], why=before[2])
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each thing since the last `take`; with "other", they are all that passed."""
+        with self._lock:
+            self._count(self._clock())
+            taken, self._sums_us = self._sums_us, defaultdict(int)
+        return {what: microseconds / 1e6 for what, microseconds in taken.items()}
+
+    def drain(self) -> list[Piece]:
+        """What it did since the last `drain`, up to now."""
+        with self._lock:
+            self._close(self._clock())
+            done, self._done = self._done, []
+        return done
+
+    def _close(self, now_us: int) -> None:
+        """Ends a piece; what is done goes on."""
+        self._count(now_us)
+        if self._keeps and self._what is not None and now_us > self._since_us:
+            self._done.append(Piece(self._what, self._step, self._why, self._since_us, now_us))
+        self._since_us = now_us
+
+    def _count(self, now_us: int) -> None:
+        self._sums_us[self._what or "other"] += now_us - self._counted_us
+        self._counted_us = now_us
+
+
+class SpansFile:
+    """Writes the lanes of one process; other processes append theirs."""
+
+    def __init__(self, path: Path | None) -> None:
+        """
+        Args:
+            path: None where nothing is to be written: lanes still tell their sums.
+        """
+        self._lines = LinesFile(path) if path is not None else None
+        self._ends_us = _last_ends(path) if path is not None else {}
+        self._lanes: list[Lane] = []
+        self._flushing = threading.Lock()
+
+    def lane(self, name: str, *, what: What | None = None, ago_s: float = 0.0, words: Callable[[], str] = str) -> Lane:
+        """A lane of that name in the file goes on, after its end.
+
+        Args:
+            what: it has been doing, for how long already.
+            words: as of `Lane`.
+        """
+        end_us = self._ends_us.get(name, 0)
+        clock = steady_clock(end_us)
+        since_us = max(end_us, clock() - int(ago_s * 1e6))
+        lane = Lane(name, keeps=self._lines is not None, clock=clock, what=what, since_us=since_us, words=words)
+        self._lanes.append(lane)
+        return lane
+
+    def flush(self) -> None:
+        """Writes what the lanes did up to now, all at once."""
+        if self._lines is None:
+            return
+        with self._flushing:
+            for lane in self._lanes:
+                lane.ask_why()
+                for piece in settled(lane.drain()):
+                    self._lines.put(_encode(_to_span(lane.name, piece)))
+            self._lines.flush()
+
+    def close(self) -> None:
+        self.flush()
+        if self._lines is not None:
+            self._lines.close()
+
+
+@contextmanager
+def open_spans(path: Path | None) -> Iterator[SpansFile]:
+    """A file that a thread of its own writes to, every few seconds and at the end."""
+    spans, is_over = SpansFile(path), threading.Event()
+    writer = threading.Thread(target=_keep_writing, args=(spans, is_over), name="spans", daemon=True)
+    if path is not None:
+        writer.start()
+    try:
+        yield spans
+    finally:
+        is_over.set()
+        if path is not None:
+            writer.join(LAST_WRITE_S)  # a disk that hangs must not keep the process
+        spans.close()
+
+
+def _keep_writing(spans: SpansFile, is_over: threading.Event) -> None:
+    while not is_over.wait(FLUSH_S):
+        spans.flush()
+
+
+def settled(pieces: list[Piece]) -> Iterator[Piece]:
+    """Of a second with very many short pieces, one for each thing and slot, as long as all of its own."""
+    for _, second in groupby(enumerate(pieces), lambda numbered: _within(numbered, 1_000_000)):
+        together = list(second)
+        if len(together) <= MOST_A_SECOND:
+            yield from (piece for _, piece in together)
+        else:
+            for _, slot in groupby(together, lambda numbered: _within(numbered, SLOT_US)):
+                yield from _summed([piece for _, piece in slot])
+
+
+def _within(numbered: tuple[int, Piece], slot_us: int) -> tuple[str, int]:
+    """Which slot; a piece that leaves its slot stands for itself."""
+    number, piece = numbered
+    slot = piece.begin_us // slot_us
+    return ("in", slot) if piece.end_us <= (slot + 1) * slot_us else ("across", number)
+
+
+def _summed(pieces: list[Piece]) -> Iterator[Piece]:
+    """In the order in which they first came, one after the other. What was nothing comes at the end."""
+    sums_us: dict[tuple[str, int, str], int] = defaultdict(int)
+    for piece in pieces:
+        sums_us[piece[:3]] += piece.end_us - piece.begin_us
+    begin_us = pieces[0].begin_us
+    for (what, step, why), sum_us in sums_us.items():
+        yield Piece(what, step, why, begin_us, begin_us + sum_us)
+        begin_us += sum_us
+
+
+def _to_span(lane: str, piece: Piece) -> Span:
+    seconds = (piece.end_us - piece.begin_us) / 1e6
+    return Span(lane, piece.what, piece.begin_us / 1e6, seconds, piece.step, piece.why)
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Span).decode
+
+
+def read_spans(path: Path, offset: int = 0) -> tuple[list[Span], int]:
+    """Spans from byte `offset` on, as they were written, and where to read on later.
+
+    Those of one lane come in their order; lanes are mixed.
+    """
+    lines, offset = read_lines(path, offset)
+    return [span for line in lines if (span := _parse(line)) is not None], offset
+
+
+def _parse(line: bytes) -> Span | None:
+    try:
+        return _decode(line)
+    except (msgspec.DecodeError, ValueError):
+        return None
+
+
+def _last_ends(path: Path) -> dict[str, int]:
+    """When each lane that was written lately ended, in microseconds."""
+    try:
+        size = os.stat(path).st_size
+    except OSError:
+        return {}
+    ends: dict[str, int] = {}
+    for span in read_spans(path, max(0, size - TAIL_BYTES))[0]:
+        ends[span.lane] = max(ends.get(span.lane, 0), round(span.end_s * 1e6))
+    return ends

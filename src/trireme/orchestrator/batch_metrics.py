@@ -1,0 +1,233 @@
+"""What the orchestrator says about a batch; `docs/metrics.md` tells what each number means and when to worry.
+
+All from what the batch's entry in the journal holds, so that the audit can work it out again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from trireme.algo.staleness import lags
+from trireme.config.run import RunConfig
+from trireme.ledger.records import Dropped, Outcome, Rollout, State
+
+Metrics = dict[str, float]
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+FLAWS = ("truncated", "repetition", "gibberish", "zero_advantage")
+FAILED = frozenset({"rollout", "score", "timeout", "worker"})
+"""Reasons, up to their colon, of rollouts that failed: the stages of `RolloutFailed`."""
+
+NO_SIGNAL = frozenset({"no_signal", "little_signal"})
+"""Reasons of groups that came to their end and were dropped because their rewards are the same, or nearly."""
+
+SAME = 1e-9
+"""Rewards of a group that differ by less are the same."""
+
+
+def batch_metrics(
+    step: int,
+    rollouts: list[Rollout],
+    dropped: list[Dropped],
+    *,
+    config: RunConfig,
+    outcomes: Sequence[Outcome] = (),
+) -> Metrics:
+    """Of the whole batch, then of each environment.
+
+    Args:
+        outcomes: of the groups that ended since the batch before, dropped ones too: with them `solve_none` and
+            `solve_all` are about all of those, and about the groups of the batch where they are not given.
+    """
+    return merged(metrics_in_parts(step, rollouts, dropped, config=config, outcomes=outcomes))
+
+
+def metrics_in_parts(
+    step: int,
+    rollouts: list[Rollout],
+    dropped: list[Dropped],
+    *,
+    config: RunConfig,
+    outcomes: Sequence[Outcome] = (),
+) -> Iterator[Metrics]:
+    """The same, a few at a time: with thousands of rollouts each part takes milliseconds."""
+    yield _rewards(rollouts)
+    yield _ages(step, rollouts, max_async_level=config.max_async_level)
+    yield _lengths(rollouts)
+    yield _fates(rollouts, dropped)
+    yield _filters(rollouts)
+    yield from _per_environment(rollouts, dropped, outcomes)
+
+
+def merged(parts: Iterable[Metrics]) -> Metrics:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _rewards(rollouts: list[Rollout]) -> Metrics:
+    rewards = np.array([rollout.reward for rollout in rollouts])
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        "reward/group_std": _group_std(rollouts),
+    }
+
+
+def _ages(step: int, rollouts: list[Rollout], *, max_async_level: int) -> Metrics:
+    """Over sampled tokens."""
+    ages = lags(step, np.concatenate([sample.versions for rollout in rollouts for sample in rollout.samples]))
+    return {
+        "lag/mean": float(ages.mean()),
+        "lag/max": int(ages.max()),
+        "lag/beyond_frac": float((ages > max_async_level).mean()),
+    }
+
+
+def _lengths(rollouts: list[Rollout]) -> Metrics:
+    completions = [_num_sampled(rollout) for rollout in rollouts]
+    return {
+        "tokens/completion_mean": float(np.mean(completions)),
+        "tokens/completion_max": int(max(completions)),
+        "tokens/total": int(sum(sample.length for rollout in rollouts for sample in rollout.samples)),
+        "truncated_frac": _truncated_frac(rollouts),
+    } | _turns("turns/mean", rollouts)
+
+
+def _fates(rollouts: list[Rollout], dropped: list[Dropped]) -> Metrics:
+    """Of the rollouts that ended since the batch before: in this one, or dropped, by reason."""
+    reasons = Counter(map(_reason, dropped))
+    groups = len({rollout.group for rollout in rollouts})
+    without_signal = len({drop.group for drop in dropped if _reason(drop) in NO_SIGNAL})
+    trained = [rollout for rollout in rollouts if rollout.masked is None]
+    return {
+        "rollouts/trained": len(trained),
+        "rollouts/with_signal": sum(map(_has_advantage, trained)),
+        "rollouts/dropped": len(dropped),
+        "rollouts/error_rate": _error_rate(rollouts, dropped),
+        "groups/signal_frac": _count_with_signal(rollouts) / (groups + without_signal),
+    } | {f"rollouts/dropped/{reason}": count for reason, count in reasons.items()}
+
+
+def _filters(rollouts: list[Rollout]) -> Metrics:
+    """Shares of the batch's rollouts."""
+    counts = Counter(flaw for rollout in rollouts for flaw in set(rollout.flaws))
+    shares = {f"filters/{flaw}_frac": counts[flaw] / len(rollouts) for flaw in (*FLAWS, *sorted(counts.keys()))}
+    return shares | {"filters/masked_frac": float(np.mean([rollout.masked is not None for rollout in rollouts]))}
+
+
+def _per_environment(rollouts: list[Rollout], dropped: list[Dropped], outcomes: Sequence[Outcome]) -> Iterator[Metrics]:
+    trained = _grouped(rollouts, lambda rollout: rollout.env)
+    lost = _grouped(dropped, lambda drop: drop.env)
+    ended = _grouped(outcomes, lambda outcome: outcome.env)
+    for name in sorted(trained.keys() | lost.keys()):
+        yield {f"env/{name}/error_rate": _error_rate(trained.get(name, []), lost.get(name, []))}
+        if name in trained:
+            yield _environment(name, trained[name], ended.get(name, []))
+
+
+def _environment(name: str, rollouts: list[Rollout], outcomes: Sequence[Outcome]) -> Metrics:
+    """What an environment measures itself comes last: its own number wins where it is called like one of ours."""
+    rewards = np.array([rollout.reward for rollout in rollouts])
+    solve_none, solve_all = _solved_fracs(rollouts, outcomes)
+    return {
+        f"reward/{name}/mean": float(rewards.mean()),
+        f"reward/{name}/std": float(rewards.std()),
+        f"env/{name}/group_std": _group_std(rollouts),
+        f"env/{name}/solve_none": solve_none,
+        f"env/{name}/solve_all": solve_all,
+        f"env/{name}/tokens_mean": float(np.mean([_num_sampled(rollout) for rollout in rollouts])),
+        f"env/{name}/truncated_frac": _truncated_frac(rollouts),
+        **_turns(f"env/{name}/turns_mean", rollouts),
+        **{f"env/{name}/{measure}": mean for measure, mean in means(r.metrics for r in rollouts).items()},
+    }
+
+
+def _solved_fracs(rollouts: list[Rollout], outcomes: Sequence[Outcome]) -> tuple[float, float]:
+    """Shares of groups with no reward above 0, and with none below 1; of outcomes, only their means are known."""
+    groups = [[outcome.mean] for outcome in outcomes] or list(_group_rewards(rollouts).values())
+    none = np.mean([max(rewards) <= 0 for rewards in groups])
+    every = np.mean([min(rewards) >= 1 for rewards in groups])
+    return float(none), float(every)
+
+
+def means(measured: Iterable[Mapping[str, float]]) -> Metrics:
+    """Of each number, over those that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for numbers in measured:
+        for name, value in numbers.items():
+            values[name].append(value)
+    return {name: float(np.mean(numbers)) for name, numbers in values.items()}
+
+
+def _turns(name: str, rollouts: list[Rollout]) -> Metrics:
+    """Nothing where they were not counted."""
+    counts = [rollout.num_turns for rollout in rollouts if rollout.num_turns]
+    return {name: float(np.mean(counts))} if counts else {}
+
+
+def _group_std(rollouts: list[Rollout]) -> float:
+    return float(np.mean([np.std(rewards) for rewards in _group_rewards(rollouts).values()]))
+
+
+def _count_with_signal(rollouts: list[Rollout]) -> int:
+    return sum(max(rewards) - min(rewards) >= SAME for rewards in _group_rewards(rollouts).values())
+
+
+def _group_rewards(rollouts: list[Rollout]) -> dict[int, list[float]]:
+    groups = _grouped(rollouts, lambda rollout: rollout.group)
+    return {group: [rollout.reward for rollout in members] for group, members in groups.items()}
+
+
+def _error_rate(rollouts: list[Rollout], dropped: list[Dropped]) -> float:
+    """Of all attempts that ended, in the batch or dropped: the share that failed."""
+    return sum(_reason(drop) in FAILED for drop in dropped) / max(1, len(rollouts) + len(dropped))
+
+
+def _reason(drop: Dropped) -> str:
+    """Example: "no signal: all rewards of the group are equal" -> "no_signal"."""
+    return drop.reason.split(":")[0].replace(" ", "_")
+
+
+def _truncated_frac(rollouts: list[Rollout]) -> float:
+    return float(np.mean([rollout.truncated for rollout in rollouts]))
+
+
+def _has_advantage(rollout: Rollout) -> bool:
+    return any(np.count_nonzero(sample.advantages) > 0 for sample in rollout.samples)
+
+
+def _num_sampled(rollout: Rollout) -> int:
+    return sum(int(np.count_nonzero(sample.loss_mask)) for sample in rollout.samples)
+
+
+def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def state_metrics(state: State, *, config: RunConfig) -> Metrics:
+    """Where the data stands after a batch: passes over the examples, difficulty, curriculum."""
+    metrics: Metrics = {f"data/{name}/epoch": cursor.epoch for name, cursor in state.cursors.items()}
+    if config.orchestrator.curriculum:
+        metrics["curriculum/stage"] = state.stage
+        if state.stage_reward is not None:
+            metrics["curriculum/reward"] = state.stage_reward
+    pools = config.orchestrator.buffer.pools
+    for name, scores in state.scores.items() if pools else ():
+        assert pools is not None
+        easy = int((scores.means >= pools.easy_threshold).sum())
+        hard = int((scores.means <= pools.hard_threshold).sum())
+        metrics |= {
+            f"data/{name}/easy": easy,
+            f"data/{name}/normal": len(scores.means) - easy - hard,
+            f"data/{name}/hard": hard,
+        }
+    return metrics

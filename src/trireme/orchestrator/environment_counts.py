@@ -1,0 +1,46 @@
+"""What went wrong in environments and their workers, from one batch to the next: known only while the run lives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from trireme.orchestrator.environments.pool import Environment
+
+FAILURES = ("timeout", "rollout_error", "score_error", "worker_error")
+ENOUGH = 64
+"""So many rollouts tell how often they fail."""
+
+
+class EnvironmentCounts:
+    """Differences of `Environment.counts`, which only grow.
+
+    Example:
+        counts.take()  # {"env/wordle/timeout": 3, "env/wordle/worker_death": 1}
+        counts.take()  # {}
+    """
+
+    def __init__(self, environments: Mapping[str, Environment]) -> None:
+        self._environments = environments
+        self._taken: dict[str, Counter[str]] = {name: Counter() for name in environments}
+        self._ended_before: dict[str, int] = dict.fromkeys(environments, 0)
+
+    def take(self) -> dict[str, float]:
+        """Since the last time; nothing of what did not happen."""
+        metrics: dict[str, float] = {}
+        for name, environment in self._environments.items():
+            counts = Counter(environment.counts)
+            fresh = counts - self._taken[name]
+            self._taken[name], self._ended_before[name] = counts, environment.num_rollouts
+            metrics |= {f"env/{name}/{what}": count for what, count in fresh.items()}
+        return metrics
+
+    def lately(self) -> dict[str, float]:
+        """Error rates since `take`, also while no batch becomes full: where all rollouts fail, none ever does."""
+        rates: dict[str, float] = {}
+        for name, environment in self._environments.items():
+            failures = sum(environment.counts[what] - self._taken[name][what] for what in FAILURES)
+            ended = environment.num_rollouts - self._ended_before[name]
+            if ended >= ENOUGH:
+                rates[f"env/{name}/error_rate"] = failures / ended
+        return rates | ({"rollouts/error_rate": max(rates.values())} if rates else {})

@@ -1,0 +1,99 @@
+"""Rewards that compare: finished rollouts wait here for the others of their group, and are scored together, once.
+
+A rollout that fails or is cancelled leaves; the caller runs it again under the same group's name, and the others go on
+waiting. How long they may wait is the orchestrator's affair, which is told that they do.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from trireme_rollout import RewardError
+
+Score = Callable[[list[Any]], Awaitable[list[dict]]]
+
+REMEMBERED = 4096
+"""Groups that are known to have been scored: a rollout that comes later has none to be compared with."""
+
+
+class Groups:
+    """The groups of which some rollouts have been played, and not all."""
+
+    def __init__(self, score: Score) -> None:
+        self._score = score
+        self._waiting: dict[str, list[_Member]] = {}
+        self._scored: dict[str, None] = {}  # in order of time
+        self._scoring: set[asyncio.Task] = set()
+
+    async def score(self, played: Any, *, name: str, group: str, size: int) -> dict:
+        """Waits for the rest of the group. Returns this rollout's fields of the `done` message.
+
+        Args:
+            name: of the rollout. The group is scored in the order of its names, whichever came first.
+
+        Raises: RewardError, for every member alike.
+        """
+        if group in self._scored:
+            raise RewardError(
+                f"Its group {group!r} was scored without it - expected all {size} rollouts of a group to be scored "
+                "together - the group cannot be completed any more and will be replaced."
+            )
+        members = self._waiting.setdefault(group, [])
+        members.append(member := _Member(name, played))
+        if len(members) == size:
+            self._begin_scoring(group)
+        try:
+            return await member.result
+        finally:
+            self._forget(group, member)
+
+    def _begin_scoring(self, group: str) -> None:
+        """In a task of its own: the cancelling of one member must not end the others' scoring, only that of all."""
+        members = sorted(self._waiting.pop(group), key=lambda member: member.name)
+        scoring = asyncio.get_running_loop().create_task(self._score_all(group, members))
+        self._scoring.add(scoring)  # the event loop itself only keeps weak references
+        scoring.add_done_callback(self._scoring.discard)
+        for member in members:
+            member.result.add_done_callback(lambda _: all(m.result.done() for m in members) and scoring.cancel())
+
+    async def _score_all(self, group: str, members: "list[_Member]") -> None:
+        try:
+            results = await self._score([member.played for member in members])
+        except (Exception, SystemExit) as error:
+            for member in members:
+                member.fail(error)
+            return
+        wanted = [(member, result) for member, result in zip(members, results, strict=True) if not member.result.done()]
+        for member, result in wanted:
+            member.result.set_result(result)
+        if wanted:
+            self._remember(group)
+
+    def _remember(self, group: str) -> None:
+        self._scored[group] = None
+        if len(self._scored) > REMEMBERED:
+            del self._scored[next(iter(self._scored))]
+
+    def _forget(self, group: str, member: "_Member") -> None:
+        members = self._waiting.get(group, [])
+        if member in members:
+            members.remove(member)
+        if not members:
+            self._waiting.pop(group, None)
+
+
+class _Member:
+    __slots__ = ("name", "played", "result")
+
+    def __init__(self, name: str, played: Any) -> None:
+        self.name = name
+        self.played = played
+        self.result: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: BaseException) -> None:
+        """An error per member: one that is raised in sixteen places would have the traceback of all of them."""
+        if not self.result.done():
+            cause = (error.__cause__ or error) if isinstance(error, RewardError) else error
+            failure = RewardError(str(error))
+            failure.__cause__ = cause
+            self.result.set_exception(failure)

@@ -1,0 +1,181 @@
+"""Runs v1 environments of verifiers (from 0.4), unmodified: a package that exports a `Taskset`, an `Env`, or both.
+
+verifiers v1 lets any program act: it wants an endpoint, not a client. Ours is `PolicyEndpoint`, on the loopback
+interface, so that requests arrive as they do from every environment, and the orchestrator keeps the tokens.
+
+`args` are fields of the environment's configuration (`agent`, `timeout`, `retries`, ...); `select` picks tasks as in
+verifiers; every other key is the taskset's own. What differs from verifiers' defaults: programs run as subprocesses
+here and not in a sandbox that is rented, and a taskset without a harness gets `trireme_chat` and not a shell.
+
+What cannot be supported: more than one agent played by the policy. Others may play along at endpoints of their own.
+There is no evaluation split in v1: give `[[orchestrator.eval.env]]` other `args`.
+"""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import verifiers.v1 as vf
+from trireme_endpoint import PolicyEndpoint, Session
+from trireme_rollout import Ask, RewardError, as_id, checked_number
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.dialects.chat import message_to_wire
+
+KEY_VARIABLE = "TRIREME_ENDPOINT_KEY"
+
+
+class VerifiersV1Adapter:
+    """One v1 environment, and the endpoint that its agent asks."""
+
+    group_rewards = False  # in v1, what compares is an episode, and that is one rollout
+
+    def __init__(self, module: str, *, args: dict, versions: dict[str, str]) -> None:
+        self._name = module
+        self._versions = versions
+        select = vf.SelectConfig.model_validate(args.get("select", {}))
+        config = _configured(module, {name: value for name, value in args.items() if name != "select"})
+        self._role = _role_of_the_policy(config)
+        self._environment = vf.load_environment(config)
+        self._tasks = _tasks(self._environment.taskset.select(select))
+        self._endpoint = PolicyEndpoint()
+
+    def facts(self) -> dict:
+        facts = {"num_train": len(self._tasks), "num_eval": 0, "name": self._name, "versions": self._versions}
+        return {**facts, "group_rewards": False}
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        return self._serving()
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._endpoint.serving())
+            os.environ[KEY_VARIABLE] = self._endpoint.key
+            await stack.enter_async_context(self._environment.serving())
+            yield
+
+    async def play(self, request: dict, ask: Ask) -> dict:
+        """Scored too: in v1 an episode ends with its judgement, while what the agent left behind is still there."""
+        session = Session(ask, request["sampling"])
+        self._limit_turns(request.get("max_turns"))
+        client = vf.EvalClientConfig(base_url=self._endpoint.url, api_key_var=KEY_VARIABLE)
+        context = vf.ModelContext(model="policy", client=client, sampling=vf.Sampling(**request["sampling"]))
+        task = self._tasks[request["index"]]
+        try:
+            episode = await self._environment.run_episode(
+                task, context, on_trace=lambda trace: self._endpoint.open_session(trace.id, session)
+            )
+        finally:
+            self._endpoint.close(session)
+        return _result(_only_trace(episode, session, role=self._role), task, session)
+
+    def _limit_turns(self, most: int | None) -> None:
+        """The run's own limit; the environment's may be lower."""
+        spec = getattr(self._environment.config, self._role)
+        if most is not None and (spec.max_turns is None or spec.max_turns > most):
+            spec.max_turns = most
+
+    async def score(self, played: list[dict]) -> list[dict]:
+        return played
+
+    async def dispose(self, played: dict) -> None:
+        pass
+
+
+def _configured(module: str, args: dict) -> Any:
+    """The environment's configuration, as its own class reads it."""
+    fields = vf.env_config_type(module, args.get("id", "")).model_fields
+    taskset = {name: value for name, value in args.items() if name not in fields}
+    raw = {name: value for name, value in args.items() if name in fields}
+    raw["taskset"] = {"id": module, **taskset, **raw.get("taskset", {})}
+    config = vf.resolve_env_config(raw)
+    for name, spec in agent_config_fields(config).items():
+        if "runtime" not in raw.get(name, {}) and isinstance(spec.runtime, vf.PrimeConfig):
+            spec.runtime = vf.SubprocessConfig()
+        if spec.harness is None and vf.default_harness_id(module) == "bash":
+            spec.harness = vf.harness_config_type("trireme_chat").model_validate({"id": "trireme_chat"})
+    return config
+
+
+def _role_of_the_policy(config: Any) -> str:
+    roles = agent_config_fields(config)
+    ours = [name for name, spec in roles.items() if spec.client is None]
+    if len(ours) != 1:
+        raise TypeError(
+            f"The environment has the agents {', '.join(roles)}, of which the policy would play "
+            f"{', '.join(ours) or 'none'} - expected it to play one - give each of the others a `client` and a `model` "
+            f'of its own in `args`, such as {{{ours[-1] if ours else "agent"} = {{ model = "...", client = '
+            '{ type = "eval", base_url = "http://..." } } }.'
+        )
+    return ours[0]
+
+
+def _tasks(taskset: Any) -> list[Any]:
+    if not taskset.bounded:
+        raise ValueError(
+            "The taskset is infinite - expected a number of tasks to count epochs by - add `select = { limit = 1000 }` "
+            "to `args`."
+        )
+    return list(taskset)
+
+
+def _only_trace(episode: Any, session: Session, *, role: str) -> Any:
+    """The policy's. Raises: what went wrong in the episode, RewardError where it was the scoring."""
+    if session.error is not None:
+        raise session.error
+    if not episode.ok:
+        _raise_error_of(episode)
+    traces = [trace for trace in episode.traces if trace.agent.name == role]
+    if len(traces) != 1:
+        raise RuntimeError(
+            f"Agent {role!r} was run {len(traces)} times in one episode - expected once - use an environment that runs "
+            "it once; `rollouts_per_example` is how often a task is tried."
+        )
+    return traces[0]
+
+
+def _raise_error_of(episode: Any) -> None:
+    for trace in episode.traces:
+        if not trace.ok and trace.last_error is not None:
+            if trace.timing.scoring.start:
+                raise RewardError from _failure(trace.last_error)
+            raise _failure(trace.last_error)
+    raise _failure(episode.last_error) if episode.last_error else _EpisodeFailed("the episode is not ok")
+
+
+def _failure(error: Any) -> Exception:
+    failure = _EpisodeFailed(error.message)
+    failure.add_note(error.traceback or "")
+    return failure
+
+
+class _EpisodeFailed(Exception):
+    """In verifiers' own words."""
+
+
+def _result(trace: Any, task: Any, session: Session) -> dict:
+    prompt, completion = _split(trace)
+    rewards = {name: reward for name, reward in trace.rewards.items() if reward is not None}
+    scores = {name: checked_number(reward.score, name=name) for name, reward in rewards.items()}
+    metrics = {name: checked_number(value, name=name) for name, value in trace.metrics.items() if value is not None}
+    answer = getattr(task.data, "answer", None)
+    return {
+        "reward": checked_number(trace.reward, name="(the sum of all)"),
+        "metrics": {**scores, **metrics, "num_turns": float(trace.num_turns)},
+        "prompt": prompt,
+        "completion": completion,
+        "answer": answer if answer is None or isinstance(answer, str) else str(answer),
+        "info": {"agent": trace.agent.name, "task": task.data.name or task.data.id or ""},
+        "example_id": as_id(task.data.idx if task.data.id is None else task.data.id),
+        "stop": "prompt_too_long" if session.is_full else trace.stop_condition,
+        "truncated": session.is_full or trace.is_truncated,
+    }
+
+
+def _split(trace: Any) -> tuple[list[dict], list[dict]]:
+    """The last branch of the conversation, up to the first thing that the model said and from there on."""
+    nodes = trace.branches[-1].nodes if trace.branches else []
+    first = next((place for place, node in enumerate(nodes) if node.sampled), len(nodes))
+    messages = [message_to_wire(node.message) for node in nodes]
+    return messages[:first], messages[first:]

@@ -1,0 +1,161 @@
+"""One evaluation of one environment: its examples, so many rollouts of each, some at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from trireme.base.faults import reach
+from trireme.base.log import get_logger
+from trireme.config.orchestrator import Evaluation
+from trireme.config.run import RunConfig
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.wire import Split
+from trireme.orchestrator.eval_results import Answer
+from trireme.orchestrator.rollouts import Finished, RolloutRunner
+
+log = get_logger("eval")
+
+SHARE = 4
+"""Where nothing else is said, evaluations take one in so many of the places that training has too."""
+
+
+def places(config: RunConfig, environment: Environment, *, num_environments: int, is_trained_on: bool) -> int:
+    """Rollouts of this environment that an evaluation has under way at once; the others' places stay training's.
+
+    Rollouts that are scored together wait for each other, so there is room for a group of them in any case.
+    """
+    evaluation = config.orchestrator.eval
+    assert evaluation is not None
+    total = evaluation.max_concurrent or config.orchestrator.max_concurrent // SHARE
+    own = total // num_environments
+    if is_trained_on:
+        own = min(own, environment.config.max_concurrent // SHARE)
+    return max(own, evaluation.rollouts_per_example if environment.group_rewards else 1)
+
+
+@dataclass
+class Evaluated:
+    """What came of it."""
+
+    answers: list[Answer]
+    versions: set[int]  # of the policy, that sampled any token of it
+
+
+class EvaluationRun:
+    """Runs once."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        environment: Environment,
+        runner: RolloutRunner,
+        *,
+        version: int,
+        places: int,
+        serial: int,
+    ) -> None:
+        """
+        Args:
+            places: rollouts under way at once.
+            serial: of all evaluations of this process: the same version may be evaluated twice.
+        """
+        assert config.orchestrator.eval is not None
+        self._evaluation: Evaluation = config.orchestrator.eval
+        self._attempts = config.orchestrator.max_rollout_attempts
+        self._environment = environment
+        self._runner = runner
+        self._version = version
+        self._serial = serial
+        self._places = asyncio.Semaphore(places)
+        self._versions: set[int] = set()
+
+    async def run(self) -> Evaluated:
+        groups = await asyncio.gather(*map(self._run_group, self._examples()))
+        answers = [answer for group in groups for answer in group]
+        self._say_failures(answers)
+        return Evaluated(answers, self._versions)
+
+    @property
+    def _split(self) -> Split:
+        """Its own, or the training examples where it has none: those of `args = {split = "validation"}` for example."""
+        return "eval" if self._environment.num_eval else "train"
+
+    def _examples(self) -> range:
+        available = self._environment.num_eval or self._environment.num_train
+        return range(min(available, self._evaluation.num_examples or available))
+
+    async def _run_group(self, example: int) -> list[Answer]:
+        """Where rollouts are scored together and one fails for good, all of them have."""
+        places = range(self._evaluation.rollouts_per_example)
+        lost: Exception | None = None
+        tasks: list[asyncio.Task[Answer]] = []
+        try:
+            async with asyncio.TaskGroup() as rollouts:
+                tasks = [rollouts.create_task(self._run_rollout(example, place)) for place in places]
+        except* RolloutFailed as failures:
+            lost = failures.exceptions[0]
+        if lost is not None:
+            return [self._failed(example, place, lost) for place in places]
+        return [task.result() for task in tasks]
+
+    async def _run_rollout(self, example: int, place: int) -> Answer:
+        async with self._places:
+            for attempt in range(self._attempts):
+                try:
+                    return await self._roll_out(example, place, attempt)
+                except RolloutFailed as failure:
+                    last = failure
+                    log.warning("%s, evaluation example %d: %s", self._environment.name, example, failure)
+        if self._environment.group_rewards:
+            raise last
+        return self._failed(example, place, last)
+
+    async def _roll_out(self, example: int, place: int, attempt: int) -> Answer:
+        name = f"eval-{self._environment.name}-{example}"
+        finished = await self._runner.run(
+            self._environment,
+            key=f"{name}-{place}",
+            split=self._split,
+            example=example,
+            attempt=attempt,
+            sampling=self._evaluation.sampling,
+            group=f"{name}/{self._serial}",
+            group_size=self._evaluation.rollouts_per_example,
+            trained=False,
+        )
+        reach("evaluation.running")
+        for sample in finished.samples:
+            self._versions |= {int(version) for version in np.unique(sample.versions[sample.versions >= 0])}
+        return self._answered(example, place, finished)
+
+    def _answered(self, example: int, place: int, finished: Finished) -> Answer:
+        return Answer.of(
+            finished.done,
+            example=example,
+            rollout=place,
+            version=self._version,
+            tokens=sum(int(sample.loss_mask.sum()) for sample in finished.samples),
+            turns=finished.num_turns,
+            truncated=finished.truncated,
+            stop=finished.stop,
+        )
+
+    def _failed(self, example: int, place: int, failure: Exception) -> Answer:
+        return Answer.failed(failure, example=example, rollout=place, version=self._version)
+
+    def _say_failures(self, answers: list[Answer]) -> None:
+        num_failed = sum(answer.error is not None for answer in answers)
+        if num_failed:
+            log.warning(
+                "%s, version %d: %d of %d rollouts failed %d times each. They are left out of the mean rewards, count "
+                "as not passed in pass@k, and stand in the results file with their `error`.",
+                self._environment.name,
+                self._version,
+                num_failed,
+                len(answers),
+                self._attempts,
+            )

@@ -1,0 +1,88 @@
+"""What the engine is asked to sample with: the run's arguments before the environment's, a seed, what a cut needs."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from trireme.config.kept import MOST_KEPT, most_kept, slots_for
+from trireme.config.orchestrator import Sampling
+
+ENVIRONMENTS = frozenset(
+    {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+    | {"max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "logit_bias"}
+    | {"allowed_token_ids", "include_stop_str_in_output"}
+)
+"""What of an environment's sampling arguments reaches the engine.
+
+The rest is for OpenAI clients (`n`, `logprobs`). No seed: it would make all rollouts of a group the same, and on CPU a
+seeded request may kill the engine.
+"""
+
+_OTHER_NAMES = {"max_completion_tokens": "max_tokens"}
+
+
+class TurnSampling:
+    """The arguments of each turn of one rollout."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        run_seed: int | None,
+        key: str,
+        attempt: int,
+        trained: bool,
+        vocab_size: int,
+        own: dict[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            own: `sampling_arguments(sampling)`, where they are known already.
+        """
+        self.own = sampling_arguments(sampling) if own is None else own
+        self._most_kept = most_kept(sampling)
+        self._seed = sampling.seed if sampling.seed is not None else run_seed
+        self._key, self._attempt = key, attempt
+        self._trained = trained
+        self._vocab_size = vocab_size
+
+    def of_turn(self, number: int, theirs: dict[str, Any]) -> dict[str, Any]:
+        """Of the `number`th turn (from 1); `theirs` are the environment's."""
+        arguments = _known(theirs) | self.own
+        if self._seed is not None and arguments["temperature"] > 0:
+            arguments["seed"] = seed_of(self._seed, self._key, self._attempt, number)
+        if self._trained and is_cut(arguments):
+            arguments |= self._all_that_is_kept(arguments)
+        return arguments
+
+    def _all_that_is_kept(self, arguments: dict[str, Any]) -> dict[str, int]:
+        top_k = arguments.get("top_k") or 0
+        top_k = min(top_k, self._most_kept) if top_k > 0 else MOST_KEPT
+        return {"top_k": top_k, "logprobs": min(slots_for(top_k), self._vocab_size)}
+
+
+def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
+    """vLLM's names; what is at its default is left out."""
+    given = sampling.model_dump(exclude={"extra_body", "stop", "seed"}, exclude_defaults=True, exclude_none=True)
+    given["temperature"] = sampling.temperature
+    if sampling.stop:
+        given["stop"] = list(sampling.stop)
+    return given | sampling.extra_body
+
+
+def _known(theirs: dict[str, Any]) -> dict[str, Any]:
+    named = {_OTHER_NAMES.get(name, name): value for name, value in theirs.items() if value is not None}
+    return {name: value for name, value in named.items() if name in ENVIRONMENTS}
+
+
+def is_cut(arguments: dict[str, Any]) -> bool:
+    """Whether the sampler chooses among a part of the vocabulary only. At temperature 0 it does not choose."""
+    cuts = arguments.get("top_p", 1.0) < 1 or arguments.get("min_p", 0.0) > 0 or arguments.get("top_k", 0) > 0
+    return cuts and arguments["temperature"] > 0
+
+
+def seed_of(run_seed: int, key: str, attempt: int, turn: int) -> int:
+    """31 bits that depend on all four, and on nothing else."""
+    digest = hashlib.sha256(f"{run_seed}/{key}/{attempt}/{turn}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1

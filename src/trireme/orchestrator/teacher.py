@@ -1,0 +1,146 @@
+"""A teacher for on-policy distillation: what another model thinks of the very tokens that the policy sampled.
+
+The teacher is any vLLM server with the same tokenizer. It is given each sample as token ids and answers with the
+logprob of each; nothing is generated. What the difference means for a token's advantage stands in `algo.advantage`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from trireme.base.errors import ConfigError, PeerDied
+from trireme.base.log import get_logger
+from trireme.base.waiting import Waits
+from trireme.config.orchestrator import Teacher as TeacherConfig
+from trireme.ledger.records import Rollout
+from trireme.messages import Tokens
+from trireme.orchestrator.chat import ChatTokenizer
+from trireme.orchestrator.engine_answers import BadAnswer, prompt_logprobs_of, read_response
+
+log = get_logger("teacher")
+
+ATTEMPTS = 3
+PAUSE_S = 1.0  # before a question is asked again
+PROBE = "Trireme: 3 banks of oars, 170 rowers.\n\tnaïve café"
+"""Text on which two tokenizers that differ are likely to."""
+
+
+class Teacher:
+    """Open to questions."""
+
+    def __init__(self, config: TeacherConfig, session: aiohttp.ClientSession, waits: Waits) -> None:
+        self._config = config
+        self._session = session
+        self._waits = waits
+        self._places = asyncio.Semaphore(config.max_concurrent)
+        self._model = config.model
+
+    async def begin(self, tokenizer: ChatTokenizer) -> None:
+        """Raises ConfigError where it is not there, or reads other tokens than the policy does."""
+        self._model = self._model or await self._first_model()
+        theirs = await self._tokens_of(PROBE)
+        ours = tokenizer.encode(PROBE)
+        if theirs != ours:
+            raise ConfigError(
+                f"The teacher at {self._config.base_url} ({self._model}) reads {PROBE!r} as the tokens "
+                f"{str(theirs)[:80]}, the policy as {str(ours)[:80]} - the same tokenizer was expected, because it is "
+                "asked about the policy's own tokens. Serve a teacher of the same family, or leave out "
+                "`[orchestrator.teacher]`."
+            )
+        log.info("teacher %s at %s", self._model, self._config.base_url)
+
+    async def score(self, rollouts: list[Rollout]) -> None:
+        """Fills `teacher` of each rollout: per sample [T] float32, NaN where the policy sampled nothing.
+
+        Raises:
+            PeerDied: it does not answer, though it was asked several times.
+        """
+        deadline_s = ATTEMPTS * (self._config.timeout_s + PAUSE_S) * max(1, len(rollouts))
+        with self._waits.waiting(f"logprobs of {len(rollouts)} rollouts", peer="teacher", deadline_s=deadline_s):
+            await asyncio.gather(*(self._score(rollout) for rollout in rollouts))
+
+    async def _score(self, rollout: Rollout) -> None:
+        rollout.teacher = [await self._logprobs(sample) for sample in rollout.samples]
+
+    async def _logprobs(self, sample: Tokens) -> np.ndarray:
+        ids = sample.ids.tolist()
+        last = ""
+        for attempt in range(ATTEMPTS):
+            try:
+                async with self._places:
+                    found = prompt_logprobs_of(read_response(await self._ask(ids)), ids)
+                return np.where(sample.loss_mask > 0, np.array([np.nan, *found]), np.nan).astype(np.float32)
+            except (aiohttp.ClientError, TimeoutError, BadAnswer) as error:
+                last = f"{type(error).__name__}: {error}"
+                log.warning("teacher at %s, attempt %d: %s", self._config.base_url, attempt + 1, last)
+                await asyncio.sleep(PAUSE_S)
+        raise PeerDied(
+            f"The teacher at {self._config.base_url} gave no logprobs for a sample of {len(ids)} tokens in {ATTEMPTS} "
+            f"attempts ({last}) - an answer within {self._config.timeout_s:.0f} s was expected. See its log; the "
+            "run goes on where it was with --resume."
+        )
+
+    async def _ask(self, ids: list[int]) -> bytes:
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        async with self._session.post(f"{self._base}/completions", json=body) as response:
+            data = await response.read()
+            if response.status >= 400:
+                raise BadAnswer(f"status {response.status}: {data[:300].decode(errors='replace')}")
+            return _with_prompt_logprobs(data)
+
+    async def _first_model(self) -> str:
+        try:
+            async with self._session.get(f"{self._base}/models") as response:
+                return (await response.json())["data"][0]["id"]
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            raise self._absent(error) from error
+
+    async def _tokens_of(self, text: str) -> list[int] | None:
+        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        try:
+            async with self._session.post(f"{self._base.removesuffix('/v1')}/tokenize", json=body) as response:
+                response.raise_for_status()
+                return (await response.json())["tokens"]
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            raise self._absent(error) from error
+
+    def _absent(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"The teacher at {self._config.base_url} does not answer as vLLM does: {type(error).__name__}: {error} - a "
+            "running vLLM server was expected, its address with /v1 at the end. Start it, or correct "
+            "`orchestrator.teacher.base_url`."
+        )
+
+    @property
+    def _base(self) -> str:
+        return self._config.base_url.rstrip("/")
+
+
+def _with_prompt_logprobs(data: bytes) -> bytes:
+    """OpenAI's form holds them inside the choice; ours, which `read_response` reads, beside it."""
+    try:
+        choice = msgspec.json.decode(data)["choices"][0]
+        return msgspec.json.encode({"choices": [], "prompt_logprobs": choice["prompt_logprobs"]})
+    except Exception as error:  # whatever bytes can make a decoder raise
+        raise BadAnswer(f"an answer without prompt_logprobs ({type(error).__name__}): {data[:120]!r}") from error
+
+
+@asynccontextmanager
+async def open_teacher(
+    config: TeacherConfig | None, tokenizer: ChatTokenizer, waits: Waits
+) -> AsyncIterator[Teacher | None]:
+    """None where the run has none. Raises: ConfigError, see `Teacher.begin`."""
+    if config is None:
+        yield None
+        return
+    timeout = aiohttp.ClientTimeout(total=config.timeout_s)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        teacher = Teacher(config, session, waits)
+        await teacher.begin(tokenizer)
+        yield teacher

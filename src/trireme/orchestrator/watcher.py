@@ -1,0 +1,51 @@
+"""Says in words when the run seems to collapse: in the log, in `/status`, and as `warnings/NAME` in the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from trireme.base.log import get_logger
+from trireme.monitor.collapse import Warned, Watch
+from trireme.monitor.metrics import MetricsFile, Row, read_metrics
+
+POLL_S = 2.0
+
+log = get_logger("warnings")
+
+
+class Watcher:
+    """Reads the rows of all processes as they are written, each once. Costs the batches nothing, and never fails."""
+
+    def __init__(self, metrics: MetricsFile, now: Callable[[], Row] = dict) -> None:
+        """
+        Args:
+            now: a row about what no line tells yet, because no batch becomes full; empty where there is nothing.
+        """
+        self._metrics = metrics
+        self._now = now
+        self._watch = Watch()
+        rows, self._offset = read_metrics(metrics.path)
+        for row in rows:  # of the run that this one resumes: no news any more
+            self._watch.take(row)
+
+    @property
+    def lasting(self) -> list[Warned]:
+        """What has been seen lately."""
+        return list(self._watch.lasting.values())
+
+    async def run(self) -> None:
+        """Waits for the clock; looks until cancelled, and once more then."""
+        try:
+            while True:
+                self.look()
+                await asyncio.sleep(POLL_S)
+        finally:
+            self.look()
+
+    def look(self) -> None:
+        rows, self._offset = read_metrics(self._metrics.path, self._offset)
+        for row in [*rows, self._now()]:
+            for warned in self._watch.take(row):
+                log.warning("step %d, %s: %s", warned.step, warned.name, warned.text)
+                self._metrics.append(warned.step, {f"warnings/{warned.name}": 1.0})

@@ -1,0 +1,108 @@
+"""A loss of yours (`trainer.loss.type = "custom"`): found, tried out, and watched."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trireme.algo.columns import Columns, CustomLoss
+from trireme.base.errors import ConfigError
+from trireme.base.functions import load_function
+from trireme.config.losses import Recipe
+
+KEY = "trainer.loss.path"
+
+
+def load_custom_loss(recipe: Recipe) -> CustomLoss | None:
+    """None where the recipe is not `custom`.
+
+    Raises:
+        ConfigError: it cannot be loaded, does not take its arguments, or gives nonsense for three made-up tokens.
+    """
+    if recipe.surrogate != "custom":
+        return None
+    if not recipe.path:
+        raise ConfigError(f'`trainer.loss.type = "custom"` without a path - expected a function. Set `{KEY}`.')
+    function = load_function(recipe.path, key=KEY)
+    _require_arguments(function, recipe)
+    loss = _watched(function, recipe)
+    _try_out(loss, recipe)
+    return loss
+
+
+def _require_arguments(function: Callable[..., Any], recipe: Recipe) -> None:
+    try:
+        inspect.signature(function).bind(None, **recipe.args)
+    except TypeError as error:
+        raise ConfigError(
+            f'`{KEY} = "{recipe.path}"` cannot be called with the row\'s columns and {dict(recipe.args)}: {error}. '
+            "Expected `def loss(columns, ...)` with a keyword for each of `trainer.loss.args`. Change one of them."
+        ) from error
+    except ValueError:  # it has no signature, as some functions written in C
+        pass
+
+
+def _watched(function: Callable[..., Any], recipe: Recipe) -> CustomLoss:
+    def loss(columns: Columns) -> torch.Tensor:
+        return _checked(function(columns, **recipe.args), columns, recipe)
+
+    return loss
+
+
+def _checked(found: Any, columns: Columns, recipe: Recipe) -> torch.Tensor:
+    count = len(columns.logprobs)
+    if not isinstance(found, torch.Tensor):
+        raise _nonsense(recipe, f"a {type(found).__name__}")
+    if found.shape != columns.logprobs.shape:
+        raise _nonsense(recipe, f"a tensor of shape {list(found.shape)} for {count} tokens")
+    if not found.is_floating_point():
+        raise _nonsense(recipe, f"a tensor of {found.dtype}")
+    if torch.is_grad_enabled() and columns.logprobs.requires_grad and not found.requires_grad:
+        raise _nonsense(recipe, "a tensor without a gradient")
+    return found
+
+
+def _nonsense(recipe: Recipe, what: str) -> ConfigError:
+    return ConfigError(
+        f'`{KEY} = "{recipe.path}"` returned {what} - expected each token\'s loss: a floating-point tensor of the '
+        "shape of `columns.logprobs`, computed from it. Do not average: that is what `trainer.loss.normalize` is for."
+    )
+
+
+def _try_out(loss: CustomLoss, recipe: Recipe) -> None:
+    """Before a model is loaded, with two samples of made-up tokens."""
+    columns = made_up_columns(with_reference=recipe.beta > 0)
+    try:
+        found = loss(columns)
+        found.sum().backward()
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a user's function raises
+        raise ConfigError(
+            f'`{KEY} = "{recipe.path}"` raised {type(error).__name__}: {error} when it was tried out on three tokens. '
+            "A function of `trireme.algo.columns.Columns` was expected. Correct it."
+        ) from error
+    gradient = columns.logprobs.grad
+    if not bool(found.isfinite().all()) or gradient is None or not bool(gradient.isfinite().all()):
+        raise _nonsense(recipe, f"{found.tolist()} with the gradient {None if gradient is None else gradient.tolist()}")
+
+
+def made_up_columns(*, with_reference: bool = False) -> Columns:
+    """Three tokens of two samples."""
+    logprobs = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
+    behaviour = torch.tensor([-0.6, -1.0, -1.5])
+    return Columns(
+        logprobs=logprobs,
+        entropies=torch.tensor([0.7, 1.1, 1.3], requires_grad=True),
+        behaviour=behaviour,
+        proximal=behaviour,
+        advantages=torch.tensor([1.0, 1.0, -1.0]),
+        versions=torch.tensor([0, 0, 0]),
+        samples=torch.tensor([0, 0, 1]),
+        num_samples=2,
+        mask=torch.ones(3, dtype=torch.bool),
+        reference=torch.tensor([-0.5, -1.2, -1.9]) if with_reference else None,
+    )

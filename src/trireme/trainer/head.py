@@ -1,0 +1,228 @@
+"""Logprobs and entropies straight from hidden states: the logits of a few tokens at a time, never of all.
+
+The [tokens, vocabulary] tensor would be the largest of a step: 16,000 tokens of a vocabulary of 150,000 are 9 GiB in
+float32, and several of that size are alive in the backward pass. Here each chunk's logits are made in the forward pass,
+forgotten, and made again in the backward pass.
+
+K positions of a row whose next token counts, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from trireme.algo.logprobs import Choices, token_logprobs
+
+Result = TypeVar("Result")
+
+
+class HeadOutput(NamedTuple):
+    """Of tokens that count."""
+
+    logprobs: torch.Tensor  # [K] float32
+    entropies: torch.Tensor  # [K] float32, nats
+
+
+class Targets(NamedTuple):
+    """The tokens that count, and how they were drawn."""
+
+    ids: torch.Tensor  # [K] int64
+    temperatures: torch.Tensor  # [K] float32
+    choices: Choices | None  # where sampling was cut
+
+    def within(self, first: int, last: int) -> Targets:
+        choices = self.choices.within(first, last) if self.choices else None
+        return Targets(self.ids[first:last], self.temperatures[first:last], choices)
+
+
+class Head:
+    """What turns hidden states into logits, as the model itself does it: tied or not, with a bias, adapters, a scale or
+    a soft cap."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = _without_decoder(model)
+
+    def logits(self, hidden_KH: torch.Tensor) -> torch.Tensor:
+        """[K, V], each from its own hidden state."""
+        return self._model.forward(inputs_embeds=hidden_KH[None], use_cache=False).logits[0]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What else logits depend on, of all that is trained. While the root's are gathered, these are whole."""
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+    def drops(self) -> bool:
+        """An adapter of it may have dropout."""
+        layers = (module for module in self._model.modules() if isinstance(module, nn.Dropout))
+        return any(layer.training and layer.p > 0 for layer in layers)
+
+
+class NoHead(Head):
+    """For logits that are there already, in the place of hidden states."""
+
+    def __init__(self) -> None:
+        self._model = nn.Identity()
+
+    def logits(self, hidden_KH: torch.Tensor) -> torch.Tensor:
+        return hidden_KH
+
+
+def score_in_chunks(
+    head: Head, hidden_KH: torch.Tensor, targets: Targets, *, chunk: int, entropy_gradient: bool = False
+) -> HeadOutput:
+    """
+    Args:
+        chunk: tokens whose logits exist at once.
+        entropy_gradient: the entropies get one too.
+    """
+
+    def score(first: int, hidden_kH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, temperatures, choices = targets.within(first, first + len(hidden_kH))
+        logits = head.logits(hidden_kH)
+        return token_logprobs(logits, ids, temperatures, choices=choices, entropy_gradient=entropy_gradient)
+
+    options = (head, score, chunk, entropy_gradient)
+    return HeadOutput(*_InChunks.apply(*options, hidden_KH, *head.parameters()))
+
+
+class _InChunks(torch.autograd.Function):
+    """Makes each chunk's logits again in the backward pass, and adds up what the chunks say of the parameters.
+
+    That sum is in float32: autograd's own would round to the parameters' bfloat16 after every chunk.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: Head,
+        score: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        chunk: int,
+        entropy_gradient: bool,
+        hidden_KH: torch.Tensor,
+        *_: nn.Parameter,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.head, ctx.score, ctx.chunk = head, score, chunk
+        ctx.random = _random_state(hidden_KH.device) if head.drops() else None
+        ctx.save_for_backward(hidden_KH)
+        parts = [score(first, hidden_KH[first : first + chunk]) for first in _starts(hidden_KH, chunk)]
+        logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream_K: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (hidden_KH,) = ctx.saved_tensors
+        parameters, starts = ctx.head.parameters(), _starts(hidden_KH, ctx.chunk)
+        of_hidden, sums = torch.empty_like(hidden_KH), [_Sum(len(starts)) for _ in parameters]
+        with _drawing_from(ctx.random, hidden_KH.device):
+            for first in starts:
+                chunk = slice(first, first + ctx.chunk)
+                score, upstream = partial(ctx.score, first), [each[chunk] for each in upstream_K]
+                of_hidden[chunk] = _add_gradients(sums, score, hidden_KH[chunk], parameters, upstream)
+        of_parameters = [total.in_dtype(parameter.dtype) for total, parameter in zip(sums, parameters, strict=True)]
+        return None, None, None, None, of_hidden, *of_parameters
+
+
+@torch.enable_grad()
+def _add_gradients(
+    sums: list[_Sum],
+    score: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    hidden_kH: torch.Tensor,
+    parameters: list[nn.Parameter],
+    upstream: list[torch.Tensor],
+) -> torch.Tensor:
+    """Of one chunk: to the sum of each parameter. Returns those of its hidden states."""
+    hidden_kH = hidden_kH.detach().requires_grad_()
+    outputs = [each for each in score(hidden_kH) if each.requires_grad]
+    inputs = (hidden_kH, *parameters)
+    of_hidden, *found = torch.autograd.grad(outputs, inputs, upstream[: len(outputs)], allow_unused=True)
+    for total, gradient in zip(sums, found, strict=True):
+        total.add(gradient)
+    return of_hidden
+
+
+def _starts(hidden_KH: torch.Tensor, chunk: int) -> range:
+    """One chunk at least: a rank without a token takes part in the gradient of all."""
+    return range(0, max(1, len(hidden_KH)), chunk)
+
+
+class _Sum:
+    """Of as many gradients as there are chunks; in float32 at least where these are several."""
+
+    def __init__(self, count: int) -> None:
+        self._is_single = count == 1
+        self._total: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            return
+        if self._is_single:
+            self._total = gradient
+        elif self._total is None:  # a copy: autograd may hand out one tensor for two parameters
+            self._total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        else:
+            self._total += gradient
+
+    def in_dtype(self, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if self._total is None else self._total.to(dtype)
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+@contextmanager
+def _drawing_from(state: list[torch.Tensor] | None, device: torch.device) -> Iterator[None]:
+    """What was drawn from there is drawn again; then all is as before."""
+    if state is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(state[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state[1], device)
+        yield
+
+
+class _Echo(nn.Module):
+    """Stands where a decoder was: what is embedded comes out as hidden states."""
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def _without_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, sharing all its modules, but with an echo for a decoder: its `forward` is only the head.
+
+    So whatever the model does to its logits is done, without a list of what models do.
+    """
+    plain = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    shadow: PreTrainedModel = object.__new__(plain)
+    shadow.__dict__.update(model.__dict__)
+    shadow.__dict__["_modules"] = {**model._modules, model.base_model_prefix: _Echo()}
+    return shadow
+
+
+def run_gathered(model: nn.Module, compute: Callable[[], Result]) -> Result:
+    """Runs `compute` as if it were the forward pass of `model`: the parameters that its root holds are whole, and will
+    be in the backward pass. Tensors with gradient must be in what it returns, as a tuple."""
+    if not hasattr(model, "_compute_gathered"):
+        setattr(model, "_compute_gathered", _call)  # noqa: B010 - no attribute that a model is known to have
+        register_fsdp_forward_method(model, "_compute_gathered")
+    return model._compute_gathered(compute)
+
+
+def _call(compute: Callable[[], Result]) -> Result:
+    """In a closure, because FSDP would cast temperatures among arguments to the precision of the forward pass."""
+    return compute()

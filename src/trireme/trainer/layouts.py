@@ -1,0 +1,196 @@
+"""Where the values of a tensor lie in other tensors, without any values: what a conversion of a checkpoint does.
+
+`Laid` can be stacked, joined, cut and transposed like a tensor. What transformers does with a checkpoint's tensors,
+done with these instead, says which slice of which of them each part of a parameter is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+Region = tuple[slice, ...]
+Read = Callable[[str, Region], torch.Tensor]  # name, and which part of it
+
+
+class UnknownLayout(TypeError):
+    """The values are computed, or moved in a way that is not one of slices."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a laid tensor, and where its values come from."""
+
+    source: str  # name of a tensor
+    starts: tuple[int, ...]  # per dimension of the source: where the box begins there
+    axes: tuple[int | None, ...]  # per dimension of the laid tensor: that of the source; None for one of size 1
+    offsets: tuple[int, ...]  # per dimension of the laid tensor: where the box begins here
+    sizes: tuple[int, ...]  # per dimension of the laid tensor
+
+    def within(self, dim: int, start: int, size: int) -> Part | None:
+        """What of it lies between `start` and `start + size`, as a part of that slice."""
+        first = max(start, self.offsets[dim])
+        last = min(start + size, self.offsets[dim] + self.sizes[dim])
+        if first >= last:
+            return None
+        starts, axis = self.starts, self.axes[dim]
+        if axis is not None:
+            starts = _with(starts, axis, starts[axis] + first - self.offsets[dim])
+        offsets, sizes = _with(self.offsets, dim, first - start), _with(self.sizes, dim, last - first)
+        return replace(self, starts=starts, offsets=offsets, sizes=sizes)
+
+    def read(self, read: Read) -> torch.Tensor:
+        """Its values, in the shape that they have here. A view where `read` gives one."""
+        lengths = dict(zip(self.axes, self.sizes, strict=True))
+        tensor = read(self.source, tuple(slice(at, at + lengths.get(i, 1)) for i, at in enumerate(self.starts)))
+        used = [axis for axis in self.axes if axis is not None]
+        unused = [axis for axis in range(len(self.starts)) if axis not in used]
+        return tensor.permute(*used, *unused).reshape(self.sizes)
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A tensor without values."""
+
+    shape: torch.Size
+    parts: tuple[Part, ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
+    def contiguous(self) -> Laid:
+        return self
+
+    def narrow(self, dim: int, start: int, size: int) -> Laid:
+        dim %= self.ndim
+        parts = (part.within(dim, start, size) for part in self.parts)
+        return Laid(torch.Size(_with(self.shape, dim, size)), tuple(part for part in parts if part))
+
+    def at(self, region: Region) -> Laid:
+        """Of one slice per dimension, with a beginning and an end."""
+        laid = self
+        for dim, piece in enumerate(region):
+            laid = laid.narrow(dim, piece.start, piece.stop - piece.start)
+        return laid
+
+    def transpose(self, dim0: int, dim1: int) -> Laid:
+        order = list(range(self.ndim))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        return self._picked(order)
+
+    def squeeze(self) -> Laid:
+        return self._picked([dim for dim, size in enumerate(self.shape) if size != 1])
+
+    def _picked(self, dims: Sequence[int]) -> Laid:
+        def pick(values: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(values[dim] for dim in dims)
+
+        parts = (
+            replace(part, axes=pick(part.axes), offsets=pick(part.offsets), sizes=pick(part.sizes))
+            for part in self.parts
+        )
+        return Laid(torch.Size(pick(self.shape)), tuple(parts))
+
+    def _unsqueezed(self) -> Laid:
+        parts = (
+            replace(part, axes=(None, *part.axes), offsets=(0, *part.offsets), sizes=(1, *part.sizes))
+            for part in self.parts
+        )
+        return Laid(torch.Size((1, *self.shape)), tuple(parts))
+
+    @property
+    def sources(self) -> list[str]:
+        return list(dict.fromkeys(part.source for part in self.parts))
+
+    def tensor(self, read: Read) -> torch.Tensor:
+        """Its values. Where they lie in one piece, and `read` gives views, it is a view."""
+        if len(self.parts) == 1:
+            return self.parts[0].read(read)
+        pieces = [part.read(read) for part in self.parts]
+        whole = pieces[0].new_empty(self.shape)
+        for part, piece in zip(self.parts, pieces, strict=True):
+            _box(whole, part).copy_(piece)
+        return whole
+
+    def read_into(self, target: torch.Tensor, read: Read) -> None:
+        """Copies its values, part by part, into a tensor of its shape, whatever that one's device and dtype."""
+        for part in self.parts:
+            _box(target, part).copy_(part.read(read))
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function not in _FUNCTIONS:
+            raise UnknownLayout(f"{getattr(function, '__name__', function)} is not known of layouts")
+        return _FUNCTIONS[function](*args, **(kwargs or {}))
+
+
+def lay(name: str, shape: Sequence[int]) -> Laid:
+    """A tensor that comes from itself."""
+    dims = len(shape)
+    part = Part(name, starts=(0,) * dims, axes=tuple(range(dims)), offsets=(0,) * dims, sizes=tuple(shape))
+    return Laid(torch.Size(shape), (part,))
+
+
+def _cat(tensors: Sequence[Laid], dim: int = 0) -> Laid:
+    dim %= tensors[0].ndim
+    return _joined(tensors, dim)
+
+
+def _stack(tensors: Sequence[Laid], dim: int = 0) -> Laid:
+    if dim:
+        raise UnknownLayout(f"stacked along dimension {dim}")
+    return _joined([tensor._unsqueezed() for tensor in tensors], 0)
+
+
+def _joined(tensors: Sequence[Laid], dim: int) -> Laid:
+    shapes = {tuple(_with(tensor.shape, dim, 0)) for tensor in tensors}
+    if len(shapes) > 1:
+        raise UnknownLayout(f"joined along dimension {dim}: {sorted(tuple(tensor.shape) for tensor in tensors)}")
+    parts: list[Part] = []
+    begin = 0
+    for tensor in tensors:
+        parts += (replace(p, offsets=_with(p.offsets, dim, p.offsets[dim] + begin)) for p in tensor.parts)
+        begin += tensor.shape[dim]
+    return Laid(torch.Size(_with(tensors[0].shape, dim, begin)), tuple(parts))
+
+
+def _chunk(tensor: Laid, chunks: int, dim: int = 0) -> tuple[Laid, ...]:
+    return tuple(_chunks(tensor, math.ceil(tensor.shape[dim] / chunks), dim))
+
+
+def _chunks(tensor: Laid, size: int, dim: int) -> Iterator[Laid]:
+    whole = tensor.shape[dim]
+    for start in range(0, whole, size):
+        yield tensor.narrow(dim, start, min(size, whole - start))
+
+
+def _transpose(tensor: Laid, dim0: int, dim1: int) -> Laid:
+    return tensor.transpose(dim0, dim1)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.cat: _cat,
+    torch.stack: _stack,
+    torch.chunk: _chunk,
+    torch.transpose: _transpose,
+}
+
+
+def _with(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _box(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor

@@ -1,0 +1,72 @@
+"""What to tell whose trainer ran out of memory: which switches are left, the cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+
+import torch
+
+from trireme.base.errors import ConfigError
+from trireme.config.sft import SftConfig
+from trireme.config.trainer import TrainerConfig
+
+SMALL_CHUNK = 256
+NUM_PROPOSALS = 4
+
+
+@contextmanager
+def explained(table: str, config: TrainerConfig | SftConfig, *, seq_len: int, device: str) -> Iterator[None]:
+    """
+    Args:
+        table: in which the user writes `config`, with a dot behind it; empty for the top of the file.
+
+    Raises:
+        ConfigError: instead of torch's error. The same configuration would run out of memory again.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_about_memory(error):
+            raise
+        left = proposals(table, config, seq_len=seq_len, on_gpu=device == "cuda")
+        listed = "\n".join(f"  - {proposal}" for proposal in islice(left, NUM_PROPOSALS))
+        raise ConfigError(
+            f"The trainer ran out of memory: {_in_short(error)}\n"
+            f"Expected a step to fit. What is left to change, the cheapest first:\n{listed}\n"
+            "`trireme plan @ CONFIG` shows what takes how much, and what each of these saves."
+        ) from error
+
+
+def _is_about_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _in_short(error: RuntimeError) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def proposals(table: str, config: TrainerConfig | SftConfig, *, seq_len: int, on_gpu: bool) -> Iterator[str]:
+    """What is not done yet."""
+    model, row = config.model, config.micro_batch_tokens or seq_len
+    if model.ac is None or model.ac.freq > 1 or model.ac.mode == "selective":
+        yield f'`[{table}model.ac]` with `freq = 1`, `mode = "full"`: every layer is recomputed in the backward pass'
+    if row > seq_len:
+        yield f"`{table}micro_batch_tokens = {seq_len}`: shorter rows (now {row} tokens)"
+    if on_gpu and model.optimization_dtype == "float32":
+        yield f'`{table}model.optimization_dtype = "bfloat16"`: half the activations'
+    if model.head_chunk > SMALL_CHUNK:
+        yield f"`{table}model.head_chunk = {SMALL_CHUNK}`: fewer logits at once (now of {model.head_chunk} tokens)"
+    if on_gpu and not model.activation_offload:
+        yield f"`{table}model.activation_offload = true`: activations wait in CPU memory"
+    if model.lora is None:
+        yield f"`[{table}model.lora]`: adapters alone have gradients and an optimizer"
+        if config.optim.type == "adamw":
+            yield f'`{table}optim.type = "adamw_8bit"`: a quarter of the optimizer\'s state'
+    if on_gpu and not model.fsdp_cpu_offload:
+        yield f"`{table}model.fsdp_cpu_offload = true`: parameters and optimizer state in CPU memory"
+    if model.dp_replicate > 1:
+        yield f"`{table}model.dp_replicate = 1`: each rank holds a smaller part of the model"
+    yield f"more ranks, which share the model; or `{table}model.cp`, so that they share a row too"
+    yield f"a smaller `seq_len` (now {seq_len})"

@@ -1,0 +1,74 @@
+"""Who may speak on a ZeroMQ socket: with a token, those who know it, and nobody else can read along (CURVE).
+
+Both ends derive both pairs of keys from the token. Whoever does not know it cannot greet the server, whose key is no
+more public than the token; a key other than the asker's is turned away besides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils import z85
+
+from trireme.base.network import ASK_AFTER_S, ASK_EVERY_S, QUESTIONS, SILENCE_S
+from trireme.base.token import derive
+
+CONNECT_S = 5
+DOMAIN = "trireme"
+TURNED_AWAY = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Keys of one end, as ZeroMQ writes them."""
+
+    public: bytes
+    secret: bytes
+
+
+def pair_of(token: str, end: str) -> Pair:
+    secret = z85.encode(derive(token, f"curve {end}"))
+    return Pair(zmq.curve_public(secret), secret)
+
+
+def as_asker(socket: zmq.Socket, token: str) -> None:
+    """To be called before it connects."""
+    own, other = pair_of(token, "asker"), pair_of(token, "server")
+    socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = own.public, own.secret, other.public
+
+
+class Gate:
+    """Lets askers with our token in to the sockets of one context. Must be opened in a running event loop."""
+
+    def __init__(self, context: zmq.asyncio.Context, token: str) -> None:
+        self._server, self._asker = pair_of(token, "server"), pair_of(token, "asker")
+        self._authenticator = AsyncioAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(DOMAIN, credentials_provider=self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """What the authenticator asks about each key."""
+        return key == self._asker.public
+
+    def guard(self, socket: zmq.Socket) -> None:
+        """To be called before it is bound."""
+        socket.curve_server, socket.curve_secretkey = True, self._server.secret
+        socket.zap_domain = DOMAIN.encode()
+
+    def close(self) -> None:
+        self._authenticator.stop()
+
+
+def notice_silence(socket: zmq.Socket) -> None:
+    """A connection between machines breaks when its other end is cut off, and is made anew."""
+    socket.heartbeat_ivl = ASK_EVERY_S * 1000
+    socket.heartbeat_timeout = SILENCE_S * 1000
+    socket.connect_timeout = CONNECT_S * 1000
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = ASK_AFTER_S, ASK_EVERY_S
+    socket.tcp_keepalive_cnt = QUESTIONS

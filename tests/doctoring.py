@@ -1,0 +1,46 @@
+"""A case for the doctor, and what it says of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trireme.base.devices import Devices
+from trireme.cli.doctor import doctor
+from trireme.config.load import load_run_config
+from trireme.config.resolve import resolve
+from trireme.launch.doctor.finding import Case, Finding
+
+ENVIRONMENT = ["--orchestrator.env", '[{"id": "reverse-text"}]']
+
+
+def build_case(folder: Path, *words: str, devices: Devices | None = None) -> Case:
+    """Of flags as they are typed; with all that a run needs beside them."""
+    devices = devices or Devices(cores=2)
+    typed, _ = load_run_config([*ENVIRONMENT, "--output-dir", str(folder), *words], program="rl")
+    return Case(typed, resolve(typed, devices), devices, is_given=True, folder=folder / "doctor")
+
+
+def findings(ask: Callable[[Case], Iterable[Finding]], case: Case) -> list[Finding]:
+    return list(ask(case))
+
+
+def the_one(found: Iterable[Finding]) -> Finding:
+    (finding,) = found
+    return finding
+
+
+def diagnosed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+    """The exit code, and the answers by question."""
+    capsys.readouterr()
+    code = doctor([*words, "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["holds"] == (code == 0)
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for answer in said["answers"]:
+        by_name.setdefault(answer["name"], []).append(answer)
+    return code, by_name

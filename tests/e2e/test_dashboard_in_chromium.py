@@ -1,0 +1,147 @@
+"""The dashboard in a real browser, on the folder of a real run: every view is clicked through, nothing is asked of any
+other machine, and no script stumbles.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("playwright", reason="playwright is not installed: uv sync")
+
+from playwright.sync_api import Page, expect
+
+from chromium import Watched, find_chromium, open_chromium
+from dashboard_walk import VIEWS, colour, dashboard_of, fates, rollouts, search, tab, tokens
+from real_run import DEADLINE_S, REPOSITORY
+from trireme.base.paths import RunPaths
+from trireme.ledger.journal import Journal
+from trireme.ledger.records import BatchRecord
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(find_chromium() is None, reason="there is no chromium: apt-get install chromium"),
+]
+
+SCRIPTED = ("tests/scripted_rl.py", "@", "tests/e2e/scripted.toml")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run of real processes beside a scripted engine."""
+    folder = tmp_path_factory.mktemp("run") / "watched"
+    command = [sys.executable, *SCRIPTED, "--output-dir", str(folder)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def journal(folder: Path) -> list[BatchRecord]:
+    journal = Journal(RunPaths(folder).journal)
+    return [journal.read(step) for step in journal.steps()]
+
+
+@pytest.fixture(scope="module")
+def watched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with dashboard_of([folder], tmp_path_factory.mktemp("cache")) as address, open_chromium() as watched:
+        watched.page.goto(address)
+        yield watched
+        assert watched.troubles == []
+        assert watched.elsewhere() == []
+
+
+@pytest.fixture
+def page(watched: Watched) -> Page:
+    return watched.page
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_view_is_there_and_no_script_stumbles(watched: Watched, name: str) -> None:
+    VIEWS[name](watched.page)
+    expect(watched.page.get_by_text("could not be drawn")).to_have_count(0)
+    assert watched.troubles == []
+    assert watched.elsewhere() == []
+
+
+def test_a_search_lists_the_rollouts_that_the_journal_has(page: Page, journal: list[BatchRecord]) -> None:
+    rollouts(page)
+    everything = sum(len(record.rollouts) + len(record.dropped) for record in journal)
+    said = page.locator(".tr-main [aria-live=polite]").first
+    expect(said).to_have_text(f"{everything:,} rollouts")
+    low = [one for record in journal for one in record.rollouts if one.reward < 0.5]
+    search(page, "reward<0.5 -is:failed", says=f"{len(low)} rollouts")
+    expect(page.locator(".tr-list tbody tr")).to_have_count(min(50, len(low)))
+
+
+def test_a_wrong_search_is_answered_in_words(page: Page) -> None:
+    rollouts(page)
+    search(page, "rewrd<0.5", says=r".*Did you mean reward<0\.5\?")
+
+
+def test_a_click_on_a_heading_sorts(page: Page, journal: list[BatchRecord]) -> None:
+    rollouts(page)
+    rewarded = sum(len(record.rollouts) for record in journal)
+    search(page, "-is:failed", says=f"{rewarded} rollouts")
+    highest = max(one.reward for record in journal for one in record.rollouts)
+    lowest = min(one.reward for record in journal for one in record.rollouts)
+    shown = page.locator(".tr-list tbody tr").first
+    heading = page.locator(".tr-list th", has_text="reward")
+    heading.click()
+    expect(shown).to_contain_text(f"{lowest:.3f}")
+    heading.click()
+    expect(shown).to_contain_text(f"{highest:.3f}")
+
+
+def test_a_click_on_a_rollout_shows_what_was_said_in_it(page: Page, journal: list[BatchRecord]) -> None:
+    rollouts(page)
+    search(page, "step=2 -is:failed", says=f"{len(journal[2].rollouts)} rollouts")
+    page.locator(".tr-list tbody tr").nth(1).click()
+    chosen = journal[2].rollouts[1]
+    reading = page.locator(".tr-reading")
+    expect(reading).to_contain_text(f"example {chosen.example} · rollout {chosen.place}")
+    expect(reading).to_contain_text(str(chosen.prompt[-1]["content"]))
+    for name in chosen.metrics:
+        expect(reading.locator(".tr-components")).to_contain_text(name)
+
+
+def test_a_token_tells_what_engine_and_trainer_said_of_it(page: Page) -> None:
+    tokens(page)
+    sampled = page.locator(".tr-token:not(.given)").first
+    sampled.hover()
+    told = sampled.evaluate("token => getComputedStyle(token, '::after').content")
+    assert re.search(r"engine   p [01]\.\d+", told)
+    assert re.search(r"trainer  p [01]\.\d+", told)
+    assert re.search(r"ratio    \d+\.\d+", told)
+    assert "advantage" in told
+    assert "version" in told
+
+
+@pytest.mark.parametrize("name", ["engine p", "trainer p", "ratio", "advantage", "version", "mask"])
+def test_tokens_take_the_colours_of_what_one_chooses(page: Page, name: str) -> None:
+    if "/tokens" not in page.url:
+        tokens(page)
+    colour(page, name)
+    expect(page.get_by_role("button", name=name, exact=True)).to_have_attribute("aria-pressed", "true")
+    expect(page.locator(".tr-token").first).to_be_visible()
+
+
+def test_the_audit_in_the_page_is_that_of_the_command(page: Page, folder: Path) -> None:
+    fates(page)
+    holds = subprocess.run([sys.executable, "-m", "trireme.cli.trireme", "audit", str(folder)], capture_output=True)
+    verdict = "Nothing was lost" if holds.returncode == 0 else "Contradictions"
+    expect(page.get_by_text(re.compile(verdict))).to_be_visible()
+
+
+def test_an_address_leads_to_the_same_rollout_again(page: Page) -> None:
+    tokens(page)
+    address, heading = page.url, page.locator(".tr-main .tr-title").first.inner_text()
+    tab(page, "Overview")
+    page.goto(address)
+    expect(page.locator(".tr-main .tr-title").first).to_have_text(heading)
+    expect(page.locator(".tr-token").first).to_be_visible()

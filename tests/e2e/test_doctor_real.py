@@ -1,0 +1,64 @@
+"""`trireme doctor` with the real torch, vLLM, collectives and three real steps; and collectives that cannot work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from doctoring import build_case
+from machines import open_machines, why_not
+from real_run import REPOSITORY, command
+from trireme.launch.doctor.finding import Finding
+from trireme.launch.doctor.network import collectives
+
+pytestmark = pytest.mark.e2e
+
+DEADLINE_S = 300
+
+
+def test_a_machine_on_which_everything_works_is_told_so(tmp_path) -> None:
+    words = ["@", "tests/e2e/synchronous.toml", "--output-dir", str(tmp_path), "--json"]
+    done = subprocess.run(
+        [command("trireme"), "doctor", *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    said = json.loads(done.stdout)
+    answers = {answer["name"]: answer for answer in said["answers"]}
+    assert [answer for answer in said["answers"] if answer["verdict"] == "problem"] == []
+    assert done.returncode == 0
+    assert answers["vllm"]["figures"]["plugin"]
+    assert answers["torch"]["figures"]["computes"]
+    assert answers["collectives"]["figures"]["broadcast_bytes_per_s"] > 0
+    assert answers["run"]["verdict"] == "ok"
+    assert answers["run"]["figures"]["versions_confirmed"] == 4  # the base model, and one after each step
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_that_cannot_reach_each_other_are_a_problem(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    found: list[Finding] = list(collectives(build_case(tmp_path)))
+    assert [finding.verdict for finding in found] == ["problem"]
+    assert "nosuch0" in found[0].found
+    assert "GLOO_SOCKET_IFNAME" in found[0].fix
+
+
+@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+def test_of_other_machines_it_is_told_which_are_silent_and_which_have_no_name(tmp_path) -> None:
+    with open_machines(2, TRIREME_TOKEN="f" * 32) as (here, there):
+        words = ["--device", "cpu", "--hosts.inference", there.address, "--hosts.orchestrator", here.address]
+        words += ["--hosts.trainer", here.address, "--output-dir", str(tmp_path), "--only", "hosts", "--json"]
+
+        def found(*more: str) -> dict:
+            done = here.run(command("trireme"), "doctor", "@", "tests/e2e/synchronous.toml", *words, *more)
+            (answer,) = json.loads(done.stdout)["answers"]
+            return answer
+
+        before = found()
+        assert before["verdict"] == "ok"
+        assert "8000 refuses (not started yet)" in before["found"]
+        assert "the name leads nowhere" in found("--hosts.inference", "no-such-machine")["found"]
+        there.cut()
+        cut_off = found()
+        assert cut_off["verdict"] == "problem"
+        assert "no answer within 3 s at port 8000 (inference)" in cut_off["found"]

@@ -1,0 +1,208 @@
+"""Adapters on the real engine: it computes with the ones that were trained, and says by name where it does not."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from real_run import REPOSITORY, Run, SharedEngine, open_engine, run_apart, started
+from trireme.algo.adapter_names import POLICY
+from trireme.ledger.versions import Versions
+
+pytestmark = pytest.mark.e2e
+
+MODEL = REPOSITORY / "models/reverse-text-tiny"
+RANK = 4
+LORA = ("--trainer.model.lora.rank", str(RANK), "--trainer.model.lora.alpha", str(2 * RANK))
+AS_ADAPTERS = (*LORA, "--trainer.model.lora.sync", "adapter")
+LEARNING = ("--trainer.optim.lr", "5e-3")
+STEPS = 6
+
+Post = Callable[..., Any]
+Tensors = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def lora_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
+    with open_engine(tmp_path_factory.mktemp("lora_engine"), *AS_ADAPTERS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def post(lora_engine: SharedEngine, tmp_path: Path) -> Iterator[Post]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{lora_engine.port}", timeout=60, trust_env=False) as client:
+
+        def send(path: str, **body: Any) -> Any:
+            response = client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            return response.json() if response.headers.get("content-type") == "application/json" else response.text
+
+        send("pause?mode=keep")
+        info = {"kind": "filesystem", "host": "", "port": 0, "epoch": str(tmp_path), "rank_offset": 1, "world_size": 2}
+        send("init_weight_transfer_engine", init_info=info | {"bucket_bytes": 1 << 20, "timeout_s": 60.0})
+        yield send
+        send("resume")
+
+
+# one update after the other, by hand
+
+
+def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next_token_on(
+    post: Post, tmp_path: Path
+) -> None:
+    """Every token's logprob is that of the version that it names: what came before is computed anew, too."""
+    base, first, second = load_file(MODEL / "model.safetensors"), adapters(1), adapters(2)
+    update(post, base | first, tmp_path, version=0)
+    post("v1/load_lora_adapter", lora_name=POLICY, lora_path=POLICY)
+    post("resume")
+    answers: list[dict] = []
+    sampling = {"max_tokens": 90, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
+    ask = threading.Thread(
+        target=lambda: answers.append(
+            post("inference/v1/generate", token_ids=PROMPT, model=POLICY, sampling_params=sampling)["choices"][0]
+        )
+    )
+    ask.start()
+    wait_for_some_tokens(post)
+    post("pause?mode=keep")
+    update(post, second, tmp_path, version=1)
+    post("resume")
+    ask.join()
+    post("pause?mode=keep")
+    (answer,) = answers
+    spans = {span["version"]: range(span["start"], span["end"]) for span in answer["weight_versions"]}
+    assert set(spans) == {"0", "1"}
+    told = np.array([entry["logprob"] for entry in answer["logprobs"]["content"]])
+    ids = PROMPT + answer["token_ids"]
+    for version, sent in (("0", first), ("1", second)):
+        expected = logprobs_of(merged(base, sent), ids)[len(PROMPT) - 1 :]
+        assert np.abs(told - expected)[list(spans[version])].max() < 1e-4
+    assert np.abs(logprobs_of(merged(base, first), ids) - logprobs_of(merged(base, second), ids)).max() > 0.1
+
+
+def test_adapters_that_are_left_out_are_named(post: Post, tmp_path: Path) -> None:
+    base, sent = load_file(MODEL / "model.safetensors"), adapters(3)
+    assert update(post, base | sent, tmp_path, version=0) == []
+    assert len(update(post, sent, tmp_path, version=1, loads=False)) == len(sent) // 2
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
+    halved = {other: tensor for other, tensor in sent.items() if other != name}
+    assert update(post, halved, tmp_path, version=2) == ["model.layers.1.mlp.up_proj"]
+
+
+def update(post: Post, tensors: Tensors, folder: Path, *, version: int, loads: bool = True) -> list[str]:
+    """Sends these tensors; returns the layers that the engine reports."""
+    save_file(tensors, folder / "00000.safetensors")
+    specs = [{"name": name, "dtype": "float32", "shape": list(tensor.shape)} for name, tensor in tensors.items()]
+    post("start_weight_update")
+    post("update_weights", update_info={"specs": specs, "payload": {"folder": str(folder)}})
+    post("finish_weight_update", weight_version=str(version))
+    if loads:
+        post("collective_rpc", method="trireme_load_adapter")
+    (report,) = post("collective_rpc", method="trireme_weight_report")["results"]
+    assert tensors.keys() <= report["digests"].keys()
+    return [layer.partition(" (")[0] for layer in report["incomplete"]]
+
+
+def adapters(seed: int) -> Tensors:
+    """Of all linear layers, as they travel."""
+    rng, found = np.random.default_rng(seed), {}
+    for name, tensor in load_file(MODEL / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            out_size, in_size = tensor.shape
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            found[f"{layer}.lora_A.weight"] = rng.normal(0, 0.1, (RANK, in_size)).astype(np.float32)
+            found[f"{layer}.lora_B.weight"] = rng.normal(0, 0.1, (out_size, RANK)).astype(np.float32)
+    return found
+
+
+def merged(base: Tensors, sent: Tensors) -> Tensors:
+    found = dict(base)
+    for name in base:
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{layer}.lora_A.weight" in sent:
+            found[name] = base[name] + sent[f"{layer}.lora_B.weight"] @ sent[f"{layer}.lora_A.weight"]
+    return found
+
+
+def logprobs_of(tensors: Tensors, ids: list[int]) -> np.ndarray:
+    """[T - 1] by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, strict=False)
+    with torch.no_grad():
+        found = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return found.gather(-1, torch.tensor(ids)[1:, None])[:, 0].numpy()
+
+
+def wait_for_some_tokens(post: Post) -> None:
+    """Requests that were sent later, and are done: the other one has as many tokens, and is not at its end."""
+    sampling = {"max_tokens": 5, "ignore_eos": True}
+    for _ in range(2):
+        post("inference/v1/generate", token_ids=PROMPT, model=POLICY, sampling_params=sampling)
+
+
+PROMPT = [(17 + 11 * place) % json.loads((MODEL / "config.json").read_text())["vocab_size"] for place in range(12)]
+
+
+# whole runs
+
+
+@pytest.fixture(scope="module")
+def as_adapters(lora_engine: SharedEngine, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_apart(lora_engine, tmp_path_factory.mktemp("as_adapters") / "run", *AS_ADAPTERS, *LEARNING)
+
+
+@pytest.fixture(scope="module")
+def as_one(lora_engine: SharedEngine, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same engine serves the merged model as its base model."""
+    return run_apart(lora_engine, tmp_path_factory.mktemp("merged") / "run", *LORA, *LEARNING)
+
+
+@pytest.mark.parametrize("which", ["as_adapters", "as_one"])
+def test_a_run_with_adapters_is_confirmed_audited_and_replayed_to_the_bit(
+    which: str, request: pytest.FixtureRequest
+) -> None:
+    run: Run = request.getfixturevalue(which)
+    assert max(row["mismatch_kl"] for row in run.rows("trainer")) < 1e-6
+    digests = [Versions(run.paths.journal).read(version).digests for version in range(STEPS + 1)]
+    names = {name for one, other in pairwise(digests) for name in one if one[name] != other[name]}
+    assert names
+    assert all(name.endswith("_proj.weight") or ".lora_" in name for name in names)
+    assert any(".lora_" in name for name in digests[0]) is (which == "as_adapters")
+    for verb in ("audit", "replay"):
+        with started("trireme", verb, run.root, log=run.root.parent / f"{verb}.log") as process:
+            assert process.wait() == 0, process.tail()
+
+
+def test_checkpoints_leave_adapters_that_peft_loads(as_one: Run) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = as_one.paths.weights / f"step_{STEPS}"
+    assert not (folder / "model.safetensors").exists()
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL), str(folder))
+    assert sum(".lora_" in name for name, _ in model.named_parameters()) == len(adapters(0))
+
+
+def test_an_engine_that_never_loads_the_adapters_ends_the_run_by_name(tmp_path: Path) -> None:
+    """Not so, tokens would come from the base model for as long as nobody looks, and seem stale."""
+    arguments = ["@", "configs/reverse-text/lora.toml", "--output-dir", tmp_path]
+    with started("rl", *arguments, log=tmp_path / "rl.log", env={"TRIREME_FAULTS": "skip_adapter=1"}) as rl:
+        assert rl.wait() == 3, rl.tail()
+        assert rl.left() == []
+        assert "Version 0 was not loaded whole by " in rl.output
+        assert "model.layers.0.mlp.down_proj (no adapter)" in rl.output
+    run = Run(tmp_path / "reverse-text-lora")
+    assert run.rows("trainer") == []
+    assert run.batches() == []

@@ -1,0 +1,178 @@
+"""A mixture of experts on the real engine: its weights arrive, and the trainer is told where it sent each token."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from moe import TOP_K, save_moe
+from real_run import Run, SharedEngine, open_engine, run_apart
+
+pytestmark = pytest.mark.e2e
+
+CONFIG = "tests/e2e/moe.toml"
+STEPS = 3
+LAYERS = 2
+
+Post = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_moe(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def moe_engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
+    with open_engine(tmp_path_factory.mktemp("engine"), "--model.name", folder, config=CONFIG) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def run(moe_engine: SharedEngine, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("straight") / "run"
+    return run_apart(moe_engine, root, "--model.name", folder, config=CONFIG)
+
+
+@pytest.fixture
+def post(moe_engine: SharedEngine) -> Iterator[Post]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{moe_engine.port}", timeout=60, trust_env=False) as client:
+
+        def send(path: str, **body: Any) -> Any:
+            response = client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        info = {"kind": "filesystem", "host": "", "port": 0, "epoch": "test", "rank_offset": 1, "world_size": 2}
+        send("pause?mode=keep")
+        send("init_weight_transfer_engine", init_info=info | {"bucket_bytes": 1 << 20, "timeout_s": 60.0})
+        yield send
+        send("resume")
+
+
+def test_the_engine_says_of_every_token_where_it_sent_it(post: Post, folder: Path, tmp_path: Path) -> None:
+    """Prompts with a beginning in common, which the engine computes once, many at a time; from some token on."""
+    tensors = load_file(folder / "model.safetensors")
+    assert update(post, tensors, tmp_path) == []
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rng = np.random.default_rng(0)
+    prompts = [[5, 9, 11, 40] * 10 + rng.integers(5, 90, rng.integers(1, 30)).tolist() for _ in range(12)]
+    post("resume")
+    with ThreadPoolExecutor(12) as several:
+        answers = list(several.map(lambda at: generate(post, prompts[at], start=at % 3 * 7), range(12)))
+    post("pause?mode=keep")
+    for at, (prompt, choice) in enumerate(zip(prompts, answers, strict=True)):
+        ids, start = prompt + choice["token_ids"], at % 3 * 7
+        routes = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
+        assert routes.shape == (len(ids) - 1 - start, LAYERS, TOP_K)
+        logprobs, own = computed(model, ids)
+        assert np.sort(routes).tolist() == np.sort(own)[start:-1].tolist()
+        said = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]])
+        assert np.abs(said - logprobs[len(prompt) - 1 :]).max() < 1e-5
+
+
+def test_whichever_part_of_an_expert_is_left_out_its_layer_is_named(post: Post, folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    parts = [f"experts.{expert}.{part}_proj" for expert, part in ((0, "gate"), (3, "up"), (7, "down"))]
+    for part in [*parts, "gate"]:
+        name = f"model.layers.1.mlp.{part}.weight"
+        (named,) = update(post, {other: tensor for other, tensor in tensors.items() if other != name}, tmp_path)
+        assert named.startswith("model.layers.1.mlp." + part.partition(".")[0])
+
+
+def test_after_a_whole_update_the_engine_computes_with_it(post: Post, folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    rng = np.random.default_rng(0)
+    moved = {name: tensor + rng.normal(0, 0.05, tensor.shape).astype(tensor.dtype) for name, tensor in tensors.items()}
+    assert update(post, moved, tmp_path) == []
+    save_file(moved, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    prompt = list(range(5, 40))
+    post("resume")
+    choice = generate(post, prompt, start=0)
+    post("pause?mode=keep")
+    logprobs, _ = computed(model, prompt + choice["token_ids"])
+    said = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]])
+    assert np.abs(said - logprobs[len(prompt) - 1 :]).max() < 1e-4
+
+
+def update(post: Post, tensors: dict[str, np.ndarray], folder: Path) -> list[str]:
+    """Sends these tensors; returns the layers that the engine reports as incomplete."""
+    save_file(tensors, folder / "00000.safetensors")
+    specs = [{"name": name, "dtype": "float32", "shape": list(tensor.shape)} for name, tensor in tensors.items()]
+    post("start_weight_update")
+    post("update_weights", update_info={"specs": specs, "payload": {"folder": str(folder)}})
+    post("finish_weight_update", weight_version="0")
+    (report,) = post("collective_rpc", method="trireme_weight_report")["results"]
+    assert report["digests"].keys() == tensors.keys()
+    return [layer.partition(" (")[0] for layer in report["incomplete"]]
+
+
+def generate(post: Post, ids: list[int], *, start: int) -> dict[str, Any]:
+    sampling = {"max_tokens": 20, "logprobs": 0, "ignore_eos": True, "routed_experts_prompt_start": start}
+    (choice,) = post("inference/v1/generate", token_ids=ids, sampling_params=sampling)["choices"]
+    return choice
+
+
+def computed(model: Any, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """By transformers: [T - 1] logprobs of each token after those before it, and [T, layers, top_k] where they went."""
+    went: list[np.ndarray] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _, args, output: went.append(output[2].numpy()))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+    for hook in hooks:
+        hook.remove()
+    logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+    return logprobs.numpy(), np.stack(went, axis=1)
+
+
+def test_a_run_trains_on_the_very_routes_that_were_sampled(run: Run) -> None:
+    """In float32 trainer and engine agree about nearly every token: replay hardly shows, and must not harm."""
+    rows = run.rows("trainer")
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert all(row["mismatch_kl"] < 1e-8 for row in rows)
+    assert all(row["moe/rerouted_frac"] < 0.01 for row in rows)
+    assert all(1 < row["moe/busiest_expert"] < 8 for row in rows)
+
+
+def test_the_journal_has_the_route_of_every_token_but_the_last(run: Run) -> None:
+    samples = [sample for batch in run.batches() for rollout in batch.rollouts for sample in rollout.samples]
+    assert len(samples) == STEPS * 16
+    for sample in samples:
+        assert sample.routed is not None
+        assert sample.routed.known.tolist() == [1] * (sample.length - 1) + [0]
+        assert sample.routed.experts.shape == ((sample.length - 1) * LAYERS * TOP_K,)
+
+
+def test_what_was_trained_is_published_with_one_tensor_per_expert(run: Run, folder: Path) -> None:
+    before, after = load_file(folder / "model.safetensors"), run.tensors(STEPS)
+    assert after.keys() == before.keys()
+    assert all(np.abs(after[name] - before[name]).max() > 0 for name in before)
+
+
+def test_answers_that_go_on_under_new_weights_keep_the_routes_of_their_tokens(
+    moe_engine: SharedEngine, folder: Path, tmp_path: Path
+) -> None:
+    """An update throws away what the engine had computed: all is computed again, and no token's route told twice."""
+    flags = ["--model.name", folder, "--max-async-level", "2", "--orchestrator.sampling.max-tokens", "64"]
+    ahead = run_apart(moe_engine, tmp_path / "run", *flags, "--max-steps", "4", config=CONFIG)
+    samples = [sample for batch in ahead.batches() for rollout in batch.rollouts for sample in rollout.samples]
+    for sample in samples:
+        assert sample.routed is not None
+        assert sample.routed.known.tolist() == [1] * (sample.length - 1) + [0]
+    assert all(row["mismatch_kl"] < 1e-8 for row in ahead.rows("trainer") if "mismatch_kl" in row)

@@ -1,0 +1,116 @@
+"""`vf-rl` from its file to its folders, with a Ctrl-C on the way. The engine is scripted, all else is real."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from real_run import Process, free_ports, started, wait_until
+
+pytestmark = pytest.mark.e2e
+
+FILE = """
+model = "models/reverse-text-tiny"
+
+[env]
+id = "tests/e2e/say.py"
+
+[inference]
+gpus = 1
+
+[inference.args]
+enforce_eager = true
+
+[trainer]
+gpus = 1
+
+[trainer.args]
+run_name = "said"
+micro_batch_size = 2
+rollouts_per_example = 2
+batch_size = 4
+max_steps = 300
+max_tokens = 8
+max_seq_len = 128
+save_steps = 2
+vllm_server_port = {port}
+"""
+FLAGS = ("--one-terminal", "--weight-broadcast.probe-tolerance", "1e9", "--trainer.threads", "1")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    written = tmp_path / "said.toml"
+    written.write_text(FILE.format(port=free_ports(1)[0]))
+    return written
+
+
+def test_a_run_that_is_interrupted_leaves_folders_and_goes_on(file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "said"
+    words = ("tests/scripted_rl.py", "vf-rl", "@", file, "--output-dir", tmp_path, *FLAGS)
+    with started("python", *words, log=tmp_path / "first.log") as first:
+        wait_until(lambda: (run / "checkpoint-6").is_dir(), "a third checkpoint", [first])
+        first.interrupt()
+        assert first.wait() == 130
+        assert first.left() == []
+        assert_told(first)
+    reached = last_step(run)
+    assert_whole(run / "checkpoint-2", run / "weights" / "step_2")
+
+    again = (*words, "--resume", "--max-steps", str(reached + 2))
+    with started("python", *again, log=tmp_path / "second.log") as second:
+        assert second.wait() == 0
+        assert f"Step {reached + 2}/{reached + 2}: reward=" in second.output
+    assert_whole(run / f"checkpoint-{reached + 2}", run / "weights" / f"step_{reached + 2}")
+
+
+def test_engine_and_trainer_may_be_started_apart(file: Path, tmp_path: Path) -> None:
+    """The engine by the printed translation, in place of `vf-vllm`; the rest by `vf-train`."""
+    with started("vf-rl", "@", file, "--print-config", log=tmp_path / "rl.toml") as printing:
+        assert printing.wait() == 0
+    engine = started("python", "tests/scripted_engine.py", "@", tmp_path / "rl.toml", log=tmp_path / "engine.log")
+    words = ("@", file, "--output-dir", tmp_path, "--max-steps", "2", *FLAGS)
+    with engine as server, started("vf-train", *words, log=tmp_path / "train.log") as training:
+        assert training.wait() == 0
+        assert server.poll() is None
+        assert training.left() == []
+    assert_whole(tmp_path / "said" / "checkpoint-2", tmp_path / "said" / "weights" / "step_2")
+
+
+def assert_told(process: Process) -> None:
+    """In this order."""
+    lines = process.output.splitlines()
+    places = [
+        next(number for number, line in enumerate(lines) if line.startswith(begin))
+        for begin in (
+            "Loading model models/reverse-text-tiny...",
+            "Starting vLLM server on port ",
+            "vLLM server is ready",
+            "Loading environment tests/e2e/say.py...",
+            "{'loss': ",
+            "Step 1/300: reward=",
+            "=== Step 5 Sample ===",
+            "stopping",
+        )
+    ]
+    assert places == sorted(places), process.output
+
+
+def assert_whole(folder: Path, weights: Path) -> None:
+    """PEFT's two files, which are those of our weights, and the state with a row per step."""
+    adapters = load_file(folder / "adapter_model.safetensors")
+    assert any("lora_A" in name for name in adapters)
+    assert (folder / "adapter_model.safetensors").samefile(weights / "adapter_model.safetensors")
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 16
+    state = json.loads((folder / "trainer_state.json").read_text())
+    step = int(folder.name.removeprefix("checkpoint-"))
+    assert state["global_step"] == step
+    trained = [row["step"] for row in state["log_history"] if "loss" in row]
+    assert trained == list(range(1, step + 1))
+
+
+def last_step(run: Path) -> int:
+    return max(int(folder.name.removeprefix("checkpoint-")) for folder in run.glob("checkpoint-*"))

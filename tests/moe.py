@@ -1,0 +1,91 @@
+"""Small random mixture-of-experts models, with the tokenizer of the tiny ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+from tiny import load_script
+
+NUM_EXPERTS = 8
+TOP_K = 2
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "num_experts_per_tok": TOP_K,
+    "initializer_range": 0.05,
+    "bos_token_id": None,
+    "tie_word_embeddings": False,
+}
+_FEW = {"moe_intermediate_size": 64, "norm_topk_prob": True}
+_GROUPED = _FEW | {"n_routed_experts": NUM_EXPERTS, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+_LATENT = {
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+}
+
+CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "qwen3_moe": (Qwen3MoeConfig, _FEW | {"num_experts": NUM_EXPERTS}),
+    "qwen2_moe": (Qwen2MoeConfig, _FEW | {"num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 64}),
+    "olmoe": (OlmoeConfig, {"num_experts": NUM_EXPERTS, "norm_topk_prob": True}),
+    "mixtral": (MixtralConfig, {"num_local_experts": NUM_EXPERTS}),
+    "gpt_oss": (GptOssConfig, {"num_local_experts": NUM_EXPERTS}),
+    "glm4_moe": (Glm4MoeConfig, _GROUPED | {"first_k_dense_replace": 1}),
+    "deepseek_v3": (DeepseekV3Config, _GROUPED | _LATENT | {"first_k_dense_replace": 1, "head_dim": 16}),
+}
+"""By `model_type`: the class of its configuration, and how it is made small."""
+
+
+def build_config(kind: str = "qwen3_moe", *, vocab_size: int = 128, **changes: Any) -> PretrainedConfig:
+    config_class, special = CONFIGS[kind]
+    return config_class(**(_SHAPE | {"vocab_size": vocab_size, "pad_token_id": 0} | special | changes))
+
+
+def build_moe(kind: str = "qwen3_moe", *, seed: int = 0, experts: str = "eager", **changes: Any) -> PreTrainedModel:
+    """In float32, with routers that choose: as they are drawn by some models, all experts score the same."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(
+        build_config(kind, **changes), dtype=torch.float32, experts_implementation=experts, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate.weight" in name or "router" in name or "bias" in name:
+                parameter.normal_(0.0, 0.3)
+    return model
+
+
+def save_moe(folder: Path, kind: str = "qwen3_moe", **changes: Any) -> Path:
+    """As published: one tensor per expert."""
+    tokenizer = load_script("make_tiny_model").build_tokenizer()
+    config = {
+        "vocab_size": -(-len(tokenizer) // 64) * 64,
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    build_moe(kind, **(config | changes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

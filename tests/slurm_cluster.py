@@ -1,0 +1,166 @@
+"""A real Slurm of several machines: a controller, and a daemon for each, in a folder. They are all this one, or network
+namespaces (`machines.open_machines`), in which their names `m0`, `m1`, … stand for their addresses."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from machines import Machine
+from trireme.base.processes import free_port
+
+NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
+START_S = 60.0
+END_S = 20.0
+
+
+def missing() -> str:
+    """Why there can be none here; nothing where there can."""
+    absent = [name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    if absent:
+        return f"Slurm's {', '.join(absent)} is not installed"
+    if not os.path.ismount("/sys/fs/cgroup"):
+        return "slurmd wants to see control groups"
+    return "" if os.geteuid() == 0 else "slurmd wants to be root"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    folder: Path
+    environment: dict[str, str]  # for Slurm's commands
+    machines: Sequence[Machine] = ()
+
+    def ask(self, *command: str) -> str:
+        words = [*self.on(0), *command]
+        answer = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60)
+        return answer.stdout.strip()
+
+    def on(self, number: int) -> list[str]:
+        """What starts a command on one of the machines."""
+        if not self.machines:
+            return []
+        named = ["bash", "-c", f'mount --bind {self.folder}/hosts /etc/hosts && exec "$@"', "bash"]
+        # not `ip netns exec`: it shows another /sys, without the control groups that slurmd wants to see
+        return ["nsenter", f"--net=/var/run/netns/{self.machines[number].name}", "unshare", "--mount", *named]
+
+    def state(self, job: str) -> str:
+        shown = self.ask("scontrol", "--oneliner", "show", "job", job).split()
+        return next((word.partition("=")[2] for word in shown if word.startswith("JobState=")), "")
+
+    def waiting(self, job: str) -> str:
+        """Its state in the queue, which tells an end from what comes after it."""
+        return self.ask("squeue", "--noheader", f"--jobs={job}", "--format=%T")
+
+    def wait_until(self, job: str, *states: str, within_s: float = 60.0) -> str:
+        give_up = time.monotonic() + within_s
+        while (state := self.state(job)) not in states:
+            assert time.monotonic() < give_up, (
+                f"job {job} is {state}, not {states}\n{self.ask('scontrol', 'show', 'job', job)}"
+            )
+            time.sleep(0.2)
+        return state
+
+
+@contextmanager
+def open_cluster(folder: Path, *, machines: int | Sequence[Machine], gpus: int = 0) -> Iterator[Cluster]:
+    """Partition `tiny`, machines `m0`, `m1`, …; GPUs are files that nobody opens."""
+    environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
+    given = () if isinstance(machines, int) else machines
+    addresses = ["127.0.0.1"] * machines if isinstance(machines, int) else [machine.address for machine in machines]
+    cluster = Cluster(folder, environment, given)
+    _write(folder, addresses, gpus)
+    with ExitStack() as daemons:
+        daemons.callback(_kill_all_of, environment["SLURM_CONF"])
+        daemons.enter_context(_daemon(cluster, 0, "slurmctld", "-D", "-c"))
+        for number in range(len(addresses)):
+            daemons.enter_context(_daemon(cluster, number, "slurmd", "-D", "-N", f"m{number}"))
+        _wait_for_machines(cluster, len(addresses))
+        yield cluster
+
+
+def _write(folder: Path, addresses: Sequence[str], gpus: int) -> None:
+    machines = len(addresses)
+    host, user = socket.gethostname().partition(".")[0], getpass.getuser()
+    for name in ("state", *(f"spool-m{number}" for number in range(machines))):
+        (folder / name).mkdir(parents=True)
+    for number in range(gpus):
+        (folder / f"nvidia{number}").touch()
+    nodes = [
+        f"NodeName=m{number} NodeHostname={host} NodeAddr={address} Port={free_port()} CPUs={os.cpu_count()} "
+        f"RealMemory=500 State=UNKNOWN{f' Gres=gpu:{gpus}' if gpus else ''}"
+        for number, address in enumerate(addresses)
+    ]
+    lines = [
+        "ClusterName=tiny",
+        f"SlurmctldHost={host}({addresses[0]})",
+        f"SlurmctldPort={free_port()}",
+        f"SlurmUser={user}",
+        f"SlurmdUser={user}",
+        "AuthType=auth/none",
+        "CredType=cred/none",
+        f"StateSaveLocation={folder}/state",
+        f"SlurmdSpoolDir={folder}/spool-%n",
+        f"SlurmctldPidFile={folder}/slurmctld.pid",
+        f"SlurmdPidFile={folder}/slurmd-%n.pid",
+        "ProctrackType=proctrack/linuxproc",
+        "TaskPlugin=task/none",
+        "MpiDefault=none",
+        "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_Core",
+        "JobAcctGatherType=jobacct_gather/none",
+        "ReturnToService=2",
+        "KillWait=15",
+        "MailProg=/bin/true",
+        *(["GresTypes=gpu"] if gpus else []),
+        *nodes,
+        f"PartitionName=tiny Nodes=m[0-{machines - 1}] Default=YES MaxTime=30 State=UP",
+    ]
+    (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+    named = [f"{address} m{number}" for number, address in enumerate(addresses)]
+    (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{addresses[0]} {host}", *named]) + "\n")
+    if gpus:
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/nvidia[0-{gpus - 1}]\n")
+
+
+@contextmanager
+def _daemon(cluster: Cluster, machine: int, name: str, *flags: str) -> Iterator[None]:
+    with open(cluster.folder / f"{name}{flags[-1]}.log", "w") as log:
+        path = shutil.which(name, path=cluster.environment["PATH"])
+        process = subprocess.Popen(
+            [*cluster.on(machine), str(path), *flags], env=cluster.environment, stdout=log, stderr=log
+        )
+        try:
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _kill_all_of(configuration: str) -> None:
+    """Whatever jobs have left behind. Each of them knows its Slurm."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == configuration:
+                process.kill()
+
+
+def _wait_for_machines(cluster: Cluster, machines: int) -> None:
+    give_up = time.monotonic() + START_S
+    while (states := cluster.ask("sinfo", "--noheader", "--Node", "--format=%t").split()) != ["idle"] * machines:
+        said = "\n".join(log.read_text() for log in cluster.folder.glob("*.log"))
+        assert time.monotonic() < give_up, f"machines are {states} after {START_S:.0f} s\n{said}"
+        time.sleep(0.2)

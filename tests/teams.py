@@ -1,0 +1,176 @@
+"""Four processes that train as one, two and four ranks in different orders, for `test_teams`: ranks that share rows,
+and copies of the model.
+
+RANK=0..3 MASTER_ADDR=127.0.0.1 PORTS=a,b,c,… python tests/teams.py MODELS_FOLDER OUTPUT_FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rank_processes import stages_of_this_rank
+from tiny import (
+    VOCABULARY,
+    batch_reply,
+    content_of,
+    num_loss_samples,
+    num_loss_tokens,
+    open_store,
+    random_samples,
+    take_gradients,
+    weights_of,
+)
+from trireme.algo.packing import Sample, empty_micro_batch, micro_batches_of_rank
+from trireme.base.errors import ConfigError
+from trireme.config.run import Model, RunConfig
+from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, TrainerConfig, TrainerModel
+from trireme.trainer.forward import compute_columns
+from trireme.trainer.mesh import World, open_world
+from trireme.trainer.model import load_model
+from trireme.trainer.step import forward_backward, policy_gradient
+from trireme.trainer.stepper import Stepper, base_state
+
+CAPACITY = 50
+LENGTHS = [40, 30, 18, 33, 15, 44, 20, 9, 13]
+LOSSES = {
+    "importance": Loss(kl_tau=0.1),
+    "sequences": Loss(type="gspo", clip_low=0.5, clip_high=2.0, normalize="sequence"),
+    "entropy": Loss(type="ppo", normalize="sequence", entropy_bonus=0.1),
+}
+
+
+class Stage(NamedTuple):
+    """Ranks, and how they are divided."""
+
+    name: str
+    ranks: int = 1
+    replicas: int = 1
+    cp: int = 1
+    model: str = "qwen3"
+    ac: ActivationCheckpointing | None = None
+
+
+STAGES = (
+    Stage("team", 2, cp=2, ac=ActivationCheckpointing()),
+    Stage("windows", 2, cp=2, model="mistral"),
+    Stage("team_of_four", 4, cp=4),
+    Stage("two_teams", 4, cp=2, ac=ActivationCheckpointing(mode="selective")),
+    Stage("copies", 4, replicas=2),
+    Stage("copies_of_teams", 4, replicas=2, cp=2),
+)
+EXPECTED = {"qwen3": Stage("alone"), "mistral": Stage("alone_with_windows", model="mistral")}
+
+
+def save_models(folder: Path) -> None:
+    """Eight heads of two keys; the other model looks back 12 tokens only."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)).save_pretrained(folder / "qwen3")
+    MistralForCausalLM(MistralConfig(**sizes, sliding_window=12)).save_pretrained(folder / "mistral")
+
+
+def batch(step: int) -> list[Sample]:
+    return random_samples(LENGTHS, seed=step)
+
+
+def run(stage: Stage, models: Path, folder: Path, world: World) -> dict[str, Any]:
+    config = TrainerModel(ac=stage.ac, head_chunk=16, cp=stage.cp, dp_replicate=stage.replicas)
+    model = load_model(config, str(models / stage.model), world)
+    return {
+        "gradients": {name: gradients(model, loss, world) for name, loss in LOSSES.items()},
+        "empty": logprobs_of_an_empty_row(model, world),
+        "trained": train(config, str(models / stage.model), folder, world),
+    }
+
+
+def gradients(model: Any, loss: Loss, world: World) -> dict[str, Any]:
+    samples = batch(0)
+    metrics = forward_backward(
+        model,
+        micro_batches_of_rank(samples, capacity=CAPACITY, rank=world.dp_rank, world=world.dp_size),
+        loss_tokens=num_loss_tokens(samples),
+        loss_samples=num_loss_samples(samples),
+        step=0,
+        loss_function=policy_gradient(loss),
+        world=world,
+        entropy_gradient=loss.entropy_bonus is not None,
+    )
+    return {"metrics": metrics, "gradients": take_gradients(model)}
+
+
+def logprobs_of_an_empty_row(model: Any, world: World) -> list[bool]:
+    """Fewer tokens than ranks."""
+    columns = compute_columns(model, empty_micro_batch(), world.device)
+    columns.logprobs.sum().backward()
+    model.zero_grad(set_to_none=True)
+    return columns.mask.tolist()
+
+
+def train(model: TrainerModel, name: str, folder: Path, world: World) -> dict[str, Any]:
+    """Two steps of two iterations with a reference model, and what a checkpoint of them brings back."""
+    loss = Loss(type="decoupled", correction="sequence_truncate", normalize="sequence", beta=0.2, kl_estimator="k2")
+    optim = Optimizer(lr=1e-3)
+    trainer = TrainerConfig(model=model, optim=optim, num_iterations=2, loss=loss)
+    config = RunConfig(model=Model(name=name), trainer=trainer)
+    state = base_state(config, world)
+    stepper = Stepper(config, state, world)
+    metrics = [stepper.step(reply(step, world)) for step in range(2)]
+    store = open_store(folder / "checkpoints", world)
+    store.save(state)
+    store.wait()
+    loaded = base_state(config, world)
+    store.resume(loaded, resume=True)
+    pairs = zip(content_of(state).items(), content_of(loaded).items(), strict=True)
+    is_back = all(one == other and torch.equal(saved, read) for (one, saved), (other, read) in pairs)
+    return {"metrics": metrics, "weights": weights_of(state.model), "is_back": is_back}
+
+
+def reply(step: int, world: World) -> Any:
+    given = batch_reply(batch(step), world, capacity=CAPACITY, step=step)
+    rows = micro_batches_of_rank(batch(step), capacity=CAPACITY, rank=world.dp_rank, world=world.dp_size)
+    return type(given)(**{name: getattr(given, name) for name in given.__struct_fields__} | {"micro_batches": rows})
+
+
+def refusals(models: Path, world: World) -> list[str]:
+    """Of models that a team cannot share."""
+    found = []
+    for settings in (TrainerModel(attn="eager", cp=2),):
+        model = load_model(settings, str(models / "qwen3"), world)
+        try:
+            compute_columns(model, empty_micro_batch(), world.device)
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def main() -> None:
+    models, folder = map(Path, sys.argv[1:])
+    for stage in stages_of_this_rank(STAGES, folder):
+        with open_world("cpu", threads=1, timeout_s=240, replicas=stage.replicas, cp=stage.cp) as world:
+            result = run(stage, models, folder / stage.name, world)
+            if stage.name == "team":
+                result["refusals"] = refusals(models, world)
+            torch.save(result, folder / f"{stage.name}_{world.rank}.pt")
+            world.barrier()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # as the trainer's door does, and why, see `run_door`

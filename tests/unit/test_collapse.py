@@ -1,0 +1,275 @@
+"""Signs of a collapse: seen where they are, not seen in a healthy run, said once, and never in the way."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from trireme.config.run import RunConfig
+from trireme.monitor.collapse import CALM, SIGNS, Sign, Warned, Watch
+from trireme.monitor.metrics import MetricsFile, read_metrics
+from trireme.monitor.progress import Progress
+from trireme.monitor.summary import summary
+from trireme.orchestrator.watcher import Watcher
+
+
+def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Both rows of each step of a run that learns: rewards rise, entropy falls by half, all of it noisy."""
+    rng = random.Random(seed)
+    for step in range(steps):
+        learned = step / max(1, steps - 1)
+        yield {
+            "step": step,
+            "process": "orchestrator",
+            "time_s": 1.7e9 + step,
+            "reward/mean": 0.2 + 0.6 * learned + rng.gauss(0, 0.05),
+            "reward/std": 0.3 + rng.gauss(0, 0.03),
+            "groups/signal_frac": 0.8 - 0.4 * learned,
+            "rollouts/error_rate": abs(rng.gauss(0, 0.02)),
+            "env/x/error_rate": abs(rng.gauss(0, 0.02)),
+            "truncated_frac": abs(rng.gauss(0.05, 0.05)),
+            "filters/repetition_frac": 0.01,
+            "filters/gibberish_frac": 0.0,
+            "lag/beyond_frac": 0.1,
+            "tokens/completion_mean": 100 + rng.gauss(0, 10),
+        }
+        yield {
+            "step": step,
+            "process": "trainer",
+            "time_s": 1.7e9 + step,
+            "loss": rng.gauss(0, 0.05),
+            "grad_norm": 1.0 * math.exp(rng.gauss(0, 0.5)),
+            "skipped_update": 0.0,
+            "policy/entropy": 1.0 - 0.5 * learned + rng.gauss(0, 0.05),
+            "policy/kl": 0.001,
+            "importance_ratio": 1 + rng.gauss(0, 0.01),
+            "mismatch_kl": 1e-4,
+            "masked_frac": 0.01,
+            "ess": 0.95,
+        }
+
+
+def run_that_turns(process: str, *later: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Healthy for 50 steps; then one process's rows are changed by the given ones, one after another."""
+    rows = list(healthy(50 + len(later)))
+    for at, change in enumerate(later):
+        (row,) = (row for row in rows if row["step"] == 50 + at and row["process"] == process)
+        row |= change
+    yield from rows
+
+
+def warned(rows: Iterator[dict[str, Any]]) -> list[Warned]:
+    watch = Watch()
+    return [one for row in rows for one in watch.take(row)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_healthy_run_gives_no_warning(seed):
+    assert warned(healthy(300, seed)) == []
+
+
+TURNS = {
+    "reward_std_zero": ("orchestrator", [{"reward/std": 0.0, "reward/mean": 0.75}] * 3, "reward/std is 0"),
+    "few_groups_with_signal": ("orchestrator", [{"groups/signal_frac": 0.05}] * 3, "groups/signal_frac is 0.05"),
+    "nothing_trained": ("trainer", [{"loss": 0.0, "grad_norm": 0.0}] * 2, "loss and grad_norm are 0"),
+    "rollouts_failing": ("orchestrator", [{"env/x/error_rate": 0.75}], "env/x/error_rate is 0.75"),
+    "entropy_collapse": ("trainer", [{"policy/entropy": 0.02}] * 3, "policy/entropy is 0.02; it began at"),
+    "entropy_explosion": ("trainer", [{"policy/entropy": 6.0}] * 3, "policy/entropy is 6; it began at"),
+    "grad_norm_spike": ("trainer", [{"grad_norm": 60.0}], "grad_norm is 60; the median of the 20 steps before"),
+    "reward_drop": ("orchestrator", [{"reward/mean": 0.1}] * 3, "reward/mean fell to 0.1; the 10 batches before"),
+    "not_finite": ("trainer", [{"loss": None}], "loss is not finite"),
+    "mismatch": ("trainer", [{"mismatch_kl": 0.05}] * 3, "mismatch_kl is 0.05 over 3 steps; at most 0.01"),
+    "importance_ratio": ("trainer", [{"importance_ratio": 1.6}] * 3, "importance_ratio is 1.6"),
+    "policy_kl": ("trainer", [{"policy/kl": 0.5}] * 3, "policy/kl is 0.5"),
+    "low_ess": ("trainer", [{"ess": 0.1}] * 3, "ess is 0.10"),
+    "tokens_masked": ("trainer", [{"masked_frac": 0.6}] * 3, "masked_frac is 0.60"),
+    "stale": ("orchestrator", [{"lag/beyond_frac": 0.9}] * 3, "lag/beyond_frac is 0.90"),
+    "all_truncated": ("orchestrator", [{"truncated_frac": 1.0}] * 3, "truncated_frac is 1.00"),
+    "degenerate_outputs": ("orchestrator", [{"filters/repetition_frac": 0.4}] * 3, "filters/repetition_frac is 0.40"),
+    "answers_vanish": ("orchestrator", [{"tokens/completion_mean": 1.5}] * 3, "tokens/completion_mean is 1.5"),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_each_sign_is_said_once_with_its_values_its_meaning_and_what_to_try(name):
+    process, turn, seen = TURNS[name]
+    (sign,) = (sign for sign in SIGNS if sign.name == name)
+    (warning,) = warned(run_that_turns(process, *turn))
+    assert (warning.name, warning.step) == (name, 50 + len(turn) - 1)
+    assert warning.text.startswith(seen)
+    assert warning.text.endswith(f" {sign.meaning} {sign.advice}")
+
+
+def test_every_sign_has_its_test():
+    assert {sign.name for sign in SIGNS} == TURNS.keys() | {"reward_decline"}
+
+
+def test_a_slow_decline_is_seen_though_no_step_falls_much():
+    rows = list(healthy(60))
+    for row in healthy(60, seed=1):
+        if row["process"] == "orchestrator":
+            row["reward/mean"] = 0.8 - 0.6 * row["step"] / 59 + random.Random(row["step"]).gauss(0, 0.02)
+        rows.append(row | {"step": row["step"] + 60})
+    assert "reward_decline" in {one.name for one in warned(iter(rows))}
+
+
+@pytest.mark.parametrize("turn", [{"grad_norm": None}, {"skipped_update": 1.0}, {"loss": math.nan}])
+def test_a_step_that_was_thrown_away_is_said_at_once(turn):
+    assert [one.name for one in warned(run_that_turns("trainer", turn))] == ["not_finite"]
+
+
+def test_an_entropy_that_is_not_a_number_says_that_nothing_was_trained():
+    assert [one.name for one in warned(run_that_turns("trainer", {"policy/entropy": None}))] == ["nothing_trained"]
+
+
+def test_one_odd_batch_is_no_collapse():
+    assert warned(run_that_turns("orchestrator", {"reward/std": 0.0}, {})) == []
+    assert warned(run_that_turns("trainer", {"policy/entropy": 0.0, "importance_ratio": 1.3}, {})) == []
+
+
+def test_an_episode_is_said_once_and_a_new_one_again():
+    spike, calm = {"grad_norm": 60.0}, [{}] * CALM
+    names = [one.step for one in warned(run_that_turns("trainer", spike, *[spike] * 3, *calm, spike))]
+    assert names == [50, 50 + 4 + CALM]
+    assert [one.step for one in warned(run_that_turns("trainer", spike, *calm[1:], spike))] == [50]
+
+
+def test_what_lasts_is_what_was_seen_in_the_last_rows():
+    watch = Watch()
+    for row in run_that_turns("trainer", {"grad_norm": 60.0}):
+        watch.take(row)
+    assert [one.name for one in watch.lasting.values()] == ["grad_norm_spike"]
+    for row in healthy(CALM):
+        watch.take(row)
+    assert watch.lasting == {}
+    assert [one.name for one in watch.said] == ["grad_norm_spike"]
+
+
+def test_rows_of_other_kinds_neither_end_an_episode_nor_begin_one():
+    watch = Watch()
+    for row in run_that_turns("orchestrator", *TURNS["all_truncated"][1]):
+        watch.take(row)
+    for version in range(20):
+        watch.take({"step": version, "process": "orchestrator", "eval/x/reward": 0.5})
+    assert list(watch.lasting) == ["all_truncated"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"step": "x", "process": 3, "reward/std": "much"},
+        {"step": 1, "process": "trainer", "loss": [], "grad_norm": {}, "policy/entropy": True},
+        {"process": "trainer", "loss": None, "grad_norm": None},
+        {"step": 1, "process": "orchestrator", "reward/mean": math.inf, "env//error_rate": math.nan},
+    ],
+)
+def test_whatever_stands_in_a_row_nothing_is_raised(row):
+    watch = Watch()
+    for _ in range(60):
+        watch.take(row)
+
+
+def test_a_sign_that_breaks_is_left_out_and_the_others_go_on():
+    def broken(history):
+        raise ZeroDivisionError
+
+    watch = Watch([Sign("broken", ("loss",), broken, "", ""), *SIGNS])
+    found = [one.name for row in run_that_turns("trainer", {"loss": None}) for one in watch.take(row)]
+    assert found == ["not_finite"]
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        inner = re.findall(r"trireme\.config\.\w+\.(\w+)", str(field.annotation)) or [
+            getattr(field.annotation, "__name__", "")
+        ]
+        for module_name in inner:
+            for found in BaseModelByName.get(module_name, ()):
+                yield from keys_of(found, f"{prefix}{name}.")
+
+
+def _sections(model: type[BaseModel] = BaseModel) -> Iterator[type[BaseModel]]:
+    for child in model.__subclasses__():
+        yield child
+        yield from _sections(child)
+
+
+BaseModelByName: dict[str, list[type[BaseModel]]] = {}
+for _section in _sections():
+    if _section.__module__.startswith("trireme.config."):
+        BaseModelByName.setdefault(_section.__name__, []).append(_section)
+
+
+@pytest.mark.parametrize("sign", SIGNS, ids=lambda sign: sign.name)
+def test_what_to_try_names_keys_that_there_are(sign):
+    known = set(keys_of(RunConfig))
+    assert "orchestrator.buffer.pools.easy_weight" in known
+    named = re.findall(r"`\[?\[?((?:orchestrator|trainer|inference)[\w.]*|seq_len|max_async_level)", sign.advice)
+    assert [key for key in named if key not in known] == []
+
+
+# where it is said
+
+
+def write(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+    for row in rows:
+        numbers = {name: math.nan if value is None else value for name, value in row.items()}
+        process, step = numbers.pop("process"), numbers.pop("step")
+        MetricsFile(path, process).append(step, numbers)
+
+
+def test_the_orchestrator_logs_it_shows_it_and_writes_it_down_once(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    watcher = Watcher(MetricsFile(path, "orchestrator"))
+    write(path, run_that_turns("trainer", {"loss": None}))
+    for _ in range(3):
+        watcher.look()
+    (record,) = (record for record in caplog.records if record.name.endswith("warnings"))
+    assert "step 50, not_finite: loss is not finite" in record.getMessage()
+    assert [one.name for one in watcher.lasting] == ["not_finite"]
+    rows = [row for row in read_metrics(path)[0] if any(name.startswith("warnings/") for name in row)]
+    assert [(row["step"], row["process"], row["warnings/not_finite"]) for row in rows] == [(50, "orchestrator", 1.0)]
+
+
+def test_a_restarted_orchestrator_does_not_say_it_again_but_still_shows_it(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    write(path, run_that_turns("trainer", {"loss": None}))
+    watcher = Watcher(MetricsFile(path, "orchestrator"))
+    watcher.look()
+    assert [record for record in caplog.records if record.name.endswith("warnings")] == []
+    assert [one.name for one in watcher.lasting] == ["not_finite"]
+
+
+def test_rollouts_that_all_fail_are_said_though_no_batch_becomes_full(tmp_path):
+    now: dict[str, Any] = {"step": 7, "process": "now"}
+    watcher = Watcher(MetricsFile(tmp_path / "metrics.jsonl", "orchestrator"), lambda: now)
+    watcher.look()
+    assert watcher.lasting == []
+    now |= {"env/x/error_rate": 1.0, "rollouts/error_rate": 1.0}
+    watcher.look()
+    watcher.look()
+    assert [(one.name, one.step) for one in watcher.lasting] == [("rollouts_failing", 7)]
+
+
+def test_the_summary_tells_each_kind_once_and_of_this_session_only(tmp_path):
+    config = RunConfig.model_validate({"output_dir": str(tmp_path)})
+    progress = Progress(100)
+    progress.add(run_that_turns("trainer", {"loss": None}))
+    progress.begin_session()
+    assert "warning" not in summary(progress, config, 1.0)
+    calm = [{}] * CALM
+    progress.add(run_that_turns("trainer", {"grad_norm": 60.0}, *calm, {"grad_norm": 70.0}))
+    text = summary(progress, config, 1.0)
+    (line,) = (line for line in text.splitlines() if "grad_norm_spike" in line)
+    assert "not_finite" not in text
+    assert line.startswith(f"warning at step {50 + CALM + 2}, grad_norm_spike: grad_norm is 70; ")
+    assert line.endswith("(the last of 2)")

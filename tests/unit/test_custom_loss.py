@@ -1,0 +1,144 @@
+"""A loss of the user's own is found, tried out and watched; what is wrong with it is said before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trireme.algo.columns import Totals
+from trireme.base.errors import ConfigError
+from trireme.base.functions import function_problem, load_function
+from trireme.config.losses import Recipe
+from trireme.config.run import Model, RunConfig
+from trireme.config.trainer import Loss, TrainerConfig
+from trireme.trainer.custom_loss import load_custom_loss, made_up_columns
+from trireme.trainer.mesh import World
+from trireme.trainer.step import policy_gradient
+from trireme.trainer.stepper import base_state
+
+GOOD = "def loss(columns, scale=1.0):\n    return -scale * columns.advantages * columns.logprobs\n"
+
+
+def written(folder: Path, code: str) -> str:
+    file = folder / "mine.py"
+    file.write_text(code)
+    return f"{file}:loss"
+
+
+def refusal(path: str | None, **args: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_custom_loss(Recipe("custom", path=path, args=args))
+    return str(error.value)
+
+
+def test_a_function_of_a_file_gets_the_columns_and_its_arguments(tmp_path: Path) -> None:
+    loss = load_custom_loss(Recipe("custom", path=written(tmp_path, GOOD), args={"scale": 2.0}))
+    assert loss is not None
+    columns = made_up_columns()
+    assert loss(columns).tolist() == (-2.0 * columns.advantages * columns.logprobs).tolist()
+
+
+def test_a_function_of_a_module_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_module_of_mine.py").write_text(GOOD)
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = load_custom_loss(Recipe("custom", path="a_module_of_mine:loss"))
+    assert loss is not None
+    assert loss(made_up_columns()).shape == (3,)
+
+
+def test_what_it_returns_is_normalized_like_any_other(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD)
+    for normalize, divisors in (("token", (3, 3, 3)), ("sequence", (4, 4, 2)), ("constant", (8, 8, 8))):
+        columns = made_up_columns()
+        config = Loss(type="custom", path=path, normalize=normalize)
+        policy_gradient(config, length=4)(columns, Totals(tokens=3, samples=2)).loss.backward()
+        assert columns.logprobs.grad is not None
+        expected = [-float(a) / d for a, d in zip(columns.advantages, divisors, strict=True)]
+        assert columns.logprobs.grad.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("def loss(columns):\n    return 0.5\n", "returned a float"),
+        ("def loss(columns):\n    return columns.logprobs.mean()\n", "shape [] for 3 tokens"),
+        ("def loss(columns):\n    return (columns.logprobs > 0)\n", "torch.bool"),
+        ("def loss(columns):\n    return columns.advantages * 2\n", "without a gradient"),
+        ("def loss(columns):\n    return columns.logprobs / 0\n", "inf"),
+        ("def loss(columns):\n    return columns.logprobs.sqrt()\n", "nan"),
+        ("def loss(columns):\n    return columns.rewards\n", "raised AttributeError"),
+        ("def loss(columns, needed):\n    return columns.logprobs\n", "missing a required argument: 'needed'"),
+        ("def other(columns):\n    return columns.logprobs\n", "mine.py has no `loss`"),
+        ("loss = 3\n", "no function is called `loss`"),
+        ("def loss(columns:\n", "line 1"),
+        ("raise RuntimeError('no')\ndef loss(columns): ...\n", "raised RuntimeError: no"),
+    ],
+)
+def test_what_is_wrong_with_a_function_is_said_before_anything_is_trained(tmp_path: Path, code: str, what: str) -> None:
+    message = refusal(written(tmp_path, code))
+    assert what in message
+    assert "trainer.loss.path" in message
+    assert "xpected" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("mine.py", "names no function"),
+        ("mine:", "names no function"),
+        ("no_such_file.py:loss", "no_such_file.py does not exist"),
+        ("no_such_module_anywhere:loss", "there is no module no_such_module_anywhere"),
+        ("math:no_such_thing", "math has no `no_such_thing`"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_named(path: str, what: str) -> None:
+    assert what in refusal(path)
+
+
+def test_an_argument_that_the_function_does_not_take_is_named(tmp_path: Path) -> None:
+    assert "unexpected keyword argument 'sclae'" in refusal(written(tmp_path, GOOD), sclae=2)
+
+
+def test_without_a_path_there_is_nothing_to_call() -> None:
+    assert "without a path" in refusal(None)
+
+
+def test_nonsense_that_comes_later_ends_the_run_with_words(tmp_path: Path) -> None:
+    code = "def loss(columns):\n    return columns.logprobs if len(columns.logprobs) == 3 else columns.logprobs.sum()\n"
+    loss = load_custom_loss(Recipe("custom", path=written(tmp_path, code)))
+    assert loss is not None
+    columns = made_up_columns()
+    longer = type(columns)(
+        **{
+            name: torch.cat([value, value]) if isinstance(value, torch.Tensor) else value
+            for name, value in vars(columns).items()
+        }
+    )
+    with pytest.raises(ConfigError, match=r"shape \[\] for 6 tokens"):
+        loss(longer)
+
+
+def test_a_bad_loss_is_refused_before_the_model_is_loaded(tmp_path: Path, world: World) -> None:
+    trainer = TrainerConfig(loss=Loss(type="custom", path=written(tmp_path, "def loss(columns):\n    return 1\n")))
+    config = RunConfig(model=Model(name="/no/such/model"), trainer=trainer)
+    with pytest.raises(ConfigError, match="returned a int"):
+        base_state(config, world)
+
+
+def test_a_problem_is_seen_without_running_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "raise RuntimeError\nfrom somewhere import loss\n")
+    assert function_problem(path, key="k") is None  # it may turn out to be one
+    with pytest.raises(ConfigError, match="raised RuntimeError"):
+        load_function(path, key="k")
+
+
+def test_the_example_of_the_documentation_works_as_it_stands(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    code = page.partition("### A loss of yours")[2].partition("```python\n")[2].partition("```")[0]
+    assert 'type = "custom"' in code
+    columns, totals = made_up_columns(), Totals(tokens=3, samples=2)
+    ours = policy_gradient(Loss(type="custom", path=written(tmp_path, code), args={"clip": 0.2}))(columns, totals)
+    theirs = policy_gradient(Loss(type="ppo"))(made_up_columns(), totals)
+    assert float(ours.value) == pytest.approx(float(theirs.value))

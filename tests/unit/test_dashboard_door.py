@@ -1,0 +1,134 @@
+"""Who is let in to the dashboard, and how it is opened."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from trireme.base.errors import ConfigError
+from trireme.base.token import TOKEN
+from trireme.cli.dashboard import address_of, dashboard, key_for, listen, require_place
+from trireme.monitor.dashboard.gate import KEY, Gate, key_of
+
+SECRET = "0123456789abcdef0123456789abcdef"
+
+
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"rollouts"})
+
+
+def ask(key: str | None, *steps: dict[str, Any]) -> list[httpx.Response]:
+    """One browser, asking several times; it keeps its cookies."""
+
+    async def go() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app=Gate(hello, key))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8050") as browser:
+            return [await browser.get(step.pop("url", "/"), **step) for step in steps]
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost:8050"}, 200),
+        ({"host": "evil.example:8050"}, 401),  # a name that was made to stand for this machine
+        ({"origin": "http://127.0.0.1:8050"}, 200),
+        ({"origin": "http://evil.example"}, 401),
+        ({"origin": "null"}, 401),
+    ],
+)
+def test_on_loopback_only_this_machines_own_pages_are_answered(headers: dict[str, str], status: int) -> None:
+    (answer,) = ask(None, {"headers": headers})
+    assert answer.status_code == status
+
+
+def test_the_key_of_the_address_opens_and_is_remembered() -> None:
+    key = key_of(SECRET)
+    first, with_key, afterwards = ask(key, {}, {"url": f"/?{KEY}={key}"}, {})
+    assert [answer.status_code for answer in (first, with_key, afterwards)] == [401, 200, 200]
+    assert "HttpOnly" in with_key.headers["set-cookie"]
+    assert b"rollouts" not in first.content
+
+
+@pytest.mark.parametrize("wrong", ["", "x", key_of(SECRET)[:-1], SECRET, "%ff"])
+def test_no_other_key_opens(wrong: str) -> None:
+    (answer,) = ask(key_of(SECRET), {"url": f"/?{KEY}={wrong}"})
+    assert answer.status_code == 401
+
+
+def test_a_websocket_without_the_key_is_closed() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": "/", "headers": [(b"host", b"127.0.0.1:1")], "query_string": b""}
+    asyncio.run(Gate(hello, key_of(SECRET))(scope, receive, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_the_key_tells_nothing_of_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, SECRET)
+    key = key_for("0.0.0.0")
+    assert key is not None
+    assert SECRET not in key
+    with listen("127.0.0.1", 0) as listener:
+        assert SECRET not in address_of(listener, "127.0.0.1", key)
+        assert address_of(listener, "127.0.0.1", key).endswith(f"?{KEY}={key}")
+
+
+def test_where_others_reach_it_a_token_is_a_must(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    assert key_for("127.0.0.1") is None
+    with pytest.raises(ConfigError, match="no token - expected"):
+        dashboard([str(tmp_path), "--host", "0.0.0.0"])
+
+
+def test_a_port_that_was_asked_for_and_is_taken_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}"):
+            listen("127.0.0.1", port)
+
+
+def test_where_the_usual_port_is_taken_another_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr("trireme.cli.dashboard.PORT", taken.getsockname()[1])
+        with listen("127.0.0.1", None) as listener:
+            assert listener.getsockname()[1] != taken.getsockname()[1]
+
+
+def test_a_run_may_be_yet_to_come_but_not_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "wordle").mkdir()
+    require_place(tmp_path / "wordel")
+    assert f"Near it: {tmp_path / 'wordle'}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="neither does"):
+        require_place(tmp_path / "no" / "such")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        require_place(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--prot", "1"], "Did you mean `--port`"),
+        (["--port", "eighty"], "is no port"),
+        (["--port", "70000"], "is no port"),
+        (["--open"], "unknown flag `--open`"),
+    ],
+)
+def test_flags_typed_wrongly_are_refused(argv: list[str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        dashboard([str(tmp_path), *argv])

@@ -1,0 +1,196 @@
+"""`trireme doctor`: what it asks, what it says, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from doctoring import build_case, diagnosed
+from trireme.base.errors import ConfigError
+from trireme.cli.doctor import QUESTIONS, doctor
+from trireme.launch.doctor.finding import Answer, Case, Finding, Question, counted, examine, ok, problem, told, warning
+from trireme.launch.doctor.programs import Program
+from trireme.launch.doctor.view import text_of
+
+REPOSITORY = Path(__file__).parents[2]
+DEADLINE_S = 60
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path, monkeypatch):
+    """The doctor works where it stands, and tidies up."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert sorted(tmp_path.rglob("*doctor-*")) == []
+
+
+# how it ends
+
+
+def test_a_machine_that_can_run_the_quickstart_is_told_so(capsys, tmp_path):
+    code, answers = diagnosed(capsys, "--quick")
+    bad = [answer for each in answers.values() for answer in each if answer["verdict"] == "problem"]
+    assert (code, bad) == (0, [])
+    assert answers.keys() == {question.name for question in QUESTIONS}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_problem_ends_it_with_1_and_with_what_to_do(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert doctor(["--ports.batches", str(port), "--only", "ports", "python"]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"^ok +Is this a Python", said, re.MULTILINE)
+    assert re.search(rf"^problem  Are the run's ports free\?\n +port {port} on 127.0.0.1 is in use", said, re.MULTILINE)
+    assert f"-> `lsof -i :{port}` shows who has it" in said
+    assert "1 ok, 1 problem" in said
+
+
+def test_a_warning_is_no_problem(capsys, monkeypatch):
+    monkeypatch.setattr("trireme.cli.doctor.QUESTIONS", (Question("a", "Is it?", lambda _: [warning("hm", "wait")]),))
+    assert doctor([]) == 0
+    assert "1 warning" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["@", "no-such.toml"], "no-such.toml does not exist"),
+        (["--max-steps", "many"], "expected integer > 0"),
+        (["--quik"], "Did you mean `--quick`?"),
+        (["--only", "disc"], "Did you mean `disk`?"),
+        (["--trainer.optim.learning-rate", "1"], "Did you mean `--trainer.optim.lr`?"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_anything_is_asked(words, message, capsys):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        doctor(words)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_command_itself_ends_with_its_code(tmp_path):
+    command = [sys.executable, "-m", "trireme.cli.trireme", "doctor", "--only", "python", "model", "--json"]
+    there = ["--model.name", str(tmp_path / "no-such-model")]
+    done = subprocess.run([*command, *there], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert [answer["verdict"] for answer in json.loads(done.stdout)["answers"]] == ["ok", "problem"]
+
+
+@pytest.mark.parametrize("only", [["ports", "python"], ["ports,python"], ["python", "ports"]])
+def test_some_questions_are_asked_in_the_usual_order_before_or_after_the_file(only, capsys, tmp_path):
+    (tmp_path / "run.toml").write_text('max_steps = 3\n[[orchestrator.env]]\nid = "any"\n')
+    for words in (["--only", *only, "@", "run.toml"], ["@", "run.toml", "--only", *only]):
+        code, answers = diagnosed(capsys, *words)
+        assert (code, list(answers)) == (0, ["python", "ports"])
+
+
+# what it asks
+
+
+def test_quick_starts_no_program(capsys, monkeypatch):
+    monkeypatch.setattr(Program, "__init__", lambda *_, **__: pytest.fail("a program was started"))
+    _, answers = diagnosed(capsys, "--quick")
+    left_out = [name for name, each in answers.items() if each[0]["found"] == "left out by `--quick`"]
+    assert left_out == [question.name for question in QUESTIONS if question.is_slow]
+
+
+def test_the_run_itself_is_not_tried_where_a_problem_would_end_it(tmp_path):
+    asked = []
+    sick = Question("ill", "Well?", lambda _: [problem("no", "rest")])
+    last = Question("run", "Does it run?", lambda _: asked.append(1) or [ok("yes")], wants_health=True)
+    found = [answer.finding for answer in examine([sick, last], build_case(tmp_path), quick=False)]
+    assert [finding.verdict for finding in found] == ["problem", "skipped"]
+    assert "(ill)" in found[1].found
+    assert asked == []
+
+
+def test_a_question_that_fails_is_a_finding_and_the_others_are_asked(tmp_path):
+    def broken(_: Case) -> list[Finding]:
+        raise RuntimeError("the driver is on fire")
+
+    questions = [Question("a", "A?", broken), Question("b", "B?", lambda _: [ok("fine")])]
+    first, second = (answer.finding for answer in examine(questions, build_case(tmp_path), quick=False))
+    assert first.verdict == "problem"
+    assert "RuntimeError: the driver is on fire" in first.found
+    assert second.verdict == "ok"
+
+
+def test_every_question_is_explained_in_the_documents():
+    text = (REPOSITORY / "docs" / "doctor.md").read_text()
+    assert [question.name for question in QUESTIONS if f"| `{question.name}` |" not in text] == []
+
+
+# what it says
+
+
+def test_our_errors_fall_into_what_was_found_and_what_to_do():
+    finding = told("port 1 is in use - expected a free one. Take another. Or wait.")
+    assert (finding.found, finding.fix) == ("port 1 is in use - expected a free one", "Take another. Or wait.")
+
+
+def test_an_answer_is_one_line_where_it_fits_and_keeps_its_lines_where_it_has_several():
+    short = Answer("a", "Is it?", ok("it is"), 0.1)
+    assert text_of(short, 80) == "ok       Is it?  it is"
+    long = Answer("a", "Is it?", problem("it is not:\n  the log\n  says so", "look at it"), 0.1)
+    assert text_of(long, 80).splitlines() == [
+        "problem  Is it?",
+        "         it is not:",
+        "           the log",
+        "           says so",
+        "         -> look at it",
+    ]
+    words = Answer("a", "Is it?", warning("so many words " * 20, "do"), 0.1)
+    assert max(map(len, text_of(words, 60).splitlines())) <= 60
+
+
+def test_verdicts_are_counted():
+    said = [Answer("a", "?", finding, 0.0) for finding in (ok(""), problem("", ""), problem("", ""), ok(""), ok(""))]
+    assert counted(said) == "3 ok, 2 problems"
+
+
+# programs
+
+
+def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr("trireme.launch.doctor.programs.LEAVE_S", 0.5)
+    (tmp_path / "hangs.py").write_text(
+        "import signal, subprocess, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    ended = Program("hangs", env={"PYTHONPATH": str(tmp_path)}).wait(1.0)
+    assert ended.code is None
+    assert ended.how == "was ended: it took too long"
+    assert is_gone(int(ended.output))
+
+
+def is_gone(pid: int) -> bool:
+    for _ in range(50):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_program_that_dies_is_told_of_with_its_last_words(tmp_path):
+    (tmp_path / "dies.py").write_text("import os, sys\nprint('the end', file=sys.stderr)\nos.kill(os.getpid(), 9)\n")
+    ended = Program("dies", env={"PYTHONPATH": str(tmp_path)}).wait(DEADLINE_S)
+    assert (ended.code, ended.how, ended.last_words) == (-signal.SIGKILL, "was killed by SIGKILL", "the end")
+    assert ended.answer is None

@@ -1,0 +1,195 @@
+"""The doctor's rehearsals: environments that fail, runs that do, and what a small run keeps of the large one."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from doctoring import build_case, diagnosed, the_one
+from planted_faults import change_column
+from trireme.base.devices import Devices
+from trireme.config.run import RunConfig
+from trireme.config.written import read_run, write_run
+from trireme.launch.doctor import rehearsal
+from trireme.launch.doctor.finding import Case, ok
+from trireme.launch.doctor.programs import Ended
+from trireme.launch.doctor.rehearsal import (
+    environments,
+    environments_of,
+    figures_of,
+    limit_of,
+    of_environment,
+    of_run,
+    small,
+)
+from written_run import write_whole_run
+
+GPUS = Devices(gpus=("0", "1"), cores=4)
+
+ECHO = """
+    def dataset(size=40):
+        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(size)]
+
+    def reward(completion, answer):
+        return {"reward": float(completion == answer)}
+"""
+FAILS = """
+    def dataset():
+        return [{"prompt": "say", "answer": "it"}]
+
+    def reward(completion, answer):
+        raise ValueError("the judge has no key")
+"""
+RAISES = """
+    def dataset():
+        raise FileNotFoundError("the word list has not been downloaded")
+
+    def reward(completion):
+        return 0.0
+"""
+
+
+# environments
+
+
+def with_environment(folder: Path, code: str, *words: str) -> Case:
+    (folder / "toy.py").write_text(textwrap.dedent(code))
+    return build_case(folder, "--orchestrator.env", f'[{{"id": "{folder / "toy.py"}"}}]', *words)
+
+
+def test_an_environment_is_loaded_and_tried_in_a_process_of_its_own(tmp_path):
+    finding = the_one(environments(with_environment(tmp_path, ECHO)))
+    assert finding.verdict == "ok"
+    assert "40 examples to train on" in finding.found
+    assert "4 rollouts" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(RAISES, "the word list has not been downloaded"), (FAILS, "the judge has no key")],
+    ids=["does not load", "cannot score"],
+)
+def test_an_environment_that_fails_is_a_problem_in_its_own_words(code, words, tmp_path):
+    finding = the_one(environments(with_environment(tmp_path, code)))
+    assert finding.verdict == "problem"
+    assert words in finding.found
+    assert "trireme env check" in finding.fix
+
+
+def test_the_same_environment_is_tried_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(rehearsal, "_checked", lambda *_, **__: ok("fine"))
+    words = '[{"id": "a"}, {"id": "a", "name": "again"}, {"id": "a", "args": {"size": 3}}]'
+    case = build_case(tmp_path, "--orchestrator.env", words)
+    assert len(environments_of(case.config)) == 3
+    assert [finding.found for finding in environments(case)] == ["a: fine", "a: fine"]
+
+
+def test_a_check_that_says_nothing_is_a_problem():
+    finding = of_environment(Ended(-9, "", "Killed"), "trireme env check toy")
+    assert (finding.verdict, finding.fix) == ("problem", "`trireme env check toy` shows all of it.")
+    assert "Killed" in finding.found
+
+
+# three steps
+
+
+def test_the_small_run_is_the_large_one_in_all_but_its_size(tmp_path):
+    words = ["--trainer.optim.lr", "0.5", "--orchestrator.batch-size", "512", "--max-steps", "1000"]
+    words += ["--orchestrator.sampling.max-tokens", "1024", "--wandb.project", "x", "--trainer.ckpt.interval", "5"]
+    words += ["--orchestrator.eval.interval", "5", "--orchestrator.buffer.online-difficulty-filtering"]
+    case = build_case(tmp_path, *words)
+    config = small(case)
+    assert (config.max_steps, config.orchestrator.batch_size, config.orchestrator.sampling.max_tokens) == (3, 32, 64)
+    assert (config.wandb, config.orchestrator.eval, config.trainer.ckpt.interval) == (None, None, None)
+    assert not config.orchestrator.buffer.online_difficulty_filtering
+    assert config.trainer.optim == case.config.trainer.optim
+    assert config.model == case.config.model
+    assert config.paths.root == case.folder / "run"
+    assert limit_of(config) > config.inference.start_timeout_s
+
+
+def test_a_share_of_a_gpu_that_nobody_set_is_derived_as_for_the_run(tmp_path):
+    """What is given and what follows are told apart up to the end."""
+    one = Devices(gpus=("0",), cores=4)
+    case = build_case(tmp_path, "--device", "cuda", devices=one)
+    assert small(case).inference.gpu_memory_utilization == case.config.inference.gpu_memory_utilization == 0.4
+
+
+def test_a_run_of_several_machines_is_rehearsed_on_this_one(tmp_path):
+    words = ["--device", "cuda", "--hosts.inference", "10.0.0.2", "--hosts.orchestrator", "10.0.0.3"]
+    config = small(build_case(tmp_path, *words, "--hosts.trainer", "10.0.0.4", "10.0.0.5", devices=GPUS))
+    assert config.hosts.are_loopback
+    assert config.trainer.num_ranks == 1
+    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ((0,), (1,))
+
+
+def test_a_run_that_refuses_to_start_is_a_problem_and_its_files_are_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, answers = diagnosed(capsys, "--model.name", str(tmp_path / "no-such-model"), "--only", "run")
+    (answer,) = answers["run"]
+    assert (code, answer["verdict"]) == (1, "problem")
+    assert "ended with code 2 after 0 of 3 steps" in answer["found"]
+    assert "no-such-model" in answer["found"]
+    (kept,) = (tmp_path / "outputs").glob("doctor-*")
+    assert (kept / "run.json").is_file()
+    assert str(kept.relative_to(tmp_path)) in answer["fix"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> RunConfig:
+    return write_whole_run(tmp_path_factory.mktemp("written") / "run", batches=3)
+
+
+@pytest.fixture
+def config(written, tmp_path) -> RunConfig:
+    shutil.copytree(written.paths.root, tmp_path / "run")
+    return written.model_copy(update={"output_dir": tmp_path / "run"})
+
+
+DONE = Ended(0, "", "")
+
+
+def test_three_steps_with_a_clean_audit_are_ok(config):
+    finding = of_run(DONE, config, began=0.0)
+    assert finding.verdict == "ok", finding.found
+    assert finding.figures["versions_confirmed"] > 0
+    assert "the audit finds no fault" in finding.found
+
+
+def test_steps_that_were_trained_on_something_else_are_a_problem(config):
+    change_column("advantages", 0.375, step=1)(config)
+    finding = of_run(DONE, config, began=0.0)
+    assert finding.verdict == "problem"
+    assert "contradict each other" in finding.found
+    assert "trireme audit" in finding.fix
+
+
+def test_a_run_that_ends_too_early_is_a_problem_with_each_log(config):
+    (config.paths.logs).mkdir()
+    config.paths.log("inference").write_text("INFO all is well\nRuntimeError: no kernel image\n")
+    finding = of_run(Ended(1, "", "inference died"), config, began=0.0)
+    assert finding.verdict == "problem"
+    assert "inference died" in finding.found
+    assert "inference.stdout:\n  INFO all is well\n  RuntimeError: no kernel image" in finding.found
+    assert str(config.paths.logs) in finding.fix
+
+
+def test_a_run_that_never_ends_is_a_problem(config):
+    assert "was ended: it took too long" in of_run(Ended(None, "", ""), config, began=0.0).found
+
+
+def test_figures_are_those_of_the_trainers_lines():
+    rows = [{"step": step, "time_s": 100.0 + 2 * step, "time/publish": 0.25 * step} for step in (2, 0, 1)]
+    assert figures_of(rows, began=60.0) == {"first_step_s": 40.0, "step_s": 2.0, "publish_s": 0.5}
+
+
+def test_a_resolved_file_is_taken_as_it_is(tmp_path, capsys):
+    """`--run`, as processes of a run are started."""
+    config = build_case(tmp_path).config
+    write_run(config, tmp_path / "run.json")
+    assert read_run(RunConfig, tmp_path / "run.json") == config
+    _, answers = diagnosed(capsys, "--run", str(tmp_path / "run.json"), "--only", "ports")
+    assert f"{config.ports.batches} on 127.0.0.1" in answers["ports"][0]["found"]

@@ -1,0 +1,140 @@
+"""What a check says of its rollouts: figures worked by hand, and the advice at its bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trireme.orchestrator.environments.check_report import (
+    CheckReport,
+    Loaded,
+    Rewards,
+    build_report,
+    rewards_of,
+)
+from trireme.orchestrator.environments.check_rollouts import Attempt, Extent, Turned
+from trireme.orchestrator.environments.check_text import advice_of, difficulty_in_words, text_of
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.wire import Done
+
+LOADED = Loaded("toy", "file", "toy.py", None, 0.1, 1, 10, 0, {"python": "3.11.7"})
+
+
+def scored(example: int, place: int, reward: float, *, truncated: bool = False, **metrics: float) -> Attempt:
+    done = Done(task="t", reward=reward, metrics=metrics, prompt=[], completion=[], example_id=example)
+    turned = Turned(done, num_turns=1 + place, truncated=truncated, stop="stop", num_sampled=10 * (1 + place))
+    return Attempt(example, place, 0.5, turned=turned)
+
+
+def failed(example: int, place: int, error: str, stage: str = "score") -> Attempt:
+    return Attempt(example, place, 2.0, failure=RolloutFailed(stage, error, f"Traceback\n  {error}"))
+
+
+def report_of(attempts: list[Attempt], **options: object) -> CheckReport:
+    examples = tuple(sorted({attempt.example for attempt in attempts}))
+    size = max(attempt.place for attempt in attempts) + 1
+    settings = {"policy": "p", "is_baseline": True, "seconds": 1.0, "num_restarts": 0} | options
+    return build_report(LOADED, attempts, Extent("train", examples, size), **settings)  # type: ignore[arg-type]
+
+
+def groups(*rewards: list[float]) -> CheckReport:
+    return report_of([scored(e, p, reward) for e, group in enumerate(rewards) for p, reward in enumerate(group)])
+
+
+def test_figures_worked_by_hand() -> None:
+    """Groups 0, 1 | 1, 1 | 0, 0.5: means 0.5, 1, 0.25; standard deviations 0.5, 0, 0.25."""
+    rewards = rewards_of([[0.0, 1.0], [1.0, 1.0], [0.0, 0.5]])
+    assert rewards.mean == pytest.approx(1.75 / 3)
+    assert rewards.error == pytest.approx(
+        math.sqrt(((0.5 - 1.75 / 3) ** 2 + (1 - 1.75 / 3) ** 2 + (0.25 - 1.75 / 3) ** 2) / 2 / 3)
+    )
+    assert rewards.group_std == pytest.approx(0.25)
+    assert rewards.without_signal == pytest.approx(1 / 3)
+    assert rewards.success == pytest.approx(1.75 / 3)
+    assert (rewards.least, rewards.most) == (0.0, 1.0)
+
+
+def test_an_example_counts_the_same_however_many_of_its_rollouts_failed() -> None:
+    report = report_of([scored(0, 0, 1.0), failed(0, 1, "e"), scored(1, 0, 0.0), scored(1, 1, 0.0)])
+    assert report.rewards is not None
+    assert report.rewards.mean == 0.5
+    assert (report.num_done, report.num_failed, report.holds) == (3, 1, False)
+
+
+def test_success_is_the_share_above_a_bound_where_one_is_given() -> None:
+    attempts = [scored(0, 0, -3.0), scored(0, 1, 2.0), scored(1, 0, 2.5), scored(1, 1, 7.0)]
+    with_bound, without = report_of(attempts, success_at=2.0).rewards, report_of(attempts).rewards
+    assert with_bound is not None
+    assert without is not None
+    assert (with_bound.success, without.success) == (0.75, None)
+    assert "from -3 to 7 are no shares of success. `--success-at X`" in difficulty_in_words(without)
+
+
+def test_one_rollout_per_example_has_no_spread() -> None:
+    report = groups([0.5], [0.25])
+    assert report.rewards is not None
+    assert (report.rewards.group_std, report.rewards.without_signal) == (None, None)
+    assert any("take `-r 8`" in line for line in advice_of(report))
+
+
+def test_failures_of_one_kind_are_told_together_the_most_frequent_first() -> None:
+    attempts = [failed(3, 0, "rare"), failed(7, 0, "often"), failed(5, 1, "often"), failed(5, 0, "often", "rollout")]
+    report = report_of(attempts)
+    assert [(t.stage, t.error, t.count, t.examples) for t in report.troubles] == [
+        ("score", "often", 2, [5, 7]), ("score", "rare", 1, [3]), ("rollout", "often", 1, [5]),
+    ]  # fmt: skip
+    text = text_of(report)
+    assert "2 rollouts failed, score: often\n  train examples 5, 7\n  | Traceback\n  |   often" in text
+    assert "does not work: no rollout was scored" in text
+
+
+def test_components_and_lengths_are_those_of_the_rollouts_that_have_them() -> None:
+    attempts = [scored(0, 0, 1.0, right=1.0), scored(0, 1, 0.0, right=0.0, tries=4.0), failed(0, 2, "e")]
+    report = report_of(attempts)
+    assert {name: (n.mean, n.least, n.most) for name, n in report.components.items()} == {
+        "right": (0.5, 0.0, 1.0), "tries": (4.0, 4.0, 4.0),
+    }  # fmt: skip
+    assert report.turns is not None
+    assert report.sampled is not None
+    assert (report.turns.mean, report.sampled.mean, report.tokens) == (1.5, 15.0, None)
+    assert report.slowest_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("success", "said"),
+    [(0.801, "too easy"), (0.8, "on the easy side"), (0.701, "on the easy side"), (0.7, "good"), (0.1, "good"),
+     (0.099, "on the hard side"), (0.05, "on the hard side"), (0.049, "too hard"), (0.0, "too hard")],
+)  # fmt: skip
+def test_difficulty_at_its_bounds(success: float, said: str) -> None:
+    rewards = Rewards(success, None, 0.1, 0.0, 1.0, 0.1, 0.0, success)
+    assert difficulty_in_words(rewards).startswith(f"{said}: ")
+
+
+def test_groups_without_signal_and_rewards_that_hardly_differ_are_pointed_out() -> None:
+    same = groups(*[[0.5, 0.5]] * 6, *[[0.0, 1.0]] * 5)
+    assert any(line.startswith("55% of the groups have no signal") for line in advice_of(same))
+    close = groups(*[[0.5, 0.52]] * 12)
+    assert any("differ little within groups (standard deviation 0.010)" in line for line in advice_of(close))
+    healthy = groups(*[[0.0, 1.0]] * 12)
+    assert [line.split(":")[0] for line in advice_of(healthy)] == ["good"]
+
+
+def test_few_examples_and_cut_rollouts_are_pointed_out() -> None:
+    attempts = [scored(0, place, float(place % 2), truncated=place < 2) for place in range(8)]
+    advice = advice_of(report_of(attempts))
+    assert any(line.startswith("only 1 example:") for line in advice)
+    assert any(line.startswith("25% of the rollouts were cut off") for line in advice)
+
+
+def test_a_script_measures_no_difficulty_and_warns_where_nonsense_earns() -> None:
+    [line] = advice_of(report_of([scored(0, 0, 0.0), scored(0, 1, 0.1)], is_baseline=False))
+    assert line.startswith("no baseline was measured")
+    first, _ = advice_of(report_of([scored(0, 0, 0.9), scored(0, 1, 1.0)], is_baseline=False))
+    assert "earned 0.95: a reward that anything earns teaches nothing" in first
+
+
+def test_a_worker_that_had_to_be_restarted_is_no_environment_that_works() -> None:
+    report = report_of([scored(0, 0, 1.0)], num_restarts=1)
+    assert not report.holds
+    assert "workers died and were restarted 1 time:" in text_of(report)

@@ -1,0 +1,398 @@
+"""`uv run eval`: checkpoints of a run, each loaded into a running engine, on environments in real workers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fake_chat import FakeChat, served
+from trireme.algo.digest import tensor_digest
+from trireme.base.errors import ConfigError, PeerDied, WeightsMismatch
+from trireme.base.paths import RunPaths
+from trireme.base.processes import free_port
+from trireme.cli.eval import eval as eval_command
+from trireme.config.run import RunConfig
+from trireme.config.written import write_run
+from trireme.ledger.versions import Versions
+from trireme.orchestrator.environments.check_engine import WeightsReplaced
+from weighed_engine import LETTER, WeighedEngine, open_weighed_engine, write_weights
+
+REWARDS = {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}
+"""Of the toy environment, by what was said."""
+
+TOY = f"""
+    def dataset(size=40):
+        return [{{"prompt": f"say {{i}}", "answer": str(i)}} for i in range(size)]
+
+    def eval_dataset(size=40):
+        return [{{"prompt": "held out", "answer": str(i)}} for i in range(6)]
+
+    def reward(completion, answer):
+        return {{"reward": {REWARDS}[completion], "length": len(completion)}}
+""".replace("\n    ", "\n")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A base model, three checkpoints, and an environment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    (tmp_path / "toy.py").write_text(TOY)
+    write_weights(tmp_path / "base", "a")
+    for step, letter in ((10, "b"), (20, "c"), (100, "d")):
+        write_weights(tmp_path / "run" / "weights" / f"step_{step}", letter)
+    return tmp_path
+
+
+@contextmanager
+def engine(**knobs: Any) -> Iterator[WeighedEngine]:
+    with served(lambda: open_weighed_engine(Path("base").resolve(), **knobs)) as found:
+        yield found
+
+
+def run_eval(engine: WeighedEngine, *words: str | int, env: str = "toy.py") -> int:
+    where = ["--client.base-url", f"{engine.url}/v1", "--weights-dir", "run/weights"]
+    return eval_command([*where, "--env.id", env, *map(str, words)])
+
+
+def lines(step: int, name: str = "toy", folder: str = "run/evals") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(folder, f"step_{step}", f"{name}.jsonl").read_text().splitlines()]
+
+
+def mean(step: int) -> float:
+    rewards = [line["reward"] for line in lines(step)]
+    return sum(rewards) / len(rewards)
+
+
+def test_each_checkpoint_answers_for_itself_and_the_base_model_is_given_back(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with engine() as found:
+        assert run_eval(found) == 0
+        assert [mean(step) for step in (0, 10, 20, 100)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+        assert Counter(letter for _, letter in found.answered) == dict.fromkeys("abcd", 6)
+        assert found.label == "default"
+        assert chr(int(found.loaded[LETTER][0, 0])) == "a"
+        assert not found.paused
+    assert {line["version"] for line in lines(20)} == {20}
+    assert [(line["example"], line["rollout"]) for line in lines(20)] == [(example, 0) for example in range(6)]
+    described = json.loads(Path("run/evals/step_20/toy.json").read_text())
+    assert (described["avg_reward"], described["finished"], described["split"]) == (pytest.approx(0.3), True, "eval")
+    said = capsys.readouterr().out
+    assert [row in said for row in ("base", "step_10", "step_20", "step_100")] == [True] * 4
+
+
+@pytest.mark.parametrize("words", [("--steps", "100,10"), ("--steps", "10", "100")])
+def test_chosen_steps_come_in_order_and_without_the_base_model_where_it_is_not_wanted(
+    here: Path, words: tuple[str, ...]
+) -> None:
+    with engine() as found:
+        assert run_eval(found, *words, "--no-eval-base") == 0
+        assert [letter for _, letter in found.answered] == ["b"] * 6 + ["d"] * 6
+    assert sorted(path.name for path in Path("run/evals").glob("step_*")) == ["step_10", "step_100"]
+
+
+def test_weights_that_are_sent_over_the_wire_arrive_as_those_that_are_read(here: Path) -> None:
+    with engine() as found:
+        assert run_eval(found, "--steps", 20, "--transfer", "gloo") == 0
+        assert [letter for _, letter in found.answered] == ["a"] * 6 + ["c"] * 6
+    assert not Path("run/evals/.transfer").exists()
+
+
+def test_several_rollouts_and_environments_are_measured_each_for_itself(here: Path) -> None:
+    Path("other.py").write_text(TOY.replace("range(6)", "range(2)"))
+    with engine() as found:
+        words = ["--env.id", "other.py", "--rollouts-per-example", 4, "--pass-threshold", "0.25", "--pass-at", "[1, 4]"]
+        assert run_eval(found, *words, "--steps", "10,20") == 0
+    assert [len(lines(10, name)) for name in ("toy", "other")] == [24, 8]
+    summary = {
+        (row["model"], row["environment"]): row for row in json.loads(Path("run/evals/summary.json").read_text())
+    }
+    assert summary["step_10", "toy"]["pass@4"] == 0
+    assert summary["step_20", "other"]["pass@4"] == 1
+    assert summary["step_20", "other"]["avg@4"] == pytest.approx(0.3)
+
+
+def test_an_engine_that_dies_is_named_and_only_what_is_missing_is_asked_again(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_by_one = ("--max-concurrent", 1, "--num-examples", 5)
+    with engine(gone_after=8) as found:  # 5 of the base model, 3 of step 10
+        with pytest.raises(PeerDied, match=f"{found.url} is gone"):
+            run_eval(found, *one_by_one)
+        assert found.url in capsys.readouterr().err
+    kept = Path("run/evals/step_10/toy.jsonl.partial").read_text().splitlines()
+    assert 1 <= len(kept) <= 3
+    assert not Path("run/evals/step_10/toy.jsonl").exists()
+    with engine() as found:
+        assert run_eval(found, *one_by_one) == 0
+        assert len(found.answered) == 20 - 5 - len(kept)
+        assert [mean(step) for step in (0, 10, 20, 100)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert not list(Path("run/evals").glob("**/*.partial"))
+    with engine() as found:
+        assert run_eval(found, *one_by_one) == 0  # a third time
+        assert (found.answered, "update_weights" in found.calls) == ([], False)
+
+
+def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(here: Path) -> None:
+    with engine() as found:
+        assert run_eval(found, "--steps", 10, "--num-examples", 2) == 0
+        assert run_eval(found, "--steps", 10, "--num-examples", 5) == 0
+        assert len(found.answered) == 10
+        with pytest.raises(ConfigError, match="2 x 1 are asked for - expected at least as many"):
+            run_eval(found, "--steps", 10, "--num-examples", 2)
+        with pytest.raises(ConfigError, match="sampling_args"):
+            run_eval(found, "--steps", 10, "--num-examples", 5, "--sampling.temperature", "0.7")
+        write_weights(Path("run/weights/step_10"), "d")
+        with pytest.raises(ConfigError, match="made with weights"):
+            run_eval(found, "--steps", 10, "--num-examples", 6)
+        assert found.label == "default"  # given back all the same
+
+
+def test_a_line_that_was_torn_by_a_kill_is_asked_again(here: Path) -> None:
+    with engine() as found:
+        assert run_eval(found, "--steps", 10, "--no-eval-base") == 0
+        done = Path("run/evals/step_10/toy.jsonl")
+        whole = done.read_bytes()
+        done.with_name("toy.jsonl.partial").write_bytes(whole[: len(whole) // 2])
+        done.unlink()
+        assert run_eval(found, "--steps", 10, "--no-eval-base") == 0
+        assert 6 < len(found.answered) < 12
+    assert done.read_bytes() == whole
+
+
+# who else is there
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [({"label": "40"}, "serves version 40 of a training run"), ({"num_busy": 3}, "answering 3 requests"),
+     ({"is_frozen": True}, "is paused")],
+)  # fmt: skip
+def test_an_engine_of_a_training_run_is_left_alone(here: Path, knobs: dict[str, Any], words: str) -> None:
+    with engine(**knobs) as found:
+        with pytest.raises(ConfigError, match=words):
+            run_eval(found)
+        assert set(found.calls) <= {"collective_rpc"}  # it was asked what it holds, and told nothing
+        assert found.label == knobs.get("label", "default")
+
+
+def test_an_engine_whose_run_is_over_can_be_taken_over_and_gets_its_base_model_first(here: Path) -> None:
+    with engine(label="40") as found:
+        found.loaded[LETTER] += 3
+        assert run_eval(found, "--take-over", "--steps", 10) == 0
+        assert [letter for _, letter in found.answered] == ["a"] * 6 + ["b"] * 6
+
+
+def test_an_engine_that_an_evaluation_left_paused_answers_again(here: Path) -> None:
+    with engine(label="eval-0a1b2c-base", is_frozen=True) as found:
+        assert run_eval(found, "--steps", 10) == 0
+        assert [letter for _, letter in found.answered] == ["a"] * 6 + ["b"] * 6
+
+
+def test_what_an_evaluation_left_in_the_middle_of_a_transfer_is_never_taken_for_the_base_model(here: Path) -> None:
+    with engine(label="eval-0a1b2c-loading", is_frozen=True) as found:
+        found.loaded[LETTER] += 3
+        assert run_eval(found, "--steps", 10) == 0
+        assert [letter for _, letter in found.answered] == ["a"] * 6 + ["b"] * 6
+
+
+def test_weights_that_somebody_else_puts_into_the_engine_meanwhile_end_the_evaluation(here: Path) -> None:
+    with engine() as found:
+
+        async def trained(asked: Any) -> None:
+            if asked.number == 8:
+                found.label = "41"
+
+        found.delay = trained
+        with pytest.raises(WeightsReplaced, match="answered with weights '41'"):
+            run_eval(found, "--max-concurrent", 1)
+    assert len(lines(0)) == 6
+    assert len(Path("run/evals/step_10/toy.jsonl.partial").read_text().splitlines()) == 2
+
+
+def test_a_training_run_that_begins_between_two_checkpoints_is_left_alone(here: Path) -> None:
+    with engine(label_after=(6, "0")) as found:
+        with pytest.raises(WeightsReplaced, match="serves '0' now"):
+            run_eval(found, "--max-concurrent", 1)
+        assert ("pause" in found.calls, "update_weights" in found.calls, found.label) == (False, False, "0")
+    assert len(lines(0)) == 6
+
+
+def test_an_engine_that_was_left_in_the_middle_of_a_transfer_is_not_asked_for_answers(here: Path) -> None:
+    with engine(label="eval-0a1b2c-loading") as found:
+        words = ["--client.base-url", f"{found.url}/v1", "--model.name", "base", "--env.id", "toy.py"]
+        with pytest.raises(ConfigError, match="was given a part of some weights"):
+            eval_command(words)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [({"digest_error": LETTER}, f"step_10 did not arrive .*{LETTER} has digest 0"),
+     ({"incomplete": ("model.norm",)}, "step_10 was not loaded whole .*model.norm")],
+)  # fmt: skip
+def test_an_engine_that_does_not_confirm_what_it_was_given_is_asked_nothing(
+    here: Path, knobs: dict[str, Any], words: str
+) -> None:
+    with engine(**knobs) as found:
+        with pytest.raises(WeightsMismatch, match=words):
+            run_eval(found, "--no-eval-base", "--no-restore-base")
+        assert found.answered == []
+
+
+def test_an_engine_that_refuses_weights_says_so_in_its_own_words(here: Path) -> None:
+    with engine(failing_route="update_weights") as found:
+        with pytest.raises(PeerDied, match="update_weights broke"):
+            run_eval(found, "--no-eval-base")
+        assert found.label.endswith("-loading")
+
+
+# what can be refused before anything is asked
+
+
+def damaged(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def of_another_model(folder: Path) -> None:
+    write_weights(folder, "b", rows=5)
+
+
+def without_a_tensor(folder: Path) -> None:
+    save_file({LETTER: torch.zeros(2, 3)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(damaged, r"step_10/model\.safetensors is damaged"),
+     (lambda folder: (folder / "model.safetensors").unlink(), r"step_10/model\.safetensors is missing"),
+     (of_another_model, r"step_10 is no checkpoint .*letter\.weight has shape \[5, 3\], expected \[2, 3\]"),
+     (without_a_tensor, r"step_10 is no checkpoint of the model .*norm\.weight is missing")],
+)  # fmt: skip
+def test_a_checkpoint_that_cannot_be_loaded_is_found_before_anything_is_asked(
+    here: Path, change: Any, words: str
+) -> None:
+    change(Path("run/weights/step_10"))
+    with engine() as found:
+        with pytest.raises(ConfigError, match=words):
+            run_eval(found)
+        assert (found.answered, "pause" in found.calls) == ([], False)
+        assert run_eval(found, "--steps", "20") == 0  # the others are as they were
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [(["--steps", "10,50"], "has no step 50 - it has 10, 20, 100"),
+     (["--weights-dir", "run/wieghts"], "run/wieghts is no folder"),
+     (["--weights-dir", "run"], "has no `step_N` folders"),
+     (["--env.id", "tyo.py"], "tyo.py"),
+     (["--env.id", "run/../toy.py"], "2 of them are called 'toy'"),
+     (["--rolouts-per-example", "3"], "--rollouts-per-example"),
+     (["--rollouts-per-example", "2", "--sampling.temperature", "0"], "would all be the same"),
+     (["--pass-at", "8"], "pass@8 takes at least 8"),
+     (["--client.api-key-var", "NO_SUCH_KEY"], "this variable is not set"),
+     (["@", "gone.toml"], "gone.toml does not exist")],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_before_anything_starts(here: Path, words: list[str], problem: str) -> None:
+    with engine() as found:
+        with pytest.raises(ConfigError, match=problem):
+            run_eval(found, *words)
+        assert (found.calls, Path("run/evals").exists()) == ([], False)
+
+
+def test_a_port_without_a_server_and_a_server_without_our_weight_path_are_told_apart(here: Path) -> None:
+    where = ["--weights-dir", "run/weights", "--env.id", "toy.py", "--client.base-url"]
+    with pytest.raises(ConfigError, match="nobody answers at"):
+        eval_command([*where, f"http://127.0.0.1:{free_port()}/v1"])
+    with FakeChat().running() as chat, pytest.raises(ConfigError, match="no engine that can be given weights"):
+        eval_command([*where, chat.url])
+
+
+# the run that the checkpoints are of
+
+
+@pytest.mark.parametrize(
+    ("words", "sampled"),
+    [((), 0.0), (("--rollouts-per-example", 2), 1.0),
+     (("--rollouts-per-example", 2, "--sampling.temperature", "0.25"), 0.25)],
+)  # fmt: skip
+def test_one_answer_is_greedy_and_several_are_sampled_where_no_temperature_is_named(
+    here: Path, words: tuple[Any, ...], sampled: float
+) -> None:
+    with engine() as found:
+        assert run_eval(found, "--steps", 10, "--num-examples", 1, "--sampling.max-tokens", 5, *words) == 0
+        asked = {(each.sampling["temperature"], each.sampling["max_tokens"]) for each in found.requests}
+    assert asked == {(sampled, 5)}
+
+
+def write_run_beside(**evaluation: Any) -> RunConfig:
+    table = {
+        "output_dir": "run",
+        "device": "cpu",
+        "orchestrator": {
+            "env": [{"id": "toy.py", "name": "of-the-run"}],
+            "sampling": {"max_tokens": 7},
+            "eval": {"num_examples": 3, "sampling": {"temperature": 0.5}, **evaluation},
+        },
+    }
+    config = RunConfig.model_validate(table)
+    write_run(config, config.paths.run_config)
+    return config
+
+
+def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it(here: Path) -> None:
+    write_run_beside()
+    with engine() as found:
+        where = ["--client.base-url", f"{found.url}/v1", "--weights-dir", "run/weights"]
+        assert eval_command([*where, "--steps", "10"]) == 0
+        assert eval_command([*where, "--steps", "20", "--no-eval-base", "--sampling.max-tokens", "5"]) == 0
+        sampled = [(asked.sampling["temperature"], asked.sampling["max_tokens"]) for asked in found.requests]
+        assert sampled == [(0.5, 7)] * 6 + [(0.5, 5)] * 3
+    assert len(lines(10, "of-the-run")) == 3
+
+
+def test_results_of_the_runs_own_evaluations_are_never_mixed_with_others(here: Path) -> None:
+    own = Path("run/evals/step_10/toy.jsonl")
+    own.parent.mkdir(parents=True)
+    own.write_text('{"example_id": 0, "reward": 1.0, "example": 0, "rollout": 0}\n')
+    with engine() as found:
+        with pytest.raises(ConfigError, match=r"of the run's own evaluations .*--output-dir"):
+            run_eval(found, "--steps", 10)
+        assert own.read_text().count("\n") == 1
+        assert run_eval(found, "--steps", 10, "--output-dir", "elsewhere") == 0
+    assert len(lines(10, folder="elsewhere")) == 6
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_files_that_are_not_what_the_run_confirmed_are_found(here: Path, is_changed: bool) -> None:
+    config = write_run_beside()
+    tensors = {LETTER: torch.full((2, 3), float(ord("b"))), "norm.weight": torch.arange(4.0) + is_changed}
+    digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    Versions(RunPaths(config.output_dir).journal).record(10, ["http://x"], digests, 0.0)
+    with engine() as found:
+        if is_changed:
+            with pytest.raises(ConfigError, match=r"step_10 is not what the run's engines confirmed .*norm\.weight"):
+                run_eval(found, "--steps", 10)
+            assert {letter for _, letter in found.answered} == {"a"}
+        else:
+            assert run_eval(found, "--steps", 10) == 0
+
+
+def test_a_dry_run_says_what_would_be_evaluated_and_leaves_everything_as_it_is(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with engine() as found:
+        assert run_eval(found, "--dry-run") == 0
+        assert found.calls == []
+    said = capsys.readouterr().out
+    assert "base, step_10, step_20, step_100" in said
+    assert not Path("run/evals").exists()

@@ -1,0 +1,178 @@
+"""The examples in `configs/`: each can be run on the machine that it is for, and says what its environment knows."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trireme.algo.serving import GIB
+from trireme.base.devices import Devices
+from trireme.cli.foreign import as_run, read_foreign
+from trireme.config.load import load_run_config
+from trireme.config.resolve import resolve
+from trireme.config.rules import check
+from trireme.config.run import RunConfig
+from trireme.launch.estimate import Estimate, estimate_run
+from trireme.launch.lengths import lengths_of
+from trireme.launch.machine import describe_machine
+from trireme.launch.sizes import read_sizes
+from trireme.launch.workspace.sized import SIZES, Size, size_of, sized
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENTS = ("alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-search", "wordle")
+FORMATS = {"ours": "configs/{}/rl.toml", "vf-rl": "configs/vf-rl/{}.toml"}
+FORMATS |= {"prime-rl": "configs/prime-rl/{}.toml", "hosted": "configs/rl/{}.toml"}
+GPUS: dict[Size, int] = {"cpu": 0, "one-gpu": 1, "eight-gpus": 8}
+
+# The models that users know from elsewhere, and what a plan may take for one that it does not know.
+KNOWN = {
+    "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT": "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-4B-Instruct-2507": "Qwen/Qwen3-4B-Instruct-2507",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": "Qwen/Qwen3-30B-A3B-Instruct-2507",
+}
+
+examples = pytest.mark.parametrize("name", ENVIRONMENTS)
+formats = pytest.mark.parametrize("kind", FORMATS)
+sizes = pytest.mark.parametrize("size", SIZES)
+
+
+def file_of(kind: str, name: str) -> Path:
+    return ROOT / FORMATS[kind].format(name)
+
+
+def run_of(kind: str, name: str, size: Size, folder: Path) -> RunConfig:
+    """As its command would start it on such a machine: resolved and checked."""
+    devices = Devices(gpus=tuple(map(str, range(GPUS[size]))), cores=16)
+    file = folder / f"{kind}.toml"
+    file.write_text(sized(file_of(kind, name).read_text(), size))
+    if kind == "ours":
+        config = resolve(load_run_config(["@", str(file)], program="rl")[0], devices)
+        check(config, devices)
+        return config
+    argv = ["@", str(file)]
+    kinds = ("vf-rl",) if kind == "vf-rl" else ("flat", "hosted")
+    return as_run(read_foreign(argv, devices, program=kind, kinds=kinds), devices)
+
+
+@examples
+@formats
+@sizes
+def test_every_example_is_a_run_on_the_machine_that_it_is_for(
+    kind: str, name: str, size: Size, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = run_of(kind, name, size, tmp_path)
+    assert config.device == ("cpu" if size == "cpu" else "cuda")
+    assert {environment.id.rpartition("/")[2] for environment in config.orchestrator.env} == {name}
+    used = {*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ())}
+    assert used == set(range(GPUS[size]))
+    assert config.model.name in KNOWN if GPUS[size] else (ROOT / config.model.name / "config.json").is_file()
+
+
+@examples
+@formats
+@pytest.mark.parametrize("size", ["one-gpu", "eight-gpus"])
+def test_what_is_for_gpus_fits_them(kind: str, name: str, size: Size, tmp_path: Path) -> None:
+    """By the project's own plan, at the longest that the configuration allows; of 80 GB, the tutorial's run of 16."""
+    config = run_of(kind, name, size, tmp_path)
+    small = name == "reverse-text" and size == "one-gpu"
+    estimate = plan_of(config, size, memory_gib=16 if small else None)
+    assert estimate.fits, (
+        f"the trainer needs {estimate.trainer_bytes / GIB:.1f} of {estimate.trainer_room / GIB:.1f} GiB"
+    )
+
+
+def plan_of(config: RunConfig, size: Size, *, memory_gib: float | None) -> Estimate:
+    here = Devices(cores=16)
+    machine = describe_machine(here, gpu="h100", gpus=GPUS[size], memory_gib=memory_gib)
+    lengths = lengths_of(config, prompt=None, sampled=None, examples=None, run=None)
+    return estimate_run(config, read_sizes(KNOWN[config.model.name]), machine, lengths)
+
+
+@examples
+@formats
+def test_as_it_stands_an_example_is_the_one_for_a_cpu(kind: str, name: str) -> None:
+    text = file_of(kind, name).read_text()
+    assert _without_empty_tables(tomllib.loads(text)) == tomllib.loads(sized(text, "cpu"))
+
+
+def _without_empty_tables(table: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: _without_empty_tables(value) if isinstance(value, dict) else value for key, value in table.items()}
+    return {key: value for key, value in kept.items() if value != {}}
+
+
+@examples
+@formats
+@sizes
+def test_environments_know_the_arguments_that_they_are_given(kind: str, name: str, size: Size) -> None:
+    table = tomllib.loads(sized(file_of(kind, name).read_text(), size))
+    given = {key for environment in _environments(table) for key in environment.get("args", {})}
+    assert given <= _parameters(name)
+
+
+def _environments(table: dict[str, Any]) -> list[dict[str, Any]]:
+    found = table.get("env") or table["orchestrator"]["env"]
+    return found if isinstance(found, list) else [found]
+
+
+def _parameters(name: str) -> set[str]:
+    """Of `load_environment`, without running it."""
+    module = name.replace("-", "_")
+    tree = ast.parse((ROOT / "environments" / module / f"{module}.py").read_text())
+    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "load_environment")
+    return {argument.arg for argument in function.args.args}
+
+
+@examples
+@formats
+def test_a_file_says_what_starts_it(kind: str, name: str) -> None:
+    file = file_of(kind, name).relative_to(ROOT)
+    head = file_of(kind, name).read_text().partition("\n\n")[0]
+    program = {"ours": "rl", "vf-rl": "vf-rl", "prime-rl": "prime-rl", "hosted": "prime-rl"}[kind]
+    assert f"uv run {program} @ {file}" in head
+
+
+EXAMPLE = """\
+# What it is.
+# `#|` stands before the values for GPUs.
+# CPU: small.
+# One GPU: larger.
+
+model = "tiny" #| "small" | "large"
+steps = 4
+lr = 5e-4 # a tiny model likes a large rate #| 1e-5 | 1e-6
+threads = 1 #| - | -
+
+[parallel]
+# tp = - #| - | 4
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (
+            "cpu",
+            '# What it is.\n# CPU: small.\n\nmodel = "tiny"\nsteps = 4\n'
+            "lr = 5e-4 # a tiny model likes a large rate\nthreads = 1\n",
+        ),
+        ("one-gpu", '# What it is.\n# One GPU: larger.\n\nmodel = "small"\nsteps = 4\nlr = 1e-5\n'),
+        ("eight-gpus", '# What it is.\n\nmodel = "large"\nsteps = 4\nlr = 1e-6\n\n[parallel]\ntp = 4\n'),
+    ],
+)
+def test_a_size_has_its_values_alone(size: Size, expected: str) -> None:
+    assert sized(EXAMPLE, size) == expected
+
+
+def test_a_machine_gets_the_largest_examples_that_it_can_run() -> None:
+    assert [size_of(Devices(gpus=tuple("g" * count))) for count in (0, 1, 7, 8, 16)] == [
+        "cpu",
+        "one-gpu",
+        "one-gpu",
+        "eight-gpus",
+        "eight-gpus",
+    ]

@@ -1,0 +1,294 @@
+"""The lanes of a real orchestrator between scripted ends: they add up to the time that passed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fake_engine import Asked
+from trireme.base.waiting import Waits
+from trireme.config.run import RunConfig
+from trireme.ledger.journal import Journal
+from trireme.monitor.lanes import OTHER, joined, lanes_of, reasons, shares
+from trireme.monitor.metrics import read_metrics
+from trireme.monitor.spans import Span, SpansFile, read_spans, reason_of
+from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
+from trireme.orchestrator.lanes import Lanes, engine_lane
+from whole_run import Running, block_until, build_config, run
+
+STEPS = 4
+TOUCH_S = 2e-6
+SLOW = """
+    import time
+
+    def dataset(size=40):
+        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(size)]
+
+    def reward(completion, answer):
+        time.sleep(0.1)
+        return len(completion) % 2
+"""
+
+
+class Seen:
+    """What an engine saw itself: from when to when it had which request."""
+
+    def __init__(self) -> None:
+        self.intervals: list[tuple[float, float]] = []
+
+    async def delay(self, asked: Asked) -> None:
+        began = time.time()
+        await asyncio.sleep(0.02)
+        self.intervals.append((began, time.time()))
+
+
+def by_lane(config: RunConfig) -> dict[str, list[Span]]:
+    lanes: dict[str, list[Span]] = defaultdict(list)
+    for span in joined(read_spans(config.paths.spans)[0]):
+        lanes[span.lane].append(span)
+    return lanes
+
+
+def engine_of(config: RunConfig) -> str:
+    return engine_lane(config.engine_urls[0])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    evaluation = {"interval": 2, "num_examples": 4, "rollouts_per_example": 1, "sampling": {"temperature": 1.0}}
+    config = build_config(
+        tmp_path_factory.mktemp("run"), max_steps=STEPS, orchestrator={"eval": evaluation | {"num_examples": 4}}
+    )
+    seen, began = Seen(), time.time()
+
+    def hold(version: int) -> None:
+        if version == 1:  # a long step: the engine may not run further ahead
+            block_until(lambda: Journal(config.paths.journal).has(2), "batch 2")
+            time.sleep(0.15)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trireme.monitor.spans.MOST_A_SECOND", 10_000)  # so short a run turns very often
+        outcome = run(config, engine={"delay": seen.delay}, trainer={"before_step": hold})
+    assert outcome.error is None
+    return SimpleNamespace(config=config, seen=seen, began=began, ended=time.time(), lanes=by_lane(config))
+
+
+def test_the_lanes_add_up_to_the_wall_time_with_nothing_left_over(whole: SimpleNamespace) -> None:
+    assert lanes_of(read_spans(whole.config.paths.spans)[0]) == ["orchestrator", engine_of(whole.config)]
+    for lane, spans in whole.lanes.items():
+        assert all(second.begin_s == pytest.approx(first.end_s, abs=TOUCH_S) for first, second in pairwise(spans))
+        begin_s, end_s = spans[0].begin_s, spans[-1].end_s
+        assert sum(span.seconds for span in spans) == pytest.approx(end_s - begin_s, abs=1e-3)
+        of_all = shares(spans, lane, begin_s, end_s)
+        assert sum(of_all.values()) == 1.0
+        assert of_all[OTHER] < 1e-3
+        assert begin_s <= whole.ended
+        assert end_s <= whole.ended + 0.01
+    assert whole.lanes[engine_of(whole.config)][0].begin_s >= whole.began - 0.01
+
+
+def test_an_engine_generates_whenever_it_has_a_request(whole: SimpleNamespace) -> None:
+    """By its own account: what it worked on lies within what its lane calls generating, or a transfer."""
+    busy = [span for span in whole.lanes[engine_of(whole.config)] if span.what in ("generate", "transfer")]
+    assert len(whole.seen.intervals) >= STEPS * 8
+    for begin_s, end_s in whole.seen.intervals:
+        covered = sum(
+            min(span.end_s, end_s) - max(span.begin_s, begin_s) for span in busy if _touch(span, begin_s, end_s)
+        )
+        assert covered == pytest.approx(end_s - begin_s, abs=5e-3)
+
+
+def _touch(span: Span, begin_s: float, end_s: float) -> bool:
+    return span.begin_s < end_s and span.end_s > begin_s
+
+
+def test_every_version_is_a_transfer_and_every_batch_is_written_once_in_order(whole: SimpleNamespace) -> None:
+    engine = whole.lanes[engine_of(whole.config)]
+    assert engine[0].what == "start"
+    versions = [span.step for span in engine if span.what == "transfer"]
+    assert sorted(set(versions)) == list(range(STEPS + 1))
+    assert versions == sorted(versions)
+    assert [span.step for span in whole.lanes["orchestrator"] if span.what == "journal"] == list(range(STEPS))
+    assert whole.lanes["orchestrator"][-1].what == "idle"
+
+
+def test_an_engine_that_waits_for_a_long_step_says_so(whole: SimpleNamespace) -> None:
+    waits = [span for span in whole.lanes[engine_of(whole.config)] if span.what == "wait"]
+    assert "max_async_level 1: the trainer is at batch 1" in {span.why for span in waits}
+    assert {reason_of(span.why) for span in waits} <= {
+        "",
+        "no weights yet",
+        "max_async_level 1",
+        "the orchestrator",
+        "environments are working",
+        "evaluation",
+        "every batch is full",
+    }
+
+
+def test_each_batch_says_how_idle_the_engines_were(whole: SimpleNamespace) -> None:
+    rows = [row for row in read_metrics(whole.config.paths.metrics)[0] if "reward/mean" in row]
+    fractions = [row["perf/engine_idle_frac"] for row in rows]
+    assert len(fractions) == STEPS
+    assert all(0.0 <= fraction <= 1.0 for fraction in fractions)
+    assert max(fractions) > 0.0
+
+
+def test_environments_that_hold_the_engine_are_named(tmp_path: Path) -> None:
+    config = build_config(tmp_path, SLOW, max_steps=1)
+    assert run(config).error is None
+    lane = engine_of(config)
+    spans = by_lane(config)[lane]
+    held = dict(reasons(spans, lane, spans[0].begin_s, spans[-1].end_s))
+    assert max(held, key=lambda why: held[why]) == "environments are working"
+
+
+def test_a_run_that_is_resumed_goes_on_in_the_same_lanes(tmp_path: Path) -> None:
+    async def until_two(running: Running) -> None:
+        await running.until(lambda: running.trainer.version >= 2, "two steps")
+
+    config = build_config(tmp_path, max_steps=STEPS, resume=True)
+    run(config, meanwhile=until_two, stop_after_meanwhile=True)
+    before = len(read_spans(config.paths.spans)[0])
+    assert run(config).error is None
+    spans, _ = read_spans(config.paths.spans)
+    assert 0 < before < len(spans)
+    for lane, mine in by_lane(config).items():
+        assert all(second.begin_s >= first.end_s - TOUCH_S for first, second in pairwise(mine)), lane
+        assert len([span for span in mine if span.what == "start"]) == 2
+    journaled = [span.step for span in by_lane(config)["orchestrator"] if span.what == "journal"]
+    assert sorted(set(journaled)) == list(range(STEPS))
+
+
+def test_an_engine_that_dies_starts_again_in_its_lane(tmp_path: Path) -> None:
+    is_back = threading.Event()
+
+    async def kill(running: Running) -> None:
+        pool = running.orchestrator.pool
+        pool.health_interval_s = pool.retry_s = 0.01
+        await running.until(lambda: running.trainer.version == 1, "the first step")
+        running.engine.dead = True
+        pool.engines[0].suspected.set()
+        await running.until(lambda: pool.engines[0].state == "starting", "its death is seen")
+        await asyncio.sleep(0.05)
+        running.engine.dead = False
+        await running.until(pool.live_engines, "its successor")
+        is_back.set()
+
+    def hold(version: int) -> None:
+        if version == 1:
+            is_back.wait(10)
+
+    config = build_config(tmp_path, max_steps=2)
+    assert run(config, meanwhile=kill, trainer={"before_step": hold}).error is None
+    starts = [span for span in by_lane(config)[engine_of(config)] if span.what == "start"]
+    assert [span.why for span in starts] == ["", "it is gone: its successor is waited for"]
+    assert starts[1].seconds >= 0.05
+
+
+# by hand: two engines, and parts of a run that do nothing
+
+
+@asynccontextmanager
+async def open_lanes(path: Path) -> AsyncIterator[tuple[Lanes, InferencePool, SpansFile]]:
+    urls = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+    waits = Waits("test")
+    async with open_inference_pool(urls, waits=waits, max_model_len=1, timeout_s=1, max_concurrent=1) as pool:
+        for engine in pool.engines:
+            pool.go_live(engine, 3)
+        file = SpansFile(path)
+        yield Lanes(RunConfig(max_steps=20), file, pool), pool, file
+        file.close()
+
+
+async def look(lanes: Lanes, state: SimpleNamespace) -> None:
+    policy = SimpleNamespace(version=state.version)
+    scheduler = SimpleNamespace(next_batch=state.next_batch, num_under_way=state.num_under_way)
+    looking = asyncio.create_task(
+        lanes.keep(policy, scheduler, SimpleNamespace(version=state.evaluates))  # type: ignore[arg-type]
+    )
+    await asyncio.sleep(0.002)
+    looking.cancel()
+
+
+@pytest.mark.parametrize(
+    ("state", "busy", "own", "why"),
+    [
+        ({}, False, ("wait", 5), "max_async_level 1: the trainer is at batch 3"),
+        ({"version": 4}, False, ("wait", 5), "the orchestrator: the next rollouts are about to begin"),
+        ({"num_under_way": 2}, False, ("generate", 5), "environments are working"),
+        ({"num_under_way": 2}, True, ("generate", 5), "few requests: other engines have 1"),
+        ({"evaluates": 2}, True, ("evaluate", 2), "evaluation: of version 2"),
+        ({"next_batch": 20, "version": 19}, False, ("idle", 20), "every batch is full: the trainer is at batch 19"),
+        ({"version": -1, "next_batch": 0}, False, ("wait", 0), "no weights yet: the trainer is to send them"),
+    ],
+)
+def test_what_holds_an_engine_that_has_no_request(
+    tmp_path: Path, state: dict[str, Any], busy: bool, own: tuple[str, int], why: str
+) -> None:
+    now = {"version": 3, "next_batch": 5, "num_under_way": 0, "evaluates": None} | state
+
+    async def hold() -> None:
+        async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool, _):
+            if busy:
+                pool._count(pool.engines[0], 1)
+            await look(lanes, SimpleNamespace(**now))
+            assert (lanes.own.now, lanes.own.step) == own
+
+    asyncio.run(hold())
+    spans, _ = read_spans(tmp_path / "spans.jsonl")
+    [of_second] = [span for span in joined(spans) if span.lane == "engine 10.0.0.2:8000"]
+    assert (of_second.what, of_second.why) == ("wait", why)
+    first = [span.what for span in joined(spans) if span.lane == "engine 10.0.0.1:8000"]
+    assert first[-1] == ("generate" if busy else "wait")
+
+
+def test_a_pause_for_new_weights_is_a_transfer_though_requests_are_in_flight(tmp_path: Path) -> None:
+    async def turn() -> list[tuple[str | None, int]]:
+        async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool, _):
+            engine, lane, told = pool.engines[0], lanes._lane(pool.engines[0]), []
+            pool._count(engine, 1)
+            told.append((lane.now, lane.step))
+            pool.is_given(engine, 7, is_paused=True)
+            pool.quarantine(engine)
+            told.append((lane.now, lane.step))
+            pool.is_given(engine, 7)  # it goes on, and is not confirmed yet
+            told.append((lane.now, lane.step))
+            pool._count(engine, -1)
+            told.append((lane.now, lane.step))
+            pool.go_live(engine, 7)
+            told.append((lane.now, lane.step))
+            return told
+
+    assert asyncio.run(turn()) == [("generate", -1), ("transfer", 7), ("generate", -1), ("transfer", 7), ("wait", -1)]
+
+
+def test_an_engine_that_has_less_than_half_of_its_requests_has_few(tmp_path: Path) -> None:
+    async def turn() -> None:
+        async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool, _):
+            engine = pool.engines[0]
+            for more in [1, 1, 1, 1, -1, -1, -1]:
+                pool._count(engine, more)
+                await asyncio.sleep(0.001)
+            with lanes.closing(5):  # of the next batch
+                pass
+            pool._count(engine, 1)
+            await asyncio.sleep(0.001)
+
+    asyncio.run(turn())
+    spans = [span for span in joined(read_spans(tmp_path / "spans.jsonl")[0]) if span.lane == "engine 10.0.0.1:8000"]
+    assert [(span.what, span.why) for span in spans[1:]] == [
+        ("generate", ""),
+        ("generate", "few requests: less than half of the 4 that it had"),
+        ("generate", ""),
+    ]

@@ -1,0 +1,76 @@
+"""The rates that a trainer reports are of the work that a model needs, no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trireme.algo.architecture import architecture_of
+from trireme.algo.flops import flops_per_token as by_hand
+from trireme.algo.flops import model_flops
+from trireme.trainer.perf import flops_per_token, matrix_parameters, peak_memory
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def built(kind: str, **more: object) -> torch.nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more))
+
+
+def test_flops_by_hand(tiny_model: Path) -> None:
+    # 6 per matrix parameter; attention 12 * layers 2 * (heads * size) * (mean length 100) / 2
+    config = AutoConfig.from_pretrained(tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)  # its embedding is its head
+    width = config.num_attention_heads * config.head_dim
+    assert flops_per_token(model, mean_length=100.0) == 6 * matrices + 6 * 2 * width * 100
+
+
+def test_of_experts_only_those_count_that_a_token_is_sent_to() -> None:
+    model = built("qwen3_moe", **EXPERTS)
+    attention = 2 * (2 * 64 * 128 + 2 * 64 * 64)
+    experts, routers, head = 2 * 2 * 3 * 64 * 16, 2 * 64 * 8, 128 * 64
+    assert matrix_parameters(model)[0] == attention + experts + routers + head
+
+
+def test_an_embedding_that_is_only_looked_up_in_is_no_work() -> None:
+    model = built("qwen3")
+    layer = 2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 96
+    assert matrix_parameters(model) == (2 * layer + 128 * 64, 2 * layer + 128 * 64)
+
+
+def test_what_is_frozen_has_no_gradient_to_compute() -> None:
+    """4 per parameter instead of 6."""
+    model = built("qwen3").requires_grad_(False)
+    matrices, trained = matrix_parameters(model)
+    assert trained == 0
+    assert by_hand(matrices, 0, layers=0, width=1, mean_length=0) == 4 * matrices
+    assert by_hand(matrices, matrices, layers=0, width=1, mean_length=0) == 6 * matrices
+
+
+@pytest.mark.parametrize(("kind", "more"), [("qwen3", {}), ("llama", {}), ("qwen3_moe", EXPERTS)])
+def test_the_plan_and_the_trainer_count_the_same_work(kind: str, more: dict[str, int]) -> None:
+    planned = model_flops(architecture_of({"model_type": kind, **SIZES, **more}), 300.0)
+    assert planned == flops_per_token(built(kind, **more), 300.0)
+
+
+def test_peak_memory_on_cpu_is_the_process_and_never_falls() -> None:
+    before = peak_memory(torch.device("cpu"))["perf/peak_memory_gib"]
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    after = peak_memory(torch.device("cpu"))["perf/peak_memory_gib"]
+    assert 0 < before <= after
+    assert int(held[-1]) == 1

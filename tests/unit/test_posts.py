@@ -1,0 +1,154 @@
+"""Requests over connections that are kept: what comes back, what is reused, and how a server can fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from trireme.base.processes import free_port
+from trireme.transport.posts import Posts, open_posts
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
+DEADLINE_S = 10.0
+
+
+class Server:
+    """Answers each request with the next of what it was given; None hangs up, silence is b""."""
+
+    def __init__(self, *answers: bytes | None) -> None:
+        self.answers = list(answers)
+        self.requests: list[bytes] = []
+        self.num_connections = 0
+        self.hung_up = asyncio.Event()  # by the asker
+        self.port = free_port()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                self.requests.append(head + await reader.readexactly(length))
+                answer = self.answers.pop(0) if self.answers else OK
+                if answer is None:
+                    break
+                writer.write(answer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.hung_up.set()
+        writer.close()
+
+
+def ask(server_answers: list[bytes | None], use: Callable[[Posts, Server], Awaitable[Any]], **options: Any) -> Any:
+    async def main() -> Any:
+        server = Server(*server_answers)
+        opened = await asyncio.start_server(server.serve, "127.0.0.1", server.port)
+        posts = Posts(**{"timeout_s": DEADLINE_S} | options)
+        async with opened, asyncio.timeout(DEADLINE_S):
+            try:
+                return await use(posts, server)
+            finally:
+                posts.close()
+                opened.close()
+
+    return asyncio.run(main())
+
+
+def fails_with(answer: bytes | None, **options: Any) -> str:
+    async def use(posts: Posts, server: Server) -> str:
+        with pytest.raises((ConnectionError, TimeoutError)) as caught:
+            await posts.post(server.url, "ask", b"{}")
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    return ask([answer], use, **options)
+
+
+def test_the_request_is_what_http_says_and_carries_the_token():
+    async def use(posts: Posts, server: Server) -> list[bytes]:
+        assert await posts.post(server.url, "v1/ask", b'{"a":1}') == (200, b"hi")
+        assert server.requests[0].endswith(b'\r\n\r\n{"a":1}')
+        return server.requests[0].partition(b"\r\n\r\n")[0].split(b"\r\n")
+
+    lines = ask([], use, headers={"Authorization": "Bearer secret"})
+    assert lines[0] == b"POST /v1/ask HTTP/1.1"
+    assert {b"Content-Type: application/json", b"Authorization: Bearer secret", b"Content-Length: 7"} <= set(lines)
+
+
+def test_one_after_the_other_need_one_connection_and_many_at_once_one_each():
+    async def use(posts: Posts, server: Server) -> tuple[int, int]:
+        for _ in range(5):
+            await posts.post(server.url, "ask", b"{}")
+        alone = server.num_connections
+        await asyncio.gather(*(posts.post(server.url, "ask", b"{}") for _ in range(20)))
+        return alone, server.num_connections
+
+    assert ask([], use) == (1, 20)
+
+
+def test_answers_in_chunks_with_other_statuses_and_after_a_continue_are_read():
+    chunked = b"HTTP/1.1 503 No\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+
+    async def use(posts: Posts, server: Server) -> list[tuple[int, bytes]]:
+        return [await posts.post(server.url, "ask", b"{}") for _ in range(3)]
+
+    found = ask([chunked, b"HTTP/1.1 100 Continue\r\n\r\n" + OK, OK], use)
+    assert found == [(503, b"abcde"), (200, b"hi"), (200, b"hi")]
+
+
+def test_a_connection_that_the_server_will_not_keep_is_not_used_again():
+    last = OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+
+    async def use(posts: Posts, server: Server) -> int:
+        for _ in range(2):
+            assert await posts.post(server.url, "ask", b"{}") == (200, b"hi")
+        return server.num_connections
+
+    assert ask([last], use) == 2
+
+
+def test_more_than_an_answer_is_no_part_of_the_next():
+    async def use(posts: Posts, server: Server) -> list[tuple[int, bytes]]:
+        return [await posts.post(server.url, "ask", b"{}") for _ in range(2)]
+
+    stray = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nstray"
+    assert ask([OK + stray], use) == [(200, b"hi"), (200, b"hi")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "ConnectionResetError: it hung up"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\nconnection: close", "TimeoutError: no answer within 0.2 s"),
+        (b"SSH-2.0-OpenSSH\r\n", "ConnectionError: its answer is not HTTP"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: many\r\n\r\n", "ConnectionError: its answer is not HTTP"),
+        (b"", "TimeoutError: no answer within 0.2 s"),
+    ],
+)
+def test_whatever_a_server_does_instead_is_said(answer, words):
+    assert fails_with(answer, timeout_s=0.2).startswith(words)
+
+
+def test_nobody_there_is_a_connection_error():
+    async def main() -> None:
+        with open_posts(timeout_s=1.0, watched=True) as posts, pytest.raises(ConnectionError, match="cannot connect"):
+            await posts.post(f"http://127.0.0.1:{free_port()}", "ask", b"{}")
+
+    asyncio.run(main())
+
+
+def test_whoever_is_cancelled_hangs_up_so_that_the_engine_stops():
+    async def use(posts: Posts, server: Server) -> bool:
+        asking = asyncio.create_task(posts.post(server.url, "ask", b"{}"))
+        while not server.requests:
+            await asyncio.sleep(0)
+        asking.cancel()
+        await server.hung_up.wait()
+        return asking.cancelled()
+
+    assert ask([b""], use)

@@ -1,0 +1,272 @@
+"""The dashboard's table of rollouts: all of them, found as the viewer finds them, however the journal changes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trireme.base.errors import ConfigError
+from trireme.config.run import RunConfig
+from trireme.ledger.journal import Journal
+from trireme.ledger.records import BatchRecord
+from trireme.monitor.audit.audit import audit_run
+from trireme.monitor.dashboard.example_fates import by_step, examples, groups_of, open_groups, totals
+from trireme.monitor.dashboard.indexing import bring_up_to_date, cache_folder, file_of, remove_old
+from trireme.monitor.dashboard.rollout_query import query_of
+from trireme.monitor.dashboard.rollout_table import MOST_TEXT, RolloutTable
+from trireme.monitor.eval_view.batches import BatchFile
+from trireme.monitor.eval_view.filters import parse
+from written_run import rewrite_batch, write_whole_run
+
+EVERYTHING = 10_000
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    config = write_whole_run(tmp_path_factory.mktemp("run"), batches=5, rich=True)
+    rewrite_batch(config, 1, _say_other_things)
+    return config
+
+
+def _say_other_things(record: BatchRecord) -> None:
+    for number, rollout in enumerate(record.rollouts):
+        rollout.completion = [{"role": "assistant", "content": f"Größe {number} 100% it's _x_"}]
+        rollout.stop = "Length" if number % 2 else "done"
+
+
+@pytest.fixture(scope="module")
+def table(run: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> RolloutTable:
+    return filled(run, tmp_path_factory.mktemp("cache") / "rollouts.sqlite")
+
+
+def filled(run: RunConfig, file: Path) -> RolloutTable:
+    table = RolloutTable(file)
+    table.make()
+    list(table.update(run.paths.journal))
+    return table
+
+
+def found(table: RolloutTable, line: str) -> list[tuple[int, int]]:
+    rows = table.search(query_of(line), limit=EVERYTHING).rows
+    return sorted((row["step"], row["number"]) for row in rows)
+
+
+def found_by_the_viewer(run: RunConfig, line: str) -> list[tuple[int, int]]:
+    chosen, kept = parse(line), []
+    for step in Journal(run.paths.journal).steps():
+        file = BatchFile(Journal(run.paths.journal).path(step))
+        file.read_on()
+        kept += [(step, row.number) for row in file.rows if chosen.passes(row) and chosen.says(file.text(row))]
+    return sorted(kept)
+
+
+def test_every_rollout_of_the_journal_is_there_and_every_one_that_was_dropped(
+    run: RunConfig, table: RolloutTable
+) -> None:
+    records = [Journal(run.paths.journal).read(step) for step in range(5)]
+    assert len(found(table, "")) == sum(len(record.rollouts) + len(record.dropped) for record in records)
+    assert len(found(table, "is:failed")) == sum(len(record.dropped) for record in records) > 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("", "it", "-it", "größe", '"100% it\'s"', "_x_", "IT größe", "'; DROP TABLE rollouts; --", "%"),
+        *("reward<1", "reward>=1.3", "-reward<1", "advantage>0", "-advantage>0", "tokens=4", "turns!=1", "rollout=2"),
+        *("example=3", "example!=3", "example~1", "example>=4", "-example=3", "env=a", "env~B", "-env=a"),
+        *("stop=length", "stop~en", "-stop~en", "stop!=done", "error~timeout", "-error~timeout", "flaws~trunc"),
+        *("is:truncated", "-is:truncated", "is:failed", "-is:failed", "is:flawed", "-is:flawed"),
+        *("reward<2 env=a is:truncated", "größe -is:truncated reward>0.5"),
+    ],
+)
+def test_a_search_finds_what_the_viewer_finds(run: RunConfig, table: RolloutTable, line: str) -> None:
+    assert found(table, line) == found_by_the_viewer(run, line)
+
+
+TERMS = st.builds(
+    lambda turned, field, how, value: f"{turned}{field}{how}{value}",
+    st.sampled_from(["", "-"]),
+    st.sampled_from(["reward", "advantage", "tokens", "turns", "rollout"]),
+    st.sampled_from(["<", "<=", "=", "!=", ">=", ">"]),
+    st.sampled_from(["0", "1", "2", "-0.5", "0.9", "1.25", "4"]),
+)
+
+
+@given(st.lists(TERMS, max_size=3))
+def test_any_comparisons_find_what_the_viewer_finds(run: RunConfig, table: RolloutTable, terms: list[str]) -> None:
+    line = " ".join(terms)
+    assert found(table, line) == found_by_the_viewer(run, line)
+
+
+def test_steps_groups_and_attempts_can_be_asked_for(run: RunConfig, table: RolloutTable) -> None:
+    record = Journal(run.paths.journal).read(2)
+    group = record.rollouts[0].group
+    assert found(table, "step=2") == [(2, number) for number in range(len(record.rollouts) + len(record.dropped))]
+    assert found(table, f"step=2 group={group} -is:failed") == [
+        (2, number) for number, rollout in enumerate(record.rollouts) if rollout.group == group
+    ]
+    assert all(row["attempt"] > 0 for row in table.search(query_of("attempt>0"), limit=EVERYTHING).rows)
+
+
+@pytest.mark.parametrize("line", ["stp=3", "step~3", "reward=high", "is:good", "env<3"])
+def test_a_term_that_cannot_be_meant_so_is_refused_in_words(line: str) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        query_of(line)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("sort", ["reward", "advantage"])
+def test_what_has_no_value_comes_last_either_way_round(table: RolloutTable, sort: str, backwards: bool) -> None:
+    values = [row[sort] for row in table.search(query_of(""), sort=sort, backwards=backwards, limit=EVERYTHING).rows]
+    known = [value for value in values if value is not None]
+    assert known == sorted(known, reverse=backwards)
+    assert values == known + [None] * (len(values) - len(known))
+    assert len(known) < len(values)
+
+
+def test_pages_together_are_the_whole(table: RolloutTable) -> None:
+    whole = table.search(query_of(""), sort="reward", limit=EVERYTHING)
+    pages = [table.search(query_of(""), sort="reward", limit=7, offset=start) for start in range(0, whole.total, 7)]
+    assert list(itertools.chain.from_iterable(page.rows for page in pages)) == whole.rows
+    assert {page.total for page in pages} == {whole.total}
+
+
+def test_only_what_is_new_is_read_and_what_is_gone_is_forgotten(tmp_path: Path) -> None:
+    run = write_whole_run(tmp_path / "run", batches=4)
+    table = filled(run, tmp_path / "rollouts.sqlite")
+    assert list(table.update(run.paths.journal)) == []
+    rewrite_batch(run, 1, _say_other_things)
+    assert list(table.update(run.paths.journal)) == [1]
+    assert {step for step, _ in found(table, "größe")} == {1}
+    Journal(run.paths.journal).rewind(1)
+    assert list(table.update(run.paths.journal)) == []
+    assert {step for step, _ in found(table, "")} == {0}
+    assert found(table, "größe") == []
+
+
+def test_a_damaged_batch_is_named_and_hides_no_other(tmp_path: Path) -> None:
+    run = write_whole_run(tmp_path / "run", batches=3)
+    path = Journal(run.paths.journal).path(1)
+    path.write_bytes(path.read_bytes()[:-5])
+    table = filled(run, tmp_path / "rollouts.sqlite")
+    assert {step for step, _ in found(table, "")} == {0, 2}
+    assert list(table.troubles()) == [1]
+    assert "checksum" in table.troubles()[1]
+
+
+@pytest.mark.parametrize("content", [b"", b"no table at all" * 1000])
+def test_a_file_that_is_no_table_is_made_anew(tmp_path: Path, content: bytes) -> None:
+    run = write_whole_run(tmp_path / "run", batches=2)
+    file = tmp_path / "rollouts.sqlite"
+    file.write_bytes(content)
+    assert len(found(filled(run, file), "")) >= 12
+
+
+def test_of_a_long_rollout_beginning_and_end_are_searched_and_it_is_said_so(tmp_path: Path) -> None:
+    run = write_whole_run(tmp_path / "run", batches=1)
+
+    def write_much(record: BatchRecord) -> None:
+        words = "alpha " + "x" * MOST_TEXT + " gamma " + "x" * MOST_TEXT + " omega"
+        record.rollouts[0].completion = [{"role": "assistant", "content": words}]
+
+    rewrite_batch(run, 0, write_much)
+    table = filled(run, tmp_path / "rollouts.sqlite")
+    assert found(table, "alpha") == found(table, "omega") == [(0, 0)]
+    assert found(table, "gamma") == []
+    assert table.search(query_of("alpha")).cut == 1
+
+
+def test_nothing_is_written_into_the_run(tmp_path: Path) -> None:
+    run = write_whole_run(tmp_path / "run", batches=2)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    filled(run, tmp_path / "rollouts.sqlite")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+# fates
+
+
+def test_fates_are_counted_as_the_audit_counts_them(run: RunConfig, table: RolloutTable) -> None:
+    counted, summary = totals(table), audit_run(run.paths.root).summary
+    assert counted.trained + counted.masked == summary.trained
+    assert counted.dropped == summary.dropped_for
+    assert counted.open_groups == summary.open_groups
+    steps, fates = by_step(table)
+    assert steps == list(range(5))
+    assert sum(map(sum, fates.values())) == summary.trained + summary.dropped
+
+
+def test_an_example_tells_the_fate_of_each_of_its_groups(run: RunConfig, table: RolloutTable) -> None:
+    every = examples(table, limit=EVERYTHING)
+    assert every.total == len(every.rows) == totals(table).examples
+    groups = [group for row in every.rows for group in groups_of(table, row["env"], row["example"])]
+    decided = [group["grp"] for group in groups if group["fate"] != "open"]
+    still = {group["grp"] for group in groups if group["fate"] == "open"}
+    assert len(decided) == len(set(decided))
+    assert set(decided) | still | {id for id, _, _ in open_groups(table)} == set(range(_num_begun(run)))
+
+
+def _num_begun(run: RunConfig) -> int:
+    return Journal(run.paths.journal).head_state().next_group
+
+
+def test_first_and_last_reward_of_an_example_are_those_of_its_first_and_last_group(
+    run: RunConfig, table: RolloutTable
+) -> None:
+    journal = Journal(run.paths.journal)
+    rollouts = [rollout for step in journal.steps() for rollout in journal.read(step).rollouts]
+    for row in examples(table, limit=EVERYTHING).rows:
+        mine = [one for one in rollouts if (one.env, one.example) == (row["env"], row["example"])]
+        if not mine:
+            assert row["first_reward"] is row["last_reward"] is None
+            continue
+        ends = [[one.reward for one in mine if one.group == mine[place].group] for place in (0, -1)]
+        assert [row["first_reward"], row["last_reward"]] == pytest.approx([sum(end) / len(end) for end in ends])
+
+
+# where it lies
+
+
+def test_a_table_lies_in_the_users_cache_one_of_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cache = cache_folder()
+    assert cache == tmp_path / "cache" / "trireme" / "dashboard"
+    assert file_of(tmp_path / "a", cache) != file_of(tmp_path / "b", cache)
+    assert file_of(tmp_path / "a", cache) == file_of(tmp_path / "b" / ".." / "a", cache)
+
+
+def test_a_cache_that_cannot_be_written_to_is_replaced_by_a_folder_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").write_text("a file in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = cache_folder()
+    assert found.parent == tmp_path
+    assert found.is_dir()
+
+
+def test_tables_that_nobody_looked_at_for_long_are_removed(tmp_path: Path) -> None:
+    old, new, other = tmp_path / "rollouts-1.sqlite", tmp_path / "rollouts-2.sqlite", tmp_path / "else.sqlite"
+    for file in (old, new, other):
+        file.touch()
+    for file in (old, other):
+        os.utime(file, (1e9, 1e9))
+    remove_old(tmp_path)
+    assert (old.exists(), new.exists(), other.exists()) == (False, True, True)
+
+
+def test_a_table_that_is_damaged_while_it_is_kept_is_made_anew(tmp_path: Path) -> None:
+    run = write_whole_run(tmp_path / "run", batches=2)
+    table = filled(run, tmp_path / "rollouts.sqlite")
+    before = found(table, "")
+    table.remove()
+    Path(table.file).write_bytes(b"not a table any more" * 1000)
+    for _ in range(2):
+        bring_up_to_date(table, run.paths.journal)
+    assert found(table, "") == before

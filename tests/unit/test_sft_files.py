@@ -1,0 +1,202 @@
+"""Conversations wherever people have them, in the forms that they have them in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trireme.base.errors import ConfigError
+from trireme.config.sft import Source
+from trireme.trainer.conversation_files import read_conversations
+from trireme.trainer.conversations import Completion, Conversation, to_conversation
+
+GREETING = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def write_lines(path: Path, *lines: object) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def write_parquet(path: Path, *rows: dict[str, Any]) -> Path:
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def read(path: Path | str) -> list[Conversation | Completion]:
+    return list(read_conversations(Source(data=str(path))))
+
+
+def messages(found: list[Conversation | Completion]) -> list[list[Any]]:
+    return [list(one.messages) for one in found if isinstance(one, Conversation)]
+
+
+def test_a_folders_conversations_come_in_the_order_of_their_files(tmp_path: Path) -> None:
+    write_lines(tmp_path / "b.jsonl", {"messages": GREETING})
+    write_lines(tmp_path / "a.jsonl", {"messages": GREETING[::-1]}, "", {"messages": GREETING})
+    write_parquet(tmp_path / "c.parquet", {"messages": GREETING})
+    (tmp_path / "d.json").write_text(json.dumps([{"messages": GREETING[::-1]}]))
+    (tmp_path / "README.md").write_text("# not data")
+    assert messages(read(tmp_path)) == [GREETING[::-1], GREETING, GREETING, GREETING, GREETING[::-1]]
+
+
+def test_every_character_that_json_allows_in_a_text_stays_in_it(tmp_path: Path) -> None:
+    text = "line\u2028separator, next\u0085line, form\x0cfeed, é, 漢, 🙂"
+    entry = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
+    line = json.dumps(entry, ensure_ascii=False)
+    (tmp_path / "data.jsonl").write_bytes((line + "\r\n" + line).encode())
+    write_parquet(tmp_path / "data.parquet", entry)
+    assert [found[1]["content"] for found in messages(read(tmp_path))] == [text, text, text]
+
+
+def test_a_program_can_make_the_conversations(tmp_path: Path) -> None:
+    program = tmp_path / "data.py"
+    program.write_text(f"def conversations():\n    return 2 * [{{'messages': {GREETING}}}]\n")
+    assert messages(read(program)) == [GREETING, GREETING]
+    program.write_text("def conversations():\n    return [{'messages': []}]\n")
+    with pytest.raises(ConfigError, match=r"data.py, conversation 0 has no assistant message"):
+        read(program)
+    program.write_text("")
+    with pytest.raises(ConfigError, match="no function `conversations`"):
+        read(program)
+
+
+def test_a_json_file_may_have_its_list_under_one_key(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"data": [{"messages": GREETING}]}))
+    assert messages(read(tmp_path / "a.json")) == [GREETING]
+    (tmp_path / "a.json").write_text(json.dumps({"data": 3}))
+    with pytest.raises(ConfigError, match="holds no list"):
+        read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "3",
+        '{"text": "hi"}',
+        '{"messages": null}',
+        '{"messages": []}',
+        '{"messages": "hi"}',
+        '{"messages": [{"role": "user", "content": "hi"}]}',
+        '{"messages": [{"role": "user"}, {"role": "assistant", "content": "yo"}]}',
+        '{"messages": [{"content": "hi"}, {"role": "assistant", "content": "yo"}]}',
+        '{"messages": [{"role": "assistant", "content": "yo"}, "hi"]}',
+        '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", "weight": 0.5}]}',
+        '{"prompt": "hi"}',
+        '{"prompt": "hi", "completion": ""}',
+        '{"prompt": [{"role": "user", "content": "hi"}], "completion": []}',
+        '{"prompt": 3, "completion": 4}',
+        '{"conversations": [{"from": "alien", "value": "hi"}]}',
+        '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "tools": "{"}',
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> None:
+    path = write_lines(tmp_path / "data.jsonl", {"messages": GREETING}, "", line)
+    with pytest.raises(ConfigError, match=r"data.jsonl, line 3 .*expected \{\"messages\""):
+        read(path)
+
+
+def test_an_entry_of_unknown_keys_is_refused_with_them() -> None:
+    with pytest.raises(ConfigError, match=r"its keys are instruction, output"):
+        to_conversation({"instruction": "a", "output": "b"}, "here")
+
+
+def test_a_turn_that_only_calls_tools_is_a_turn(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    silent = {"role": "assistant", "tool_calls": [CALL]}
+    path = write_lines(tmp_path / "data.jsonl", {"messages": [GREETING[0], call, silent]})
+    assert messages(read(path)) == [[GREETING[0], call, silent]]
+
+
+def test_the_three_forms_of_one_conversation_are_one() -> None:
+    expected = to_conversation({"messages": GREETING}, "")
+    sharegpt = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}
+    assert to_conversation(sharegpt, "") == expected
+    assert to_conversation({"conversations": GREETING}, "") == expected
+    pair = to_conversation({"prompt": GREETING[:1], "completion": GREETING[1:]}, "")
+    assert isinstance(pair, Conversation)
+    assert list(pair.messages) == GREETING
+    assert [pair.is_learned(index, ("user", "assistant")) for index in range(2)] == [False, True]
+
+
+def test_sharegpts_system_tools_and_calls_are_understood() -> None:
+    entry = {
+        "system": "be kind",
+        "tools": json.dumps([TOOL]),
+        "conversations": [
+            {"from": "human", "value": "hi"},
+            {"from": "function_call", "value": json.dumps({"name": "f", "arguments": {"x": 1}})},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "yo", "weight": 0},
+        ],
+    }
+    found = to_conversation(entry, "")
+    assert isinstance(found, Conversation)
+    assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert found.messages[2]["tool_calls"] == [CALL]
+    assert found.tools == (TOOL,)
+    assert [found.is_learned(index, ("assistant",)) for index in range(5)] == [False, False, True, False, False]
+
+
+def test_two_texts_are_a_text_and_its_completion() -> None:
+    assert to_conversation({"prompt": "a", "completion": "b"}, "x") == Completion("a", "b", "x")
+
+
+def test_columns_that_an_entry_never_had_are_not_in_it(tmp_path: Path) -> None:
+    """A column of parquet gives every message all keys that any message has, and every call all arguments."""
+    other = {"type": "function", "function": {"name": "g", "arguments": {"y": "z"}}}
+    rows = [
+        {"messages": [GREETING[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}], "tools": [TOOL]},
+        {"messages": [GREETING[0], {"role": "assistant", "content": "", "tool_calls": [other]}], "tools": None},
+        {"messages": GREETING, "tools": None},
+    ]
+    found = read(write_parquet(tmp_path / "data.parquet", *rows))
+    assert messages(found) == [row["messages"] for row in rows]
+    assert [one.tools for one in found if isinstance(one, Conversation)] == [(TOOL,), None, None]
+
+
+def test_no_data_is_said_before_anything_starts(tmp_path: Path) -> None:
+    empty = tmp_path / "none"
+    empty.mkdir()
+    for path in [tmp_path / "nowhere.jsonl", empty, write_lines(tmp_path / "empty.jsonl", "")]:
+        with pytest.raises(ConfigError, match=r"conversation.* expected"):
+            read(path)
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(ConfigError, match=r"torn.parquet is no parquet file"):
+        read(tmp_path / "torn.parquet")
+
+
+def test_a_data_set_that_no_hub_gives_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach 'owner/name' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ConfigError, match=r"(?s)'owner/name' .*Couldn't reach.*download its parquet files elsewhere"):
+        read("owner/name")
+
+
+def test_a_data_set_of_a_hub_is_read_by_its_subset_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str) -> Any:
+        asked.append((name, subset, split))
+        return datasets.Dataset.from_list([{"messages": GREETING}, {"messages": GREETING[::-1]}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = list(read_conversations(Source(data="owner/name", subset="en", split="train[:2]")))
+    assert asked == [("owner/name", "en", "train[:2]")]
+    assert messages(found) == [GREETING, GREETING[::-1]]

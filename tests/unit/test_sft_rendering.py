@@ -1,0 +1,188 @@
+"""What counts in a conversation: exactly what the model will have to say, after exactly what it will see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tiny_tokenizer import LLAMA_3, MARKED, QWEN_3, write_tokenizer
+from trireme.base.errors import ConfigError
+from trireme.trainer.conversations import Completion, Conversation, to_conversation
+from trireme.trainer.rendering import Rendered, Renderer, Tokenized, tokenized
+
+START, END = "<|im_start|>", "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def said(role: str, content: str, **more: object) -> dict[str, object]:
+    return {"role": role, "content": content} | more
+
+
+def conversation(*messages: dict[str, object], **more: object) -> Conversation | Completion:
+    return to_conversation({"messages": list(messages)} | more, "here")
+
+
+def shown(tokenizer: PreTrainedTokenizerBase, sample: Tokenized) -> list[tuple[str, int]]:
+    """Each token as text, and whether it counts."""
+    return list(zip(tokenizer.convert_ids_to_tokens(sample.ids), sample.mask, strict=True))
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, *messages: dict[str, object], roles: tuple[str, ...] = ("assistant",)
+) -> list[tuple[str, int]]:
+    (sample,) = Renderer(tokenizer, roles).samples(conversation(*messages))
+    return shown(tokenizer, sample)
+
+
+def learned(tokenizer: PreTrainedTokenizerBase, sample: Tokenized) -> str:
+    return tokenizer.decode([token for token, counts in zip(sample.ids, sample.mask, strict=True) if counts])
+
+
+GREETING = [said("user", "hi"), said("assistant", "yo")]
+
+
+def test_what_the_assistant_says_counts_and_so_does_its_end_of_turn(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt = [START, "user\n", "h", "i", END, "\n", START, "assistant\n"]
+    expected = [(token, 0) for token in prompt] + [("y", 1), ("o", 1), (END, 1), ("\n", 0)]
+    assert rendered(tokenizer, *GREETING) == expected
+
+
+def test_each_turn_of_the_assistant_counts_and_nothing_between(tokenizer: PreTrainedTokenizerBase) -> None:
+    system, again = said("system", "x"), [said("user", "b"), said("assistant", "c")]
+    found = rendered(tokenizer, system, *GREETING, *again)
+    assert [token for token, counts in found if counts] == ["y", "o", END, "c", END]
+    between = [START, "user\n", "b", END, "\n", START, "assistant\n"]
+    first = found.index(("y", 1))
+    assert found[first + 3 : first + 12] == [(token, 0) for token in ["\n", *between]] + [("c", 1)]
+
+
+def test_what_comes_after_the_assistants_last_word_is_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert rendered(tokenizer, *GREETING, said("user", "bye")) == rendered(tokenizer, *GREETING)
+
+
+def test_other_roles_count_with_all_that_the_template_writes_for_them(tokenizer: PreTrainedTokenizerBase) -> None:
+    found = rendered(tokenizer, *GREETING, said("user", "b"), said("assistant", "c"), roles=("user",))
+    assert [token for token, counts in found if counts] == [START, "user\n", "h", "i", END, START, "user\n", "b", END]
+    both = rendered(tokenizer, *GREETING, roles=("user", "assistant"))
+    assert [token for token, counts in both if not counts] == ["\n", START, "assistant\n", "\n"]
+
+
+def test_a_message_may_say_itself_whether_it_counts(tokenizer: PreTrainedTokenizerBase) -> None:
+    for mark in ({"train": False}, {"weight": 0}):
+        found = rendered(tokenizer, GREETING[0], said("assistant", "no", **mark), *GREETING)
+        assert [token for token, counts in found if counts] == ["y", "o", END]
+        assert ("n", 0) in found
+    found = rendered(tokenizer, said("user", "hi", train=True), said("assistant", "yo", train=False))
+    assert [token for token, counts in found if counts] == [START, "user\n", "h", "i", END]
+
+
+def test_texts_are_taken_as_they_are_and_learned_up_to_their_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    pair = to_conversation({"prompt": "ab", "completion": "cd"}, "here")
+    (sample,) = Renderer(tokenizer).samples(pair)
+    assert shown(tokenizer, sample) == [("a", 0), ("b", 0), ("c", 1), ("d", 1), (END, 1)]
+
+
+def test_of_prompt_and_completion_as_messages_only_the_completion_counts(tokenizer: PreTrainedTokenizerBase) -> None:
+    entry = {"prompt": [*GREETING, said("user", "b")], "completion": [said("assistant", "c")]}
+    (sample,) = Renderer(tokenizer).samples(to_conversation(entry, "here"))
+    assert learned(tokenizer, sample) == f"c{END}"
+    (asked,) = Renderer(tokenizer).samples(
+        to_conversation({"prompt": "hi", "completion": [said("assistant", "yo")]}, "here")
+    )
+    assert shown(tokenizer, asked) == rendered(tokenizer, *GREETING)
+
+
+def test_a_template_that_drops_earlier_thinking_makes_a_sample_of_each_turn(tmp_path: Path) -> None:
+    """In each, the model sees what it will see: no earlier thinking, and its own in full."""
+    thinking = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", QWEN_3))
+    turns = [said("user", "a"), said("assistant", "<think>x</think>b"), said("user", "c"), said("assistant", "d")]
+    samples = Renderer(thinking).samples(conversation(*turns))
+    assert [learned(thinking, sample) for sample in samples] == [f"<think>x</think>b{END}", f"d{END}"]
+    for sample, number in zip(samples, (1, 3), strict=True):
+        asked = thinking.apply_chat_template(turns[:number], tokenize=False, add_generation_prompt=True)
+        prompt = [token for token, counts in zip(sample.ids, sample.mask, strict=True) if not counts][:-1]  # "\n"
+        assert thinking.decode(prompt) == asked
+
+
+def test_turns_of_one_question_stay_one_sample_though_the_template_drops_thinking(tmp_path: Path) -> None:
+    thinking = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", QWEN_3))
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        said("user", "a"),
+        said("assistant", "<think>1</think>", tool_calls=[call]),
+        said("tool", "2"),
+        said("assistant", "<think>3</think>4"),
+    ]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    (sample,) = Renderer(thinking).samples(conversation(*messages, tools=[tool]))
+    assert learned(thinking, sample) == (
+        '<think>1</think>\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+        f"{END}<think>3</think>4{END}"
+    )
+    assert "# Tools\n<tools>\n" in thinking.decode(sample.ids)
+    assert '"name": "f"' in thinking.decode(sample.ids).split("</tools>")[0]
+
+
+def test_an_end_of_turn_that_is_not_the_tokenizers_end_counts_and_nothing_behind_it(tmp_path: Path) -> None:
+    """Llama and Gemma end turns with another token than texts."""
+    llama = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", LLAMA_3))
+    llama.eos_token = "<|endoftext|>"
+    llama.add_special_tokens({"additional_special_tokens": ["<|eot|>", "<|header|>"]})
+    llama.chat_template = LLAMA_3.replace("| trim + '<|eot|>'", "| trim + '<|eot|>\n'")
+    (sample,) = Renderer(llama).samples(conversation(*GREETING))
+    assert learned(llama, sample) == "yo<|eot|>"
+    assert sample.mask[-1] == 0
+
+
+def test_marks_of_a_template_change_nothing(tmp_path: Path) -> None:
+    """What `{% generation %}` encloses is what we find without it."""
+    template = MARKED.replace("}}\n{% endif %}", "}}{% endif %}")
+    marked = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", template))
+    (sample,) = Renderer(marked).samples(conversation(*GREETING))
+    encoded = marked.apply_chat_template(GREETING, return_dict=True, return_assistant_tokens_mask=True)
+    assert (sample.ids, sample.mask) == (encoded["input_ids"], encoded["assistant_masks"])
+
+
+def test_an_answer_that_the_template_begins_otherwise_is_refused(tiny_model: Path) -> None:
+    opening = AutoTokenizer.from_pretrained(tiny_model)
+    opening.chat_template = opening.chat_template.replace("assistant\n' }}", "assistant\n<think>' }}")
+    with pytest.raises(ConfigError, match=r"here: before an answer .*<think>.*enable_thinking"):
+        Renderer(opening).samples(conversation(*GREETING))
+    assert Renderer(opening).samples(conversation(GREETING[0], said("assistant", "<think>yo")))
+
+
+def test_what_a_template_refuses_is_told_with_its_place(tmp_path: Path) -> None:
+    llama = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", LLAMA_3))
+    with pytest.raises(ConfigError, match=r"here: the chat template cannot render .*Only one system message"):
+        Renderer(llama).samples(conversation(said("robot", "x"), *GREETING))
+    llama.chat_template = None
+    with pytest.raises(ConfigError, match=r"cannot render .*set `chat_template`"):
+        Renderer(llama).samples(conversation(*GREETING))
+
+
+def test_a_templates_own_arguments_reach_it(tokenizer: PreTrainedTokenizerBase, tiny_model: Path) -> None:
+    asked = AutoTokenizer.from_pretrained(tiny_model)
+    asked.chat_template = "{{ mood }}" + asked.chat_template
+    (sample,) = Renderer(asked, template_kwargs=(("mood", "m"),)).samples(conversation(*GREETING))
+    assert asked.convert_ids_to_tokens(sample.ids)[:2] == ["m", START]
+
+
+def test_a_token_that_reaches_over_the_border_of_an_answer_is_split_there(tmp_path: Path) -> None:
+    """An engine has the prompt as tokens of its own, whatever the answer begins with."""
+    greedy = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", extra_words=("t\nyo",)))
+    text = "assistant\nyo!"
+    (sample,) = Renderer(greedy).tokenize([Rendered(text, ((10, 13),))])
+    assert greedy.convert_ids_to_tokens(greedy(text)["input_ids"])[8] == "t\nyo"
+    assert shown(greedy, sample)[8:] == [("t", 0), ("\n", 0), ("y", 1), ("o", 1), ("!", 1)]
+
+
+def test_many_conversations_give_the_samples_of_each_in_order(tokenizer: PreTrainedTokenizerBase) -> None:
+    many = [conversation(said("user", "a"), said("assistant", "b" * number)) for number in range(1, 150)]
+    found = list(tokenized(Renderer(tokenizer), iter(many)))
+    assert found == [Renderer(tokenizer).samples(one) for one in many]

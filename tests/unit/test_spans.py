@@ -1,0 +1,301 @@
+"""`spans.jsonl`: what a lane did is written down once, in order, whatever happens to its process."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from trireme.base.timing import Timer, age_s
+from trireme.monitor.spans import (
+    MOST_A_SECOND,
+    SLOT_US,
+    Lane,
+    Piece,
+    Span,
+    SpansFile,
+    open_spans,
+    read_spans,
+    settled,
+    steady_clock,
+)
+
+
+class Hand:
+    """A clock that is moved by hand, in microseconds."""
+
+    def __init__(self, now_us: int = 0) -> None:
+        self.now_us = now_us
+
+    def __call__(self) -> int:
+        return self.now_us
+
+
+def overlaps(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
+    lanes: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        lanes[span.lane].append(span)
+    pairs = (pair for lane in lanes.values() for pair in pairwise(sorted(lane, key=lambda span: span.begin_s)))
+    return [(first, second) for first, second in pairs if second.begin_s < first.end_s - 1e-6]
+
+
+def test_one_thing_ends_where_the_next_begins_and_the_one_before_goes_on_afterwards() -> None:
+    clock = Hand(100)
+    lane = Lane("trainer", keeps=True, clock=clock)
+    lane.enter("wait", step=3, why="no batch yet")
+    clock.now_us = 150
+    with lane.doing("transfer", step=3):
+        clock.now_us = 170
+    clock.now_us = 200
+    lane.enter(None)
+    clock.now_us = 300
+    lane.enter("train", step=3)
+    clock.now_us = 350
+    assert lane.drain() == [
+        Piece("wait", 3, "no batch yet", 100, 150),
+        Piece("transfer", 3, "", 150, 170),
+        Piece("wait", 3, "no batch yet", 170, 200),
+        Piece("train", 3, "", 300, 350),
+    ]
+
+
+def test_sums_and_what_has_no_name_are_all_the_time_that_passed() -> None:
+    clock = Hand()
+    lane = Lane("engine", clock=clock)
+    taken: dict[str, float] = defaultdict(float)
+    for number, what in enumerate(["wait", None, "generate", "wait", "transfer", None, "generate"]):
+        lane.enter(what)  # type: ignore[arg-type]
+        clock.now_us += 1000 * (number + 1)
+        if number in (2, 4):  # in the middle of things
+            for name, seconds in lane.take().items():
+                taken[name] += seconds
+    for name, seconds in lane.take().items():
+        taken[name] += seconds
+    assert taken == pytest.approx({"wait": 0.005, "other": 0.008, "generate": 0.010, "transfer": 0.005})
+    assert sum(taken.values()) == pytest.approx(0.028)
+
+
+def test_a_lane_that_is_not_kept_holds_no_pieces_in_memory() -> None:
+    lane = SpansFile(None).lane("trainer")
+    for _ in range(100):
+        lane.enter("train")
+        lane.enter("wait")
+    assert lane.drain() == []
+
+
+def test_a_reason_that_is_learned_on_the_way_is_that_of_the_whole_wait() -> None:
+    clock = Hand()
+    lane = Lane("trainer", keeps=True, clock=clock)
+    lane.enter("wait", why="no batch yet")
+    clock.now_us = 10
+    lane.explain("no batch yet: 8 of 8 groups missing")
+    clock.now_us = 20
+    lane.explain("no batch yet: 7 of 8 groups missing")  # the same reason
+    clock.now_us = 30
+    lane.explain("an evaluation is running")  # another one
+    clock.now_us = 40
+    assert lane.drain() == [
+        Piece("wait", -1, "no batch yet: 8 of 8 groups missing", 0, 30),
+        Piece("wait", -1, "an evaluation is running", 30, 40),
+    ]
+
+
+def test_what_goes_on_is_written_in_pieces_that_touch(tmp_path: Path) -> None:
+    file = SpansFile(tmp_path / "spans.jsonl")
+    lane = file.lane("trainer", what="start", ago_s=5.0, words=lambda: "a reason")
+    file.flush()
+    file.flush()
+    lane.enter("wait", step=0)
+    file.close()
+    spans, _ = read_spans(file_path := tmp_path / "spans.jsonl")
+    starts = [span for span in spans if span.what == "start"]
+    assert len(starts) > 1
+    assert sum(span.seconds for span in starts) >= 5.0
+    assert all(second.begin_s == pytest.approx(first.end_s, abs=2e-6) for first, second in pairwise(spans))
+    assert {span.why for span in spans if span.what == "wait"} <= {"a reason"}
+    assert all(json.loads(line)["lane"] == "trainer" for line in file_path.read_text().splitlines())
+
+
+def test_a_process_that_goes_on_with_the_file_never_overlaps_the_one_before(tmp_path: Path) -> None:
+    """Also where the machine's clock was set back meanwhile."""
+    path = tmp_path / "spans.jsonl"
+    ahead = Span("trainer", "train", time.time() + 3000, 600.0, 7)
+    path.write_text(
+        json.dumps({"lane": "trainer", "what": "train", "begin_s": ahead.begin_s, "seconds": 600.0, "step": 7}) + "\n"
+    )
+    file = SpansFile(path)
+    again, other = file.lane("trainer", what="start", ago_s=100.0), file.lane("orchestrator", what="start")
+    again.enter("train", step=7)
+    time.sleep(0.001)
+    file.close()
+    assert other.now == "start"
+    spans, _ = read_spans(path)
+    mine = [span for span in spans[1:] if span.lane == "trainer"]
+    assert mine
+    assert all(span.begin_s >= ahead.end_s - 1e-6 for span in mine)
+    assert all(abs(span.begin_s - time.time()) < 1000 for span in spans if span.lane == "orchestrator")
+    assert overlaps(spans) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trireme.monitor.spans import SpansFile
+
+file = SpansFile(Path(sys.argv[1]))
+lane = file.lane("trainer", what="start", ago_s=0.5)
+lane.enter("train", step=int(sys.argv[2]))
+file.flush()
+lane.enter("save", step=int(sys.argv[2]))
+with open(sys.argv[1], "ab") as torn:
+    torn.write(b'{"lane": "trainer", "what": "sa')
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_of_a_killed_process_all_that_was_written_stays_and_its_successor_adds_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    for step in (0, 1):
+        assert subprocess.run([sys.executable, "-c", KILLED, str(path), str(step)], check=False).returncode == -9
+    spans, offset = read_spans(path)
+    assert [(span.what, span.step) for span in spans] == [("start", -1), ("train", 0), ("start", -1), ("train", 1)]
+    assert overlaps(spans) == []
+    assert offset < path.stat().st_size  # the torn line waits for its rest
+
+
+def test_reading_goes_on_where_it_stopped_and_skips_what_is_no_span(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    assert read_spans(path) == ([], 0)
+    line = '{"lane":"trainer","what":"train","begin_s":1.5,"seconds":0.25,"step":2}\n'
+    path.write_text(line + 'nonsense\n{"lane":"trainer"}\n[1]\n' + line[:20])
+    spans, offset = read_spans(path)
+    assert spans == [Span("trainer", "train", 1.5, 0.25, 2)]
+    with open(path, "a") as file:
+        file.write(line[20:].replace('"train"', '"dream"'))  # a word of a later version
+    assert read_spans(path, offset)[0] == [Span("trainer", "dream", 1.5, 0.25, 2)]
+
+
+def test_a_full_disk_loses_no_span_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full, path = tmp_path / "full", tmp_path / "spans.jsonl"
+    full.touch()
+    monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
+    file = SpansFile(path)
+    lane = file.lane("trainer")
+    for step in range(5):
+        with lane.doing("train", step=step):
+            time.sleep(0.0001)
+        file.flush()
+    assert read_spans(path)[0] == []
+    full.unlink()
+    file.close()
+    assert [span.step for span in read_spans(path)[0]] == list(range(5))
+
+
+def test_the_writer_of_its_own_writes_without_being_asked_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trireme.monitor.spans.FLUSH_S", 0.01)
+    path = tmp_path / "spans.jsonl"
+    with open_spans(path) as file:
+        lane = file.lane("orchestrator")
+        lane.enter("wait", step=4)
+        give_up = time.monotonic() + 10
+        while not read_spans(path)[0] and time.monotonic() < give_up:
+            time.sleep(0.005)
+        assert read_spans(path)[0][0].step == 4
+        lane.enter("journal", step=4)
+        time.sleep(0.001)
+    assert read_spans(path)[0][-1].what == "journal"
+    assert not [thread for thread in threading.enumerate() if thread.name == "spans"]
+
+
+def test_many_threads_may_turn_one_lane(tmp_path: Path) -> None:
+    file = SpansFile(tmp_path / "spans.jsonl")
+    lane = file.lane("engine 127.0.0.1:8000", what="start")
+    begun = time.time()
+
+    def turn(what: str) -> None:
+        for _ in range(300):
+            lane.enter(what)  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=turn, args=(what,)) for what in ("generate", "wait", "transfer")]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        file.flush()
+    file.close()
+    spans, _ = read_spans(tmp_path / "spans.jsonl")
+    assert overlaps(spans) == []
+    assert sum(span.seconds for span in spans) <= time.time() - begun + 0.1
+    assert sum(span.seconds for span in spans) == pytest.approx(sum(lane.take().values()), abs=2e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_alternates_faster_than_can_be_drawn_keeps_its_sums_and_its_place(seed: int) -> None:
+    rng = random.Random(seed)
+    pieces, now_us = [], 0
+    for _ in range(3000):
+        now_us += rng.choice([0, 0, 50, 400])
+        length_us = rng.choice([30, 100, 700, 3000] * 50 + [400_000])
+        what = rng.choice(["generate", "wait"])
+        pieces.append(Piece(what, 4, rng.choice(["", "environments are working"]), now_us, now_us + length_us))
+        now_us += length_us
+    kept = list(settled(pieces))
+    assert len(kept) < len(pieces)
+    assert all(second.begin_us >= first.end_us for first, second in pairwise(kept))
+    assert _sums(kept) == _sums(pieces)
+    seconds: dict[int, int] = defaultdict(int)
+    for piece in kept:
+        seconds[piece.begin_us // 1_000_000] += 1
+    kinds, across = 4, 1
+    assert max(seconds.values()) <= max(MOST_A_SECOND, (kinds + across) * 1_000_000 // SLOT_US) + across
+
+
+def test_what_does_not_alternate_fast_is_written_as_it_was() -> None:
+    pieces = [
+        Piece("generate" if number % 2 else "wait", 0, "", 30_000 * number, 30_000 * (number + 1))
+        for number in range(99)
+    ]
+    assert list(settled(pieces)) == pieces
+
+
+def _sums(pieces: Iterable[Piece]) -> dict[tuple[str, str], int]:
+    sums: dict[tuple[str, str], int] = defaultdict(int)
+    for piece in pieces:
+        sums[piece.what, piece.why] += piece.end_us - piece.begin_us
+    return sums
+
+
+def test_a_clock_goes_on_from_where_the_one_before_came_to() -> None:
+    now_us = time.time_ns() // 1000
+    assert steady_clock()() >= now_us
+    assert now_us + 10**9 <= steady_clock(now_us + 10**9)() < now_us + 2 * 10**9
+
+
+def test_a_process_knows_for_how_long_it_has_been_there() -> None:
+    code = "import time; time.sleep(0.05); from trireme.base.timing import age_s; print(age_s())"
+    began = time.monotonic()
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert 0.05 <= float(said) <= time.monotonic() - began + 0.02  # the kernel counts in hundredths
+    assert age_s() > 0
+
+
+def test_a_timer_enters_each_of_its_spans_in_a_lane_too() -> None:
+    clock = Hand()
+    lane = Lane("trainer", keeps=True, clock=clock)
+    timer = Timer(also=lambda name: lane.doing("train" if name == "forward_backward" else "save"))
+    with timer.span("forward_backward"):
+        clock.now_us = 10
+    with timer.span("checkpoint"):
+        clock.now_us = 30
+    assert [(piece.what, piece.end_us - piece.begin_us) for piece in lane.drain()] == [("train", 10), ("save", 20)]
+    assert timer.take().keys() == {"time/forward_backward", "time/checkpoint"}

@@ -1,0 +1,116 @@
+"""What a run depends on beside its configuration is on disk from its start: nobody can tell it afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from trireme.base.devices import Devices
+from trireme.base.paths import RunPaths
+from trireme.cli.surroundings import note_surroundings
+from trireme.config.load import load_run_config
+from trireme.config.resolve import updated
+from trireme.config.run import RunConfig
+from trireme.ledger.surroundings import (
+    digest_of_files,
+    gpu_names,
+    look_around,
+    of_environment,
+    read_surroundings,
+    write_surroundings,
+)
+
+DEADLINE_S = 60
+ENVIRONMENT = Path("environments/reverse_text")
+
+
+def config_in(folder: Path) -> RunConfig:
+    return updated(load_run_config(["@", "configs/reverse-text/rl.toml"], program="rl")[0], {"output_dir": folder})
+
+
+def test_surroundings_say_what_runs_here(tmp_path: Path) -> None:
+    around = look_around(Devices(cores=3), {"say": of_environment(tmp_path, None)}, ["rl", "@", "x.toml"])
+    assert around["packages"]["torch"] == torch.__version__.partition("+")[0]
+    assert around["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert around["machine"]["cores"] == 3
+    assert around["command"] == ["rl", "@", "x.toml"]
+    assert around["environments"]["say"]["files"] == digest_of_files(tmp_path)
+    paths = RunPaths(tmp_path / "run")
+    write_surroundings(paths, around)
+    assert read_surroundings(paths) == around
+
+
+def test_surroundings_of_before_a_resumption_stay(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for number in (1, 1, 2, 3):
+        write_surroundings(paths, {"python": str(number)})
+    kept = sorted(path.name for path in paths.configs.iterdir())
+    assert kept == ["surroundings.earlier-1.json", "surroundings.earlier-2.json", "surroundings.json"]
+    assert read_surroundings(paths) == {"python": "3"}
+
+
+def test_a_digest_of_files_changes_with_any_file_and_not_with_byte_code(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "env.py").write_text("x = 1\n")
+    (tmp_path / "data" / "train.jsonl").write_text("{}\n")
+    seen = [digest_of_files(tmp_path)]
+    (tmp_path / "env.pyc").write_bytes(b"compiled")
+    assert digest_of_files(tmp_path) == seen[0]
+    for name, text in (("data/train.jsonl", "[]\n"), ("env.py", "x = 2\n"), ("more.py", "")):
+        (tmp_path / name).write_text(text)
+        seen.append(digest_of_files(tmp_path))
+    assert len(set(seen)) == len(seen)
+
+
+def test_gpus_are_named_as_their_driver_names_them(tmp_path: Path) -> None:
+    for number, model in enumerate(["NVIDIA H200", "NVIDIA A100"]):
+        folder = tmp_path / f"0000:0{number}:00.0"
+        folder.mkdir()
+        (folder / "information").write_text(f"Model: \t {model}\nIRQ:   \t 11\n")
+    assert gpu_names(tmp_path) == ["NVIDIA H200", "NVIDIA A100"]
+
+
+def test_a_run_notes_the_code_of_its_environments(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    note_surroundings(config, Devices(cores=2))
+    noted = read_surroundings(config.paths)
+    assert noted["environments"]["reverse-text"]["files"] == digest_of_files(ENVIRONMENT)
+    assert noted["packages"]["transformers"] == version("transformers")
+
+
+def test_an_environment_that_is_not_found_is_not_in_the_way(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(
+        {"output_dir": str(tmp_path), "orchestrator": {"env": [{"id": "nobody-has-this"}, {"id": "gone.py"}]}}
+    )
+    note_surroundings(config, Devices(cores=2))
+    assert read_surroundings(config.paths)["environments"] == {"nobody-has-this": {}, "gone.py": {}}
+
+
+def test_an_environment_s_own_packages_are_named(tmp_path: Path) -> None:
+    """By what lies where its interpreter looks."""
+    python = tmp_path / "venv" / "bin" / "python"
+    packages = tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
+    for name in ("verifiers-0.1.9.dist-info", "datasets-4.0.0.dist-info", "idna-3.1.dist-info", "verifiers"):
+        (packages / name).mkdir(parents=True)
+    assert of_environment(None, python) == {"verifiers": "0.1.9", "datasets": "4.0.0"}
+
+
+def test_what_cannot_be_read_is_as_if_it_were_not_there(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert read_surroundings(paths) == {}
+    paths.configs.mkdir()
+    (paths.configs / "surroundings.json").write_text('{"python": ')
+    assert read_surroundings(paths) == {}
+
+
+def test_looking_around_loads_no_library() -> None:
+    code = (
+        "import sys; from trireme.ledger.surroundings import look_around; from trireme.base.devices import Devices; "
+        "look_around(Devices(), {}, []); print(*{'torch', 'vllm', 'transformers', 'numpy'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert done.stdout.split() == []

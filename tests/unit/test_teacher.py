@@ -1,0 +1,157 @@
+"""A teacher is asked about the very tokens that the policy sampled, and a wrong one is refused at the start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from trireme.base.errors import ConfigError, PeerDied
+from trireme.base.waiting import Waits
+from trireme.config.orchestrator import Teacher as TeacherConfig
+from trireme.ledger.records import Rollout
+from trireme.messages import build_tokens
+from trireme.orchestrator import teacher as module
+from trireme.orchestrator.chat import open_chat_tokenizer
+from trireme.orchestrator.teacher import open_teacher
+
+TOKENIZER = open_chat_tokenizer("models/reverse-text-tiny")
+
+
+class FakeTeacher:
+    """vLLM's three routes; the logprob of token t is -t / 100."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.failures = 0  # of the next questions
+        self.shift = 0  # of token ids: another tokenizer
+
+    async def __aenter__(self) -> FakeTeacher:
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/v1/models", self.models),
+                web.post("/tokenize", self.tokenize),
+                web.post("/v1/completions", self.completions),
+            ]
+        )
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "big"}]})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        ids = TOKENIZER.encode((await request.json())["prompt"])
+        return web.json_response({"tokens": [token + self.shift for token in ids]})
+
+    async def completions(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(body)
+        if self.failures:
+            self.failures -= 1
+            return web.json_response({"error": "busy"}, status=503)
+        entries = [None, *({str(token): {"logprob": -token / 100}} for token in body["prompt"][1:])]
+        return web.json_response({"choices": [{"text": "", "prompt_logprobs": entries}]})
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+
+
+def rollout() -> Rollout:
+    samples = [
+        build_tokens(
+            ids=[5, 9, 7, 3],
+            loss_mask=[0, 1, 0, 1],
+            logprobs=[0, -1, 0, -2],
+            advantages=[0] * 4,
+            versions=[-1, 0, -1, 0],
+        ),
+        build_tokens(ids=[8, 2], loss_mask=[0, 1], logprobs=[0, -1], advantages=[0, 0], versions=[-1, 0]),
+    ]
+    return Rollout(0, 0, 0, "env", 0, 1.0, samples, 1.0)
+
+
+def with_teacher(tmp_path: Path, use: Callable[[FakeTeacher, Any], Any], **flaws: int) -> FakeTeacher:
+    async def go() -> FakeTeacher:
+        async with FakeTeacher() as fake:
+            fake.shift = flaws.get("shift", 0)
+            config = TeacherConfig(base_url=fake.url)
+            async with open_teacher(config, TOKENIZER, Waits("orchestrator", tmp_path)) as teacher:
+                await use(fake, teacher)
+            return fake
+
+    return asyncio.run(go())
+
+
+def test_each_sampled_token_gets_the_teachers_logprob_and_no_other_token_any(tmp_path: Path) -> None:
+    one = rollout()
+
+    async def use(_: FakeTeacher, teacher: Any) -> None:
+        await teacher.score([one])
+
+    fake = with_teacher(tmp_path, use)
+    nan = np.nan
+    np.testing.assert_allclose(one.teacher[0], [nan, -0.09, nan, -0.03], rtol=1e-6)
+    np.testing.assert_allclose(one.teacher[1], [nan, -0.02], rtol=1e-6)
+    assert {tuple(body["prompt"]) for body in fake.asked} == {(5, 9, 7, 3), (8, 2)}
+    assert {body["model"] for body in fake.asked} == {"big"}
+
+
+def test_a_teacher_that_fails_is_asked_again(tmp_path: Path) -> None:
+    one = rollout()
+
+    async def use(fake: FakeTeacher, teacher: Any) -> None:
+        fake.failures = 2
+        await teacher.score([one])
+
+    assert len(with_teacher(tmp_path, use).asked) == 4
+    assert len(one.teacher) == 2
+
+
+def test_a_teacher_that_fails_throughout_ends_the_run_by_name(tmp_path: Path) -> None:
+    async def use(fake: FakeTeacher, teacher: Any) -> None:
+        fake.failures = 99
+        with pytest.raises(PeerDied, match=r"teacher at http.* in 3 attempts .*503.*busy"):
+            await teacher.score([rollout()])
+
+    with_teacher(tmp_path, use)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    async def use(*_: Any) -> None: ...
+
+    with pytest.raises(ConfigError, match="same tokenizer was expected"):
+        with_teacher(tmp_path, use, shift=1)
+
+
+def test_a_teacher_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    async def go() -> None:
+        config = TeacherConfig(base_url="http://127.0.0.1:9/v1")
+        async with open_teacher(config, TOKENIZER, Waits("orchestrator", tmp_path)):
+            pass
+
+    with pytest.raises(ConfigError, match="does not answer as vLLM does"):
+        asyncio.run(go())
+
+
+def test_a_run_without_a_teacher_has_none(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with open_teacher(None, TOKENIZER, Waits("orchestrator", tmp_path)) as teacher:
+            assert teacher is None
+
+    asyncio.run(go())

@@ -1,0 +1,257 @@
+"""One rollout token by token: the trainer's word stands at its token, and what a model wrote stays text."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiny_tokenizer import write_tokenizer
+from trireme.config.run import RunConfig
+from trireme.ledger.journal import Journal
+from trireme.ledger.logprobs import counting, logprobs_of, path_of, read_logprobs, write_logprobs
+from trireme.ledger.records import BatchRecord, Rollout
+from trireme.ledger.shares import Shares, samples_of
+from trireme.messages import MicroBatch, Tokens, build_tokens
+from trireme.monitor.dashboard.reading import components_html, conversation_html
+from trireme.monitor.dashboard.token_view import (
+    COLOURS,
+    LoadedRollout,
+    TokenColumns,
+    colours_of,
+    columns_of,
+    figures_of,
+    lines_of,
+    load_rollout,
+    token_html,
+)
+from trireme.monitor.eval_view.rows import Record, Row
+from written_run import build_config, rewrite_batch, write_whole_run
+
+EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x1b[31m"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunConfig:
+    return write_whole_run(tmp_path / "run", batches=3)
+
+
+def what_it_says(sample: Tokens) -> np.ndarray:
+    """A stand-in for a trainer: the logprob of each token that counts, out of what the token is."""
+    return (-(sample.ids[counting(sample)] + 1) / 100 - np.abs(sample.logprobs[counting(sample)])).astype(np.float32)
+
+
+def train(run: RunConfig, step: int, *, world: int) -> None:
+    """All ranks write what their rows would have got."""
+    for rank in range(world):
+        rows = Shares(Journal(run.paths.journal), run).of(step, rank=rank, world=world).micro_batches
+        said = [what_it_says(sample) for row in rows for sample in apart(row)]
+        write_logprobs(run.paths.logprobs, step, rank, rows, np.concatenate(said))
+
+
+def apart(row: MicroBatch) -> list[Tokens]:
+    cuts = np.cumsum(row.lengths)[:-1]
+    names = ("ids", "loss_mask", "logprobs", "advantages", "versions")
+    columns = [np.split(getattr(row.tokens, name), cuts) for name in names]
+    return [Tokens(**dict(zip(names, each, strict=True))) for each in zip(*columns, strict=True)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_trainers_word_is_found_for_every_token_however_many_ranks_packed_it(run: RunConfig, world: int) -> None:
+    train(run, 1, world=world)
+    known = read_logprobs(run.paths.logprobs, 1)
+    samples = [sample.tokens for sample in samples_of(Journal(run.paths.journal).read(1).rollouts)]
+    assert len(samples) > 6
+    for sample in samples:
+        found = logprobs_of(sample, known)
+        assert found is not None
+        assert found[counting(sample)].tolist() == what_it_says(sample).tolist()
+        assert np.isnan(found[~counting(sample)]).all()
+
+
+def test_a_batch_that_was_filled_anew_is_not_told_what_was_said_of_the_one_before(run: RunConfig) -> None:
+    train(run, 1, world=1)
+
+    def sample_again(record: BatchRecord) -> None:
+        for rollout in record.rollouts:
+            rollout.samples = [build_again(sample) for sample in rollout.samples]
+
+    rewrite_batch(run, 1, sample_again)
+    known = read_logprobs(run.paths.logprobs, 1)
+    samples = samples_of(Journal(run.paths.journal).read(1).rollouts)
+    assert [logprobs_of(sample.tokens, known) for sample in samples] == [None] * len(samples)
+
+
+def build_again(sample: Tokens) -> Tokens:
+    columns = {name: getattr(sample, name) for name in ("ids", "loss_mask", "advantages", "versions")}
+    return build_tokens(**columns, logprobs=sample.logprobs * 0.5)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xc1", b"half"])
+def test_a_torn_file_of_logprobs_is_as_if_it_were_not_there(run: RunConfig, content: bytes) -> None:
+    train(run, 1, world=2)
+    whole = path_of(run.paths.logprobs, 1, 0).read_bytes()
+    path_of(run.paths.logprobs, 1, 0).write_bytes(content if content != b"half" else whole[: len(whole) // 2])
+    others = Shares(Journal(run.paths.journal), run).of(1, rank=1, world=2).micro_batches
+    known = read_logprobs(run.paths.logprobs, 1)
+    assert len(known) == len(
+        {sample.ids.tobytes() + sample.logprobs.tobytes() for row in others for sample in apart(row)}
+    )
+
+
+def columns(**changes: object) -> TokenColumns:
+    """Two tokens given, three sampled; by hand."""
+    sample = build_tokens(
+        ids=[5, 6, 7, 8, 9],
+        loss_mask=[0, 0, 1, 1, 1],
+        logprobs=[0, 0, math.log(0.5), math.log(0.25), 0.0],
+        advantages=[0, 0, 1.5, 1.5, -3.0],
+        versions=[-1, -1, 3, 4, 4],
+    )
+    rollout = Rollout(
+        group=1, place=0, attempt=0, env="a", example=0, reward=1.0, samples=[sample], temperature=1.0, **changes
+    )
+    said = np.log(np.array([0.25, 0.25, 0.5], np.float32))
+    identity = next(iter(_known(sample)))
+    return columns_of(rollout, 0, ["a", "b", "c", "d", "e"], {identity: said})
+
+
+def _known(sample: Tokens) -> dict[bytes, None]:
+    from trireme.ledger.logprobs import identity
+
+    return {identity(sample): None}
+
+
+def test_the_ratio_is_the_trainers_probability_over_the_engines() -> None:
+    assert columns().ratios[2:].tolist() == pytest.approx([0.5, 1.0, 0.5])
+    assert np.isnan(columns().ratios[:2]).all()
+
+
+def test_figures_of_a_sample_by_hand() -> None:
+    figures = figures_of(columns())
+    assert (figures.sampled, figures.versions) == (3, [3, 4])
+    assert figures.mean_p == pytest.approx((0.5 * 0.25 * 1.0) ** (1 / 3))
+    assert figures.mean_ratio == pytest.approx(2 / 3)
+    assert figures.farthest == pytest.approx(0.5)
+
+
+def test_a_token_tells_all_that_is_known_of_it() -> None:
+    assert list(lines_of(columns(), 2, step=5)) == [
+        "token 3 of 5: 'c', id 7",
+        "engine   p 0.5000 (logprob -0.6931)",
+        "trainer  p 0.2500 (logprob -1.3863)",
+        "ratio    0.5000",
+        "advantage +1.5000",
+        "version  3, lag 2",
+        "trained on",
+    ]
+    assert list(lines_of(columns(), 0, step=5))[1:] == ["given to the model, not sampled"]
+
+
+def test_a_masked_rollout_says_that_nothing_of_it_is_trained_on() -> None:
+    masked = columns(masked="truncated")
+    assert not masked.trained.any()
+    assert "masked: not trained on" in list(lines_of(masked, 2, step=5))
+    assert "trainer" not in colours_of([masked])
+
+
+def test_colours_grow_with_what_they_stand_for() -> None:
+    def strength(colour: str, place: int) -> float:
+        return COLOURS[colour][1](columns(), place)[1]
+
+    assert strength("engine", 3) > strength("engine", 2) > strength("engine", 4) == 0.0
+    assert strength("ratio", 2) == pytest.approx(1.0)  # half as likely: the strongest
+    assert strength("ratio", 3) == pytest.approx(0.0, abs=1e-6)
+    assert strength("advantage", 4) == 1.0
+    assert strength("advantage", 2) == 0.5
+    assert COLOURS["version"][1](columns(), 2)[0] != COLOURS["version"][1](columns(), 3)[0]
+
+
+def test_one_span_of_each_token_and_its_text_is_the_tokens(run: RunConfig) -> None:
+    write_tokenizer(run.paths.weights / "step_2")
+    train(run, 2, world=1)
+    loaded = load_rollout(run.paths.root, 2, 1)
+    assert isinstance(loaded, LoadedRollout)
+    assert loaded.has_texts
+    for sample, shown in zip(loaded.rollout.samples, loaded.samples, strict=True):
+        page = token_html(shown, "ratio", range(shown.length), step=2)
+        texts = re.findall(r"<span [^>]*>(.*?)</span>", page, re.DOTALL)
+        assert len(texts) == sample.length
+        assert [html.unescape(text.replace("⏎<br>", "\n")) for text in texts] == [text or "▯" for text in shown.texts]
+        assert shown.has_trainer
+    assert [rollout.group for _, rollout in loaded.group] == [loaded.rollout.group] * 3
+
+
+class Seen(HTMLParser):
+    """What a browser would make of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_what_a_model_wrote_is_never_markup() -> None:
+    said = [
+        {"role": "user", "content": EVIL},
+        {"role": EVIL, "content": EVIL, "tool_calls": [{"function": {"name": EVIL, "arguments": {EVIL: EVIL}}}]},
+        {"role": "tool", "name": EVIL, "content": EVIL},
+    ]
+    record = Record(row=Row(0, "1", 0, 1.0), prompt=said, completion=said, answer=EVIL, info={EVIL: EVIL})
+    evil = columns()
+    evil = TokenColumns(**{**vars(evil), "texts": [EVIL] * 5})
+    page = conversation_html(record) + components_html({EVIL: 1.0}, 0.5) + token_html(evil, "engine", range(5), step=5)
+    seen = Seen()
+    seen.feed(page)
+    assert seen.tags <= {"div", "span", "b", "h3", "i", "br"}
+    assert seen.attributes <= {"class", "style", "data-t"}
+    assert seen.text.count("<script>alert(1)</script>") >= 15
+    assert "\x1b" not in page
+
+
+def test_tools_and_reasoning_stand_under_their_names() -> None:
+    call = {"id": "1", "function": {"name": "python", "arguments": '{"code": "1+1"}'}}
+    said = [
+        {"role": "assistant", "content": "<think>hm</think>so", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    page = conversation_html(Record(row=Row(0, "1", 0, 1.0), completion=said))
+    assert page.index("reasoning") < page.index(">so<") < page.index("calls <b>python</b>") < page.index("code: 1+1")
+    assert "returned <b>python</b>" in page
+
+
+def test_each_component_of_a_reward_has_a_bar_as_long_as_it_is_large() -> None:
+    page = components_html({"exact": 2.0, "format": -0.5, "odd": math.nan}, 1.0)
+    assert re.findall(r'class="(good|bad)" style="width:(\d+)%', page) == [
+        ("good", "50"),
+        ("good", "100"),
+        ("bad", "25"),
+        ("good", "0"),
+    ]
+
+
+@pytest.mark.parametrize(("step", "number", "why"), [(9, 0, "no batch 9"), (1, 99, "not 99")])
+def test_what_is_not_there_is_said_in_words(run: RunConfig, step: int, number: int, why: str) -> None:
+    assert why in str(load_rollout(run.paths.root, step, number))
+
+
+def test_a_run_that_keeps_no_logprobs_shows_the_engines_alone(tmp_path: Path) -> None:
+    config = build_config(tmp_path / "run", trainer={"save_logprobs": False})
+    assert config.trainer.save_logprobs is False
+    run = write_whole_run(tmp_path / "run", batches=1)
+    loaded = load_rollout(run.paths.root, 0, 0)
+    assert isinstance(loaded, LoadedRollout)
+    assert colours_of(loaded.samples) == ["engine", "advantage", "version", "mask"]

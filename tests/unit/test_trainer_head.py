@@ -1,0 +1,354 @@
+"""Logprobs from hidden states in chunks: what the plain form gives, without the tensor that the plain form needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tiny import largest_difference, random_samples, take_gradients
+from trireme.algo.logprobs import Choices, token_logprobs
+from trireme.algo.packing import micro_batches_of_rank
+from trireme.config.trainer import TrainerModel
+from trireme.messages import MicroBatch
+from trireme.trainer.forward import compute_columns
+from trireme.trainer.head import Head, HeadOutput, NoHead, Targets, score_in_chunks
+from trireme.trainer.mesh import World
+from trireme.trainer.model import load_model
+from trireme.trainer.scorer import Scorer, attach_scorer, scorer_of
+
+K, V = 45, 97
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def with_bias() -> PreTrainedModel:
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    model.lm_head = torch.nn.Linear(32, V)
+    return model
+
+
+def with_adapter() -> PreTrainedModel:
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False), model)
+    return model
+
+
+def trained_beside_adapters() -> PreTrainedModel:
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]), model)
+    return model
+
+
+def frozen() -> PreTrainedModel:
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    model.lm_head.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "its own": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
+    "tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    "bias": with_bias,
+    "soft cap": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=0.5)),
+    "scaled up": lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=3.0)),
+    "scaled down": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=0.1)),
+    "adapter": with_adapter,
+    "trained beside adapters": trained_beside_adapters,
+    "frozen": frozen,
+}
+
+
+def open_model(kind: str) -> PreTrainedModel:
+    torch.manual_seed(1)
+    return MODELS[kind]().double().eval()
+
+
+def random_targets(count: int = K, vocabulary: int = V, *, cut: bool = False) -> Targets:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, vocabulary, (count,), generator=generator)
+    temperatures = torch.rand(count, generator=generator) + 0.5
+    temperatures[3] = 0.0
+    return Targets(ids, temperatures, random_choices(ids, vocabulary) if cut else None)
+
+
+def random_choices(ids: torch.Tensor, vocabulary: int) -> Choices:
+    """Two of three tokens were drawn from some."""
+    cut = torch.tensor([k for k in range(len(ids)) if k % 3])
+    among = [sorted({int(ids[k]), *((int(ids[k]) + 5 * j) % vocabulary for j in range(k % 5))}) for k in cut.tolist()]
+    return Choices(
+        cut, torch.tensor([len(each) for each in among]), torch.tensor([token for each in among for token in each])
+    )
+
+
+def hidden_of(model: PreTrainedModel, count: int = K) -> torch.Tensor:
+    ids = torch.arange(count)[None] * 7 % model.config.vocab_size
+    return model.base_model(input_ids=ids, use_cache=False)[0][0]
+
+
+def plain(model: PreTrainedModel, targets: Targets) -> HeadOutput:
+    """All logits at once, in the model's own forward pass; log-softmax; entropies by their definition."""
+    ids = torch.arange(K)[None] * 7 % V
+    scale = torch.where(targets.temperatures > 0, targets.temperatures, 1.0)
+    logits = model(input_ids=ids, use_cache=False).logits[0] / scale[:, None]
+    if targets.choices:
+        logits = logits.masked_fill(~allowed(targets.choices), -1e30)
+    normalised = torch.log_softmax(logits, -1)
+    return HeadOutput(normalised.gather(-1, targets.ids[:, None]).squeeze(-1), -(normalised.exp() * normalised).sum(-1))
+
+
+def allowed(choices: Choices) -> torch.Tensor:
+    mask = torch.ones(K, V, dtype=torch.bool)
+    mask[choices.positions] = False
+    mask[choices.positions.repeat_interleave(choices.counts), choices.ids] = True
+    return mask
+
+
+def gradients_of(model: PreTrainedModel, output: HeadOutput, *, of_entropies: bool) -> dict[str, torch.Tensor]:
+    """Of a loss that looks at each token in another way."""
+    weights = torch.linspace(-1, 1, K, dtype=torch.float64)
+    loss = output.logprobs @ weights + output.logprobs.square().sum() / 9
+    (loss + output.entropies.square() @ weights.flip(0) if of_entropies else loss).backward()
+    return take_gradients(model)
+
+
+@pytest.mark.parametrize("of_entropies", [False, True], ids=["logprobs", "and entropies"])
+@pytest.mark.parametrize("cut", [False, True], ids=["uncut", "cut"])
+@pytest.mark.parametrize("chunk", [1, 7, 1024])
+@pytest.mark.parametrize("kind", MODELS)
+def test_values_and_gradients_are_those_of_the_plain_form(kind: str, chunk: int, cut: bool, of_entropies: bool) -> None:
+    model, targets = open_model(kind), random_targets(cut=cut)
+    expected = plain(model, targets)
+    found = score_in_chunks(Head(model), hidden_of(model), targets, chunk=chunk, entropy_gradient=of_entropies)
+    torch.testing.assert_close(found.logprobs, expected.logprobs)
+    torch.testing.assert_close(found.entropies, expected.entropies)
+    assert found.entropies.requires_grad == of_entropies
+    ours = gradients_of(model, found, of_entropies=of_entropies)
+    theirs = gradients_of(model, expected, of_entropies=of_entropies)
+    assert largest_difference(ours, theirs) < 1e-9
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["uncut", "cut"])
+def test_what_is_written_by_hand_is_the_derivative(cut: bool) -> None:
+    targets = random_targets(6, 9, cut=cut)
+    logits = torch.randn(6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+    def whole(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, temperatures, choices = targets
+        return token_logprobs(logits, ids, temperatures.double(), choices=choices, entropy_gradient=True)
+
+    def in_chunks(logits: torch.Tensor) -> HeadOutput:
+        return score_in_chunks(NoHead(), logits, targets, chunk=4, entropy_gradient=True)
+
+    assert torch.autograd.gradcheck(whole, logits)
+    assert torch.autograd.gradcheck(in_chunks, logits)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that comes out of any operation, in elements; of those with the vocabulary for an axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and V in leaf.shape]
+        self.numel = max([self.numel, *sizes])
+        return found
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["uncut", "cut"])
+def test_the_logits_of_all_tokens_never_exist(cut: bool) -> None:
+    model, count, chunk = open_model("tied"), 400, 16
+    weight = model.lm_head.weight.numel()
+    targets = random_targets(count, cut=cut)
+    with Largest() as largest:
+        found = score_in_chunks(Head(model), hidden_of(model, count), targets, chunk=chunk, entropy_gradient=True)
+        (found.logprobs.sum() + found.entropies.sum()).backward()
+    assert chunk * V <= largest.numel <= max(chunk * V, weight) < count * V
+    with Largest() as largest:
+        score_in_chunks(NoHead(), model.lm_head(hidden_of(model, count)), targets, chunk=chunk)
+    assert largest.numel == count * V  # so the measurement sees it where it is
+
+
+def test_the_gradient_of_a_low_precision_head_does_not_suffer_from_chunks() -> None:
+    torch.manual_seed(4)
+    head, hidden = Qwen3ForCausalLM(Qwen3Config(**SIZES)), torch.randn(2000, 32)
+    ids = torch.randint(0, V, (2000,))
+    targets = Targets(ids, torch.ones(2000), None)
+
+    def gradient(dtype: torch.dtype, chunk: int) -> torch.Tensor:
+        model = head.to(dtype)
+        score_in_chunks(Head(model), hidden.to(dtype), targets, chunk=chunk).logprobs.sum().backward()
+        return take_gradients(model)["lm_head.weight"].double()
+
+    head.bfloat16()
+    expected = gradient(torch.float64, 4000)
+    errors = [float((gradient(torch.bfloat16, chunk) - expected).norm()) for chunk in (4000, 8)]
+    assert errors[1] < 1.5 * errors[0]
+
+
+def test_what_an_adapter_of_the_head_dropped_is_dropped_again_in_the_backward_pass() -> None:
+    model, targets = open_model("its own"), random_targets()
+    config = LoraConfig(r=4, target_modules=["lm_head"], lora_dropout=0.5, init_lora_weights=False)
+    inject_adapter_in_model(config, model)
+    model.double().train()
+    hidden, found = hidden_of(model).detach(), []
+    for chunk in (K, 1024):
+        torch.manual_seed(5)
+        output = score_in_chunks(Head(model), hidden, targets, chunk=chunk)
+        torch.manual_seed(77)  # what else draws meanwhile
+        output.logprobs.sum().backward()
+        found.append((output, take_gradients(model)))
+        after = torch.rand(3)
+        torch.manual_seed(77)
+        assert torch.equal(after, torch.rand(3))
+    torch.manual_seed(5)
+    logits = model.lm_head(hidden)
+    expected, _ = token_logprobs(logits, targets.ids, targets.temperatures)
+    expected.sum().backward()
+    gradients = take_gradients(model)
+    for output, ours in found:
+        torch.testing.assert_close(output.logprobs, expected)
+        assert largest_difference(ours, gradients) < 1e-9
+
+
+def test_a_rank_without_a_token_gives_gradients_of_zero() -> None:
+    model = open_model("tied")
+    targets = Targets(torch.zeros(0, dtype=torch.int64), torch.zeros(0), None)
+    found = score_in_chunks(Head(model), hidden_of(model)[:0], targets, chunk=8)
+    found.logprobs.sum().backward()
+    gradients = take_gradients(model)
+    assert gradients.keys() == {name for name, _ in model.named_parameters()}
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("first", range(0, 12, 3))
+def test_choices_of_a_stretch_are_counted_from_its_start(first: int) -> None:
+    ids = torch.arange(12)
+    choices, last = random_choices(ids, V), first + 3
+    found = choices.within(first, last)
+    expected = [
+        (position - first, among)
+        for position, among in zip(choices.positions.tolist(), choices.ids.split(choices.counts.tolist()), strict=True)
+        if first <= position < last
+    ]
+    assert found is not None
+    assert found.positions.tolist() == [position for position, _ in expected]
+    for ours, (_, theirs) in zip(found.ids.split(found.counts.tolist()), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert choices.within(0, 1) is None
+
+
+# in a sharded model
+
+
+def one_row(lengths: list[int]) -> MicroBatch:
+    (row,) = micro_batches_of_rank(random_samples(lengths), capacity=sum(lengths), rank=0, world=1)
+    return row
+
+
+def test_a_sharded_model_scores_alike_whatever_the_chunk(tiny_model: Path, world: World) -> None:
+    row, found = one_row([30, 22, 9]), []
+    for chunk in (5, 1024):
+        model = load_model(TrainerModel(head_chunk=chunk), str(tiny_model), world)
+        columns = compute_columns(model, row, world.device, entropy_gradient=True)
+        (columns.logprobs.sum() - columns.entropies.square().sum()).backward()
+        found.append((columns, take_gradients(model)))
+    torch.testing.assert_close(found[0][0].logprobs, found[1][0].logprobs)
+    torch.testing.assert_close(found[0][0].entropies, found[1][0].entropies)
+    assert largest_difference(found[0][1], found[1][1]) < 1e-5
+
+
+def test_temperatures_keep_their_precision_where_the_model_runs_in_less(tiny_model: Path, world: World) -> None:
+    model = load_model(TrainerModel(optimization_dtype="bfloat16"), str(tiny_model), world)
+    row = one_row([30])
+    found = {}
+    for temperature in (0.7, float(torch.tensor(0.7, dtype=torch.bfloat16))):
+        other = MicroBatch(tokens=row.tokens, lengths=row.lengths, temperatures=[temperature])
+        found[temperature] = compute_columns(model, other, world.device).logprobs
+    assert not torch.equal(*found.values())
+
+
+def test_only_tokens_that_count_cost_logits(tiny_model: Path, world: World) -> None:
+    model = load_model(TrainerModel(), str(tiny_model), world)
+    row, lengths = one_row([30, 22]), []
+    scorer_of(model, world.device)
+    hook = model.lm_head.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[-2]))
+    compute_columns(model, row, world.device)
+    hook.remove()
+    assert lengths == [int(row.tokens.loss_mask.sum())]
+
+
+class Louder(Qwen3ForCausalLM):
+    """Its logits depend on more than hidden states."""
+
+    def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **kwargs)
+        output.logits = output.logits * (2.0 if input_ids is not None else 1.0)
+        return output
+
+
+def test_a_model_whose_head_cannot_run_by_itself_makes_its_logits_in_its_own_way(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(6)
+    model = Louder(Qwen3Config(**SIZES)).train()
+    attach_scorer(model, TrainerModel(head_chunk=4), world)
+    row = random_row()
+    with caplog.at_level("WARNING"):
+        columns = compute_columns(model, row, world.device)
+    assert "head of Louder" in caplog.text
+    columns.logprobs.sum().backward()
+    ours = take_gradients(model)
+    ids = torch.from_numpy(row.tokens.ids.astype("int64"))
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / row.temperatures[0]
+    expected = torch.log_softmax(logits, -1).gather(-1, ids[1:, None]).squeeze(-1)
+    expected = expected[torch.from_numpy(row.tokens.loss_mask[1:].astype(bool))]
+    expected.sum().backward()
+    torch.testing.assert_close(columns.logprobs, expected)
+    assert largest_difference(ours, take_gradients(model)) < 1e-4
+    assert isinstance(scorer_of(model, world.device), Scorer)
+
+
+def random_row() -> MicroBatch:
+    row = one_row([20])
+    row.tokens.ids[:] %= V
+    return row
+
+
+def test_trying_a_model_leaves_its_modules_as_they_were(world: World) -> None:
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES)).train()
+    model.model.layers[0].mlp.eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    attach_scorer(model, TrainerModel(), world)
+    scorer_of(model, world.device)
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert all(parameter.grad is None for parameter in model.parameters())

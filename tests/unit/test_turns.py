@@ -1,0 +1,104 @@
+"""That an event loop comes back soon: much at once is done a little at a time, all of it, and in its order."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+from trireme.base.garbage import MANY, collecting_rarely
+from trireme.base.turns import Turns, by_turns
+
+
+def test_a_thousand_calls_are_made_in_their_order_and_others_have_their_turns_in_between():
+    async def main() -> tuple[list[int], list[int]]:
+        made: list[int] = []
+        turns = Turns(at_once=10)
+        for number in range(1000):
+            turns.call(made.append, number)
+        seen = []
+        while len(made) < 1000:
+            seen.append(len(made))
+            await asyncio.sleep(0)
+        return made, seen
+
+    made, seen = asyncio.run(main())
+    assert made == list(range(1000))
+    assert max(after - before for before, after in zip([0, *seen], [*seen, 1000], strict=True)) <= 10
+
+
+def test_a_call_alone_is_made_at_once():
+    async def main() -> list[str]:
+        made: list[str] = []
+        Turns().call(made.append, "now")
+        return made
+
+    assert asyncio.run(main()) == ["now"]
+
+
+def test_calls_made_by_calls_wait_behind_those_that_were_made_before():
+    async def main() -> list[int]:
+        made: list[int] = []
+        turns = Turns(at_once=1)
+
+        def act(number: int) -> None:
+            made.append(number)
+            if number < 3:
+                turns.call(act, number + 10)
+
+        for number in range(5):
+            turns.call(act, number)
+        while len(made) < 8:
+            await asyncio.sleep(0)
+        return made
+
+    assert asyncio.run(main()) == [0, 10, 1, 2, 3, 4, 11, 12]
+
+
+def test_whatever_is_left_can_be_finished_at_once():
+    async def main() -> list[int]:
+        made: list[int] = []
+        turns = Turns(at_once=2)
+        for number in range(9):
+            turns.call(made.append, number)
+        turns.finish()
+        return made
+
+    assert asyncio.run(main()) == list(range(9))
+
+
+def test_items_come_by_turns_in_their_order():
+    async def main() -> tuple[list[int], int]:
+        beats = 0
+
+        async def beat() -> None:
+            nonlocal beats
+            while True:
+                beats += 1
+                await asyncio.sleep(0)
+
+        beating = asyncio.create_task(beat())
+        items = [item async for item in by_turns(range(100), 10)]
+        beating.cancel()
+        return items, beats
+
+    items, beats = asyncio.run(main())
+    assert items == list(range(100))
+    assert beats >= 10
+
+
+def test_collecting_rarely_leaves_the_collector_as_it_was():
+    gc.unfreeze()  # what a test before may have set aside
+    before = gc.get_threshold()
+    with collecting_rarely():
+        assert gc.get_threshold()[0] == MANY
+        assert gc.get_freeze_count() > 0
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
+
+
+def test_what_was_set_aside_before_stays_so():
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with collecting_rarely():
+        pass
+    assert gc.get_freeze_count() >= frozen
+    gc.unfreeze()

@@ -1,0 +1,74 @@
+"""Drives the viewer of runs and evaluations as its user does: keys go in, what the screen says comes out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from textual.pilot import Pilot
+
+from trireme.monitor.eval_view.app import EvalView
+from trireme.monitor.eval_view.capture import key_event, settle, text
+
+NARROW, WIDE = (80, 24), (140, 40)
+
+
+def answer(example: int, reward: float | None, said: str = "so be it", **more: Any) -> dict[str, Any]:
+    """A line of results."""
+    prompt = [{"role": "user", "content": f"question {example}"}]
+    completion = [{"role": "assistant", "content": said}]
+    head = {"example_id": example, "reward": reward, "prompt": prompt, "completion": completion, "answer": "right"}
+    return head | {"metrics": {"exact": reward or 0.0}, "rollout": 0, "tokens": 7, "turns": 1, "stop": "done"} | more
+
+
+def write_results(path: Path, answers: Iterable[dict[str, Any]], *, mode: str = "w") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, mode) as file:
+        file.writelines(json.dumps(line) + "\n" for line in answers)
+    return path
+
+
+def write_evaluations(run: Path, *, versions: Sequence[int] = (0, 20), examples: int = 4) -> None:
+    """Of an environment "say": example 1 gets better, the others stay at example / 10."""
+    for version in versions:
+        answers = [answer(n, n / 10, f"version {version} says {n}") for n in range(examples)]
+        answers[1]["reward"] = version / 20
+        write_results(run / "evals" / f"step_{version}" / "say.jsonl", answers)
+
+
+class Viewer:
+    """What a test may do while the viewer runs."""
+
+    def __init__(self, app: EvalView, pilot: Pilot[None]) -> None:
+        self.app, self.pilot = app, pilot
+
+    async def press(self, *keys: str) -> str:
+        """One after the other, each when what the one before brought about is on the screen. Returns the screen."""
+        for key in keys:
+            self.app.post_message(key_event(key))
+            await settle(self.pilot)
+        return self.screen()
+
+    async def type(self, line: str) -> str:
+        """As fast as fingers are, then enter."""
+        for letter in line:
+            self.app.post_message(key_event("space" if letter == " " else letter))
+        return await self.press("enter")
+
+    def screen(self) -> str:
+        return text(self.app)
+
+
+def view(
+    folder: Path | Sequence[Path], script: Callable[[Viewer], Awaitable[Any]], *, size: tuple[int, int] = NARROW
+) -> Any:
+    async def main() -> Any:
+        app = EvalView([folder] if isinstance(folder, Path) else folder)
+        async with app.run_test(size=size, notifications=True) as pilot:
+            await settle(pilot)
+            return await script(Viewer(app, pilot))
+
+    return asyncio.run(main())

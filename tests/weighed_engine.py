@@ -1,0 +1,148 @@
+"""An engine that takes weights with the receiving code of a real one, and answers with a letter that they decide.
+
+Its routes are those of vLLM that `eval` uses. Weights are what `write_weights` wrote: one number, which is the letter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from aiohttp import web
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from fake_engine import Asked, FakeEngine, WeightWire
+from tiny_tokenizer import END, write_tokenizer
+from trireme.algo.digest import tensor_digest
+from trireme.messages import TensorSpec
+from trireme.transport.weights.kinds import Receiver, open_receiver
+
+LETTER = "letter.weight"
+
+
+def write_weights(folder: Path, letter: str, *, rows: int = 2) -> Path:
+    """A model of two tensors, with its tokenizer."""
+    write_tokenizer(folder)
+    tensors = {LETTER: torch.full((rows, 3), float(ord(letter))), "norm.weight": torch.arange(4.0)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@dataclass
+class WeighedEngine(FakeEngine):
+    """Its knobs are those of `FakeEngine`, and these."""
+
+    model: Path = Path()
+    label: str = "default"  # what it calls its weights
+    is_frozen: bool = False  # paused from the beginning
+    num_busy: int = 0  # requests of somebody else
+    label_after: tuple[int, str] | None = None  # so many answers: then somebody else has given it weights
+    gone_after: int | None = None  # requests for tokens: then nobody listens any more
+    digests: dict[str, str] = field(default_factory=dict)
+    loaded: dict[str, torch.Tensor] = field(default_factory=dict)
+    answered: list[tuple[str, str]] = field(default_factory=list)  # label and letter
+    labels: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.is_frozen:
+            self.running.clear()
+        self.loaded = load_file(self.model / "model.safetensors")
+        self.answer = self._letter
+        self.mangle = self._with_label
+        self.gone = asyncio.Event()
+        self.end = END
+        self._tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
+        self._receiver: Receiver | None = None
+
+    def _letter(self, asked: Asked) -> list[int]:
+        letter = chr(int(self.loaded[LETTER][0, 0]))
+        self.answered.append((self.label, letter))
+        if self.gone_after is not None and len(self.requests) >= self.gone_after:
+            self.gone.set()
+        return [self._tokenizer.token_to_id(letter), END]
+
+    def _with_label(self, response: dict[str, Any]) -> dict[str, Any]:
+        for span in response["choices"][0]["weight_versions"]:
+            span["version"] = self.label
+        if self.label_after is not None and len(self.answered) == self.label_after[0]:
+            self.label = self.label_after[1]
+        return response
+
+    async def weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def models(self, request: web.Request) -> web.Response:
+        card = {"id": "weighed", "root": str(self.model), "max_model_len": 256}
+        return web.json_response({"data": [card]})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=f'# HELP\nvllm:num_requests_running{{engine="0"}} {float(self.num_busy)}\n')
+
+    async def is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.paused})
+
+    async def _update_weight_version(self, body: dict[str, Any]) -> None:
+        self.label = body["new_version"]
+        self.labels.append(self.label)
+
+    async def _init_weight_transfer_engine(self, body: dict[str, Any]) -> None:
+        info = dict(body["init_info"])
+        epoch, rank, world_size = info.pop("epoch"), info.pop("rank_offset"), info.pop("world_size")
+        self._receiver = open_receiver(**info, device=torch.device("cpu"))
+        await asyncio.to_thread(self._receiver.join, epoch, rank, world_size)
+
+    async def _update_weights(self, body: dict[str, Any]) -> None:
+        assert self._receiver is not None
+        info = body["update_info"]
+        specs = msgspec.convert(info["specs"], list[TensorSpec])
+        tensors = await asyncio.to_thread(lambda: list(self._receiver.tensors(specs, info["payload"])))
+        self.loaded = {name: tensor.clone() for name, tensor in tensors}
+        self.digests = {name: tensor_digest(tensor) for name, tensor in self.loaded.items()}
+
+    async def _finish_weight_update(self, body: dict[str, Any]) -> None:
+        self.label = body["weight_version"]
+
+    async def _collective_rpc(self, body: dict[str, Any]) -> dict[str, Any]:
+        digests = self.digests | ({self.digest_error: "0"} if self.digest_error else {})
+        return {"results": [{"digests": digests, "incomplete": list(self.incomplete)}]}
+
+
+@asynccontextmanager
+async def open_weighed_engine(model: Path, **knobs: Any) -> AsyncIterator[WeighedEngine]:
+    engine = WeighedEngine(WeightWire(), model=model, **knobs)
+    app = web.Application(client_max_size=1 << 26)
+    for path, handler in {
+        "/health": engine.health,
+        "/get_world_size": engine.world_size,
+        "/weight_info": engine.weight_info,
+        "/v1/models": engine.models,
+        "/metrics": engine.metrics,
+        "/is_paused": engine.is_paused,
+    }.items():
+        app.router.add_get(path, handler)
+    app.router.add_post("/inference/v1/generate", engine.generate)
+    app.router.add_post("/{route}", engine.control)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", engine.port).start()
+    leaving = asyncio.create_task(_leave(engine, runner))
+    try:
+        yield engine
+    finally:
+        engine.gone.set()
+        with suppress(asyncio.CancelledError):
+            await leaving
+
+
+async def _leave(engine: WeighedEngine, runner: web.AppRunner) -> None:
+    await engine.gone.wait()
+    engine.running.set()
+    await runner.cleanup()

@@ -1,0 +1,99 @@
+"""A real sender of weights and its real receivers, each joining and working in a thread of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from trireme.algo.digest import tensor_digest
+from trireme.algo.patch import Patch
+from trireme.base.processes import free_port
+from trireme.messages import TensorSpec
+from trireme.transport.weights.buckets import spec_of
+from trireme.transport.weights.kinds import Receiver, Sender, open_receiver, open_sender
+
+BUCKET_BYTES = 4096
+DEADLINE_S = 60
+SHORT_S = 8.0  # a peer that works, on a busy machine, is quicker
+
+Tensors = dict[str, torch.Tensor]
+
+
+def random_model(seed: int = 0) -> Tensors:
+    """Tensors of several types; one larger than a bucket, one of an odd size, one number, one without numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(70, 33, generator=generator),
+        "bias": torch.randn(13, generator=generator),
+        "half": torch.randn(17, 3, generator=generator).bfloat16(),
+        "scale": torch.randn((), generator=generator),
+        "empty": torch.empty(0, 4),
+        "norm": torch.randn(16, generator=generator).bfloat16(),
+        "counts": torch.randint(0, 100, (5,), generator=generator),
+    }
+
+
+def specs_of(tensors: Tensors) -> list[TensorSpec]:
+    return [spec_of(name, tensor) for name, tensor in tensors.items()]
+
+
+def digests_of(tensors: Tensors) -> dict[str, str]:
+    return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+
+
+def receive(receiver: Receiver, tensors: Tensors, payload: dict | None = None) -> dict[str, str]:
+    return {name: tensor_digest(found) for name, found in receiver.tensors(specs_of(tensors), payload or {})}
+
+
+class Ends:
+    """Over gloo."""
+
+    def __init__(self, num_receivers: int, *, timeout_s: float, delta: bool = False) -> None:
+        port = free_port()
+        options = {"host": "127.0.0.1", "port": port, "bucket_bytes": BUCKET_BYTES, "timeout_s": timeout_s}
+        self.sender: Sender = open_sender("gloo", folder=Path("unused"), delta=delta, **options)
+        self.receivers = [open_receiver("gloo", device=torch.device("cpu"), **options) for _ in range(num_receivers)]
+        self._pool = ThreadPoolExecutor(num_receivers + 1)
+
+    def send(
+        self,
+        tensors: Tensors,
+        *,
+        epoch: str,
+        receivers: list[Receiver],
+        join: bool = True,
+        parts: Iterable[torch.Tensor | Patch] | None = None,
+    ) -> list[Future]:
+        """The sender's future first, then those of the receivers at work.
+
+        Args:
+            parts: what is sent of each tensor; all of it where nothing is said.
+        """
+        world_size = len(self.receivers) + 1
+
+        def work_as_sender() -> None:
+            self.sender.join(epoch, world_size)
+            self.sender.send(specs_of(tensors), iter(tensors.values() if parts is None else parts))
+
+        def work_as_receiver(receiver: Receiver) -> dict[str, str]:
+            if join:
+                receiver.join(epoch, 1 + self.receivers.index(receiver), world_size)
+            return receive(receiver, tensors)
+
+        return [
+            self._pool.submit(work_as_sender),
+            *(self._pool.submit(work_as_receiver, receiver) for receiver in receivers),
+        ]
+
+    def close(self) -> None:
+        for end in [*self.receivers, self.sender]:
+            end.close()
+        self._pool.shutdown(wait=False)
+
+
+def outcome(futures: list[Future]) -> list[dict[str, str] | None]:
+    """None of the sender, and what receivers found."""
+    return [future.result(DEADLINE_S) for future in futures]
