@@ -32,7 +32,7 @@ class VfRlView(PlainView):
         self._num_examples: int | None = None
 
     def show(self, *, final: bool) -> None:
-        if not final:
+        if not final or self.progress.num_session_steps:
             self._say_startup()
         super().show(final=final)
         for step in self._folders.write_due():
@@ -60,10 +60,13 @@ class VfRlView(PlainView):
             yield f"Loading environment {environment.id}..."
 
     def _is_ready(self) -> bool:
+        """What answers is ready, and so is what a step was sampled with: rows may be here before the next answer is."""
         engines = self.status.engines if self.status else ()
         logs = [process for process in self.processes if process.name == "inference"]
-        return any(engine.state == "live" for engine in engines) or any(
-            startup_phase(process.log, process.log_start) == "ready" for process in logs
+        return (
+            self.progress.num_session_steps > 0
+            or any(engine.state == "live" for engine in engines)
+            or any(startup_phase(process.log, process.log_start) == "ready" for process in logs)
         )
 
     def step_text(self, step: int) -> str:

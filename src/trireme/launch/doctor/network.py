@@ -159,6 +159,14 @@ async def _asked_over_zeromq(host: str, port: int) -> float:
         with suppress(asyncio.CancelledError):
             await serving
         server.close()
+        await _until_free(host, port)
+
+
+async def _until_free(host: str, port: int) -> None:
+    """ZeroMQ closes behind our back. The run, and the next question, want this port."""
+    gives_up = time.monotonic() + ANSWER_S
+    while not port_is_free(port, host) and time.monotonic() < gives_up:
+        await asyncio.sleep(0.01)
 
 
 async def _answer(_: Request) -> Ok:
