@@ -15,6 +15,7 @@ from trireme.config.run import RunConfig
 
 log = get_logger("inference")
 
+OWN_WAY = ("api-key", "enable-log-requests", "enable-log-outputs", "enable-request-id-headers", "otlp-traces-endpoint")
 FORKED = "trireme.inference.forked.ForkedExecutor"
 
 
@@ -94,11 +95,18 @@ def server_arguments(config: RunConfig) -> list[str]:
     arguments |= {name.replace("_", "-"): value for name, value in inference.args.items()}
     if config.device == "cpu" and _is_for_one_worker(arguments):
         arguments.setdefault("distributed-executor-backend", FORKED)
-    return [part for name, value in arguments.items() for part in _flag(name, value)] + _door_keeper()
+    flags = [part for name, value in arguments.items() for part in _flag(name, value)]
+    return [*flags, *_short_way(arguments), *_door_keeper()]  # whoever comes last is asked first
 
 
 def _is_for_one_worker(arguments: dict[str, Any]) -> bool:
     return all(arguments.get(f"{kind}-parallel-size") in (None, 1) for kind in ("tensor", "pipeline", "data"))
+
+
+def _short_way(arguments: dict[str, Any]) -> list[str]:
+    """Unless something is asked for that lies on vLLM's own way to its engine."""
+    is_watched = any(arguments.get(name) for name in OWN_WAY) or os.environ.get("VLLM_API_KEY")
+    return [] if is_watched else ["--middleware", "trireme.inference.generate.Generate"]
 
 
 def _door_keeper() -> list[str]:
