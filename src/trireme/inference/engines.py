@@ -31,6 +31,9 @@ from trireme.inference.vllm_api import (
 from trireme.messages import TensorSpec
 from trireme.transport.weights.kinds import Receiver, open_receiver
 
+LOADED_BYTES = 16 << 20
+"""Tensors that are loaded in one call. So much memory a transfer takes beside its buckets, or one tensor more."""
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -100,12 +103,18 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self._receiver is not None, "update_weights before init_weight_transfer_engine"
         specs = msgspec.convert(update_info.specs, list[TensorSpec])
         self._expect(specs)
+        loads = _Loads(self.model, tied=self.model_config.hf_config.tie_word_embeddings)
         for number, (name, tensor) in enumerate(self._receiver.tensors(specs, update_info.payload)):
             self.digests[name] = tensor_digest(tensor)
-            if name != fault("skip_tensor"):
-                self._load(name, tensor)
+            # vLLM keeps what it is handed until a layer is whole: a view into the bucket would change under its hands.
+            own = tensor.clone()
+            if is_of_adapter(name):
+                self.adapter[name] = own
+            elif name != fault("skip_tensor"):
+                loads.add(name, own)
             if number == 0:
                 reach("engine.receiving")
+        loads.finish()
         reach("engine.received")
 
     def _expect(self, specs: list[TensorSpec]) -> None:
@@ -116,16 +125,6 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.digests = {}
             self._is_reloading = True
             begin_reload(self.model)
-
-    def _load(self, name: str, tensor: torch.Tensor) -> None:
-        # vLLM keeps what it is handed until a layer is whole: a view into the bucket would change under its hands.
-        own = tensor.clone()
-        if is_of_adapter(name):
-            self.adapter[name] = own
-            return
-        self.model.load_weights([(name, own)])
-        if name.endswith("embed_tokens.weight") and self.model_config.hf_config.tie_word_embeddings:
-            load_tied_head(self.model, own)
 
     def finish_weight_update(self) -> None:
         if self._is_reloading:
@@ -138,6 +137,30 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+
+class _Loads:
+    """Hands tensors to the model, small ones together: each call has a look at all of its parameters."""
+
+    def __init__(self, model: torch.nn.Module, *, tied: bool) -> None:
+        self._model, self._tied = model, tied
+        self._waiting: list[tuple[str, torch.Tensor]] = []
+        self._num_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self._waiting.append((name, tensor))
+        self._num_bytes += tensor.nbytes
+        if self._num_bytes >= LOADED_BYTES:
+            self.finish()
+
+    def finish(self) -> None:
+        """Of all that were added none waits any longer."""
+        waiting, self._waiting, self._num_bytes = self._waiting, [], 0
+        if waiting:
+            self._model.load_weights(waiting)
+        for name, tensor in waiting:
+            if self._tied and name.endswith("embed_tokens.weight"):
+                load_tied_head(self._model, tensor)
 
 
 class WorkerExtension:
