@@ -41,6 +41,7 @@ class Cell:
     seq_len: int = 128
     lr: float = 5e-4
     ours: str = ""  # lines of our configuration that belong to this row
+    our_trainer: str = ""  # and those of its `[trainer]`
     options: dict[str, Any] = field(default_factory=dict)  # of GRPOConfig
     threads: int = 0  # of theirs; 0: as many as there are cores
 
@@ -77,7 +78,13 @@ def _drafts(folder: Path, *, quick: bool) -> list[Cell]:
         found.append(Cell("c", name, **frozen, model=small, task=task, ours=ours, **sizes))
     sizes = {"max_tokens": LARGE.longest + 1, "seq_len": 256, "max_steps": 4 if quick else 6, "batch_size": 64}
     task = {"kind": "countdown", "spread": LARGE.word}
-    found.append(Cell("e", "20M", **frozen, model=large, task=task, **sizes))
+    ours, our_trainer = 'inference.model.dtype = "bfloat16"', 'threads = 2\nmodel.optimization_dtype = "bfloat16"'
+    dtypes = {
+        "ours": ours,
+        "our_trainer": our_trainer,
+        "options": {"model_init_kwargs": {"dtype": "bfloat16"}},
+    }  # each side's fastest
+    found.append(Cell("e", "20M", **frozen, **dtypes, model=large, task=task, **sizes))
     return found
 
 

@@ -48,6 +48,7 @@ name = {model}
 
 [trainer]
 micro_batch_tokens = 4096
+{our_trainer}
 
 [trainer.optim]
 lr = {lr}
@@ -100,13 +101,14 @@ def run(cell: Cell, folder: Path) -> dict[str, Any]:
 
 
 def our_command(cell: Cell, folder: Path) -> tuple[list[str], dict[str, str]]:
-    values = {name: json.dumps(value) for name, value in asdict(cell).items() if name != "ours"}
+    values = {name: json.dumps(value) for name, value in asdict(cell).items() if not name.startswith("our")}
     task = ", ".join(f"{name} = {json.dumps(value)}" for name, value in cell.task.items())
     given = values | {
         "folder": json.dumps(str(folder)),
         "environment": json.dumps(str(HERE / "task.py")),
         "task": task,
         "ours": cell.ours,
+        "our_trainer": cell.our_trainer,
         "lr": cell.lr,
     }
     config = folder / "rl.toml"
