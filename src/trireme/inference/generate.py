@@ -105,7 +105,9 @@ def _is_plain(scope: Message) -> bool:
 def _params(arguments: bytes) -> SamplingParams | None:
     """None where vLLM's own route is to look at them. vLLM copies what it is given before it adds to it."""
     given = msgspec.json.decode(arguments)
-    if not given.keys() <= PLAIN or not given.get("max_tokens") or given.get("logprobs") != 0:
+    if not isinstance(given, dict) or not given.keys() <= PLAIN:
+        return None
+    if not given.get("max_tokens") or given.get("logprobs") != 0:
         return None
     return SamplingParams(
         **given, detokenize=False, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True

@@ -115,7 +115,7 @@ def _door_keeper() -> list[str]:
 
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
-    # vLLM's blocks of 128 tokens are longer than many a prompt: only whole ones are found again by the others of a group.
+    # vLLM takes 128 tokens, longer than many a prompt; only whole blocks are found again by the others of a group.
     arguments: dict[str, Any] = {"enforce-eager": True, "data-parallel-size": None, "block-size": 32}
     if config.synchronous:
         # A seeded request whose prefill is split kills this engine; synchronous runs are the ones that use seeds.

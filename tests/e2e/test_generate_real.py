@@ -1,0 +1,112 @@
+"""The short way to vLLM's generation gives what its own route gives, and leaves to that one what it does not know."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from real_run import SharedEngine
+
+pytestmark = pytest.mark.e2e
+
+OWN_WAY = {"X-Request-Id": "by vLLM's own route"}
+PROMPTS = [list(range(5, 25)), [7] * 40, [11, 12, 13]]
+GREEDY = {"max_tokens": 12, "temperature": 0.0, "logprobs": 0}
+
+
+def ask(engine: SharedEngine, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    url = f"http://127.0.0.1:{engine.port}/inference/v1/generate"
+    return httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False)
+
+
+def both(engine: SharedEngine, **body: Any) -> tuple[httpx.Response, httpx.Response]:
+    return ask(engine, **body), ask(engine, headers=OWN_WAY, **body)
+
+
+def is_short(answer: httpx.Response) -> bool:
+    """vLLM's own answers say which model it was."""
+    return "model" not in answer.json()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"stop_token_ids": list(range(5, 60))}, {"ignore_eos": True, "max_tokens": 30}, {"repetition_penalty": 1.3}],
+    ids=lambda more: "+".join(more) or "plain",
+)
+def test_both_ways_give_the_same_tokens_logprobs_versions_and_reasons(
+    engine: SharedEngine, prompt: list[int], more: dict[str, Any]
+) -> None:
+    short, own = both(engine, token_ids=prompt, sampling_params=GREEDY | more)
+    assert is_short(short)
+    assert not is_short(own)
+    (choice,), (other,) = short.json()["choices"], own.json()["choices"]
+    for name in ("index", "token_ids", "finish_reason", "stop_reason", "weight_versions", "sampling_mask"):
+        assert choice[name] == other[name], name
+    ours, theirs = choice["logprobs"]["content"], other["logprobs"]["content"]
+    assert [each["token_id"] for each in ours] == [each["token_id"] for each in theirs] == choice["token_ids"]
+    assert [each["logprob"] for each in ours] == pytest.approx([each["logprob"] for each in theirs], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        ("the likeliest tokens of each place", {"logprobs": 3}),
+        ("text that ends a turn", {"stop": ["a"]}),
+        ("logprobs of the prompt", {"prompt_logprobs": 0}),
+        ("several completions", {"n": 2, "temperature": 1.0}),
+    ],
+)
+def test_what_the_short_way_does_not_know_is_left_to_vllm(
+    engine: SharedEngine, name: str, sampling: dict[str, Any]
+) -> None:
+    answer = ask(engine, token_ids=PROMPTS[0], sampling_params=GREEDY | sampling)
+    assert answer.status_code == 200, name
+    assert not is_short(answer)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"token_ids": [], "sampling_params": GREEDY},
+        {"token_ids": [-1], "sampling_params": GREEDY},
+        {"token_ids": [10**9], "sampling_params": GREEDY},
+        {"token_ids": [5] * 100_000, "sampling_params": GREEDY},
+        {"token_ids": [5], "sampling_params": GREEDY | {"temperature": -1.0}},
+        {"token_ids": [5], "sampling_params": GREEDY | {"max_tokens": "many"}},
+        {"token_ids": [5], "sampling_params": []},
+        {"token_ids": [5], "sampling_params": GREEDY, "model": "nobody"},
+        {"token_ids": "five", "sampling_params": GREEDY},
+        {},
+    ],
+    ids=lambda body: str(body)[:60],
+)
+def test_a_bad_request_is_refused_as_vllm_refuses_it(engine: SharedEngine, body: dict[str, Any]) -> None:
+    short, own = both(engine, **body)
+    assert 400 <= short.status_code < 500
+    assert (short.status_code, short.json()) == (own.status_code, own.json())
+    assert ask(engine, token_ids=[5], sampling_params=GREEDY).status_code == 200  # it is as well as before
+
+
+def test_whoever_hangs_up_ends_the_request_in_the_engine(engine: SharedEngine) -> None:
+    """The last one is as long as those before it, which would be finished by then."""
+    before = num_finished(engine)
+    body = {"token_ids": [5], "sampling_params": GREEDY | {"max_tokens": 120, "ignore_eos": True}}
+    for _ in range(5):  # one may be answered before it is given up
+        with suppress(httpx.ReadTimeout):
+            httpx.post(
+                f"http://127.0.0.1:{engine.port}/inference/v1/generate", json=body, timeout=0.05, trust_env=False
+            )
+    assert is_short(ask(engine, **body))
+    assert 1 <= num_finished(engine) - before < 6
+
+
+def num_finished(engine: SharedEngine) -> float:
+    """Requests that were answered to their end."""
+    text = httpx.get(f"http://127.0.0.1:{engine.port}/metrics", timeout=60, trust_env=False).text
+    found = re.findall(r"^vllm:request_success_total\{[^}]*\} (\S+)$", text, re.MULTILINE)
+    return sum(map(float, found))
