@@ -14,8 +14,9 @@ from nicegui import run, ui
 
 from trireme.monitor.dashboard import theme
 from trireme.monitor.dashboard.canvas import Canvas
-from trireme.monitor.dashboard.example_fates import Examples, Totals, by_step, examples, groups_of, totals
+from trireme.monitor.dashboard.example_fates import Totals, by_step, examples, groups_of, totals
 from trireme.monitor.dashboard.indexing import Index, shared_indexes
+from trireme.monitor.dashboard.paged_list import PagedList, column
 from trireme.monitor.dashboard.rollout_table import MASKED, TRAINED, find_batches
 from trireme.monitor.dashboard.rollouts_page import css
 from trireme.monitor.dashboard.runs import RunSet
@@ -46,22 +47,18 @@ class Counted:
         self.by_step = by_step(index.table)
 
 
-def _column(name: str, label: str, *, align: str = "right", sortable: bool = True) -> dict[str, Any]:
-    return {"name": name, "label": label, "field": name, "align": align, "sortable": sortable}
-
-
 COLUMNS = [
-    _column("env", "environment", align="left"),
-    _column("example", "example"),
-    _column("groups", "groups"),
-    _column("trained", "trained"),
-    _column("masked", "masked"),
-    _column("dropped", "dropped"),
-    _column("first_reward", "first reward"),
-    _column("last_reward", "last reward"),
-    _column("mean", "mean reward"),
-    _column("last_step", "last in step"),
-    _column("why", "", align="left", sortable=False),
+    column("env", "environment", align="left"),
+    column("example", "example"),
+    column("groups", "groups"),
+    column("trained", "trained"),
+    column("masked", "masked"),
+    column("dropped", "dropped"),
+    column("first_reward", "first reward"),
+    column("last_reward", "last reward"),
+    column("mean", "mean reward"),
+    column("last_step", "last in step"),
+    column("why", "", align="left", sortable=False),
 ]
 
 
@@ -75,7 +72,6 @@ class FatesPage:
     def __init__(self, runs: RunSet, index: Index) -> None:
         self._runs = runs
         self._index = index
-        self._sort, self._backwards, self._page = "example", False, 1
 
     async def show(self) -> None:
         self._progress = self._index.progress()
@@ -128,47 +124,17 @@ class FatesPage:
     # examples
 
     def _build_list(self) -> None:
-        pagination = {"rowsPerPage": ROWS, "rowsNumber": 0, "sortBy": self._sort, "descending": False, "page": 1}
-        columns = [column for column in COLUMNS if column["name"] != "env"]  # until there are several
-        self._list = ui.table(rows=[], columns=columns, row_key="id", pagination=pagination)
-        self._list.classes("tr-list").props(f'flat dense binary-state-sort :rows-per-page-options="[{ROWS}]"')
-        self._list.add_slot(
-            "body-cell-example",
-            '<q-td :props="props"><q-btn flat dense no-caps padding="0 6px" class="tr-open" :label="props.value" '
-            ":aria-label=\"'fate of example ' + props.row.id\" "
-            "@click.stop=\"$parent.$emit('read', props.row)\" /></q-td>",
-        )
-        self._list.on("request", self._turned)
-        self._list.on("rowClick", lambda event: self._read(event.args[1]), [[], ["env", "example"], []])
-        self._list.on("read", lambda event: self._read(event.args), ["env", "example"])
-
-    async def _turned(self, event: Any) -> None:
-        asked = event.args["pagination"]
-        self._page, self._sort = int(asked["page"]), asked.get("sortBy") or "example"
-        self._backwards = bool(asked["descending"])
-        await self._search()
+        self._list = PagedList(COLUMNS, length=ROWS, sort="example", backwards=False, turned=self._search)
+        self._list.opens("example", "fate of example", ["env", "example"], self._read)
 
     async def _search(self) -> None:
-        table, offset = self._index.table, (self._page - 1) * ROWS
+        table, shown = self._index.table, self._list
         with suppress(sqlite3.DatabaseError):  # is made anew
             found = await run.io_bound(
-                examples, table, sort=self._sort, backwards=self._backwards, limit=ROWS, offset=offset
+                examples, table, sort=shown.sort, backwards=shown.backwards, limit=ROWS, offset=shown.offset
             )
             if found is not None:
-                self._show_list(found)
-
-    def _show_list(self, found: Examples) -> None:
-        self._list.pagination = {
-            "rowsPerPage": ROWS,
-            "rowsNumber": found.total,
-            "sortBy": self._sort,
-            "descending": self._backwards,
-            "page": self._page,
-        }
-        self._list.rows = [to_row(row) for row in found.rows]
-        if len({row["env"] for row in found.rows}) > 1:
-            self._list.columns = COLUMNS
-        self._list.update()
+                shown.show([to_row(row) for row in found.rows], found.total)
 
     async def _read(self, row: dict[str, Any]) -> None:
         env, example = str(row["env"]), int(row["example"])

@@ -12,6 +12,7 @@ from nicegui import run, ui
 from trireme.base.errors import ConfigError
 from trireme.monitor.dashboard import theme
 from trireme.monitor.dashboard.indexing import Index, shared_indexes
+from trireme.monitor.dashboard.paged_list import PagedList, column
 from trireme.monitor.dashboard.reading import components_html, conversation_html, facts
 from trireme.monitor.dashboard.rollout_query import Query, query_of
 from trireme.monitor.dashboard.rollout_table import DROPPED, Found, RolloutTable, find_batches, name_of
@@ -44,22 +45,18 @@ async def build(runs: RunSet) -> None:
     await RolloutsPage(runs, shared_indexes().of(chosen.path)).show()
 
 
-def _column(name: str, label: str, *, align: str = "right", sortable: bool = True) -> dict[str, Any]:
-    return {"name": name, "label": label, "field": name, "align": align, "sortable": sortable}
-
-
 COLUMNS = [
-    _column("step", "step"),
-    _column("env", "environment", align="left"),
-    _column("example", "example"),
-    _column("place", "rollout"),
-    _column("fate", "fate", align="left"),
-    _column("reward", "reward"),
-    _column("advantage", "advantage"),
-    _column("tokens", "tokens"),
-    _column("turns", "turns"),
-    _column("ended", "ended by", align="left", sortable=False),
-    _column("said", "said last", align="left", sortable=False),
+    column("step", "step"),
+    column("env", "environment", align="left"),
+    column("example", "example"),
+    column("place", "rollout"),
+    column("fate", "fate", align="left"),
+    column("reward", "reward"),
+    column("advantage", "advantage"),
+    column("tokens", "tokens"),
+    column("turns", "turns"),
+    column("ended", "ended by", align="left", sortable=False),
+    column("said", "said last", align="left", sortable=False),
 ]
 
 
@@ -84,7 +81,6 @@ class RolloutsPage:
         self._line = runs.query.get("q", "")
         self._step = _whole(runs.query.get("step"))
         self._number = _whole(runs.query.get("rollout"))
-        self._sort, self._backwards, self._page = "step", True, 1
         self._single = RolloutTable(":memory:")  # of a step that the table does not have yet
         self._single_step: int | None = None
         self._asked = 0  # of several searches, and of several rollouts, the one that was asked for last counts
@@ -149,7 +145,7 @@ class RolloutsPage:
         self._step_field.set_value(wanted)
 
     async def _search_anew(self) -> None:
-        self._page = 1
+        self._list.page = 1
         await self._search()
 
     async def _search(self) -> None:
@@ -170,8 +166,9 @@ class RolloutsPage:
         if self._step is not None:
             query &= Query("step = ?", (self._step,))
         try:
+            shown = self._list
             return self._table().search(
-                query, sort=self._sort, backwards=self._backwards, limit=ROWS, offset=(self._page - 1) * ROWS
+                query, sort=shown.sort, backwards=shown.backwards, limit=ROWS, offset=shown.offset
             )
         except sqlite3.DatabaseError:  # is made anew
             return Found([], 0, 0)
@@ -193,42 +190,14 @@ class RolloutsPage:
     # the list
 
     def _build_list(self) -> None:
-        pagination = {"rowsPerPage": ROWS, "rowsNumber": 0, "sortBy": self._sort, "descending": True, "page": 1}
-        columns = [column for column in COLUMNS if column["name"] != "env"]  # until there are several
-        self._list = ui.table(rows=[], columns=columns, row_key="id", pagination=pagination)
-        self._list.classes("tr-list").props('flat dense binary-state-sort :rows-per-page-options="[50]"')
-        self._list.props(":table-row-class-fn=\"row => row.chosen ? 'chosen' : ''\"")
-        self._list.add_slot(
-            "body-cell-fate",
-            '<q-td :props="props"><span :class="\'tr-fate \' + props.value">{{ props.value }}</span></q-td>',
-        )
-        self._list.add_slot(
-            "body-cell-step",
-            '<q-td :props="props"><q-btn flat dense no-caps padding="0 6px" class="tr-open" :label="props.value" '
-            ":aria-label=\"'read rollout ' + props.row.id\" @click.stop=\"$parent.$emit('read', props.row)\" /></q-td>",
-        )
-        self._list.on("request", self._turned)
-        self._list.on("rowClick", lambda event: self._clicked(event.args[1]), [[], ["step", "number"], []])
-        self._list.on("read", lambda event: self._clicked(event.args), ["step", "number"])
-
-    async def _turned(self, event: Any) -> None:
-        asked = event.args["pagination"]
-        sort = asked.get("sortBy") or "step"
-        self._page, self._sort, self._backwards = int(asked["page"]), sort, bool(asked["descending"])
-        await self._search()
+        self._list = PagedList(COLUMNS, length=ROWS, sort="step", backwards=True, turned=self._search)
+        self._list.marks("chosen")
+        self._list.draws("fate", "<span :class=\"'tr-fate ' + props.value\">{{ props.value }}</span>")
+        self._list.opens("step", "read rollout", ["step", "number"], self._clicked)
 
     def _show_list(self, found: Found) -> None:
-        self._list.pagination = {
-            "rowsPerPage": ROWS,
-            "rowsNumber": found.total,
-            "sortBy": self._sort,
-            "descending": self._backwards,
-            "page": self._page,
-        }
-        self._list.rows = [to_row(row) for row in found.rows]
+        self._list.show([to_row(row) for row in found.rows], found.total)
         self._mark()
-        if len({row["env"] for row in found.rows}) > 1:
-            self._list.columns = COLUMNS
         self._found = found
         self._note_progress()
 

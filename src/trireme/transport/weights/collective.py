@@ -107,8 +107,14 @@ def _listen(host: str, port: int) -> int:
 
 
 POLL_S = 0.01
+SOON_S = 0.001  # peers are mostly a moment apart, and engines stand still meanwhile
 LOOK_AROUND_S = 1.0
 SILENCE_S = 15.0  # an engine waits no longer for a sender that gives no sign of life
+
+
+def _pause_s(began: float) -> float:
+    """Between two looks; longer and longer up to `POLL_S`."""
+    return min(POLL_S, max(SOON_S, 0.1 * (time.monotonic() - began)))
 
 
 def _here(epoch: str, rank: int) -> str:
@@ -164,7 +170,7 @@ class CollectiveSender:
         began = looked = time.monotonic()
         while not self._store.check(keys):
             self._store.add(sign_of_life, 1)
-            time.sleep(POLL_S)
+            time.sleep(_pause_s(began))
             now = time.monotonic()
             if now - began > self._timeout_s:
                 raise RuntimeError(f"not all of {len(keys)} engine workers came within {self._timeout_s:.0f} s")
@@ -229,13 +235,14 @@ class CollectiveReceiver:
         self._copy = HostCopy() if self._store.get(_begun(epoch)) == AS_PATCHES else None
 
     def _await_sender(self, epoch: str) -> None:
-        signs, heard, patience_s = 0, time.monotonic(), min(SILENCE_S, self._timeout_s)
+        began = heard = time.monotonic()
+        signs, patience_s = 0, min(SILENCE_S, self._timeout_s)
         while not self._store.check([_begun(epoch)]):
             if (now_signs := self._store.add(_here(epoch, 0), 0)) != signs:
                 signs, heard = now_signs, time.monotonic()
             if time.monotonic() - heard > patience_s:
                 raise RuntimeError(f"the trainer gave no sign of life in transfer {epoch} for {patience_s:.0f} s")
-            time.sleep(POLL_S)
+            time.sleep(_pause_s(began))
 
     def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._group is not None, "receive before join"
