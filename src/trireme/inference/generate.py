@@ -118,7 +118,7 @@ def _response(request_id: str, choice: CompletionOutput) -> dict[str, Any]:
     """vLLM's, without what nobody reads of it: usage, and the name of the model."""
     ids = list(choice.token_ids)
     assert choice.logprobs is not None
-    logprobs: list[float] = choice.logprobs.logprobs  # type: ignore[union-attr]  # flat: one of each token
+    logprobs: list[float] = choice.logprobs.logprobs  # flat: one of each token
     content = [{"token_id": token, "logprob": _finite(logprob)} for token, logprob in zip(ids, logprobs, strict=True)]
     spans = choice.weight_versions
     return {

