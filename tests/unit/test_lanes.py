@@ -30,7 +30,7 @@ from trireme.monitor.lanes import (
     thin,
     time_lines,
 )
-from trireme.monitor.spans import Span, SpansFile
+from trireme.monitor.spans import ENVIRONMENTS, Span, SpansFile
 
 TRAINER = [
     Span("trainer", "start", 0.0, 10.0),
@@ -191,6 +191,18 @@ def test_engines_that_only_have_the_last_requests_of_a_batch_need_no_more_gpus()
     assert "more GPUs would not help" in said
     assert "oversampling_factor" in said
     assert "give more GPUs to inference" in advice({"train": 0.5, "wait": 0.5}, {"generate": 1.0}, few=0.1)
+
+
+def test_where_environments_are_waited_for_more_gpus_are_not_advised() -> None:
+    engine = [Span("engine a:1", "generate", 15.0, 6.0), Span("engine a:1", "wait", 21.0, 8.0, 1, ENVIRONMENTS)]
+    text = time_lines([*TRAINER, *engine])[-1]
+    assert "most of it for environments" in text
+    assert "more GPUs would not help" in text
+    trainer, engines = {"train": 0.5, "wait": 0.5}, {"generate": 0.4, "wait": 0.6}
+    assert "for environments" in advice(trainer, engines, environments=0.4)
+    assert "for environments: more" not in advice(trainer, engines, environments=0.1)
+    busy = {"train": 0.98, "wait": 0.02}
+    assert "give more GPUs to the trainer" in advice(busy, engines, environments=0.6)  # it is what holds things up
 
 
 def test_the_advice_names_its_figures() -> None:

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from trireme.monitor.spans import ENGINE, FEW, ORCHESTRATOR, TRAINER, Span, reason_of
+from trireme.monitor.spans import ENGINE, ENVIRONMENTS, FEW, ORCHESTRATOR, TRAINER, Span, reason_of
 
 OTHER = "other"
 IDLE = ("wait", "idle")
@@ -176,7 +176,12 @@ def time_lines(spans: Iterable[Span]) -> list[str]:
     return [
         f"trainer: {in_words(trainer, reasons(known, TRAINER, begin_s, end_s))}",
         f"engines: {in_words(engines, engine_reasons(known, begin_s, end_s))}",
-        advice(trainer, engines, few=few_requests(known, begin_s, end_s)),
+        advice(
+            trainer,
+            engines,
+            few=few_requests(known, begin_s, end_s),
+            environments=dict(engine_reasons(known, begin_s, end_s)).get(ENVIRONMENTS, 0.0),
+        ),
     ]
 
 
@@ -193,11 +198,14 @@ def few_requests(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
     return sum(few) / total_us
 
 
-def advice(trainer: Mapping[str, float], engines: Mapping[str, float], *, few: float = 0.0) -> str:
+def advice(
+    trainer: Mapping[str, float], engines: Mapping[str, float], *, few: float = 0.0, environments: float = 0.0
+) -> str:
     """Which side should get more of the machine, from what both did with their time.
 
     Args:
         few: see `few_requests`.
+        environments: the share of the time in which engines wait for them.
     """
     waits, rests = idle(trainer), idle(engines)
     busy = 1.0 - rests - engines.get(OTHER, 0.0)
@@ -210,6 +218,12 @@ def advice(trainer: Mapping[str, float], engines: Mapping[str, float], *, few: f
         )
     if max(waits, rests) < NOTICEABLE:
         return f"balanced: the trainer waits {waits:.0%} of the time, the engines {rests:.0%}"
+    if waits >= NOTICEABLE and environments > max(rests, waits) / 2:
+        return (
+            f"the trainer waits {waits:.0%} of the time and the engines {rests:.0%}, most of it for environments: more "
+            "GPUs would not help - faster environments, more of their workers (`num_workers`), more rollouts at a time "
+            "(`max_concurrent`) or a higher `max_async_level` would"
+        )
     if rests < waits / 2 and few > waits / 2:
         return (
             f"the trainer waits {waits:.0%} of the time for batches, and for {few:.0%} the engines have few requests, "

@@ -30,6 +30,9 @@ ORCHESTRATOR = "orchestrator"
 ENGINE = "engine"
 """Of lanes: those of engines are "engine HOST:PORT"."""
 
+ENVIRONMENTS = "environments are working"
+"""Why an engine waits: what was answered is being looked at."""
+
 FEW = "few requests"
 """Why an engine that generates, or waits, could do more: the last rollouts of a batch."""
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from trireme.base.timing import age_s
 from trireme.config.run import RunConfig
 from trireme.monitor.lanes import idle
-from trireme.monitor.spans import ENGINE, FEW, ORCHESTRATOR, Lane, SpansFile, What
+from trireme.monitor.spans import ENGINE, ENVIRONMENTS, FEW, ORCHESTRATOR, Lane, SpansFile, What
 from trireme.orchestrator.inference_pool import Engine, InferencePool
 from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.scheduler import Scheduler
@@ -152,7 +152,7 @@ class _Held:
         """Of an engine that is live."""
         elsewhere = sum(engine.in_flight for engine in self._pool.engines)
         if self._scheduler.num_under_way:
-            return f"{FEW}: other engines have {elsewhere}" if elsewhere else "environments are working"
+            return f"{FEW}: other engines have {elsewhere}" if elsewhere else ENVIRONMENTS
         if self._evaluated is not None:
             return f"evaluation: of version {self._evaluated}"
         return self._why_none_begun()
