@@ -4,8 +4,16 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Adds our weight-transfer engine to vLLM's registry. vLLM may call this more than once per process."""
+    """Adds our weight-transfer engine to vLLM's registry and, on a CPU, norms. vLLM may call this more than once per
+    process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if "trireme" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("trireme", "trireme.inference.engines", "TriremeWeightEngine")
+
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from trireme.inference import norms
+
+        norms.register()

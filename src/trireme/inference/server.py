@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -15,6 +16,7 @@ from trireme.config.run import RunConfig
 
 log = get_logger("inference")
 
+NORMS, PROVIDER = ("rms_norm", "fused_add_rms_norm"), "trireme_cpu"  # see `norms`
 OWN_WAY = ("api-key", "enable-log-requests", "enable-log-outputs", "enable-request-id-headers", "otlp-traces-endpoint")
 FORKED = "trireme.inference.forked.ForkedExecutor"
 
@@ -117,6 +119,7 @@ def _door_keeper() -> list[str]:
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
     # vLLM takes 128 tokens, longer than many a prompt; only whole blocks are found again by the others of a group.
     arguments: dict[str, Any] = {"enforce-eager": True, "data-parallel-size": None, "block-size": 32}
+    arguments["ir-op-priority"] = json.dumps({name: [PROVIDER] for name in NORMS})
     if config.synchronous:
         # A seeded request whose prefill is split kills this engine; synchronous runs are the ones that use seeds.
         # Without prefix caching a request's arithmetic does not depend on what ran before it.
