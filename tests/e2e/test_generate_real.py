@@ -94,7 +94,7 @@ def test_a_bad_request_is_refused_as_vllm_refuses_it(engine: SharedEngine, body:
 
 def test_whoever_hangs_up_ends_the_request_in_the_engine(engine: SharedEngine) -> None:
     """The last one is as long as those before it, which would be finished by then."""
-    before = num_finished(engine)
+    before, errors = num_finished(engine), num_errors(engine)
     body = {"token_ids": [5], "sampling_params": GREEDY | {"max_tokens": 120, "ignore_eos": True}}
     for _ in range(5):  # one may be answered before it is given up
         with suppress(httpx.ReadTimeout):
@@ -103,6 +103,11 @@ def test_whoever_hangs_up_ends_the_request_in_the_engine(engine: SharedEngine) -
             )
     assert is_short(ask(engine, **body))
     assert 1 <= num_finished(engine) - before < 6
+    assert num_errors(engine) == errors  # it happens all the time, and is none
+
+
+def num_errors(engine: SharedEngine) -> int:
+    return engine.process.output.count("Exception in ASGI application")
 
 
 def num_finished(engine: SharedEngine) -> float:

@@ -14,7 +14,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -65,12 +65,13 @@ class Generate:
         if scope["type"] != "http" or scope["path"] != PATH or not _is_plain(scope):
             await self._app(scope, receive, send)
             return
-        body = await _body(receive)
-        answer = None if body is None else await self._answer(scope["app"].state, body, receive)
-        if answer is not None:
-            await _send(send, answer)
-        elif body is not None:
-            await self._app(scope, _again(body, receive), send)
+        with suppress(_HungUp):
+            body = await _body(receive)
+            answer = await self._answer(scope["app"].state, body, receive)
+            if answer is None:
+                await self._app(scope, _again(body, receive), send)
+            else:
+                await _send(send, answer)
 
     async def _answer(self, state: Any, body: bytes, receive: Receive) -> bytes | None:
         """None: vLLM's own route has to say it."""
@@ -141,6 +142,10 @@ def _finite(logprob: float) -> float:
     return LOWEST if math.isnan(logprob) else max(logprob, LOWEST)
 
 
+class _HungUp(Exception):
+    """Nobody is there to be answered: no error, and nothing for the log."""
+
+
 class _CancelledWithAsker:
     """Whoever hangs up wants no answer: the request ends in the engine too."""
 
@@ -157,20 +162,23 @@ class _CancelledWithAsker:
             pass
         hang_up()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        has_gone = self._listening.done()
         self._listening.cancel()
+        if has_gone and kind is asyncio.CancelledError:
+            raise _HungUp
 
 
 # what ASGI needs
 
 
-async def _body(receive: Receive) -> bytes | None:
-    """None where the asker has gone."""
+async def _body(receive: Receive) -> bytes:
+    """Raises: _HungUp."""
     parts, more = [], True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return None
+            raise _HungUp
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)
