@@ -32,7 +32,8 @@ POINTS = {
     "journal.before_append": "a batch is full, nothing of it is on disk",
     "journal.appended": "it is on disk, and nobody has been told",
     "batch.answered": "a rank is about to be handed its share",
-    "update.paused": "the engines are paused and told to receive, the trainer is not told to send",
+    "update.told": "the engines are told to receive, the trainer is not told to send",
+    "update.paused": "an engine is paused for new weights, none is loaded",
     "update.loaded": "the engines have loaded, nothing is compared yet",
     "version.before_record": "a version is confirmed, and not on disk",
     "version.recorded": "its confirmation is on disk, and nobody may use it yet",
@@ -58,7 +59,7 @@ POINTS = {
     "export.written": "weights in Hugging Face format are on disk under another name",
     # engine core
     "engine.joined": "it is connected to the trainer for weights",
-    "engine.receiving": "some tensors have come and are loaded, others not",
+    "engine.receiving": "some tensors have come, others not",
     "engine.received": "all have come, the layers are not yet put together",
     "engine.finished": "they are, its version is still the old one",
     # launcher

@@ -6,6 +6,8 @@ One engine for all kinds (gloo, nccl, ipc, filesystem): a kind only decides wher
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +31,11 @@ from trireme.inference.vllm_api import (
     load_tied_head,
 )
 from trireme.messages import TensorSpec
+from trireme.transport.weights.buckets import split_into_buckets
 from trireme.transport.weights.kinds import Receiver, open_receiver
+
+Arrived = tuple[str, torch.Tensor, str]
+"""Name, a tensor of its own, and its digest."""
 
 LOADED_BYTES = 16 << 20
 """Tensors that are loaded in one call. So much memory a transfer takes beside its buckets, or one tensor more."""
@@ -71,8 +77,11 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.incomplete: list[str] = []
         self.adapter: dict[str, torch.Tensor] = {}
         self._is_reloading = False
+        self._takes_in = ThreadPoolExecutor(1, "weights")
+        self._ahead: Future[list[Arrived]] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self._ahead = None
         receiver = self._open_receiver(init_info)
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -92,8 +101,21 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             timeout_s=init_info.timeout_s,
             device=self.device,
         )
-        self._address = address
+        self._address, self._bucket_bytes, self._timeout_s = address, init_info.bucket_bytes, init_info.timeout_s
         return self._receiver
+
+    def receive_ahead(self, specs: list[TensorSpec]) -> bool:
+        """Takes in what will be sent while requests go on: `receive_weights` then has only to load it.
+
+        False, and nothing is begun, where that would take more memory than a bucket, or on a GPU: a broadcast that
+        waits there for its sender would hold it up.
+        """
+        assert self._receiver is not None, "receive_ahead before init_weight_transfer_engine"
+        if self.device.type != "cpu" or len(split_into_buckets(specs, self._bucket_bytes)) > 1:
+            return False
+        coming = self._receiver.tensors(specs, {})
+        self._ahead = self._takes_in.submit(lambda: list(_arriving(coming)))
+        return True
 
     def start_weight_update(self) -> None:
         self.incomplete = []
@@ -104,18 +126,21 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         specs = msgspec.convert(update_info.specs, list[TensorSpec])
         self._expect(specs)
         loads = _Loads(self.model, tied=self.model_config.hf_config.tie_word_embeddings)
-        for number, (name, tensor) in enumerate(self._receiver.tensors(specs, update_info.payload)):
-            self.digests[name] = tensor_digest(tensor)
-            # vLLM keeps what it is handed until a layer is whole: a view into the bucket would change under its hands.
-            own = tensor.clone()
+        for name, own, digest in self._arrived(specs, update_info.payload):
+            self.digests[name] = digest
             if is_of_adapter(name):
                 self.adapter[name] = own
             elif name != fault("skip_tensor"):
                 loads.add(name, own)
-            if number == 0:
-                reach("engine.receiving")
         loads.finish()
         reach("engine.received")
+
+    def _arrived(self, specs: list[TensorSpec], payload: dict[str, Any]) -> Iterator[Arrived]:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            return iter(ahead.result(self._timeout_s))
+        assert self._receiver is not None
+        return _arriving(self._receiver.tensors(specs, payload))
 
     def _expect(self, specs: list[TensorSpec]) -> None:
         """Adapters alone leave the base model as it is, and what is known of it."""
@@ -137,6 +162,14 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+
+def _arriving(coming: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Arrived]:
+    for number, (name, tensor) in enumerate(coming):
+        # vLLM keeps what it is handed until a layer is whole: a view into the bucket would change under its hands.
+        yield name, tensor.clone(), tensor_digest(tensor)
+        if number == 0:
+            reach("engine.receiving")
 
 
 class _Loads:
@@ -170,6 +203,11 @@ class WorkerExtension:
         """To be called when an update is finished: that makes vLLM forget the adapter before."""
         if fault("skip_adapter") is None:
             load_adapter(self.model_runner.lora_manager, self.weight_transfer_engine.adapter)  # type: ignore[attr-defined]
+
+    def trireme_receive_ahead(self, specs: list[dict[str, Any]]) -> dict[str, bool]:
+        """To be called before anything is sent: whether it is taken in while requests go on."""
+        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return {"ahead": engine.receive_ahead(msgspec.convert(specs, list[TensorSpec]))}
 
     def trireme_weight_report(self) -> dict[str, Any]:
         """What the engine holds: a digest per tensor as it came, and the layers that hold something else."""

@@ -97,6 +97,14 @@ class _Report(msgspec.Struct):
     incomplete: list[str]
 
 
+class _Ahead(msgspec.Struct):
+    ahead: bool
+
+
+class _Aheads(msgspec.Struct):
+    results: list[_Ahead]
+
+
 class _Reports(msgspec.Struct):
     results: list[_Report]
 
@@ -243,6 +251,23 @@ def weight_reports_of(answer: Any, *, num_workers: int | None = None) -> list[tu
     if not results or (num_workers is not None and len(results) != num_workers):
         raise BadAnswer(f"{len(results)} of the engine's {num_workers or 1} workers reported their weights.")
     return [(result.digests, result.incomplete) for result in results]
+
+
+def all_take_in_ahead(answer: Any) -> bool:
+    """Whether every worker said so. Raises: BadAnswer."""
+    try:
+        results = msgspec.convert(answer, _Aheads).results
+    except msgspec.ValidationError as error:
+        raise BadAnswer(f"The engine answered {str(answer)[:200]} - `ahead` of each worker was expected.") from error
+    return bool(results) and all(result.ahead for result in results)
+
+
+def flag_of(answer: Any, key: str) -> bool:
+    """Raises: BadAnswer."""
+    value = answer.get(key) if isinstance(answer, dict) else None
+    if not isinstance(value, bool):
+        raise BadAnswer(f"The engine answered {str(answer)[:200]} - `{key}`, true or false, was expected.")
+    return value
 
 
 def number_of(answer: Any, key: str, *, low: int, high: int) -> int:

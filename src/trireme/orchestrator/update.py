@@ -2,16 +2,19 @@
 
 trainer                      orchestrator                         engines
   PolicyReady(n+1)  ------>    waits for a running evaluation
-                               pauses (requests freeze)  ------>
-                               tells them to receive     ------>
+                               tells them to receive     ------>  (requests go on)
   <-------------------  Go
-  sends tensors     ----------------------------------------->   load
-  PolicySent        ------>    compares digests          <------  digests
+  sends tensors     ----------------------------------------->    take them in
+  PolicySent        ------>    pauses (requests freeze)  ------>
+                               tells them to load        ------>  load
+                               compares digests          <------  digests
                                resumes, probes           <------  logprobs of a fixed prompt
                                writes down that it is so
   <-----------------  Live     version = n+1
 
-An engine that dies on the way makes the trainer begin again (`Again`), with the engines that are there then.
+Engines that have no room for all of it beside what they serve load what comes while it comes, and are paused before
+anything is sent. An engine that dies on the way makes the trainer begin again (`Again`), with the engines that are
+there then.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from trireme.base.faults import reach
 from trireme.messages import PULLED_KINDS, Go, Live, PolicyReady, PolicySent, Probe, TensorSpec
 from trireme.orchestrator.adapters import load_adapter, name_adapter
 from trireme.orchestrator.inference_pool import Engine
+from trireme.orchestrator.standstill import pausing, receives_ahead
 
 if TYPE_CHECKING:
     from trireme.orchestrator.policy import Policy
@@ -49,7 +53,8 @@ class Update:
         self._pool = policy.pool
         self._before = before
         self._targets: list[Engine] = []
-        self._receiving: dict[str, asyncio.Task] = {}
+        self._lives: dict[str, int] = {}
+        self._receiving: dict[str, asyncio.Task[bool]] = {}
         self._confirmed: asyncio.Task[Live] | None = None
         self._began = 0.0
         self.prepared: asyncio.Task[Go | Live] = asyncio.create_task(self._prepare())
@@ -66,8 +71,13 @@ class Update:
     def broken(self) -> BaseException | None:
         """What has gone wrong already while the trainer has yet to send."""
         failed = [task for task in self._receiving.values() if task.done() and task.exception() is not None]
-        error = failed[0].exception() if failed else None
+        error = failed[0].exception() if failed else self._gone()
         return error if isinstance(error, PeerDied) else None
+
+    def _gone(self) -> PeerDied | None:
+        """What an engine has taken in is lost with it, whether or not another has come up in its place."""
+        gone = [engine.url for engine in self._targets if engine.life != self._lives[engine.url]]
+        return PeerDied(f"{', '.join(gone)} died before all was loaded") if gone else None
 
     @property
     def is_sent(self) -> bool:
@@ -75,7 +85,7 @@ class Update:
         return self._confirmed is not None
 
     async def abandon(self) -> None:
-        """Its engines stay paused and in quarantine: they may hold half an update."""
+        """Engines that have begun to load stay paused and in quarantine: they may hold half an update."""
         tasks = [self.prepared, self._confirmed, *self._receiving.values()]
         for task in tasks:
             if task is not None:
@@ -84,7 +94,7 @@ class Update:
         self._before = None
 
     async def _prepare(self) -> Go | Live:
-        """Pauses the engines and has them wait for tensors."""
+        """Has the engines wait for tensors."""
         if self.message.everywhere:
             while self._policy.is_held:
                 await asyncio.sleep(0.05)
@@ -94,17 +104,14 @@ class Update:
         self._targets = self._who_needs_it()
         if not self._targets:
             return Live(version=self.message.version)
-        self.note = "engines pause"
-        for engine in self._targets:
-            self._pool.is_given(engine, self.message.version, is_paused=True)
-            self._pool.quarantine(engine)
-        await asyncio.gather(*(self._pool.post(engine, "pause?mode=keep") for engine in self._targets))
+        self._lives = {engine.url: engine.life for engine in self._targets}
+        self.note = "engines get ready"
         self._join_or_go_on()
         rank, world_size = 1, 1 + sum(engine.num_workers for engine in self._targets)
         for engine in self._targets:
             self._receiving[engine.url] = asyncio.create_task(self._receive(engine, rank, world_size))
             rank += engine.num_workers
-        reach("update.paused")
+        reach("update.told")
         return Go(version=self.message.version, epoch=self.epoch, world_size=world_size)
 
     async def _until_engines_are_up(self) -> None:
@@ -139,13 +146,15 @@ class Update:
             and peers == self.peers
         )
 
-    async def _receive(self, engine: Engine, rank_offset: int, world_size: int) -> None:
+    async def _receive(self, engine: Engine, rank_offset: int, world_size: int) -> bool:
+        """Whether it has loaded all of it, or only taken it in."""
         if self._joins:
             info = self._join_info(rank_offset, world_size)
             await self._pool.post(engine, "init_weight_transfer_engine", {"init_info": info})
-        await self._pool.post(engine, "start_weight_update")
-        if self.message.kind not in PULLED_KINDS:
-            await self._fetch(engine, {})
+        if self.message.kind in PULLED_KINDS or await receives_ahead(self._pool, engine, self._specs()):
+            return False
+        await self._fetch(engine, {})
+        return True
 
     def _join_info(self, rank_offset: int, world_size: int) -> dict:
         config = self._policy.config
@@ -161,8 +170,14 @@ class Update:
         }
 
     async def _fetch(self, engine: Engine, payload: dict) -> None:
+        """Requests freeze, and it loads."""
+        self._pool.is_given(engine, self.message.version, is_paused=True)
+        self._pool.quarantine(engine)
         info = {"specs": msgspec.to_builtins(self._specs()), "payload": payload}
-        await self._pool.post(engine, "update_weights", {"update_info": info})
+        async with pausing(self._pool, engine, timeout_s=self._policy.config.timeout_s):
+            await self._pool.post(engine, "start_weight_update")
+            reach("update.paused")
+            await self._pool.post(engine, "update_weights", {"update_info": info})
 
     def _specs(self) -> list[TensorSpec]:
         """What the trainer sends: adapters alone to engines that have confirmed the base model in this epoch."""
@@ -180,19 +195,20 @@ class Update:
         PeerDied: an engine has gone.
         """
         self.note = "engines load"
-        for engine in self._targets:
-            await self._receiving[engine.url]
-            if self.message.kind in PULLED_KINDS:
-                await self._fetch(engine, message.payload)
-            await self._pool.post(engine, "finish_weight_update", {"weight_version": str(message.version)})
-            await load_adapter(self._pool, engine)
+        await asyncio.gather(*(self._load(engine, message) for engine in self._targets))
         reach("update.loaded")
-        differences = [await self._compare(engine, message) for engine in self._targets]
+        differences = await asyncio.gather(*(self._compare(engine, message) for engine in self._targets))
         await self._write_down(message, max(differences))
         self._policy.update_seconds += time.perf_counter() - self._began
         live = await self._policy.go_live(message.version, self._targets)
         reach("version.live")
         return live
+
+    async def _load(self, engine: Engine, message: PolicySent) -> None:
+        if not await self._receiving[engine.url]:
+            await self._fetch(engine, message.payload)
+        await self._pool.post(engine, "finish_weight_update", {"weight_version": str(message.version)})
+        await load_adapter(self._pool, engine)
 
     async def _compare(self, engine: Engine, message: PolicySent) -> float:
         """Returns how far apart trainer and engine are on the probe."""

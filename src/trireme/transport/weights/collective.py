@@ -245,9 +245,13 @@ class CollectiveReceiver:
             time.sleep(_pause_s(began))
 
     def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:
+        """Says at once that it listens, and takes in what comes as it is asked for tensors."""
         assert self._group is not None, "receive before join"
         self._store.set(_listens(self._epoch, self._num_transfers, self._rank), "1")
         self._num_transfers += 1
+        return self._incoming(specs)
+
+    def _incoming(self, specs: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             buckets = split_into_buckets(specs, self._bucket_bytes)
             yield from self._whole(buckets) if self._copy is None else self._patched(buckets, self._copy)
