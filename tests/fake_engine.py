@@ -106,6 +106,7 @@ class FakeEngine:
     incomplete: tuple[str, ...] = ()
     probe_error: float = 0.0  # added to its logprobs of prompts
     probe_s: float = 0.0
+    has_room: bool = True  # to take new weights in while it serves
     failing_route: str | None = None  # a control route that answers 500
     dead: bool = False  # the engine core; the HTTP server stands
     token: str | None = None  # that it wants to be shown
@@ -124,6 +125,7 @@ class FakeEngine:
         self._at_once = 0
         self._epoch = ""
         self._receiving: dict[str, str] = {}
+        self._ahead: asyncio.Task[dict[str, str]] | None = None
 
     @property
     def url(self) -> str:
@@ -231,13 +233,21 @@ class FakeEngine:
     async def _update_weights(self, body: dict) -> None:
         info = body["update_info"]
         names = [spec["name"] for spec in info["specs"]]
-        sent = info["payload"].get("digests") or await self.wire.group(self._epoch).get()
+        sent = info["payload"].get("digests") or await (self._ahead or self.wire.group(self._epoch).get())
+        self._ahead = None
         self._receiving = {name: sent[name] for name in names}
 
     async def _finish_weight_update(self, body: dict) -> None:
         self.weights, self.version = self._receiving, int(body["weight_version"])
 
+    async def is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.paused})
+
     async def _collective_rpc(self, body: dict) -> dict[str, Any]:
+        if body["method"] == "trireme_receive_ahead":
+            if self.has_room:
+                self._ahead = asyncio.create_task(self.wire.group(self._epoch).get())
+            return {"results": [{"ahead": self.has_room}]}
         assert body["method"] == "trireme_weight_report", body
         digests = self.weights | ({self.digest_error: "another"} if self.digest_error else {})
         return {"results": [{"digests": digests, "incomplete": list(self.incomplete)}]}
@@ -267,6 +277,7 @@ async def open_fake_engine(
     app.router.add_get("/health", engine.health)
     app.router.add_get("/get_world_size", engine.world_size)
     app.router.add_get("/weight_info", engine.weight_info)
+    app.router.add_get("/is_paused", engine.is_paused)
     app.router.add_post("/inference/v1/generate", engine.generate)
     for route in ("pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights"):
         app.router.add_post(f"/{route}", engine.control)

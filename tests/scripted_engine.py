@@ -17,6 +17,8 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +165,8 @@ class Core(FakeEngine):
         self.names: list[str] = []  # of adapters
         self._rank = 0
         self._receiver: Receiver | None = None
+        self._takes_in = ThreadPoolExecutor(1)
+        self._ahead: Future[list[tuple[str, str]]] | None = None
         self._address: tuple[Any, ...] = ()
         self.asked_log: str | None = None  # file with a line per request for tokens: the same request, the same line
         for name, value in config.inference.args.items():  # its knobs, where vLLM's own arguments stand
@@ -223,6 +227,7 @@ class Core(FakeEngine):
 
         info = dict(body["init_info"])
         epoch, rank, world_size = info.pop("epoch"), info.pop("rank_offset"), info.pop("world_size")
+        self._bucket_bytes, self._ahead = info["bucket_bytes"], None
         address = (*info.values(), epoch)
         if self._receiver is None or address != self._address:
             if self._receiver is not None:
@@ -235,20 +240,41 @@ class Core(FakeEngine):
         self.unloaded = []
 
     async def _update_weights(self, body: dict[str, Any]) -> None:
-        from trireme.algo.digest import tensor_digest
         from trireme.messages import TensorSpec
 
         assert self._receiver is not None, "update_weights before init_weight_transfer_engine"
         specs = msgspec.convert(body["update_info"]["specs"], list[TensorSpec])
         keeps_base = all(is_of_adapter(spec.name) for spec in specs)
         self.digests = {name: d for name, d in self.digests.items() if keeps_base and not is_of_adapter(name)}
-        for number, (name, tensor) in enumerate(self._receiver.tensors(specs, body["update_info"]["payload"])):
-            self.digests[name] = tensor_digest(tensor)
+        ahead, self._ahead = self._ahead, None
+        payload = body["update_info"]["payload"]
+        here = self._digested(self._receiver.tensors(specs, payload)) if ahead is None else ahead.result()
+        for name, digest in here:
+            self.digests[name] = digest
             if not is_of_adapter(name):
-                self.loaded[name] = self.digests[name]
+                self.loaded[name] = digest
+        reach("engine.received")
+
+    def _receive_ahead(self, specs: list[dict[str, Any]]) -> bool:
+        """As vLLM's workers with our engine: a thread takes in what fits into one bucket."""
+        from trireme.messages import TensorSpec
+        from trireme.transport.weights.buckets import split_into_buckets
+
+        assert self._receiver is not None, "receive_ahead before init_weight_transfer_engine"
+        expected = msgspec.convert(specs, list[TensorSpec])
+        if len(split_into_buckets(expected, self._bucket_bytes)) > 1:
+            return False
+        coming = self._receiver.tensors(expected, {})
+        self._ahead = self._takes_in.submit(lambda: list(self._digested(coming)))
+        return True
+
+    def _digested(self, coming: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+        from trireme.algo.digest import tensor_digest
+
+        for number, (name, tensor) in enumerate(coming):
+            yield name, tensor_digest(tensor)
             if number == 0:
                 reach("engine.receiving")
-        reach("engine.received")
 
     async def _finish_weight_update(self, body: dict[str, Any]) -> None:
         self.unloaded = [name for name in self.tensors if name not in self.digests]
@@ -261,6 +287,8 @@ class Core(FakeEngine):
         if body["method"] == "trireme_load_adapter":
             self.loaded |= adapter
             return {"results": [None]}
+        if body["method"] == "trireme_receive_ahead":
+            return {"results": [{"ahead": self._receive_ahead(*body["args"])}]}
         assert body["method"] == "trireme_weight_report", body
         forgotten = sorted(adapter.keys() - self.loaded.keys())
         return {"results": [{"digests": self.digests, "incomplete": self.unloaded + forgotten}]}

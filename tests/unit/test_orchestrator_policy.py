@@ -59,13 +59,13 @@ class Stage:
 
 
 @asynccontextmanager
-async def open_stage(config: RunConfig, **knobs: Any) -> AsyncIterator[Stage]:
+async def open_stage(config: RunConfig, *, offers: bool = False, **knobs: Any) -> AsyncIterator[Stage]:
     waits = Waits("orchestrator")
     async with (
         open_fake_engine(**knobs) as engine,
         open_inference_pool([engine.url], waits=waits, max_model_len=64, timeout_s=20, max_concurrent=64) as pool,
     ):
-        policy = Policy(pool, config.weight_broadcast, waits, Versions(config.paths.journal))
+        policy = Policy(pool, config.weight_broadcast, waits, Versions(config.paths.journal), offers=offers)
         pool.retry_s = pool.health_interval_s = 0.02
         keeping = asyncio.create_task(pool.keep(policy.judge, start_timeout_s=20))
         yield Stage(config, engine, pool, policy)
@@ -86,13 +86,100 @@ def on_stage(folder: Path, play: Callable[[Stage], Awaitable[Any]], *, kind: str
 def test_a_version_is_live_once_it_is_sent_and_confirmed_and_not_before(tmp_path, kind):
     async def play(stage):
         go = await stage.announce(0)
-        assert stage.engine.paused
+        assert not stage.engine.paused
         assert stage.policy.version == -1
         assert await stage.send(go) == Live(version=0)
         assert (stage.policy.version, stage.engine.version, stage.engine.paused) == (0, 0, False)
         assert stage.engine.weights == digests_of(0)
 
     on_stage(tmp_path, play, kind=kind)
+
+
+def test_requests_go_on_while_weights_are_on_their_way(tmp_path):
+    async def play(stage):
+        await stage.publish(0)
+        go = await stage.announce(1)
+        turn = await stage.pool.generate([5, 6], {"max_tokens": 4})
+        assert (set(turn.versions), stage.engine.paused) == ({0}, False)
+        assert await stage.send(go) == Live(version=1)
+        assert stage.engine.weights == digests_of(1)
+
+    on_stage(tmp_path, play)
+
+
+def test_an_engine_without_room_for_them_is_paused_before_they_are_sent(tmp_path):
+    async def play(stage):
+        await stage.publish(0)
+        go = await stage.announce(1)
+        while not stage.engine.paused:
+            await asyncio.sleep(0.01)
+        assert stage.engine.weights == digests_of(0)
+        assert await stage.send(go) == Live(version=1)
+        assert (stage.engine.paused, stage.engine.weights) == (False, digests_of(1))
+
+    on_stage(tmp_path, play, has_room=False)
+
+
+def test_an_engine_that_died_with_what_it_had_taken_in_makes_the_trainer_begin_again(tmp_path):
+    async def play(stage):
+        await stage.publish(0)
+        await stage.announce(1, attempt=2)
+        stage.engine.dead = True
+        while stage.pool.engines[0].state != "starting":
+            await asyncio.sleep(0.01)
+        stage.engine.dead = False
+        while stage.pool.engines[0].state == "starting":
+            await asyncio.sleep(0.01)
+        reply = await stage.announce(1, attempt=2)
+        assert isinstance(reply, Again)
+        assert "died before all was loaded" in reply.reason
+
+    on_stage(tmp_path, play)
+
+
+def test_new_requests_wait_in_engines_that_stand_still_and_are_answered_by_what_is_confirmed(tmp_path):
+    async def play(stage):
+        await stage.publish(0)
+        go = await stage.announce(1, attempt=2)
+        sending = asyncio.create_task(stage.send(go, attempt=2))
+        await stage.policy.offered_after(0)
+        asking = asyncio.create_task(stage.pool.generate([5, 6], {"max_tokens": 4}))
+        while not stage.engine.requests:
+            await asyncio.sleep(0.01)
+        assert (stage.policy.version, stage.policy.offered, sending.done(), asking.done()) == (0, 1, False, False)
+        turn = await asking
+        assert stage.policy.version == 1
+        assert set(turn.versions) == {1}
+        assert await sending == Live(version=1)
+
+    on_stage(tmp_path, play, offers=True, probe_s=0.3)
+
+
+def test_what_was_offered_is_taken_back_when_the_trainer_has_died_before_all_was_loaded(tmp_path):
+    async def play(stage):
+        await stage.publish(0)
+        await stage.announce(1, attempt=2)
+        await stage.policy.offer(1, stage.pool.engines)
+        assert (stage.policy.version, stage.policy.offered) == (0, 1)
+        await stage.policy.trainer_started()
+        assert (stage.policy.version, stage.policy.offered) == (0, 0)
+        assert await stage.publish(1, attempt=1, incarnation="two") == Live(version=1)
+        assert (stage.policy.version, stage.policy.offered) == (1, 1)
+
+    on_stage(tmp_path, play, offers=True)
+
+
+def test_a_synchronous_run_offers_nothing_before_it_is_live(tmp_path):
+    async def play(stage):
+        await stage.publish(0)
+        go = await stage.announce(1, attempt=2)
+        sending = asyncio.create_task(stage.send(go, attempt=2))
+        while not sending.done():
+            assert stage.policy.offered == stage.policy.version
+            await asyncio.sleep(0)
+        assert stage.policy.offered == 1
+
+    on_stage(tmp_path, play, probe_s=0.1)
 
 
 def test_a_question_that_is_asked_twice_gets_the_same_answer_and_does_nothing_twice(tmp_path):
@@ -115,7 +202,7 @@ def test_a_question_that_is_asked_twice_gets_the_same_answer_and_does_nothing_tw
         "start_weight_update": 2,
         "update_weights": 2,
         "finish_weight_update": 2,
-        "collective_rpc": 2,
+        "collective_rpc": 4,
         "resume": 2,
     }
 
@@ -186,7 +273,6 @@ def test_a_held_version_stays_until_it_is_let_go(tmp_path):
             assert reply == NotYet(note="an evaluation is running")
             assert (version, stage.policy.version, stage.engine.paused) == (0, 0, False)
         assert isinstance(await announcing, Go)
-        assert stage.engine.paused
 
     on_stage(tmp_path, play)
 

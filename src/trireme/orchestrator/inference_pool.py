@@ -69,8 +69,13 @@ class Engine:
     most_in_flight: int = 0  # since the batch before
     receives: int | None = None  # version that it is being given
     is_paused: bool = False  # for it: requests stand still
+    is_offered: bool = False  # requests may be sent meanwhile: that version will answer them
     life: int = 0  # counts up each time that it comes up
     suspected: asyncio.Event = field(default_factory=asyncio.Event)  # it dropped a request, or is not who it was
+
+    @property
+    def may_be_asked(self) -> bool:
+        return self.state == "live" or (self.state == "quarantined" and self.is_offered)
 
     @property
     def has_few(self) -> bool:
@@ -105,7 +110,7 @@ class InferencePool:
     experts: ExpertShape | None = None  # of the model, where engines say which of them they use (router replay)
     shares_prefixes: bool = True  # engines may take a prompt's beginning from a request before
     watch: Callable[[Engine], None] = _nobody  # told when an engine's state changes, or whether it has (few) requests
-    live: asyncio.Event = field(default_factory=asyncio.Event)  # some engine may be asked
+    live: asyncio.Event = field(default_factory=asyncio.Event)  # some engine may be asked, or has gone live
     num_requests: int = 0
     interruptions: int = 0  # times that an engine stopped being live: requests may have stood still meanwhile
     retry_s: float = RETRY_S
@@ -175,7 +180,7 @@ class InferencePool:
         return await self._until_answered(ask)
 
     async def _until_answered(self, ask: Callable[[Engine], Awaitable[Answer]]) -> Answer:
-        """Asks live engines, the least busy first, until one does not drop the request."""
+        """Asks an engine, the least busy first, until one does not drop the request."""
         interruptions, give_up = self.interruptions, time.monotonic() + self.timeout_s
         while True:
             engine = await self._least_busy()
@@ -208,11 +213,11 @@ class InferencePool:
             await self.live.wait()
 
     async def _least_busy(self) -> Engine:
-        """Waits for as long as no engine is live: whoever waits for the batch has the deadline, and says why."""
-        while not (live := self.live_engines()):
+        """Waits for as long as none may be asked: whoever waits for the batch has the deadline, and says why."""
+        while not (askable := [engine for engine in self.engines if engine.may_be_asked]):
             self.live.clear()
             await self.live.wait()
-        return min(live, key=lambda engine: engine.in_flight)
+        return min(askable, key=lambda engine: engine.in_flight)
 
     async def _post_generate(self, engine: Engine, body: bytes) -> Response:
         self._count(engine, 1)
@@ -289,15 +294,21 @@ class InferencePool:
 
     def go_live(self, engine: Engine, version: int) -> None:
         """It has confirmed `version`."""
-        engine.state, engine.version = "live", version
+        engine.state, engine.version, engine.is_offered = "live", version, False
         self.live.set()
         self.is_given(engine, None)
 
     def quarantine(self, engine: Engine) -> None:
-        """No new requests until it goes live again."""
+        """No new requests until it goes live again, or is offered."""
         self.interruptions += engine.state == "live"
-        engine.state, engine.version = "quarantined", None
+        engine.state, engine.version, engine.is_offered = "quarantined", None, False
         self.watch(engine)
+
+    def offer(self, engine: Engine) -> None:
+        """It stands still, and new requests may already wait in it: they are answered by the weights that it is given,
+        and nobody sees an answer before those are confirmed."""
+        engine.is_offered = True
+        self.live.set()
 
     def is_given(self, engine: Engine, version: int | None, *, is_paused: bool = False) -> None:
         """A version, and whether requests stand still meanwhile. None: no more."""

@@ -261,7 +261,14 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
         environments = await _open_environments(config, orchestrator.env, stack, waits)
         evaluated = await _environments_to_evaluate(config, environments, stack, waits)
         versions = Versions(config.paths.journal)
-        policy = Policy(pool, config.weight_broadcast, waits, versions, disk_timeout_s=config.disk_timeout_s)
+        policy = Policy(
+            pool,
+            config.weight_broadcast,
+            waits,
+            versions,
+            offers=not config.synchronous,
+            disk_timeout_s=config.disk_timeout_s,
+        )
         buffer = Buffer(
             {name: environment.num_train for name, environment in environments.items()}, rules_of(config), state
         )

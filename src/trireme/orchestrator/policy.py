@@ -35,14 +35,21 @@ class Policy:
         waits: Waits,
         versions: Versions,
         *,
+        offers: bool = False,
         disk_timeout_s: float = 60.0,
     ) -> None:
+        """
+        Args:
+            offers: rollouts may begin as soon as all engines stand still for a version, before they have confirmed it.
+        """
         self.version = -1  # nothing is live yet
+        self.offered = -1  # the version that a request will be answered by, if it is sent now
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.update_seconds = 0.0
         self.pool = pool
         self.config = config
         self.versions = versions
+        self._offers = offers
         self._waits = waits
         self._disk_timeout_s = disk_timeout_s
         self._changed = asyncio.Condition()
@@ -57,6 +64,11 @@ class Policy:
         """Until `version` (or a later one) is live."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.version >= version)
+
+    async def offered_after(self, version: int) -> None:
+        """Until rollouts by a later one may begin."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.offered > version)
 
     # evaluations
 
@@ -105,7 +117,7 @@ class Policy:
         """Whatever the trainer before it was sending will not be finished."""
         if self._update is not None and not self._update.is_sent:
             await self._update.abandon()
-            self._update, self._is_moving = None, False
+            self._update, self._is_moving, self.offered = None, False, self.version
         return self.newest
 
     @property
@@ -183,6 +195,16 @@ class Policy:
         """Between here and `go_live` no version is live."""
         self._is_moving = True
 
+    async def offer(self, version: int, engines: list[Engine]) -> None:
+        """All that requests could be sent to stand still, and will go on with `version`."""
+        if not self._offers or self.version < 0 or version < self.version:
+            return
+        for engine in engines:
+            self.pool.offer(engine)
+        async with self._changed:
+            self.offered = version
+            self._changed.notify_all()
+
     async def record(self, version: int, engines: list[str], digests: dict[str, str], difference: float) -> None:
         """Before anybody may use it."""
         await asyncio.to_thread(
@@ -205,4 +227,5 @@ class Policy:
             self.pool.go_live(engine, version)
         async with self._changed:
             self.version = max(self.version, version)
+            self.offered = max(self.offered, self.version)
             self._changed.notify_all()

@@ -37,7 +37,7 @@ class Group:
     """The rollouts of one example, on their way."""
 
     task: OpenGroup
-    issued_at: int  # the live version then: no token can be older
+    issued_at: int  # the version that requests were answered by from then on: no token can be older
     rollouts: list[Rollout] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     reason: str | None = None  # why the whole group is dropped
@@ -117,17 +117,18 @@ class Scheduler:
 
     async def _follow_policy(self) -> None:
         while True:
-            await self._policy.reached(self._policy.version + 1)
+            await self._policy.offered_after(self._policy.offered)
             self._cancel_stale()
             self._changed.set()
 
     def _may_issue(self) -> bool:
-        if self._policy.version < 0 or self.next_batch >= self._config.max_steps:
+        version = self._policy.offered
+        if version < 0 or self.next_batch >= self._config.max_steps:
             return False
         allowed = groups_allowed(
-            version=self._policy.version,
+            version=version,
             next_batch=self.next_batch,
-            max_async_level=min(self._config.max_async_level, self._config.max_steps - 1 - self._policy.version),
+            max_async_level=min(self._config.max_async_level, self._config.max_steps - 1 - version),
             groups_per_batch=self._config.num_groups,
         )
         if not self._config.synchronous:
@@ -136,7 +137,7 @@ class Scheduler:
 
     def _issue(self) -> None:
         reach("rollout.begun")
-        group = Group(task=self._buffer.take(), issued_at=self._policy.version)
+        group = Group(task=self._buffer.take(), issued_at=self._policy.offered)
         self._under_way[group.task.id] = group
         self._issued.append(group.task.id)
         group.runner = asyncio.create_task(self._run_group(group))
@@ -315,7 +316,7 @@ class Scheduler:
 
     def _why_idle(self) -> str:
         version = max(0, self.next_batch - self._config.max_async_level)
-        return f"none may begin before version {version} is live" if self._policy.version < version else "none begun"
+        return f"none may begin before version {version} is live" if self._policy.offered < version else "none begun"
 
     @property
     def num_under_way(self) -> int:

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,6 +38,8 @@ from trireme.orchestrator.standstill import pausing, receives_ahead
 
 if TYPE_CHECKING:
     from trireme.orchestrator.policy import Policy
+
+Found = TypeVar("Found")
 
 Peers = frozenset[tuple[str, int]]
 """Engines by address and life: who must be in a transfer's group."""
@@ -195,14 +198,38 @@ class Update:
         PeerDied: an engine has gone.
         """
         self.note = "engines load"
-        await asyncio.gather(*(self._load(engine, message) for engine in self._targets))
+        await self._each(self._load, message)
         reach("update.loaded")
-        differences = await asyncio.gather(*(self._compare(engine, message) for engine in self._targets))
+        await self._each(self._compare_digests, message)
+        if self.message.everywhere:  # whatever is sent from now on is answered by the new version
+            await self._policy.offer(message.version, self._targets)
+        differences = await self._each(self._resume, message)
         await self._write_down(message, max(differences))
         self._policy.update_seconds += time.perf_counter() - self._began
         live = await self._policy.go_live(message.version, self._targets)
         reach("version.live")
         return live
+
+    async def _each(self, do: Callable[[Engine, PolicySent], Awaitable[Found]], message: PolicySent) -> list[Found]:
+        """With every engine, and to the end with each: nothing of this attempt goes on beside the next."""
+        tasks = [self._unless_replaced(do, engine, message) for engine in self._targets]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        for error in sorted(errors, key=lambda error: isinstance(error, PeerDied)):
+            raise error
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    async def _unless_replaced(
+        self, do: Callable[[Engine, PolicySent], Awaitable[Found]], engine: Engine, message: PolicySent
+    ) -> Found:
+        """Raises PeerDied where the weights that are wrong are those of another process than was given them."""
+        try:
+            return await do(engine, message)
+        except WeightsMismatch as mismatch:
+            serves = (await self._pool.report(engine)).version
+            if serves != str(message.version):
+                raise PeerDied(f"{engine.url} was replaced meanwhile: it serves version {serves!r}") from mismatch
+            raise
 
     async def _load(self, engine: Engine, message: PolicySent) -> None:
         if not await self._receiving[engine.url]:
@@ -210,20 +237,13 @@ class Update:
         await self._pool.post(engine, "finish_weight_update", {"weight_version": str(message.version)})
         await load_adapter(self._pool, engine)
 
-    async def _compare(self, engine: Engine, message: PolicySent) -> float:
+    async def _resume(self, engine: Engine, message: PolicySent) -> float:
         """Returns how far apart trainer and engine are on the probe."""
-        try:
-            await self._compare_digests(engine, message)
-            await name_adapter(self._pool, engine)
-            self.note = "engines are probed"
-            await self._pool.post(engine, "resume")
-            self._pool.is_given(engine, message.version)
-            return await self._compare_logprobs(engine, message.version, message.probe)
-        except WeightsMismatch as mismatch:
-            serves = (await self._pool.report(engine)).version
-            if serves != str(message.version):
-                raise PeerDied(f"{engine.url} was replaced meanwhile: it serves version {serves!r}") from mismatch
-            raise
+        self.note = "engines are probed"
+        await name_adapter(self._pool, engine)
+        await self._pool.post(engine, "resume")
+        self._pool.is_given(engine, message.version)
+        return await self._compare_logprobs(engine, message.version, message.probe)
 
     async def _write_down(self, message: PolicySent, difference: float) -> None:
         reach("version.before_record")
