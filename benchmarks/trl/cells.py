@@ -76,7 +76,7 @@ def _drafts(folder: Path, *, quick: bool) -> list[Cell]:
         task = {"kind": "countdown", "spread": spread.word}
         name, ours = f"{spread.true_variation():.2f}", "max_async_level = 3"  # while the longest answer goes on
         found.append(Cell("c", name, **frozen, model=small, task=task, ours=ours, **sizes))
-    sizes = {"max_tokens": LARGE.longest + 1, "seq_len": 256, "max_steps": 4 if quick else 6, "batch_size": 64}
+    sizes = {"max_tokens": LARGE.longest + 1, "seq_len": 256, "max_steps": 4 if quick else 10, "batch_size": 64}
     task = {"kind": "countdown", "spread": LARGE.word}
     ours, our_trainer = 'inference.model.dtype = "bfloat16"', 'threads = 2\nmodel.optimization_dtype = "bfloat16"'
     dtypes = {

@@ -225,16 +225,19 @@ def test_every_version_is_on_disk_with_its_digests_before_a_token_under_it_may_b
     seen = []
 
     async def meanwhile(running):
-        versions = Versions(config.paths.journal)
-        answer = running.engine.answer
+        await running.until(lambda: running.orchestrator.policy, "a policy")
+        versions, pool = Versions(config.paths.journal), running.orchestrator.policy.pool
+        generate = pool.generate
 
-        def answering(asked):
-            seen.append((asked.version, versions.has(asked.version)))
-            return answer(asked)
+        async def watched(*asked, **how):
+            turn = await generate(*asked, **how)
+            seen.extend((version, versions.has(version)) for version in set(turn.versions))
+            return turn
 
-        running.engine.answer = answering
+        pool.generate = watched
 
     run(config, meanwhile=meanwhile)
+    assert {version for version, _ in seen} >= set(range(1, STEPS))
     assert all(is_there for _, is_there in seen)
     versions = Versions(config.paths.journal)
     assert versions.known() == list(range(STEPS + 1))
