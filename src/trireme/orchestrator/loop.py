@@ -156,9 +156,7 @@ class Orchestrator:
         self.answers.batch_closed()
         metrics = record.metrics | self.environment_counts.take()
         metrics |= {"time/fill_batch": filled - began, "time/journal": time.perf_counter() - filled}
-        metrics["time/update_weights"] = self.policy.update_seconds
-        self.policy.update_seconds = 0.0
-        return metrics | {"perf/engine_idle_frac": self.lanes.idle_frac()}
+        return metrics | self.policy.take_seconds() | {"perf/engine_idle_frac": self.lanes.idle_frac()}
 
     def _close(self, step: int, batch: Filled, metrics: dict[str, float]) -> BatchRecord:
         """Nothing may come in between: groups that are taken from now on are taken after this batch was closed."""

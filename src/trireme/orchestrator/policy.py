@@ -18,7 +18,7 @@ from trireme.config.run import WeightBroadcast
 from trireme.ledger.versions import Versions
 from trireme.messages import Again, Live, Newest, NotYet, PolicyReady, PolicySent, Refusal, Reply
 from trireme.orchestrator.inference_pool import Engine, InferencePool
-from trireme.orchestrator.update import Update
+from trireme.orchestrator.update import Update, UpdateSeconds
 from trireme.transport.control import within_patience
 from trireme.transport.sanity import check_digests
 
@@ -45,7 +45,7 @@ class Policy:
         self.version = -1  # nothing is live yet
         self.offered = -1  # the version that a request will be answered by, if it is sent now
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.update_seconds = 0.0
+        self.spent = UpdateSeconds()
         self.pool = pool
         self.config = config
         self.versions = versions
@@ -173,6 +173,15 @@ class Policy:
         if not await within_patience(confirmed):
             return NotYet(note=update.note)
         return self._answer(confirmed)
+
+    def take_seconds(self) -> dict[str, float]:
+        """As metrics, of the updates since it was last asked."""
+        spent, self.spent = self.spent, UpdateSeconds()
+        return {
+            "time/update_weights": spent.in_all,
+            "time/engines_paused": spent.paused,
+            "time/engines_load": spent.loading,
+        }
 
     def _answer(self, task: asyncio.Task) -> Reply:
         error = task.exception()

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -45,6 +46,15 @@ Peers = frozenset[tuple[str, int]]
 """Engines by address and life: who must be in a transfer's group."""
 
 
+@dataclass
+class UpdateSeconds:
+    """What updates took; of what each engine does by itself, the mean of all."""
+
+    in_all: float = 0.0  # from the trainer's announcement to the confirmation on disk
+    paused: float = 0.0  # requests stood still
+    loading: float = 0.0  # meanwhile, for the tensors alone
+
+
 class Update:
     """One attempt at one version."""
 
@@ -57,6 +67,7 @@ class Update:
         self._before = before
         self._targets: list[Engine] = []
         self._lives: dict[str, int] = {}
+        self._still_since: dict[str, float] = {}
         self._receiving: dict[str, asyncio.Task[bool]] = {}
         self._confirmed: asyncio.Task[Live] | None = None
         self._began = 0.0
@@ -178,9 +189,12 @@ class Update:
         self._pool.quarantine(engine)
         info = {"specs": msgspec.to_builtins(self._specs()), "payload": payload}
         async with pausing(self._pool, engine, timeout_s=self._policy.config.timeout_s):
+            self._still_since[engine.url] = time.perf_counter()
             await self._pool.post(engine, "start_weight_update")
             reach("update.paused")
+            began = time.perf_counter()
             await self._pool.post(engine, "update_weights", {"update_info": info})
+            self._policy.spent.loading += (time.perf_counter() - began) / len(self._targets)
 
     def _specs(self) -> list[TensorSpec]:
         """What the trainer sends: adapters alone to engines that have confirmed the base model in this epoch."""
@@ -205,7 +219,7 @@ class Update:
             await self._policy.offer(message.version, self._targets)
         differences = await self._each(self._resume, message)
         await self._write_down(message, max(differences))
-        self._policy.update_seconds += time.perf_counter() - self._began
+        self._policy.spent.in_all += time.perf_counter() - self._began
         live = await self._policy.go_live(message.version, self._targets)
         reach("version.live")
         return live
@@ -242,6 +256,7 @@ class Update:
         self.note = "engines are probed"
         await name_adapter(self._pool, engine)
         await self._pool.post(engine, "resume")
+        self._policy.spent.paused += (time.perf_counter() - self._still_since[engine.url]) / len(self._targets)
         self._pool.is_given(engine, message.version)
         return await self._compare_logprobs(engine, message.version, message.probe)
 
