@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
+from posted_update import Post, update, updated_by_hand
 from real_run import REPOSITORY, Run, SharedEngine, open_engine, run_apart, started
 from trireme.algo.adapter_names import POLICY
 from trireme.ledger.versions import Versions
@@ -27,7 +26,6 @@ AS_ADAPTERS = (*LORA, "--trainer.model.lora.sync", "adapter")
 LEARNING = ("--trainer.optim.lr", "5e-3")
 STEPS = 6
 
-Post = Callable[..., Any]
 Tensors = dict[str, np.ndarray]
 
 
@@ -39,18 +37,8 @@ def lora_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngi
 
 @pytest.fixture
 def post(lora_engine: SharedEngine, tmp_path: Path) -> Iterator[Post]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{lora_engine.port}", timeout=60, trust_env=False) as client:
-
-        def send(path: str, **body: Any) -> Any:
-            response = client.post(path, json=body)
-            assert response.status_code == 200, response.text
-            return response.json() if response.headers.get("content-type") == "application/json" else response.text
-
-        send("pause?mode=keep")
-        info = {"kind": "filesystem", "host": "", "port": 0, "epoch": str(tmp_path), "rank_offset": 1, "world_size": 2}
-        send("init_weight_transfer_engine", init_info=info | {"bucket_bytes": 1 << 20, "timeout_s": 60.0})
-        yield send
-        send("resume")
+    with updated_by_hand(lora_engine.port, epoch=str(tmp_path)) as post:
+        yield post
 
 
 # one update after the other, by hand
@@ -61,7 +49,7 @@ def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next
 ) -> None:
     """Every token's logprob is that of the version that it names: what came before is computed anew, too."""
     base, first, second = load_file(MODEL / "model.safetensors"), adapters(1), adapters(2)
-    update(post, base | first, tmp_path, version=0)
+    update(post, base | first, tmp_path, version=0, loads_adapter=True)
     post("v1/load_lora_adapter", lora_name=POLICY, lora_path=POLICY)
     post("resume")
     answers: list[dict] = []
@@ -74,7 +62,7 @@ def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next
     ask.start()
     wait_for_some_tokens(post)
     post("pause?mode=keep")
-    update(post, second, tmp_path, version=1)
+    update(post, second, tmp_path, version=1, loads_adapter=True)
     post("resume")
     ask.join()
     post("pause?mode=keep")
@@ -91,25 +79,11 @@ def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next
 
 def test_adapters_that_are_left_out_are_named(post: Post, tmp_path: Path) -> None:
     base, sent = load_file(MODEL / "model.safetensors"), adapters(3)
-    assert update(post, base | sent, tmp_path, version=0) == []
-    assert len(update(post, sent, tmp_path, version=1, loads=False)) == len(sent) // 2
+    assert update(post, base | sent, tmp_path, version=0, loads_adapter=True) == []
+    assert len(update(post, sent, tmp_path, version=1)) == len(sent) // 2
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
     halved = {other: tensor for other, tensor in sent.items() if other != name}
-    assert update(post, halved, tmp_path, version=2) == ["model.layers.1.mlp.up_proj"]
-
-
-def update(post: Post, tensors: Tensors, folder: Path, *, version: int, loads: bool = True) -> list[str]:
-    """Sends these tensors; returns the layers that the engine reports."""
-    save_file(tensors, folder / "00000.safetensors")
-    specs = [{"name": name, "dtype": "float32", "shape": list(tensor.shape)} for name, tensor in tensors.items()]
-    post("start_weight_update")
-    post("update_weights", update_info={"specs": specs, "payload": {"folder": str(folder)}})
-    post("finish_weight_update", weight_version=str(version))
-    if loads:
-        post("collective_rpc", method="trireme_load_adapter")
-    (report,) = post("collective_rpc", method="trireme_weight_report")["results"]
-    assert tensors.keys() <= report["digests"].keys()
-    return [layer.partition(" (")[0] for layer in report["incomplete"]]
+    assert update(post, halved, tmp_path, version=2, loads_adapter=True) == ["model.layers.1.mlp.up_proj"]
 
 
 def adapters(seed: int) -> Tensors:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -17,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from moe import TOP_K, save_moe
+from posted_update import Post, update, updated_by_hand
 from real_run import Run, SharedEngine, open_engine, run_apart
 
 pytestmark = pytest.mark.e2e
@@ -24,8 +24,6 @@ pytestmark = pytest.mark.e2e
 CONFIG = "tests/e2e/moe.toml"
 STEPS = 3
 LAYERS = 2
-
-Post = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +45,8 @@ def run(moe_engine: SharedEngine, folder: Path, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def post(moe_engine: SharedEngine) -> Iterator[Post]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{moe_engine.port}", timeout=60, trust_env=False) as client:
-
-        def send(path: str, **body: Any) -> Any:
-            response = client.post(path, json=body)
-            assert response.status_code == 200, response.text
-            return response.json()
-
-        info = {"kind": "filesystem", "host": "", "port": 0, "epoch": "test", "rank_offset": 1, "world_size": 2}
-        send("pause?mode=keep")
-        send("init_weight_transfer_engine", init_info=info | {"bucket_bytes": 1 << 20, "timeout_s": 60.0})
-        yield send
-        send("resume")
+    with updated_by_hand(moe_engine.port) as post:
+        yield post
 
 
 def test_the_engine_says_of_every_token_where_it_sent_it(post: Post, folder: Path, tmp_path: Path) -> None:
@@ -106,18 +94,6 @@ def test_after_a_whole_update_the_engine_computes_with_it(post: Post, folder: Pa
     logprobs, _ = computed(model, prompt + choice["token_ids"])
     said = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]])
     assert np.abs(said - logprobs[len(prompt) - 1 :]).max() < 1e-4
-
-
-def update(post: Post, tensors: dict[str, np.ndarray], folder: Path) -> list[str]:
-    """Sends these tensors; returns the layers that the engine reports as incomplete."""
-    save_file(tensors, folder / "00000.safetensors")
-    specs = [{"name": name, "dtype": "float32", "shape": list(tensor.shape)} for name, tensor in tensors.items()]
-    post("start_weight_update")
-    post("update_weights", update_info={"specs": specs, "payload": {"folder": str(folder)}})
-    post("finish_weight_update", weight_version="0")
-    (report,) = post("collective_rpc", method="trireme_weight_report")["results"]
-    assert report["digests"].keys() == tensors.keys()
-    return [layer.partition(" (")[0] for layer in report["incomplete"]]
 
 
 def generate(post: Post, ids: list[int], *, start: int) -> dict[str, Any]:

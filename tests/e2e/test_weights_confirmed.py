@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
+from posted_update import Post, update, updated_by_hand
 from real_run import REPOSITORY, SharedEngine
 from trireme.algo.probe import probe_ids
 from trireme.trainer.publish import PROBE_TOKENS
@@ -21,23 +20,11 @@ MODEL = REPOSITORY / "models/reverse-text-tiny"
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
-Post = Callable[..., Any]
-
 
 @pytest.fixture
 def post(engine: SharedEngine) -> Iterator[Post]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{engine.port}", timeout=60, trust_env=False) as client:
-
-        def send(path: str, **body: Any) -> Any:
-            response = client.post(path, json=body)
-            assert response.status_code == 200, response.text
-            return response.json()
-
-        send("pause?mode=keep")
-        info = {"kind": "filesystem", "host": "", "port": 0, "epoch": "test", "rank_offset": 1, "world_size": 2}
-        send("init_weight_transfer_engine", init_info=info | {"bucket_bytes": 1 << 20, "timeout_s": 60.0})
-        yield send
-        send("resume")
+    with updated_by_hand(engine.port) as post:
+        yield post
 
 
 def test_whichever_tensor_is_left_out_its_layer_is_named(post: Post, tmp_path: Path) -> None:
@@ -60,18 +47,6 @@ def test_after_a_whole_update_the_engine_computes_with_it(post: Post, tmp_path: 
     after = logprobs(post)
     assert np.abs(after - expected_logprobs(moved)).max() < 1e-4
     assert np.abs(after - before).max() > 0.01
-
-
-def update(post: Post, tensors: dict[str, np.ndarray], folder: Path) -> list[str]:
-    """Sends these tensors; returns the layers that the engine reports as incomplete."""
-    save_file(tensors, folder / "00000.safetensors")
-    specs = [{"name": name, "dtype": "float32", "shape": list(t.shape)} for name, t in tensors.items()]
-    post("start_weight_update")
-    post("update_weights", update_info={"specs": specs, "payload": {"folder": str(folder)}})
-    post("finish_weight_update", weight_version="0")
-    (report,) = post("collective_rpc", method="trireme_weight_report")["results"]
-    assert report["digests"].keys() == tensors.keys()
-    return [layer.partition(" (")[0] for layer in report["incomplete"]]
 
 
 def layer_of(tensor: str) -> str:

@@ -1,0 +1,48 @@
+"""One weight update after the other, by hand: what a run's orchestrator asks of an engine, with files for tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from safetensors.numpy import save_file
+
+Post = Callable[..., Any]
+"""Of a route, with the body as keywords; its answer."""
+
+
+@contextmanager
+def updated_by_hand(port: int, *, epoch: str = "test") -> Iterator[Post]:
+    """The engine at this port, paused, and ready for `update`; resumed at the end."""
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+
+        def post(path: str, **body: Any) -> Any:
+            response = client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            return response.json() if response.headers.get("content-type") == "application/json" else response.text
+
+        post("pause?mode=keep")
+        info = {"kind": "filesystem", "host": "", "port": 0, "epoch": epoch, "rank_offset": 1, "world_size": 2}
+        post("init_weight_transfer_engine", init_info=info | {"bucket_bytes": 1 << 20, "timeout_s": 60.0})
+        yield post
+        post("resume")
+
+
+def update(
+    post: Post, tensors: Mapping[str, np.ndarray], folder: Path, *, version: int = 0, loads_adapter: bool = False
+) -> list[str]:
+    """Sends these tensors; returns the layers that the engine reports as incomplete."""
+    save_file(dict(tensors), folder / "00000.safetensors")
+    specs = [{"name": name, "dtype": "float32", "shape": list(tensor.shape)} for name, tensor in tensors.items()]
+    post("start_weight_update")
+    post("update_weights", update_info={"specs": specs, "payload": {"folder": str(folder)}})
+    post("finish_weight_update", weight_version=str(version))
+    if loads_adapter:
+        post("collective_rpc", method="trireme_load_adapter")
+    (report,) = post("collective_rpc", method="trireme_weight_report")["results"]
+    assert tensors.keys() <= report["digests"].keys()
+    return [layer.partition(" (")[0] for layer in report["incomplete"]]
