@@ -125,7 +125,7 @@ class FakeEngine:
         self._at_once = 0
         self._epoch = ""
         self._receiving: dict[str, str] = {}
-        self._ahead: asyncio.Task[dict[str, str]] | None = None
+        self._announced: asyncio.Task[dict[str, str]] | None = None
 
     @property
     def url(self) -> str:
@@ -233,8 +233,8 @@ class FakeEngine:
     async def _update_weights(self, body: dict) -> None:
         info = body["update_info"]
         names = [spec["name"] for spec in info["specs"]]
-        sent = info["payload"].get("digests") or await (self._ahead or self.wire.group(self._epoch).get())
-        self._ahead = None
+        sent = info["payload"].get("digests") or await (self._announced or self.wire.group(self._epoch).get())
+        self._announced = None
         self._receiving = {name: sent[name] for name in names}
 
     async def _finish_weight_update(self, body: dict) -> None:
@@ -246,7 +246,7 @@ class FakeEngine:
     async def _collective_rpc(self, body: dict) -> dict[str, Any]:
         if body["method"] == "trireme_receive_ahead":
             if self.has_room:
-                self._ahead = asyncio.create_task(self.wire.group(self._epoch).get())
+                self._announced = asyncio.create_task(self.wire.group(self._epoch).get())
             return {"results": [{"ahead": self.has_room}]}
         assert body["method"] == "trireme_weight_report", body
         digests = self.weights | ({self.digest_error: "another"} if self.digest_error else {})

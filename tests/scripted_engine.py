@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ from trireme.config.load import load_run_config
 from trireme.config.run import RunConfig
 
 if TYPE_CHECKING:
+    from trireme.transport.weights.ahead import Ahead
     from trireme.transport.weights.kinds import Receiver
 
 log = get_logger("scripted")
@@ -165,8 +165,7 @@ class Core(FakeEngine):
         self.names: list[str] = []  # of adapters
         self._rank = 0
         self._receiver: Receiver | None = None
-        self._takes_in = ThreadPoolExecutor(1)
-        self._ahead: Future[list[tuple[str, str]]] | None = None
+        self._ahead: Ahead[tuple[str, str]] | None = None
         self._address: tuple[Any, ...] = ()
         self.asked_log: str | None = None  # file with a line per request for tokens: the same request, the same line
         for name, value in config.inference.args.items():  # its knobs, where vLLM's own arguments stand
@@ -248,7 +247,7 @@ class Core(FakeEngine):
         self.digests = {name: d for name, d in self.digests.items() if keeps_base and not is_of_adapter(name)}
         ahead, self._ahead = self._ahead, None
         payload = body["update_info"]["payload"]
-        here = self._digested(self._receiver.tensors(specs, payload)) if ahead is None else ahead.result()
+        here = self._digested(self._receiver.tensors(specs, payload)) if ahead is None else ahead.take(60.0)
         for name, digest in here:
             self.digests[name] = digest
             if not is_of_adapter(name):
@@ -258,14 +257,14 @@ class Core(FakeEngine):
     def _receive_ahead(self, specs: list[dict[str, Any]]) -> bool:
         """As vLLM's workers with our engine: a thread takes in what fits into one bucket."""
         from trireme.messages import TensorSpec
+        from trireme.transport.weights.ahead import Ahead
         from trireme.transport.weights.buckets import split_into_buckets
 
         assert self._receiver is not None, "receive_ahead before init_weight_transfer_engine"
         expected = msgspec.convert(specs, list[TensorSpec])
         if len(split_into_buckets(expected, self._bucket_bytes)) > 1:
             return False
-        coming = self._receiver.tensors(expected, {})
-        self._ahead = self._takes_in.submit(lambda: list(self._digested(coming)))
+        self._ahead = Ahead(self._digested(self._receiver.tensors(expected, {})))
         return True
 
     def _digested(self, coming: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, str]]:

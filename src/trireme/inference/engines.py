@@ -7,7 +7,6 @@ One engine for all kinds (gloo, nccl, ipc, filesystem): a kind only decides wher
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +30,7 @@ from trireme.inference.vllm_api import (
     load_tied_head,
 )
 from trireme.messages import TensorSpec
+from trireme.transport.weights.ahead import Ahead
 from trireme.transport.weights.buckets import split_into_buckets
 from trireme.transport.weights.kinds import Receiver, open_receiver
 
@@ -77,8 +77,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.incomplete: list[str] = []
         self.adapter: dict[str, torch.Tensor] = {}
         self._is_reloading = False
-        self._takes_in = ThreadPoolExecutor(1, "weights")
-        self._ahead: Future[list[Arrived]] | None = None
+        self._ahead: Ahead[Arrived] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._ahead = None
@@ -113,8 +112,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self._receiver is not None, "receive_ahead before init_weight_transfer_engine"
         if self.device.type != "cpu" or len(split_into_buckets(specs, self._bucket_bytes)) > 1:
             return False
-        coming = self._receiver.tensors(specs, {})
-        self._ahead = self._takes_in.submit(lambda: list(_arriving(coming)))
+        self._ahead = Ahead(_arriving(self._receiver.tensors(specs, {})))
         return True
 
     def start_weight_update(self) -> None:
@@ -124,9 +122,10 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         assert self._receiver is not None, "update_weights before init_weight_transfer_engine"
         specs = msgspec.convert(update_info.specs, list[TensorSpec])
+        arrived = self._arrived(specs, update_info.payload)
         self._expect(specs)
         loads = _Loads(self.model, tied=self.model_config.hf_config.tie_word_embeddings)
-        for name, own, digest in self._arrived(specs, update_info.payload):
+        for name, own, digest in arrived:
             self.digests[name] = digest
             if is_of_adapter(name):
                 self.adapter[name] = own
@@ -136,9 +135,11 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         reach("engine.received")
 
     def _arrived(self, specs: list[TensorSpec], payload: dict[str, Any]) -> Iterator[Arrived]:
+        """What was begun to be taken in, or else what comes from now on. Raises before the model is touched where the
+        former broke."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            return iter(ahead.result(self._timeout_s))
+            return iter(ahead.take(self._timeout_s))
         assert self._receiver is not None
         return _arriving(self._receiver.tensors(specs, payload))
 
