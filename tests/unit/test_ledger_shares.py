@@ -105,3 +105,26 @@ def test_shares_that_are_dealt_by_turns_are_the_same(tmp_path, world):
     found = asyncio.run(ask())
     alone = [Shares(journal, config).of(step, rank=rank, world=world) for step in (0, 1) for rank in range(world)]
     assert list(map(encode, found)) == list(map(encode, alone))
+
+
+def test_between_two_rows_others_have_their_turn(tmp_path):
+    config = RunConfig.model_validate({"output_dir": str(tmp_path), "seq_len": 48})
+    journal = Journal(tmp_path)
+    journal.append(record_of(0))
+
+    async def turns_of_others() -> tuple[int, int]:
+        num_turns, shares = 0, Shares(journal, config)
+
+        async def others() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        meanwhile = asyncio.create_task(others())
+        reply = await shares.by_turns(0, rank=0, world=1)
+        meanwhile.cancel()
+        return num_turns, len(reply.micro_batches)
+
+    num_turns, num_rows = asyncio.run(turns_of_others())
+    assert num_turns > num_rows > 1

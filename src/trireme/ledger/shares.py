@@ -6,15 +6,18 @@ import asyncio
 import json
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from trireme.algo.cost import LINEAR, Cost, cost_of
-from trireme.algo.packing import Sample, deal, rows_of
+from trireme.algo.packing import Sample, deal, each_row, rows_of
+from trireme.base.turns import by_turns
 from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord, Rollout
-from trireme.messages import BatchReply
+from trireme.messages import BatchReply, encode
 
 Dealt = list[list[list[int]]]  # of each rank, of each row: numbers of samples
 
@@ -37,15 +40,16 @@ class Shares:
         return self._dealt(step, world).share(rank)
 
     async def by_turns(self, step: int, *, rank: int, world: int) -> BatchReply:
-        """The same; meanwhile, others have their turns of the event loop. To balance many ranks takes long enough (half
-        a second for 64) to be worth a thread, though threads take turns only every few milliseconds."""
+        """The same, its rows encoded; meanwhile, others have their turns of the event loop. To balance many ranks takes
+        long enough (half a second for 64) to be worth a thread, though threads take turns only every few milliseconds.
+        """
         async with self._dealing:
             if world > 1:
-                await asyncio.to_thread(self._dealt, step, world)
+                batch = await asyncio.to_thread(self._dealt, step, world)
             else:
-                self._dealt(step, world)
+                batch = self._dealt(step, world)
                 await asyncio.sleep(0)
-        return self.of(step, rank=rank, world=world)
+        return await batch.share_by_turns(rank)
 
     def _dealt(self, step: int, world: int) -> _Batch:
         if self._kept is None or self._kept[:2] != (step, world):
@@ -66,9 +70,17 @@ class _Batch:
         self._num_rollouts = len(record.rollouts)
 
     def share(self, rank: int) -> BatchReply:
+        return self._reply(rows_of(self._samples, self._dealt[rank]))
+
+    async def share_by_turns(self, rank: int) -> BatchReply:
+        """Of the same bytes on the wire. Long answers make rows of megabytes, and hundreds of them."""
+        rows = each_row(self._samples, self._dealt[rank])
+        return self._reply([msgspec.Raw(encode(row)) async for row in by_turns(rows, 1)])
+
+    def _reply(self, rows: list[Any]) -> BatchReply:
         return BatchReply(
             step=self._step,
-            micro_batches=rows_of(self._samples, self._dealt[rank]),
+            micro_batches=rows,
             loss_tokens=max(1, sum(self._counts)),
             num_rollouts=self._num_rollouts,
             loss_samples=max(1, sum(map(bool, self._counts))),
