@@ -54,9 +54,9 @@ class InstantEngine(FakeEngine):
         elif route == "inference/v1/generate":
             ids = json.loads(body)["token_ids"]
             self._when_running(lambda: answer(_http(self._probed(ids))))
-        elif route in ("health", "get_world_size", "weight_info"):
+        elif route in ("health", "get_world_size", "weight_info", "is_paused"):
             version = str(self.version) if self.version >= 0 else "default"
-            answer(_http({"world_size": 1, "weight_version": version}))
+            answer(_http({"world_size": 1, "weight_version": version, "is_paused": self.paused}))
         else:
             asyncio.get_running_loop().create_task(self._controlled(route, json.loads(body or b"{}"), answer))
 
