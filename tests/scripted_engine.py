@@ -198,9 +198,6 @@ class Core(FakeEngine):
     async def weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": "default" if self.version < 0 else str(self.version)})
 
-    async def is_paused(self, request: web.Request) -> web.Response:
-        return web.json_response({"is_paused": self.paused})
-
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": name} for name in ("base", *self.names)]})
 

@@ -86,9 +86,6 @@ class WeighedEngine(FakeEngine):
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=f'# HELP\nvllm:num_requests_running{{engine="0"}} {float(self.num_busy)}\n')
 
-    async def is_paused(self, request: web.Request) -> web.Response:
-        return web.json_response({"is_paused": self.paused})
-
     async def _update_weight_version(self, body: dict[str, Any]) -> None:
         self.label = body["new_version"]
         self.labels.append(self.label)

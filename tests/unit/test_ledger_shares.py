@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from beats import with_beats
 from tiny import num_loss_samples, num_loss_tokens, random_samples
 from trireme.algo.cost import LINEAR, cost_of
 from trireme.config.run import Model, RunConfig
@@ -112,19 +113,5 @@ def test_between_two_rows_others_have_their_turn(tmp_path):
     journal = Journal(tmp_path)
     journal.append(record_of(0))
 
-    async def turns_of_others() -> tuple[int, int]:
-        num_turns, shares = 0, Shares(journal, config)
-
-        async def others() -> None:
-            nonlocal num_turns
-            while True:
-                num_turns += 1
-                await asyncio.sleep(0)
-
-        meanwhile = asyncio.create_task(others())
-        reply = await shares.by_turns(0, rank=0, world=1)
-        meanwhile.cancel()
-        return num_turns, len(reply.micro_batches)
-
-    num_turns, num_rows = asyncio.run(turns_of_others())
-    assert num_turns > num_rows > 1
+    reply, beats = asyncio.run(with_beats(Shares(journal, config).by_turns(0, rank=0, world=1)))
+    assert beats > len(reply.micro_batches) > 1

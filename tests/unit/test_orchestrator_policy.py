@@ -155,18 +155,35 @@ def test_new_requests_wait_in_engines_that_stand_still_and_are_answered_by_what_
     on_stage(tmp_path, play, offers=True, probe_s=0.3)
 
 
-def test_what_was_offered_is_taken_back_when_the_trainer_has_died_before_all_was_loaded(tmp_path):
+def test_requests_that_an_attempt_left_waiting_are_answered_after_the_next(tmp_path):
     async def play(stage):
         await stage.publish(0)
-        await stage.announce(1, attempt=2)
-        await stage.policy.offer(1, stage.pool.engines)
-        assert (stage.policy.version, stage.policy.offered) == (0, 1)
-        await stage.policy.trainer_started()
-        assert (stage.policy.version, stage.policy.offered) == (0, 0)
-        assert await stage.publish(1, attempt=1, incarnation="two") == Live(version=1)
-        assert (stage.policy.version, stage.policy.offered) == (1, 1)
+        stage.engine.failing_route = "resume"
+        assert isinstance(await stage.publish(1, attempt=2), Again)
+        asking = asyncio.create_task(stage.pool.generate([5, 6], {"max_tokens": 4}))
+        while not stage.engine.requests:
+            await asyncio.sleep(0.01)
+        assert (stage.policy.version, stage.policy.offered, stage.engine.paused) == (0, 1, True)
+        stage.engine.failing_route = None
+        assert await stage.publish(1, attempt=3) == Live(version=1)
+        assert set((await asking).versions) == {1}
 
     on_stage(tmp_path, play, offers=True)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_nothing_is_loaded_into_an_engine_that_does_not_pause(tmp_path, has_room):
+    async def play(stage):
+        await stage.publish(0)
+        stage.engine.calls.clear()
+        stage.engine.failing_route = "pause"
+        reply = await stage.publish(1, attempt=2)
+        assert isinstance(reply, Again)
+        assert "pause broke" in reply.reason
+        assert "update_weights" not in stage.engine.calls
+        assert (stage.engine.weights, stage.engine.paused) == (digests_of(0), False)
+
+    on_stage(tmp_path, play, has_room=has_room)
 
 
 def test_a_synchronous_run_offers_nothing_before_it_is_live(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 
+from beats import with_beats
 from trireme.base.garbage import MANY, collecting_rarely
 from trireme.base.turns import Turns, by_turns
 
@@ -67,21 +68,10 @@ def test_whatever_is_left_can_be_finished_at_once():
 
 
 def test_items_come_by_turns_in_their_order():
-    async def main() -> tuple[list[int], int]:
-        beats = 0
+    async def collected() -> list[int]:
+        return [item async for item in by_turns(range(100), 10)]
 
-        async def beat() -> None:
-            nonlocal beats
-            while True:
-                beats += 1
-                await asyncio.sleep(0)
-
-        beating = asyncio.create_task(beat())
-        items = [item async for item in by_turns(range(100), 10)]
-        beating.cancel()
-        return items, beats
-
-    items, beats = asyncio.run(main())
+    items, beats = asyncio.run(with_beats(collected()))
     assert items == list(range(100))
     assert beats >= 10
 

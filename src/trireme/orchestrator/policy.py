@@ -117,7 +117,7 @@ class Policy:
         """Whatever the trainer before it was sending will not be finished."""
         if self._update is not None and not self._update.is_sent:
             await self._update.abandon()
-            self._update, self._is_moving, self.offered = None, False, self.version
+            self._update, self._is_moving = None, False
         return self.newest
 
     @property
@@ -205,7 +205,8 @@ class Policy:
         self._is_moving = True
 
     async def offer(self, version: int, engines: list[Engine]) -> None:
-        """All that requests could be sent to stand still, and will go on with `version`."""
+        """All that requests could be sent to have loaded `version`, and will go on with it. Not the first: a run that
+        cannot serve its model is to end before it has asked for anything."""
         if not self._offers or self.version < 0 or version < self.version:
             return
         for engine in engines:

@@ -16,6 +16,9 @@ from trireme.messages import TensorSpec
 from trireme.orchestrator.engine_answers import BadAnswer, all_take_in_ahead, flag_of
 from trireme.orchestrator.inference_pool import Engine, InferencePool
 
+LOOK_S = 0.001
+"""Between two questions whether an engine has paused. It answers between two of its iterations, which are longer."""
+
 
 async def receives_ahead(pool: InferencePool, engine: Engine, specs: list[TensorSpec]) -> bool:
     """Whether its workers take in what will be sent while they go on serving. Raises PeerDied."""
@@ -35,7 +38,13 @@ async def pausing(pool: InferencePool, engine: Engine, *, timeout_s: float) -> A
         deadline_s = time.monotonic() + timeout_s
         while not asked.done() and not await _is_paused(pool, engine):
             if time.monotonic() > deadline_s:
-                raise PeerDied(f"{engine.url} was asked {timeout_s:.0f} s ago to pause, and generates on")
+                raise PeerDied(
+                    f"{engine.url} was asked {timeout_s:.0f} s ago to pause, and generates on. Look at "
+                    "logs/inference.stdout"
+                )
+            await asyncio.sleep(LOOK_S)
+        if asked.done():
+            asked.result()  # raises where it was refused: nothing may be loaded then
         yield
         await asked
     finally:

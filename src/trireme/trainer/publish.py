@@ -183,7 +183,7 @@ class Publisher:
     def _announce(self, ready: PolicyReady) -> Go | Live | Again:
         assert self._control is not None
         deadline_s = self._config.trainer.batch_timeout_s + self._config.weight_broadcast.timeout_s
-        with self._lane.doing("wait", step=ready.version, why="engines pause"):
+        with self._lane.doing("wait", step=ready.version, why="engines get ready"):
             reply = self._control.ask(ready, what=f"the engines to take version {ready.version}", deadline_s=deadline_s)
         assert isinstance(reply, (Go, Live, Again)), reply
         if isinstance(reply, Again):

@@ -28,7 +28,9 @@ class Ahead(Generic[Part]):
         """Returns when all is there. Raises what the receiver raised, and TimeoutError."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"waited {timeout_s:.0f} s for the trainer to send what it had announced")
+            raise TimeoutError(
+                f"waited {timeout_s:.0f} s for the trainer to send what it had announced. Look at logs/trainer.stdout"
+            )
         if self._error is not None:
             raise self._error
         return self._parts
