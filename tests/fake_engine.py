@@ -11,7 +11,7 @@ import random
 import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -296,6 +296,10 @@ async def open_fake_engine(
 # the trainer
 
 
+class Stopped(Exception):
+    """A trainer that nobody waits for any more."""
+
+
 class FakeTrainer:
     """Asks what the real one asks, in its order, over the real wire. Its training is to count."""
 
@@ -307,6 +311,7 @@ class FakeTrainer:
         self.asked_to_publish: list[int] = []
         self.newest = -1
         self.attempt = 0
+        self.unconfirmed: PolicySent | None = None
         self.breaks: set[int] = set()  # versions whose first transfer breaks
         self.before_step: Callable[[int], None] = lambda version: None
         self.stop = threading.Event()
@@ -318,19 +323,19 @@ class FakeTrainer:
     def train(self) -> None:
         """In a thread. Raises: Refused, DeadlineExceeded."""
         self.connect()
-        try:
+        with suppress(Stopped), closing(self.control):
             self.newest = self.ask(GetNewest(run_id=self._config.run_id), what="how far the run had come").version
             self.publish_if_new()
             while self.version < self._until and not self.stop.is_set():
                 self.batches.append(self.get_batch(self.version))
+                self.confirm()
                 self.before_step(self.version)
                 self.version += 1
                 self.publish_if_new()
+            self.confirm()
             if self.version == self._config.max_steps:
                 while isinstance(self.ask(Done(run_id=self._config.run_id, version=self.version), what="bye"), Publish):
                     self.publish(everywhere=False)
-        finally:
-            self.control.close()
 
     def connect(self) -> None:
         """In the thread that asks."""
@@ -340,19 +345,37 @@ class FakeTrainer:
     def get_batch(self, step: int, *, rank: int = 0, world: int = 1) -> BatchReply:
         request = GetBatch(run_id=self._config.run_id, step=step, rank=rank, world=world)
         while isinstance(reply := self.ask(request, what=f"batch {step}"), Publish):
-            self.asked_to_publish.append(self.version)
-            self.publish(everywhere=False)
+            if self.unconfirmed is not None:
+                self.confirm()
+            else:
+                self.asked_to_publish.append(self.version)
+                self.publish(everywhere=False)
         assert isinstance(reply, BatchReply), reply
         return reply
 
     def publish_if_new(self) -> None:
         if self.version > self.newest:
-            self.publish()
+            self.send()
+            if self.unconfirmed is not None:
+                self.control.tell(self.unconfirmed)
 
     def publish(self, *, everywhere: bool = True) -> None:
+        self.send(everywhere=everywhere)
+        self.confirm(everywhere=everywhere)
+
+    def send(self, *, everywhere: bool = True) -> None:
         while not self._attempt(everywhere):
             pass
-        self.published.append(self.version)
+
+    def confirm(self, *, everywhere: bool = True) -> None:
+        while (sent := self.unconfirmed) is not None:
+            self.unconfirmed = None
+            reply = self.ask(sent, what=f"version {self.version} live")
+            assert isinstance(reply, (Live, Again)), reply
+            if isinstance(reply, Live):
+                self.published.append(self.version)
+            else:
+                self.send(everywhere=everywhere)
 
     def _attempt(self, everywhere: bool) -> bool:
         self.attempt += 1
@@ -360,21 +383,24 @@ class FakeTrainer:
             self._config, self.version, self.attempt, incarnation=self.incarnation, everywhere=everywhere
         )
         go = self.ask(ready, what="the engines")
+        if isinstance(go, Live):
+            self.published.append(self.version)
         if not isinstance(go, Go) or self.version in self.breaks:
             self.breaks.discard(self.version)
             return isinstance(go, Live)
         sent = sent_message(self._config, self.version, self.attempt)
         if not sent.payload:
             self._wire.send(go.epoch, sent.digests)
-        reply = self.ask(sent, what=f"version {self.version} live")
-        assert isinstance(reply, (Live, Again)), reply
-        return isinstance(reply, Live)
+        self.unconfirmed = sent
+        return True
 
     def beat(self, state: str, waits: list[str]) -> None:
         beat = Heartbeat(run_id=self._config.run_id, process="trainer", state=state, version=self.version, waits=waits)
         self.ask(beat, what="its heartbeat")
 
     def ask(self, request: Any, *, what: str) -> Any:
+        if self.stop.is_set():  # whoever listens there by now is the next run's
+            raise Stopped
         return self.control.ask(request, what=what, deadline_s=PATIENCE_S)
 
 

@@ -277,8 +277,6 @@ def test_no_rollout_of_a_version_that_is_found_wrong_gets_into_the_journal(tmp_p
     versions = [sample.versions for record in outcome.records for r in record.rollouts for sample in r.samples]
     assert versions
     assert set(np.concatenate(versions)) == {-1, 0}
-    outcome.training.join(10)
-    assert "does not compute with version 1" in str(outcome.trainer_error[0])
 
 
 def test_a_held_version_stays_until_it_is_let_go(tmp_path):

@@ -22,6 +22,7 @@ from trireme.base.waiting import Waits
 from trireme.config.run import Model, Ports, RunConfig, WeightBroadcast
 from trireme.config.trainer import Checkpoints, Optimizer, TrainerConfig
 from trireme.messages import (
+    Again,
     BatchReply,
     Done,
     GetBatch,
@@ -30,6 +31,7 @@ from trireme.messages import (
     Heartbeat,
     Live,
     Newest,
+    NotYet,
     Ok,
     PolicyReady,
     PolicySent,
@@ -56,6 +58,8 @@ class FakeOrchestrator:
     refuses: int | None = None
     newest: Newest = field(default_factory=lambda: Newest(version=-1, digests={}))
     engine_lost_at: set[int] = field(default_factory=set)  # steps before which an engine needs weights
+    transfer_lost_at: set[int] = field(default_factory=set)  # versions that engines lose when they are first sent
+    says_so: bool = False  # that one was lost, to whoever asks for a batch
     asked: list[Request] = field(default_factory=list)
 
     def __call__(self, request: Request) -> Reply:
@@ -65,18 +69,32 @@ class FakeOrchestrator:
         match request:
             case GetNewest():
                 return self.newest
-            case GetBatch(step=step) if step in self.engine_lost_at:
-                self.engine_lost_at.discard(step)
+            case GetBatch(step=step) if step in self.engine_lost_at and not self._was_sent_to_some(step):
                 return Publish(reason="an engine came up without weights")
             case GetBatch(step=step) if step == self.refuses:
                 return Refusal(error="the end of this trainer")
+            case GetBatch(step=step) if self.says_so and step in self.transfer_lost_at and self._attempts(step) == 1:
+                return Publish(reason=f"version {step} was not confirmed")
             case GetBatch():
                 return _batch(request)
             case PolicyReady(version=version):
                 return Go(version=version, epoch="1", world_size=2)
+            case PolicySent(version=version) if version < STEPS and ("GetBatch", version) not in self.story():
+                return NotYet(note="engines load")
+            case PolicySent(version=version) if version in self.transfer_lost_at and self._attempts(version) == 1:
+                return Again(reason="an engine died")
             case PolicySent(version=version):
                 return Live(version=version)
         return Ok()
+
+    def _was_sent_to_some(self, version: int) -> bool:
+        announced = [request for request in self.asked if isinstance(request, PolicyReady)]
+        return any(request.version == version and not request.everywhere for request in announced)
+
+    def _attempts(self, version: int) -> int:
+        """At sending it."""
+        sent = [request for request in self.asked if isinstance(request, PolicySent) and request.version == version]
+        return len({request.attempt for request in sent})
 
     def story(self) -> list[tuple[str, int]]:
         return [
@@ -124,12 +142,27 @@ def straight(folder: Path, tiny_model: Path) -> FakeOrchestrator:
     return run(folder, tiny_model)
 
 
-def test_every_version_is_published_before_the_next_batch_is_asked_for(straight: FakeOrchestrator) -> None:
-    expected = [("GetNewest", 0), ("PolicyReady", 0), ("PolicySent", 0)]
+def test_every_version_is_confirmed_before_the_next_is_made(straight: FakeOrchestrator) -> None:
+    """This orchestrator does not confirm a version before it is asked for a batch: the trainer goes on meanwhile."""
+    expected = [("GetNewest", 0)]
     for step in range(STEPS):
-        expected += [("GetBatch", step), ("PolicyReady", step + 1), ("PolicySent", step + 1)]
-    assert straight.story() == [*expected, ("Done", STEPS)]
+        expected += [("PolicyReady", step), ("PolicySent", step), ("GetBatch", step), ("PolicySent", step)]
+    last = [("PolicyReady", STEPS), ("PolicySent", STEPS), ("PolicySent", STEPS), ("Done", STEPS)]
+    assert straight.story() == [*expected, *last]
     assert isinstance(straight.asked[-1], Done)
+
+
+@pytest.mark.parametrize("says_so", [False, True])
+def test_a_version_that_engines_lose_while_gradients_are_made_is_sent_again_and_trained_on_as_it_was(
+    straight: FakeOrchestrator, tiny_model: Path, tmp_path: Path, says_so: bool
+) -> None:
+    disturbed = run(tmp_path, tiny_model, transfer_lost_at={0, 2, STEPS}, says_so=says_so)
+    story = disturbed.story()
+    assert [story.count(("PolicyReady", version)) for version in range(STEPS + 1)] == [2, 1, 2, 1, 2]
+    assert all(request.everywhere for request in disturbed.asked if isinstance(request, PolicyReady))
+    assert [story.count(("GetBatch", step)) for step in range(STEPS)] == [1 + says_so, 1, 1 + says_so, 1]
+    assert disturbed.digests() == straight.digests()
+    assert complete_steps(tmp_path / "checkpoints") == [2, 4]
 
 
 def test_each_step_makes_other_weights(straight: FakeOrchestrator) -> None:
@@ -147,7 +180,7 @@ def test_checkpoints_and_one_line_of_metrics_per_step_are_left_behind(straight: 
     rows, _ = read_metrics(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(STEPS))
     promised = {"loss", "grad_norm", "lr", "importance_ratio", "policy/entropy", "policy/kl", "perf/tokens_per_s"}
-    assert all(promised | {"time/step", "time/publish"} <= row.keys() for row in rows)
+    assert all(promised | {"time/step", "time/publish", "time/confirm"} <= row.keys() for row in rows)
 
 
 def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight: FakeOrchestrator, folder: Path) -> None:
@@ -158,13 +191,15 @@ def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight: FakeO
     of_steps = shares(spans, "trainer", *steady(spans))
     assert sum(of_steps.values()) == 1.0
     assert {"train", "transfer", "save", "wait"} <= of_steps.keys()
-    for row in read_metrics(folder / "metrics.jsonl")[0]:
+    rows = read_metrics(folder / "metrics.jsonl")[0]
+    for row, after in pairwise(rows):
         seconds = defaultdict(float)
         for span in spans:
             if (span.what, span.step) in [("train", row["step"]), ("transfer", row["step"] + 1), ("wait", row["step"])]:
                 seconds[span.what] += span.seconds
         assert seconds["train"] >= row["time/forward_backward"] + row["time/optimizer"] - TOUCH_S
-        assert seconds["transfer"] <= row["time/publish"] + TOUCH_S  # without the wait for engines to pause
+        moved_s = row["time/publish"] + after["time/confirm"]
+        assert seconds["transfer"] <= moved_s + TOUCH_S  # without the wait for engines to get ready
         assert seconds["wait"] > 0
         assert 0 < row["time/idle"] <= row["time/wait_for_batch"] + row["time/publish"] + TOUCH_S
 
@@ -174,8 +209,9 @@ def test_a_resumed_trainer_goes_on_in_its_lane(tiny_model: Path, tmp_path: Path)
     run(tmp_path, tiny_model, resume=True, newest=Newest(version=3, digests=died.digests()[3]))
     spans = joined(read_spans(tmp_path / "spans.jsonl")[0])
     assert all(second.begin_s >= first.end_s - TOUCH_S for first, second in pairwise(spans))
-    assert [span.step for span in spans if span.what == "train"] == [0, 1, 2, 2, 3]
-    assert [span.what for span in spans].count("start") == 2
+    first, second = (index for index, span in enumerate(spans) if span.what == "start")
+    trained = [[span.step for span in part if span.what == "train"] for part in (spans[first:second], spans[second:])]
+    assert [sorted(set(steps)) for steps in trained] == [[0, 1, 2], [2, 3]]
 
 
 def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(
@@ -193,8 +229,10 @@ def test_an_engine_that_comes_up_without_weights_is_given_those_of_the_moment(
     straight: FakeOrchestrator, tiny_model: Path, tmp_path: Path
 ) -> None:
     disturbed = run(tmp_path, tiny_model, engine_lost_at={0, 2})
-    extra = [("PolicyReady", 2), ("PolicySent", 2), ("GetBatch", 2)]
-    assert disturbed.story()[10:16] == [("PolicyReady", 2), ("PolicySent", 2), ("GetBatch", 2), *extra]
+    story = disturbed.story()
+    confirmed = [("GetBatch", 2), ("PolicySent", 2)]
+    extra = [("GetBatch", 2), ("PolicyReady", 2), ("PolicySent", 2), ("GetBatch", 2)]
+    assert story[story.index(("GetBatch", 2)) :][:6] == [*confirmed, *extra]
     partial = [request.everywhere for request in disturbed.asked if isinstance(request, PolicyReady)]
     assert partial == [True, False, True, True, False, True, True]
     assert disturbed.digests() == straight.digests()

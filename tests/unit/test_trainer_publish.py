@@ -190,14 +190,57 @@ def test_nothing_is_published_up_to_the_newest_version_if_that_is_made_again_as_
     with open_publisher(config, model, world, answer) as publisher:
         assert publisher.look_back() == 5
         for version in (3, 4, 5):
-            publisher.publish_if_new(version)
+            publisher.send_if_new(version)
         assert orchestrator.asked == []
         newest = Newest(version=5, digests=same | {"model.norm.weight": "another"})
         publisher.look_back()
-        publisher.publish_if_new(5)
-        assert [request.version for request in orchestrator.asked] == [5, 5]
-        publisher.publish_if_new(6)
+        publisher.send_if_new(5)
+        publisher.confirm()
+        assert {request.version for request in orchestrator.asked} == {5}
+        publisher.send_if_new(6)
+        publisher.confirm()
         assert orchestrator.asked[-1].version == 6
+
+
+def test_engines_are_asked_to_confirm_while_the_trainer_goes_on(
+    tmp_path: Path, model: PreTrainedModel, world: World
+) -> None:
+    config = build_config(tmp_path, "filesystem")
+    orchestrator = FakeOrchestrator(config)
+    confirmed = threading.Event()
+
+    def answer(request: Request) -> Reply:
+        reply = orchestrator(request)
+        if isinstance(reply, Live):
+            confirmed.set()
+        return reply
+
+    with open_publisher(config, model, world, answer) as publisher:
+        publisher.send(3)
+        assert publisher.is_confirming
+        assert confirmed.wait(DEADLINE_S)
+        publisher.confirm()
+        assert not publisher.is_confirming
+    first, *sent = orchestrator.asked
+    assert isinstance(first, PolicyReady)
+    assert sent[0] == sent[-1]  # the same question, so it has the same answer
+
+
+def test_whose_memory_is_lent_until_engines_confirm_waits_for_them(
+    tmp_path: Path, model: PreTrainedModel, world: World
+) -> None:
+    """On a GPU that is shared, what is sent would lie beside gradients."""
+
+    def confirm(request: Request) -> Reply:
+        version = getattr(request, "version", 0)
+        if isinstance(request, PolicyReady):
+            return Go(version=version, epoch="1", world_size=1)
+        return Live(version=version)
+
+    with open_publisher(build_config(tmp_path, "filesystem"), model, world, confirm) as publisher:
+        publisher._config = publisher._config.model_copy(update={"weight_broadcast": WeightBroadcast(type="ipc")})
+        publisher.send(3)
+        assert not publisher.is_confirming
 
 
 def test_weights_that_were_refused_are_not_sent_again(tmp_path: Path, model: PreTrainedModel, world: World) -> None:

@@ -128,14 +128,20 @@ class Policy:
 
     def needs_weights(self, version: int) -> str | None:
         """Why the trainer, which has `version`, should publish it again; None where it need not."""
+        if version > self.versions.newest and not self._is_confirming(version):
+            return f"version {version} was not confirmed"
         if version < self.versions.newest or self._is_moving:
             return None
         waiting = [engine.url for engine in self.pool.engines if engine.state == "quarantined"]
         return f"{', '.join(waiting)} came up without weights" if waiting else None
 
+    def _is_confirming(self, version: int) -> bool:
+        return self._update is not None and self._update.message.version == version and self._update.is_confirming
+
     def is_to_be_served_first(self, version: int) -> str | None:
         """Why the trainer, which has `version`, should not make the next one yet: this one could not be evaluated."""
-        if version not in self._due or version != self.versions.newest or self.pool.live_engines():
+        newest = self.versions.newest
+        if version not in self._due or version < newest or (version == newest and self.pool.live_engines()):
             return None
         return f"version {version} is to be evaluated first; {self.pool.describe()}"
 

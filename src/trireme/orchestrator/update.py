@@ -98,6 +98,12 @@ class Update:
         """The engines have, or are about to have, all of it: no trainer is needed any more."""
         return self._confirmed is not None
 
+    @property
+    def is_confirming(self) -> bool:
+        """All is sent, and nothing has gone wrong since."""
+        task = self._confirmed
+        return task is not None and not (task.done() and (task.cancelled() or task.exception() is not None))
+
     async def abandon(self) -> None:
         """Engines that have begun to load stay paused and in quarantine: they may hold half an update."""
         tasks = [self.prepared, self._confirmed, *self._receiving.values()]

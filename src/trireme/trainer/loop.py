@@ -41,6 +41,7 @@ log = get_logger("trainer")
 DOING: dict[str, What] = {
     "wait_for_batch": "wait",
     "publish": "transfer",
+    "confirm": "transfer",
     "checkpoint": "save",
     "forward_backward": "train",
     "optimizer": "train",
@@ -60,7 +61,7 @@ def train(config: RunConfig) -> None:
             metrics = trainer.step(batch)
             trainer.publish()
             trainer.record(metrics)
-            trainer.save_if_due()
+        trainer.settle()
         trainer.say_done()
 
 
@@ -151,7 +152,11 @@ class Trainer:
         self._timer = Timer(also=self._in_lane)
         self._step_began = time.perf_counter()
         self._said = Said(self.config.paths, self.world) if self.config.trainer.save_logprobs else None
-        self._stepper = Stepper(self.config, self.state, self.world, self._timer, self._said)
+        self._stepper = Stepper(
+            self.config, self.state, self.world, self._timer, self._said, before_weights_change=self.settle
+        )
+        self._settled = self.state.version  # up to here, checkpoints are begun
+        self._settling_s = 0.0
         self._row_cost = row_cost(self.config)
 
     def _in_lane(self, name: str) -> AbstractContextManager[None]:
@@ -201,13 +206,13 @@ class Trainer:
         return self.control.ask(request, what=f"batch {step}", deadline_s=self.config.trainer.batch_timeout_s)
 
     def step(self, batch: BatchReply) -> dict[str, float]:
-        """Version n becomes n + 1."""
-        began = time.perf_counter()
+        """Version n becomes n + 1. Gradients may be had while engines still confirm version n."""
+        began, settling_s = time.perf_counter(), self._settling_s
         with self.lane.doing("train", step=self.state.version):
             metrics = self._stepper.step(batch)
             reach("trainer.stepped", rank=self.world.rank)
             self.activity.version = self.state.version
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - began - (self._settling_s - settling_s)
             return metrics | self._throughput(batch, seconds) | peak_memory(self.world.device) | self._packing(batch)
 
     def _packing(self, batch: BatchReply) -> dict[str, float]:
@@ -225,17 +230,32 @@ class Trainer:
         return rates | {"perf/shared_frac": spared}
 
     def publish(self) -> None:
-        """Makes the new policy live in all engines, if it is new."""
+        """Sends the new policy to all engines, if it is new. `settle` waits until they serve it."""
         with self._timer.span("publish"):
-            self.publisher.publish_if_new(self.state.version)
+            self.publisher.send_if_new(self.state.version)
         reach("trainer.published", rank=self.world.rank)
 
     def _publish_again(self) -> None:
-        """To engines that came up without weights."""
+        """To engines that came up without weights; to all where what they were sent last was lost."""
         with self.lane.doing("transfer", step=self.state.version):
-            self.publisher.publish(self.state.version, everywhere=False)
+            if self.publisher.is_confirming:
+                self.publisher.confirm()
+            else:
+                self.publisher.publish(self.state.version, everywhere=False)
 
-    def save_if_due(self) -> None:
+    def settle(self) -> None:
+        """Before weights change: engines have confirmed them, and they are saved where that is due."""
+        began = time.perf_counter()
+        if self.publisher.is_confirming:
+            with self._timer.span("confirm"):
+                self.publisher.confirm()
+            reach("trainer.confirmed", rank=self.world.rank)
+        if self._settled < self.state.version:
+            self._settled = self.state.version
+            self._save_if_due()
+        self._settling_s += time.perf_counter() - began
+
+    def _save_if_due(self) -> None:
         """A checkpoint, and the weights in Hugging Face format, at the interval and after the last step.
 
         They are written while training goes on; after the last step, when this returns.

@@ -1,10 +1,15 @@
-"""Sends the trainer's weights to the engines, and does not rest until they have confirmed them."""
+"""Sends the trainer's weights to the engines, and does not rest until they have confirmed them.
+
+While they confirm, the trainer may go on as long as its weights stay as they are: gradients of the next batch can be
+had meanwhile, its optimizer step cannot. So whatever goes wrong, the same version can be sent again.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -48,6 +53,16 @@ PAUSE_S = 0.25  # after the first attempt that came to nothing; doubles: an engi
 LONGEST_PAUSE_S = 5.0
 
 
+@dataclass(frozen=True)
+class Unconfirmed:
+    """A version that is sent, and that engines have yet to say that they hold."""
+
+    version: int
+    everywhere: bool
+    epoch: str | None
+    sent: PolicySent | None  # what rank 0 asks them with
+
+
 class Publisher:
     """One per rank. Rank 0 talks and sends; the others join in gathering shards."""
 
@@ -67,6 +82,8 @@ class Publisher:
         self._dtype = getattr(torch, served_dtype(config))
         self._incarnation = uuid.uuid4().hex
         self._num_attempts = 0
+        self._failures_in_a_row = 0
+        self._unconfirmed: Unconfirmed | None = None
         self._newest = Newest(version=-1, digests={})
         self._specs = served_specs(model, self._dtype)
         self._sender = self._open_sender() if world.is_main else None
@@ -100,7 +117,7 @@ class Publisher:
             self._newest = reply
         return self._world.agree(self._newest.version)
 
-    def publish_if_new(self, version: int) -> None:
+    def send_if_new(self, version: int) -> None:
         """Steps that are repeated after a restart make versions that engines have confirmed already. A collective.
 
         At the newest of these, the weights must be the same as before, to the bit: so it is on CPUs. Where they are
@@ -108,10 +125,10 @@ class Publisher:
         """
         newest = self._world.agree(self._newest.version)
         if version > newest:
-            self.publish(version)
+            self.send(version)
         elif version == newest and (difference := self._difference_from_newest()):
             log.warning("version %d was made again and differs: %s. Engines get it anew.", version, difference)
-            self.publish(version)
+            self.send(version)
 
     def _difference_from_newest(self) -> str | None:
         digests: dict[str, str] = {}
@@ -123,27 +140,78 @@ class Publisher:
     def publish(self, version: int, *, everywhere: bool = True) -> None:
         """Returns once engines serve `version`, confirmed. A collective.
 
-        A transfer that breaks (an engine or the orchestrator died in it) is begun anew; weights that arrive wrong are
-        not.
-
         Args:
             everywhere: also to engines that serve it already.
 
+        Raises: as `send` and `confirm`.
+        """
+        self._send_until_sent(version, everywhere=everywhere)
+        self.confirm()
+
+    def send(self, version: int) -> None:
+        """Returns once all of it is sent; `confirm` is to be called before any weight changes. A collective.
+
+        A transfer that breaks (an engine or the orchestrator died in it) is begun anew.
+
+        Raises:
+            PeerDied: it broke time and again.
+            DeadlineExceeded: the engines did not get ready.
+        """
+        self._send_until_sent(version, everywhere=True)
+        if self._lies_in_memory:
+            self.confirm()
+        elif self._control is not None and self._unconfirmed is not None and self._unconfirmed.sent is not None:
+            self._control.tell(self._unconfirmed.sent)
+
+    @property
+    def _lies_in_memory(self) -> bool:
+        """What is sent takes room on the GPU until it is confirmed, which gradients need."""
+        return self._config.weight_broadcast.type == "ipc"
+
+    @property
+    def is_confirming(self) -> bool:
+        """Whether something is sent, and not confirmed."""
+        return self._unconfirmed is not None
+
+    def confirm(self) -> None:
+        """Returns once engines serve what was sent last, which is sent again where they lost it. A collective.
+
+        Weights that arrive wrong are not sent again.
+
         Raises:
             Refused: an engine holds other weights than were sent; names the tensor.
-            DeadlineExceeded: the engines did not get ready, or did not confirm.
+            PeerDied: the transfer broke time and again.
+            DeadlineExceeded: the engines did not confirm.
         """
-        for number in range(ATTEMPTS):
-            if self._world.agree(self._attempt(version, everywhere=everywhere)):
-                return
-            time.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2**number))
-        raise PeerDied(
-            f"Version {version} was sent {ATTEMPTS} times, and each time an engine or the orchestrator was gone before "
-            f"it was confirmed. Look at {self._config.paths.logs}"
-        )
+        while (unconfirmed := self._unconfirmed) is not None:
+            is_live = unconfirmed.sent is not None and self._ask_to_confirm(unconfirmed.sent)
+            self._unconfirmed = None
+            if self._world.agree(is_live):
+                self._confirmed_epoch = unconfirmed.epoch
+            else:
+                self._pause(unconfirmed.version)
+                self._send_until_sent(unconfirmed.version, everywhere=unconfirmed.everywhere)
+        self._failures_in_a_row = 0
+
+    def _send_until_sent(self, version: int, *, everywhere: bool) -> None:
+        while not self._world.agree(self._attempt(version, everywhere=everywhere)):
+            self._pause(version)
+
+    def _pause(self, version: int) -> None:
+        """After an attempt that came to nothing.
+
+        Raises: PeerDied after so many that the next would not fare better.
+        """
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= ATTEMPTS:
+            raise PeerDied(
+                f"Version {version} was sent {ATTEMPTS} times, and each time an engine or the orchestrator was gone "
+                f"before it was confirmed. Look at {self._config.paths.logs}"
+            )
+        time.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (self._failures_in_a_row - 1)))
 
     def _attempt(self, version: int, *, everywhere: bool) -> bool:
-        """Whether it is live now. A collective."""
+        """Whether it is sent now, or live already. A collective."""
         self._num_attempts += 1
         ready = self._announcement(version, everywhere)
         answer = self._announce(ready) if self._control is not None else None
@@ -161,11 +229,9 @@ class Publisher:
             return False
         reach("trainer.sent", rank=self._world.rank)
         probe = self._probe()
-        if self._control is None:
-            return True
-        is_live = self._confirm(version, digests, probe, payload or {})
-        self._confirmed_epoch = epoch if is_live else None
-        return is_live
+        sent = None if self._control is None else self._question(version, digests, probe, payload or {})
+        self._unconfirmed = Unconfirmed(version, everywhere, epoch, sent)
+        return True
 
     def _announcement(self, version: int, everywhere: bool) -> PolicyReady:
         return PolicyReady(
@@ -271,9 +337,8 @@ class Publisher:
                 reach("trainer.sending", rank=self._world.rank)
         self._base_digests = {name: digest for name, digest in digests.items() if not is_of_adapter(name)}
 
-    def _confirm(self, version: int, digests: dict[str, str], probe: Probe, payload: dict) -> bool:
-        assert self._control is not None
-        sent = PolicySent(
+    def _question(self, version: int, digests: dict[str, str], probe: Probe, payload: dict[str, Any]) -> PolicySent:
+        return PolicySent(
             run_id=self._config.run_id,
             version=version,
             attempt=self._num_attempts,
@@ -281,14 +346,17 @@ class Publisher:
             probe=probe,
             payload=payload,
         )
+
+    def _ask_to_confirm(self, sent: PolicySent) -> bool:
+        assert self._control is not None
         reply = self._control.ask(
             sent,
-            what=f"the engines to confirm version {version}",
+            what=f"the engines to confirm version {sent.version}",
             deadline_s=self._config.weight_broadcast.timeout_s + self._config.disk_timeout_s,
         )
         assert isinstance(reply, (Live, Again)), reply
         if isinstance(reply, Again):
-            log.warning("version %d: attempt %d was not confirmed: %s", version, self._num_attempts, reply.reason)
+            log.warning("version %d: attempt %d was not confirmed: %s", sent.version, sent.attempt, reply.reason)
         return isinstance(reply, Live)
 
     @torch.no_grad()

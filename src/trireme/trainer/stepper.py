@@ -5,6 +5,8 @@ The run's trainer and a replay both train through this, so the same batches give
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from trireme.algo.columns import LossFunction
@@ -53,16 +55,19 @@ class Stepper:
         world: World,
         timer: Timer | None = None,
         said: Said | None = None,
+        before_weights_change: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             said: is told what the weights said of the batch before the step.
+            before_weights_change: called before each optimizer step, when its gradients are there.
         """
         self._config = config
         self._state = state
         self._world = world
         self._timer = timer or Timer()
         self._said = said
+        self._before_weights_change = before_weights_change
         self._recipe, self._loss = loss_of(config)
 
     def step(self, batch: BatchReply) -> dict[str, float]:
@@ -101,6 +106,7 @@ class Stepper:
                 entropy_gradient=self._recipe.entropy_bonus > 0,
                 said=said,
             ) | expert_metrics(state.model, self._world)
+        self._before_weights_change()
         with self._timer.span("optimizer"):
             return metrics | optimizer_step(state, self._config.trainer.optim)
 

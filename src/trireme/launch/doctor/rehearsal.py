@@ -167,7 +167,7 @@ def of_run(ended: Ended, config: RunConfig, began: float) -> Finding:
     return ok(
         f"{STEPS} steps of {config.orchestrator.batch_size} rollouts: the first after {figures['first_step_s']:.0f} s, "
         f"the others {figures['step_s']:.1f} s each; {report.summary.versions_confirmed} versions confirmed by the "
-        f"engine, weights in {figures['publish_s']:.2f} s; the audit finds no fault",
+        f"engine, weights sent in {figures['publish_s']:.2f} s; the audit finds no fault",
         **figures,
     )
 

@@ -32,6 +32,7 @@ STEP_PARTS = {
     "time/forward_backward": "train",
     "time/optimizer": "train",
     "time/publish": "transfer",
+    "time/confirm": "transfer",
     "time/checkpoint": "save",
 }
 """What the trainer's metrics tell of its time, where nobody wrote spans."""

@@ -23,6 +23,7 @@ STEP_PARTS = {
     "time/forward_backward": ("train", "train"),
     "time/optimizer": ("optimizer", "evaluate"),
     "time/publish": ("send weights", "transfer"),
+    "time/confirm": ("wait until they are confirmed", "save"),
     "time/wait_for_batch": ("wait for a batch", "wait"),
 }
 

@@ -14,6 +14,7 @@ MEASURED = {
     "time/optimizer": "train",
     "time/wait_for_batch": "wait",
     "time/publish": "transfer",
+    "time/confirm": "transfer",
     "time/checkpoint": "save",
 }
 MOST_REASONS = 3
