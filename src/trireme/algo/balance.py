@@ -36,7 +36,9 @@ class Table:
         return sum(self._lengths[i] for i in row)
 
     def cost(self, row: list[int]) -> float:
-        return self._cost.of_row([self._lengths[i] for i in row])
+        if self._cost.is_by_row:
+            return self._cost.of_row([self._lengths[i] for i in row])
+        return sum(self._weights[i] for i in row)
 
     def slowest(self, rows: Rows, ranks: int) -> float:
         """What all rounds take together, each as long as its most expensive row."""
