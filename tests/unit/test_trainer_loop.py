@@ -122,6 +122,7 @@ def run(folder: Path, model: Path, *, resume: bool = False, **knobs: Any) -> Fak
             resume=resume,
             device="cpu",
             max_steps=STEPS,
+            max_async_level=2,
             model=Model(name=str(model)),
             ports=Ports(batches=int(address.rpartition(":")[2])),
             weight_broadcast=WeightBroadcast(type="filesystem"),

@@ -205,7 +205,7 @@ def test_nothing_is_published_up_to_the_newest_version_if_that_is_made_again_as_
 def test_engines_are_asked_to_confirm_while_the_trainer_goes_on(
     tmp_path: Path, model: PreTrainedModel, world: World
 ) -> None:
-    config = build_config(tmp_path, "filesystem")
+    config = build_config(tmp_path, "filesystem").model_copy(update={"max_async_level": 2})
     orchestrator = FakeOrchestrator(config)
     confirmed = threading.Event()
 
@@ -226,21 +226,14 @@ def test_engines_are_asked_to_confirm_while_the_trainer_goes_on(
     assert sent[0] == sent[-1]  # the same question, so it has the same answer
 
 
-def test_whose_memory_is_lent_until_engines_confirm_waits_for_them(
-    tmp_path: Path, model: PreTrainedModel, world: World
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_on_a_cpu_engines_that_the_next_batch_waits_for_are_not_disturbed(
+    tmp_path: Path, model: PreTrainedModel, world: World, level: int
 ) -> None:
-    """On a GPU that is shared, what is sent would lie beside gradients."""
-
-    def confirm(request: Request) -> Reply:
-        version = getattr(request, "version", 0)
-        if isinstance(request, PolicyReady):
-            return Go(version=version, epoch="1", world_size=1)
-        return Live(version=version)
-
-    with open_publisher(build_config(tmp_path, "filesystem"), model, world, confirm) as publisher:
-        publisher._config = publisher._config.model_copy(update={"weight_broadcast": WeightBroadcast(type="ipc")})
+    config = build_config(tmp_path, "filesystem").model_copy(update={"max_async_level": level})
+    with open_publisher(config, model, world, FakeOrchestrator(config)) as publisher:
         publisher.send(3)
-        assert not publisher.is_confirming
+        assert publisher.is_confirming == (level > 1)
 
 
 def test_weights_that_were_refused_are_not_sent_again(tmp_path: Path, model: PreTrainedModel, world: World) -> None:

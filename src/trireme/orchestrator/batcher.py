@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 from trireme.algo.advantage import Baselines
@@ -82,7 +81,6 @@ class Batcher:
                 self._scheduler.accepted()
             else:
                 self._scheduler.not_accepted(group.reason)
-            await asyncio.sleep(0)  # many may be whole already: others have their turns in between
         groups.sort(key=lambda group: group.task.id)
         filled.outcomes.sort(key=lambda outcome: outcome.group)
         filled.rollouts = [rollout for group in groups for rollout in group.rollouts]

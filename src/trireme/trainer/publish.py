@@ -158,15 +158,17 @@ class Publisher:
             DeadlineExceeded: the engines did not get ready.
         """
         self._send_until_sent(version, everywhere=True)
-        if self._lies_in_memory:
+        if self._is_in_the_way:
             self.confirm()
         elif self._control is not None and self._unconfirmed is not None and self._unconfirmed.sent is not None:
             self._control.tell(self._unconfirmed.sent)
 
     @property
-    def _lies_in_memory(self) -> bool:
-        """What is sent takes room on the GPU until it is confirmed, which gradients need."""
-        return self._config.weight_broadcast.type == "ipc"
+    def _is_in_the_way(self) -> bool:
+        """Of gradients: what lies on the GPU until it is confirmed takes room there; and engines on the same processors,
+        which have to make the very next batch with it, would load more slowly than the trainer gains."""
+        config = self._config
+        return config.weight_broadcast.type == "ipc" or (config.device == "cpu" and config.max_async_level <= 1)
 
     @property
     def is_confirming(self) -> bool:

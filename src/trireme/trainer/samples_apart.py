@@ -2,7 +2,8 @@
 
 Told of packed samples, transformers masks the whole row for `sdpa`: T x T pairs per layer where samples of L tokens
 need T x L, and no fast kernel. Here the tokens of each sample are gathered into [samples, L], transformers' own `sdpa`
-runs there as plain causal attention, and the results go back to their places.
+runs there as plain causal attention (on a CPU the formula, where samples are short), and the results go back to their
+places.
 
 T tokens of a row, S samples of a bucket, L tokens of its longest, D size of a head.
 """
@@ -21,6 +22,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from trireme.algo.packing import buckets
+from trireme.trainer.short_attention import attend_short, is_short
 
 NAME = "samples_apart"
 ARGUMENT = "apart_row"  # under which a row travels through the model's forward pass
@@ -143,8 +145,12 @@ def _attention() -> Callable[..., tuple[torch.Tensor, Any]]:
             return plain(module, query, key, value, mask, **options)
         found = []
         for bucket in apart_row.buckets:
-            theirs, _weights = plain(module, *map(bucket.gather, (query, key, value)), None, **options)
-            found.append(bucket.real(theirs))
+            theirs = tuple(map(bucket.gather, (query, key, value)))
+            if is_short(theirs[0]) and not options.get("dropout"):
+                attended = attend_short(*theirs, scaling=options["scaling"])
+            else:
+                attended, _weights = plain(module, *theirs, None, **options)
+            found.append(bucket.real(attended))
         return torch.cat(found).index_select(0, apart_row.order)[None], None
 
     return attend
