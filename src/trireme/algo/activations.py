@@ -65,7 +65,9 @@ def layer_input(model: Architecture, row: Pass) -> float:
 
 
 def scores_bytes(model: Architecture, layer: Layer, row: Pass) -> float:
-    """What grows with the square of a row: `eager` keeps all scores; `sdpa` its mask, as numbers, once per layer."""
+    """What grows with the square of a row: `eager` keeps all scores; `sdpa` its mask, as numbers, once per layer. Not
+    counted: on a CPU the weights of short samples, at most 192 values per head and token.
+    """
     pairs = row.tokens * row.tokens
     if row.attention == "eager":
         softmax = 0 if model.family.sinks else 4  # in float32, but for gpt-oss

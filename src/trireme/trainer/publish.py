@@ -165,8 +165,9 @@ class Publisher:
 
     @property
     def _is_in_the_way(self) -> bool:
-        """Of gradients: what lies on the GPU until it is confirmed takes room there; and engines on the same processors,
-        which have to make the very next batch with it, would load more slowly than the trainer gains."""
+        """Of gradients: what lies on the GPU until it is confirmed takes room there. And engines on the same processors,
+        that are to make the very next batch with it, would lose more than the trainer gains.
+        """
         config = self._config
         return config.weight_broadcast.type == "ipc" or (config.device == "cpu" and config.max_async_level <= 1)
 
