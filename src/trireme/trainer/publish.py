@@ -165,7 +165,7 @@ class Publisher:
 
     @property
     def _is_in_the_way(self) -> bool:
-        """Of gradients: what lies on the GPU until it is confirmed takes room there. And engines on the same processors,
+        """Of gradients: what lies on the GPU until it is confirmed takes room there. Engines on the same processors,
         that are to make the very next batch with it, would lose more than the trainer gains.
         """
         config = self._config
