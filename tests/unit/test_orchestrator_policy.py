@@ -107,6 +107,18 @@ def test_requests_go_on_while_weights_are_on_their_way(tmp_path):
     on_stage(tmp_path, play)
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_what_an_update_took_is_told_in_parts_that_lie_within_each_other(tmp_path, has_room):
+    async def play(stage):
+        for version in (0, 1):
+            await stage.publish(version)
+        took = stage.policy.take_seconds()
+        assert took["time/update_weights"] > took["time/engines_paused"] > took["time/engines_load"] > 0
+        assert set(stage.policy.take_seconds().values()) == {0.0}
+
+    on_stage(tmp_path, play, has_room=has_room)
+
+
 def test_an_engine_without_room_for_them_is_paused_before_they_are_sent(tmp_path):
     async def play(stage):
         await stage.publish(0)

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -52,7 +53,7 @@ class UpdateSeconds:
 
     in_all: float = 0.0  # from the trainer's announcement to the confirmation on disk
     paused: float = 0.0  # requests stood still
-    loading: float = 0.0  # meanwhile, for the tensors alone
+    loading: float = 0.0  # meanwhile, for the tensors, and for what vLLM makes of them
 
 
 class Update:
@@ -198,9 +199,14 @@ class Update:
             self._still_since[engine.url] = time.perf_counter()
             await self._pool.post(engine, "start_weight_update")
             reach("update.paused")
-            began = time.perf_counter()
-            await self._pool.post(engine, "update_weights", {"update_info": info})
-            self._policy.spent.loading += (time.perf_counter() - began) / len(self._targets)
+            with self._loading():
+                await self._pool.post(engine, "update_weights", {"update_info": info})
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._policy.spent.loading += (time.perf_counter() - began) / len(self._targets)
 
     def _specs(self) -> list[TensorSpec]:
         """What the trainer sends: adapters alone to engines that have confirmed the base model in this epoch."""
@@ -254,7 +260,8 @@ class Update:
     async def _load(self, engine: Engine, message: PolicySent) -> None:
         if not await self._receiving[engine.url]:
             await self._fetch(engine, message.payload)
-        await self._pool.post(engine, "finish_weight_update", {"weight_version": str(message.version)})
+        with self._loading():
+            await self._pool.post(engine, "finish_weight_update", {"weight_version": str(message.version)})
         await load_adapter(self._pool, engine)
 
     async def _resume(self, engine: Engine, message: PolicySent) -> float:
