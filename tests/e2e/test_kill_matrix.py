@@ -35,12 +35,12 @@ AT_THE_START = ("launcher.started",)
 AT_THE_END = ("trainer.finishing", "orchestrator.finishing")
 EVERY_FEW_STEPS = tuple(point for point in POINTS if point not in {*ON_THE_WAY_UP, *AT_THE_START, *AT_THE_END})
 OF_ALL_RANKS = {"trainer.batch_received", "trainer.stepped", "trainer.sending", "trainer.sent", "trainer.published"}
-OF_ALL_RANKS |= {"checkpoint.begun", "checkpoint.written"}
+OF_ALL_RANKS |= {"trainer.confirmed", "checkpoint.begun", "checkpoint.written"}
 
 BEFORE_A_BATCH = {"rollout.finished", "environment.asked", "environment.scored"}
 """A trainer waits for one at these points, and no less at `rollout.begun` and `journal.before_append`."""
 LIKE_ANOTHER_ON_DISK = {"rollout.begun", "environment.asked", "environment.scored", "update.paused", "update.loaded"}
-LIKE_ANOTHER_ON_DISK |= {"trainer.batch_received", "trainer.sending", "trainer.sent"}
+LIKE_ANOTHER_ON_DISK |= {"trainer.batch_received", "trainer.sending", "trainer.sent", "trainer.confirmed"}
 LIKE_ANOTHER_ON_DISK |= {"engine.joined", "engine.received", "engine.finished"}
 """A killed launcher takes all with it, so that only the disk can tell these points from one another."""
 

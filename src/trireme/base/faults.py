@@ -50,7 +50,7 @@ POINTS = {
     "trainer.sending": "some tensors of a version are sent, others not",
     "trainer.sent": "all are sent, nobody was asked to confirm",
     "trainer.published": "the engines are asked to confirm, the trainer goes on meanwhile",
-    "trainer.confirmed": "the new version is live",
+    "trainer.confirmed": "the new version is live, its checkpoint is not begun",
     "trainer.recorded": "the step's metrics are on disk",
     "trainer.finishing": "the last version is live and saved, nobody was told",
     "checkpoint.begun": "its folder is made, nothing is in it",

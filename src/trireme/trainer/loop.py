@@ -249,9 +249,9 @@ class Trainer:
         if self.publisher.is_confirming:
             with self._timer.span("confirm"):
                 self.publisher.confirm()
-            reach("trainer.confirmed", rank=self.world.rank)
         if self._settled < self.state.version:
             self._settled = self.state.version
+            reach("trainer.confirmed", rank=self.world.rank)
             self._save_if_due()
         self._settling_s += time.perf_counter() - began
 
