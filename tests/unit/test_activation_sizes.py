@@ -84,8 +84,13 @@ def test_a_layer_keeps_what_the_plan_says(
     one, two = (kept(config_of(kind, layers), attention, dtype, packed=packed, frozen=frozen) for layers in (1, 2))
     model = architecture_of(config_of(kind, 1))
     targets = ("none",) if frozen else None
-    row = Pass(TOKENS, dtype.itemsize, attention, packed=packed, targets=targets)
+    row = Pass(TOKENS, dtype.itemsize, attention, packed=packed, targets=targets, sample=TOKENS // 2)
     assert kept_by_layer(model, model.layers[0], row) == pytest.approx(two - one, rel=0.02)
+
+
+def test_short_samples_keep_what_the_plan_says_in_float32_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.TOKENS", 96)
+    test_a_layer_keeps_what_the_plan_says("qwen3", "sdpa", torch.float32, packed=True, frozen=False)
 
 
 def test_flash_attention_keeps_nothing_that_grows_with_the_square_of_a_row() -> None:

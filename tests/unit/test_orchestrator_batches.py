@@ -349,6 +349,7 @@ def test_advantages_are_the_rewards_minus_their_groups_mean_on_sampled_tokens_on
 
 def test_every_sample_of_a_batch_reaches_exactly_one_rank(tmp_path):
     async def meanwhile(running):
+        await running.until(lambda: running.orchestrator.scheduler.next_batch > 0, "a batch")
         return await running.ask(lambda asker: [asker.get_batch(0, rank=rank, world=3) for rank in range(3)])
 
     config = build_config(tmp_path, max_steps=2, seq_len=64)

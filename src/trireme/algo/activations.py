@@ -14,6 +14,10 @@ from trireme.algo.architecture import Architecture, Layer, Matrix, is_target
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
 
+SHORT = {2: 192, 4: 64}
+"""Tokens of a sample up to which attention is written out on a CPU, by the bytes of a number: `trainer.short_attention`."""
+
+
 @dataclass(frozen=True)
 class Pass:
     """How a row goes through the model.
@@ -30,6 +34,7 @@ class Pass:
     targets: tuple[str, ...] | None = None  # matrices with an adapter; None where the whole model is trained
     rank: int = 0  # of the adapters
     dropout: bool = False  # in front of the adapters
+    sample: int = 0  # on a CPU: tokens of each sample of a packed row
 
     @property
     def own_tokens(self) -> int:
@@ -65,13 +70,15 @@ def layer_input(model: Architecture, row: Pass) -> float:
 
 
 def scores_bytes(model: Architecture, layer: Layer, row: Pass) -> float:
-    """What grows with the square of a row: `eager` keeps all scores; `sdpa` its mask, as numbers, once per layer. Not
-    counted: on a CPU the weights of short samples, at most 192 values per head and token.
+    """What grows with the square of a row: `eager` keeps all scores; `sdpa` its mask, as numbers, once per layer;
+    where attention is written out, each token's weights on its sample.
     """
     pairs = row.tokens * row.tokens
     if row.attention == "eager":
         softmax = 0 if model.family.sinks else 4  # in float32, but for gpt-oss
         return pairs * model.heads / row.cp * (row.value_bytes + (softmax if row.value_bytes != 4 else 0))
+    if _is_written_out(model, row):
+        return row.tokens * row.sample * model.heads * row.value_bytes
     return pairs * row.value_bytes if needs_mask(model, layer, row) else 0.0
 
 
@@ -84,6 +91,12 @@ def needs_mask(model: Architecture, layer: Layer, row: Pass) -> bool:
 def _is_masked(model: Architecture, row: Pass) -> bool:
     """Samples share the row, and only a mask keeps them from looking at one another."""
     return row.attention == "sdpa" and row.packed and not model.attends_apart(row.attention, row.cp)
+
+
+def _is_written_out(model: Architecture, row: Pass) -> bool:
+    """Samples are short, and attend by themselves."""
+    is_short = 0 < row.sample <= SHORT.get(row.value_bytes, 0)
+    return is_short and row.packed and model.attends_apart(row.attention, row.cp)
 
 
 def _norms(model: Architecture, row: Pass) -> float:
@@ -110,9 +123,9 @@ def _attention(model: Architecture, layer: Layer, row: Pass) -> float:
     repeated = row.attention == "eager" or _is_masked(model, row)
     keys = model.query if repeated else model.key * max(1.0, row.cp / model.kv_heads)
     output = next(matrix for matrix in layer.matrices if matrix.name == "o_proj")
-    fused = row.attention != "eager"  # whose backward pass needs the result
+    fused = row.attention != "eager" and not _is_written_out(model, row)  # whose backward pass needs the result
     results = 2 if fused or _is_trained(output, row) else 1
-    if row.packed and model.attends_apart(row.attention, row.cp) and _is_trained(output, row):
+    if fused and row.packed and model.attends_apart(row.attention, row.cp) and _is_trained(output, row):
         results += 1  # in the order of the samples, and in that of the row
     return row.value_bytes * (results * model.query + 2 * keys) + (4 * model.heads if fused else 0)
 

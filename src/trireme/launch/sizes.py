@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trireme.algo.activations import Pass
+from trireme.algo.activations import SHORT, Pass
 from trireme.algo.architecture import Architecture, architecture_of, is_known
 from trireme.algo.memory import Training
 from trireme.algo.serving import GIB, Serving
@@ -80,6 +80,7 @@ def training_of(config: RunConfig, model: Architecture, *, rows: int) -> Trainin
         trainer.optim,
         model,
         tokens=row_tokens,
+        sample=_short_sample(config.device, trainer.model, config.seq_len),
         rows=rows,
         ranks=trainer.num_ranks or 1,
         has_reference=bool(trainer.loss.beta),
@@ -100,6 +101,7 @@ def sft_training_of(config: SftConfig, model: Architecture, *, rows: int) -> Tra
         config.optim,
         model,
         tokens=config.micro_batch_tokens or config.seq_len,
+        sample=_short_sample(config.device, config.model, config.seq_len),
         rows=rows,
         ranks=config.num_ranks or 1,
         has_reference=False,
@@ -108,12 +110,18 @@ def sft_training_of(config: SftConfig, model: Architecture, *, rows: int) -> Tra
     )
 
 
+def _short_sample(device: str, settings: TrainerModel, seq_len: int) -> int:
+    """Where attention may be written out, the length at which that takes most; 0 on GPUs."""
+    return min(seq_len, SHORT[BYTES[settings.optimization_dtype]]) if device == "cpu" else 0
+
+
 def _training(
     settings: TrainerModel,
     optim: Optimizer,
     model: Architecture,
     *,
     tokens: int,
+    sample: int,
     rows: int,
     ranks: int,
     has_reference: bool,
@@ -131,6 +139,7 @@ def _training(
             targets=_targets(lora, model) if lora else None,
             rank=lora.rank if lora else 0,
             dropout=bool(lora and lora.dropout),
+            sample=sample,
         ),
         shards=max(1, ranks // settings.dp_replicate),
         rows=rows,

@@ -13,7 +13,9 @@ from functools import lru_cache
 
 import torch
 
-SHORT = {torch.bfloat16: 192, torch.float32: 64}
+from trireme.algo import activations
+
+SHORT = {dtype: activations.SHORT[dtype.itemsize] for dtype in (torch.bfloat16, torch.float32)}
 """Tokens of a sample up to which this is quicker."""
 
 
