@@ -15,7 +15,7 @@ Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "
 
 
 SHORT = {2: 192, 4: 64}
-"""Tokens of a sample up to which attention is written out on a CPU, by the bytes of a number: `trainer.short_attention`."""
+"""Tokens of a sample up to which a CPU has attention written out, by bytes of a number: `trainer.short_attention`."""
 
 
 @dataclass(frozen=True)
