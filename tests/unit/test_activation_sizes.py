@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trireme.algo.activations import Pass, kept_by_layer
+from trireme.algo.activations import Pass, kept_by_layer, kept_by_matrices, layer_input
 from trireme.algo.architecture import architecture_of
+from trireme.trainer.activations import KEPT
 from trireme.trainer.samples_apart import ARGUMENT, ApartRow, attend_apart, can_attend_apart, row_given
 
 TOKENS = 256
@@ -108,3 +110,30 @@ def test_ranks_that_share_a_row_share_its_activations() -> None:
     model = architecture_of(config_of("qwen3", 1))
     alone, shared = (kept_by_layer(model, model.layers[0], Pass(4096, 2, "flash_attention_2", cp=cp)) for cp in (1, 2))
     assert shared == alone / 2
+
+
+class Products(TorchDispatchMode):
+    """Bytes of the results of all operations that selective checkpointing keeps."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.name() in KEPT:
+            results = result if isinstance(result, tuple) else (result,)
+            self.num_bytes += sum(tensor.nbytes for tensor in results)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_selective_checkpointing_keeps_what_the_plan_says(dtype: torch.dtype) -> None:
+    """128 tokens of each sample: short in bfloat16, not in float32."""
+    found = []
+    for layers in (1, 2):
+        with Products() as products:
+            kept(config_of("qwen3", layers), "sdpa", dtype, packed=True, frozen=False)
+        found.append(products.num_bytes)
+    model = architecture_of(config_of("qwen3", 1))
+    row = Pass(TOKENS, dtype.itemsize, "sdpa", sample=TOKENS // 2)
+    planned = kept_by_matrices(model, model.layers[0], row) - layer_input(model, row)
+    assert planned == pytest.approx(found[1] - found[0], rel=0.02)

@@ -58,9 +58,10 @@ def kept_by_attention(model: Architecture, layer: Layer, row: Pass) -> float:
 
 def kept_by_matrices(model: Architecture, layer: Layer, row: Pass) -> float:
     """The results of matrix products and attention alone: what selective checkpointing keeps. Of experts' products,
-    which are of another kind, nothing."""
+    which are of another kind, nothing. Attention that is written out is two products, of which one is its scores."""
     outputs = sum(matrix.outputs for matrix in layer.matrices if not matrix.is_expert)
-    per_token = row.value_bytes * (outputs + model.query) + 4 * model.heads
+    scores = row.value_bytes * row.sample if _is_written_out(model, row) else 4
+    per_token = row.value_bytes * (outputs + model.query) + scores * model.heads
     return row.own_tokens * per_token + row.value_bytes * row.own_tokens * model.hidden
 
 
