@@ -160,7 +160,8 @@ class Publisher:
         self._send_until_sent(version, everywhere=True)
         if self._is_in_the_way:
             self.confirm()
-        elif self._control is not None and self._unconfirmed is not None and self._unconfirmed.sent is not None:
+        elif self._control is not None and self._unconfirmed is not None:
+            assert self._unconfirmed.sent is not None
             self._control.tell(self._unconfirmed.sent)
 
     @property
