@@ -217,6 +217,7 @@ class Publisher:
     def _attempt(self, version: int, *, everywhere: bool) -> bool:
         """Whether it is sent now, or live already. A collective."""
         self._num_attempts += 1
+        probe = self._probe()  # here: engines may stand still from the announcement on
         ready = self._announcement(version, everywhere)
         answer = self._announce(ready) if self._control is not None else None
         kind = _ANSWERS[self._world.agree(_ANSWERS.index(type(answer)) if answer is not None else 0)]
@@ -232,7 +233,6 @@ class Publisher:
         if not self._world.agree(payload is not None):
             return False
         reach("trainer.sent", rank=self._world.rank)
-        probe = self._probe()
         sent = None if self._control is None else self._question(version, digests, probe, payload or {})
         self._unconfirmed = Unconfirmed(version, everywhere, epoch, sent)
         return True
