@@ -246,7 +246,7 @@ def metrics() -> set[str]:
 
 def tests_named(name: str) -> list[Path]:
     file = name.partition("::")[0]
-    return [path for folder in ("unit", "e2e") if (path := REPOSITORY / "tests" / folder / file).is_file()]
+    return [path for folder in ("unit", "processes", "e2e") if (path := REPOSITORY / "tests" / folder / file).is_file()]
 
 
 def functions_of(path: Path) -> set[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Adds our weight-transfer engine to vLLM's registry and, on a CPU, norms. vLLM may call this more than once per
-    process."""
+    """Adds our weight-transfer engine to vLLM's registry and, on a CPU, norms and small blocks. vLLM may call this more
+    than once per process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if "trireme" not in WeightTransferEngineFactory._registry:
@@ -14,6 +14,7 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from trireme.inference import norms
+        from trireme.inference import blocks, norms
 
+        blocks.register()
         norms.register()

@@ -6,6 +6,7 @@ import json
 import os
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from trireme.base.log import get_logger
@@ -128,8 +129,7 @@ def _door_keeper() -> list[str]:
 
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
-    # vLLM takes 128 tokens, longer than many a prompt; only whole blocks are found again by the others of a group.
-    arguments: dict[str, Any] = {"enforce-eager": True, "data-parallel-size": None, "block-size": 32}
+    arguments: dict[str, Any] = {"enforce-eager": True, "data-parallel-size": None, "block-size": _block_size(config)}
     arguments["ir-op-priority"] = json.dumps({name: [PROVIDER] for name in NORMS})
     if config.synchronous:
         # A seeded request whose prefill is split kills this engine; synchronous runs are the ones that use seeds.
@@ -137,6 +137,15 @@ def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
         arguments |= {"enable-chunked-prefill": False, "enable-prefix-caching": False}
         arguments["max-num-batched-tokens"] = max(8192, config.inference.model.max_model_len or config.seq_len)
     return arguments
+
+
+def _block_size(config: RunConfig) -> int:
+    """vLLM takes 128 tokens, longer than many a prompt; only whole blocks are found again by the others of a group.
+    What wants at least 32 is Intel's matrix unit, and a cache in eight bits."""
+    processor = Path("/proc/cpuinfo")
+    has_amx = processor.exists() and "amx_tile" in processor.read_text()
+    in_eight_bits = not {"kv_cache_dtype", "kv-cache-dtype"}.isdisjoint(config.inference.args)
+    return 32 if has_amx or in_eight_bits else 16
 
 
 def _gpu_arguments(config: RunConfig) -> dict[str, Any]:
