@@ -130,6 +130,22 @@ def test_the_probe_is_what_the_weights_say(
     assert probe.logprobs == pytest.approx(expected, abs=1e-5)
 
 
+def test_from_the_announcement_on_engines_wait_for_no_forward_pass(
+    tmp_path: Path, model: PreTrainedModel, world: World
+) -> None:
+    config = build_config(tmp_path, "gloo")
+    orchestrator = FakeOrchestrator(config)
+    questions_before: list[int] = []
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda *_: questions_before.append(len(orchestrator.asked))
+    )
+    with open_publisher(config, model, world, orchestrator) as publisher:
+        publisher.publish(3)
+    hook.remove()
+    assert questions_before == [0]
+    assert len(orchestrator.asked) == 2
+
+
 def test_a_transfer_that_breaks_is_begun_anew(tmp_path: Path, model: PreTrainedModel, world: World) -> None:
     config = build_config(tmp_path, "gloo", timeout_s=1.0)
     orchestrator = FakeOrchestrator(config, deaf_attempts=1)
