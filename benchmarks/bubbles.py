@@ -1,6 +1,7 @@
 """How much trainer and engines wait for each other where both sides are equally fast.
 
     uv run python benchmarks/bubbles.py [--cv 0 0.5 1.5] [--quick] [--json FILE]   a balanced workload, by spread
+    uv run python benchmarks/bubbles.py --real 4 8 16 [--level 1]                  real engine and trainer
     uv run python benchmarks/bubbles.py --runs outputs/reverse-text ...            runs that there are
     uv run python benchmarks/bubbles.py --cost                                     what the recording itself takes
 
@@ -9,6 +10,10 @@ engine that takes a set time per token in a set number of places, and a trainer 
 sleep, so figures do not depend on how busy the machine is, as long as the orchestrator gets a core. A batch of answers
 of mean length fills all places for just as long as a step takes. `cv` is the spread of lengths (deviation over mean).
 Shares are those of `spans.jsonl`, without the first steps.
+
+With --real vLLM answers with a model of 20 million parameters, and FSDP2 trains it, each on a thread of its own; all
+answers are equally long. The engine is the faster the more requests it takes at once: rows are of so many places, and
+in one of them both sides are about equally fast.
 
 Prints a table. With --check exit code 1 where either side of the row with cv 0 is idle for 5 % or more.
 """
@@ -30,6 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import real_rl
 from rich.console import Console
 from rich.table import Table
 
@@ -211,6 +217,31 @@ class Found:
         return max(idle(self.trainer), idle(self.engines)) < NOTICEABLE
 
 
+OURS = """
+max_async_level = {level}
+seq_len = 128
+inference.max_num_seqs = {places}
+
+[trainer]
+threads = 1
+micro_batch_tokens = 2048
+
+[trainer.optim]
+lr = 1e-6
+
+[orchestrator]
+batch_size = 32
+rollouts_per_example = 8
+sampling.max_tokens = 33
+"""
+
+
+def run_really(folder: Path, *, places: int, level: int, steps: int) -> Path:
+    """Returns the run's folder."""
+    ours = OURS.format(places=places, level=level)
+    return real_rl.run(real_rl.SIZES[20], folder, answer_tokens=32, steps=steps, ours=ours)[0]
+
+
 def look_at(spans: list[Span], name: str, *, warm_up: int = WARM_UP) -> Found:
     begin_s, end_s = steady(spans)
     later = [span.begin_s for span in spans if span.lane == TRAINER and span.what == "train" and span.step >= warm_up]
@@ -286,6 +317,9 @@ def main() -> int:
     parser.add_argument("--level", type=int, default=1, help="max_async_level")
     parser.add_argument("--oversampling", type=float, default=1.0)
     parser.add_argument("--quick", action="store_true", help="the first spread alone, 12 steps")
+    parser.add_argument(
+        "--real", type=int, nargs="+", default=[], help="places for requests of a real engine, row by row"
+    )
     parser.add_argument("--runs", type=Path, nargs="*", help="folders of runs to look at instead")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--check", action="store_true")
@@ -296,7 +330,12 @@ def main() -> int:
         return 0
     logging.disable(logging.WARNING)
     found = [look_at(read_spans(run / "spans.jsonl")[0], run.name) for run in args.runs or []]
-    for cv in [] if args.runs else args.cv[: 1 if args.quick else None]:
+    for places in args.real:
+        with tempfile.TemporaryDirectory(prefix="bubbles-") as folder:
+            real = run_really(Path(folder), places=places, level=args.level, steps=args.steps)
+            found.append(look_at(read_spans(real / "spans.jsonl")[0], f"{places} places"))
+        show(found[-1:])
+    for cv in [] if args.runs or args.real else args.cv[: 1 if args.quick else None]:
         work = Workload(
             cv=cv,
             num_steps=12 if args.quick else args.steps,

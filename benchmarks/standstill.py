@@ -10,33 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from real_rl import SIZES, Size, run
 from rich.console import Console
 from rich.table import Table
 
-HERE = Path(__file__).resolve()
-ROOT = HERE.parents[1]
-WORD = "spread0"  # a prompt whose answers are all equally long
 FIRST = 3  # steps before it warm up
-LONGEST_S = 1200
 
-CONFIG = """
-name = "run"
-output_dir = {folder}
-max_steps = {steps}
+OURS = """
 seq_len = 64
-device = "cpu"
 inference.model.dtype = "bfloat16"
-
-[model]
-name = {model}
 
 [trainer]
 micro_batch_tokens = 512
@@ -48,28 +35,8 @@ lr = 1e-6
 [orchestrator]
 batch_size = 32
 rollouts_per_example = 8
-
-[orchestrator.sampling]
-max_tokens = 9
-
-[[orchestrator.env]]
-id = {environment}
-name = "task"
-args = {{ kind = "countdown", spread = {spread} }}
+sampling.max_tokens = 9
 """
-
-
-@dataclass(frozen=True)
-class Size:
-    """Of a model, by its width and depth."""
-
-    hidden: int
-    layers: int
-    heads: int
-
-
-SIZES = {2: Size(192, 4, 6), 20: Size(384, 11, 6), 100: Size(768, 14, 12), 500: Size(1536, 18, 12)}
-"""By millions of parameters, about."""
 
 
 def main() -> None:
@@ -92,33 +59,7 @@ def main() -> None:
 
 def measure(size: Size, folder: Path, *, steps: int) -> dict[str, float]:
     """Medians over the steps of one run."""
-    model = write_model(size, folder / "model")
-    config, run = folder / "rl.toml", folder / "run"
-    config.write_text(
-        CONFIG.format(
-            folder=json.dumps(str(run)),
-            model=json.dumps(str(model)),
-            steps=steps,
-            environment=json.dumps(str(HERE.with_name("trl") / "task.py")),
-            spread=json.dumps(WORD),
-        )
-    )
-    log = folder / "log"
-    with log.open("wb") as output:
-        command = [str(Path(sys.executable).with_name("rl")), "@", str(config)]
-        ended = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=LONGEST_S)
-    if ended.returncode:
-        sys.exit(f"The run ended with {ended.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
-    return figures(run / "run", model)
-
-
-def write_model(size: Size, folder: Path) -> Path:
-    sys.path.insert(0, str(HERE.with_name("trl")))
-    from models import Spread, write_countdown
-
-    answers = Spread(0.0, mean=6, longest=8)
-    assert answers.word == WORD
-    return write_countdown(folder, [answers], hidden=size.hidden, layers=size.layers, heads=size.heads)
+    return figures(*run(size, folder, answer_tokens=6, steps=steps, ours=OURS))
 
 
 def figures(run: Path, model: Path) -> dict[str, float]:
