@@ -102,6 +102,17 @@ def executor_of(config: RunConfig) -> str | None:
 CPU, GPUS = Devices(), Devices(gpus=("0", "1"))
 
 
+def block_size_of(config: RunConfig) -> str | None:
+    return dict(pairwise(server_arguments(config))).get("--block-size")
+
+
+def test_a_cache_in_eight_bits_keeps_larger_blocks_and_a_users_own_size_stands() -> None:
+    assert block_size_of(resolved("--inference.args", '{kv_cache_dtype = "fp8"}', on=CPU)) == "32"
+    assert block_size_of(resolved("--inference.args", "{block_size = 64}", on=CPU)) == "64"
+    assert block_size_of(resolved(on=CPU)) in ("16", "32")  # by the processor
+    assert block_size_of(resolved(on=GPUS)) is None
+
+
 def test_on_a_cpu_vllm_forks_its_engine_and_compiles_nothing() -> None:
     config = resolved(on=CPU)
     assert executor_of(config) == FORKED

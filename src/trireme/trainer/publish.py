@@ -198,7 +198,8 @@ class Publisher:
         self._failures_in_a_row = 0
 
     def _send_until_sent(self, version: int, *, everywhere: bool) -> None:
-        while not self._world.agree(self._attempt(version, everywhere=everywhere)):
+        probe = self._probe()  # before any announcement: engines may stand still from there on
+        while not self._world.agree(self._attempt(version, probe, everywhere=everywhere)):
             self._pause(version)
 
     def _pause(self, version: int) -> None:
@@ -214,10 +215,9 @@ class Publisher:
             )
         time.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (self._failures_in_a_row - 1)))
 
-    def _attempt(self, version: int, *, everywhere: bool) -> bool:
+    def _attempt(self, version: int, probe: Probe, *, everywhere: bool) -> bool:
         """Whether it is sent now, or live already. A collective."""
         self._num_attempts += 1
-        probe = self._probe()  # here: engines may stand still from the announcement on
         ready = self._announcement(version, everywhere)
         answer = self._announce(ready) if self._control is not None else None
         kind = _ANSWERS[self._world.agree(_ANSWERS.index(type(answer)) if answer is not None else 0)]
