@@ -1,7 +1,7 @@
 """How much trainer and engines wait for each other where both sides are equally fast.
 
     uv run python benchmarks/bubbles.py [--cv 0 0.5 1.5] [--quick] [--json FILE]   a balanced workload, by spread
-    uv run python benchmarks/bubbles.py --real 4 8 16 [--level 1]                  real engine and trainer
+    uv run python benchmarks/bubbles.py --real 8 24 64 [--level 1]                 real engine and trainer
     uv run python benchmarks/bubbles.py --runs outputs/reverse-text ...            runs that there are
     uv run python benchmarks/bubbles.py --cost                                     what the recording itself takes
 
@@ -12,8 +12,7 @@ of mean length fills all places for just as long as a step takes. `cv` is the sp
 Shares are those of `spans.jsonl`, without the first steps.
 
 With --real vLLM answers with a model of 20 million parameters, and FSDP2 trains it, each on a thread of its own; all
-answers are equally long. The engine is the faster the more requests it takes at once: rows are of so many places, and
-in one of them both sides are about equally fast.
+answers are equally long. The engine is the faster the more requests it takes at once: rows are of so many places.
 
 Prints a table. With --check exit code 1 where either side of the row with cv 0 is idle for 5 % or more.
 """
