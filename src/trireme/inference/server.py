@@ -78,6 +78,7 @@ def server_arguments(config: RunConfig) -> list[str]:
         "dtype": model.dtype,
         "max-model-len": model.max_model_len,
         "max-num-seqs": inference.max_num_seqs,
+        "scheduling-policy": "priority",  # who comes first is served first, but for the probe of new weights
         "seed": config.seed,
         "tensor-parallel-size": inference.parallel.tp,
         "weight-transfer-config": '{"backend": "trireme"}',

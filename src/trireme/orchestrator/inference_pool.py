@@ -52,6 +52,7 @@ HEALTH_INTERVAL_S = 2.0
 HEALTH_MISSES = 5  # in a row, before an engine counts as dead
 MOST_WORKERS = 1 << 16
 RETRY_S = 1.0  # before a request that an engine dropped is sent again
+FIRST = -1  # priority, for vLLM: ahead of all requests that wait for a place
 KEEP_IDLE_S = 4.0  # a connection without requests: vLLM closes it after 5 s, and a request just then would be dropped
 
 Answer = TypeVar("Answer")
@@ -251,7 +252,7 @@ class InferencePool:
     async def prompt_logprobs(self, engine: Engine, ids: list[int]) -> list[float]:
         """[T - 1] what this engine says about a prompt, at temperature 1."""
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0, "top_k": 1}
-        body = _encode({"token_ids": ids, "sampling_params": sampling} | self._whom())
+        body = _encode({"token_ids": ids, "sampling_params": sampling, "priority": FIRST} | self._whom())
         try:
             return prompt_logprobs_of(await self._post_generate(engine, body), ids)
         except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
