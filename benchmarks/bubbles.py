@@ -1,7 +1,7 @@
 """How much trainer and engines wait for each other where both sides are equally fast.
 
     uv run python benchmarks/bubbles.py [--cv 0 0.5 1.5] [--quick] [--json FILE]   a balanced workload, by spread
-    uv run python benchmarks/bubbles.py --real 8 24 64 [--level 1]                 real engine and trainer
+    uv run python benchmarks/bubbles.py --real 8 24 64 [--answers 32] [--level 1]  real engine and trainer
     uv run python benchmarks/bubbles.py --runs outputs/reverse-text ...            runs that there are
     uv run python benchmarks/bubbles.py --cost                                     what the recording itself takes
 
@@ -231,14 +231,14 @@ lr = 1e-6
 [orchestrator]
 batch_size = 32
 rollouts_per_example = 8
-sampling.max_tokens = 33
+sampling.max_tokens = {longest}
 """
 
 
-def run_really(folder: Path, *, places: int, level: int, steps: int) -> Path:
+def run_really(folder: Path, *, places: int, answer_tokens: int, level: int, steps: int) -> Path:
     """Returns the run's folder."""
-    ours = OURS.format(places=places, level=level)
-    return real_rl.run(real_rl.SIZES[20], folder, answer_tokens=32, steps=steps, ours=ours)[0]
+    ours = OURS.format(places=places, level=level, longest=answer_tokens + 1)
+    return real_rl.run(real_rl.SIZES[20], folder, answer_tokens=answer_tokens, steps=steps, ours=ours)[0]
 
 
 def look_at(spans: list[Span], name: str, *, warm_up: int = WARM_UP) -> Found:
@@ -319,6 +319,7 @@ def main() -> int:
     parser.add_argument(
         "--real", type=int, nargs="+", default=[], help="places for requests of a real engine, row by row"
     )
+    parser.add_argument("--answers", type=int, default=32, help="tokens of each answer of the real engine")
     parser.add_argument("--runs", type=Path, nargs="*", help="folders of runs to look at instead")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--check", action="store_true")
@@ -331,7 +332,9 @@ def main() -> int:
     found = [look_at(read_spans(run / "spans.jsonl")[0], run.name) for run in args.runs or []]
     for places in args.real:
         with tempfile.TemporaryDirectory(prefix="bubbles-") as folder:
-            real = run_really(Path(folder), places=places, level=args.level, steps=args.steps)
+            real = run_really(
+                Path(folder), places=places, answer_tokens=args.answers, level=args.level, steps=args.steps
+            )
             found.append(look_at(read_spans(real / "spans.jsonl")[0], f"{places} places"))
         show(found[-1:])
     for cv in [] if args.runs or args.real else args.cv[: 1 if args.quick else None]:
