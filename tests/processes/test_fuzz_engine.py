@@ -15,11 +15,11 @@ from trireme.orchestrator.engine_answers import (
     BadAnswer,
     Response,
     choice_of,
-    number_of,
     prompt_logprobs_of,
     read_response,
     text_of,
     weight_reports_of,
+    world_size_of,
 )
 from whole_run import Running, build_config, run
 
@@ -128,11 +128,11 @@ def test_a_report_in_which_a_worker_is_missing_is_bad(answer: Any) -> None:
         weight_reports_of(answer, num_workers=1)
 
 
-@pytest.mark.parametrize("answer", [None, [], {}, {"n": None}, {"n": "1"}, {"n": True}, {"n": 0}, {"n": 10**9}, "n"])
-def test_a_number_out_of_range_is_bad(answer: Any) -> None:
-    with pytest.raises(BadAnswer, match="`n` from 1 to 8 was expected"):
-        number_of(answer, "n", low=1, high=8)
-    assert number_of({"n": 8}, "n", low=1, high=8) == 8
+@pytest.mark.parametrize("answer", [None, [], {}, "n", *({"world_size": size} for size in (None, "1", True, 0, 10**9))])
+def test_a_number_of_workers_that_cannot_be_is_bad(answer: Any) -> None:
+    with pytest.raises(BadAnswer, match="`world_size` from 1 to 65536 was expected"):
+        world_size_of(answer)
+    assert world_size_of({"world_size": 8}) == 8
 
 
 @pytest.mark.parametrize("answer", [None, [], {}, {"n": None}, {"n": []}, "n"])

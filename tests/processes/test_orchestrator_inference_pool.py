@@ -16,6 +16,7 @@ from fake_engine import FakeEngine, open_fake_engine
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
+from trireme.orchestrator.engine_keeper import keep_engines, until_up
 from trireme.orchestrator.inference_pool import KEEP_IDLE_S, Engine, InferencePool, OverlongPrompt, open_inference_pool
 
 END = 2
@@ -57,7 +58,7 @@ def with_pool(
                 return live
 
             async with asyncio.TaskGroup() as tasks:
-                keeping = tasks.create_task(pool.keep(judge, start_timeout_s=20))
+                keeping = tasks.create_task(keep_engines(pool, judge, start_timeout_s=20))
                 while any(engine.state == "starting" for engine in pool.engines):
                     await asyncio.sleep(0.01)
                 result = await use(pool, *engines)
@@ -304,7 +305,7 @@ def test_an_engine_that_does_not_come_up_is_named(tmp_path):
         waits = Waits("orchestrator", tmp_path)
         async with open_inference_pool([url], waits=waits, max_model_len=8, timeout_s=1, max_concurrent=1) as pool:
             with pytest.raises(DeadlineExceeded, match=rf"{url} to come up from inference.*inference\.stdout"):
-                await pool._until_up(pool.engines[0], 0.1)
+                await until_up(pool, pool.engines[0], 0.1)
 
     asyncio.run(main())
 

@@ -21,6 +21,7 @@ from trireme.config.run import RunConfig
 from trireme.ledger.versions import Versions
 from trireme.messages import Again, GetBatch, Go, Live, NotYet, Refusal
 from trireme.orchestrator.answers import Answers, Peers
+from trireme.orchestrator.engine_keeper import keep_engines
 from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
 from trireme.orchestrator.policy import Policy
 from whole_run import build_config, run
@@ -67,7 +68,7 @@ async def open_stage(config: RunConfig, *, offers: bool = False, **knobs: Any) -
     ):
         policy = Policy(pool, config.weight_broadcast, waits, Versions(config.paths.journal), offers=offers)
         pool.retry_s = pool.health_interval_s = 0.02
-        keeping = asyncio.create_task(pool.keep(policy.judge, start_timeout_s=20))
+        keeping = asyncio.create_task(keep_engines(pool, policy.judge, start_timeout_s=20))
         yield Stage(config, engine, pool, policy)
         keeping.cancel()
 

@@ -19,6 +19,7 @@ from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.inference.server import server_arguments
 from trireme.orchestrator.answers import Peers
+from trireme.orchestrator.engine_keeper import world_size
 from trireme.orchestrator.inference_pool import open_inference_pool
 from trireme.orchestrator.status import Status, build_app
 from trireme.transport.bearer import RequireToken
@@ -143,7 +144,7 @@ def test_an_engine_with_another_token_never_counts_as_there(caplog: pytest.LogCa
         async with open_fake_engine(token="another-token-for-tests") as engine:
             sizes = {"max_model_len": 8, "timeout_s": 5.0, "max_concurrent": 1}
             async with open_inference_pool([engine.url], waits=Waits("orchestrator"), **sizes) as pool:  # type: ignore[arg-type]
-                return await pool._world_size(pool.engines[0])
+                return await world_size(pool, pool.engines[0])
 
     logger = logging.getLogger("trireme")
     logger.addHandler(caplog.handler)

@@ -22,6 +22,9 @@ LEFT_OUT = -9000.0
 MASS_TOLERANCE = 0.02
 """The probabilities of what was kept add up to 1, unless so many tie for the last place that some are missing."""
 
+MOST_WORKERS = 1 << 16
+"""Of one engine. Who says more is no engine."""
+
 
 class BadAnswer(ValueError):
     """An engine's answer that makes no sense."""
@@ -270,11 +273,13 @@ def flag_of(answer: Any, key: str) -> bool:
     return value
 
 
-def number_of(answer: Any, key: str, *, low: int, high: int) -> int:
-    """Raises: BadAnswer."""
-    value = answer.get(key) if isinstance(answer, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise BadAnswer(f"The engine answered {str(answer)[:200]} - `{key}` from {low} to {high} was expected.")
+def world_size_of(answer: Any) -> int:
+    """How many workers it has. Raises: BadAnswer."""
+    value = answer.get("world_size") if isinstance(answer, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_WORKERS:
+        raise BadAnswer(
+            f"The engine answered {str(answer)[:200]} - `world_size` from 1 to {MOST_WORKERS} was expected."
+        )
     return value
 
 

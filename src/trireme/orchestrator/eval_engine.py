@@ -23,13 +23,12 @@ import msgspec
 from trireme.algo.compare import first_difference
 from trireme.base.errors import ConfigError, PeerDied, WeightsMismatch
 from trireme.messages import PULLED_KINDS, TensorSpec
-from trireme.orchestrator.engine_answers import number_of
+from trireme.orchestrator.engine_answers import world_size_of
 from trireme.orchestrator.environments.check_engine import StandingPool, WeightsReplaced
 from trireme.orchestrator.inference_pool import Engine
 
 OWN, BASE, LOADING, FRESH = "eval-", "-base", "-loading", "default"
 BASE_IN_WORDS = "its base model"
-MOST_WORKERS = 1 << 16
 
 
 class Weights(Protocol):
@@ -96,9 +95,7 @@ class EvaluatedEngine:
     async def look(self) -> EngineState:
         """Raises: PeerDied."""
         report = await self.pool.report(self.engine)
-        self.engine.num_workers = number_of(
-            await self._get("get_world_size", {"world_size": 1}), "world_size", low=1, high=MOST_WORKERS
-        )
+        self.engine.num_workers = world_size_of(await self._get("get_world_size", {"world_size": 1}))
         paused = await self._get("is_paused", {"is_paused": False})
         return EngineState(report.version, report.digests, await self._num_requests(), bool(paused.get("is_paused")))
 

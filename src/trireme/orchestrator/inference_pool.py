@@ -16,7 +16,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -24,33 +24,29 @@ import aiohttp
 import msgspec
 
 from trireme.base.errors import DeadlineExceeded, PeerDied
-from trireme.base.log import Sparingly, get_logger
+from trireme.base.log import get_logger
 from trireme.base.network import watched_socket
-from trireme.base.token import TOKEN, bearer
+from trireme.base.token import bearer
 from trireme.base.waiting import Waits
 from trireme.orchestrator.engine_answers import (
     BadAnswer,
     Message,
     Response,
     WeightReport,
-    number_of,
     prompt_logprobs_of,
     read_message,
     read_response,
     text_of,
     weight_reports_of,
 )
-from trireme.orchestrator.engine_health import is_healthy, is_listening, is_near
+from trireme.orchestrator.engine_health import is_near
 from trireme.orchestrator.generation import Generation, Reader, Unconfirmed
 from trireme.orchestrator.routes import ExpertShape
 from trireme.transport.posts import Posts, open_posts
 
 log = get_logger("engines")
-sparingly = Sparingly(log)
 
 HEALTH_INTERVAL_S = 2.0
-HEALTH_MISSES = 5  # in a row, before an engine counts as dead
-MOST_WORKERS = 1 << 16
 RETRY_S = 1.0  # before a request that an engine dropped is sent again
 FIRST = -1  # priority, for vLLM: ahead of all requests that wait for a place
 KEEP_IDLE_S = 4.0  # a connection without requests: vLLM closes it after 5 s, and a request just then would be dropped
@@ -315,90 +311,6 @@ class InferencePool:
         """A version, and whether requests stand still meanwhile. None: no more."""
         engine.receives, engine.is_paused = version, is_paused
         self.watch(engine)
-
-    async def keep(self, judge: Callable[[Engine], Awaitable[bool]], *, start_timeout_s: float) -> None:
-        """Knows at any time who is there. Runs until cancelled.
-
-        Args:
-            judge: whether an engine that has come up goes live as it is (and has gone); else it is put in quarantine.
-
-        Raises:
-            DeadlineExceeded: an engine did not come up (again).
-        """
-        async with asyncio.TaskGroup() as keepers:
-            for engine in self.engines:
-                keepers.create_task(self._keep(engine, judge, start_timeout_s))
-
-    async def _keep(self, engine: Engine, judge: Callable[[Engine], Awaitable[bool]], start_timeout_s: float) -> None:
-        """Produces the engine's state; waits for the clock, or for a request that it dropped."""
-        while True:
-            await self._until_up(engine, start_timeout_s)
-            try:
-                if not await judge(engine):
-                    engine.state = "quarantined"
-                    self.watch(engine)
-            except PeerDied as error:
-                log.warning("%s came up and went: %s", engine.url, error)
-                continue
-            await self._until_gone(engine)
-            self.quarantine(engine)
-            engine.state = "starting"
-            self.is_given(engine, None)
-
-    async def _until_up(self, engine: Engine, deadline_s: float) -> None:
-        with self.waits.waiting(f"{engine.url} to come up", peer="inference", deadline_s=deadline_s) as wait:
-            while (num_workers := await self._world_size(engine)) is None:
-                if not (engine.life and self.live_engines()):  # where others go on, one may stay away for long
-                    wait.check()
-                await asyncio.sleep(0.25)
-        engine.num_workers = num_workers
-        engine.suspected.clear()
-        engine.life += 1
-        log.info("%s is up after %.0f s", engine.url, wait.waited_s)
-
-    async def _world_size(self, engine: Engine) -> int | None:
-        """None while it is not there."""
-        if not await is_healthy(self.session, engine.url):
-            return None
-        with suppress(aiohttp.ClientError, TimeoutError, ValueError, RecursionError):
-            async with self.session.get(f"{engine.url}/get_world_size") as response:
-                if response.status == 401:
-                    sparingly.warning("%s does not let us in: %s is another one there", engine.url, TOKEN)
-                return number_of(await response.json(), "world_size", low=1, high=MOST_WORKERS)
-        return None
-
-    async def _until_gone(self, engine: Engine) -> None:
-        """Until it has not been healthy for a while, or another process has taken its place."""
-        misses = 0
-        while misses < HEALTH_MISSES:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self.health_interval_s):
-                    await engine.suspected.wait()
-            engine.suspected.clear()
-            if not await is_healthy(self.session, engine.url):
-                misses += 1
-                if not await is_listening(self.session, engine.url):
-                    break
-            elif await self._is_another(engine):
-                log.warning("%s is not the process that it was: it has lost its weights", engine.url)
-                return
-            else:
-                misses = 0
-        log.warning("%s is gone: it is waited for, and its requests are sent again", engine.url)
-
-    async def _is_another(self, engine: Engine) -> bool:
-        """A successor that came up between two looks: it is live by our books, and has never been given our version."""
-        if engine.state != "live":
-            return False
-        before = engine.life, engine.version
-        try:
-            timeout = aiohttp.ClientTimeout(5)
-            async with self.session.get(f"{engine.url}/weight_info", timeout=timeout) as response:
-                version = text_of(await response.json(), "weight_version")
-        except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError):
-            return False  # busy, or going: `_is_healthy` will tell
-        is_as_before = engine.state == "live" and before == (engine.life, engine.version)
-        return is_as_before and version != str(engine.version)
 
     def describe(self) -> str:
         return ", ".join(f"{engine.url} is {engine.state}" for engine in self.engines)

@@ -37,6 +37,7 @@ from trireme.orchestrator.batch_metrics import merged, metrics_in_parts, state_m
 from trireme.orchestrator.batcher import Batcher, Filled
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.chat import open_chat_tokenizer
+from trireme.orchestrator.engine_keeper import keep_engines
 from trireme.orchestrator.environment_counts import EnvironmentCounts
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.eval_results import results_path
@@ -193,7 +194,7 @@ class Orchestrator:
 
     async def keep_engines(self) -> None:
         self.status.state = "running"
-        await self.pool.keep(self.policy.judge, start_timeout_s=self.config.inference.start_timeout_s)
+        await keep_engines(self.pool, self.policy.judge, start_timeout_s=self.config.inference.start_timeout_s)
 
     async def fail_with_policy(self) -> None:
         """Raises what makes the live weights untrustworthy."""
