@@ -17,10 +17,13 @@ import pytest
 from rich.console import Console
 
 from trireme.config.run import RunConfig
-from trireme.monitor.live import PlainView, StatusPoller, TerminalView, sparkline
+from trireme.monitor.in_words import sparkline
 from trireme.monitor.logs import last_words, startup_phase
+from trireme.monitor.plain_view import PlainView
 from trireme.monitor.progress import EngineStatus, ProcessState, Progress, Status, StatusWait
 from trireme.monitor.summary import summary
+from trireme.monitor.terminal_view import TerminalView
+from trireme.monitor.view import StatusPoller
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

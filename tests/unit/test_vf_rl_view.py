@@ -18,10 +18,12 @@ from trireme.ledger.journal import Journal
 from trireme.ledger.manifest import MANIFEST, FileEntry, Manifest, describe_file
 from trireme.ledger.records import BatchRecord, Rollout, State
 from trireme.monitor.checkpoint_folders import CheckpointFolders, trainer_state
-from trireme.monitor.live import PlainView, StatusPoller, TerminalView, View
+from trireme.monitor.plain_view import PlainView
 from trireme.monitor.progress import EngineStatus, ProcessState, Status
 from trireme.monitor.samples import choose, conversation_text, sample_text
+from trireme.monitor.terminal_view import TerminalView
 from trireme.monitor.vf_rl_view import VfRlView
+from trireme.monitor.view import StatusPoller, View
 
 
 def rollout(group: int = 0, *, place: int = 0, reward: float = 1.0, **given: Any) -> Rollout:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.launch.children import Child
-from trireme.monitor.live import short_time
+from trireme.monitor.in_words import short_time
 from trireme.monitor.logs import last_words
 
 

@@ -16,8 +16,8 @@ from trireme.config.run import RunConfig
 from trireme.config.written import find_run_file, read_run
 from trireme.launch.folder import launcher_of
 from trireme.ledger.manifest import complete_steps
+from trireme.monitor.in_words import evaluation_text, step_line, warning_text
 from trireme.monitor.lanes import time_lines
-from trireme.monitor.live import evaluation_text, step_line, warning_text
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Progress, Status
 from trireme.monitor.spans import read_spans

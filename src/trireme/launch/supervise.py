@@ -22,8 +22,9 @@ from trireme.launch.frozen import FrozenWatch
 from trireme.launch.health import HealthWatch
 from trireme.launch.restarts import Restarts
 from trireme.ledger.manifest import complete_steps
-from trireme.monitor.live import View, open_view
+from trireme.monitor.live import open_view
 from trireme.monitor.summary import restarts_lines, summary, warning_lines
+from trireme.monitor.view import View
 from trireme.monitor.wandb_mirror import open_wandb_mirror
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from trireme.base.paths import step_folder, step_of
 from trireme.config.run import RunConfig
 from trireme.monitor.collapse import Warned
-from trireme.monitor.live import short_time, warning_text
+from trireme.monitor.in_words import short_time, warning_text
 from trireme.monitor.progress import Evaluation, Progress
 
 

@@ -10,11 +10,12 @@ from rich.console import Console
 
 from trireme.config.run import RunConfig
 from trireme.monitor.checkpoint_folders import CheckpointFolders
-from trireme.monitor.live import Clock, PlainView, StatusPoller
 from trireme.monitor.logs import startup_phase
 from trireme.monitor.metrics import Row
+from trireme.monitor.plain_view import PlainView
 from trireme.monitor.progress import Evaluation
 from trireme.monitor.samples import read_batch
+from trireme.monitor.view import Clock, StatusPoller
 
 STEP_NAMES = {"reward": "reward/mean", "entropy": "policy/entropy", "importance_ratio": "importance_ratio"}
 TRAINER_NAMES = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}

@@ -14,7 +14,7 @@ import numpy as np
 
 from trireme.monitor.dashboard.columns import Columns
 from trireme.monitor.dashboard.runs import RunFolder
-from trireme.monitor.live import short_time
+from trireme.monitor.in_words import short_time
 
 ENDS = 5  # steps averaged at each end
 PACE = 20  # steps that say how fast it goes

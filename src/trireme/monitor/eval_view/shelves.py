@@ -14,7 +14,7 @@ from trireme.monitor.eval_view.found import Home, Shelf, Source
 from trireme.monitor.eval_view.listing import reward_style
 from trireme.monitor.eval_view.pictures import clean, decimal
 from trireme.monitor.eval_view.rewards import Rewards
-from trireme.monitor.live import sparkline
+from trireme.monitor.in_words import sparkline
 
 TREND = 10  # cells
 FEW = 60  # sources of a shelf that is open from the start

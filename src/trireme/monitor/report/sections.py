@@ -12,7 +12,7 @@ from typing import Any
 from trireme.ledger.manifest import complete_steps
 from trireme.monitor.audit.audit import audit_run
 from trireme.monitor.audit.report import PROMISES
-from trireme.monitor.live import short_time
+from trireme.monitor.in_words import short_time
 from trireme.monitor.report.choices import choices_of, whole
 from trireme.monitor.report.curves import curves_section
 from trireme.monitor.report.facts import Facts
