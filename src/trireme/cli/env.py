@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from trireme.base.errors import ConfigError
+from trireme.cli.env_source import ROOT, build, find_source
 from trireme.config.arguments import HELP
 from trireme.orchestrator.environments.catalog import Entry, list_environments
 from trireme.orchestrator.environments.check_progress import CheckProgress
 from trireme.orchestrator.environments.template import KINDS, write_environment
-from trireme.orchestrator.environments.venv import (
-    BUILD_TIMEOUT_S,
-    EnvironmentSource,
-    environment_python,
-    find_environment,
-    installed_venv,
-)
+from trireme.orchestrator.environments.venv import installed_venv
 
-ROOT = Path("environments")
 WIDTH = 150  # of the list where it does not go to a terminal
 
 
@@ -107,8 +99,9 @@ def list_all(argv: list[str]) -> int:
 
 
 def check(argv: list[str]) -> int:
-    door: Callable[[list[str]], int] = import_module("trireme.cli.env_check").env_check
-    return door(argv)
+    from trireme.cli.env_check import env_check  # it needs more than a list does
+
+    return env_check(argv)
 
 
 @dataclass(frozen=True)
@@ -123,21 +116,6 @@ VERBS = {
     "list": EnvVerb("what is here, which verifiers each runs with, and what is installed", list_all),
     "check": EnvVerb("runs a few rollouts: does it work, and how hard is it for a model?", check),
 }
-
-
-def find_source(name: str, root: Path) -> EnvironmentSource:
-    """Raises: ConfigError. `root` may be the package's own folder too."""
-    if (root / "pyproject.toml").is_file():
-        return find_environment(str(root.resolve()), root=root.parent)
-    return find_environment(name, root=root)
-
-
-def build(source: EnvironmentSource, progress: CheckProgress, *, again: bool = False) -> float:
-    """Returns the seconds that it took."""
-    began = time.monotonic()
-    with progress.stage(f"installing {source.id}", limit_s=BUILD_TIMEOUT_S):
-        environment_python(source, again=again)
-    return time.monotonic() - began
 
 
 def to_table(entries: list[Entry]) -> Table:

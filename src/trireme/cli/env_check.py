@@ -18,8 +18,8 @@ from typing import Any
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
-from trireme.cli.env import ROOT, build, find_source
 from trireme.cli.env_policy import PolicyWanted, build_opener
+from trireme.cli.env_source import ROOT, build, find_source
 from trireme.config.load import load_run_config
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated

@@ -10,7 +10,7 @@ from pathlib import Path
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.waiting import Waits
-from trireme.cli.env import ROOT, build, find_source
+from trireme.cli.env_source import ROOT, build, find_source
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.launch.folder import hold_folder

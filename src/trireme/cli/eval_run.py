@@ -25,7 +25,7 @@ from trireme.base.log import start_logging
 from trireme.base.waiting import Waits
 from trireme.cli.env_policy import PolicyWanted, build_opener
 from trireme.cli.eval_environments import Loading, alone_in, found, install
-from trireme.cli.eval_weights import key_of, settings_of
+from trireme.cli.eval_settings import key_of, settings_of
 from trireme.config.endpoints import Endpoint, find_endpoint
 from trireme.config.eval import EvalConfig, named
 from trireme.config.orchestrator import Environment as EnvironmentConfig

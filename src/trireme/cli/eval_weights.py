@@ -7,7 +7,6 @@ of every tensor. Rollouts are on disk as they end; what is missing is made when 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -24,12 +23,12 @@ from trireme.base.log import start_logging
 from trireme.base.network import is_loopback
 from trireme.base.paths import atomic_write, step_folder
 from trireme.base.processes import free_port
-from trireme.base.token import TOKEN
 from trireme.base.waiting import Waits
 from trireme.cli.env import WIDTH
 from trireme.cli.eval_checkpoints import Plan, read_plan
 from trireme.cli.eval_environments import Loading, alone_in, found, install
 from trireme.cli.eval_loader import Loader
+from trireme.cli.eval_settings import key_of, settings_of
 from trireme.config.eval import EvalConfig, with_environments
 from trireme.config.load import load_config
 from trireme.config.orchestrator import Environment as EnvironmentConfig
@@ -47,7 +46,6 @@ from trireme.orchestrator.eval_rollouts import Evaluating, wanted_of
 from trireme.orchestrator.eval_session import Session, answer_missing, num_failed
 from trireme.orchestrator.rollouts import RolloutRunner
 
-KEY_VARIABLES = (TOKEN, "OPENAI_API_KEY")
 SUMMARY = "summary.json"
 Evaluated = list[tuple[str, Sequence[Session]]]
 
@@ -98,19 +96,6 @@ def _look(plan: Plan) -> Server:
             "where there is one). Start one; or leave `--weights-dir` out, to evaluate the model that it serves."
         )
     return server
-
-
-def key_of(config: EvalConfig) -> str | None:
-    """Raises: ConfigError where a variable is named, and is not set."""
-    name = config.client.api_key_var
-    if name and not os.environ.get(name):
-        raise ConfigError(
-            f"client.api_key_var = {name!r}: this variable is not set - expected the server's key in it. Type `export "
-            f"{name}=…`, or leave it out."
-        )
-    is_near = is_loopback(urlsplit(config.client.base_url).hostname or "")
-    variables = (name,) if name else KEY_VARIABLES if is_near or config.weights_dir else KEY_VARIABLES[1:]
-    return next((os.environ[each] for each in variables if os.environ.get(each)), None)
 
 
 def describe(plan: Plan, server: Server) -> str:
@@ -248,17 +233,6 @@ class CheckpointEvaluation:
         settings |= {"base_url": config.client.base_url, "step": step, "checkpoint": self.plan.label[step]}
         path = folder / f"{environment.name}.jsonl"
         return Session(evaluating, config.evaluation, settings, AnswersFile(path), path.with_suffix(".json"))
-
-
-def settings_of(environment: Environment, config: EvalConfig, split: str) -> dict[str, Any]:
-    """What answers depend on."""
-    return {
-        "env_id": Path(environment.config.id).name,
-        "env_args": environment.config.args,
-        "sampling_args": config.evaluation.sampling.model_dump(exclude_defaults=True, mode="json"),
-        "split": split,
-        "max_turns": environment.config.max_turns,
-    }
 
 
 def run_config(config: EvalConfig, server: Server, tokenizer: str) -> RunConfig:

@@ -17,7 +17,7 @@ from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.waiting import Waits
-from trireme.cli.env import build, find_source
+from trireme.cli.env_source import build, find_source
 from trireme.cli.gepa_models import Start, build_models, places_of
 from trireme.config.arguments import HELP
 from trireme.config.gepa import GepaConfig
