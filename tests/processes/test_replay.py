@@ -110,6 +110,7 @@ def ready_to_train(folder: Path, model: Path, *, num_ranks: int = 1) -> Iterator
             optim=Optimizer(lr=1e-3, weight_decay=0.1),
             scheduler=Scheduler(type="linear"),
             ckpt=Checkpoints(interval=SAVED_EVERY),
+            try_step=True,  # which leaves nothing behind: replays try none
         ),
     )
     with answering(lambda request: Recorded(config).answer(request)) as address:

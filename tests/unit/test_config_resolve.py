@@ -114,6 +114,12 @@ def test_engine_and_trainer_share_the_cores_unless_they_take_turns() -> None:
     assert (in_turns.trainer.threads, in_turns.inference.cpu.threads) == (8, 8)
 
 
+def test_a_step_is_tried_where_no_engine_is_disturbed_by_it() -> None:
+    assert [resolved(on=on).trainer.try_step for on in (CPU, gpus(1), gpus(2))] == [False, False, True]
+    assert resolved("--trainer.try-step", "true").trainer.try_step
+    assert not resolved("--trainer.try-step", "false", on=gpus(2)).trainer.try_step
+
+
 def test_threads_are_shared_among_ranks() -> None:
     assert resolved("--trainer.num-ranks", "2").trainer.threads == 2
     assert resolved("--trainer.num-ranks", "3", "--max-async-level", "0").trainer.threads == 2

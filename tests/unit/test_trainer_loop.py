@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from answering import DEADLINE_S, answering
@@ -19,6 +20,7 @@ from trireme.algo.digest import tensor_digest
 from trireme.algo.packing import micro_batches_of_rank
 from trireme.base.errors import Refused
 from trireme.base.waiting import Waits
+from trireme.config.losses import Loss
 from trireme.config.run import Model, Ports, RunConfig, WeightBroadcast
 from trireme.config.trainer import Checkpoints, Optimizer, TrainerConfig
 from trireme.messages import (
@@ -114,8 +116,16 @@ def _batch(request: GetBatch) -> BatchReply:
     )
 
 
-def run(folder: Path, model: Path, *, resume: bool = False, **knobs: Any) -> FakeOrchestrator:
-    orchestrator = FakeOrchestrator(**knobs)
+def run(
+    folder: Path,
+    model: Path,
+    *,
+    resume: bool = False,
+    orchestrator: FakeOrchestrator | None = None,
+    loss: Loss | None = None,
+    **knobs: Any,
+) -> FakeOrchestrator:
+    orchestrator = orchestrator or FakeOrchestrator(**knobs)
     with answering(orchestrator) as address:
         config = RunConfig(
             output_dir=folder,
@@ -126,7 +136,13 @@ def run(folder: Path, model: Path, *, resume: bool = False, **knobs: Any) -> Fak
             model=Model(name=str(model)),
             ports=Ports(batches=int(address.rpartition(":")[2])),
             weight_broadcast=WeightBroadcast(type="filesystem"),
-            trainer=TrainerConfig(threads=1, optim=Optimizer(lr=1e-3), ckpt=Checkpoints(interval=2)),
+            trainer=TrainerConfig(
+                threads=1,
+                optim=Optimizer(lr=1e-3),
+                ckpt=Checkpoints(interval=2),
+                loss=loss or Loss(),
+                try_step=loss is not None,
+            ),
         )
         with suppress(Refused):
             train(config)
@@ -164,6 +180,28 @@ def test_a_version_that_engines_lose_while_gradients_are_made_is_sent_again_and_
     assert [story.count(("GetBatch", step)) for step in range(STEPS)] == [1 + says_so, 1, 1 + says_so, 1]
     assert disturbed.digests() == straight.digests()
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
+
+
+TOO_LARGE = """
+import torch
+
+def loss(columns):
+    if len(columns.mask) > 1000:
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+    return -columns.advantages * columns.logprobs
+"""
+
+
+def test_memory_that_does_not_suffice_for_a_full_row_is_missed_before_anybody_is_asked(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Rows of these batches have 64 tokens; `seq_len` is 2,048, and a row as long comes some day."""
+    (tmp_path / "large.py").write_text(TOO_LARGE)
+    orchestrator = FakeOrchestrator()
+    loss = Loss(type="custom", path=f"{tmp_path}/large.py:loss")
+    with pytest.raises(torch.OutOfMemoryError):
+        run(tmp_path / "run", tiny_model, orchestrator=orchestrator, loss=loss)
+    assert orchestrator.story() == []
 
 
 def test_each_step_makes_other_weights(straight: FakeOrchestrator) -> None:

@@ -233,6 +233,7 @@ def _processes(config: RunConfig, devices: Devices) -> Values:
     values: Values = {
         "trainer.num_ranks": ranks,
         "trainer.threads": config.trainer.threads or max(1, cores // ranks),
+        "trainer.try_step": _tries_step(config),
     }
     if config.device == "cpu":
         values |= {"inference.parallel.tp": 1, "inference.parallel.dp": 1}
@@ -242,6 +243,14 @@ def _processes(config: RunConfig, devices: Devices) -> Values:
         engines = max(1, len(config.inference_gpu_ids or ()) // tp)
         values |= {"inference.parallel.dp": config.inference.parallel.dp or engines}
     return values
+
+
+def _tries_step(config: RunConfig) -> bool:
+    """Not beside an engine that starts on the same cores, which it would delay, nor on the same GPU, whose memory the
+    engine is measuring then."""
+    if config.trainer.try_step is not None:
+        return config.trainer.try_step
+    return config.device == "cuda" and config.weight_broadcast.type != "ipc"
 
 
 def _cores_per_side(config: RunConfig, devices: Devices) -> int:

@@ -171,3 +171,6 @@ class TrainerConfig(Section):
     """How long the trainer waits for one batch before it gives up."""
     save_logprobs: bool = True
     """Write the trainer's own logprob of each trained token (4 bytes) to `logprobs/`, for the dashboard."""
+    try_step: bool | None = None
+    """Before the first batch, while engines start, take a step on a made-up row of full length that changes nothing:
+    too little memory or a block that does not compile ends the run then. On GPUs of its own, where not given."""

@@ -34,6 +34,7 @@ from trireme.trainer.scorer import shared_frac
 from trireme.trainer.served import served_dtype
 from trireme.trainer.shared_folder import check_shared
 from trireme.trainer.stepper import Stepper, base_state
+from trireme.trainer.trial import try_step
 from trireme.transport.control import ControlClient
 
 log = get_logger("trainer")
@@ -54,6 +55,7 @@ NO_BATCH = "no batch yet"
 def train(config: RunConfig) -> None:
     """Runs until version `max_steps` is trained, confirmed by the engines, and saved."""
     with open_trainer(config) as trainer:
+        trainer.try_step()
         trainer.look_back()
         trainer.publish()
         while trainer.state.version < config.max_steps:
@@ -162,6 +164,15 @@ class Trainer:
     def _in_lane(self, name: str) -> AbstractContextManager[None]:
         what = DOING[name]
         return self.lane.doing(what, step=self.state.version, why=NO_BATCH if what == "wait" else "")
+
+    def try_step(self) -> None:
+        """Where there is one to take: so that what is missing for it is missed at once."""
+        if self.config.trainer.try_step and self.state.version < self.config.max_steps:
+            with self.lane.doing("start", why="a step is tried"):
+                began = time.perf_counter()
+                try_step(self.config, self.state, self.world)
+                peak_memory(self.world.device)  # of the trial: the first step's is its own
+                log.info("a step on a row of full length was tried: %.1f s", time.perf_counter() - began)
 
     def look_back(self) -> None:
         """After a restart: how far the run had come. Up to there, batches are trained on again, from the journal."""
