@@ -5,7 +5,8 @@ uv run python benchmarks/memory.py --cases 3 4 # some of them
 
 Two things are measured in a step that is not the first. `tensors` is exact: what torch's allocator had handed out at
 the highest, as its profiler saw every request. `process` is what the kernel says the process grew by since before the
-model was built, at the highest: with what malloc does not give back, and the buffers of matrix libraries.
+model was built, at the highest: with what malloc does not give back, and the buffers of matrix libraries. `tried` is
+what `trainer.try_step` has torch hand out, before the first step: it is to be no less than the step itself.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}  # before torch is imported
 
+HEADS = (
+    *("layers x hidden, rows x tokens", "tensors: plan", "measured", "error"),
+    *("process: plan", "measured", "error", "tensors of the tried step"),
+)
 MIB = 1 << 20
 HEAD_DIM = 64
 
@@ -142,6 +147,15 @@ def measured_bytes(case: Case, config: Any, world: Any) -> tuple[float, float]:
     return settled + highest_of(lambda: stepper.step(batch(2))), process
 
 
+def tried_bytes(config: Any, world: Any) -> float:
+    """Of tensors, in the step that changes nothing."""
+    from trireme.trainer.stepper import base_state
+    from trireme.trainer.trial import try_step
+
+    state = base_state(config, world)
+    return _held(state) + highest_of(lambda: try_step(config, state, world))
+
+
 def batch_of(case: Case) -> Any:
     import numpy as np
 
@@ -200,10 +214,11 @@ def measure(case: Case) -> dict[str, float]:
         config = run_config(case, Path(name))
         planned = planned_bytes(case, config)
         measured = measured_bytes(case, config, world)
+        tried = tried_bytes(config, world)
     names = ("tensors", "process")
-    return {f"planned_{name}": number for name, number in zip(names, planned, strict=True)} | {
-        f"measured_{name}": number for name, number in zip(names, measured, strict=True)
-    }
+    found = {f"planned_{name}": number for name, number in zip(names, planned, strict=True)}
+    found |= {f"measured_{name}": number for name, number in zip(names, measured, strict=True)}
+    return found | {"tried_tensors": tried}
 
 
 def in_its_own_process(case: Case) -> dict[str, float]:
@@ -234,8 +249,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     chosen = CASES if arguments.cases is None else [CASES[number] for number in arguments.cases]
-    print("| layers x hidden, rows x tokens | tensors: plan | measured | error | process: plan | measured | error |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(HEADS)} |\n{'|---' * len(HEADS)}|")
     rows = []
     for case in chosen:
         row = in_its_own_process(case)
@@ -251,7 +265,7 @@ def cells(row: dict[str, float]) -> list[str]:
     for name in ("tensors", "process"):
         planned, measured = row[f"planned_{name}"], row[f"measured_{name}"]
         found += [f"{planned / MIB:,.0f} MiB", f"{measured / MIB:,.0f} MiB", f"{planned / measured - 1:+.1%}"]
-    return found
+    return [*found, f"{row['tried_tensors'] / row['measured_tensors'] - 1:+.1%}"]
 
 
 def largest(rows: list[dict[str, Any]], name: str) -> float:

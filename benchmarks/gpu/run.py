@@ -242,52 +242,27 @@ def trainer_throughput(device: str) -> dict[str, Any]:
 def throughput(device: str, attention: str, compiled: bool) -> dict[str, float]:
     import tempfile
 
-    import numpy as np
     import torch
-    from transformers import Qwen3Config
 
-    from trireme.algo.packing import Sample, micro_batches_of_rank
-    from trireme.config.trainer import ActivationCheckpointing, Loss, TrainerModel
-    from trireme.messages import build_tokens
+    from trireme.algo.packing import micro_batches_of_rank
+    from trireme.config.trainer import Loss
     from trireme.trainer.mesh import open_world
     from trireme.trainer.model import load_model
     from trireme.trainer.perf import flops_per_token, throughput
     from trireme.trainer.step import forward_backward, policy_gradient
 
-    large = device == "cuda"
-    config = Qwen3Config(
-        vocab_size=151936 if large else 512,
-        hidden_size=1024 if large else 64,
-        intermediate_size=3072 if large else 128,
-        num_hidden_layers=28 if large else 2,
-        num_attention_heads=16 if large else 2,
-        num_key_value_heads=8 if large else 1,
-        head_dim=128 if large else 32,
-        tie_word_embeddings=True,
-        architectures=["Qwen3ForCausalLM"],
-    )
-    length, count = (2048, 16) if large else (64, 4)
-    rng = np.random.default_rng(0)
-    mask = np.arange(length) >= length // 4
-    columns = {"loss_mask": mask, "logprobs": -2.0 * mask, "advantages": mask, "versions": np.where(mask, 0, -1)}
-    samples = [Sample(build_tokens(ids=rng.integers(0, 500, length), **columns), 1.0) for _ in range(count)]
+    samples = long_samples(device)
+    length, count = samples[0].tokens.length, len(samples)
     with tempfile.TemporaryDirectory() as folder, open_world(device, threads=2, timeout_s=60) as world:
-        config.save_pretrained(folder)
-        settings = TrainerModel(
-            from_scratch=True,
-            attn=attention,
-            compile=compiled,
-            optimization_dtype="bfloat16",
-            ac=ActivationCheckpointing(),
-        )
-        model = load_model(settings, folder, world)
+        write_model_config(folder, device)
+        model = load_model(random_weights(attn=attention, compile=compiled), folder, world)
         rows = micro_batches_of_rank(samples, capacity=length * count // 2, rank=0, world=1)
 
         def work() -> None:
             forward_backward(
                 model,
                 rows,
-                loss_tokens=int(mask.sum()) * count,
+                loss_tokens=sum(int(sample.tokens.loss_mask.sum()) for sample in samples),
                 step=0,
                 loss_function=policy_gradient(Loss(ratio_low=0, ratio_high=1e9)),
                 world=world,
@@ -297,9 +272,98 @@ def throughput(device: str, attention: str, compiled: bool) -> dict[str, float]:
         seconds = timed(work, device, repeats=2)
         flops = flops_per_token(model, length)
         result = throughput(tokens=length * count, seconds=seconds, flops=flops, world_size=1)
-        if large:
+        if device == "cuda":
             result["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return result
+
+
+def write_model_config(folder: str, device: str) -> None:
+    """Of a Qwen3 with 0.6B parameters; on a CPU, of a tiny one."""
+    from transformers import Qwen3Config
+
+    large = device == "cuda"
+    Qwen3Config(
+        vocab_size=151936 if large else 512,
+        hidden_size=1024 if large else 64,
+        intermediate_size=3072 if large else 128,
+        num_hidden_layers=28 if large else 2,
+        num_attention_heads=16 if large else 2,
+        num_key_value_heads=8 if large else 1,
+        head_dim=128 if large else 32,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(folder)
+
+
+def random_weights(**choices: Any) -> Any:
+    """`[trainer.model]`: bfloat16, every layer computed again in the backward pass."""
+    from trireme.config.trainer import ActivationCheckpointing, TrainerModel
+
+    return TrainerModel(from_scratch=True, optimization_dtype="bfloat16", ac=ActivationCheckpointing(), **choices)
+
+
+def long_samples(device: str) -> list[Any]:
+    """Alike, but for their tokens."""
+    import numpy as np
+
+    from trireme.algo.packing import Sample
+    from trireme.messages import build_tokens
+
+    length, count = (2048, 16) if device == "cuda" else (64, 4)
+    rng = np.random.default_rng(0)
+    mask = np.arange(length) >= length // 4
+    columns = {"loss_mask": mask, "logprobs": -2.0 * mask, "advantages": mask, "versions": np.where(mask, 0, -1)}
+    return [Sample(build_tokens(ids=rng.integers(0, 500, length), **columns), 1.0) for _ in range(count)]
+
+
+def a_tried_step(device: str) -> dict[str, Any]:
+    """The step before the first changes nothing, and its peak of memory is that of a real one."""
+    import tempfile
+
+    import torch
+
+    from trireme.algo.packing import micro_batches_of_rank
+    from trireme.config.run import Model, RunConfig
+    from trireme.config.trainer import TrainerConfig
+    from trireme.messages import BatchReply
+    from trireme.trainer.mesh import open_world
+    from trireme.trainer.stepper import Stepper, base_state
+    from trireme.trainer.trial import try_step
+
+    samples = long_samples(device)
+    length, count = samples[0].tokens.length, len(samples)
+    capacity = length * count // 2
+    with tempfile.TemporaryDirectory() as folder, open_world(device, threads=2, timeout_s=60) as world:
+        write_model_config(folder, device)
+        trainer = TrainerConfig(model=random_weights(), micro_batch_tokens=capacity)
+        config = RunConfig(device=device, seq_len=length, model=Model(name=folder), trainer=trainer)
+        state = base_state(config, world)
+        before = [parameter.detach().clone() for parameter in state.model.parameters()]
+        peaks = {"tried_gib": peak_gib(lambda: try_step(config, state, world), device)}
+        after = list(state.model.parameters())
+        assert all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(before, after, strict=True))
+        assert not state.optimizer.state
+        stepper = Stepper(config, state, world)
+        for step in range(2):
+            batch = BatchReply(
+                step=step,
+                micro_batches=micro_batches_of_rank(samples, capacity=capacity, rank=0, world=1),
+                loss_tokens=sum(int(sample.tokens.loss_mask.sum()) for sample in samples),
+                num_rollouts=count,
+                loss_samples=count,
+            )
+            peaks[f"step_{step}_gib"] = peak_gib(lambda batch=batch: stepper.step(batch), device)
+    return peaks
+
+
+def peak_gib(work: Callable[[], object], device: str) -> float:
+    """Of tensors; 0 on a CPU, whose allocator does not count."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    work()
+    return torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
 
 
 def head_in_chunks(device: str) -> dict[str, Any]:
@@ -486,6 +550,7 @@ SECTIONS: dict[str, tuple[Callable[[str], dict[str, Any]], int]] = {
     "weights_by_nccl": (weights_by_nccl, 90),
     "weights_as_a_delta": (weights_as_a_delta, 60),
     "trainer_step_agrees_with_cpu": (trainer_step_agrees_with_cpu, 120),
+    "a_tried_step": (a_tried_step, 60),
     "quickstart_on_this_device": (quickstart_on_this_device, 250),
     "checkpoints_into_an_engine": (checkpoints_into_an_engine, 150),
     "head_in_chunks": (head_in_chunks, 120),

@@ -86,6 +86,12 @@ def test_the_tried_row_is_as_long_as_any_and_spares_no_token(tiny_model: Path) -
         assert np.all(row.tokens.versions == 3)
 
 
+def test_the_tried_row_has_several_samples_though_one_fills_it(tiny_model: Path) -> None:
+    """Where a model needs a mask to keep them apart, it is the largest that any row needs."""
+    row = longest_row(config_of(tiny_model, micro_batch_tokens=40), vocabulary=128, version=0)
+    assert row.lengths == [38, 2]
+
+
 def test_a_tried_step_holds_all_that_a_later_one_holds(tiny_model: Path, world: World) -> None:
     """When its forward pass begins: gradients of earlier rows, and the optimizer's state."""
     config = config_of(tiny_model)

@@ -23,6 +23,8 @@ from trireme.trainer.state import TrainerState
 from trireme.trainer.step import forward_backward, update
 from trireme.trainer.stepper import loss_of
 
+SHORT = 2  # tokens: the fewest of which one is learned
+
 
 def try_step(config: RunConfig, state: TrainerState, world: World) -> None:
     """Gradients of the longest row that a batch can have, beside all that a step ever holds with them: gradients of
@@ -80,7 +82,8 @@ def _gradients(config: RunConfig, state: TrainerState, world: World) -> None:
 
 
 def longest_row(config: RunConfig, *, vocabulary: int, version: int) -> MicroBatch:
-    """Made-up samples of full length. All their tokens count, and no two begin alike, so that none is spared.
+    """Made-up samples of full length. All their tokens count, and no two begin alike, so that none is spared. There are
+    at least two: what it takes to keep samples of a row apart is a part of what is tried.
 
     Args:
         vocabulary: number of tokens that the model knows.
@@ -89,6 +92,8 @@ def longest_row(config: RunConfig, *, vocabulary: int, version: int) -> MicroBat
     capacity = row_capacity(config)
     length = min(config.seq_len, capacity)
     lengths = [min(length, capacity - first) for first in range(0, capacity, length)]
+    if len(lengths) == 1:
+        lengths = [length - SHORT, SHORT]
     number = np.repeat(np.arange(len(lengths)), lengths)
     place = positions(lengths)
     tokens = build_tokens(
