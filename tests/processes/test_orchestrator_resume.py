@@ -128,3 +128,16 @@ def test_a_run_that_is_complete_only_waits_for_its_trainer(config_with_one_batch
     assert again.engine.version == 1
     assert again.engine.requests == []
     assert entries(config_with_one_batch) == before
+
+
+def test_what_the_eval_command_left_in_a_run_that_evaluates_nothing_is_not_taken_for_its_own(tmp_path):
+    config = build_config(tmp_path, max_steps=2)
+
+    async def one_batch(running):
+        await running.until(lambda: running.orchestrator.policy.version >= 1, "version 1")
+
+    assert run(config, trainer={"until": 1}, meanwhile=one_batch, stop_after_meanwhile=True).error is None
+    (config.paths.evals / "step_1").mkdir(parents=True)
+    (config.paths.evals / "step_1" / "say.jsonl").write_text('{"example_id": 0, "reward": 1.0}\n')
+    again = run(config.model_copy(update={"resume": True}), trainer={"version": 1})
+    assert again.error is None

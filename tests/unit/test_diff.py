@@ -459,6 +459,13 @@ def test_a_damaged_batch_is_no_difference_but_an_error(pair: tuple[Path, RunConf
         compare_runs(whole, copy.paths.root)
 
 
+def test_a_batch_that_is_gone_is_no_difference_but_an_error(pair: tuple[Path, RunConfig]) -> None:
+    whole, copy = pair
+    Journal(copy.paths.journal).path(1).unlink()
+    with pytest.raises(JournalCorrupt, match=r"misses batch 1 of \d+\. Restore .*batch_000001"):
+        compare_runs(whole, copy.paths.root)
+
+
 def test_nothing_is_written(pair: tuple[Path, RunConfig]) -> None:
     whole, copy = pair
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}

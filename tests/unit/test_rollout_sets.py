@@ -201,6 +201,14 @@ def test_a_damaged_batch_ends_it_and_leaves_nothing(run):
     assert not (run / "rollouts").exists()
 
 
+def test_a_batch_that_is_gone_is_not_left_out_in_silence(run):
+    Journal(run / "journal").path(1).unlink()
+    with pytest.raises(JournalCorrupt, match=r"misses batch 1 of 2.*with `--steps`"):
+        rollouts([str(run), "--to", "trl"])
+    assert not (run / "rollouts").exists()
+    assert rollouts([str(run), "--to", "jsonl", "--steps", "2:"]) == 0
+
+
 def test_an_error_on_the_way_leaves_nothing(run, monkeypatch):
     monkeypatch.setattr(write.Parquet, "write", lambda self, rows: (_ for _ in ()).throw(RuntimeError("torn")))
     with pytest.raises(RuntimeError, match="torn"):

@@ -41,12 +41,26 @@ class Journal:
     def steps(self) -> list[int]:
         return sorted(int(path.stem.removeprefix("batch_")) for path in self._folder.glob("batch_*.msgpack"))
 
+    def require_all(self, steps: range | None = None, *, ways_out: str = "") -> list[int]:
+        """The steps of entries, all of them or those within a range.
+
+        Args:
+            ways_out: what else may be done than to restore an entry: a sentence.
+
+        Raises: JournalCorrupt where one before the newest is not there.
+        """
+        there = self.steps()
+        wanted = [step for step in range(there[-1] + 1 if there else 0) if steps is None or step in steps]
+        if missing := sorted(set(wanted) - set(there)):
+            raise JournalCorrupt(
+                f"{self._folder} misses batch {missing[0]} of {there[-1]}. Restore {self.path(missing[0])}."
+                f"{' ' * bool(ways_out)}{ways_out}"
+            )
+        return wanted
+
     def head_state(self) -> State:
-        """The state after the newest entry; a fresh one where there is none."""
-        steps = self.steps()
-        if steps != list(range(len(steps))):
-            missing = next(n for n, step in enumerate(steps) if n != step)
-            raise JournalCorrupt(f"{self._folder} misses batch {missing} of {steps[-1]}. Restore {self.path(missing)}.")
+        """The state after the newest entry; a fresh one where there is none. Raises: JournalCorrupt."""
+        steps = self.require_all()
         return self.read(steps[-1]).state if steps else State()
 
     def rewind(self, step: int) -> None:

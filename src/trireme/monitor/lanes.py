@@ -152,6 +152,11 @@ def engine_reasons(spans: Iterable[Span], begin_s: float, end_s: float) -> list[
     return sorted(sums.items(), key=lambda item: -item[1])
 
 
+def waits_for_environments(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
+    """The share of all time in which engines had nothing to do because environments were at work."""
+    return dict(engine_reasons(spans, begin_s, end_s)).get(ENVIRONMENTS, 0.0)
+
+
 def in_words(of: Mapping[str, float], held_by: Iterable[tuple[str, float]] = ()) -> str:
     """What is worth telling of it, the most first.
 
@@ -180,7 +185,7 @@ def time_lines(spans: Iterable[Span]) -> list[str]:
             trainer,
             engines,
             few=few_requests(known, begin_s, end_s),
-            environments=dict(engine_reasons(known, begin_s, end_s)).get(ENVIRONMENTS, 0.0),
+            environments=waits_for_environments(known, begin_s, end_s),
         ),
     ]
 

@@ -211,6 +211,6 @@ def _for_template(message: dict[str, Any]) -> dict[str, Any]:
 def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function", call))
     if isinstance(arguments := function.get("arguments"), str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):  # a model wrote it
             function["arguments"] = json.loads(arguments)
     return {"type": "function", "id": call.get("id"), "function": function}

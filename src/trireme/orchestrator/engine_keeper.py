@@ -53,12 +53,13 @@ async def _keep(pool: InferencePool, engine: Engine, judge: Judge, start_timeout
         pool.quarantine(engine)
         engine.state = "starting"
         pool.is_given(engine, None)
+        pool.live.set()  # who waits for it to confirm is to ask another
 
 
 async def until_up(pool: InferencePool, engine: Engine, deadline_s: float) -> None:
     with pool.waits.waiting(f"{engine.url} to come up", peer="inference", deadline_s=deadline_s) as wait:
         while (num_workers := await world_size(pool, engine)) is None:
-            if not (engine.life and pool.live_engines()):  # where others go on, one may stay away for long
+            if not (engine.life and pool.reachable()):  # where others go on, one may stay away for long
                 wait.check()
             await asyncio.sleep(0.25)
     engine.num_workers = num_workers

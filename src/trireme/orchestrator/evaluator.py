@@ -66,7 +66,10 @@ class Evaluator:
         return sorted(version for version in versions | {last} if not self.is_done(version))
 
     def is_done(self, version: int) -> bool:
-        return all(results_path(self._config.paths, version, name).exists() for name in self._environments)
+        """Never where the run evaluates nothing: what lies there is somebody else's."""
+        return self._eval is not None and all(
+            results_path(self._config.paths, version, name).exists() for name in self._environments
+        )
 
     async def evaluate(self, version: int) -> bool:
         """Returns whether it is: not where a later version answered a part, because the engine of this one died."""

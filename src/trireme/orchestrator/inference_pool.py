@@ -199,15 +199,16 @@ class InferencePool:
     async def _generate(self, engine: Engine, body: bytes, read: Reader) -> Generation:
         life = engine.life
         choice = read.choice(await self._post_generate(engine, body))
-        await self._until_live(engine)  # during an update it may be the answer of weights that turn out to be wrong
-        if engine.life != life:
-            raise Unconfirmed("the engine died before it had confirmed the weights that this answer came from")
+        await self._until_live(engine, life)  # during an update it may be the answer of weights that are wrong
         return read.generation(choice, newest=engine.version or 0)
 
-    async def _until_live(self, engine: Engine) -> None:
-        while engine.state != "live":
+    async def _until_live(self, engine: Engine, life: int) -> None:
+        """Raises: Unconfirmed where it is gone, or is not who it was."""
+        while engine.life == life and engine.state not in ("live", "starting"):
             self.live.clear()
             await self.live.wait()
+        if engine.life != life or engine.state != "live":
+            raise Unconfirmed("the engine died before it had confirmed the weights that this answer came from")
 
     async def _least_busy(self) -> Engine:
         """Waits for as long as none may be asked: whoever waits for the batch has the deadline, and says why."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Iterator
 
 from trireme.orchestrator.environments.wire import ToolCall
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 def split_tool_calls(text: str, turn: int) -> tuple[str, list[ToolCall]]:
@@ -16,17 +16,34 @@ def split_tool_calls(text: str, turn: int) -> tuple[str, list[ToolCall]]:
     Args:
         turn: its number makes the ids of the calls unique within a rollout.
     """
+    if BEGIN not in text:
+        return text, []
     calls: list[ToolCall] = []
-
-    def take(match: re.Match[str]) -> str:
+    said = []
+    for before, written in _parts(text):
+        said.append(before)
+        if written is None:
+            continue
         try:
-            name, arguments = _read_call(match.group(1))
+            name, arguments = _read_call(written.strip())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return match.group(0)
-        calls.append(ToolCall(id=call_id(turn, len(calls)), name=name, arguments=arguments))
-        return ""
+            said.append(f"{BEGIN}{written}{END}")
+        else:
+            calls.append(ToolCall(id=call_id(turn, len(calls)), name=name, arguments=arguments))
+    return "".join(said).strip(), calls
 
-    return _CALL.sub(take, text).strip() if "<tool_call>" in text else text, calls
+
+def _parts(text: str) -> Iterator[tuple[str, str | None]]:
+    """(text before a call, what stands between its tags); last the text after all.
+
+    One walk over the text, whatever a model writes: a pattern that backtracks takes hours over a tag that nothing
+    closes, with blanks after it.
+    """
+    place = 0
+    while (begin := text.find(BEGIN, place)) >= 0 and (end := text.find(END, begin + len(BEGIN))) >= 0:
+        yield text[place:begin], text[begin + len(BEGIN) : end]
+        place = end + len(END)
+    yield text[place:], None
 
 
 def _read_call(written: str) -> tuple[str, str]:

@@ -91,8 +91,12 @@ class Update:
 
     def _gone(self) -> PeerDied | None:
         """What an engine has taken in is lost with it, whether or not another has come up in its place."""
-        gone = [engine.url for engine in self._targets if engine.life != self._lives[engine.url]]
+        gone = [engine.url for engine in self._targets if not self._is_there(engine)]
         return PeerDied(f"{', '.join(gone)} died before all was loaded") if gone else None
+
+    def _is_there(self, engine: Engine) -> bool:
+        """Still the process that this transfer began with."""
+        return engine.life == self._lives[engine.url] and engine.state != "starting"
 
     @property
     def is_sent(self) -> bool:
@@ -232,7 +236,8 @@ class Update:
         differences = await self._each(self._resume, message)
         await self._write_down(message, max(differences))
         self._policy.spent.in_all += time.perf_counter() - self._began
-        live = await self._policy.go_live(message.version, self._targets)
+        confirmed = [engine for engine in self._targets if self._is_there(engine)]  # another one has to be given it
+        live = await self._policy.go_live(message.version, confirmed)
         reach("version.live")
         return live
 

@@ -20,6 +20,7 @@ from trireme.monitor.lanes import (
     shares,
     steady,
     thin,
+    waits_for_environments,
 )
 from trireme.monitor.metrics import Row
 from trireme.monitor.spans import TRAINER, Span, read_spans
@@ -141,7 +142,12 @@ def look(store: SpanStore, begin_s: float, end_s: float, *, most: int = MOST_SPA
         spans=thin(known, begin_s, end_s, most),
         shares=of_lanes,
         held_by={lane: [found for found in held if found[0]] for lane, held in held_by.items()},
-        advice=advice(of_lanes.get(TRAINER, UNKNOWN), of_engines, few=few_requests(known, *told)),
+        advice=advice(
+            of_lanes.get(TRAINER, UNKNOWN),
+            of_engines,
+            few=few_requests(known, *told),
+            environments=waits_for_environments(known, *told),
+        ),
         engines=of_engines if len(engines) > 1 else {},
         told=told,
     )

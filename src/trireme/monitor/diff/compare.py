@@ -34,13 +34,17 @@ class Side:
     """One of the two runs."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises: ConfigError where it is not a run's."""
+        """
+        Raises:
+            ConfigError: it is not a run's.
+            JournalCorrupt: a batch before the newest is gone.
+        """
         self.folder = folder
         self.configuration: Table = read_configuration(folder)
         paths = RunPaths(folder)
         self.journal = Journal(paths.journal)
         self.logprobs = paths.logprobs
-        self.batches = set(self.journal.steps())
+        self.batches = set(self.journal.require_all())
         self.weights = Weights(paths)
         self._rows = latest_by_step(read_metrics(paths.metrics)[0])
         self.steps = {step for process, step in self._rows if process == "trainer"}
@@ -94,7 +98,7 @@ def compare_runs(a: Path, b: Path) -> Comparison:
     """
     Raises:
         ConfigError: one of the folders is not a run's.
-        JournalCorrupt: an entry is not what was written.
+        JournalCorrupt: an entry is not what was written, or is gone.
     """
     ours, theirs = Side(a), Side(b)
     keys = compare_configurations(ours.configuration, theirs.configuration)

@@ -34,7 +34,8 @@ def _of_lanes(facts: Facts) -> Iterator[Block]:
     shares = {lane: lanes.shares(facts.spans, lane, begin_s, end_s) for lane in lanes.lanes_of(facts.spans)}
     trainer = shares.get(lanes.TRAINER, {lanes.OTHER: 1.0})
     few = lanes.few_requests(facts.spans, begin_s, end_s)
-    advice = lanes.advice(trainer, lanes.engine_shares(facts.spans, begin_s, end_s), few=few)
+    slow = lanes.waits_for_environments(facts.spans, begin_s, end_s)
+    advice = lanes.advice(trainer, lanes.engine_shares(facts.spans, begin_s, end_s), few=few, environments=slow)
     yield Words(f"Over {end_s - begin_s:,.0f} s, from the first step to the last: {advice}.")
     yield shares_figure("time", "What each process did", shares)
     rows = [

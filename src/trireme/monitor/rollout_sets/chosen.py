@@ -27,7 +27,11 @@ class Chosen:
 
 
 def steps_of(run: Path, chosen: Chosen) -> list[int]:
-    """Raises: ConfigError where the folder is no run's, or has none of the steps."""
+    """
+    Raises:
+        ConfigError: the folder is no run's, or has none of the steps.
+        JournalCorrupt: one of them is not there, and later ones are.
+    """
     journal = Journal(RunPaths(run).journal)
     there = journal.steps()
     if not there:
@@ -35,7 +39,7 @@ def steps_of(run: Path, chosen: Chosen) -> list[int]:
             f"{journal.path(0).parent} holds no batch - expected the folder of an `rl` run that has trained. "
             "Check the path; evaluations have their own files, which are JSON lines already."
         )
-    steps = [step for step in there if chosen.steps is None or step in chosen.steps]
+    steps = journal.require_all(chosen.steps, ways_out="Or write what comes before and after it, with `--steps`.")
     if not steps:
         raise ConfigError(f"The run has steps {there[0]} to {there[-1]}, none of them was asked for. Mend `--steps`.")
     return steps
