@@ -22,6 +22,7 @@ from trireme.config.rules import launch_problems
 from trireme.config.run import RunConfig
 from trireme.config.written import Room
 from trireme.launch.folder import hold_folder
+from trireme.launch.going_on import check_goes_on
 from trireme.launch.plan import Plan, plan
 
 ENVIRONMENTS = Path("environments")
@@ -139,6 +140,7 @@ def train(argv: list[str]) -> int:
 def _supervise_without_engines(config: RunConfig, devices: Devices) -> int:
     from trireme.launch.supervise import supervise
 
+    check_goes_on(config)
     with hold_folder(config.paths) as lock:
         make_room(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
         write_configs(config, config.paths.configs)

@@ -14,6 +14,7 @@ from trireme.config.rules import check, check_launch
 from trireme.config.run import RunConfig
 from trireme.config.written import write_rooms, write_run
 from trireme.launch.folder import hold_folder, holds_run
+from trireme.launch.going_on import check_goes_on, is_trained
 from trireme.launch.plan import plan
 
 
@@ -47,6 +48,10 @@ def launch(config: RunConfig, devices: Devices) -> int:
     if config.paths.root.exists():
         with hold_folder(config.paths):  # what a killed launcher left behind is gone then, and its ports are free
             pass
+    check_goes_on(config)
+    if config.resume and _is_over(config):
+        print(f"all {config.max_steps} steps are trained, confirmed, evaluated and saved: nothing is left to do")
+        return 0
     check_launch(config, devices)
     adopt_token(config.hosts.token_file)
     find_environments(config)
@@ -57,6 +62,14 @@ def launch(config: RunConfig, devices: Devices) -> int:
         note_surroundings(config, devices)
         with dashboard_beside(config):
             return supervise(plan(config, config.paths.run_config, devices), config, keep_open=(lock,))
+
+
+def _is_over(config: RunConfig) -> bool:
+    if not is_trained(config):
+        return False
+    from trireme.orchestrator.loop import is_over
+
+    return is_over(config)
 
 
 def warn_of_memory(config: RunConfig, devices: Devices) -> None:

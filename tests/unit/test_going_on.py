@@ -1,0 +1,59 @@
+"""`--resume`: what cannot be gone on with is refused before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stage import write_checkpoint
+from trireme.base.errors import ConfigError
+from trireme.config.run import RunConfig
+from trireme.config.written import write_run
+from trireme.launch.going_on import check_goes_on, is_trained
+from written_run import build_config
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> RunConfig:
+    """It has trained three steps of four."""
+    config = build_config(tmp_path / "run").model_copy(update={"max_steps": 4})
+    write_run(config, config.paths.run_config)
+    config.paths.metrics.touch()
+    for step in (2, 3):
+        write_checkpoint(config.paths, step)
+    return config
+
+
+def again(config: RunConfig, **changes: Any) -> RunConfig:
+    return config.model_copy(update={"resume": True} | changes)
+
+
+def named(config: RunConfig, model: str) -> Any:
+    return config.model.model_copy(update={"name": model})
+
+
+def test_a_run_goes_on_as_it_was_and_further(earlier: RunConfig) -> None:
+    for max_steps in (3, 4, 100):
+        check_goes_on(again(earlier, max_steps=max_steps))
+    assert is_trained(again(earlier, max_steps=3))
+    assert not is_trained(earlier)
+
+
+def test_fewer_steps_than_are_trained_are_refused_with_both_numbers(earlier: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint of step 3, and `max_steps` is 2 - expected 3 or more"):
+        check_goes_on(again(earlier, max_steps=2))
+
+
+def test_another_model_is_refused_with_both_names(earlier: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=f"of the model {earlier.model.name!r}, and `model.name` is 'models/other'"):
+        check_goes_on(again(earlier, model=named(earlier, "models/other")))
+
+
+def test_a_model_that_was_moved_is_the_same(earlier: RunConfig) -> None:
+    check_goes_on(again(earlier, model=named(earlier, f"/moved/{Path(earlier.model.name).name}")))
+
+
+def test_a_run_that_starts_afresh_may_be_anything(earlier: RunConfig) -> None:
+    check_goes_on(earlier.model_copy(update={"model": named(earlier, "models/other"), "max_steps": 1}))
