@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trireme.base.devices import Devices, detect_devices
-from trireme.base.errors import FINAL_EXIT_CODES, TriremeError
+from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
 from trireme.base.paths import RunPaths
 from trireme.base.processes import die_with_parent, free_port
 from trireme.cli.machines import KEEPER, Nodes, join_network, node_of
@@ -30,6 +31,9 @@ from trireme.launch.folder import prepare_folder
 from trireme.launch.plan import describe, plan
 
 RANKS_PARENT = "TRIREME_RANKS_PARENT"  # torchrun's pid, for the ranks below it
+
+REFUSED = (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+"""Files and folders that are not ours to have: the user can put that right, and no traceback helps."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,15 @@ def run_door(program: str, main: Callable[[list[str]], int | None], *, abruptly:
         code = error.exit_code
     except BrokenPipeError:
         code = 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in REFUSED or error.filename is None:
+            raise
+        print(
+            f"{program}: {error.filename}: {error.strerror} - expected a place that this user may write to, or a file "
+            "that may be read. Look at its rights, or choose another: `output_dir` is where runs are written.",
+            file=sys.stderr,
+        )
+        code = ConfigError.exit_code
     except KeyboardInterrupt:
         code = 130
     code = _said_all(code)
