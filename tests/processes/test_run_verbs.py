@@ -113,7 +113,7 @@ def test_a_run_that_is_at_work_answers_itself(run, port, capsys):
 def test_a_run_without_a_process_is_told_from_disk(run, capsys):
     out = said(capsys, run)
     assert "does not answer here; 3 of 8 steps are trained" in out
-    assert "reward       0.100 -> 0.100" in out
+    assert "reward       0.000 -> 0.200" in out
 
 
 def test_a_run_that_is_over_is_finished(run, capsys):

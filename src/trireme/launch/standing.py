@@ -43,7 +43,7 @@ class Standing:
         if step := self.progress.recent(1):
             yield f"newest       {' '.join(step_line(self.progress, step[0], self.status).split())}"
         if ends := self.progress.reward_ends():
-            yield f"reward       {ends[0]:.3f} -> {ends[1]:.3f} (mean of the first and the last 5 steps)"
+            yield f"reward       {ends.first:.3f} -> {ends.last:.3f} (mean of {ends})"
         yield from (f"held out     {evaluation_text(found)}" for found in self.progress.evaluations()[-3:])
         if self.checkpoints:
             yield f"checkpoints  {', '.join(f'step_{step}' for step in self.checkpoints[-5:])}"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from trireme.monitor.collapse import Warned, Watch
+from trireme.monitor.ends import Ends, ends_of
 from trireme.monitor.metrics import Row, merge_processes
 
-REWARD_ENDS = 5  # steps averaged at each end of a run
 PACE_STEPS = 20  # steps that the estimate of the time left looks back on
 
 _EVAL_REWARD = re.compile(r"eval/(?P<env>.+)/reward")
@@ -146,10 +146,9 @@ class Progress:
         values = (row.get(name) for step in sorted(self.steps) for row in self.steps[step].values())
         return [value for value in values if value is not None]
 
-    def reward_ends(self) -> tuple[float, float] | None:
+    def reward_ends(self) -> Ends | None:
         """Mean reward of the first and the last few steps."""
-        rewards = self.series("reward/mean")
-        return (_mean(rewards[:REWARD_ENDS]), _mean(rewards[-REWARD_ENDS:])) if rewards else None
+        return ends_of(self.series("reward/mean"))
 
     def evaluations(self) -> list[Evaluation]:
         """By version, then environment."""
@@ -186,7 +185,3 @@ class Progress:
             return None
         pace_s = (recent[-1][1] - recent[0][1]) / (len(recent) - 1)
         return max(0.0, pace_s * (self.max_steps - self.num_done))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

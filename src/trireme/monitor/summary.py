@@ -20,7 +20,7 @@ def summary(progress: Progress, config: RunConfig, wall_s: float, restarts: Mapp
     session = f" ({here} in this session)" if here < progress.num_done else ""
     lines = [f"{progress.num_done} of {config.max_steps} steps{session} in {short_time(wall_s)}"]
     if ends := progress.reward_ends():
-        lines.append(f"reward {ends[0]:.3f} -> {ends[1]:.3f} (mean of the first and the last 5 steps)")
+        lines.append(f"reward {ends.first:.3f} -> {ends.last:.3f} (mean of {ends})")
     lines += held_out_lines(progress.evaluations())
     lines += warning_lines(progress.warnings)
     lines += restarts_lines(restarts or {})

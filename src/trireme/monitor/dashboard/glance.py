@@ -14,9 +14,9 @@ import numpy as np
 
 from trireme.monitor.dashboard.columns import Columns
 from trireme.monitor.dashboard.runs import RunFolder
+from trireme.monitor.ends import Ends, ends_of
 from trireme.monitor.in_words import short_time
 
-ENDS = 5  # steps averaged at each end
 PACE = 20  # steps that say how fast it goes
 TAIL_BYTES = 16 * 1024
 SHARED = {"name", "output_dir", "resume", "ports", "hosts"}
@@ -52,7 +52,7 @@ def eta_s(run: RunFolder) -> float | None:
 
 def _reward(run: RunFolder) -> Figure | None:
     if ends := _ends(run.columns, "reward/mean"):
-        return Figure("Reward", f"{ends[1]:.3f}", f"from {ends[0]:.3f}: means of the first and the last {ENDS} steps")
+        return Figure("Reward", f"{ends.last:.3f}", f"from {ends.first:.3f}: means of {ends}")
     return None
 
 
@@ -69,7 +69,7 @@ def _loss(run: RunFolder) -> Figure | None:
     """Of supervised training; in RL it says little."""
     if run.columns.last("reward/mean") is not None or not (ends := _ends(run.columns, "loss")):
         return None
-    return Figure("Loss", f"{ends[1]:.4g}", f"from {ends[0]:.4g}: means of the first and the last {ENDS} steps")
+    return Figure("Loss", f"{ends.last:.4g}", f"from {ends.first:.4g}: means of {ends}")
 
 
 def _pace(run: RunFolder) -> Figure | None:
@@ -99,10 +99,9 @@ def _entropy(run: RunFolder) -> Figure | None:
     return None if entropy is None else Figure("Entropy", f"{entropy:.3f}", note)
 
 
-def _ends(columns: Columns, name: str) -> tuple[float, float] | None:
+def _ends(columns: Columns, name: str) -> Ends | None:
     values = columns.series(name).values
-    values = values[np.isfinite(values)]
-    return (float(values[:ENDS].mean()), float(values[-ENDS:].mean())) if len(values) else None
+    return ends_of(values[np.isfinite(values)].tolist())
 
 
 def _median_of_last(columns: Columns, name: str, count: int) -> float | None:

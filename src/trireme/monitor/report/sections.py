@@ -52,7 +52,7 @@ def _lead(facts: Facts) -> str:
     """What came of it."""
     said = [f"{facts.progress.num_done} of {facts.config.max_steps} steps{_how_long(facts)}"]
     if ends := facts.progress.reward_ends():
-        said.append(f"mean reward {ends[0]:.3f} → {ends[1]:.3f} (first and last 5 steps)")
+        said.append(f"mean reward {ends.first:.3f} → {ends.last:.3f} (of {ends})")
     said += [line.replace("->", "→") for line in held_out_lines(facts.progress.evaluations())]
     if held_out := facts.points("validation/loss"):
         said.append(f"held-out loss {held_out[0][1]:.4g} → {held_out[-1][1]:.4g}")
