@@ -20,6 +20,15 @@ class Chosen:
     env: str | None = None
     least_reward: float | None = None
 
+    def __str__(self) -> str:
+        """As it was asked for."""
+        asked = {
+            "--steps": self.steps and f"{self.steps.start}:{self.steps.stop}",
+            "--env": self.env,
+            "--min-reward": self.least_reward,
+        }
+        return " ".join(f"{flag} {value}" for flag, value in asked.items() if value is not None) or "all"
+
     def takes(self, rollout: Rollout) -> bool:
         return (self.env is None or rollout.env == self.env) and (
             self.least_reward is None or rollout.reward >= self.least_reward
