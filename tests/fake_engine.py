@@ -314,6 +314,7 @@ class FakeTrainer:
         self.unconfirmed: PolicySent | None = None
         self.breaks: set[int] = set()  # versions whose first transfer breaks
         self.before_step: Callable[[int], None] = lambda version: None
+        self.patience_s = PATIENCE_S
         self.stop = threading.Event()
         self._config = config
         self._wire = wire
@@ -401,7 +402,7 @@ class FakeTrainer:
     def ask(self, request: Any, *, what: str) -> Any:
         if self.stop.is_set():  # whoever listens there by now is the next run's
             raise Stopped
-        return self.control.ask(request, what=what, deadline_s=PATIENCE_S)
+        return self.control.ask(request, what=what, deadline_s=self.patience_s)
 
 
 def ready_message(

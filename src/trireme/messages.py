@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -244,6 +244,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     state: str
     version: int
     waits: list[str]
+    busy: bool = False  # it waits for room on a disk, and whoever waits for it waits for that too
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -258,9 +259,13 @@ class Ok(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotYet(msgspec.Struct, frozen=True, tag=True):
-    """Ask again; `note` says what is missing ("3 of 8 groups missing")."""
+    """Ask again; `note` says what is missing ("3 of 8 groups missing").
+
+    Who is busy (with an evaluation, a full disk) has deadlines for that: the asker's counts from the end of it.
+    """
 
     note: str
+    busy: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -37,8 +39,8 @@ SOON_S = 0.1
 
 
 @contextmanager
-def open_client(address: str, *, logs: Path | None = None, ask_again_s: float = 5.0) -> Iterator[ControlClient]:
-    client = ControlClient(address, Waits("trainer", logs), ask_again_s=ask_again_s)
+def open_client(address: str, *, logs: Path | None = None, **knobs: Any) -> Iterator[ControlClient]:
+    client = ControlClient(address, Waits("trainer", logs), **knobs)
     try:
         yield client
     finally:
@@ -207,6 +209,21 @@ def test_the_answer_to_what_was_only_told_is_thrown_away() -> None:
         with open_client(address) as client:
             client.tell(Done(run_id="run", version=1))
             assert client.ask(QUESTION, what="version 3", deadline_s=DEADLINE_S) == Live(version=3)
+
+
+def test_a_peer_that_is_busy_is_waited_for_beyond_the_deadline_and_others_are_told_meanwhile() -> None:
+    waited: list[Request] = []
+    told: list[int] = []
+    answers = iter([NotYet("an evaluation is running", busy=True)] * 8)
+
+    def answer(request: Request) -> Reply:
+        time.sleep(0.25)
+        waited.append(request)
+        return next(answers, Live(version=3))
+
+    with answering(answer) as address, open_client(address, meanwhile=lambda: told.append(len(waited))) as client:
+        assert client.ask(QUESTION, what="version 3", deadline_s=1.0) == Live(version=3)
+    assert told == list(range(1, 9))
 
 
 def test_a_deadline_names_the_peer_the_matter_its_words_and_its_log(tmp_path: Path) -> None:

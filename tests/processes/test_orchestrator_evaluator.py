@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from types import SimpleNamespace
@@ -260,16 +261,22 @@ class Runner:
         return Finished(done, samples=[], token_rewards=[], num_turns=1, truncated=False, stop=None)
 
 
-def run_examples(tmp_path, runner, *, group_rewards):
+def run_examples(tmp_path, runner, *, group_rewards, before=None):
+    """Its answers, and those that were handed on as they came."""
+    kept = []
+
+    async def keep(answer):
+        kept.append(answer)
+
     config = build_config(tmp_path, orchestrator={"eval": {"rollouts_per_example": 3, "num_examples": 2}})
     environment = SimpleNamespace(name="say", num_eval=5, num_train=9, group_rewards=group_rewards)
-    evaluation = EvaluationRun(config, environment, runner, version=4, places=3, serial=1)
-    return asyncio.run(evaluation.run()).answers
+    how = {"version": 4, "places": 3, "serial": 1, "before": before or {}, "keep": keep}
+    return asyncio.run(EvaluationRun(config, environment, runner, **how).run()).answers, kept
 
 
 def test_a_group_comes_under_one_name_of_its_own(tmp_path):
     runner = Runner(lambda asked: asked["example"] == 1 and asked["attempt"] == 0)
-    answers = run_examples(tmp_path, runner, group_rewards=True)
+    answers, _ = run_examples(tmp_path, runner, group_rewards=True)
     assert [answer.reward for answer in answers] == [1.0] * 6
     assert {asked["group_size"] for asked in runner.asked} == {3}
     names = {example: {asked["group"] for asked in runner.asked if asked["example"] == example} for example in (0, 1)}
@@ -281,8 +288,98 @@ def test_a_group_comes_under_one_name_of_its_own(tmp_path):
 @pytest.mark.parametrize(("group_rewards", "errors"), [(True, 3), (False, 1)])
 def test_a_rollout_that_always_fails_costs_its_group_only_where_that_is_scored_as_one(tmp_path, group_rewards, errors):
     runner = Runner(lambda asked: asked["key"] == "eval-say-1-2")
-    answers = run_examples(tmp_path, runner, group_rewards=group_rewards)
+    answers, _ = run_examples(tmp_path, runner, group_rewards=group_rewards)
     assert [answer.error for answer in answers] == [None] * (6 - errors) + ["score: no number"] * errors
+
+
+@pytest.mark.parametrize(("group_rewards", "asked_again"), [(True, [0, 1, 2]), (False, [1])])
+def test_what_has_come_before_is_asked_again_only_for_rollouts_that_are_scored_with_it(
+    tmp_path, group_rewards, asked_again
+):
+    answers, _ = run_examples(tmp_path, Runner(), group_rewards=group_rewards)
+    before = {
+        (answer.example, answer.rollout): answer for answer in answers if (answer.example, answer.rollout) != (0, 1)
+    }
+    runner = Runner()
+    again, kept = run_examples(tmp_path, runner, group_rewards=group_rewards, before=before)
+    assert [asked["key"] for asked in runner.asked] == [f"eval-say-0-{place}" for place in asked_again]
+    assert [answer.rollout for answer in kept] == asked_again
+    assert again == answers
+
+
+def test_an_answer_that_another_version_had_a_part_in_is_not_kept(tmp_path):
+    sampled = [
+        SimpleNamespace(versions=np.array(versions), loss_mask=np.ones(3)) for versions in ([-1, 4, 4], [-1, 4, 5])
+    ]
+
+    class Changing(Runner):
+        async def run(self, environment, **asked):
+            finished = await super().run(environment, **asked)
+            return dataclasses.replace(finished, samples=[sampled[asked["example"]]])
+
+    answers, kept = run_examples(tmp_path, Changing(), group_rewards=False)
+    assert [answer.example for answer in answers] == [0, 0, 0, 1, 1, 1]
+    assert [answer.example for answer in kept] == [0, 0, 0]
+
+
+def test_an_evaluation_may_take_longer_than_the_trainer_is_waited_for(tmp_path):
+    """Each of its three answers takes a large part of the patience that others have with each other."""
+
+    async def slow(asked):
+        if asked.sampling["temperature"] == 0.0:
+            await asyncio.sleep(0.9)
+
+    config = build_config(
+        tmp_path,
+        WITH_HELD_OUT,
+        max_steps=1,
+        orchestrator={"trainer_timeout_s": 1.5, "max_concurrent": 4, "eval": {"num_examples": 3}},
+    )
+    outcome = run(config, engine={"delay": slow}, trainer={"patience_s": 1.5})
+    assert (outcome.error, outcome.trainer_error) == (None, [])
+    assert evaluated(config) == ["step_0", "step_1"]
+
+
+def test_an_evaluation_that_was_cut_short_goes_on_with_the_answers_that_had_come(tmp_path):
+    config = build_config(
+        tmp_path, WITH_HELD_OUT, max_steps=1, orchestrator={"max_concurrent": 4, "eval": {"eval_base": False}}
+    )
+
+    async def until_three(running):
+        running.engine.delay = one_at_a_time
+        await running.until(lambda: len(come(config)) == 3, "three answers on disk")
+
+    first = run(config, meanwhile=until_three, stop_after_meanwhile=True)
+    before = come(config)
+    assert first.engine.version == 1
+    again = run(config.model_copy(update={"resume": True}), trainer={"version": 1})
+    assert again.error is None
+    assert len([asked for asked in again.engine.requests if asked.sampling["temperature"] == 0.0]) == 2
+    assert [line for line in lines(config, 1) if line["example"] < 3] == before
+    assert [line["example"] for line in lines(config, 1)] == [0, 1, 2, 3, 4]
+    assert come(config) == []
+
+
+async def one_at_a_time(asked):
+    if asked.sampling["temperature"] == 0.0:
+        await asyncio.sleep(0.3)
+
+
+def come(config) -> list[dict]:
+    files = (config.paths.evals / "step_1").glob(".say.*.partial")
+    return [json.loads(line) for file in files for line in file.open()]
+
+
+def test_results_of_the_command_eval_are_not_taken_for_the_runs_own_and_stay(tmp_path):
+    config = build_config(tmp_path, WITH_HELD_OUT, max_steps=1, orchestrator={"eval": {"eval_base": False}})
+    folder = config.paths.evals / "step_1"
+    folder.mkdir(parents=True)
+    (folder / "say.jsonl").write_text('{"example_id": 0, "reward": 1.0}\n')
+    (folder / "say.json").write_text("{}")
+    assert run(config).error is None
+    assert len(lines(config, 1)) == 5
+    assert sorted(path.name for path in folder.iterdir()) == ["say.command.json", "say.command.jsonl", "say.jsonl"]
+    assert lines(config, 1, "say.command") == [{"example_id": 0, "reward": 1.0}]
 
 
 def test_a_running_orchestrator_tells_its_health_its_state_and_what_each_process_waits_for(tmp_path):

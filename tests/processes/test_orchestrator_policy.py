@@ -394,7 +394,7 @@ def test_the_trainer_of_another_run_is_refused_with_both_names(tmp_path):
     config = build_config(tmp_path)
 
     async def ask():
-        answers = Answers(config, None, None, None, Peers())
+        answers = Answers(config, None, None, None, Peers(), Waits("orchestrator"))
         return await answers(GetBatch(run_id="/runs/other", step=0, rank=0, world=1))
 
     error = asyncio.run(ask()).error

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import patient_ranks
 import ranks
 from rank_processes import Ranks, require_success, started_ranks
 from tiny import are_equal, content_of, largest_difference, open_state, open_store, save, train_step, weights_of
@@ -134,3 +135,10 @@ def test_two_ranks_export_the_weights_that_they_held(together: list[dict[str, An
     exported = AutoModelForCausalLM.from_pretrained(folder / "weights" / f"step_{ranks.SAVED_AT}")
     held = together[0]["saved"]
     assert all(torch.equal(parameter, held[name]) for name, parameter in exported.named_parameters())
+
+
+def test_ranks_wait_for_the_first_one_longer_than_their_patience_where_it_tells_them_to(tmp_path: Path) -> None:
+    """As it does while the orchestrator evaluates, or waits for room on a disk."""
+    with started_ranks(patient_ranks.__file__, tmp_path) as processes:
+        require_success(processes)
+    assert [(tmp_path / f"said_{rank}").read_text() for rank in range(2)] == ["7", "7"]

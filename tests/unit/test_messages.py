@@ -104,7 +104,7 @@ REPLIES: list[Reply] = [
     Again(reason="an engine died"),
     Live(version=7),
     Ok(),
-    NotYet(note="3 of 8 groups missing"),
+    NotYet(note="3 of 8 groups missing", busy=True),
     Refusal(error="another run"),
 ]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from trireme.base.errors import DeadlineExceeded
-from trireme.base.waiting import Wait, Waits
+from trireme.base.waiting import DISK, Wait, Waits
 
 
 def begun(seconds_ago: float) -> float:
@@ -54,3 +55,39 @@ def test_a_wait_that_an_error_ended_is_no_longer_shown() -> None:
     with pytest.raises(ZeroDivisionError), waits.waiting("batch 3", peer="orchestrator", deadline_s=9):
         _ = 1 / 0
     assert waits.now() == []
+
+
+def test_a_patient_wait_counts_from_the_end_of_what_its_process_or_the_peer_was_busy_with() -> None:
+    waits = Waits("orchestrator")
+    peer = {"busy": False}
+    waits.is_peer_busy = lambda: peer["busy"]
+
+    def runs_out() -> bool:
+        with waits.waiting("version 3", peer="trainer", deadline_s=5, patient=True) as wait:
+            wait.since = begun(60)
+            with suppress(DeadlineExceeded):
+                wait.check()
+                peer["busy"] = False
+                wait.check()  # begun anew a moment ago
+                return False
+            return True
+
+    assert runs_out()
+    with waits.busy():
+        assert not runs_out()
+    assert runs_out()
+    with waits.waiting("room for batch 3", peer=DISK, deadline_s=9):
+        assert not runs_out()
+    peer["busy"] = True
+    assert not runs_out()
+    assert runs_out()
+
+
+def test_a_wait_for_room_on_a_disk_runs_out_and_so_does_one_that_is_not_patient() -> None:
+    waits = Waits("orchestrator")
+    with waits.busy():
+        for peer in (DISK, "inference"):
+            with waits.waiting("room", peer=peer, deadline_s=5) as wait:
+                wait.since = begun(60)
+                with pytest.raises(DeadlineExceeded):
+                    wait.check()

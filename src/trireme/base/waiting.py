@@ -2,12 +2,15 @@
 
 Whoever waits says for whom, for what, since when, and where that peer's log is. What a process waits for now is shown
 by `/status` and in the terminal; a wait that runs out raises `DeadlineExceeded` with the same words.
+
+What a process is busy with has deadlines of its own (an evaluation; a full disk). A patient wait for what comes after
+that begins to count when it is over.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +36,8 @@ class Wait:
     log: Path | None = None
     note: str = ""  # the peer's own words about what is missing; may change while waiting
     since: float = field(default_factory=time.monotonic)
+    is_excused: Callable[[], bool] = lambda: False  # whether what it waits for is known to go on
+    _counts_from: float = 0.0
 
     @property
     def waited_s(self) -> float:
@@ -40,10 +45,16 @@ class Wait:
 
     @property
     def left_s(self) -> float:
-        return self.deadline_s - self.waited_s
+        return self.deadline_s - (time.monotonic() - max(self.since, self._counts_from))
+
+    def begin_anew(self) -> None:
+        """What it waits for goes on, and has a deadline of its own: this one counts from here."""
+        self._counts_from = time.monotonic()
 
     def check(self) -> None:
         """Raises: DeadlineExceeded once the deadline has passed."""
+        if self.is_excused():
+            self.begin_anew()
         if self.left_s <= 0:
             raise DeadlineExceeded(f"{self}, longer than the {self.deadline_s:.0f} s allowed.{self._where_to_look()}")
 
@@ -60,18 +71,40 @@ class Waits:
 
     def __init__(self, who: str, logs: Path | None = None) -> None:
         self.who = who
+        self.is_peer_busy: Callable[[], bool] = lambda: False
         self._logs = logs
         self._open: list[Wait] = []
+        self._num_jobs = 0
 
     @contextmanager
-    def waiting(self, what: str, *, peer: str, deadline_s: float) -> Iterator[Wait]:
+    def waiting(self, what: str, *, peer: str, deadline_s: float, patient: bool = False) -> Iterator[Wait]:
+        """
+        Args:
+            patient: what it is for comes only after whatever this process, or its peer, is busy with.
+        """
         log = self._logs / f"{peer}.stdout" if self._logs and peer != DISK else None
         wait = Wait(who=self.who, peer=peer, what=what, deadline_s=deadline_s, log=log)
+        if patient:
+            wait.is_excused = lambda: self.is_busy or self.is_peer_busy()
         self._open.append(wait)
         try:
             yield wait
         finally:
             self._open.remove(wait)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """With something that ends by itself, sooner or later."""
+        self._num_jobs += 1
+        try:
+            yield
+        finally:
+            self._num_jobs -= 1
+
+    @property
+    def is_busy(self) -> bool:
+        """Also while a disk is full."""
+        return self._num_jobs > 0 or any(wait.peer == DISK for wait in self.now())
 
     def now(self) -> list[Wait]:
         return list(self._open)

@@ -41,7 +41,7 @@ from trireme.orchestrator.environments.check_progress import CheckProgress
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.eval_engine import EngineState, EvaluatedEngine
 from trireme.orchestrator.eval_report import as_json, mean_reward, to_table
-from trireme.orchestrator.eval_results import AnswersFile
+from trireme.orchestrator.eval_results import AnswersFile, description_path
 from trireme.orchestrator.eval_rollouts import Evaluating, wanted_of
 from trireme.orchestrator.eval_session import Session, answer_missing, num_failed
 from trireme.orchestrator.rollouts import RolloutRunner
@@ -232,7 +232,7 @@ class CheckpointEvaluation:
         settings = settings_of(environment, config, wanted.split)
         settings |= {"base_url": config.client.base_url, "step": step, "checkpoint": self.plan.label[step]}
         path = folder / f"{environment.name}.jsonl"
-        return Session(evaluating, config.evaluation, settings, AnswersFile(path), path.with_suffix(".json"))
+        return Session(evaluating, config.evaluation, settings, AnswersFile(path), description_path(path))
 
 
 def run_config(config: EvalConfig, server: Server, tokenizer: str) -> RunConfig:

@@ -7,8 +7,11 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
+
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
+from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
 from trireme.ledger.shares import Shares
@@ -33,6 +36,9 @@ from trireme.transport.sanity import check_request
 
 log = get_logger("answers")
 
+FRESH_S = 10.0
+"""What a process said of itself holds for so long."""
+
 
 @dataclass
 class Peers:
@@ -46,12 +52,24 @@ class Peers:
     def note(self, beat: Heartbeat) -> None:
         self.heartbeats[beat.process] = (time.monotonic(), beat)
 
+    def is_any_busy(self) -> bool:
+        return any(beat.busy and time.monotonic() - at < FRESH_S for at, beat in self.heartbeats.values())
+
 
 class Answers:
     """Handles one request at a time; may be called concurrently."""
 
-    def __init__(self, config: RunConfig, journal: Journal, policy: Policy, scheduler: Scheduler, peers: Peers) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        journal: Journal,
+        policy: Policy,
+        scheduler: Scheduler,
+        peers: Peers,
+        waits: Waits,
+    ) -> None:
         self._config = config
+        self._waits = waits
         self._journal = journal
         self._shares = Shares(journal, config)
         self._policy = policy
@@ -60,6 +78,12 @@ class Answers:
         self._batch_closed = asyncio.Event()
 
     async def __call__(self, request: Request) -> Reply:
+        reply = await self._reply(request)
+        if isinstance(reply, NotYet) and self._waits.is_busy:
+            return msgspec.structs.replace(reply, busy=True)
+        return reply
+
+    async def _reply(self, request: Request) -> Reply:
         if request.run_id != self._config.run_id:
             return Refusal(
                 error=f"This orchestrator runs {self._config.run_id}, the trainer asks for {request.run_id}. "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -66,15 +68,36 @@ def results_path(paths: RunPaths, version: int, environment: str) -> Path:
     return step_folder(paths.evals, version) / f"{environment.replace('/', '_')}.jsonl"
 
 
+def description_path(results: Path) -> Path:
+    """Beside the results of the command `eval`: how they were made."""
+    return results.with_suffix(".json")
+
+
+def is_runs_own(results: Path) -> bool:
+    """Whether it is there, and made by the run. What the command `eval` left may be of fewer examples, or of others."""
+    return results.exists() and not description_path(results).exists()
+
+
+def make_way(results: Path) -> None:
+    """What the command `eval` left under the name that the run's own results are to have gets another one."""
+    for path in (results, description_path(results)):
+        if path.exists():
+            path.rename(path.with_name(f"{path.stem}.command{path.suffix}"))
+
+
 class AnswersFile:
     """Answers as they come, each on disk at once; what was killed goes on where it stopped.
 
     Until all are there they stand in `NAME.jsonl.partial`, in the order in which they came; then in `NAME.jsonl`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, partial: str | None = None) -> None:
+        """
+        Args:
+            partial: another name for the file with those that have come.
+        """
         self.path = path
-        self.partial = path.with_name(f"{path.name}.partial")
+        self.partial = path.with_name(partial or f"{path.name}.partial")
         self._is_whole = False  # the last line, as far as is known
 
     def answered(self) -> dict[Place, Answer]:
@@ -82,14 +105,24 @@ class AnswersFile:
 
         Raises: ConfigError where a line is none of ours.
         """
-        answers = [answer for file in (self.path, self.partial) for answer in _read_answered(file)]
-        return {(answer.example, answer.rollout): answer for answer in answers if answer.reward is not None}
+        return _by_place(answer for file in (self.path, self.partial) for answer in _read_answered(file))
+
+    def come_so_far(self) -> dict[Place, Answer]:
+        """As `answered`, of an evaluation that was cut short."""
+        return _by_place(_read_answered(self.partial))
 
     def append(self, answer: Answer) -> None:
+        """Raises OSError where the disk is full; then nothing is written."""
         if not self._is_whole:
             self._begin()
-        with open(self.partial, "ab") as file:
-            file.write(_to_line(answer))
+        size = self.partial.stat().st_size if self.partial.exists() else 0
+        try:
+            with open(self.partial, "ab") as file:
+                file.write(_to_line(answer))
+        except OSError:
+            with suppress(OSError):
+                os.truncate(self.partial, size)
+            raise
 
     def _begin(self) -> None:
         """After what somebody who was killed has left."""
@@ -102,6 +135,10 @@ class AnswersFile:
     def finish(self, answers: Iterable[Answer]) -> None:
         write_answers(self.path, sorted(answers, key=lambda answer: (answer.example, answer.rollout)))
         self.partial.unlink(missing_ok=True)
+
+
+def _by_place(answers: Iterable[Answer]) -> dict[Place, Answer]:
+    return {(answer.example, answer.rollout): answer for answer in answers if answer.reward is not None}
 
 
 def _read_answered(path: Path) -> Iterator[Answer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from trireme.config.run import RunConfig
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Split
-from trireme.orchestrator.eval_results import Answer
+from trireme.orchestrator.eval_results import Answer, Place
 from trireme.orchestrator.rollouts import Finished, RolloutRunner
 
 log = get_logger("eval")
@@ -57,11 +58,15 @@ class EvaluationRun:
         version: int,
         places: int,
         serial: int,
+        before: Mapping[Place, Answer],
+        keep: Callable[[Answer], Awaitable[None]],
     ) -> None:
         """
         Args:
             places: rollouts under way at once.
             serial: of all evaluations of this process: the same version may be evaluated twice.
+            before: answers of this version that have come already.
+            keep: is given each further one, as soon as it comes.
         """
         assert config.orchestrator.eval is not None
         self._evaluation: Evaluation = config.orchestrator.eval
@@ -72,6 +77,8 @@ class EvaluationRun:
         self._serial = serial
         self._places = asyncio.Semaphore(places)
         self._versions: set[int] = set()
+        self._before = before
+        self._keep = keep
 
     async def run(self) -> Evaluated:
         groups = await asyncio.gather(*map(self._run_group, self._examples()))
@@ -91,16 +98,25 @@ class EvaluationRun:
     async def _run_group(self, example: int) -> list[Answer]:
         """Where rollouts are scored together and one fails for good, all of them have."""
         places = range(self._evaluation.rollouts_per_example)
+        answers = self._come_before(example, places)
         lost: Exception | None = None
-        tasks: list[asyncio.Task[Answer]] = []
+        tasks: dict[int, asyncio.Task[Answer]] = {}
         try:
             async with asyncio.TaskGroup() as rollouts:
-                tasks = [rollouts.create_task(self._run_rollout(example, place)) for place in places]
+                for place in places:
+                    if place not in answers:
+                        tasks[place] = rollouts.create_task(self._run_rollout(example, place))
         except* RolloutFailed as failures:
             lost = failures.exceptions[0]
         if lost is not None:
             return [self._failed(example, place, lost) for place in places]
-        return [task.result() for task in tasks]
+        answers |= {place: task.result() for place, task in tasks.items()}
+        return [answers[place] for place in places]
+
+    def _come_before(self, example: int, places: range) -> dict[int, Answer]:
+        """Where rollouts are scored together, all of them or none."""
+        answers = {place: self._before[example, place] for place in places if (example, place) in self._before}
+        return {} if self._environment.group_rewards and len(answers) < len(places) else answers
 
     async def _run_rollout(self, example: int, place: int) -> Answer:
         async with self._places:
@@ -128,9 +144,14 @@ class EvaluationRun:
             trained=False,
         )
         reach("evaluation.running")
-        for sample in finished.samples:
-            self._versions |= {int(version) for version in np.unique(sample.versions[sample.versions >= 0])}
-        return self._answered(example, place, finished)
+        versions = {
+            int(version) for sample in finished.samples for version in np.unique(sample.versions[sample.versions >= 0])
+        }
+        self._versions |= versions
+        answer = self._answered(example, place, finished)
+        if versions <= {self._version}:
+            await self._keep(answer)
+        return answer
 
     def _answered(self, example: int, place: int, finished: Finished) -> Answer:
         return Answer.of(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
+from collections.abc import Callable, Iterable
 
 from trireme.base.disk import when_there_is_room
 from trireme.base.faults import reach
@@ -13,7 +15,15 @@ from trireme.config.orchestrator import Evaluation
 from trireme.config.run import RunConfig
 from trireme.monitor.metrics import MetricsFile
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.eval_results import evaluation_metrics, read_answers, results_path, write_answers
+from trireme.orchestrator.eval_results import (
+    Answer,
+    AnswersFile,
+    evaluation_metrics,
+    is_runs_own,
+    make_way,
+    read_answers,
+    results_path,
+)
 from trireme.orchestrator.evaluation import Evaluated, EvaluationRun, places
 from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.rollouts import RolloutRunner
@@ -68,29 +78,26 @@ class Evaluator:
     def is_done(self, version: int) -> bool:
         """Never where the run evaluates nothing: what lies there is somebody else's."""
         return self._eval is not None and all(
-            results_path(self._config.paths, version, name).exists() for name in self._environments
+            is_runs_own(results_path(self._config.paths, version, name)) for name in self._environments
         )
 
     async def evaluate(self, version: int) -> bool:
         """Returns whether it is: not where a later version answered a part, because the engine of this one died."""
         began = time.perf_counter()
         self.version = version
+        files = {name: self._answers_file(version, env) for name, env in self._environments.items()}
         try:
-            results = await asyncio.gather(*(self._one(version, env) for env in self._environments.values()))
+            with self._waits.busy():
+                results = await asyncio.gather(
+                    *(self._one(version, env, files[name]) for name, env in self._environments.items())
+                )
         finally:
             self.version = None
         others = set().union(*(result.versions for result in results)) - {version}
         if others:
             log.warning("evaluation of version %d: version %d answered a part of it", version, max(others))
             return False
-        await asyncio.to_thread(
-            when_there_is_room,
-            lambda: self._write_all(version, results),
-            what=f"the evaluation of version {version}",
-            folder=self._config.paths.root,
-            waits=self._waits,
-            deadline_s=self._config.disk_timeout_s,
-        )
+        await self._when_there_is_room(lambda: _write_all(files.values(), results), version)
         reach("evaluation.written")
         self.report(version, seconds=time.perf_counter() - began)
         return True
@@ -108,12 +115,15 @@ class Evaluator:
         self._metrics.append(version, row)
         log.info("version %d: %s", version, row)
 
-    def _write_all(self, version: int, results: list[Evaluated]) -> None:
-        reach("evaluation.before_write")
-        for name, result in zip(self._environments, results, strict=True):
-            write_answers(results_path(self._config.paths, version, name), result.answers)
+    def _answers_file(self, version: int, environment: Environment) -> AnswersFile:
+        """What has come stands under a name that tells what it depends on: it is gone on with by nothing else."""
+        assert self._eval is not None
+        depends_on = f"{self._eval.sampling!r} {environment.config!r}"
+        path = results_path(self._config.paths, version, environment.name)
+        digest = hashlib.sha256(depends_on.encode()).hexdigest()[:8]
+        return AnswersFile(path, partial=f".{path.stem}.{digest}.partial")
 
-    async def _one(self, version: int, environment: Environment) -> Evaluated:
+    async def _one(self, version: int, environment: Environment, file: AnswersFile) -> Evaluated:
         assert self._eval is not None
         self._num_begun += 1
         room = places(
@@ -122,7 +132,37 @@ class Evaluator:
             num_environments=len(self._environments),
             is_trained_on=not self._eval.env,
         )
+        one_by_one = asyncio.Lock()
+
+        async def keep(answer: Answer) -> None:
+            async with one_by_one:
+                await self._when_there_is_room(lambda: file.append(answer), version)
+
         run = EvaluationRun(
-            self._config, environment, self._runner, version=version, places=room, serial=self._num_begun
+            self._config,
+            environment,
+            self._runner,
+            version=version,
+            places=room,
+            serial=self._num_begun,
+            before=await asyncio.to_thread(file.come_so_far),
+            keep=keep,
         )
         return await run.run()
+
+    async def _when_there_is_room(self, write: Callable[[], None], version: int) -> None:
+        await asyncio.to_thread(
+            when_there_is_room,
+            write,
+            what=f"the evaluation of version {version}",
+            folder=self._config.paths.root,
+            waits=self._waits,
+            deadline_s=self._config.disk_timeout_s,
+        )
+
+
+def _write_all(files: Iterable[AnswersFile], results: Iterable[Evaluated]) -> None:
+    reach("evaluation.before_write")
+    for file, result in zip(files, results, strict=True):
+        make_way(file.path)
+        file.finish(result.answers)

@@ -40,7 +40,7 @@ from trireme.orchestrator.chat import open_chat_tokenizer
 from trireme.orchestrator.engine_keeper import keep_engines
 from trireme.orchestrator.environment_counts import EnvironmentCounts
 from trireme.orchestrator.environments.pool import Environment, open_environment
-from trireme.orchestrator.eval_results import results_path
+from trireme.orchestrator.eval_results import is_runs_own, results_path
 from trireme.orchestrator.evaluator import Evaluator
 from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
 from trireme.orchestrator.lanes import Lanes
@@ -204,7 +204,8 @@ class Orchestrator:
         """The last version live and evaluated; then the trainer, which might have been needed till then, may leave."""
         self.status.state = "finishing"
         deadline_s = self.config.orchestrator.trainer_timeout_s
-        with self.waits.waiting(f"version {self.config.max_steps}", peer="trainer", deadline_s=deadline_s) as wait:
+        what = f"version {self.config.max_steps}"
+        with self.waits.waiting(what, peer="trainer", deadline_s=deadline_s, patient=True) as wait:
             while not (evaluation.done() and self.policy.version >= self.config.max_steps):
                 wait.note = "to evaluate it" if self.policy.version < self.config.max_steps else "it is being evaluated"
                 await asyncio.wait([evaluation], timeout=0.2)
@@ -218,7 +219,7 @@ class Orchestrator:
     async def _see_trainer_off(self) -> None:
         """It may have died, or left, after it saved everything: then nobody will say good-bye."""
         deadline_s = self.config.orchestrator.trainer_timeout_s
-        with self.waits.waiting("its good-bye", peer="trainer", deadline_s=deadline_s) as wait:
+        with self.waits.waiting("its good-bye", peer="trainer", deadline_s=deadline_s, patient=True) as wait:
             while not self.peers.trainer_left.is_set() and not (wait.waited_s > FAREWELL_S and is_over(self.config)):
                 wait.check()
                 with suppress(TimeoutError):
@@ -233,6 +234,7 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
     orchestrator = config.orchestrator
     waits = Waits("orchestrator", config.paths.logs)
     peers = Peers()
+    waits.is_peer_busy = peers.is_any_busy
     status = Status(config, waits, peers)
     async with AsyncExitStack() as stack:
         stack.enter_context(serve_status(status, orchestrator.server))
@@ -294,7 +296,7 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
             batcher=Batcher(config, scheduler, state, teacher=teacher),
             evaluator=evaluator,
             control=control,
-            answers=Answers(config, journal, policy, scheduler, peers),
+            answers=Answers(config, journal, policy, scheduler, peers, waits),
             peers=peers,
             metrics=metrics,
             watcher=watcher,
@@ -328,7 +330,7 @@ def is_over(config: RunConfig) -> bool:
     return (
         Journal(paths.journal).has(last - 1)
         and Versions(paths.journal).has(last)
-        and all(results_path(paths, last, name).exists() for name in names)
+        and all(is_runs_own(results_path(paths, last, name)) for name in names)
         and is_complete(step_folder(paths.checkpoints, last))
     )
 

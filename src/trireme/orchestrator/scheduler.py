@@ -234,6 +234,7 @@ class Scheduler:
             f"rollouts of batch {self.next_batch}",
             peer="inference",
             deadline_s=self._config.orchestrator.trainer_timeout_s,
+            patient=True,
         ) as wait:
             await asyncio.sleep(0)  # where all have finished already, others are to have their turns
             while True:

@@ -37,6 +37,7 @@ def heartbeat(address: str, run_id: str, waits: Waits, activity: Activity) -> It
                     state=activity.state,
                     version=activity.version,
                     waits=[str(wait) for wait in waits.now()],
+                    busy=waits.is_busy,
                 )
             )
         client.close()

@@ -24,7 +24,7 @@ from trireme.monitor.spans import TRAINER, Lane, What, open_spans
 from trireme.trainer.checkpoint import CheckpointStore, TrainerState
 from trireme.trainer.export import Exporter
 from trireme.trainer.heartbeat import Activity, heartbeat
-from trireme.trainer.mesh import World, open_world
+from trireme.trainer.mesh import HoldOn, World, open_world
 from trireme.trainer.perf import flops_per_token, peak_memory, throughput
 from trireme.trainer.prefetch import Prefetch, request_for
 from trireme.trainer.publish import Publisher
@@ -85,7 +85,7 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
         lane = spans.lane(TRAINER, what="start", ago_s=age_s(), words=lambda: _why(waits))
         address = f"tcp://{config.hosts.orchestrator}:{config.ports.batches}"
-        control = ControlClient(address, waits)
+        control = ControlClient(address, waits, meanwhile=HoldOn(world, timeout_s=trainer.batch_timeout_s))
         stack.callback(control.close)
         activity = Activity()
         if world.is_main:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from trireme.base.network import watch_connections
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 DATA, CONTEXT = "dp", "cp"
+HOLD_ON = -(2**62)  # no number that ranks agree on
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,36 @@ class World:
         return dict(zip(names, tensor.tolist(), strict=True))
 
     def agree(self, number: int) -> int:
-        """What rank 0 says, on all ranks."""
+        """What rank 0 says, on all ranks, however long `HoldOn` has them wait for it."""
+        while (said := self._said_by_main(number)) == HOLD_ON:
+            pass
+        return said
+
+    def _said_by_main(self, number: int) -> int:
         tensor = torch.tensor([number], dtype=torch.int64, device=self.device)
         dist.broadcast(tensor, src=0)
         return int(tensor)
 
     def barrier(self) -> None:
         dist.barrier()
+
+
+class HoldOn:
+    """Rank 0, while it waits, to the others, whose next collective is `agree`: their patience begins anew."""
+
+    def __init__(self, world: World, *, timeout_s: float) -> None:
+        """
+        Args:
+            timeout_s: the others' patience, as given to `open_world`.
+        """
+        self._world = world
+        self._every_s = timeout_s / 4
+        self._said_at = time.monotonic()
+
+    def __call__(self) -> None:
+        if self._world.is_main and self._world.size > 1 and time.monotonic() - self._said_at > self._every_s:
+            self._said_at = time.monotonic()
+            self._world._said_by_main(HOLD_ON)
 
 
 @contextmanager

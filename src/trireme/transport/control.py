@@ -85,7 +85,19 @@ ANSWERS: dict[type, tuple[type, ...]] = {
 class ControlClient:
     """The asking end; one per thread (ZeroMQ sockets are not thread-safe)."""
 
-    def __init__(self, address: str, waits: Waits, *, ask_again_s: float = ASK_AGAIN_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        waits: Waits,
+        *,
+        ask_again_s: float = ASK_AGAIN_S,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            meanwhile: called again and again while an answer is waited for.
+        """
+        self._meanwhile = meanwhile
         self._address = address
         self._waits = waits
         self._ask_again_s = ask_again_s
@@ -123,13 +135,16 @@ class ControlClient:
                 match reply:
                     case None:
                         wait.note = self._silence()
-                    case NotYet(note):
+                    case NotYet(note, busy):
                         wait.note = note
+                        if busy:
+                            wait.begin_anew()
                     case Refusal(error):
                         raise Refused(error)
                     case _:
                         return _checked(request, reply)
                 wait.check()
+                self._meanwhile()
 
     def tell(self, request: Request) -> None:
         """Sends without caring for the answer, nor for whether there is anybody."""
