@@ -186,6 +186,35 @@ def test_a_workers_death_costs_no_member_of_a_group(tmp_path):
     assert len({outcome.metrics["pid"] for outcome in outcomes}) == 1
 
 
+DIES_WHEN_ONE_IS_TOLD = """
+    import pathlib
+
+    import trireme_wire
+
+    dead, send = pathlib.Path(__file__).with_name("dead"), trireme_wire.Wire.send
+
+    def send_and_die(wire, message):
+        send(wire, message)
+        if message["type"] == "done" and not dead.exists():
+            dead.touch()
+            wire.flush()
+            os._exit(9)
+
+    trireme_wire.Wire.send = send_and_die
+"""
+
+
+def test_a_worker_that_dies_while_it_tells_a_group_its_rewards_costs_no_member_of_it(tmp_path):
+    async def use(environment):
+        return await run_group(environment, ["four", "x", "xx"])
+
+    code = write(tmp_path, SHORTEST + DIES_WHEN_ONE_IS_TOLD)
+    outcomes = with_environment(tmp_path, code, use, rollout_timeout_s=5)
+    assert (tmp_path / "dead").exists()
+    assert [outcome.reward for outcome in outcomes] == [0.0, 1.0, 0.0]
+    assert len({outcome.metrics["pid"] for outcome in outcomes}) == 1
+
+
 def test_a_group_that_kills_its_worker_is_dropped_as_one_and_those_beside_it_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "LONGEST_BACKOFF_S", 0.05)
     code = (

@@ -35,6 +35,7 @@ from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
+from trireme.orchestrator.environments.group_results import GroupResults
 from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed, cancel_all
 from trireme.orchestrator.environments.places import Isolation, Place
 from trireme.orchestrator.environments.venv import environment_python, find_environment
@@ -129,6 +130,7 @@ class Environment:
         self._isolation = Isolation()  # of a suspect that has seen two deaths
         self._homes: dict[str, EnvironmentWorker] = {}  # of groups with rollouts under way, where rewards compare these
         self._group_members: Counter[str] = Counter()
+        self._results = GroupResults()
         self._worker_came = asyncio.Event()
         self._asking_for_worker = asyncio.Lock()  # held by the one rollout that waits by name, for all of them
         self._given_up: str | None = None
@@ -174,14 +176,21 @@ class Environment:
             for num_deaths in itertools.count():
                 try:
                     done = await self._attempt(task, ask, num_deaths=num_deaths)
+                    if self._is_compared(task):
+                        limit_s = self.config.rollout_timeout_s
+                        await self._results.until_all_are_told(task.group, task.group_size, timeout_s=limit_s)
                     self.num_rollouts += 1
                     return done
                 except WorkerDied as death:
+                    self._results.worker_died(task.group, death)
                     if num_deaths and death.is_only_suspect:
                         death.worker.num_settled += 1
                         raise _drop(num_deaths + 1, death) from death
                 begin_anew()
             raise AssertionError("unreachable")
+        except RolloutFailed:
+            self._results.release(task.group)
+            raise
         finally:
             self._leave_group(task.group)
 
@@ -209,12 +218,15 @@ class Environment:
             )
 
     def _suspect(self, task: RunTask) -> str:
-        return (self.group_rewards and task.group) or task.task
+        return task.group if self._is_compared(task) else task.task
+
+    def _is_compared(self, task: RunTask) -> bool:
+        return self.group_rewards and bool(task.group)
 
     async def _worker_for(self, task: RunTask) -> EnvironmentWorker:
         """There is no `await` between this choice and the rollout's registration, so the worker is still alive then."""
         await self._until_one_is_ready()
-        if not (self.group_rewards and task.group):
+        if not self._is_compared(task):
             return self._least_loaded()
         home = self._homes.get(task.group)
         if home is None or not home.is_ready:

@@ -60,6 +60,10 @@ class WorkerDied(PeerDied):
         self.worker = worker
         self.is_only_suspect = is_only_suspect
 
+    def again(self) -> WorkerDied:
+        """For another rollout of the same group: one error that is raised in many places grows a long traceback."""
+        return WorkerDied(str(self), worker=self.worker, is_only_suspect=self.is_only_suspect)
+
 
 class EnvironmentWorker:
     """One worker process, from start to death, and again. Knows nothing of the other workers."""
