@@ -365,3 +365,21 @@ def test_every_sample_of_a_batch_reaches_exactly_one_rank(tmp_path):
     assert sent == expected
     mask = sum(int(s.loss_mask.sum()) for rollout in outcome.records[0].rollouts for s in rollout.samples)
     assert [reply.loss_tokens for reply in outcome.found] == [mask] * 3
+
+
+def test_a_model_turn_may_take_as_long_as_its_rollout_may_and_one_that_takes_longer_ends_that_alone(tmp_path):
+    """Engines are to answer everything else sooner."""
+    began = []
+
+    async def slow(asked):
+        began.append(asked)
+        if len(began) in (1, 2):
+            await asyncio.sleep(2.0 if len(began) == 1 else 60.0)
+
+    env = [{"id": str(tmp_path / "toy.py"), "name": "say", "rollout_timeout_s": 4.0}]
+    config = build_config(tmp_path, max_steps=1, orchestrator={"engine_timeout_s": 1.0, "env": env})
+    outcome = run(config, engine={"delay": slow})
+    assert outcome.error is None
+    (record,) = outcome.records
+    assert len(record.rollouts) == 8
+    assert ["timeout" in drop.reason for drop in record.dropped] == [True]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from fake_engine import FakeEngine, open_fake_engine
 from trireme.base.errors import DeadlineExceeded
@@ -28,6 +29,7 @@ def with_pool(
     *,
     num_engines: int = 1,
     timeout_s: float = 20,
+    request_timeout_s: float | None = None,
     max_concurrent: int = 64,
     live: bool = True,
     **knobs: Any,
@@ -45,6 +47,7 @@ def with_pool(
                     waits=Waits("orchestrator"),
                     max_model_len=32,
                     timeout_s=timeout_s,
+                    request_timeout_s=request_timeout_s,
                     max_concurrent=max_concurrent,
                 )
             )
@@ -131,6 +134,21 @@ def test_a_request_that_is_dropped_again_and_again_ends_with_the_engines_name():
             await pool.generate([5], {})
 
     with_pool(use, drop_next=1_000_000, timeout_s=0.2)
+
+
+def test_a_request_that_was_long_under_way_before_it_was_dropped_for_the_first_time_is_sent_again():
+    async def slow_and_in_vain(asked):
+        asked_for.append(asked)
+        if len(asked_for) == 1:
+            await asyncio.sleep(0.6)
+            raise web.HTTPBadGateway
+
+    async def use(pool, engine):
+        return await pool.generate([5], {})
+
+    asked_for = []
+    turn = with_pool(use, delay=slow_and_in_vain, answer=says(7, END), timeout_s=0.3, request_timeout_s=20)
+    assert (turn.ids, len(asked_for)) == ([7, END], 2)
 
 
 def test_a_request_that_the_engine_refuses_is_not_tried_again():

@@ -248,6 +248,12 @@ class OrchestratorConfig(Section):
     eval: Evaluation | None = None
     server: StatusServer = StatusServer()
     engine_timeout_s: PositiveFloat = 600.0
-    """How long an engine may take to come up, or to answer one request."""
+    """How long an engine may take to answer one request. A model turn may take as long as any `rollout_timeout_s`: one
+    that takes longer ends its rollout, not the run."""
     trainer_timeout_s: PositiveFloat = 3600.0
-    """How long the orchestrator waits for the trainer before it gives up."""
+    """How long the orchestrator waits for the trainer before it gives up, beside evaluations and full disks."""
+
+    @property
+    def request_timeout_s(self) -> float:
+        environments = (*self.env, *(self.eval.env if self.eval else ()))
+        return max(self.engine_timeout_s, *(env.rollout_timeout_s for env in environments), 0.0)

@@ -13,6 +13,7 @@ its successor, and its successor starts in quarantine.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -178,7 +179,7 @@ class InferencePool:
 
     async def _until_answered(self, ask: Callable[[Engine], Awaitable[Answer]]) -> Answer:
         """Asks an engine, the least busy first, until one does not drop the request."""
-        interruptions, give_up = self.interruptions, time.monotonic() + self.timeout_s
+        interruptions, dropped_at = self.interruptions, math.inf
         while True:
             engine = await self._least_busy()
             try:
@@ -186,13 +187,14 @@ class InferencePool:
             except (aiohttp.ClientError, TimeoutError, ConnectionError, Unconfirmed) as error:
                 words = str(error) or type(error).__name__
                 if interruptions != self.interruptions:
-                    interruptions, give_up = self.interruptions, time.monotonic() + self.timeout_s
-                elif time.monotonic() > give_up:
+                    interruptions, dropped_at = self.interruptions, math.inf
+                elif isinstance(error, TimeoutError) or time.monotonic() > dropped_at + self.timeout_s:
                     raise DeadlineExceeded(
                         f"orchestrator waited {self.timeout_s:.0f} s for {engine.url} to answer a request that it "
                         f"dropped again and again, last: {words}. Look at logs/inference.stdout"
                     ) from error
                 log.warning("%s dropped a request: %s; it is sent again", engine.url, words)
+                dropped_at = min(dropped_at, time.monotonic())
                 engine.suspected.set()
                 await asyncio.sleep(self.retry_s)
 
@@ -325,13 +327,18 @@ async def open_inference_pool(
     max_model_len: int,
     timeout_s: float,
     max_concurrent: int,
+    request_timeout_s: float | None = None,
     vocab_size: int | None = None,
     adapter: str | None = None,
     experts: ExpertShape | None = None,
     shares_prefixes: bool = True,
 ) -> AsyncIterator[InferencePool]:
+    """
+    Args:
+        request_timeout_s: for the answer to a turn, where that may take longer than other answers.
+    """
     is_far = not all(map(is_near, urls))
-    with open_posts(timeout_s=timeout_s, watched=is_far) as posts:
+    with open_posts(timeout_s=request_timeout_s or timeout_s, watched=is_far) as posts:
         async with _open_session(urls, timeout_s) as session:
             yield InferencePool(
                 engines=[Engine(url) for url in urls],

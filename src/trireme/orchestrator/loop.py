@@ -249,6 +249,7 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
                 waits=waits,
                 max_model_len=config.inference.model.max_model_len or config.seq_len,
                 timeout_s=orchestrator.engine_timeout_s,
+                request_timeout_s=orchestrator.request_timeout_s,
                 max_concurrent=orchestrator.max_concurrent,
                 vocab_size=tokenizer.vocab_size,
                 adapter=POLICY if serves_adapters(config) else None,
