@@ -64,23 +64,29 @@ class Pair:
 
 
 @asynccontextmanager
-async def open_pair(config: RunConfig, **knobs: Any) -> AsyncIterator[Pair]:
-    waits, wire = Waits("orchestrator"), WeightWire()
-    async with AsyncExitStack() as stack:
-        other = await stack.enter_async_context(open_fake_engine(wire, **knobs))
-        life = await stack.enter_async_context(AsyncExitStack())
-        mortal = await life.enter_async_context(open_fake_engine(wire, **knobs))
-        urls = [other.url, mortal.url]
-        opened = open_inference_pool(urls, waits=waits, max_model_len=64, timeout_s=20, max_concurrent=64)
-        pool = await stack.enter_async_context(opened)
+async def open_policy(config: RunConfig, urls: list[str]) -> AsyncIterator[tuple[InferencePool, Policy, asyncio.Task]]:
+    """As an orchestrator has it that has just been started."""
+    waits = Waits("orchestrator")
+    async with open_inference_pool(urls, waits=waits, max_model_len=64, timeout_s=20, max_concurrent=64) as pool:
         pool.retry_s = pool.health_interval_s = 0.02
         policy = Policy(pool, config.weight_broadcast, waits, Versions(config.paths.journal), offers=True)
         keeping = asyncio.create_task(keep_engines(pool, policy.judge, start_timeout_s=START_TIMEOUT_S))
         try:
-            yield Pair(config, wire, other, mortal, pool, policy, keeping, life)
+            yield pool, policy, keeping
         finally:
             keeping.cancel()
             await asyncio.wait([keeping])
+
+
+@asynccontextmanager
+async def open_pair(config: RunConfig, **knobs: Any) -> AsyncIterator[Pair]:
+    wire = WeightWire()
+    async with AsyncExitStack() as stack:
+        other = await stack.enter_async_context(open_fake_engine(wire, **knobs))
+        life = await stack.enter_async_context(AsyncExitStack())
+        mortal = await life.enter_async_context(open_fake_engine(wire, **knobs))
+        pool, policy, keeping = await stack.enter_async_context(open_policy(config, [other.url, mortal.url]))
+        yield Pair(config, wire, other, mortal, pool, policy, keeping, life)
 
 
 def with_pair(folder: Path, play: Callable[[Pair], Awaitable[None]], **knobs: Any) -> None:
@@ -102,6 +108,33 @@ def test_an_engine_may_stay_away_for_long_also_while_the_other_is_updated(tmp_pa
         assert [engine.state for engine in pair.pool.engines] == ["live", "starting"]
 
     with_pair(tmp_path, play, has_room=False)  # without room for two versions, it is updated for as long as they come
+
+
+def test_an_orchestrator_that_is_restarted_while_an_engine_is_away_goes_on_with_the_other(tmp_path):
+    async def play(pair: Pair) -> None:
+        assert await pair.publish(0) == Live(version=0)
+        await pair.kill()
+        pair.keeping.cancel()
+        async with open_policy(pair.config, [pair.other.url, pair.mortal.url]) as (pool, policy, keeping):
+            pair.pool, pair.policy = pool, policy
+            await pair.until(lambda: pool.engines[0].state == "live")  # it serves what was confirmed
+            await asyncio.sleep(2 * START_TIMEOUT_S)
+            assert await pair.publish(1, engines=1) == Live(version=1)
+            assert not keeping.done()
+            assert [engine.state for engine in pool.engines] == ["live", "starting"]
+
+    with_pair(tmp_path, play)
+
+
+def test_a_run_begins_with_all_of_its_engines_or_says_which_one_is_missing(tmp_path):
+    async def play(pair: Pair) -> None:
+        await pair.kill()
+        pair.keeping.cancel()
+        async with open_policy(pair.config, [pair.other.url, pair.mortal.url]) as (_, _, keeping):
+            await asyncio.wait([keeping])
+            assert f"{pair.mortal.url} to come up" in str(keeping.exception().exceptions[0])
+
+    with_pair(tmp_path, play)
 
 
 def test_an_engine_that_dies_after_its_probe_does_not_go_live_with_the_other(tmp_path):

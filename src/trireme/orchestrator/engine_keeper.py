@@ -59,7 +59,7 @@ async def _keep(pool: InferencePool, engine: Engine, judge: Judge, start_timeout
 async def until_up(pool: InferencePool, engine: Engine, deadline_s: float) -> None:
     with pool.waits.waiting(f"{engine.url} to come up", peer="inference", deadline_s=deadline_s) as wait:
         while (num_workers := await world_size(pool, engine)) is None:
-            if not (engine.life and pool.reachable()):  # where others go on, one may stay away for long
+            if pool.is_missed(engine) or not pool.reachable():  # where others go on, one may stay away for long
                 wait.check()
             await asyncio.sleep(0.25)
     engine.num_workers = num_workers

@@ -108,6 +108,7 @@ class InferencePool:
     experts: ExpertShape | None = None  # of the model, where engines say which of them they use (router replay)
     shares_prefixes: bool = True  # engines may take a prompt's beginning from a request before
     watch: Callable[[Engine], None] = _nobody  # told when an engine's state changes, or whether it has (few) requests
+    is_begun: bool = False  # the run has a confirmed version: from then on, engines may stay away for long
     live: asyncio.Event = field(default_factory=asyncio.Event)  # some engine may be asked, or has gone live
     num_requests: int = 0
     interruptions: int = 0  # times that an engine stopped being live: requests may have stood still meanwhile
@@ -289,12 +290,17 @@ class InferencePool:
     def reachable(self) -> list[Engine]:
         return [engine for engine in self.engines if engine.state != "starting"]
 
+    def is_missed(self, engine: Engine) -> bool:
+        """A run begins with all of its engines."""
+        return engine.life == 0 and not self.is_begun
+
     def live_engines(self) -> list[Engine]:
         return [engine for engine in self.engines if engine.state == "live"]
 
     def go_live(self, engine: Engine, version: int) -> None:
         """It has confirmed `version`."""
         engine.state, engine.version, engine.is_offered = "live", version, False
+        self.is_begun = True
         self.live.set()
         self.is_given(engine, None)
 

@@ -49,6 +49,7 @@ class Policy:
         self.pool = pool
         self.config = config
         self.versions = versions
+        pool.is_begun = versions.newest >= 0
         self._offers = offers
         self._waits = waits
         self._disk_timeout_s = disk_timeout_s

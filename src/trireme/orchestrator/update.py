@@ -141,7 +141,7 @@ class Update:
 
     async def _until_engines_are_up(self) -> None:
         """At least one; at the start of a run all. `InferencePool.keep` has the deadline for each."""
-        while not self._pool.reachable() or any(engine.life == 0 for engine in self._pool.engines):
+        while not self._pool.reachable() or any(map(self._pool.is_missed, self._pool.engines)):
             if not self.message.everywhere:
                 return
             self.note = f"engines come up: {self._pool.describe()}"
