@@ -361,6 +361,28 @@ def test_a_trainer_that_dies_before_it_has_sent_is_replaced_by_another(tmp_path)
     on_stage(tmp_path, play)
 
 
+@pytest.mark.parametrize("is_told_before", [True, False])
+def test_after_a_transfer_that_failed_and_whose_trainer_died_the_next_one_is_asked_for_what_was_confirmed(
+    tmp_path, is_told_before
+):
+    """The engine died too. Its successor is given version 0, so that batches can be made while it is gone on from."""
+
+    async def play(stage):
+        await stage.publish(0)
+        go = await stage.announce(1, 2)
+        stage.engine.failing_route = "finish_weight_update"
+        sending = asyncio.create_task(stage.send(go, 2))
+        if is_told_before:
+            assert isinstance(await sending, Again)
+        else:
+            await asyncio.sleep(0)
+        assert (await stage.policy.trainer_started()).version == 0
+        await sending
+        assert "came up without weights" in stage.policy.needs_weights(0)
+
+    on_stage(tmp_path, play)
+
+
 def test_an_engine_that_fails_a_transfer_is_named_and_the_next_attempt_can_go_on(tmp_path):
     async def play(stage):
         stage.engine.failing_route = "update_weights"

@@ -115,11 +115,19 @@ class Policy:
         return True
 
     async def trainer_started(self) -> Newest:
-        """Whatever the trainer before it was sending will not be finished."""
-        if self._update is not None and not self._update.is_sent:
-            await self._update.abandon()
-            self._update, self._is_moving = None, False
+        """Whatever the trainer before it was sending will not be finished, nor tried again."""
+        update = self._update
+        if update is not None and update.is_confirming:
+            update.when_confirmed_or_not(lambda: self._forget_if_broken(update))
+        elif update is not None:
+            await update.abandon()
+            self._forget_if_broken(update)
         return self.newest
+
+    def _forget_if_broken(self, update: Update) -> None:
+        """Engines that come up meanwhile are given the version that was confirmed last."""
+        if self._update is update and not update.is_confirming:
+            self._update, self._is_moving = None, False
 
     @property
     def newest(self) -> Newest:

@@ -99,15 +99,14 @@ class Update:
         return engine.life == self._lives[engine.url] and engine.state != "starting"
 
     @property
-    def is_sent(self) -> bool:
-        """The engines have, or are about to have, all of it: no trainer is needed any more."""
-        return self._confirmed is not None
-
-    @property
     def is_confirming(self) -> bool:
-        """All is sent, and nothing has gone wrong since."""
+        """All is sent, so no trainer is needed any more, and nothing has gone wrong since."""
         task = self._confirmed
         return task is not None and not (task.done() and (task.cancelled() or task.exception() is not None))
+
+    def when_confirmed_or_not(self, call: Callable[[], None]) -> None:
+        assert self._confirmed is not None, "all is sent"
+        self._confirmed.add_done_callback(lambda _: call())
 
     async def abandon(self) -> None:
         """Engines that have begun to load stay paused and in quarantine: they may hold half an update."""
