@@ -20,6 +20,8 @@ from trireme.trainer.model import load_model
 from trireme.trainer.optim import build_optimizer
 
 KINDS = ("adamw", "adamw_8bit", "muon", "sgd")
+BECOMES = " becomes "
+LOADED = (*KINDS, f"adamw{BECOMES}adamw_8bit", f"adamw_8bit{BECOMES}adamw")
 CAPACITY = 48
 LENGTHS = [40, 30, 18, 33, 15, 44]
 STEPS = 3
@@ -41,8 +43,9 @@ def train(kind: str, model: Path, folder: Path, world: World) -> dict[str, Any]:
 
 def load(kind: str, model: Path, folder: Path, world: World) -> dict[str, torch.Tensor]:
     """What this number of ranks has after loading what another saved."""
+    saved_by, _, kind = kind.rpartition(BECOMES)
     state = open_with(kind, model, world)
-    load_checkpoint(state, folder / kind / f"step_{STEPS}", rank=world.rank)
+    load_checkpoint(state, folder / (saved_by or kind) / f"step_{STEPS}", rank=world.rank)
     return content_of(state)
 
 
@@ -50,7 +53,7 @@ def main() -> None:
     model, folder = map(Path, sys.argv[1:])
     with open_world("cpu", threads=1, timeout_s=240) as world:
         trained = {kind: train(kind, model, folder / "by_two", world) for kind in KINDS}
-        loaded = {kind: load(kind, model, folder / "by_one", world) for kind in KINDS}
+        loaded = {kind: load(kind, model, folder / "by_one", world) for kind in LOADED}
         torch.save({"trained": trained, "loaded": loaded}, folder / f"result_{world.rank}.pt")
 
 

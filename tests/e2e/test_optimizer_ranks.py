@@ -62,6 +62,15 @@ def test_one_rank_has_what_two_saved_to_the_bit(
     )
 
 
+@pytest.mark.parametrize("change", ranks.LOADED[len(ranks.KINDS) :])
+def test_moments_in_another_format_are_the_same_on_two_ranks_as_on_one(
+    change: str, alone: dict[str, Any], together: list[dict[str, Any]], model: Path, world: World
+) -> None:
+    expected = ranks.load(change, model, alone["folder"] / "by_one", world)
+    for rank in together:
+        assert are_equal(expected, rank["loaded"][change])
+
+
 def test_some_moments_are_held_in_8_bits_on_both(together: list[dict[str, Any]]) -> None:
     for rank in together:
         content = rank["trained"]["adamw_8bit"]["content"]

@@ -57,3 +57,22 @@ def test_a_model_that_was_moved_is_the_same(earlier: RunConfig) -> None:
 
 def test_a_run_that_starts_afresh_may_be_anything(earlier: RunConfig) -> None:
     check_goes_on(earlier.model_copy(update={"model": named(earlier, "models/other"), "max_steps": 1}))
+
+
+def trained_by(config: RunConfig, optimizer: str) -> RunConfig:
+    trainer = config.trainer
+    optim = trainer.optim.model_copy(update={"type": optimizer})
+    return again(config, trainer=trainer.model_copy(update={"optim": optim}))
+
+
+def test_another_optimizer_is_refused_with_both_names_and_adamw_in_8_bits_is_none(earlier: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"trained by 'adamw', and `trainer.optim.type` is 'muon'"):
+        check_goes_on(trained_by(earlier, "muon"))
+    check_goes_on(trained_by(earlier, "adamw_8bit"))
+
+
+def test_before_there_is_a_checkpoint_any_optimizer_will_do(tmp_path: Path) -> None:
+    config = build_config(tmp_path / "run").model_copy(update={"max_steps": 4})
+    write_run(config, config.paths.run_config)
+    config.paths.metrics.touch()
+    check_goes_on(trained_by(config, "muon"))

@@ -21,7 +21,7 @@ from tiny import (
     train_step,
     weights_of,
 )
-from trireme.base.errors import NotFinite
+from trireme.base.errors import ConfigError, NotFinite
 from trireme.config.trainer import Optimizer, TrainerModel
 from trireme.trainer.eight_bit import AdamW8bit, block_of
 from trireme.trainer.mesh import World
@@ -81,6 +81,50 @@ def test_what_is_resumed_goes_on_to_the_same_bits(kind: str, model_folder: Path,
     for state in (straight, resumed):
         train_step(state, random_samples([30], seed=2), world)
     assert are_equal(content_of(straight), content_of(resumed))
+
+
+def saved_by(kind: str, folder: Path, model_folder: Path, world: World) -> TrainerState:
+    state = state_with(model_folder, world, kind)
+    for seed in range(2):
+        train_step(state, random_samples([12, 20], seed=seed), world)
+    save(folder, state, world)
+    return state
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")])
+def test_moments_in_8_bits_and_in_32_go_on_from_each_other(
+    before: str, after: str, model_folder: Path, world: World, tmp_path: Path
+) -> None:
+    """After the switch its next step is that of the optimizer before, but for the precision of the format."""
+    straight = saved_by(before, tmp_path, model_folder, world)
+    switched = state_with(model_folder, world, after)
+    open_store(tmp_path, world).resume(switched, resume=True)
+    began = weights_of(switched.model)
+    for state in (straight, switched):
+        train_step(state, random_samples([30], seed=2), world)
+    one, other = weights_of(straight.model), weights_of(switched.model)
+    moved = sum((one[name] - began[name]).square().sum() for name in one).sqrt()
+    apart = sum((one[name] - other[name]).square().sum() for name in one).sqrt()
+    assert apart < 0.05 * moved
+    held = state_with(model_folder, world, after)
+    train_step(held, random_samples([30], seed=2), world)
+    assert optimizer_state_of(switched).keys() == optimizer_state_of(held).keys()
+    assert {tensor.dtype for tensor in optimizer_state_of(switched).values()} == {
+        tensor.dtype for tensor in optimizer_state_of(held).values()
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("adamw", "sgd"), ("adamw_8bit", "muon"), ("sgd", "adamw"), ("muon", "adamw_8bit"), ("sgd", "muon")],
+)
+def test_another_kind_of_optimizer_is_refused_with_both_names(
+    before: str, after: str, model_folder: Path, world: World, tmp_path: Path
+) -> None:
+    saved_by(before, tmp_path, model_folder, world)
+    words = f"optimizer is '{before.removesuffix('_8bit')}', and `optim.type` is '{after}'"
+    with pytest.raises(ConfigError, match=words):
+        open_store(tmp_path, world).resume(state_with(model_folder, world, after), resume=True)
 
 
 # AdamW

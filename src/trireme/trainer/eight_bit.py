@@ -49,7 +49,7 @@ class AdamW8bit(torch.optim.Optimizer):
         if not _local(parameter).numel():  # of a small parameter not every rank holds a part
             return
         assert parameter.grad is not None
-        moments = [value for key in MOMENTS for value in (state[key], state.get(f"{key}_scale"))]
+        moments = [value for key in MOMENTS for value in (state[key], state.get(_scale_of(key)))]
         _arithmetic(parameter)(
             _local(parameter),
             _local(parameter.grad),
@@ -82,6 +82,54 @@ def _is_cut_within_rows(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(placement.is_shard(last) for placement in parameter.placements)
 
 
+def in_eight_bits(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What was saved of a parameter, in either form, as this optimizer holds it. Scales may be whole."""
+    block = block_of(parameter)
+    if block is None:
+        return in_float32(saved, parameter)
+    if _scale_of(next(iter(MOMENTS))) in saved:
+        return saved
+    held = {key: value for key, value in saved.items() if key not in MOMENTS}
+    for key, signed in MOMENTS.items():
+        moment = _local(saved[key])
+        *rows, length = moment.shape
+        codes, scales = torch.empty_like(moment, dtype=torch.uint8), moment.new_empty(*rows, length // block)
+        if moment.numel():
+            codes, scales = encode(moment, length // block, code_values(signed, moment.device))
+        held[key] = _filled(parameter, codes)
+        held[_scale_of(key)] = _sharded_as(parameter, scales)
+    return held
+
+
+def in_float32(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Likewise, as AdamW holds it."""
+    held = {key: value for key, value in saved.items() if key not in map(_scale_of, MOMENTS)}
+    for key, signed in MOMENTS.items():
+        if (scale := saved.get(_scale_of(key))) is not None:
+            codes, (*rows, columns) = _local(saved[key]), _own_region(parameter)
+            scales = scale[tuple(rows)].to(codes.device)
+            each = scales.repeat_interleave(parameter.shape[-1] // scale.shape[-1], dim=-1)[..., columns]
+            held[key] = _filled(parameter, code_values(signed, codes.device)[codes.int()] * each)
+    return held
+
+
+def _scale_of(key: str) -> str:
+    return f"{key}_scale"
+
+
+def _own_region(parameter: torch.Tensor) -> tuple[slice, ...]:
+    """Of the whole, what this rank holds."""
+    ours = piece_of(parameter)
+    return tuple(slice(at, at + size) for at, size in zip(ours.offset, ours.tensor.shape, strict=True))
+
+
+def _filled(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor like it, of which this is our part."""
+    tensor = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
+    _local(tensor).copy_(local)
+    return tensor
+
+
 def _first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     block = block_of(parameter)
     state = {"step": torch.tensor(0.0)}
@@ -89,7 +137,7 @@ def _first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state[key] = torch.zeros_like(parameter, dtype=None if block is None else torch.uint8)
         if block is not None:  # with a scale of 0, whatever code means 0
             *rows, length = _local(parameter).shape
-            state[f"{key}_scale"] = _sharded_as(parameter, torch.zeros(*rows, length // block))
+            state[_scale_of(key)] = _sharded_as(parameter, torch.zeros(*rows, length // block))
     return state
 
 
@@ -152,8 +200,7 @@ def _as_held(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.T
         return tensor
     if not isinstance(parameter, DTensor):
         return tensor.to(parameter.device)
-    ours = piece_of(parameter)  # a scale is cut as its parameter is, but for the last dimension
-    rows = tuple(slice(at, at + size) for at, size in zip(ours.offset[:-1], ours.tensor.shape[:-1], strict=True))
+    rows = _own_region(parameter)[:-1]  # a scale is cut as its parameter is, but for the last dimension
     return _sharded_as(parameter, tensor[rows].contiguous())
 
 
