@@ -29,6 +29,7 @@ from trireme.trainer.export_layout import Layout, layout_of, read_layout, write_
 from trireme.trainer.lora import Adapters, adapters_of
 from trireme.trainer.mesh import World
 from trireme.trainer.model_files import MAX_FILE_BYTES, num_bytes, write_model
+from trireme.trainer.noise import published_config
 from trireme.trainer.pieces import open_pieces
 from trireme.trainer.tokenizer import open_tokenizer
 
@@ -69,7 +70,7 @@ class Exporter:
             folder=self.folder,
             layout=adapter_layout(model) if adapters_of(model) else layout_of(model, self._dtype),
             dtype=self._dtype,
-            config=copy.deepcopy(model.config),
+            config=published_config(model),
             generation=copy.deepcopy(model.generation_config),
             architecture=architecture_of(model),
             tokenizer=self._tokenizer,

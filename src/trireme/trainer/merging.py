@@ -24,6 +24,7 @@ from trireme.trainer.loading import Places, find_files, find_layouts
 from trireme.trainer.lora import Product, base_name, inject_adapters, merge, products
 from trireme.trainer.model import build_model
 from trireme.trainer.model_files import num_bytes, write_model
+from trireme.trainer.noise import published_config
 from trireme.trainer.pieces import open_checkpoint
 from trireme.trainer.state import MODEL
 
@@ -121,7 +122,7 @@ class Merged:
 
     def describe(self, folder: Path, dtype: torch.dtype) -> None:
         model = self._model
-        describe_model(folder, model.config, model.generation_config, dtype, architecture_of(model))
+        describe_model(folder, published_config(model), model.generation_config, dtype, architecture_of(model))
 
 
 def _to_lora(settings: dict[str, Any]) -> Lora:

@@ -14,6 +14,7 @@ from trireme.trainer.loading import Places, cannot_be_loaded, find_files, find_l
 from trireme.trainer.lora import fill_adapters, inject_adapters
 from trireme.trainer.mesh import World
 from trireme.trainer.moe import prepare_experts
+from trireme.trainer.noise import remember, silence, silence_layers
 from trireme.trainer.packable import require_packable
 from trireme.trainer.scorer import attach_scorer
 from trireme.trainer.sharding import decoder_layers, shard
@@ -54,12 +55,13 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
 
 
 def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
-    """On meta: shapes without memory.
+    """On meta: shapes without memory. Nothing that it draws at random in training is left (`noise`).
 
     Raises:
         ConfigError: there is no such model, transformers does not know it, or not with such an attention.
     """
     architecture = _architecture(config, name)
+    silenced = silence(architecture)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -78,6 +80,8 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
         model.generation_config = _generation_config(name, model)
     for part in (model.config, model.config.get_text_config()):
         part.use_cache = False
+    silence_layers(model)
+    remember(model, silenced)
     return model.train()
 
 
