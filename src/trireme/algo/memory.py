@@ -48,7 +48,7 @@ class Training:
     head_chunk: int = 1024
     has_reference: bool = False
     served_bytes: int = 2
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int | None = 64 << 20  # None: engines read a copy of the whole model (CUDA IPC)
     compiled: bool = False
 
     @property
@@ -293,8 +293,10 @@ def _update(training: Training) -> float:
 
 
 def _publishing(training: Training) -> float:
-    """The largest tensor whole, as it is held and as it is sent, and two buckets."""
-    return training.model.largest_tensor * (MASTER_BYTES + training.served_bytes) + 2.0 * training.bucket_bytes
+    """The largest tensor whole, as it is held and as it is sent; and two buckets, or all that was sent."""
+    sent = training.served_bytes * training.model.num_parameters
+    beside = sent if training.bucket_bytes is None else 2.0 * training.bucket_bytes
+    return training.model.largest_tensor * (MASTER_BYTES + training.served_bytes) + beside
 
 
 def _host(training: Training) -> Parts:

@@ -73,7 +73,7 @@ def _cached(name: str) -> list[Path]:
 
 
 def training_of(config: RunConfig, model: Architecture, *, rows: int) -> Training:
-    trainer = config.trainer
+    trainer, broadcast = config.trainer, config.weight_broadcast
     row_tokens = trainer.micro_batch_tokens or config.seq_len
     return _training(
         trainer.model,
@@ -85,7 +85,7 @@ def training_of(config: RunConfig, model: Architecture, *, rows: int) -> Trainin
         ranks=trainer.num_ranks or 1,
         has_reference=bool(trainer.loss.beta),
         served_bytes=4 if config.device == "cpu" else BYTES[served_dtype(config)],
-        bucket_bytes=config.weight_broadcast.bucket_mib << 20,
+        bucket_bytes=None if broadcast.type == "ipc" else broadcast.bucket_mib << 20,
     )
 
 
@@ -126,7 +126,7 @@ def _training(
     ranks: int,
     has_reference: bool,
     served_bytes: int,
-    bucket_bytes: int,
+    bucket_bytes: int | None,
 ) -> Training:
     lora = settings.lora
     return Training(

@@ -37,7 +37,7 @@ def silence_layers(model: nn.Module) -> None:
 
 
 def remember(model: PreTrainedModel, said: Silenced) -> None:
-    model.trireme_silenced = said  # type: ignore[assignment]
+    model.trireme_silenced = said
 
 
 def published_config(model: PreTrainedModel) -> PretrainedConfig:

@@ -189,6 +189,8 @@ class Publisher:
         """
         while (unconfirmed := self._unconfirmed) is not None:
             is_live = unconfirmed.sent is not None and self._ask_to_confirm(unconfirmed.sent)
+            if self._sender is not None:
+                self._sender.release()
             self._unconfirmed = None
             if self._world.agree(is_live):
                 self._confirmed_epoch = unconfirmed.epoch

@@ -30,6 +30,8 @@ from trireme.messages import TensorSpec
 from trireme.transport.weights.buckets import Flats, bucket_size, pack_bucket, split_into_buckets, unpack_bucket
 from trireme.transport.weights.deltas import HostCopy, empty_head, pack_body, pack_head, patches_of
 
+STREAM_POLL_S = 1e-4
+
 
 class WeightGroup:
     """One rank's membership in the group of an epoch."""
@@ -37,8 +39,12 @@ class WeightGroup:
     def __init__(self, kind: str, store: dist.Store, *, epoch: str, rank: int, world_size: int, timeout_s: float):
         prefixed = dist.PrefixStore(f"weights/{epoch}", store)
         self.device = torch.device("cpu") if kind == "gloo" else torch.device("cuda", torch.cuda.current_device())
-        self._group = _process_group(kind, prefixed, rank, world_size, timedelta(seconds=timeout_s))
+        # NCCL's own watchdog ends the process at its timeout: ours comes first, and is an error like gloo's
+        limit_s = timeout_s if kind == "gloo" else 3 * timeout_s
+        self._group = _process_group(kind, prefixed, rank, world_size, timedelta(seconds=limit_s))
         self._kind = kind
+        self._timeout_s = timeout_s
+        self._is_aborted = False
         self.flats = Flats(self.device)
         watch_connections()
 
@@ -58,11 +64,27 @@ class WeightGroup:
         """Holds the tensor until it has travelled."""
         work.wait()
         if self._kind == "nccl":
-            torch.cuda.current_stream().synchronize()
+            self._await_stream()
+
+    def _await_stream(self) -> None:
+        """NCCL's `wait` returns at once; to synchronize would wait for a peer that is gone without an end."""
+        done = torch.cuda.Event()
+        done.record()
+        give_up = time.monotonic() + self._timeout_s
+        while not done.query():
+            if time.monotonic() > give_up:
+                self._abort()
+                raise RuntimeError(f"a peer of the weight group took no part in a broadcast for {self._timeout_s:g} s")
+            time.sleep(STREAM_POLL_S)
+
+    def _abort(self) -> None:
+        if not self._is_aborted:
+            self._is_aborted = True
+            self._group.abort()
 
     def close(self) -> None:
         if self._kind == "nccl":
-            self._group.abort()
+            self._abort()
         del self._group
 
 
@@ -204,6 +226,9 @@ class CollectiveSender:
         patches = patches_of(parts)
         yield pack_head(patches, device)
         yield pack_body(patches, device)
+
+    def release(self) -> None:
+        """Nothing is held: what was sent is gone."""
 
     def close(self) -> None:
         if self._group is not None:

@@ -59,6 +59,9 @@ class FilesystemSender:
         target.mkdir()
         return target
 
+    def release(self) -> None:
+        """The next transfer takes the place of this one."""
+
     def close(self) -> None:
         """Nothing is held open."""
 

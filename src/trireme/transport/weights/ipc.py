@@ -24,8 +24,8 @@ class IpcSender:
         self._held: list[torch.Tensor] = []
 
     def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Lets go of what the last update held."""
-        self._held.clear()
+        """Nothing to join."""
+        self.release()
 
     def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict:
         """Returns the payload: handles by tensor. Receivers are processes of the same user on this machine."""
@@ -38,8 +38,13 @@ class IpcSender:
         torch.cuda.synchronize()
         return {"handles": handles}
 
+    def release(self) -> None:
+        if self._held:
+            self._held.clear()
+            torch.cuda.ipc_collect()
+
     def close(self) -> None:
-        self._held.clear()
+        self.release()
 
 
 class IpcReceiver:

@@ -15,6 +15,10 @@ from trireme.messages import TensorSpec
 class Sender(Protocol):
     def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None: ...
     def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict: ...
+
+    def release(self) -> None:
+        """Receivers have all that was sent, or will never take it."""
+
     def close(self) -> None: ...
 
 
