@@ -94,5 +94,8 @@ def test_engines_are_told_of_adapters_only_where_they_are_to_hold_them() -> None
     arguments = server_arguments(adapter)
     assert arguments[arguments.index("--max-lora-rank") + 1] == "16"
     assert arguments[arguments.index("--lora-target-modules") + 1 :][:2] == ["q_proj", "k_proj"]
+    one_layer = resolved("--trainer.model.lora.target-modules", '["layers.1.self_attn.q_proj"]', *ADAPTER)
+    arguments = server_arguments(one_layer)
+    assert arguments[arguments.index("--lora-target-modules") + 1] == "q_proj"  # the engine knows last names alone
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in environment(adapter)
     assert [engine_rank(rank) for rank in (1, 2, 8, 9, 300)] == [1, 8, 8, 16, 320]

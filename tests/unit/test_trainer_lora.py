@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -51,6 +52,7 @@ from trireme.trainer.served import merged_tensors, served_specs, served_tensors
 from trireme.trainer.state import TrainerState, tensors_of
 from trireme.trainer.stepper import Stepper, base_state
 from trireme.trainer.tokenizer import open_tokenizer
+from trireme.trainer.weights_folder import AdaptedModel
 
 LORA = Lora(rank=4, alpha=8)
 LENGTHS = [40, 30, 18, 33]
@@ -364,6 +366,48 @@ def test_peft_loads_what_a_checkpoint_leaves(folder: Path, untied: Path, world: 
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / f"merged_{number}", dtype=torch.float32)
         torch.testing.assert_close(logits(merged), logits(state.model), rtol=1e-5, atol=1e-5)
         open_tokenizer(str(tmp_path / f"merged_{number}"), False)
+
+
+def saved_weights(state: TrainerState, folder: Path, model: Path, world: World) -> tuple[Path, Path]:
+    """Its checkpoint, and the weights that come with it."""
+    store = open_store(folder / "checkpoints", world, exporter=open_exporter(folder / "weights", model, world))
+    store.save(state)
+    store.wait()
+    return folder / "checkpoints/step_2", folder / "weights/step_2"
+
+
+@pytest.mark.parametrize("target", ["layers.1.self_attn.q_proj", "1.mlp.down_proj", "q_proj"])
+def test_adapters_of_some_layers_are_loaded_merged_and_evaluated_as_they_were_trained(
+    target: str, folder: Path, world: World, tmp_path: Path
+) -> None:
+    """Where a layer of the same name has none."""
+    state = trained(folder, world, Lora(rank=2, target_modules=("v_proj", target)))
+    checkpoint, weights = saved_weights(state, tmp_path, folder, world)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), str(weights))
+    torch.testing.assert_close(logits(theirs), logits(state.model), rtol=1e-5, atol=1e-5)
+    export_merged(checkpoint, tmp_path / "merged", dtype="float32")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), logits(state.model), rtol=1e-5, atol=1e-5)
+    evaluated = dict(AdaptedModel(weights, base=None, dtype="float32").tensors())
+    assert are_equal(evaluated, dict(served_tensors(state.model, torch.float32)))
+
+
+@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_merged_has_the_bits_that_engines_had_whatever_the_base_was_held_in(
+    held: Any, dtype: str, folder: Path, world: World, tmp_path: Path
+) -> None:
+    model = load_model(TrainerModel(lora=LORA, optimization_dtype=held), str(folder), world)
+    state = TrainerState(model=model, optimizer=build_optimizer(model, Optimizer(lr=1e-2)))
+    for step in range(2):
+        train_step(state, samples(step), world)
+    checkpoint, weights = saved_weights(state, tmp_path, folder, world)
+    served = dict(served_tensors(state.model, getattr(torch, dtype)))
+    export_merged(checkpoint, tmp_path / "merged", dtype=dtype)
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert are_equal(merged, served)
+    assert are_equal(dict(AdaptedModel(weights, base=None, dtype=dtype).tensors()), served)
+    assert not (tmp_path / "merged/trained_with.json").exists()
 
 
 def test_peft_loads_adapters_of_experts(experts: Path, folder: Path, world: World, tmp_path: Path) -> None:

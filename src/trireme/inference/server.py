@@ -162,7 +162,7 @@ def _adapter_arguments(config: RunConfig) -> dict[str, Any]:
         "max-lora-rank": engine_rank(lora.rank),
         "max-loras": 1,
         "max-cpu-loras": 1,
-        "lora-target-modules": lora.target_modules,
+        "lora-target-modules": tuple(dict.fromkeys(name.rpartition(".")[2] for name in lora.target_modules)),
     }
 
 

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from trireme.messages import TensorSpec
@@ -14,6 +16,9 @@ from trireme.trainer.export_layout import Layout
 from trireme.trainer.layouts import lay
 from trireme.trainer.lora import Adapters, peft_name, to_peft, trained_tensors
 from trireme.trainer.model_files import WHOLE
+
+TRAINED_WITH = "trained_with.json"
+"""Beside PEFT's files, which have no place for it."""
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -35,6 +40,15 @@ def describe_adapters(folder: Path, adapters: Adapters) -> None:
     if base.is_dir():  # whoever loads the adapters may be elsewhere
         settings.base_model_name_or_path = str(base.resolve())
     settings.save_pretrained(str(folder))
+    (folder / TRAINED_WITH).write_text(json.dumps({"frozen": adapters.frozen}) + "\n")
+
+
+def frozen_dtype(folder: Path) -> torch.dtype:
+    """What the base model was held in while its adapters were trained: only so rounded is it the model that was."""
+    path = folder / TRAINED_WITH
+    said = json.loads(path.read_text()) if path.is_file() else {}
+    dtype: torch.dtype = getattr(torch, said.get("frozen", "float32"))
+    return dtype
 
 
 def holds_adapters(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,9 @@ class Adapters:
     parameters: tuple[str, ...]  # full names of the fused experts that have one
     whole: tuple[str, ...]  # full names of the modules that are trained whole
     seed: int
+    frozen: Dtype  # precision in which the rest is held
+    target_modules: tuple[str, ...]  # the same modules, and no others, as short as may be
+    target_parameters: tuple[str, ...]
 
 
 def adapters_of(model: torch.nn.Module) -> Adapters | None:
@@ -59,7 +62,7 @@ def inject_adapters(model: PreTrainedModel, config: Lora, *, base_model: str, se
     Raises:
         ConfigError: the model has no such layers, or holds two of them as one.
     """
-    adapters = _find(model, config, base_model, seed)
+    adapters = _find(model, config, base_model, seed, frozen)
     settings = to_peft(adapters)
     for name in adapters.modules:
         _wrap(model, name, Linear, settings)
@@ -92,8 +95,8 @@ def to_peft(adapters: Adapters) -> LoraConfig:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
         lora_dropout=config.dropout,
-        target_modules=sorted({_last(name) for name in adapters.modules}),
-        target_parameters=sorted({_in_layer(name) for name in adapters.parameters}) or None,
+        target_modules=list(adapters.target_modules),
+        target_parameters=list(adapters.target_parameters) or None,
         modules_to_save=list(config.modules_to_save) or None,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
@@ -101,7 +104,7 @@ def to_peft(adapters: Adapters) -> LoraConfig:
     )
 
 
-def _find(model: PreTrainedModel, config: Lora, base_model: str, seed: int) -> Adapters:
+def _find(model: PreTrainedModel, config: Lora, base_model: str, seed: int, frozen: Dtype) -> Adapters:
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     head = [name for name in linear if model.get_submodule(name) is model.get_output_embeddings()]
     fused = [name for name, tensor in model.named_parameters() if ".experts." in name and tensor.ndim == 3]
@@ -130,7 +133,24 @@ def _find(model: PreTrainedModel, config: Lora, base_model: str, seed: int) -> A
             'layers only: engines cannot be handed these. Set `lora.sync = "merged"`, or leave the experts out of '
             "`lora.target_modules`."
         )
-    return Adapters(config, base_model, tuple(modules), tuple(parameters), tuple(whole), seed)
+    return Adapters(
+        config,
+        base_model,
+        tuple(modules),
+        tuple(parameters),
+        tuple(whole),
+        seed,
+        frozen,
+        target_modules=_in_short(modules, linear, _last),
+        target_parameters=_in_short(parameters, fused, _in_layer),
+    )
+
+
+def _in_short(chosen: list[str], all_names: list[str], shorten: Callable[[str], str]) -> tuple[str, ...]:
+    """Whoever reads them takes every layer whose name ends so: where that would be too many, the full names."""
+    short = {shorten(name) for name in chosen}
+    meant = {name for name in all_names if short & _ends(name)}
+    return tuple(sorted(short if meant == set(chosen) else chosen))
 
 
 def _find_targets(config: Lora, linear: list[str], head: list[str], fused: list[str]) -> tuple[list[str], list[str]]:

@@ -1,7 +1,7 @@
 """Adapters in a checkpoint and their base model on disk become one model, a tensor at a time.
 
-What comes out has the bits that the trainer gives to engines: each parameter in float32, plus its adapter's product,
-then rounded.
+What comes out has the bits that the trainer gives to engines: each parameter as it was held, plus its adapter's product
+in float32, then rounded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import Lora, TrainerModel
 from trireme.messages import TensorSpec
-from trireme.trainer.adapters import CONFIG
+from trireme.trainer.adapters import CONFIG, TRAINED_WITH, frozen_dtype
 from trireme.trainer.export import DESCRIPTION, architecture_of, describe_model, make_folder, require_undamaged
 from trireme.trainer.hub_names import hub_names
 from trireme.trainer.loading import Places, find_files, find_layouts
@@ -44,11 +44,18 @@ def export_merged(
     """
     require_undamaged(checkpoint)
     settings = read_settings(checkpoint)
-    merged = Merged(settings, base_model or settings["base_model_name_or_path"], trust_remote_code=trust_remote_code)
+    merged = Merged(
+        settings,
+        base_model or settings["base_model_name_or_path"],
+        frozen=frozen_dtype(checkpoint / DESCRIPTION),
+        trust_remote_code=trust_remote_code,
+    )
     specs = merged.specs(dtype)
 
     def fill(partial: Path) -> None:
-        shutil.copytree(checkpoint / DESCRIPTION, partial, ignore=shutil.ignore_patterns(CONFIG, "README.md"))
+        shutil.copytree(
+            checkpoint / DESCRIPTION, partial, ignore=shutil.ignore_patterns(CONFIG, TRAINED_WITH, "README.md")
+        )
         merged.describe(partial, getattr(torch, dtype))
         with open_checkpoint(checkpoint) as stored:
             write_model(partial, specs, merged.tensors(stored, getattr(torch, dtype)))
@@ -77,7 +84,14 @@ class Trained(Protocol):
 class Merged:
     """A base model in its files, and the shapes of its adapters; values are read when they are asked for."""
 
-    def __init__(self, settings: dict[str, Any], base_model: str, *, trust_remote_code: bool) -> None:
+    def __init__(
+        self, settings: dict[str, Any], base_model: str, *, frozen: torch.dtype, trust_remote_code: bool
+    ) -> None:
+        """
+        Args:
+            frozen: precision in which the base model was held.
+        """
+        self._frozen = frozen
         self._model = build_model(TrainerModel(trust_remote_code=trust_remote_code), base_model)
         self._names = hub_names(self._model)
         self._files = find_files(base_model)
@@ -114,7 +128,9 @@ class Merged:
     def _whole(self, own: str, stored: Trained) -> torch.Tensor:
         """From the checkpoint, where it is trained whole beside the adapters."""
         trained = f"{MODEL}.{self._own[own]}"
-        return stored.read_whole(trained) if trained in stored.names() else self._laid[own].tensor(self._files.read)
+        if trained in stored.names():
+            return stored.read_whole(trained)
+        return self._laid[own].tensor(self._files.read).to(self._frozen)
 
     def _factors(self, product: Product, stored: Trained) -> tuple[torch.Tensor, torch.Tensor]:
         left, right = (self._parameters[id(factor)] for factor in (product.left, product.right))

@@ -75,12 +75,13 @@ class AdaptedModel:
 
         Raises: ConfigError where files are missing or damaged, or the adapters are for another model.
         """
+        from trireme.trainer.adapters import frozen_dtype
         from trireme.trainer.merging import Merged  # with transformers behind it, which whole models do not need
 
         settings = _read_settings(folder)
         base_model = base or settings["base_model_name_or_path"]
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self._merged = Merged(settings, base_model, trust_remote_code=False)
+        self._merged = Merged(settings, base_model, frozen=frozen_dtype(folder), trust_remote_code=False)
         self._stored = AdapterFile(folder / ADAPTER_WEIGHTS, self._merged.trained_shapes, base_model)
         self.specs = self._merged.specs(dtype)
 
