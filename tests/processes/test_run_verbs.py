@@ -159,6 +159,20 @@ def test_steps_are_followed_as_they_come_until_somebody_asks_it_to_end(run):
     assert [line.split("reward")[0].split() for line in lines if line.startswith("step")][:1] == [["step", "4/8"]]
 
 
+def test_to_follow_a_run_that_is_over_tells_how_it_stands(run, capsys):
+    add_steps(RunPaths(run), 3, 8)
+    assert status([str(run), "--follow"]) == 0
+    said = capsys.readouterr().out
+    assert "finished; 8 of 8 steps are trained" in said
+    assert "starting" not in said
+
+
+def test_to_follow_a_run_that_nobody_is_at_work_on_ends_and_tells_how_it_stands(run, capsys, monkeypatch):
+    monkeypatch.setattr("trireme.cli.status.DESERTED_S", 1.0)
+    assert status([str(run), "--follow"]) == 0
+    assert "its orchestrator does not answer here; 3 of 8 steps are trained" in capsys.readouterr().out
+
+
 def test_logs_are_the_newest_lines_of_every_process_or_of_one(run):
     out, _ = trireme("logs", str(run), "-n", "2").communicate(timeout=DEADLINE_S)
     assert "inference says 8" in out

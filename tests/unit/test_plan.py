@@ -98,21 +98,45 @@ def test_help_shows_every_key_at_once_and_loads_nothing_heavy(program: str, tmp_
     assert (f"{lr}  <number > 0>" in done.stdout) is (program in ("rl", "trainer", "sft"))
 
 
+def runnable(folder: Path) -> list[str]:
+    """The guide's example, with an environment that is there."""
+    (folder / "say.py").touch()
+    return ["@", str(DATA / "guide_example.toml"), "--orchestrator.env.0.id", "say.py"]
+
+
 def test_a_dry_run_writes_the_resolved_run_and_loads_nothing_heavy(tmp_path: Path) -> None:
-    example = str(DATA / "guide_example.toml")
-    done = command("rl", "@", example, "--dry-run", "--device", "cpu", cwd=tmp_path, code=LOADED)
+    done = command("rl", *runnable(tmp_path), "--dry-run", "--device", "cpu", cwd=tmp_path, code=LOADED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("LOADED\n")
     assert "lora" not in done.stdout
-    written = {file.name for file in (tmp_path / "outputs/configs").iterdir()}
+    written = {file.name for file in (tmp_path / "outputs/configs/dry-run").iterdir()}
     assert written == {"run.json", "trainer.toml", "orchestrator.toml", "inference.toml"}
+    assert [entry.name for entry in (tmp_path / "outputs").rglob("*") if entry.is_dir()] == ["configs", "dry-run"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--resume"], "not ready: `--resume` was given, and there is no run in outputs"),
+        (["--orchestrator.env.0.id", "nowhere"], "not ready: Environment 'nowhere'"),
+        (["--model.name", "models/none"], 'not ready: trainer.model.name = "models/none"'),
+    ],
+)
+def test_a_dry_run_of_what_would_not_start_says_why_and_ends_with_2(
+    argv: list[str], words: str, tmp_path: Path
+) -> None:
+    example = str(DATA / "guide_example.toml")
+    for _ in range(2):  # a dry run leaves nothing that the next one would take for a run
+        done = command("rl", "@", example, "--dry-run", "--device", "cpu", *argv, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert words in done.stdout
 
 
 def test_a_dry_run_does_not_write_over_a_run(tmp_path: Path) -> None:
     (tmp_path / "outputs/configs").mkdir(parents=True)
     (tmp_path / "outputs/metrics.jsonl").touch()
     (tmp_path / "outputs/configs/run.json").write_text("precious")
-    done = command("rl", "@", str(DATA / "guide_example.toml"), "--dry-run", "--device", "cpu", cwd=tmp_path)
+    done = command("rl", *runnable(tmp_path), "--dry-run", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "outputs/configs/run.json").read_text() == "precious"
     assert (tmp_path / "outputs/configs/dry-run/run.json").exists()

@@ -105,7 +105,8 @@ def open_process(room: Room, argv: list[str]) -> Opened | None:
     config = resolve(config, devices, section=room, node=node)
     check(config, devices, section=room)
     if invocation.dry_run:
-        show(config, devices, room)
+        if show(config, devices, room):
+            sys.exit(ConfigError.exit_code)
         return None
     check_launch(config, devices, section=room)
     join_network(config, room, node)
@@ -132,14 +133,16 @@ def going_on(config: RunConfig) -> RunConfig:
     return updated(config, {"resume": True, "trainer.ckpt.resume_step": None})
 
 
-def show(config: RunConfig, devices: Devices, room: Room | None = None) -> None:
-    """Prints the plan, and what stands in its way here and now."""
+def show(config: RunConfig, devices: Devices, room: Room | None = None) -> list[str]:
+    """Prints the plan, and what stands in its way here and now. Returns the latter."""
     run_file = config.paths.configs / f"{room}.json" if room else config.paths.run_config
     print(describe(plan(config, run_file, devices), config, only=room))
     for note in sampling_notes(config) if room in (None, "orchestrator") else ():
         print(f"\nnote: {note}")
-    for problem in launch_problems(config, devices, section=room):
+    problems = launch_problems(config, devices, section=room)
+    for problem in problems:
         print(f"\nnot ready: {problem}")
+    return problems
 
 
 def make_room(paths: RunPaths, *, resume: bool, resume_step: int | None) -> None:

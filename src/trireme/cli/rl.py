@@ -6,6 +6,7 @@ from itertools import count
 from pathlib import Path
 
 from trireme.base.devices import Devices, detect_devices
+from trireme.base.errors import ConfigError
 from trireme.base.token import adopt_token
 from trireme.cli.door import make_room, run_door, show
 from trireme.config.load import load_run_config
@@ -13,7 +14,7 @@ from trireme.config.resolve import resolve
 from trireme.config.rules import check, check_launch
 from trireme.config.run import RunConfig
 from trireme.config.written import write_rooms, write_run
-from trireme.launch.folder import hold_folder, holds_run
+from trireme.launch.folder import check_resumable, hold_folder
 from trireme.launch.going_on import check_goes_on, is_trained
 from trireme.launch.plan import plan
 
@@ -32,12 +33,18 @@ def rl(argv: list[str]) -> int:
 
 
 def dry_run(config: RunConfig, devices: Devices) -> int:
-    """Writes beside an earlier run's configuration, never over it."""
-    show(config, devices)
-    folder = config.paths.configs / "dry-run" if holds_run(config.paths) else config.paths.configs
+    """Writes beside a run's configuration, never in its place. Returns 2 where the run would not start."""
+    problems = show(config, devices)
+    for look in (check_resumable, check_goes_on, find_environments):
+        try:
+            look(config)
+        except ConfigError as error:
+            problems.append(str(error))
+            print(f"\nnot ready: {error}")
+    folder = config.paths.configs / "dry-run"
     write_configs(config, folder)
     print(f"\nresolved configuration written to {folder}")
-    return 0
+    return ConfigError.exit_code if problems else 0
 
 
 def launch(config: RunConfig, devices: Devices) -> int:

@@ -9,16 +9,21 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from trireme.base.errors import ConfigError
+from trireme.base.paths import RunPaths
 from trireme.config.run import RunConfig
 from trireme.config.written import find_run_file, read_run
 from trireme.launch.cluster import kubernetes, slurm
 from trireme.launch.cluster.job import Submission, find_submission
 from trireme.launch.cluster.node_script import SECRETS
 from trireme.launch.cluster.secrets import read_token
+from trireme.launch.folder import launcher_of
 from trireme.launch.standing import look_at
 from trireme.monitor.live import open_view
+from trireme.monitor.view import View
 
 POLL_S = 1.0
+DESERTED_S = 30.0
+"""So long without a launcher, an answer or a step: nobody is at work."""
 
 
 def status(argv: list[str]) -> int:
@@ -59,17 +64,49 @@ def _leader(submission: Submission) -> str | None:
 
 
 def _follow(options: Namespace) -> int:
-    """Until the run is over, or somebody asks this to end; what was mirrored is sent then."""
+    """Until the run is over, nobody is at work on it any more, or somebody asks this to end; what was mirrored is sent
+    then. Of one that is over, or has stopped, it tells how it stands."""
     config = _wait_for_config(options.run)
+    watch = _Watch(options.run, is_far=options.mirror or find_submission(options.run) is not None)
+    if watch.is_over():
+        print("\n".join(look_at(options.run).lines()))
+        return 0
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: asked.append(received))
     with _mirror(config) if options.mirror else nullcontext(), open_view(config) as view:
         while not asked and not (view.progress.num_done >= config.max_steps and view.status is None):
             view.tick(())
+            if watch.is_deserted(view):
+                break
             time.sleep(POLL_S)
         view.tick((), final=True)
+    if watch.was_deserted:
+        print("\n".join(look_at(options.run).lines()))
     return 0
+
+
+class _Watch:
+    """Whether anybody is at work on a run. Of one on other machines only its orchestrator can be asked."""
+
+    def __init__(self, run: Path, *, is_far: bool) -> None:
+        self.was_deserted = False
+        self._run = run
+        self._is_far = is_far
+        self._seen_at = time.monotonic()
+        self._num_done = -1
+
+    def is_over(self) -> bool:
+        standing = look_at(self._run)
+        is_trained = standing.progress.num_done >= standing.config.max_steps
+        return is_trained and standing.status is None and standing.launcher is None
+
+    def is_deserted(self, view: View) -> bool:
+        moved, self._num_done = view.progress.num_done != self._num_done, view.progress.num_done
+        if moved or self._is_far or view.status is not None or launcher_of(RunPaths(self._run)) is not None:
+            self._seen_at = time.monotonic()
+        self.was_deserted = time.monotonic() - self._seen_at > DESERTED_S
+        return self.was_deserted
 
 
 def _mirror(config: RunConfig):  # type: ignore[no-untyped-def]

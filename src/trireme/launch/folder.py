@@ -13,6 +13,7 @@ from typing import IO
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
+from trireme.config.run import RunConfig
 from trireme.ledger.manifest import complete_steps
 
 _LOCK = ".launcher"
@@ -93,6 +94,13 @@ def prepare_folder(paths: RunPaths, *, resume: bool, resume_step: int | None) ->
             rewind(paths, resume_step)
         return None
     return move_aside(paths) if holds_run(paths) else None
+
+
+def check_resumable(config: RunConfig) -> None:
+    """Changes nothing. Raises: ConfigError where there is no run to go on with, or no such step."""
+    step = config.trainer.ckpt.resume_step
+    if config.resume or step is not None:
+        _check_resumable(config.paths, step)
 
 
 def _check_resumable(paths: RunPaths, step: int | None) -> None:
