@@ -13,6 +13,18 @@ ENDPOINTS = {
         "url": "http://127.0.0.1:8007/v1",
         "key": "local",
     },
+    # What `configs/gepa/` asks: `vllm serve Qwen/Qwen3-4B-Instruct-2507 --port 8008`.
+    "Qwen/Qwen3-4B-Instruct-2507": {
+        "model": "Qwen/Qwen3-4B-Instruct-2507",
+        "url": "http://127.0.0.1:8008/v1",
+        "key": "local",
+    },
+    # What rewrites prompts there: any model that is good at it.
+    "teacher": {
+        "model": "gpt-4.1-mini",
+        "url": "https://api.openai.com/v1",
+        "key": os.getenv("OPENAI_API_KEY"),
+    },
     "gpt-4.1-mini": {
         "url": "https://api.openai.com/v1",
         "key": os.getenv("OPENAI_API_KEY"),

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from doctoring import build_case, diagnosed
+from stage import until
 from trireme.base.errors import ConfigError
 from trireme.cli.doctor import QUESTIONS, doctor
 from trireme.launch.doctor.finding import Answer, Case, Finding, Question, counted, examine, ok, problem, told, warning
@@ -194,3 +195,13 @@ def test_a_program_that_dies_is_told_of_with_its_last_words(tmp_path):
     ended = Program("dies", env={"PYTHONPATH": str(tmp_path)}).wait(DEADLINE_S)
     assert (ended.code, ended.how, ended.last_words) == (-signal.SIGKILL, "was killed by SIGKILL", "the end")
     assert ended.answer is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_doctor_that_is_asked_to_end_leaves_nothing(tmp_path, number):
+    """In the midst of its rehearsal."""
+    process = subprocess.Popen([sys.executable, "-m", "trireme.cli.trireme", "doctor"], stdout=subprocess.DEVNULL)
+    until(lambda: [*tmp_path.glob("outputs/doctor-*/*")])
+    process.send_signal(number)
+    assert process.wait(DEADLINE_S) == 128 + number
+    assert list(tmp_path.iterdir()) == []

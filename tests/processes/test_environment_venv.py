@@ -112,6 +112,12 @@ def test_editing_code_keeps_the_virtual_environment_and_editing_dependencies_mak
     assert environment_python(source, cache=tmp_path / "cache", uv=fake_uv()) != first
 
 
+def test_a_cache_that_cannot_be_written_to_is_named_with_what_to_set(root, tmp_path, fake_uv):
+    (tmp_path / "cache").touch()  # a file, where a folder is to be
+    with pytest.raises(ConfigError, match=rf"installed in {tmp_path}/cache/environments.*set XDG_CACHE_HOME"):
+        environment_python(find_environment("word-count", root=root), cache=tmp_path / "cache", uv=fake_uv())
+
+
 def test_a_half_made_virtual_environment_is_made_again(root, tmp_path, fake_uv):
     source = find_environment("word-count", root=root)
     python = environment_python(source, cache=tmp_path / "cache", uv=fake_uv())

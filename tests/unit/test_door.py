@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,3 +40,12 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["rl"])
     with pytest.raises(OSError, match="of nobody knows what"):
         run_door("rl", mistaken)
+
+
+def test_a_full_disk_behind_standard_output_is_said_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "trireme.cli.trireme", "env", "list"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.startswith("trireme: what it says cannot be written: No space left on device")
+    assert done.stderr.count("\n") == 1

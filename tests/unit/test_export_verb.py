@@ -110,8 +110,11 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(run: Path, tmp_
         export([str(run), "--step", "7", "--to", str(tmp_path / "x")])
     with pytest.raises(ConfigError, match="`--step 2` is another"):
         export([str(run / "checkpoints" / "step_1"), "--step", "2", "--to", str(tmp_path / "x")])
-    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+    with pytest.raises(ConfigError, match="holds no complete checkpoint -"):
         export([str(tmp_path), "--to", str(tmp_path / "x")])
+    (tmp_path / "cut" / "checkpoints" / "step_7").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"no complete checkpoint \(without a readable manifest.json: step_7\)"):
+        export([str(tmp_path / "cut"), "--to", str(tmp_path / "x")])
     assert not (tmp_path / "x").exists()
 
 

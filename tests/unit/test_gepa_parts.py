@@ -183,8 +183,13 @@ FILES = sorted((REPOSITORY / "configs" / "gepa").glob("*.toml"))
 def test_every_shipped_file_loads(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With the endpoints that come along, and with one that is named."""
     monkeypatch.chdir(REPOSITORY)
-    assert gepa([str(file.relative_to(REPOSITORY)), "--dry-run", "-b", f"http://127.0.0.1:{free_port()}/v1"]) == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "a key")
+    named = ["-b", f"http://127.0.0.1:{free_port()}/v1"]
+    assert gepa([str(file.relative_to(REPOSITORY)), "--dry-run"]) == 0
+    capsys.readouterr()
+    assert gepa([str(file.relative_to(REPOSITORY)), "--dry-run", *named]) == 0
     shown = tomllib.loads(capsys.readouterr().out)
     assert shown["env_id"] in {path.name.replace("_", "-") for path in (REPOSITORY / "environments").iterdir()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -42,7 +43,7 @@ def doctor(argv: list[str]) -> int:
     options, words = _parse(argv)
     case = read_case(words)
     began = time.monotonic()
-    with folder_of(case) as keep, Sheet(quiet=options.json) as sheet:
+    with ending_in_order(), folder_of(case) as keep, Sheet(quiet=options.json) as sheet:
         answers = []
         for answer in examine(_chosen(options.only), case, quick=options.quick, on_question=sheet.ask):
             answers.append(answer)
@@ -73,6 +74,19 @@ def _quickstart() -> list[str]:
     named = [word for key, value in environment.items() for word in (f"--orchestrator.env.0.{key}", value)]
     model = ["--model.name", str(shipped.models / f"{name}-tiny")]
     return ["@", str(shipped.configs / name / "rl.toml"), *model, *named]
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Whoever asks it to end is answered as Ctrl-C is: what it has started ends, and its folder is removed."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

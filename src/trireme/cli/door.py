@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trireme.base.devices import Devices, detect_devices
+from trireme.base.disk import is_full
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
 from trireme.base.paths import RunPaths
 from trireme.base.processes import die_with_parent, free_port
@@ -63,30 +64,51 @@ def run_door(program: str, main: Callable[[list[str]], int | None], *, abruptly:
     except BrokenPipeError:
         code = 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno not in REFUSED or error.filename is None:
+        if is_full(error) and error.filename is None:
+            code = _nowhere_to_print(program, error)
+        elif error.errno not in REFUSED or error.filename is None:
             raise
-        print(
-            f"{program}: {error.filename}: {error.strerror} - expected a place that this user may write to, or a file "
-            "that may be read. Look at its rights, or choose another: `output_dir` is where runs are written.",
-            file=sys.stderr,
-        )
-        code = ConfigError.exit_code
+        else:
+            code = _refused(program, error)
     except KeyboardInterrupt:
         code = 130
-    code = _said_all(code)
+    code = _said_all(program, code)
     sys.stderr.flush()
     if abruptly:
         os._exit(code)
     sys.exit(code)
 
 
-def _said_all(code: int) -> int:
-    """What is printed may have lost its reader: `rl @ FILE --dry-run | head`."""
+def _refused(program: str, error: OSError) -> int:
+    print(
+        f"{program}: {error.filename}: {error.strerror} - expected a place that this user may write to, or a file that "
+        "may be read. Look at its rights, or choose another: `output_dir` is where runs are written.",
+        file=sys.stderr,
+    )
+    return ConfigError.exit_code
+
+
+def _nowhere_to_print(program: str, error: OSError) -> int:
+    print(
+        f"{program}: what it says cannot be written: {error.strerror} - expected room where its output goes. Free some "
+        "space there, or send it elsewhere.",
+        file=sys.stderr,
+    )
+    return ConfigError.exit_code
+
+
+def _said_all(program: str, code: int) -> int:
+    """What is printed may have lost its reader (`rl @ FILE --dry-run | head`), or its place."""
     try:
         sys.stdout.flush()
+        return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        code = 128 + signal.SIGPIPE
+    except OSError as error:
+        if not is_full(error):
+            raise
+        code = code or _nowhere_to_print(program, error)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try once more
     return code
 
 

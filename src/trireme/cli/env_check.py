@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import re
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.cli.env_policy import PolicyWanted, build_opener
 from trireme.cli.env_source import ROOT, build, find_source
+from trireme.cli.typed import json_object, not_negative, positive, positive_int
 from trireme.config.load import load_run_config
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
@@ -141,54 +142,23 @@ def _parser() -> ArgumentParser:
     )
     add = parser.add_argument
     add("name", metavar="NAME", help="an environment: its name, a folder, a .py file, or its name in config.toml")
-    add("-a", "--args", metavar="JSON", type=_object_from_json, help="arguments of its load_environment; they win")
-    add("-n", "--num-examples", metavar="N", type=_positive, default=20, help="examples, from all over the set; 20")
-    add("-r", "--rollouts-per-example", metavar="R", type=_positive, default=8, help="rollouts of each; 8")
+    table = json_object('{"max_length": 8}')
+    add("-a", "--args", metavar="JSON", type=table, help="arguments of its load_environment; they win")
+    add("-n", "--num-examples", metavar="N", type=positive_int, default=20, help="examples, from all over the set; 20")
+    add("-r", "--rollouts-per-example", metavar="R", type=positive_int, default=8, help="rollouts of each; 8")
     add("--split", choices=("train", "eval"), default="train", help="examples to train on (default), or held out")
     add("--model", metavar="FOLDER", help="start an engine with it; beside --base-url: the model's name there")
     add("--base-url", metavar="URL", help="ask this server: an engine of ours, or OpenAI's chat completions")
     add("--api-key-var", metavar="NAME", help=f"variable that holds the server's key; {KEY_VARIABLE}")
     add("--scripted", action="store_true", help="no model, whatever config.toml says")
-    add("--temperature", metavar="T", type=_not_negative, help="1, or as in config.toml")
-    add("--max-tokens", metavar="N", type=_positive, help="most tokens per model turn")
+    add("--temperature", metavar="T", type=not_negative, help="1, or as in config.toml")
+    add("--max-tokens", metavar="N", type=positive_int, help="most tokens per model turn")
     add("--success-at", metavar="X", type=float, help="a rollout is a success from this reward on")
-    add("--timeout", metavar="S", type=_positive_seconds, help="most seconds per rollout; 600, or as in config.toml")
-    add("--workers", metavar="N", type=_positive, help="worker processes; 1, or as in config.toml")
+    add("--timeout", metavar="S", type=positive, help="most seconds per rollout; 600, or as in config.toml")
+    add("--workers", metavar="N", type=positive_int, help="worker processes; 1, or as in config.toml")
     most = f"most rollouts at once; {MAX_CONCURRENT}"
-    add("--max-concurrent", metavar="N", type=_positive, default=MAX_CONCURRENT, help=most)
+    add("--max-concurrent", metavar="N", type=positive_int, default=MAX_CONCURRENT, help=most)
     add("--path", metavar="DIR", type=Path, default=ROOT, help="where environments are; ./environments")
     add("--output", metavar="DIR", type=Path, help="for rollouts and logs; outputs/env-check/NAME")
     add("--json", action="store_true", help="for machines")
     return parser
-
-
-def _object_from_json(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ArgumentTypeError(f"{text!r} is no JSON ({error}); write '{{\"max_length\": 8}}'") from None
-    if not isinstance(value, dict):
-        raise ArgumentTypeError(f"{text!r} is no JSON object; write '{{\"max_length\": 8}}'")
-    return value
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _positive_seconds(text: str) -> float:
-    if (value := _not_negative(text)) == 0:
-        raise ArgumentTypeError("0 seconds are too few")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return value

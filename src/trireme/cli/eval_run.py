@@ -10,7 +10,7 @@ import json
 import os
 import time
 import uuid
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,6 +26,7 @@ from trireme.base.waiting import Waits
 from trireme.cli.env_policy import PolicyWanted, build_opener
 from trireme.cli.eval_environments import Loading, alone_in, found, install
 from trireme.cli.eval_settings import key_of, settings_of
+from trireme.cli.typed import json_object, positive_int
 from trireme.config.endpoints import Endpoint, find_endpoint
 from trireme.config.eval import EvalConfig, named
 from trireme.config.orchestrator import Environment as EnvironmentConfig
@@ -285,12 +286,13 @@ def _parser() -> ArgumentParser:
     add("-k", "--api-key-var", metavar="NAME", help="variable that holds the server's key; OPENAI_API_KEY beside -b")
     add("-n", "--num-examples", metavar="N", type=_count, default=NUM_EXAMPLES, help="examples; 5, -1 for all")
     rollouts = "rollouts of each; 3"
-    add("-r", "--rollouts-per-example", metavar="R", type=_positive, default=ROLLOUTS, help=rollouts)
-    add("-a", "--env-args", metavar="JSON", type=_table, help="arguments of the environment's load_environment")
-    add("-S", "--sampling-args", metavar="JSON", type=_table, help='such as \'{"temperature": 0.7, "top_p": 0.9}\'')
-    add("-t", "--max-tokens", metavar="N", type=_positive, help="most tokens per model turn")
+    add("-r", "--rollouts-per-example", metavar="R", type=positive_int, default=ROLLOUTS, help=rollouts)
+    table = json_object('{"key": 1}')
+    add("-a", "--env-args", metavar="JSON", type=table, help="arguments of the environment's load_environment")
+    add("-S", "--sampling-args", metavar="JSON", type=table, help='such as \'{"temperature": 0.7, "top_p": 0.9}\'')
+    add("-t", "--max-tokens", metavar="N", type=positive_int, help="most tokens per model turn")
     add("-T", "--temperature", metavar="T", type=float, help="1 where not given")
-    add("-c", "--max-concurrent", metavar="N", type=_positive, default=32, help="rollouts at once; 32")
+    add("-c", "--max-concurrent", metavar="N", type=positive_int, default=32, help="rollouts at once; 32")
     add("-s", "--save-results", action="store_true", help=f"into {OUTPUT}/ENV--MODEL/RUN_ID/{RESULTS}")
     add("-v", "--verbose", action="store_true", help="show every conversation")
     add("--anew", action="store_true", help="begin anew, also where an evaluation was left unfinished")
@@ -301,21 +303,5 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _table(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ArgumentTypeError(f"{text!r} is no JSON ({error}); write '{{\"key\": 1}}'") from None
-    if not isinstance(value, dict):
-        raise ArgumentTypeError(f"{text!r} is no JSON object; write '{{\"key\": 1}}'")
-    return value
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def _count(text: str) -> int:
-    return -1 if text == "-1" else _positive(text)
+    return -1 if text == "-1" else positive_int(text)

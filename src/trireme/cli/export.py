@@ -103,12 +103,22 @@ def find_checkpoint(source: Path, step: int | None) -> Path:
     steps = complete_steps(folder)
     if not steps:
         raise ConfigError(
-            f"{folder} holds no complete checkpoint - expected the folder of a run, or of a checkpoint "
-            f"({MANIFEST} in it). Check the path."
+            f"{folder} holds no complete checkpoint{_broken(folder)} - expected the folder of a run, or of a "
+            f"checkpoint ({MANIFEST} in it). Check the path."
         )
     if step is not None and step not in steps:
-        raise ConfigError(f"There is no complete checkpoint of step {step} in {folder} - it has {steps}. Take one.")
+        raise ConfigError(
+            f"There is no complete checkpoint of step {step} in {folder}{_broken(folder)} - it has {steps}. Take one."
+        )
     return step_folder(folder, steps[-1] if step is None else step)
+
+
+def _broken(folder: Path) -> str:
+    """Steps that were begun, or damaged since."""
+    steps = complete_steps(folder)
+    entries = folder.iterdir() if folder.is_dir() else ()
+    broken = sorted(step for entry in entries if (step := step_of(entry)) is not None and step not in steps)
+    return f" (without a readable {MANIFEST}: {', '.join(f'step_{step}' for step in broken)})" if broken else ""
 
 
 def _default_folder(checkpoint: Path) -> Path:

@@ -11,6 +11,7 @@ from rich.console import Console
 from trireme.algo.chips import CHIPS
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
+from trireme.cli.typed import count, positive, positive_int, share
 from trireme.config.arguments import TypedFile, parse_arguments
 from trireme.config.load import load_config, load_run_config
 from trireme.config.orchestrator import Environment
@@ -137,18 +138,18 @@ def _parse(argv: list[str]) -> tuple[Namespace, list[str]]:
 def _add_machine(parser: ArgumentParser) -> None:
     machine = parser.add_argument_group("the machine, where it is not this one")
     machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(CHIPS)}")
-    machine.add_argument("--gpus", metavar="N", type=int, help="how many, all told; 0 plans for the CPU")
-    machine.add_argument("--gpus-per-node", metavar="N", type=int, help="8, or all where there are fewer")
-    machine.add_argument("--memory-gib", metavar="GIB", type=float, help="of each GPU; of the machine on CPU")
-    machine.add_argument("--host-memory-gib", metavar="GIB", type=float, help="of each node's own; 128 per GPU")
+    machine.add_argument("--gpus", metavar="N", type=count, help="how many, all told; 0 plans for the CPU")
+    machine.add_argument("--gpus-per-node", metavar="N", type=positive_int, help="8, or all where there are fewer")
+    machine.add_argument("--memory-gib", metavar="GIB", type=positive, help="of each GPU; of the machine on CPU")
+    machine.add_argument("--host-memory-gib", metavar="GIB", type=positive, help="of each node's own; 128 per GPU")
 
 
 def _add_work(parser: ArgumentParser) -> None:
     work = parser.add_argument_group("the work")
     work.add_argument("--from", metavar="RUN", dest="run", type=Path, help="lengths and rates as this run had them")
-    work.add_argument("--prompt-tokens", metavar="N", type=float, help="of a rollout, on average")
-    work.add_argument("--completion-tokens", metavar="N", type=float, help="sampled in a rollout, on average")
-    work.add_argument("--examples", metavar="N", type=int, help="to train on, for the number of passes")
-    work.add_argument("--mfu", metavar="SHARE", type=float, help="of a GPU's peak that the trainer reaches")
-    work.add_argument("--trainer-tokens-per-s", metavar="N", type=float, help="of each of its GPUs, measured")
-    work.add_argument("--engine-tokens-per-s", metavar="N", type=float, help="of each of its GPUs, measured")
+    work.add_argument("--prompt-tokens", metavar="N", type=positive, help="of a rollout, on average")
+    work.add_argument("--completion-tokens", metavar="N", type=positive, help="sampled in a rollout, on average")
+    work.add_argument("--examples", metavar="N", type=positive_int, help="to train on, for the number of passes")
+    work.add_argument("--mfu", metavar="SHARE", type=share, help="of a GPU's peak that the trainer reaches")
+    work.add_argument("--trainer-tokens-per-s", metavar="N", type=positive, help="of each of its GPUs, measured")
+    work.add_argument("--engine-tokens-per-s", metavar="N", type=positive, help="of each of its GPUs, measured")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
+from trireme.cli.typed import count
 from trireme.config.written import find_run_file
 from trireme.monitor.report.page import Page
 
@@ -85,19 +86,15 @@ def _parse(argv: list[str]) -> Namespace:
         "3 where the journal is damaged. docs/report.md shows what is in it.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
-    parser.add_argument("--out", metavar="FILE", type=Path, help=".html or .md; RUN/report.html where not given")
+    parser.add_argument(
+        "--out", "--output", metavar="FILE", type=Path, help=".html or .md; RUN/report.html where not given"
+    )
     parser.add_argument(
         "--figures",
         metavar="FOLDER",
         type=Path,
         help=".md: plots as files there, where embedded ones are not shown",
     )
-    parser.add_argument("--rollouts", metavar="N", type=_count, default=2, help="to show of each of 3 batches; 2")
+    parser.add_argument("--rollouts", metavar="N", type=count, default=2, help="to show of each of 3 batches; 2")
     parser.add_argument("--no-audit", action="store_true", help="leave out what reads the whole journal")
     return parser.parse_args(argv)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise ArgumentTypeError(f"{text!r} is no number of rollouts: expected 0 or more")
-    return int(text)

@@ -51,7 +51,9 @@ def _parse(argv: list[str]) -> Namespace:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--to", choices=KINDS, required=True, help="who is to read them")
-    parser.add_argument("--output", metavar="FOLDER", type=Path, help="RUN/rollouts/trl and so on, where not given")
+    parser.add_argument(
+        "--output", "--out", metavar="FOLDER", type=Path, help="RUN/rollouts/trl and so on, where not given"
+    )
     parser.add_argument(
         "--steps", metavar="A:B", type=_steps, help="from step A to before step B; either may be left out"
     )

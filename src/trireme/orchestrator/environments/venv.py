@@ -27,8 +27,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
+from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write
@@ -201,9 +202,8 @@ def _is_complete(venv: Path) -> bool:
 @contextmanager
 def _locked(lock: Path, *, who: str) -> Iterator[None]:
     """Held by one process on this machine; let go by the kernel however the holder ends."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + BUILD_TIMEOUT_S
-    with open(lock, "w") as file:
+    with _opened(lock) as file:
         while not _try_lock(file.fileno()):
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
@@ -212,6 +212,19 @@ def _locked(lock: Path, *, who: str) -> Iterator[None]:
                 )
             time.sleep(0.2)
         yield
+
+
+def _opened(lock: Path) -> IO[str]:
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        return open(lock, "w")
+    except OSError as error:
+        if is_full(error):
+            raise
+        raise ConfigError(
+            f"Environments are installed in {lock.parent}, and nothing can be written there ({error}) - expected a "
+            "folder that this user may write to - set XDG_CACHE_HOME to one."
+        ) from error
 
 
 def _try_lock(descriptor: int) -> bool:
