@@ -152,3 +152,17 @@ def test_a_rewound_journal_goes_on_from_before_and_deletes_nothing(journal):
     assert len(aside) == 3
     assert len(list(folder.glob("set_aside_*"))) == 2
     assert reopened(journal).head_state().next_batch == 1
+
+
+def test_what_an_environment_says_may_hold_any_number(tmp_path):
+    """One that has no place in 64 bits is kept in words; all others as they are."""
+    entry = record(0)
+    said = {"role": "tool", "content": "ok", "ids": [2**63, 2**64 - 1, -(2**63)], "raw": {"n": [2**64, -(2**70)]}}
+    entry.rollouts[0].prompt = [said]
+    entry.rollouts[0].completion = [said]
+    journal = Journal(tmp_path / "journal")
+    journal.append(entry)
+    (rollout,) = reopened(journal).read(0).rollouts
+    expected = said | {"raw": {"n": [str(2**64), str(-(2**70))]}}
+    assert (rollout.prompt, rollout.completion) == ([expected], [expected])
+    assert rollout.reward == 0.75

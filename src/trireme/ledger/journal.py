@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from trireme.base.errors import JournalCorrupt
 from trireme.ledger.aside import move_aside
 from trireme.ledger.entry import read_entry, write_entry
-from trireme.ledger.records import BatchRecord, State
+from trireme.ledger.records import BatchRecord, Rollout, State
 from trireme.messages import encode
 
 
@@ -71,5 +72,23 @@ class Journal:
 
 def _in_pieces(record: BatchRecord) -> BatchRecord:
     """Of the same bytes. To encode all rollouts in one go would keep other threads from running for as long."""
-    rollouts = [msgspec.Raw(encode(rollout)) for rollout in record.rollouts]
+    rollouts = [msgspec.Raw(_encoded(rollout)) for rollout in record.rollouts]
     return msgspec.structs.replace(record, rollouts=rollouts)
+
+
+def _encoded(rollout: Rollout) -> bytes:
+    """What environments say may hold numbers that have no place in 64 bits: these are written in words."""
+    try:
+        return encode(rollout)
+    except OverflowError:
+        said = {"prompt": _in_64_bits(rollout.prompt), "completion": _in_64_bits(rollout.completion)}
+        return encode(msgspec.structs.replace(rollout, **said))
+
+
+def _in_64_bits(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _in_64_bits(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_in_64_bits(item) for item in value]
+    is_too_large = isinstance(value, int) and not -(2**63) <= value < 2**64
+    return str(value) if is_too_large else value
