@@ -139,6 +139,16 @@ def test_tables_can_be_typed_as_json_or_toml(value: str) -> None:
     assert (env.id, env.args) == ("x", {"level": 3})
 
 
+def test_flags_can_begin_an_array_and_add_to_it() -> None:
+    typed = ["--orchestrator.env.0.id", "x", "--orchestrator.env.0.weight", "3", "--orchestrator.env.1.id", "y"]
+    first, second = load(*typed).orchestrator.env
+    assert (first.id, first.weight, second.id) == ("x", 3, "y")
+    write("a.toml", '[[orchestrator.env]]\nid = "x"')
+    assert [env.id for env in load("@", "a.toml", "--orchestrator.env.1.id", "y").orchestrator.env] == ["x", "y"]
+    assert "there is 1, counted from 0" in refusal("@", "a.toml", "--orchestrator.env.2.id", "y")
+    assert "there are none" in refusal("--orchestrator.env.1.id", "y")
+
+
 def test_flags_can_change_one_item_of_an_array() -> None:
     write("a.toml", '[[orchestrator.env]]\nid = "x"\nargs = { level = 1, hard = true }')
     (env,) = load(

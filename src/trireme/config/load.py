@@ -260,14 +260,18 @@ class _Reading:
         return _without_alias(path)
 
     def _set(self, path: Path_, value: Any, source: _Source) -> None:
-        """Puts one flag's value into the tree; numbers pick items of an array that files have filled."""
+        """Puts one flag's value into the tree; numbers pick items of an array. One more begins with a key that it must
+        have (`id`)."""
         if value is _BAD:
             return
         here: Any = self.tree
         for depth, part in enumerate(path[:-1]):
             step = _item(here, part)
             if step is None and isinstance(here, dict):
-                step = here[part] = {}
+                found = find(self.root, path[: depth + 1])
+                step = here[part] = [] if found and found.kind == "sections" else {}
+            elif step is None and part == str(len(here)) and self._begins_item(path, depth):
+                here.append(step := {})
             if not isinstance(step, dict | list):
                 self.problems.append(_no_such_item(source.label, path[: depth + 1], here))
                 return
@@ -279,6 +283,10 @@ class _Reading:
         else:
             here[path[-1]] = value
         self.origins[path] = source
+
+    def _begins_item(self, path: Path_, depth: int) -> bool:
+        found = find(self.root, path)
+        return len(path) == depth + 2 and found is not None and found.required
 
     def _clean(self, table: dict[str, Any], section: type[Section], above: Path_, source: _Source) -> dict[str, Any]:
         """The table with only what the schema can take; the rest becomes problems."""
