@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from trireme.cli.rl import write_configs
 from trireme.config.run import RunConfig
@@ -32,3 +33,18 @@ def test_who_stops_reading_what_a_command_prints_gets_no_traceback(tmp_path: Pat
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_settings_that_a_run_is_gone_on_with_and_did_not_have_are_told(tmp_path: Path, capsys) -> None:
+    def write(**values: Any) -> str:
+        write_configs(RunConfig.model_validate({"output_dir": str(tmp_path)} | values), tmp_path)
+        return capsys.readouterr().out
+
+    assert write(seed=1) == ""
+    assert write(seed=1) == ""
+    told = write(seed=2, trainer={"optim": {"lr": 0.5}}, ports={"batches": 4000})
+    assert told.startswith(f"other settings than before (those are in {tmp_path}/run.earlier-1.json):")
+    assert "seed: 1 -> 2" in told
+    assert "trainer.optim.lr: " in told
+    assert "-> 0.5" in told
+    assert "ports" not in told  # where it runs is no matter

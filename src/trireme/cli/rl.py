@@ -13,7 +13,7 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import check, check_launch
 from trireme.config.run import RunConfig
-from trireme.config.written import write_rooms, write_run
+from trireme.config.written import read_table, write_rooms, write_run
 from trireme.launch.folder import check_resumable, hold_folder
 from trireme.launch.going_on import check_goes_on, is_trained
 from trireme.launch.plan import plan
@@ -42,7 +42,11 @@ def dry_run(config: RunConfig, devices: Devices) -> int:
             problems.append(str(error))
             print(f"\nnot ready: {error}")
     folder = config.paths.configs / "dry-run"
+    run_file = folder / config.paths.run_config.name
+    run_file.unlink(missing_ok=True)  # of another dry run
     write_configs(config, folder)
+    if config.resume and config.paths.run_config.exists():
+        _tell_changes(config.paths.run_config, run_file)
     print(f"\nresolved configuration written to {folder}")
     return ConfigError.exit_code if problems else 0
 
@@ -98,14 +102,27 @@ def find_environments(config: RunConfig) -> None:
 
 
 def write_configs(config: RunConfig, folder: Path) -> None:
-    """A run that is gone on with may be given other settings: those it had before stay beside the new ones."""
+    """A run that is gone on with may be given other settings: they are told, and those it had before stay beside the
+    new ones."""
     run_file = folder / config.paths.run_config.name
     before = run_file.read_bytes() if run_file.exists() else None
     write_run(config, run_file)
     if before is not None and before != run_file.read_bytes():
         earlier = (run_file.with_suffix(f".earlier-{number}.json") for number in count(1))
-        next(path for path in earlier if not path.exists()).write_bytes(before)
+        kept = next(path for path in earlier if not path.exists())
+        kept.write_bytes(before)
+        _tell_changes(kept, run_file)
     write_rooms(config, folder)
+
+
+def _tell_changes(earlier: Path, now: Path) -> None:
+    from trireme.monitor.diff.configuration import compare_configurations
+
+    changed = [each for each in compare_configurations(read_table(earlier), read_table(now)) if not each.is_place]
+    if changed:
+        print(f"other settings than before (those are in {earlier}):")
+    for each in changed:
+        print(f"  {each.key}: {each.a} -> {each.b}", flush=True)
 
 
 if __name__ == "__main__":
