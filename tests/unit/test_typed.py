@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trireme.cli.plan import plan
-from trireme.cli.typed import count, json_object, not_negative, positive, positive_int, share
+from trireme.cli.typed import count, json_table, not_negative, positive, positive_int, share
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from trireme.cli.typed import count, json_object, not_negative, positive, positi
         (positive, "0.5", 0.5),
         (not_negative, "0", 0.0),
         (share, "1", 1.0),
-        (json_object("{}"), '{"a": [1]}', {"a": [1]}),
+        (json_table("{}"), '{"a": [1]}', {"a": [1]}),
     ],
 )
 def test_what_makes_sense_is_taken(read: Callable[[str], Any], text: str, value: Any) -> None:
@@ -35,7 +35,7 @@ def test_what_makes_sense_is_taken(read: Callable[[str], Any], text: str, value:
         (positive, ["0", "-1", "nan", "inf", "much"]),
         (not_negative, ["-0.1", "nan", "inf"]),
         (share, ["0", "1.01", "5", "nan", "half"]),
-        (json_object('{"a": 1}'), ["[1]", "{", "3"]),
+        (json_table('{"a": 1}'), ["[1]", "{", "3"]),
     ],
 )
 def test_anything_else_is_answered_with_itself_and_what_was_expected(

@@ -20,7 +20,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.cli.env_policy import PolicyWanted, build_opener
 from trireme.cli.env_source import ROOT, build, find_source
-from trireme.cli.typed import json_object, not_negative, positive, positive_int
+from trireme.cli.typed import json_table, not_negative, positive, positive_int
 from trireme.config.load import load_run_config
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
@@ -142,7 +142,7 @@ def _parser() -> ArgumentParser:
     )
     add = parser.add_argument
     add("name", metavar="NAME", help="an environment: its name, a folder, a .py file, or its name in config.toml")
-    table = json_object('{"max_length": 8}')
+    table = json_table('{"max_length": 8}')
     add("-a", "--args", metavar="JSON", type=table, help="arguments of its load_environment; they win")
     add("-n", "--num-examples", metavar="N", type=positive_int, default=20, help="examples, from all over the set; 20")
     add("-r", "--rollouts-per-example", metavar="R", type=positive_int, default=8, help="rollouts of each; 8")

@@ -26,7 +26,7 @@ from trireme.base.waiting import Waits
 from trireme.cli.env_policy import PolicyWanted, build_opener
 from trireme.cli.eval_environments import Loading, alone_in, found, install
 from trireme.cli.eval_settings import key_of, settings_of
-from trireme.cli.typed import json_object, positive_int
+from trireme.cli.typed import json_table, positive_int
 from trireme.config.endpoints import Endpoint, find_endpoint
 from trireme.config.eval import EvalConfig, named
 from trireme.config.orchestrator import Environment as EnvironmentConfig
@@ -287,7 +287,7 @@ def _parser() -> ArgumentParser:
     add("-n", "--num-examples", metavar="N", type=_count, default=NUM_EXAMPLES, help="examples; 5, -1 for all")
     rollouts = "rollouts of each; 3"
     add("-r", "--rollouts-per-example", metavar="R", type=positive_int, default=ROLLOUTS, help=rollouts)
-    table = json_object('{"key": 1}')
+    table = json_table('{"key": 1}')
     add("-a", "--env-args", metavar="JSON", type=table, help="arguments of the environment's load_environment")
     add("-S", "--sampling-args", metavar="JSON", type=table, help='such as \'{"temperature": 0.7, "top_p": 0.9}\'')
     add("-t", "--max-tokens", metavar="N", type=positive_int, help="most tokens per model turn")

@@ -39,7 +39,7 @@ def share(text: str) -> float:
     return value
 
 
-def json_object(example: str) -> Callable[[str], dict[str, Any]]:
+def json_table(example: str) -> Callable[[str], dict[str, Any]]:
     """
     Args:
         example: of what to write.
