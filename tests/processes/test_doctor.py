@@ -197,7 +197,7 @@ def test_a_program_that_dies_is_told_of_with_its_last_words(tmp_path):
     assert ended.answer is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_doctor_that_is_asked_to_end_leaves_nothing(tmp_path, number):
     """In the midst of its rehearsal."""
     process = subprocess.Popen([sys.executable, "-m", "trireme.cli.trireme", "doctor"], stdout=subprocess.DEVNULL)

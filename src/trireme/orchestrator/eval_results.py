@@ -132,6 +132,10 @@ class AnswersFile:
                 file.write(b"\n")
         self._is_whole = True
 
+    def discard(self) -> None:
+        """What has come will not be gone on with."""
+        self.partial.unlink(missing_ok=True)
+
     def finish(self, answers: Iterable[Answer]) -> None:
         write_answers(self.path, sorted(answers, key=lambda answer: (answer.example, answer.rollout)))
         self.partial.unlink(missing_ok=True)

@@ -96,6 +96,8 @@ class Evaluator:
         others = set().union(*(result.versions for result in results)) - {version}
         if others:
             log.warning("evaluation of version %d: version %d answered a part of it", version, max(others))
+            for file in files.values():
+                file.discard()
             return False
         await self._when_there_is_room(lambda: _write_all(files.values(), results), version)
         reach("evaluation.written")
