@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -328,3 +330,34 @@ def test_without_restarts_the_first_death_is_the_end_and_nobody_frozen_is_killed
     assert "exit code 7" in out
     assert "restarted" not in out
     assert "killed" not in out
+
+
+def test_what_engines_leave_where_temporary_files_are_goes_with_the_run_and_what_others_leave_stays(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what the first life of one has left, whom somebody killed."""
+    temporary = Path(tempfile.mkdtemp())
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    leave = "import tempfile; Path(tempfile.gettempdir(), f'{NAME}_{RUN}').touch(); all_are_here(3)\n"
+    engine = leave + "if RUN == 0: os.kill(os.getpid(), signal.SIGKILL)\n" + OVER + f"; {SLEEP}"
+    plan = stage.plan(inference=engine, orchestrator=leave + DONE, trainer=leave + SLEEP)
+    assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
+    assert len(stage.runs_of("inference")) == 2
+    assert sorted(path.name for path in temporary.iterdir()) == ["orchestrator_0", "trainer_0"]
+    shutil.rmtree(temporary)
+
+
+def test_where_a_folder_of_its_own_would_make_paths_of_sockets_too_long_an_engine_has_the_one_of_all(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = stage.folder / ("t" * 70)
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    plan = stage.plan(
+        inference=f"import tempfile; (FOLDER / 'told').write_text(tempfile.gettempdir()); {OVER}; {SLEEP}"
+    )
+    with open_crew(plan.processes, lambda: False, GRACE_S):
+        until((stage.folder / "over").exists)
+    assert (stage.folder / "told").read_text() == str(temporary)

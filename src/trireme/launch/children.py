@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trireme.base.errors import TriremeError
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from trireme.launch.plan import ProcessSpec
 
 REAP_S = 5.0
+LONGEST_ASIDE = 70  # characters: with a name of 36 in it, a socket's path may have 107
 SCAN_S = 1.0  # between two looks at which processes ours have started
 
 
@@ -54,8 +58,13 @@ class Exit(NamedTuple):
 class Child:
     """One process of the run, in a session of its own, with what it started. `start` works again after `end`."""
 
-    def __init__(self, spec: ProcessSpec, guard: Guard) -> None:
+    def __init__(self, spec: ProcessSpec, guard: Guard, *, aside: Path) -> None:
+        """
+        Args:
+            aside: a folder that is gone with the crew.
+        """
         self.spec = spec
+        self._aside = aside
         self.family = Descendants()
         self.log_start = 0  # where this run of the process begins in its log
         self.started_at = 0.0  # unix time
@@ -85,7 +94,7 @@ class Child:
             try:
                 self._popen = subprocess.Popen(
                     list(self.spec.argv),
-                    env=_environment(self.spec),
+                    env=_environment(self.spec, self._aside),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -150,10 +159,27 @@ class Child:
         return "ended" if self.exit.code == 0 else str(self.exit)
 
 
-def _environment(spec: ProcessSpec) -> dict[str, str]:
+def _environment(spec: ProcessSpec, aside: Path) -> dict[str, str]:
     """Ours, with what makes last words reach the log (also those of a segmentation fault), then the plan's own."""
     words = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    return words | dict(os.environ) | dict(spec.env) | {MARKER: str(os.getpid()), MEMBER: spec.name}
+    own = _temporary(aside) if spec.name.startswith("inference") else {}
+    return words | dict(os.environ) | own | dict(spec.env) | {MARKER: str(os.getpid()), MEMBER: spec.name}
+
+
+def _temporary(aside: Path) -> dict[str, str]:
+    """vLLM leaves its sockets, and the files by which its workers met, where temporary files are. What torch compiles
+    is for later runs too, and stays where it was."""
+    if len(str(aside)) > LONGEST_ASIDE:
+        return {}
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{_user()}"
+    return {"TMPDIR": str(aside), "TORCHINDUCTOR_CACHE_DIR": compiled}
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in a container, nobody that the system knows
+        return str(os.getuid())
 
 
 class Crew:
@@ -162,7 +188,8 @@ class Crew:
     def __init__(self, specs: Sequence[ProcessSpec], grace_s: float = GRACE_S, keep_open: Sequence[int] = ()) -> None:
         """`keep_open` are file descriptors that stay open until nobody of the crew is left, even without us."""
         self.guard = Guard(grace_s, keep_open)
-        self.children = [Child(spec, self.guard) for spec in specs]
+        self._aside = tempfile.TemporaryDirectory(prefix="trireme-", ignore_cleanup_errors=True)
+        self.children = [Child(spec, self.guard, aside=Path(self._aside.name)) for spec in specs]
         self._grace_s = grace_s
         self._scanned = 0.0
 
@@ -190,6 +217,7 @@ class Crew:
         end_all(everybody, marks=mark_of(os.getpid()), grace_s=self._grace_s, hurry=hurry)
         for child in self.children:
             child.reap()
+        self._aside.cleanup()
         self.guard.dismiss()
 
     def states(self) -> list[ProcessState]:
