@@ -13,10 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tiny import VOCABULARY
 from trireme.base.errors import ConfigError
+from trireme.base.paths import RunPaths
 from trireme.cli.export import export
+from trireme.cli.sft import sft
 from trireme.config.run import Model, RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import Checkpoints, Lora, Optimizer, TrainerModel
+from trireme.launch.folder import hold_folder
 from trireme.ledger.manifest import complete_steps
 from trireme.monitor.lanes import joined, shares, steady
 from trireme.monitor.metrics import read_metrics
@@ -148,6 +151,18 @@ def loss_of(folder: Path, entries: list[dict]) -> tuple[float, float]:
         right += sum(int(logprobs[place].argmax()) == token for place, token in enumerate(answer))
         count += len(answer)
     return total / count, right / count
+
+
+def test_a_folder_in_which_another_training_is_at_work_is_left_alone(
+    letters: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """It would be moved aside under its feet."""
+    paths = RunPaths(tmp_path)
+    paths.metrics.touch()
+    typed = ["--data", str(letters), "--model.name", str(tiny_model), "--output-dir", str(tmp_path), "--device", "cpu"]
+    with hold_folder(paths), pytest.raises(ConfigError, match="another launcher"):
+        sft(typed)
+    assert paths.metrics.exists()
 
 
 def test_epochs_make_the_length_of_a_run(letters: Path, tiny_model: Path, tmp_path: Path) -> None:

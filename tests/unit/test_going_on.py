@@ -10,6 +10,8 @@ import pytest
 from stage import write_checkpoint
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
+from trireme.config.sft import SftConfig
+from trireme.config.trainer import Optimizer, TrainerModel
 from trireme.config.written import write_run
 from trireme.launch.going_on import check_goes_on, is_trained
 from written_run import build_config
@@ -69,6 +71,34 @@ def test_another_optimizer_is_refused_with_both_names_and_adamw_in_8_bits_is_non
     with pytest.raises(ConfigError, match=r"trained by 'adamw', and `trainer.optim.type` is 'muon'"):
         check_goes_on(trained_by(earlier, "muon"))
     check_goes_on(trained_by(earlier, "adamw_8bit"))
+
+
+@pytest.fixture
+def fine_tuned(tmp_path: Path) -> SftConfig:
+    """Three steps of supervised training."""
+    config = SftConfig(output_dir=tmp_path / "sft", data="x.jsonl", max_steps=3, model=TrainerModel(name="models/a"))
+    write_run(config, config.paths.run_config)
+    config.paths.metrics.touch()
+    write_checkpoint(config.paths, 3)
+    return config.model_copy(update={"resume": True})
+
+
+def test_supervised_training_is_gone_on_with_in_the_same_way(fine_tuned: SftConfig) -> None:
+    check_goes_on(fine_tuned)
+    assert is_trained(fine_tuned)
+    assert not is_trained(fine_tuned.model_copy(update={"max_steps": 4}))
+    with pytest.raises(ConfigError, match=r"step 3, and `max_steps` is 2 .*`--ckpt.resume-step N`"):
+        check_goes_on(fine_tuned.model_copy(update={"max_steps": 2}))
+    with pytest.raises(ConfigError, match=r"of the model 'models/a', and `model.name` is 'models/b'"):
+        check_goes_on(fine_tuned.model_copy(update={"model": TrainerModel(name="models/b")}))
+    with pytest.raises(ConfigError, match=r"trained by 'adamw', and `optim.type` is 'sgd'"):
+        check_goes_on(fine_tuned.model_copy(update={"optim": Optimizer(type="sgd")}))
+
+
+def test_epochs_say_nothing_of_steps(fine_tuned: SftConfig) -> None:
+    by_epochs = fine_tuned.model_copy(update={"num_epochs": 2.0, "max_steps": 1})
+    check_goes_on(by_epochs)
+    assert not is_trained(by_epochs)
 
 
 def test_before_there_is_a_checkpoint_any_optimizer_will_do(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft
 from trireme.config.sft import SftConfig
 from trireme.config.written import to_table, to_toml, write_run
+from trireme.launch.folder import hold_folder
+from trireme.launch.going_on import check_goes_on, is_trained
 
 
 def main() -> None:
@@ -21,10 +23,28 @@ def main() -> None:
 
 
 def sft(argv: list[str]) -> None:
-    opened = _open(argv)
-    if opened is None:
+    config, invocation = load_config(argv, SftConfig, program="sft")
+    if invocation.run:
+        end_with_parent()
+        _train(config, invocation.run)
         return
-    config, run_file = opened
+    devices = detect_devices()
+    config = resolve_sft(config, devices)
+    check_sft(config, devices)
+    if invocation.dry_run:
+        print(to_toml(to_table(config)))
+        return
+    with hold_folder(config.paths):
+        check_goes_on(config)
+        if config.resume and is_trained(config):
+            print(f"all {config.max_steps} steps are trained and saved: nothing is left to do")
+            return
+        make_room(config.paths, resume=config.resume, resume_step=config.ckpt.resume_step)
+        write_run(config, config.paths.run_config)
+        _train(config, config.paths.run_config)
+
+
+def _train(config: SftConfig, run_file: Path) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads or 1))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads take a core from whoever else computes
     become_ranks(config.num_ranks or 1, "trireme.cli.sft", run_file)
@@ -36,23 +56,6 @@ def sft(argv: list[str]) -> None:
 
     with explained("", config, seq_len=config.seq_len, device=config.device):
         train_sft(config)
-
-
-def _open(argv: list[str]) -> tuple[SftConfig, Path] | None:
-    """The configuration and where it lies; None where it was only to be shown."""
-    config, invocation = load_config(argv, SftConfig, program="sft")
-    if invocation.run:
-        end_with_parent()
-        return config, invocation.run
-    devices = detect_devices()
-    config = resolve_sft(config, devices)
-    check_sft(config, devices)
-    if invocation.dry_run:
-        print(to_toml(to_table(config)))
-        return None
-    make_room(config.paths, resume=config.resume, resume_step=config.ckpt.resume_step)
-    write_run(config, config.paths.run_config)
-    return config, config.paths.run_config
 
 
 if __name__ == "__main__":
