@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -317,7 +318,9 @@ def test_a_run_that_must_end_ends_also_when_a_group_arrives_at_that_instant(tmp_
     """So many turns of the event loop lie between the arrival and the cancellation."""
 
     async def main():
-        policy = Policy(None, config.weight_broadcast, Waits("orchestrator"), Versions(config.paths.journal))
+        policy = Policy(
+            SimpleNamespace(), config.weight_broadcast, Waits("orchestrator"), Versions(config.paths.journal)
+        )
         scheduler = Scheduler(config, {}, None, policy, None, Waits("orchestrator"), next_batch=0)
         waiting = asyncio.create_task(scheduler.next_group())
         await asyncio.sleep(0.01)
