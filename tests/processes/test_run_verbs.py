@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from trireme.base.processes import free_port
 from trireme.base.token import TOKEN
 from trireme.cli.cancel import cancel, end_launcher
 from trireme.cli.logs import logs
+from trireme.cli.status import _Watch as Following
 from trireme.cli.status import status
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
@@ -171,6 +173,32 @@ def test_to_follow_a_run_that_nobody_is_at_work_on_ends_and_tells_how_it_stands(
     monkeypatch.setattr("trireme.cli.status.DESERTED_S", 1.0)
     assert status([str(run), "--follow"]) == 0
     assert "its orchestrator does not answer here; 3 of 8 steps are trained" in capsys.readouterr().out
+
+
+class Seen:
+    """A view, as far as it is watched."""
+
+    def __init__(self, num_done: int, status: object = None) -> None:
+        self.progress = SimpleNamespace(num_done=num_done)
+        self.status = status
+
+
+def test_a_run_elsewhere_is_followed_until_its_orchestrator_has_been_there_and_is_gone(run, monkeypatch):
+    """It may be gone on with to more steps than those that it has: who follows it is there before."""
+    monkeypatch.setattr("trireme.cli.status.DESERTED_S", 0.2)
+    watch = Following(run, 8, is_far=True)
+    assert watch.goes_on(Seen(8))
+    assert watch.goes_on(Seen(8, status="running"))
+    assert not watch.goes_on(Seen(8))
+    assert Following(run, 8, is_far=False).goes_on(Seen(8)) is False
+    waiting = Following(run, 8, is_far=True)
+    assert waiting.goes_on(Seen(3))
+    time.sleep(0.3)
+    assert waiting.goes_on(Seen(3))  # whoever knows that it will not come says so
+    nobody = Following(run, 8, is_far=True)
+    assert nobody.goes_on(Seen(8))
+    time.sleep(0.3)
+    assert not nobody.goes_on(Seen(8))
 
 
 def test_logs_are_the_newest_lines_of_every_process_or_of_one(run):

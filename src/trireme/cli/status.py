@@ -67,46 +67,58 @@ def _follow(options: Namespace) -> int:
     """Until the run is over, nobody is at work on it any more, or somebody asks this to end; what was mirrored is sent
     then. Of one that is over, or has stopped, it tells how it stands."""
     config = _wait_for_config(options.run)
-    watch = _Watch(options.run, is_far=options.mirror or find_submission(options.run) is not None)
-    if watch.is_over():
+    is_far = options.mirror or find_submission(options.run) is not None
+    if not is_far and _is_over(options.run):
         print("\n".join(look_at(options.run).lines()))
         return 0
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: asked.append(received))
+    watch = _Watch(options.run, config.max_steps, is_far=is_far)
     with _mirror(config) if options.mirror else nullcontext(), open_view(config) as view:
-        while not asked and not (view.progress.num_done >= config.max_steps and view.status is None):
+        while not asked and watch.goes_on(view):
             view.tick(())
-            if watch.is_deserted(view):
-                break
             time.sleep(POLL_S)
         view.tick((), final=True)
-    if watch.was_deserted:
+    if watch.is_deserted and not asked:
         print("\n".join(look_at(options.run).lines()))
     return 0
 
 
+def _is_over(run: Path) -> bool:
+    standing = look_at(run)
+    is_trained = standing.progress.num_done >= standing.config.max_steps
+    return is_trained and standing.status is None and standing.launcher is None
+
+
 class _Watch:
-    """Whether anybody is at work on a run. Of one on other machines only its orchestrator can be asked."""
+    """Whether there is more to follow. Of a run on other machines only its orchestrator can be asked, and that may be
+    about to go on with a run that had come to its end."""
 
-    def __init__(self, run: Path, *, is_far: bool) -> None:
-        self.was_deserted = False
+    def __init__(self, run: Path, max_steps: int, *, is_far: bool) -> None:
         self._run = run
+        self._max_steps = max_steps
         self._is_far = is_far
-        self._seen_at = time.monotonic()
+        self._has_answered = False
         self._num_done = -1
+        self._seen_at = time.monotonic()
 
-    def is_over(self) -> bool:
-        standing = look_at(self._run)
-        is_trained = standing.progress.num_done >= standing.config.max_steps
-        return is_trained and standing.status is None and standing.launcher is None
+    @property
+    def is_deserted(self) -> bool:
+        return time.monotonic() - self._seen_at > DESERTED_S
 
-    def is_deserted(self, view: View) -> bool:
+    def goes_on(self, view: View) -> bool:
+        self._look(view)
+        is_trained = view.progress.num_done >= self._max_steps
+        if is_trained and view.status is None and (self._has_answered or not self._is_far):
+            return False
+        return not self.is_deserted or (self._is_far and not is_trained)
+
+    def _look(self, view: View) -> None:
         moved, self._num_done = view.progress.num_done != self._num_done, view.progress.num_done
-        if moved or self._is_far or view.status is not None or launcher_of(RunPaths(self._run)) is not None:
+        self._has_answered |= view.status is not None
+        if moved or view.status is not None or launcher_of(RunPaths(self._run)) is not None:
             self._seen_at = time.monotonic()
-        self.was_deserted = time.monotonic() - self._seen_at > DESERTED_S
-        return self.was_deserted
 
 
 def _mirror(config: RunConfig):  # type: ignore[no-untyped-def]
