@@ -16,6 +16,7 @@ import pytest
 from limits import file_size_limit, small_disk
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
+from trireme.monitor import wandb_mirror
 from trireme.monitor.metrics import MetricsFile, latest_by_step, merge_processes, read_metrics
 from trireme.monitor.wandb_mirror import open_wandb_mirror
 
@@ -213,6 +214,39 @@ def test_wandb_gets_each_step_once_with_both_processes_numbers(tmp_path: Path) -
     assert [row["step"] for row in history] == ["0", "1", "2", "3", "4"]
     assert [row["reward/mean"] for row in history] == ["0", "0.25", "0.5", "0.75", "1"]
     assert all(row["loss"] == "1.5" and "grad_norm" not in row for row in history)
+
+
+class WandbRun:
+    id = "one"
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.steps.append(row["step"])
+
+
+def test_a_mirror_that_is_killed_goes_on_near_where_it_was_though_the_orchestrator_is_always_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step is sent, and of many only the last few a second time."""
+    runs: list[WandbRun] = []
+    monkeypatch.setattr(wandb_mirror, "_init", lambda config, run_id: runs.append(WandbRun()) or runs[-1])
+    config = _wandb_config(tmp_path, "offline")
+    orchestrator, trainer = (MetricsFile(config.paths.metrics, name) for name in ("orchestrator", "trainer"))
+    killed = wandb_mirror._Mirror(config)
+    for step in range(20):
+        orchestrator.append(step, {"reward/mean": 0.5})
+        if step > 1:
+            trainer.append(step - 2, {"loss": 1.0})
+        killed._mirror(patience_s=60)
+    next_one = wandb_mirror._Mirror(config)
+    for step in (18, 19):
+        trainer.append(step, {"loss": 1.0})
+    next_one._mirror(patience_s=0)
+    assert runs[0].steps == list(range(18))
+    assert set(runs[0].steps + runs[1].steps) == set(range(20))
+    assert len(runs[1].steps) <= 4
 
 
 def test_wandb_that_cannot_start_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,20 +84,26 @@ class _Mirror:
             )
 
     def _mirror(self, *, patience_s: float) -> None:
-        rows, self._offset = read_metrics(self._metrics, self._offset)
+        before = self._offset
+        rows, self._offset = read_metrics(self._metrics, before)
         for row in rows:
-            self._pending.setdefault(row["step"], _Pending()).add(row)
+            self._pending.setdefault(row["step"], _Pending(before)).add(row)
         for step in sorted(self._pending):
             if self._pending[step].is_due(self._processes, patience_s):
                 self._run.log(_payload(self._pending.pop(step).rows.values()))
-        if not self._pending:  # otherwise a mirror that is killed now would leave these rows out
-            self._bookmark.save(self._offset)
+        # A mirror that is killed now goes on with these; rather some step twice than one left out.
+        self._bookmark.save(min((pending.offset for pending in self._pending.values()), default=self._offset))
 
 
 class _Pending:
     """What has been reported about one step and not been logged yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, offset: int) -> None:
+        """
+        Args:
+            offset: before which no row of it was read.
+        """
+        self.offset = offset
         self.rows: dict[str, Row] = {}
         self.since = time.monotonic()
 
