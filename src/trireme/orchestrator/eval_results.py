@@ -146,16 +146,14 @@ def _by_place(answers: Iterable[Answer]) -> dict[Place, Answer]:
 
 
 def _read_answered(path: Path) -> Iterator[Answer]:
-    """The last line may be torn: its writer was killed."""
+    """Lines of a partial file may be torn: their writers were killed."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
+        if not line.strip() or (path.suffix == ".partial" and _is_torn(line)):
             continue
         try:
             yield msgspec.convert(json.loads(line), Answer)
         except (ValueError, RecursionError, msgspec.ValidationError) as error:
-            if path.suffix == ".partial" and (number == len(lines) or _is_torn(line)):
-                continue
             raise ConfigError(
                 f"{path}, line {number} is no result of an evaluation ({error}) - expected one JSON object per rollout."
                 " Remove the line or the file, and type the same command again."
@@ -163,7 +161,11 @@ def _read_answered(path: Path) -> Iterator[Answer]:
 
 
 def _is_torn(line: bytes) -> bool:
-    return not line.rstrip().endswith(b"}")
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def write_answers(path: Path, answers: Iterable[Answer]) -> None:
