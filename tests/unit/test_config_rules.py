@@ -246,3 +246,12 @@ def test_supervised_training_needs_data() -> None:
         check_with("--data", "nowhere.jsonl")
     Path("here.jsonl").touch()
     check_with("--data", "here.jsonl")
+
+
+def test_whoever_waits_for_a_batch_waits_longer_than_a_rollout_may_take() -> None:
+    said = refusal("--orchestrator.env.0.rollout-timeout-s", "7200")
+    for key in ("trainer.batch_timeout_s", "orchestrator.trainer_timeout_s"):
+        assert f"`{key} = 3600` with `rollout_timeout_s = 7200`" in said
+        assert f"Set `{key}` to 28800 or so" in said
+    longer = ["--trainer.batch-timeout-s", "28800", "--orchestrator.trainer-timeout-s", "28800"]
+    check(resolved(*ENV, "--orchestrator.env.0.rollout-timeout-s", "7200", *longer), CPU)

@@ -41,6 +41,7 @@ from trireme.config.rules_optim import RULES as OPTIM_RULES
 from trireme.config.rules_optim import optim_launch_problems, optim_problems
 from trireme.config.rules_sampling import RULES as SAMPLING_RULES
 from trireme.config.rules_sft import sft_problems
+from trireme.config.rules_waiting import RULES as WAITING_RULES
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
 from trireme.config.sft import SftConfig
@@ -346,6 +347,7 @@ _RULES: Rules = (
     *MOE_RULES,
     *EVALUATION_RULES,
     *BROADCAST_RULES,
+    *WAITING_RULES,
     *HOSTS_RULES,
 )
 
