@@ -49,10 +49,3 @@ def test_a_full_disk_behind_standard_output_is_said_without_a_traceback() -> Non
     assert done.returncode == 2
     assert done.stderr.startswith("trireme: what it says cannot be written: No space left on device")
     assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(("error", "said"), [("KeyboardInterrupt", False), ("ValueError", True)])
-def test_ctrl_c_while_a_command_is_imported_is_no_traceback_and_a_mistake_is_one(error: str, said: bool) -> None:
-    done = subprocess.run([sys.executable, "-c", f"import trireme.cli; raise {error}"], capture_output=True, cwd=ROOT)
-    assert done.returncode != 0
-    assert (b"Traceback" in done.stderr) == said
