@@ -64,6 +64,8 @@ def test_what_the_command_left_is_not_the_runs_own_and_makes_way_whole(tmp_path:
     file = AnswersFile(path)
     file.finish([answered(0)])
     assert is_runs_own(path)
+    make_way(path)  # of its own results a run makes others in their place
+    assert is_runs_own(path)
     description_path(path).write_text("{}")
     assert not is_runs_own(path)
     make_way(path)

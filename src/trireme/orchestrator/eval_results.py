@@ -80,7 +80,7 @@ def is_runs_own(results: Path) -> bool:
 
 def make_way(results: Path) -> None:
     """What the command `eval` left under the name that the run's own results are to have gets another one."""
-    for path in (results, description_path(results)):
+    for path in (results, description_path(results)) if description_path(results).exists() else ():
         if path.exists():
             path.rename(path.with_name(f"{path.stem}.command{path.suffix}"))
 
