@@ -71,6 +71,9 @@ def test_another_optimizer_is_refused_with_both_names_and_adamw_in_8_bits_is_non
     with pytest.raises(ConfigError, match=r"trained by 'adamw', and `trainer.optim.type` is 'muon'"):
         check_goes_on(trained_by(earlier, "muon"))
     check_goes_on(trained_by(earlier, "adamw_8bit"))
+    anew = trained_by(earlier, "muon")
+    ckpt = anew.trainer.ckpt.model_copy(update={"resume_step": 0})
+    check_goes_on(anew.model_copy(update={"trainer": anew.trainer.model_copy(update={"ckpt": ckpt})}))
 
 
 @pytest.fixture

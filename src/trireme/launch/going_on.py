@@ -52,7 +52,8 @@ def check_goes_on(config: RunConfig | SftConfig) -> None:
     if going.paths.run_config.exists():
         before = read_table(going.paths.run_config)
         _check_model(before, going)
-        _check_optimizer(before, going)
+        if going.step != 0:  # the base model, of which no optimizer remembers anything
+            _check_optimizer(before, going)
     if going.step in (None, -1):
         _check_end(going)
 
