@@ -256,4 +256,4 @@ class OrchestratorConfig(Section):
     @property
     def request_timeout_s(self) -> float:
         environments = (*self.env, *(self.eval.env if self.eval else ()))
-        return max(self.engine_timeout_s, *(env.rollout_timeout_s for env in environments), 0.0)
+        return max([self.engine_timeout_s, *(env.rollout_timeout_s for env in environments)])

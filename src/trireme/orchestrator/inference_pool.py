@@ -180,7 +180,7 @@ class InferencePool:
 
     async def _until_answered(self, ask: Callable[[Engine], Awaitable[Answer]]) -> Answer:
         """Asks an engine, the least busy first, until one does not drop the request."""
-        interruptions, dropped_at = self.interruptions, math.inf
+        began, interruptions, dropped_at = time.monotonic(), self.interruptions, math.inf
         while True:
             engine = await self._least_busy()
             try:
@@ -191,8 +191,8 @@ class InferencePool:
                     interruptions, dropped_at = self.interruptions, math.inf
                 elif isinstance(error, TimeoutError) or time.monotonic() > dropped_at + self.timeout_s:
                     raise DeadlineExceeded(
-                        f"orchestrator waited {self.timeout_s:.0f} s for {engine.url} to answer a request that it "
-                        f"dropped again and again, last: {words}. Look at logs/inference.stdout"
+                        f"orchestrator waited {time.monotonic() - began:.0f} s for {engine.url} to answer a request "
+                        f"that it dropped again and again, last: {words}. Look at logs/inference.stdout"
                     ) from error
                 log.warning("%s dropped a request: %s; it is sent again", engine.url, words)
                 dropped_at = min(dropped_at, time.monotonic())
