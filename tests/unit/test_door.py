@@ -45,7 +45,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch) -> None:
 def test_a_full_disk_behind_standard_output_is_said_without_a_traceback() -> None:
     command = [sys.executable, "-m", "trireme.cli.trireme", "env", "list"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("trireme: what it says cannot be written: No space left on device")
     assert done.stderr.count("\n") == 1

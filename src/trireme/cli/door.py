@@ -36,6 +36,12 @@ RANKS_PARENT = "TRIREME_RANKS_PARENT"  # torchrun's pid, for the ranks below it
 REFUSED = (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 """Files and folders that are not ours to have: the user can put that right, and no traceback helps."""
 
+A_PLACE = (
+    "a place that this user may write to, or a file that may be read. Look at its rights, or choose another: "
+    "`output_dir` is where runs are written."
+)
+ROOM = "room where its output goes. Free some space there, or send it elsewhere."
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -64,12 +70,9 @@ def run_door(program: str, main: Callable[[list[str]], int | None], *, abruptly:
     except BrokenPipeError:
         code = 128 + signal.SIGPIPE
     except OSError as error:
-        if is_full(error) and error.filename is None:
-            code = _nowhere_to_print(program, error)
-        elif error.errno not in REFUSED or error.filename is None:
+        if not (is_full(error) if error.filename is None else error.errno in REFUSED):
             raise
-        else:
-            code = _refused(program, error)
+        code = _refused(program, error)
     except KeyboardInterrupt:
         code = 130
     code = _said_all(program, code)
@@ -80,20 +83,11 @@ def run_door(program: str, main: Callable[[list[str]], int | None], *, abruptly:
 
 
 def _refused(program: str, error: OSError) -> int:
-    print(
-        f"{program}: {error.filename}: {error.strerror} - expected a place that this user may write to, or a file that "
-        "may be read. Look at its rights, or choose another: `output_dir` is where runs are written.",
-        file=sys.stderr,
+    """A file or folder that is not ours to have, or standard output where its disk is full."""
+    what, expected = (
+        (error.filename, A_PLACE) if error.filename is not None else ("what it says cannot be written", ROOM)
     )
-    return ConfigError.exit_code
-
-
-def _nowhere_to_print(program: str, error: OSError) -> int:
-    print(
-        f"{program}: what it says cannot be written: {error.strerror} - expected room where its output goes. Free some "
-        "space there, or send it elsewhere.",
-        file=sys.stderr,
-    )
+    print(f"{program}: {what}: {error.strerror} - expected {expected}", file=sys.stderr)
     return ConfigError.exit_code
 
 
@@ -107,7 +101,7 @@ def _said_all(program: str, code: int) -> int:
     except OSError as error:
         if not is_full(error):
             raise
-        code = code or _nowhere_to_print(program, error)
+        code = code or _refused(program, error)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try once more
     return code
 
