@@ -31,6 +31,12 @@ _OPTIONS = (
 # addresses
 
 
+def stay_on_loopback() -> None:
+    """Make gloo and NCCL listen on the loopback interface, unless the user has named another."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
 def is_loopback(host: str) -> bool:
     """By its looks: `localhost`, 127.x.y.z, ::1."""
     with suppress(ValueError):

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+RANK_STORE = "TRIREME_RANK_STORE"
+"""Environment variable of trainer ranks on one machine: the file in which they find each other, a `FileStore`."""
+
 _PR_SET_PDEATHSIG = 1
 
 LOWEST_PORT = 12_000  # above those that servers listen at by custom, our own defaults among them

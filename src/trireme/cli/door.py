@@ -30,8 +30,9 @@ from trireme.config.written import Room, write_rooms, write_run
 from trireme.launch.descendants import MARKER
 from trireme.launch.folder import prepare_folder
 from trireme.launch.plan import describe, plan
+from trireme.launch.ranks import run_ranks
 
-RANKS_PARENT = "TRIREME_RANKS_PARENT"  # torchrun's pid, for the ranks below it
+RANKS_PARENT = "TRIREME_RANKS_PARENT"  # pid of the process that starts the ranks, for the ranks below it
 
 REFUSED = (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 """Files and folders that are not ours to have: the user can put that right, and no traceback helps."""
@@ -182,10 +183,9 @@ def end_with_parent() -> None:
 
 
 def become_ranks(num_ranks: int, module: str, run_file: Path, *, nodes: Nodes | None = None) -> None:
-    """Returns in each rank. The process that was started becomes their torchrun where there are several, and ends with
-    them.
+    """Return in each rank. Where there are several, the process that was started starts them, and ends with them.
 
-    One rank needs no torchrun, whose import takes seconds. The ranks are tied to torchrun as it is to its parent.
+    The ranks are tied to that process as it is to its parent. On several machines it runs torchrun.
 
     Args:
         num_ranks: on all machines together.
@@ -198,6 +198,8 @@ def become_ranks(num_ranks: int, module: str, run_file: Path, *, nodes: Nodes | 
         return
     os.environ[RANKS_PARENT] = str(os.getpid())
     sys.stdout.flush()
+    if nodes is None:
+        sys.exit(run_ranks(num_ranks, [sys.executable, "-m", module, "--run", str(run_file)]))
     sys.exit(_torchrun(_torchrun_arguments(num_ranks, module, run_file, nodes)))
 
 
@@ -225,12 +227,10 @@ def _single_rank() -> dict[str, str]:
     return alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
-def _torchrun_arguments(num_ranks: int, module: str, run_file: Path, nodes: Nodes | None) -> list[str]:
-    """After `--` nothing is torchrun's: it would take our `--run` for its `--run-path`. Who starts the ranks again is
-    the launcher, all of them together; on several machines, each one's keeper."""
-    where = list(nodes.arguments()) if nodes else ["--standalone", "--local-addr", "127.0.0.1"]
-    here = num_ranks // (nodes.count if nodes else 1)
-    torchrun = [*where, "--max-restarts", "0", "--nproc-per-node", str(here)]
+def _torchrun_arguments(num_ranks: int, module: str, run_file: Path, nodes: Nodes) -> list[str]:
+    """Build torchrun's command line. After `--` nothing is torchrun's: it would take our `--run` for its `--run-path`.
+    Each machine's keeper starts its ranks again, so torchrun does not."""
+    torchrun = [*nodes.arguments(), "--max-restarts", "0", "--nproc-per-node", str(num_ranks // nodes.count)]
     return [*torchrun, "-m", "--", module, "--run", str(run_file)]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError
-from trireme.base.network import interface_of, own_address
+from trireme.base.network import interface_of, own_address, stay_on_loopback
 from trireme.base.token import adopt_token, sealed
 from trireme.config.load import Invocation
 from trireme.config.places import NODE, find_node
@@ -47,6 +47,7 @@ def join_network(config: RunConfig, room: Room, node: int) -> None:
     """
     adopt_token(config.hosts.token_file)
     if config.hosts.are_loopback:
+        stay_on_loopback()
         return
     addresses = hosts_of(config, room)
     here = addresses[min(node, len(addresses) - 1)].partition(":")[0]

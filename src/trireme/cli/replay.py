@@ -10,6 +10,7 @@ from pathlib import Path
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.log import start_logging
+from trireme.base.network import stay_on_loopback
 from trireme.cli.door import RANKS_PARENT, become_ranks, end_with_parent, run_door, set_environment
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
@@ -17,7 +18,7 @@ from trireme.config.written import find_run_file, read_run
 from trireme.launch.plan import plan
 from trireme.ledger.span import find_span
 
-ARGUMENTS = "TRIREME_REPLAY"  # our command line, as JSON, for the ranks below torchrun
+ARGUMENTS = "TRIREME_REPLAY"  # our command line, as JSON, for the ranks below this process
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
 def replay(argv: list[str]) -> int:
     """Returns 0 where every version came out as engines had confirmed it (on a GPU: or not), 1 where not.
 
-    Where there are several ranks this process becomes their torchrun, and each rank comes here again.
+    Where there are several ranks this process starts them, and each rank comes here again.
 
     Raises:
         ConfigError: there is no such run, or not these steps of it.
@@ -43,6 +44,7 @@ def replay(argv: list[str]) -> int:
     else:
         os.environ[ARGUMENTS] = json.dumps(argv)
         set_environment(plan(config, run_file, detect_devices()).process("trainer").env)
+    stay_on_loopback()
     become_ranks(config.trainer.num_ranks or 1, "trireme.cli.replay", run_file)
     start_logging("replay", "warning")
 

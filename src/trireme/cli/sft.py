@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trireme.base.devices import detect_devices
 from trireme.base.log import start_logging
+from trireme.base.network import stay_on_loopback
 from trireme.base.processes import quick_imports
 from trireme.cli.door import become_ranks, end_with_parent, make_room, rank, run_door
 from trireme.config.load import load_config
@@ -47,6 +48,7 @@ def sft(argv: list[str]) -> None:
 def _train(config: SftConfig, run_file: Path) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads or 1))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads take a core from whoever else computes
+    stay_on_loopback()
     become_ranks(config.num_ranks or 1, "trireme.cli.sft", run_file)
     start_logging("sft" if rank() == 0 else f"sft.{rank()}", config.log_level)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trireme.base.network import watch_connections
+from trireme.base.processes import RANK_STORE
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 DATA, CONTEXT = "dp", "cp"
@@ -106,7 +107,7 @@ class HoldOn:
 def open_world(
     device: str, *, threads: int | None, timeout_s: float, replicas: int = 1, cp: int = 1
 ) -> Iterator[World]:
-    """Joins the process group that torchrun (or a single process's environment) describes.
+    """Join the process group that `launch.ranks`, torchrun or a single process's environment describes.
 
     Args:
         replicas: copies of the model, a divisor of the number of ranks.
@@ -149,5 +150,9 @@ def _join(device: str, rank: int, size: int, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     if size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+        return
+    store = None  # torchrun's, which the environment names
+    if (file := os.environ.get(RANK_STORE)) is not None:
+        store = dist.FileStore(file, size)
+        store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -14,8 +14,6 @@ import pytest
 from stage import DEADLINE_S, until
 from trireme.launch.descendants import read_process
 
-pytestmark = pytest.mark.e2e  # each starts torchrun, whose imports take seconds per process
-
 DOOR = """
 import os, signal, sys, time
 from pathlib import Path
@@ -80,9 +78,17 @@ def test_a_killed_rank_ends_the_group_with_1_and_names_it(tmp_path: Path) -> Non
     assert "ranks failed, the others were stopped. Exit codes: rank 1: -9" in (tmp_path / "log").read_text()
 
 
-def test_ranks_do_not_outlive_a_killed_torchrun(tmp_path: Path) -> None:
+def test_ranks_do_not_outlive_the_process_that_started_them(tmp_path: Path) -> None:
     group = Group(tmp_path)
     group.ranks()
     group.popen.kill()
     group.popen.wait(DEADLINE_S)
     until(lambda: group.alive() == [])
+
+
+def test_a_group_that_is_asked_to_end_ends_its_ranks_first(tmp_path: Path) -> None:
+    group = Group(tmp_path)
+    group.ranks()
+    group.popen.terminate()
+    assert group.popen.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert group.alive() == []
