@@ -19,6 +19,7 @@ import httpx
 import psutil
 from safetensors import safe_open
 
+import forkserver
 from interrupts import heed_interrupts
 from trireme.base.paths import RunPaths, step_folder
 from trireme.base.processes import die_with_parent
@@ -31,7 +32,7 @@ QUICKSTART = "configs/reverse-text/rl.toml"
 SYNCHRONOUS = "tests/e2e/synchronous.toml"
 DEADLINE_S = 300.0  # far above anything that was ever seen: a test that gets there hangs
 END_S = 20.0  # for a process that was asked to end
-POLL_S = 0.1
+POLL_S = 0.02
 MARK = "TRIREME_TEST"  # environment variable that everything we start inherits
 
 
@@ -43,17 +44,35 @@ def command(name: str) -> str:
 class Process:
     """A command of ours, and everything that it starts."""
 
-    def __init__(self, name: str, *arguments: str | Path, log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *arguments: str | Path,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        forked: bool = False,
+    ) -> None:
+        """
+        Args:
+            forked: start it, and what it starts, from a process that has imported everything (see `forkserver`).
+        """
         self.name = name
         self.log = log
         self.family: set[psutil.Process] = set()
         self._mark = uuid.uuid4().hex
         log.parent.mkdir(parents=True, exist_ok=True)
+        argv = [command(name), *map(str, arguments)]
+        environment = os.environ | {MARK: self._mark} | dict(env or {})
+        self._popen: subprocess.Popen[bytes] | forkserver.Forked
         with open(log, "wb") as output:
+            if forked:
+                argv[0] = sys.executable if name == "python" else argv[0]
+                self._popen = forkserver.popen(argv, output=output.fileno(), env=environment, cwd=REPOSITORY)
+                return
             self._popen = subprocess.Popen(
-                [command(name), *map(str, arguments)],
+                argv,
                 cwd=REPOSITORY,
-                env=os.environ | {MARK: self._mark} | dict(env or {}),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -87,8 +106,17 @@ class Process:
 
     def left(self) -> list[str]:
         """What is still alive of everything that it ever started."""
+        if isinstance(self._popen, forkserver.Forked):
+            return [_describe(process) for process in self._below_keeper() if process.pid != self._popen.pid]
         self.family.update(process for process in psutil.process_iter() if self._is_marked(process))
         return [_describe(process) for process in self.family if _is_alive(process)]
+
+    def _below_keeper(self) -> list[psutil.Process]:
+        assert isinstance(self._popen, forkserver.Forked)
+        with suppress(psutil.Error):
+            below = psutil.Process(self._popen.keeper_pid).children(recursive=True)
+            return [process for process in below if _is_alive(process)]
+        return []
 
     def _is_marked(self, process: psutil.Process) -> bool:
         try:
@@ -107,6 +135,8 @@ class Process:
             with suppress(psutil.Error):
                 process.kill()
         self._popen.wait(END_S)
+        if isinstance(self._popen, forkserver.Forked):
+            self._popen.close()
 
     def tail(self, count: int = 40) -> str:
         lines = "\n".join(f"    {line}" for line in self.output.splitlines()[-count:])
@@ -133,8 +163,10 @@ def _describe(process: psutil.Process) -> str:
 
 
 @contextmanager
-def started(name: str, *arguments: str | Path, log: Path, env: Mapping[str, str] | None = None) -> Iterator[Process]:
-    process = Process(name, *arguments, log=log, env=env)
+def started(
+    name: str, *arguments: str | Path, log: Path, env: Mapping[str, str] | None = None, forked: bool = False
+) -> Iterator[Process]:
+    process = Process(name, *arguments, log=log, env=env, forked=forked)
     try:
         yield process
     finally:

@@ -24,7 +24,7 @@ from trireme.ledger.versions import Versions
 SCRIPTED = ("python", "tests/scripted_rl.py", "@", "tests/e2e/scripted.toml")
 REAL = ("rl", "@", "tests/e2e/synchronous.toml")
 DEADLINE_S = 120.0  # for a point to be reached, and for a run to recover
-POLL_S = 0.05
+POLL_S = 0.01
 
 VICTIMS = (
     "launcher",
@@ -74,7 +74,7 @@ def find(victim: str, launcher: int, ranks: int = 1) -> psutil.Process | None:
     """The process that plays this part now, below the launcher; None while there is none.
 
     Args:
-        ranks: of the trainer. Several have a torchrun above them, which is none of them.
+        ranks: of the trainer. Several have a process above them, which is none of them.
     """
     with suppress(psutil.Error):
         root = psutil.Process(launcher)
@@ -93,8 +93,7 @@ def _plays(process: psutil.Process, victim: str, ranks: int) -> bool:
         case "orchestrator":
             return "trireme.cli.orchestrator" in words
         case "trainer rank 0" | "trainer rank 1":
-            rank = process.environ().get("RANK", "0" if ranks == 1 else None)
-            return "trireme.cli.trainer" in words and rank == victim[-1]
+            return "trireme.cli.trainer" in words and (ranks == 1 or _rank(process, words) == victim[-1])
         case "inference server":
             is_scripted = "scripted_engine.py" in words and "--core" not in words
             return is_scripted or "trireme.cli.inference" in words
@@ -103,6 +102,11 @@ def _plays(process: psutil.Process, victim: str, ranks: int) -> bool:
         case "environment worker":
             return "environments/worker" in words
     raise AssertionError(f"{victim} is none of {VICTIMS}")
+
+
+def _rank(process: psutil.Process, words: str) -> str | None:
+    """Of a forked process, the command that /proc shows ends with its rank."""
+    return words.rpartition(" RANK=")[2] if " RANK=" in words else process.environ().get("RANK")
 
 
 # a run
@@ -154,6 +158,7 @@ class KilledRun:
             *("--output-dir", str(self.run.root), "--trainer.num-ranks", str(self.ranks), *self.flags, *more),
             log=self.folder / f"launcher-{self.num_starts}.log",
             env=self.faults.env,
+            forked=self.command == SCRIPTED,
         )
 
     @property

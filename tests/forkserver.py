@@ -1,0 +1,299 @@
+"""Start Python programs by forking a process that has imported torch and transformers already.
+
+A trainer spends ten seconds of processor time on imports, and a kill matrix starts hundreds of processes. `popen` gives
+what `subprocess.Popen` gives, for a program of ours; what that program starts with `subprocess.Popen` is forked too,
+where it is one of `FORKED`. All else is executed as usual. Starting by `exec` is tested elsewhere, on the real system.
+
+    test process --- socket ---> server --- fork ---> keeper --- fork ---> the program --- fork ---> its processes
+
+The keeper stays until nothing of the program is left, so `keeper_pid` is above every orphan (PR_SET_CHILD_SUBREAPER).
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import gc
+import inspect
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from setproctitle import getproctitle, setproctitle
+
+FORKED = ("trireme.cli.orchestrator", "trireme.cli.trainer", "trireme.cli.sft", "trireme.cli.replay")
+FORKED_SCRIPTS = ("scripted_engine.py",)
+IMPORTED = ("trireme.trainer.loop", "trireme.orchestrator.loop", "trireme.launch.supervise", "trireme.cli.rl")
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+START_S = 120.0
+
+
+# the test process
+
+
+class Forked:
+    """A program that was forked, with the methods of `subprocess.Popen` that tests use."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._replies = connection.makefile("r")
+        self._connection = connection
+        first = json.loads(self._replies.readline())
+        self.pid, self.keeper_pid = first["pid"], first["keeper"]
+        self.returncode: int | None = None
+        connection.setblocking(False)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            with suppress(BlockingIOError):
+                if line := self._connection.recv(1000):
+                    self.returncode = json.loads(line)["code"]
+                else:
+                    raise AssertionError(f"the keeper of process {self.pid} died")
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        give_up = time.monotonic() + (START_S if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > give_up:
+                raise subprocess.TimeoutExpired("a forked program", timeout or START_S)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let the keeper kill what is left, and leave."""
+        self._replies.close()
+        self._connection.close()
+
+
+_lock = threading.Lock()
+
+
+@functools.cache
+def _server() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=theirs,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+        preexec_fn=_die_with_parent,
+    )
+    theirs.close()
+    atexit.register(process.kill)
+    return ours
+
+
+def popen(argv: Sequence[str], *, output: int, env: Mapping[str, str], cwd: Path) -> Forked:
+    """Run `argv` (`python SCRIPT …`, `python -m MODULE …` or a script of the installation) with both outputs sent to
+    the descriptor `output`, in a session of its own."""
+    ours, theirs = socket.socketpair()
+    request = json.dumps({"argv": list(argv), "env": dict(env), "cwd": str(cwd)}).encode()
+    with theirs, _lock:
+        server = _server()
+        socket.send_fds(server, [len(request).to_bytes(4, "big")], [output, theirs.fileno()])
+        server.sendall(request)
+    return Forked(ours)
+
+
+# the server
+
+
+def serve() -> NoReturn:
+    """Fork a keeper for each request, until the test process closes its end."""
+    from trireme.base.processes import quick_imports
+
+    setproctitle(getproctitle())  # it finds its place behind the environment, which programs will replace
+    with quick_imports():
+        for module in IMPORTED:
+            __import__(module)
+    requests = socket.socket(fileno=0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need not be waited for
+    while True:
+        header, fds, _, _ = socket.recv_fds(requests, 4, 2)
+        if not header:
+            os._exit(0)
+        length, request = int.from_bytes(header, "big"), b""
+        while len(request) < length:
+            request += requests.recv(length - len(request))
+        if not os.fork():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _keep(json.loads(request), output=fds[0], connection=fds[1])
+        for fd in fds:
+            os.close(fd)
+
+
+def _keep(request: dict[str, Any], *, output: int, connection: int) -> NoReturn:
+    """Start the program, tell its pid and its exit code, and wait until nothing of it is left or nobody asks."""
+    _die_with_parent()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    pid = os.fork()
+    if not pid:
+        _become(request["argv"], (-1, output, output), env=request["env"], cwd=request["cwd"], new_session=True)
+    asked = socket.socket(fileno=connection)
+    asked.sendall(json.dumps({"pid": pid, "keeper": os.getpid()}).encode() + b"\n")
+    asked.settimeout(0.01)
+    with suppress(ConnectionError):
+        while not _is_closed(asked):
+            with suppress(ChildProcessError):
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    if ended[0] == pid:
+                        asked.sendall(json.dumps({"code": os.waitstatus_to_exitcode(ended[1])}).encode())
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            process.kill()
+    os._exit(0)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(1)
+    except TimeoutError:
+        return False
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+# a program
+
+
+def _become(
+    argv: Sequence[str],
+    outputs: tuple[int, int, int],
+    *,
+    env: Mapping[str, str],
+    cwd: str | None,
+    new_session: bool,
+    keep: Sequence[int] = (),
+) -> NoReturn:
+    """Turn this forked process into the program, as `exec` would, but for what is imported already."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(-1)
+    if new_session:
+        os.setsid()
+    for fd, there in enumerate(outputs):
+        there = there if there >= 0 or fd else os.open(os.devnull, os.O_RDONLY)
+        if there >= 0:
+            os.dup2(there, fd)
+    _close_all_but(set(keep))
+    os.environ.clear()
+    os.environ.update(env)
+    if cwd is not None:
+        os.chdir(cwd)
+    gc.freeze()  # objects of the parent must not close descriptors that are ours now
+    atexit._clear()
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    sys.stdout.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
+    _name(argv)
+    os._exit(_run(list(argv)))
+
+
+def _close_all_but(keep: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in keep:
+            with suppress(OSError):
+                os.close(int(name))
+
+
+def _name(argv: Sequence[str]) -> None:
+    """Show the command in /proc, where a forked process has that of the server, and its rank behind it."""
+    rank = f" RANK={os.environ['RANK']}" if "RANK" in os.environ else ""
+    setproctitle(" ".join(argv) + rank)
+
+
+def _run(argv: list[str]) -> int:
+    """Returns: the exit code."""
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        import torch
+
+        torch.set_num_threads(int(threads))
+    words = argv[1:] if Path(argv[0]).name.startswith("python") else argv
+    code: Any = 1
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path[0] = str(Path(words[0]).resolve().parent)
+            runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except SystemExit as ending:
+        code = ending.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    return (code or 0) & 0xFF
+
+
+class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen`, but that programs of `FORKED` are forked from this process, where everything is imported."""
+
+    def _execute_child(self, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(subprocess_execute).bind(self, *args, **kwargs).arguments
+        argv = list(map(str, bound["args"])) if isinstance(bound["args"], (list, tuple)) else []
+        if not _is_forked(argv):
+            subprocess_execute(self, *args, **kwargs)
+            return
+        outputs = (bound["p2cread"], bound["c2pwrite"], bound["errwrite"])
+        gc.collect()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                env = dict(os.environ) if bound["env"] is None else bound["env"]
+                session = bool(bound["start_new_session"])
+                _become(argv, outputs, env=env, cwd=bound["cwd"], new_session=session, keep=list(bound["pass_fds"]))
+            finally:
+                os._exit(1)
+        self._child_created = True
+        names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(bound[name] for name in names))  # type: ignore[attr-defined]
+
+
+subprocess_execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
+def _is_forked(argv: list[str]) -> bool:
+    if len(argv) < 3 or argv[0] != sys.executable:
+        return False
+    return (argv[1] == "-m" and argv[2] in FORKED) or Path(argv[1]).name in FORKED_SCRIPTS
+
+
+if __name__ == "__main__":
+    sys.modules["forkserver"] = sys.modules["__main__"]
+    serve()
