@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import IO, Protocol, TypeVar
 
+import forkserver
 from trireme.base.processes import free_port
 
 DEADLINE_S = 300
 
-Ranks = list[subprocess.Popen[str]]
+
+@dataclass
+class Rank:
+    process: forkserver.Forked
+    log: IO[str]
+
+
+Ranks = list[Rank]
 
 
 @contextmanager
 def started_ranks(script: str | None, *arguments: Path, count: int = 2, num_ports: int = 1) -> Iterator[Ranks]:
-    """Each is told who it is, as torchrun would tell it; PORTS has one for each group that they form. None outlives
-    the block."""
+    """Fork `count` ranks that run `script`, told who they are as torchrun would tell them. PORTS has one for each group
+    that they form. None outlives the block."""
     assert script is not None, "a test's own module always has a file"
     ports = [str(free_port()) for _ in range(num_ports)]
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports[0], "PORTS": ",".join(ports)}
@@ -29,26 +38,24 @@ def started_ranks(script: str | None, *arguments: Path, count: int = 2, num_port
     try:
         yield ranks
     finally:
-        for process in ranks:
-            process.kill()
-            process.wait(DEADLINE_S)
+        for rank in ranks:
+            rank.process.close()
+            rank.log.close()
 
 
-def _start(script: str, arguments: Sequence[Path], told: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, script, *map(str, arguments)],
-        env=os.environ | told | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def _start(script: str, arguments: Sequence[Path], told: dict[str, str]) -> Rank:
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `started_ranks` closes it
+    argv = [sys.executable, script, *map(str, arguments)]
+    environment = os.environ | told | {"OMP_NUM_THREADS": "1"}
+    return Rank(forkserver.popen(argv, output=log.fileno(), env=environment, cwd=Path.cwd()), log)
 
 
 def require_success(ranks: Ranks) -> None:
-    """Waits for all of them."""
-    for process in ranks:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == 0, output
+    """Wait for all of them."""
+    for rank in ranks:
+        code = rank.process.wait(DEADLINE_S)
+        rank.log.seek(0)
+        assert code == 0, rank.log.read()
 
 
 # within a rank
@@ -85,4 +92,4 @@ def _wait_for(path: Path, stage: str) -> None:
     while not path.exists():
         if time.monotonic() > give_up:
             raise TimeoutError(f"the ranks of {stage!r} were not done within {DEADLINE_S} s: {path} is not there")
-        time.sleep(0.2)
+        time.sleep(0.02)
