@@ -43,7 +43,7 @@ log = get_logger("scripted")
 LETTERS = range(20, 40)
 UNIFORM = -4.85  # logprob of a token of 128: the trainer's importance ratios stay near 1
 TOKEN_S = 0.005
-WATCHDOG_S = 2.0  # vLLM looks every 5 s whether its core is alive, and leaves when it is not
+WATCHDOG_S = 0.3  # vLLM looks every 5 s whether its core is alive, and leaves when it is not
 ORPHAN_S = 120.0  # a core that nobody ended leaves at last: that of vLLM never would
 
 

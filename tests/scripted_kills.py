@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -139,7 +138,6 @@ class KilledRun:
     name: str = ""
     ranks: int = 1
     patience_s: float = DEADLINE_S  # for a point to be come to, and for getting over a kill
-    stop: threading.Event = field(default_factory=threading.Event)  # nobody waits for this run any more
     blows: list[Blow] = field(default_factory=list)
     story: list[str] = field(default_factory=list)
     num_starts: int = 0
@@ -177,7 +175,6 @@ class KilledRun:
     def until(self, condition: Callable[[], object], what: str) -> None:
         give_up = time.monotonic() + self.patience_s
         while not condition():
-            assert not self.stop.is_set(), "nobody waits for this run any more"
             code = self.process.poll()
             if code is not None and not condition():
                 raise AssertionError(f"the run ended with code {code} before {what}\n{self.tell()}")

@@ -1,26 +1,30 @@
 """`kill -9` of every process at every point of the protocol: a synchronous run ends with the same weights to the bit.
 
-The engine is scripted (`scripted_engine.py`), because vLLM takes half a minute to come up; everything else is the real
-thing. Each victim has a run of its own, in which it is killed once per point. Two runs go on at a time: a process that
-comes up uses one core.
+The engine is scripted (`scripted_engine.py`), because vLLM takes half a minute to start, and processes are forked
+(`forkserver.py`), because imports take ten seconds; everything else is the real thing. The quick test kills each
+process once in each phase of a step; the slow ones kill it at every point, in one run per process.
 """
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from real_run import Run
 from scripted_kills import VICTIMS, KilledRun, audit, first_other_version, open_run
 from trireme.base.faults import POINTS
 
-pytestmark = pytest.mark.e2e
+PHASES = {
+    "sampling": "rollout.finished",
+    "closing a batch": "journal.appended",
+    "updating weights": "trainer.sending",
+    "saving": "checkpoint.written",
+}
 
 ON_THE_WAY_UP = {
     "orchestrator.starting": "orchestrator",
@@ -44,163 +48,101 @@ LIKE_ANOTHER_ON_DISK |= {"trainer.batch_received", "trainer.sending", "trainer.s
 LIKE_ANOTHER_ON_DISK |= {"engine.joined", "engine.received", "engine.finished"}
 """A killed launcher takes all with it, so that only the disk can tell these points from one another."""
 
-STEPS = 100
+STEPS = 70
 SYNCHRONOUS = ("--max-steps", str(STEPS), "--max-async-level", "0")
 AHEAD = ("--max-steps", str(STEPS), "--max-async-level", "2")
 QUICKLY = ("--supervisor.backoff-s", "0.2", "--weight-broadcast.timeout-s", "60")
-MOST_FAILURES = 3  # of one victim; each begins another run with the points that are left
-AT_ONCE = 2
 END_S = 240.0
 
 
-@dataclass
-class Outcome:
-    """What came of one victim's kills."""
-
-    failures: list[str] = field(default_factory=list)
-    story: list[str] = field(default_factory=list)
-
-
 @pytest.fixture(scope="session")
-def model_flags(tiny_model: Path) -> tuple[str, ...]:
-    return ("--model.name", str(tiny_model))
+def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Run]:
+    """Make, or find, the run of a number of ranks in which nothing dies. All workers of a test session share it."""
+    shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else None
+    folder = shared or tmp_path_factory.mktemp("undisturbed")
 
-
-@pytest.fixture(scope="session")
-def undisturbed(model_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    return Undisturbed(tmp_path_factory.mktemp("undisturbed"), [*SYNCHRONOUS, *model_flags])
-
-
-class Undisturbed:
-    """What others are compared with, by number of ranks; made when it is first asked for."""
-
-    def __init__(self, folder: Path, flags: list[str]) -> None:
-        self._folder = folder
-        self._flags = flags
-        self._runs: dict[int, Run] = {}
-        self._lock = threading.Lock()
-
-    def __getitem__(self, ranks: int) -> Run:
-        with self._lock:
-            if ranks not in self._runs:
-                self._runs[ranks] = self._make(ranks)
-            return self._runs[ranks]
-
-    def _make(self, ranks: int) -> Run:
-        run = KilledRun(self._folder / f"of-{ranks}", self._flags, name="undisturbed", ranks=ranks)
-        with open_run(run):
-            run.start()
-            run.wait(END_S)
+    def of_ranks(ranks: int) -> Run:
+        place = folder / f"undisturbed-{ranks}"
+        with FileLock(f"{place}.lock"):
+            run = KilledRun(place, [*SYNCHRONOUS, *model_flags(tiny_model)], name="undisturbed", ranks=ranks)
+            if not run.run.weights(STEPS).exists():
+                with open_run(run):
+                    run.start()
+                    run.wait(END_S)
         return run.run
 
-
-@dataclass(frozen=True)
-class Work:
-    """What the jobs of this file share."""
-
-    undisturbed: Undisturbed
-    model_flags: tuple[str, ...]
-    folder: Path
-    stop: threading.Event
-
-    def place(self, name: str) -> Path:
-        return self.folder / name.replace(" ", "-")
+    return of_ranks
 
 
-@pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest,
-    undisturbed: Undisturbed,
-    model_flags: tuple[str, ...],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[dict[str, Future[Outcome]]]:
-    """Of the jobs whose tests are asked for, worked on side by side in the order of the tests."""
-    work = Work(undisturbed, model_flags, tmp_path_factory.mktemp("matrix"), threading.Event())
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    with ThreadPoolExecutor(AT_ONCE) as workers:
-        yield {
-            job: workers.submit(JOBS[job], work)
-            for job in dict.fromkeys(item.callspec.params["job"] for item in items if "job" in item.callspec.params)
-        }
-        work.stop.set()
-        workers.shutdown(cancel_futures=True)
+def model_flags(model: Path) -> list[str]:
+    return ["--model.name", str(model)]
 
 
-def result(future: Future[Outcome]) -> None:
-    outcome = future.result()
-    print("\n".join(outcome.story))
-    assert not outcome.failures, "\n\n".join(outcome.failures)
-
-
-@pytest.mark.parametrize("job", VICTIMS)
-def test_whoever_is_killed_wherever_the_weights_are_the_same(job: str, outcomes: dict[str, Future[Outcome]]) -> None:
-    result(outcomes[job])
-
-
-@pytest.mark.parametrize("job", ["ahead"])
-def test_whoever_is_killed_while_generation_runs_ahead_the_audit_is_clean(
-    job: str, outcomes: dict[str, Future[Outcome]]
-) -> None:
-    """At each point another victim."""
-    result(outcomes[job])
-
-
-@pytest.mark.parametrize("job", ["frozen"])
-def test_whoever_freezes_is_replaced(job: str, outcomes: dict[str, Future[Outcome]]) -> None:
-    """All but the launcher, one after another: nobody watches the watchman."""
-    result(outcomes[job])
-
-
-def kill_ahead(work: Work) -> Outcome:
-    flags = [*AHEAD, *QUICKLY, *work.model_flags]
-    run = KilledRun(work.place("ahead"), flags, name="ahead", ranks=2, stop=work.stop)
+@contextmanager
+def started(folder: Path, model: Path, *flags: str, name: str, ranks: int) -> Iterator[KilledRun]:
+    """Start a run to kill processes of, and wait for its good end after the block."""
+    run = KilledRun(folder, [*flags, *QUICKLY, *model_flags(model)], name=name, ranks=ranks)
     with open_run(run):
+        yield run
+        run.wait(END_S)
+
+
+def test_each_process_may_be_killed_in_each_phase_of_a_step(
+    tiny_model: Path, tmp_path: Path, undisturbed: Callable[[int], Run]
+) -> None:
+    with started(tmp_path, tiny_model, *SYNCHRONOUS, name="phases", ranks=2) as run:
+        run.start()
+        for point in PHASES.values():
+            for victim in VICTIMS:
+                run.kill_at(victim, point)
+    assert_same(run, undisturbed(2))
+
+
+def grouped(victim: str) -> object:
+    return pytest.param(victim, marks=pytest.mark.xdist_group(f"kills of {victim}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", map(grouped, VICTIMS))
+def test_a_process_may_be_killed_at_every_point(
+    victim: str, tiny_model: Path, tmp_path: Path, undisturbed: Callable[[int], Run]
+) -> None:
+    left = [point for point in points_for(victim) if point not in AT_THE_END]
+    with started(tmp_path, tiny_model, *SYNCHRONOUS, name=victim, ranks=ranks_for(victim)) as run:
+        start(run, victim, left)
+        for point in left:
+            run.kill_at(victim, point, wake=wake_for(victim, point))
+        run.kill_at_the_end(victim, AT_THE_END)
+    assert_same(run, undisturbed(ranks_for(victim)))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("kills ahead")
+def test_processes_may_be_killed_while_generation_runs_ahead(tiny_model: Path, tmp_path: Path) -> None:
+    """At each point another one. The order of events is not that of a run without deaths, so the audit judges."""
+    with started(tmp_path, tiny_model, *AHEAD, name="ahead", ranks=2) as run:
         run.start()
         for number, point in enumerate(EVERY_FEW_STEPS):
             run.kill_at(VICTIMS[number % len(VICTIMS)], point)
-        run.wait(END_S)
     assert {len(batch.rollouts) for batch in run.run.batches()} == {4}
     assert_clean(run)
-    return Outcome(story=run.story)
 
 
-def freeze_all(work: Work) -> Outcome:
-    flags = [*SYNCHRONOUS, *QUICKLY, *work.model_flags, "--supervisor.frozen-after-s", "2"]
-    run = KilledRun(work.place("frozen"), flags, name="frozen", ranks=2, stop=work.stop)
-    with open_run(run):
+@pytest.mark.slow
+@pytest.mark.xdist_group("frozen")
+def test_a_process_that_freezes_is_replaced(
+    tiny_model: Path, tmp_path: Path, undisturbed: Callable[[int], Run]
+) -> None:
+    """All but the launcher, which no process watches."""
+    flags = [*SYNCHRONOUS, "--supervisor.frozen-after-s", "2"]
+    with started(tmp_path, tiny_model, *flags, name="frozen", ranks=2) as run:
         run.start()
         for victim in VICTIMS:
             if victim != "launcher":
                 run.until(lambda before=run.version: run.version > before + 2, "the next version but two")
                 run.freeze(victim)
                 run.until(lambda before=run.version: run.version > before + 3, f"the run goes on without {victim}")
-                run.say(f"{victim} was frozen, and the run goes on")
-        run.wait(END_S)
-    assert_same(run, work.undisturbed[2])
-    return Outcome(story=run.story)
-
-
-def kill_at_every_point(victim: str, work: Work) -> Outcome:
-    """In one run where all goes well; where something does not, the rest is done in another."""
-    outcome = Outcome()
-    flags = [*SYNCHRONOUS, *QUICKLY, *work.model_flags]
-    left = [point for point in points_for(victim) if point not in AT_THE_END]
-    while left is not None and len(outcome.failures) < MOST_FAILURES and not work.stop.is_set():
-        place = work.place(victim) / str(len(outcome.failures))
-        run = KilledRun(place, flags, name=victim, ranks=ranks_for(victim), stop=work.stop)
-        try:
-            with open_run(run):
-                start(run, victim, left)
-                while left:
-                    run.kill_at(victim, point := left.pop(0), wake=wake_for(victim, point))
-                run.kill_at_the_end(victim, AT_THE_END)
-                run.wait(END_S)
-            left = None
-            assert_same(run, work.undisturbed[ranks_for(victim)])
-        except AssertionError as error:
-            outcome.failures.append(str(error))
-        outcome.story += run.story
-    return outcome
+    assert_same(run, undisturbed(2))
 
 
 def start(run: KilledRun, victim: str, left: list[str]) -> None:
@@ -252,10 +194,3 @@ def assert_same(run: KilledRun, undisturbed: Run) -> None:
 def assert_clean(run: KilledRun) -> None:
     found = audit(run.run)
     assert found.returncode == 0, f"{found.stdout}{found.stderr}\n{run.tell()}"
-
-
-JOBS: dict[str, Callable[[Work], Outcome]] = {
-    **{victim: partial(kill_at_every_point, victim) for victim in VICTIMS},
-    "ahead": kill_ahead,
-    "frozen": freeze_all,
-}
