@@ -1,32 +1,260 @@
-"""Contradictions between tables are refused before anything starts, with the values and what to type instead."""
+"""Contradictions are refused before anything starts, with the values and what to type instead."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from resolved_runs import CPU, ENV, GPUS, prefixed, refusals, resolved
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
-from trireme.config.load import load_config, load_run_config
+from trireme.config import engine_names, rules_optim
 from trireme.config.readiness import looks_local
-from trireme.config.resolve import resolve, resolve_sft
-from trireme.config.rules import check, check_sft, launch_problems
-from trireme.config.run import RunConfig
-from trireme.config.sft import SftConfig
-from trireme.config.written import Room
+from trireme.config.rules import check, launch_problems
+from trireme.config.rules_optim import optim_launch_problems
+from trireme.config.rules_sampling import sampling_notes
+from trireme.config.trainer import Optimizer
 
-DATA = Path(__file__).parent.parent / "data"
-ENV = ("--orchestrator.env", '[{"id": "x"}]')
-CPU = Devices(cores=2)
-GPUS = Devices(gpus=("0", "1", "2", "3"), cores=16)
+ROOT = Path(__file__).parents[2]
+SAMPLED = " --eval.sampling.temperature 1.0"
+WSD = "--scheduler.type wsd --scheduler.warmup-steps"
+MASK = "--inference.args.return-sampling-mask true"
+SHARED = "--inference-gpu-ids 0,1 --trainer-gpu-ids"
 
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+def rows(table: str, on: Devices, *cases: tuple[str, str, str]) -> list[Any]:
+    """Flags that are refused, flags just beside them that are accepted, and words of the refusal."""
+    typed = [(prefixed(table, flags) if table else flags for flags in case[:2]) for case in cases]
+    return [
+        pytest.param(*flags, case[2], on, id=f"{table} {case[0]}") for flags, case in zip(typed, cases, strict=True)
+    ]
+
+
+RUN = rows(
+    "",
+    CPU,
+    ("--seq-len 64 --inference.model.max-model-len 65", "--seq-len 64 --inference.model.max-model-len 64", "= 65"),
+    ("--trainer.micro-batch-tokens 2047", "--trainer.micro-batch-tokens 2048", "micro_batch_tokens = 2047, seq_len"),
+    ("--name a/b", "--name ab", "plain name of a folder"),
+    ("--name ..", "--name ..b", "plain name of a folder"),
+    ("--device cuda", "--device cpu", "this machine shows none"),
+    ("--weight-broadcast.type nccl", "--weight-broadcast.type gloo", '"nccl" with device = "cpu"'),
+    ("--weight-broadcast.type ipc", "--weight-broadcast.type filesystem", '"ipc" with device = "cpu"'),
+    ("--ports.batches 7000 --ports.weights 7000", "--ports.batches 7000 --ports.weights 7001", "expected a port each"),
+    ("--orchestrator.env.1.rollout-timeout-s 3600", "", "trainer.batch_timeout_s = 3600 ... of environment 'b'"),
+    ("--orchestrator.env.1.rollout-timeout-s 3600", "", "orchestrator.trainer_timeout_s ... to 14400 or so"),
+    ("--max-async-level 2 --orchestrator.max-off-policy-steps 1", "--max-async-level 2", "off_policy_steps = 1, max_"),
+    ("--inference.model.tool-call-parser hermess", "--inference.model.tool-call-parser hermes", "mean `hermes`?"),
+    ("--inference.model.reasoning-parser deepseek-r1", "--inference.model.reasoning-parser qwen3", "`deepseek_r1`?"),
+    (
+        "--inference.model.tool-call-parser mine",
+        "--inference.model.tool-call-parser mine --inference.args.tool-parser-plugin mine.py",
+        'tool_call_parser = "mine"',
+    ),
+    (
+        "--inference.model.enable-auto-tool-choice",
+        "--inference.model.enable-auto-tool-choice --inference.model.tool-call-parser hermes",
+        "without a `tool_call_parser`",
+    ),
+    (f"{MASK} --orchestrator.sampling.top-k 20", "", "on GPUs only"),
+    (
+        "--orchestrator.sampling.seed 7",
+        "--orchestrator.sampling.seed 7 --max-async-level 0",
+        "orchestrator.sampling.seed = 7",
+    ),
+    (
+        "--orchestrator.eval.sampling.seed 7",
+        "--orchestrator.eval.sampling.seed 7 --max-async-level 0",
+        "orchestrator.eval.sampling.seed = 7",
+    ),
+)
+PLACES = rows(
+    "",
+    GPUS,
+    ("--inference-gpus 6 --trainer-gpus 2", "--inference-gpus 2 --trainer-gpus 2", "[4, 5] do not exist - 4 GPUs"),
+    ("--inference-gpus 6 --trainer-gpus 2", "--inference-gpus 2 --trainer-gpus 2", "trainer_gpu_ids = [6, 7]: [6, 7]"),
+    ("--inference-gpus 4", "--inference-gpus 3", "no GPU is left for trainer"),
+    ("--inference-gpu-ids 0 --inference-gpus 2", "--inference-gpu-ids 0 --inference-gpus 1", "gpus = 2 and "),
+    ("--trainer-gpu-ids 3,3", "--trainer-gpu-ids 3", "names a GPU twice"),
+    (f"{SHARED} 1,2", f"{SHARED} 0,1", "overlap in [1]"),
+    (f"{SHARED} 2,3 --weight-broadcast.type ipc", f"{SHARED} 2,3 --weight-broadcast.type nccl", "on one GPU"),
+    (f"{SHARED} 0,1 --weight-broadcast.delta", f"{SHARED} 2,3 --weight-broadcast.delta", "broadcast.delta = true"),
+    (
+        "--inference-gpus 3 --inference.parallel.tp 2",
+        "--inference-gpus 2 --inference.parallel.tp 2",
+        "tp = 2 x dp = 1 takes 2 GPUs, and inference has 3 ... `tp = 3`",
+    ),
+    ("--trainer.num-ranks 3", "--trainer.num-ranks 2", "num_ranks = 3, and the trainer has 2 GPUs"),
+    (MASK, f"{MASK} --orchestrator.sampling.top-k 20", "orchestrator.sampling at temperature 1 and top_k None"),
+    (f"{MASK} --orchestrator.sampling.top-k 20 --orchestrator.eval.interval 5", "", "eval.sampling at temperature 0"),
+)
+TRAINER = rows(
+    "trainer",
+    CPU,
+    (f"{WSD} 40 --scheduler.decay-steps 61", f"{WSD} 40 --scheduler.decay-steps 60", "steps = 40 ... take 101"),
+    (f"{WSD} 91", f"{WSD} 90", "and decay_steps = 10 of max_steps = 100"),
+    ("--scheduler.type cosine --scheduler.decay-steps 5", "--scheduler.type cosine", 'steps = 5 with type = "cosine"'),
+    (
+        "--optim.lr 1e-5 --scheduler.type cosine --scheduler.min-lr 1e-4",
+        "--optim.lr 1e-5 --scheduler.type cosine --scheduler.min-lr 1e-5",
+        "min_lr = 0.0001, trainer.optim.lr = 1e-05",
+    ),
+    ("--optim.lr 1e-5 --scheduler.min-lr 1e-6", "", 'with type = "constant"'),
+    ("--optim.betas [0.9,1.0]", "--optim.betas [0.0,0.99]", "betas = [0.9, 1.0]"),
+    ("--optim.type muon --model.lora.rank 8", "--optim.type adamw_8bit --model.lora.rank 8", "[trainer.model.lora]"),
+    ("--optim.type muon --model.lora.rank 8", "--optim.type muon", "[trainer.model.lora]"),
+)
+ORCHESTRATOR = rows(
+    "orchestrator",
+    CPU,
+    ("--batch-size 100", "--batch-size 96", "100 % 16 = 4 ... to 96 or 112 ... one of 10, 20"),
+    ("--batch-size 8", "--batch-size 16", "`orchestrator.batch_size` to 16, or"),
+    ("--sampling.max-tokens 2048", "--sampling.max-tokens 2047", "orchestrator.sampling.max_tokens = 2048"),
+    ("--eval.sampling.max-tokens 2048", "--eval.sampling.max-tokens 2047", "orchestrator.eval.sampling.max_tokens"),
+    (
+        "--sampling.extra-body.top-p 0.9 --sampling.top-p 0.5",
+        "--sampling.extra-body.ignore-eos true",
+        "`top_p` ... 0.9",
+    ),
+    ("--sampling.extra-body.stop-tokens-ids 7", "--sampling.extra-body.stop-token-ids [7]", "`stop_token_ids`?"),
+    *((f"--sampling.extra-body.{key} 1", "", f"extra_body.{key}") for key in ("n", "logprobs", "prompt_logprobs")),
+    (
+        "--sampling.max-tokens 4 --sampling.min-tokens 5",
+        "--sampling.max-tokens 4 --sampling.min-tokens 4",
+        "_tokens = 5",
+    ),
+    ("--sampling.top-k -2", "--sampling.top-k -1", "top_k = -2"),
+    ("--env.1.id a", "--env.1.id a --env.1.name b", '2 tables `[[orchestrator.env]]` are called "a"'),
+    # evaluation
+    (
+        f"--eval.rollouts-per-example 4 --eval.pass-at [1,8] {SAMPLED}",
+        f"--eval.rollouts-per-example 8 --eval.pass-at [1,8] {SAMPLED}",
+        "pass@8 takes at least 8 rollouts ... to 8 or more, or leave [8] out",
+    ),
+    ("--eval.pass-at [1,1]", "--eval.pass-at [1]", "names a k twice"),
+    ("--eval.pass-threshold nan", "--eval.pass-threshold 0.5", "pass_threshold = nan"),
+    ("--eval.rollouts-per-example 2", "--eval.rollouts-per-example 1", "would all be the same"),
+    ("--max-concurrent 16 --eval.max-concurrent 16", "--max-concurrent 16 --eval.max-concurrent 15", "below 16"),
+    # what is trained on
+    ("--curriculum [{weights={a=1.0},from_step=3}]", "", "first ... has `from_step = 3`"),
+    ("--curriculum [{weights={a=1.0},from_reward=0.5}]", "--curriculum [{weights={a=1.0}}]", "`from_reward = 0.5`"),
+    ("--curriculum [{weights={a=1.0}},{weights={b=1.0}}]", "", "stage 1 ... has neither"),
+    ("--curriculum [{weights={a=1.0}},{weights={b=1.0},from_step=2,from_reward=0.1}]", "", "stage 1 ... has both"),
+    (
+        "--curriculum [{weights={a=1.0}},{weights={a=1.0},from_step=10},{weights={b=1.0},from_step=10}]",
+        "--curriculum [{weights={a=1.0}},{weights={a=1.0},from_step=10},{weights={b=1.0},from_step=11}]",
+        "a stage from step 10 is followed by one from step 10",
+    ),
+    ("--curriculum [{weights={a=1.0,c=1.0}}]", "--curriculum [{weights={a=1.0,b=0.0}}]", "a weight to c ... a, b"),
+    ("--curriculum [{weights={a=0.0}}]", "", "gives no environment any weight"),
+    ("--curriculum [{weights={}}]", "", "gives no environment any weight"),
+    (
+        "--buffer.pools {easy_threshold=0.5,hard_threshold=0.5}",
+        "--buffer.pools {easy_threshold=0.5,hard_threshold=0.4}",
+        "easy_threshold = 0.5, hard_threshold = 0.5",
+    ),
+    ("--buffer.pools {normal_weight=0.0}", "--buffer.pools {easy_weight=0.0,hard_weight=0.0}", "never seen is normal"),
+    (
+        "--buffer.use-difficulty-filtering",
+        "--buffer.use-difficulty-filtering --buffer.difficulty-threshold 0.3",
+        "with difficulty_threshold = 0",
+    ),
+    ("--buffer.difficulty-threshold 0.3", "", "without `use_difficulty_filtering`"),
+    ("--rollouts-per-example 1", "--rollouts-per-example 2", '"group_mean" with orchestrator.rollouts_per_example = 1'),
+    (
+        "--rollouts-per-example 1 --advantage.type leave_one_out",
+        "--rollouts-per-example 1 --advantage.type batch",
+        '"leave_one_out" with',
+    ),
+    ("--rollouts-per-example 1", "--rollouts-per-example 1 --teacher.base-url http://x", "at least 2"),
+    ("--advantage.type custom", "--advantage.type custom --advantage.path m:f", "without `path`"),
+    ("--advantage.path m:f", "--advantage.type custom --advantage.path m:f", 'path = "m:f" with `type = "group_mean"`'),
+    ("--advantage.reward-clip [1.0,1.0]", "--advantage.reward-clip [-1.0,1.0]", "reward_clip = [1.0, 1.0]"),
+    ("--length-penalty {max_length=50,buffer=51}", "--length-penalty {max_length=50,buffer=50}", "buffer = 51"),
+)
+
+
+@pytest.mark.parametrize(("refused", "accepted", "words", "on"), RUN + PLACES + TRAINER + ORCHESTRATOR)
+def test_a_rule_refuses_what_is_wrong_and_accepts_what_is_next_to_it(
+    refused: str, accepted: str, words: str, on: Devices
+) -> None:
+    assert len(refusals(refused, words, on=on)) == 1
+    assert refusals(accepted, on=on) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "on"),
+    [
+        ("", GPUS),
+        ("", Devices(gpus=("0",), cores=4)),
+        (f"@ {ROOT / 'configs/reverse-text/lora.toml'}", CPU),
+        ("--orchestrator.sampling.seed 7", GPUS),
+        ("--weight-broadcast.delta", CPU),
+        (f"--inference-gpu-ids 0,1 --trainer-gpu-ids 2,3 --device cpu {prefixed('trainer', WSD)} 40", CPU),
+        ("--trainer.optim.type muon --trainer.scheduler.type linear --trainer.scheduler.warmup-steps 10", CPU),
+        ("--orchestrator.env.0.rollout-timeout-s 3599", CPU),
+        (prefixed("orchestrator", f"--eval.interval 100 --eval.rollouts-per-example 8 {SAMPLED}"), CPU),
+    ],
+)
+def test_a_run_without_contradictions_is_accepted(flags: str, on: Devices) -> None:
+    assert refusals(flags, on=on) == []
+
+
+def test_the_example_of_the_guide_holds_on_four_gpus_and_on_cpu() -> None:
+    example = f"@ {ROOT / 'tests/data/guide_example.toml'}"
+    check(resolved(example, on=GPUS), GPUS)
+    check(resolved(f"{example} --device cpu"), CPU)
+    with pytest.raises(ConfigError, match=r"this machine shows none.*--device cpu"):
+        check(resolved(example), CPU)
+
+
+def test_a_run_needs_an_environment_but_a_trainer_alone_does_not() -> None:
+    with pytest.raises(ConfigError, match="no environment is configured"):
+        check(resolved(), CPU)
+    check(resolved(section="trainer"), CPU, section="trainer")
+
+
+def test_all_contradictions_are_shown_together() -> None:
+    config = resolved(f"{ENV} --orchestrator.batch-size 100 --seq-len 64 --inference.model.max-model-len 128")
+    with pytest.raises(ConfigError, match=r"^2 problems in the configuration.\n1. batch_size must be"):
+        check(config, CPU)
+
+
+def test_names_of_parsers_are_left_to_the_engine_where_vllm_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_names, "find_spec", lambda name: None)
+    engine_names.parser_names.cache_clear()
+    try:
+        assert refusals("--inference.model.tool-call-parser whatever") == []
+    finally:
+        engine_names.parser_names.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        ("", None),
+        ("--presence-penalty 0.5", "presence_penalty"),
+        ("--min-tokens 3", "min_tokens"),
+        ("--min-tokens 3 --top-k 9", None),  # what it forbids is not among what was kept
+        ("--top-p 0.9", "the 64 likeliest tokens"),
+    ],
+)
+def test_sampling_that_biases_the_importance_ratio_gets_a_note(sampling: str, words: str | None) -> None:
+    notes = sampling_notes(resolved(prefixed("orchestrator.sampling", sampling) if sampling else ""))
+    assert len(notes) == (words is not None)
+    assert words is None or words in notes[0]
+
+
+# at launch only
 
 
 @pytest.fixture
@@ -37,221 +265,65 @@ def busy_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def resolved(*argv: str, on: Devices = CPU, section: Room | None = None) -> RunConfig:
-    return resolve(load_run_config(list(argv), program="rl", section=section)[0], on, section=section)
-
-
-def refusal(*argv: str, on: Devices = CPU) -> str:
-    with pytest.raises(ConfigError) as error:
-        check(resolved(*ENV, *argv, on=on), on)
-    return str(error.value)
-
-
-def launch_refusal(*argv: str, on: Devices = CPU) -> str:
-    return "\n".join(launch_problems(resolved(*ENV, *argv, on=on), on))
-
-
-@pytest.mark.parametrize("machine", [CPU, GPUS, Devices(gpus=("0",), cores=4)])
-def test_the_defaults_with_an_environment_hold(machine: Devices) -> None:
-    check(resolved(*ENV, on=machine), machine)
-
-
-def test_the_example_of_the_guide_holds_on_four_gpus_and_on_cpu() -> None:
-    example = ("@", str(DATA / "guide_example.toml"))
-    check(resolved(*example, on=GPUS), GPUS)
-    check(resolved(*example, "--device", "cpu"), CPU)
-    with pytest.raises(ConfigError, match=r"this machine shows none.*--device cpu"):
-        check(resolved(*example), CPU)
-
-
-def test_a_run_needs_an_environment_but_a_trainer_alone_does_not() -> None:
-    with pytest.raises(ConfigError, match=r"no environment is configured[\s\S]*\[\[orchestrator.env\]\]"):
-        check(resolved(), CPU)
-    check(resolved(section="trainer"), CPU, section="trainer")
-
-
-def test_a_batch_holds_whole_groups() -> None:
-    message = refusal("--orchestrator.batch-size", "100")
-    assert "batch_size must be divisible by rollouts_per_example: 100 % 16 = 4" in message
-    assert "`orchestrator.batch_size` to 96 or 112" in message
-    assert "one of 10, 20" in message
-
-
-def test_whatever_the_engines_generate_fits_training() -> None:
-    message = refusal("--seq-len", "64", "--inference.model.max-model-len", "128")
-    assert "seq_len must match or exceed max_model_len: seq_len = 64, inference.model.max_model_len = 128" in message
-    check(resolved(*ENV, "--seq-len", "64", "--inference.model.max-model-len", "64"), CPU)
-
-
-def test_a_turn_is_shorter_than_the_context() -> None:
-    assert "orchestrator.sampling.max_tokens = 64" in refusal(
-        "--seq-len", "64", "--orchestrator.sampling.max-tokens", "64"
-    )
-    message = refusal("--seq-len", "64", "--orchestrator.eval.sampling.max-tokens", "64")
-    assert "orchestrator.eval.sampling.max_tokens = 64" in message
-
-
-def test_a_sampling_parameter_is_said_once() -> None:
-    message = refusal("--orchestrator.sampling.extra-body.top-p", "0.9", "--orchestrator.sampling.top-p", "0.5")
-    assert "Duplicate sampling parameters: `top_p`" in message
-    check(resolved(*ENV, "--orchestrator.sampling.extra-body.ignore-eos", "true"), CPU)
-
-
-def test_a_micro_batch_holds_the_longest_sample() -> None:
-    assert "micro_batch_tokens = 64, seq_len = 2048" in refusal("--trainer.micro-batch-tokens", "64")
-
-
-def test_the_two_bounds_on_lag_agree() -> None:
-    assert "max_off_policy_steps = 1, max_async_level = 2" in refusal(
-        "--orchestrator.max-off-policy-steps", "1", "--max-async-level", "2"
-    )
-
-
-def test_environments_of_one_list_have_names_of_their_own() -> None:
-    assert '2 tables `[[orchestrator.env]]` are called "x"' in refusal(
-        "--orchestrator.env", '[{"id": "x"}, {"id": "x"}]'
-    )
-    check(resolved("--orchestrator.env", '[{"id": "x"}, {"id": "x", "name": "y"}]'), CPU)
-
-
-def test_a_runs_name_is_one_folder() -> None:
-    assert "plain name of a folder" in refusal("--name", "a/b")
-
-
-def test_gpus_that_are_asked_for_exist() -> None:
-    message = refusal("--inference-gpus", "6", "--trainer-gpus", "2", on=GPUS)
-    assert "inference_gpu_ids = [0, 1, 2, 3, 4, 5]: [4, 5] do not exist - 4 GPUs are visible" in message
-    assert "trainer_gpu_ids = [6, 7]: [6, 7] do not exist" in message
-    assert "this machine shows none" in refusal("--device", "cuda")
-    assert "no GPU is left for trainer" in refusal("--inference-gpus", "4", on=GPUS)
-
-
-def test_a_count_and_ids_that_disagree_are_refused() -> None:
-    argv = ["--inference-gpu-ids", "0", "--inference-gpus", "2", "--trainer-gpu-ids", "1"]
-    assert "inference_gpus = 2 and inference_gpu_ids = [0]" in refusal(*argv, on=GPUS)
-
-
-def test_engines_and_trainer_share_gpus_only_over_ipc() -> None:
-    ids = ["--inference-gpu-ids", "0,1", "--trainer-gpu-ids"]
-    assert "overlap in [1]" in refusal(*ids, "1,2", on=GPUS)
-    assert "ipc needs the trainer and its engine on one GPU" in refusal(
-        *ids, "2,3", "--weight-broadcast.type", "ipc", on=GPUS
-    )
-    check(resolved(*ENV, *ids, "0,1", on=GPUS), GPUS)
-
-
-@pytest.mark.parametrize("kind", ["nccl", "ipc"])
-def test_gpu_transfers_are_refused_on_cpu(kind: str) -> None:
-    assert f'weight_broadcast.type = "{kind}" with device = "cpu"' in refusal("--weight-broadcast.type", kind)
-
-
-@pytest.mark.parametrize("kind", ["gloo", "filesystem"])
-def test_transfers_that_need_no_gpu_run_on_cpu(kind: str) -> None:
-    check(resolved(*ENV, "--weight-broadcast.type", kind), CPU)
-
-
-def test_engines_use_exactly_their_gpus() -> None:
-    message = refusal("--inference-gpus", "3", "--inference.parallel.tp", "2", on=GPUS)
-    assert "tp = 2 x dp = 1 takes 2 GPUs, and inference has 3" in message
-    check(resolved(*ENV, "--inference-gpus", "2", "--inference.parallel.tp", "2", on=GPUS), GPUS)
-
-
-def test_each_rank_has_a_gpu() -> None:
-    assert "trainer.num_ranks = 3, and the trainer has 2 GPUs" in refusal("--trainer.num-ranks", "3", on=GPUS)
-
-
-def test_two_servers_do_not_get_one_port() -> None:
-    assert "expected a port each" in refusal("--ports.batches", "7000", "--ports.weights", "7000")
-
-
-def test_all_contradictions_are_shown_together() -> None:
-    message = refusal("--orchestrator.batch-size", "100", "--seq-len", "64", "--inference.model.max-model-len", "128")
-    assert message.startswith("2 problems in the configuration.\n1. batch_size must be")
-
-
-# at launch only
-
-
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
 def test_attention_that_cannot_train_on_cpu_does_not_start_there(attention: str) -> None:
-    assert "its backward pass runs on GPUs only" in launch_refusal("--trainer.model.attn", attention)
+    assert refusals(f"--trainer.model.attn {attention}", "runs on GPUs only", at_launch=True)
 
 
-def test_a_port_in_use_is_named_with_its_server_and_another_port(busy_port: int) -> None:
-    message = launch_refusal("--model.name", "a/b", "--inference.server.port", str(busy_port))
+def test_a_port_in_use_is_named_with_its_server_by_the_process_that_listens_there(busy_port: int) -> None:
+    flags = f"--model.name a/b --inference.server.port {busy_port}"
+    (message,) = refusals(flags, at_launch=True)
     assert f"port {busy_port} on 127.0.0.1 is in use, wanted for the inference server" in message
-    assert f"lsof -i :{busy_port}" in message
     assert "--inference.server.port " in message
-
-
-def test_ports_of_another_machine_are_not_judged(busy_port: int) -> None:
-    there = ("--hosts.orchestrator", "203.0.113.1", "--ports.batches", str(busy_port), "--device", "cpu")
-    assert f"port {busy_port}" not in launch_refusal("--model.name", "a/b", *there)
-
-
-def test_a_process_started_alone_answers_for_its_own_ports_only(busy_port: int) -> None:
-    config = resolved("--model.name", "a/b", "--inference.server.port", str(busy_port), section="trainer")
-    assert not [text for text in launch_problems(config, CPU, section="trainer") if str(busy_port) in text]
+    assert not any(str(busy_port) in text for text in launch_problems(resolved(flags), CPU, section="trainer"))
+    there = f"--hosts.orchestrator 203.0.113.1 --ports.batches {busy_port} --device cpu"
+    assert refusals(f"--model.name a/b {there}", f"port {busy_port}", at_launch=True) == []
 
 
 def test_a_local_model_folder_must_hold_a_model() -> None:
-    assert "this folder does not exist" in launch_refusal("--model.name", "./tiny")
+    def missing(name: str) -> str:
+        return "\n".join(refusals(f"--model.name {name}", at_launch=True))
+
+    assert missing("./tiny").count("this folder does not exist") == 1
+    for room in ("trainer", "inference"):
+        assert len(launch_problems(resolved("--model.name ./tiny", section=room), CPU, section=room)) == 1
     Path("tiny").mkdir()
-    assert "this folder has no config.json" in launch_refusal("--model.name", "./tiny")
+    assert "this folder has no config.json" in missing("./tiny")
     Path("tiny/config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
     Path("tiny/model.safetensors").touch()
-    assert launch_refusal("--model.name", "./tiny") == ""
-    assert "Found nearby: tiny" in launch_refusal("--model.name", "./tyni")
+    assert missing("./tiny") == ""
+    assert "Found nearby: tiny" in missing("./tyni")
+    Path("adapters").mkdir()
+    Path("adapters/adapter_config.json").touch()
+    assert "adapters, not a model" in missing("./adapters")
 
 
-def test_a_missing_model_is_said_once_and_for_each_process_alone() -> None:
-    assert launch_refusal("--model.name", "./tiny").count("does not exist") == 1
-    for room in ("trainer", "inference"):
-        config = resolved("--model.name", "./tiny", section=room)
-        assert len(launch_problems(config, CPU, section=room)) == 1
+def test_names_on_a_hub_are_told_from_folders() -> None:
+    Path("here").mkdir()
+    local = ["./gpt2", "/data/gpt2", "~/gpt2", "models/tiny", "outputs/run/weights/step_3", "here/tiny", "here"]
+    assert [name for name in ("Qwen/Qwen3-0.6B", "gpt2", "hear/tiny", *local) if looks_local(name)] == local
 
 
 @pytest.mark.parametrize(
-    ("name", "local"),
+    ("flags", "file"),
     [
-        ("Qwen/Qwen3-0.6B", False),
-        ("gpt2", False),
-        ("./gpt2", True),
-        ("/data/gpt2", True),
-        ("~/gpt2", True),
-        ("models/tiny", True),
-        ("outputs/run/weights/step_3", True),
-        ("here/tiny", True),
+        ("--orchestrator.env.0.id ./mine.py", "mine.py"),
+        ("--orchestrator.advantage.type custom --orchestrator.advantage.path mine.py:f", "mine.py"),
+        ("--trainer.loss.type custom --trainer.loss.path mine.py:f", "mine.py"),
     ],
 )
-def test_names_on_a_hub_are_told_from_folders(name: str, local: bool) -> None:
-    Path("here").mkdir()
-    assert looks_local(name) is local
+def test_a_file_of_the_users_must_exist_when_the_run_starts(flags: str, file: str) -> None:
+    typed = f"--model.name a/b {flags}"
+    assert refusals(typed) == []
+    assert len(refusals(typed, file, at_launch=True)) == 1
+    Path(file).write_text("def f(columns): ...\n")
+    assert refusals(typed, file, at_launch=True) == []
 
 
-def test_an_environments_file_must_exist() -> None:
-    assert "there is no such file" in launch_refusal(
-        "--model.name", "a/b", "--orchestrator.env", '[{"id": "./mine.py"}]'
-    )
-
-
-def test_supervised_training_needs_data() -> None:
-    def check_with(*argv: str) -> None:
-        config, _ = load_config(["--model.name", "a/b", *argv], SftConfig, program="sft")
-        check_sft(resolve_sft(config, CPU), CPU)
-
-    with pytest.raises(ConfigError, match="no data is given"):
-        check_with()
-    with pytest.raises(ConfigError, match=r"nowhere.jsonl.*does not exist"):
-        check_with("--data", "nowhere.jsonl")
-    Path("here.jsonl").touch()
-    check_with("--data", "here.jsonl")
-
-
-def test_whoever_waits_for_a_batch_waits_longer_than_a_rollout_may_take() -> None:
-    said = refusal("--orchestrator.env.0.rollout-timeout-s", "7200")
-    for key in ("trainer.batch_timeout_s", "orchestrator.trainer_timeout_s"):
-        assert f"`{key} = 3600` with `rollout_timeout_s = 7200`" in said
-        assert f"Set `{key}` to 28800 or so" in said
-    longer = ["--trainer.batch-timeout-s", "28800", "--orchestrator.trainer-timeout-s", "28800"]
-    check(resolved(*ENV, "--orchestrator.env.0.rollout-timeout-s", "7200", *longer), CPU)
+def test_8_bit_moments_need_a_compiler_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight = Optimizer(type="adamw_8bit")
+    assert [*optim_launch_problems("", eight, "cpu")] == []
+    monkeypatch.setattr(rules_optim.shutil, "which", lambda name: None)
+    assert len([*optim_launch_problems("trainer.", eight, "cuda")]) == 1
+    assert [*optim_launch_problems("", eight, "cpu")] == []
+    assert [*optim_launch_problems("trainer.", Optimizer(), "cuda")] == []

@@ -1,30 +1,32 @@
-"""A run on several machines: what is refused before anything starts, and who finds out where it is."""
+"""A run on several machines: what is refused before anything starts, and how a machine finds out which one it is."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
 
-from trireme.base.devices import Devices
+import resolved_runs
+from resolved_runs import CPU
 from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
 from trireme.cli.machines import join_network, node_of, nodes_of
 from trireme.config.load import load_run_config
 from trireme.config.places import NODE, Place, find_node, place_of
 from trireme.config.resolve import resolve
-from trireme.config.rules import check, launch_problems
+from trireme.config.rules import launch_problems, problems
 from trireme.config.run import RunConfig
 from trireme.config.written import Room
 from trireme.launch.plan import describe, plan
 
-CPU = Devices(cores=4)
 SECRET = "a-token-for-tests-0123456789"
-ENV = ("--orchestrator.env", '[{"id": "x"}]', "--model.name", "a/b")
-OWN, OTHERS = "127.0.0.1", ("203.0.113.1", "203.0.113.2", "203.0.113.3")  # the others are nobody's: for documentation
-SPREAD = ("--device", "cpu", "--hosts.inference", *OTHERS[:2], "--hosts.orchestrator", OTHERS[2])
-ALL = (*SPREAD, "--hosts.trainer", OTHERS[2])
+MODEL = f"{resolved_runs.ENV} --model.name a/b "
+OTHERS = ("203.0.113.1", "203.0.113.2", "203.0.113.3")  # reserved for documentation
+SPREAD = f"--device cpu --hosts.inference {OTHERS[0]} {OTHERS[1]} --hosts.orchestrator {OTHERS[2]} "
+ALL = f"{SPREAD} --hosts.trainer {OTHERS[2]} "
+RANKS = "--device cpu --hosts.trainer 127.0.0.1 127.0.0.2 "
 
 
 @pytest.fixture(autouse=True)
@@ -35,90 +37,113 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def resolved(*argv: str, section: Room | None = None, node: int = 0) -> RunConfig:
-    config, _ = load_run_config([*ENV, *argv], program="rl", section=section)
-    return resolve(config, CPU, section=section, node=node)
+def resolved(flags: str = "", section: Room | None = None) -> RunConfig:
+    return resolved_runs.resolved(MODEL + flags, section=section)
 
 
-def refusal(*argv: str, section: Room | None = None) -> str:
-    with pytest.raises(ConfigError) as error:
-        check(resolved(*argv, section=section), CPU, section=section)
-    return str(error.value)
+def refusal(flags: str, section: Room | None = None) -> str:
+    return "\n".join(problems(resolved(flags, section), CPU, section=section))
 
 
-def not_ready(*argv: str, section: Room | None = None) -> str:
-    return "\n".join(launch_problems(resolved(*argv, section=section), CPU, section=section))
+def not_ready(flags: str = "", section: Room | None = None) -> str:
+    return "\n".join(launch_problems(resolved(flags, section), CPU, section=section))
 
 
-# one machine
+# addresses
 
 
-def test_without_hosts_everything_is_on_loopback_and_nobody_needs_a_token() -> None:
+def test_without_hosts_everything_is_on_loopback_and_no_token_is_needed() -> None:
     config = resolved()
     assert config.hosts.are_loopback
     assert config.engine_urls == [f"http://127.0.0.1:{config.inference.server.port}"]
-    assert (config.inference.server.host, config.orchestrator.server.host) == (OWN, OWN)
+    assert (config.inference.server.host, config.orchestrator.server.host) == ("127.0.0.1", "127.0.0.1")
     assert config.run_id == str(config.paths.root.resolve())
     assert TOKEN not in not_ready()
     assert config.ports.ranks is None
 
 
 def test_the_older_names_of_addresses_still_hold() -> None:
-    config = resolved("--ports.host", "203.0.113.1", "--inference.server.host", "203.0.113.2", "--device", "cpu")
-    assert config.hosts.orchestrator == "203.0.113.1"
-    assert config.hosts.inference == ("203.0.113.2",)
+    config = resolved("--ports.host 203.0.113.1 --inference.server.host 203.0.113.2 --device cpu")
+    assert (config.hosts.orchestrator, config.hosts.inference) == ("203.0.113.1", ("203.0.113.2",))
     assert config.inference.server.host == "203.0.113.2"
-    assert "two names of one key" in refusal("--ports.host", "127.0.0.2", "--hosts.orchestrator", OWN)
 
 
 def test_two_servers_on_one_machine_have_ports_of_their_own() -> None:
-    two = ("--hosts.inference", "127.0.0.1:8000", "127.0.0.1:8010")
-    config = resolved(*two, section="inference", node=1)
+    argv = shlex.split(f"{MODEL} --hosts.inference 127.0.0.1:8000 127.0.0.1:8010")
+    config, _ = load_run_config(argv, program="rl", section="inference")
+    config = resolve(config, CPU, section="inference", node=1)
     assert config.inference.server.port == 8010
     assert config.engine_urls == ["http://127.0.0.1:8000", "http://127.0.0.1:8010"]
-    assert "names 127.0.0.1:8000 2 times" in refusal("--hosts.inference", OWN, "127.0.0.1:8000", section="inference")
 
 
-# several machines
-
-
-def test_each_process_listens_at_its_own_address_and_knows_those_of_the_others() -> None:
-    config = resolved(*ALL, section="orchestrator")
+def test_a_process_listens_at_its_own_address_or_everywhere_where_that_is_another_machines() -> None:
+    """The address of a service or a router is not the machine's own, and clients come through it."""
+    config = resolved(ALL, "orchestrator")
     assert config.engine_urls == ["http://203.0.113.1:8000", "http://203.0.113.2:8000"]
-    check(config, CPU, section="orchestrator")
-    here = resolved("--device", "cpu", "--hosts.inference", "127.0.0.2", section="inference")
+    assert problems(config, CPU, section="orchestrator") == []
+    assert config.orchestrator.server.host == "0.0.0.0"
+    assert resolved(ALL, "inference").inference.server.host == "0.0.0.0"
+    assert resolved(f"{ALL} --inference.server.host 127.0.0.3", "inference").inference.server.host == "127.0.0.3"
+    here = resolved("--device cpu --hosts.inference 127.0.0.2", "inference")
     assert here.inference.server.host == "127.0.0.2"
 
 
-def test_where_an_address_is_not_this_machines_own_it_listens_everywhere() -> None:
-    """That of a service, or of a router: who comes through it must be heard."""
-    assert resolved(*ALL, section="inference").inference.server.host == "0.0.0.0"
-    assert resolved(*ALL, section="orchestrator").orchestrator.server.host == "0.0.0.0"
-    told = ("--inference.server.host", "127.0.0.3")
-    assert resolved(*ALL, *told, section="inference").inference.server.host == "127.0.0.3"
-
-
 def test_all_machines_call_the_run_the_same_wherever_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    first = resolved(*ALL).run_id
+    first = resolved(ALL).run_id
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert resolved(*ALL).run_id == first
+    assert resolved(ALL).run_id == first
+
+
+@pytest.mark.parametrize(
+    ("flags", "section", "words"),
+    [
+        ("--hosts.inference http://203.0.113.1:8000", None, "expected an address or a name, and maybe a port"),
+        ("--hosts.inference 203.0.113.1:port", None, "expected an address or a name, and maybe a port"),
+        ("--hosts.inference 0.0.0.0", None, "others cannot reach that"),
+        ("--hosts.inference fe80::1", None, "expected an IPv4 address or a name"),
+        ("--hosts.trainer 203.0.113.1:5556", None, "expected no port"),
+        ("--hosts.orchestrator 203.0.113.1:5555", None, "expected no port"),
+        ("--hosts.inference 127.0.0.1 127.0.0.1:8000", "inference", "names 127.0.0.1:8000 2 times"),
+        ("--ports.host 127.0.0.2 --hosts.orchestrator 127.0.0.1", None, "two names of one key"),
+        (SPREAD, None, "127.0.0.1 in hosts.trainer"),
+        (f"{ALL} --weight-broadcast.type ipc", None, "ipc works between processes of one machine"),
+        (f"{RANKS} --trainer.num-ranks 5", "trainer", "equally many ranks on each. Set `trainer.num_ranks` to 4 or 6"),
+    ],
+)
+def test_hosts_that_cannot_be_meant_are_refused(flags: str, section: Room | None, words: str) -> None:
+    device = "" if "--device" in flags else "--device cpu "
+    assert words in refusal(device + flags, section)
+
+
+def test_machines_do_not_each_answer_for_their_own_device() -> None:
+    with pytest.raises(ConfigError, match=r"`device` is left open"):
+        resolved(ALL.replace("--device cpu", ""))
+
+
+def test_addresses_are_read_with_and_without_a_port() -> None:
+    assert place_of("10.0.0.2:8003") == Place("10.0.0.2", 8003)
+    assert place_of("10.0.0.2:65535") == Place("10.0.0.2", 65535)
+    assert place_of("node-7.cluster") == Place("node-7.cluster", None)
+    for wrong in ("10.0.0.2:65536", "10.0.0.2:0", ":8003"):
+        with pytest.raises(ValueError, match=wrong):
+            place_of(wrong)
+
+
+# tokens
 
 
 @pytest.mark.parametrize("section", [None, "inference", "orchestrator", "trainer"])
-def test_nothing_is_within_reach_of_strangers_without_a_token(
+def test_a_process_that_strangers_can_reach_needs_a_token(
     section: Room | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message = not_ready(*ALL, section=section)
-    assert "there is no token" in message
-    assert "openssl rand -hex 32" in message
+    assert "there is no token" in not_ready(ALL, section)
     monkeypatch.setenv(TOKEN, SECRET)
-    assert "token" not in not_ready(*ALL, section=section)
+    assert "token" not in not_ready(ALL, section)
 
 
-def test_a_server_that_is_told_to_listen_everywhere_needs_a_token_on_one_machine_too() -> None:
-    message = not_ready("--inference.server.host", "0.0.0.0")
-    assert "inference.server.host = 0.0.0.0 can be reached from other machines" in message
+def test_a_server_that_listens_everywhere_needs_a_token_on_one_machine_too() -> None:
+    assert "inference.server.host = 0.0.0.0 can be reached" in not_ready("--inference.server.host 0.0.0.0")
 
 
 @pytest.mark.parametrize("bad", ["short", "with spaces in the middle of it", "ünsafe-in-a-header-000000"])
@@ -126,7 +151,7 @@ def test_a_token_that_can_be_guessed_or_not_be_sent_is_refused_without_being_sho
     bad: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN, bad)
-    message = not_ready(*ALL)
+    message = not_ready(ALL)
     assert f"the token in {TOKEN} has {len(bad)} characters" in message
     assert bad not in message
 
@@ -135,82 +160,43 @@ def test_a_token_may_lie_in_a_file_and_the_environment_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "token"
-    flags = (*ALL, "--hosts.token-file", str(file))
-    assert "cannot be read" in not_ready(*flags)
+    flags = f"{ALL} --hosts.token-file {file}"
+    assert "cannot be read" in not_ready(flags)
     file.write_text("\n")
-    assert "is empty" in not_ready(*flags)
+    assert "is empty" in not_ready(flags)
     file.write_text(f"{SECRET}\n")
-    assert "token" not in not_ready(*flags, section="trainer")
-    monkeypatch.setenv(TOKEN, "another-token-of-the-environment")
-    join_network(resolved(*flags), "trainer", 0)
-    assert os.environ[TOKEN] == "another-token-of-the-environment"
-    monkeypatch.delenv(TOKEN)
-    join_network(resolved(*flags), "trainer", 0)
-    assert os.environ[TOKEN] == SECRET
-    assert SECRET not in resolved(*flags).model_dump_json()
+    assert "token" not in not_ready(flags, "trainer")
+    for given in ("another-token-of-the-environment", None):
+        monkeypatch.setenv(TOKEN, given) if given else monkeypatch.delenv(TOKEN)
+        join_network(resolved(flags), "trainer", 0)
+        assert os.environ[TOKEN] == (given or SECRET)
+    assert SECRET not in resolved(flags).model_dump_json()
     monkeypatch.delenv(TOKEN)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--hosts.inference", "http://203.0.113.1:8000"), "expected an address or a name"),
-        (("--hosts.inference", "203.0.113.1:port"), "expected an address or a name"),
-        (("--hosts.inference", "0.0.0.0"), "others cannot reach that"),
-        (("--hosts.inference", "fe80::1"), "expected an IPv4 address or a name"),
-        (("--hosts.trainer", "203.0.113.1:5556"), "expected no port"),
-        (("--hosts.orchestrator", "203.0.113.1:5555"), "expected no port"),
-    ],
-)
-def test_what_is_no_address_is_named_with_what_to_write(flags: tuple[str, ...], words: str) -> None:
-    message = refusal("--device", "cpu", *flags)
-    assert words in message
-    assert 'Write "10.0.0.2"' in message
-
-
-def test_loopback_beside_other_machines_is_refused() -> None:
-    message = refusal(*SPREAD)
-    assert "127.0.0.1 in hosts.trainer" in message
-    assert "addresses by which all machines reach each other" in message
-
-
-def test_machines_do_not_each_answer_for_their_own_device() -> None:
-    with pytest.raises(ConfigError, match=r"`device` is left open[\s\S]*Write `device = \"cuda\"`"):
-        resolved(*ALL[2:])
-
-
-def test_memory_of_a_gpu_is_not_shared_between_machines() -> None:
-    assert "ipc works between processes of one machine" in refusal(*ALL, "--weight-broadcast.type", "ipc")
+# the machines
 
 
 def test_rl_says_what_to_type_on_which_machine() -> None:
-    message = not_ready(*ALL)
-    assert "uv run inference @ FILE   # on 203.0.113.1\n" in message
-    assert "uv run orchestrator @ FILE   # on 203.0.113.3\n" in message
-    assert "uv run trainer @ FILE   # on 203.0.113.3" in message
-    assert "--node 1   # on 203.0.113.1:8010" in not_ready(
-        "--device", "cpu", "--hosts.inference", "203.0.113.1", "203.0.113.1:8010"
-    )
-    assert "rl` starts" not in not_ready(*ALL, section="orchestrator")
+    message = not_ready(ALL)
+    for command, host in (("inference", OTHERS[0]), ("orchestrator", OTHERS[2]), ("trainer", OTHERS[2])):
+        assert f"uv run {command} @ FILE   # on {host}" in message
+    two_servers = "--device cpu --hosts.inference 203.0.113.1 203.0.113.1:8010"
+    assert "--node 1   # on 203.0.113.1:8010" in not_ready(two_servers)
+    assert "rl` starts" not in not_ready(ALL, "orchestrator")
 
 
 def test_a_plan_names_the_machines() -> None:
-    config = resolved(*ALL, section="trainer")
+    config = resolved(ALL, "trainer")
     shown = describe(plan(config, Path("run.json"), CPU), config, only="trainer")
     assert "inference 203.0.113.1, 203.0.113.2; orchestrator 203.0.113.3; trainer 203.0.113.3" in shown
     here = resolved()
     assert "hosts " not in describe(plan(here, Path("run.json"), CPU), here)
 
 
-# which one am I
-
-
-def test_a_machine_finds_itself_by_its_addresses() -> None:
+def test_a_machine_finds_itself_by_a_flag_the_environment_or_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_node("hosts.inference", ("203.0.113.1", "127.0.0.1:8001", "203.0.113.3"), None) == 1
     assert find_node("hosts.inference", ("203.0.113.1",), None) == 0, "there is no other that it could be"
-
-
-def test_a_flag_or_the_environment_says_it_where_addresses_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_node("hosts.trainer", OTHERS, 2) == 2
     monkeypatch.setenv(NODE, "1")
     assert find_node("hosts.trainer", OTHERS, None) == 1
@@ -228,34 +214,31 @@ def test_a_flag_or_the_environment_says_it_where_addresses_do_not(monkeypatch: p
         (OTHERS, 3, "a number from 0 to 2"),
     ],
 )
-def test_where_nothing_tells_it_is_asked_for(addresses: tuple[str, ...], flag: int | None, words: str) -> None:
+def test_where_nothing_tells_the_user_is_asked(addresses: tuple[str, ...], flag: int | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         find_node("hosts.trainer", addresses, flag)
 
 
 def test_a_plan_that_is_only_shown_needs_no_machine() -> None:
-    config, invocation = load_run_config([*ENV, *ALL, "--dry-run"], program="inference", section="inference")
+    argv = shlex.split(MODEL + ALL)
+    config, invocation = load_run_config([*argv, "--dry-run"], program="inference", section="inference")
     assert node_of(config, "inference", invocation) == 0
-    config, invocation = load_run_config([*ENV, *ALL], program="inference", section="inference")
+    config, invocation = load_run_config(argv, program="inference", section="inference")
     with pytest.raises(ConfigError, match="--node N"):
         node_of(config, "inference", invocation)
 
 
-def test_addresses_are_read_with_and_without_a_port() -> None:
-    assert place_of("10.0.0.2:8003") == Place("10.0.0.2", 8003)
-    assert place_of("node-7.cluster") == Place("node-7.cluster", None)
-
-
-# ranks
-
-
 def test_ranks_are_shared_by_machines_and_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ("--device", "cpu", "--hosts.trainer", "127.0.0.1", "127.0.0.2", "--trainer.num-ranks", "6")
-    config = resolved(*flags, section="trainer")
-    check(config, CPU, section="trainer")
+    config = resolved(f"{RANKS} --trainer.num-ranks 6", "trainer")
+    assert problems(config, CPU, section="trainer") == []
     monkeypatch.setenv(NODE, "1")
-    nodes = nodes_of(config)
-    assert nodes is not None
+    ids = set()
+    for token in (SECRET, "another-token-for-tests-01234"):
+        monkeypatch.setenv(TOKEN, token)
+        nodes = nodes_of(config)
+        assert nodes is not None
+        ids.add(nodes.id)
+    assert len(ids) == 2, "where ranks meet is known only with the token"
     words = list(nodes.arguments())
     assert dict(zip(words[::2], words[1::2], strict=True)).items() >= {
         ("--nnodes", "2"),
@@ -265,20 +248,7 @@ def test_ranks_are_shared_by_machines_and_meet_at_the_first(monkeypatch: pytest.
         ("--local-addr", "127.0.0.2"),
     }
     assert nodes_of(resolved(section="trainer")) is None
-    assert "equally many ranks on each" in refusal(*flags[:-1], "5", section="trainer")
 
 
-def test_each_machine_has_a_rank_by_itself_where_nothing_is_said() -> None:
-    flags = ("--device", "cpu", "--hosts.trainer", *OTHERS)
-    assert resolved(*flags, section="trainer").trainer.num_ranks == 3
-
-
-def test_where_ranks_meet_is_known_only_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = resolved("--device", "cpu", "--hosts.trainer", "127.0.0.1", "127.0.0.2", section="trainer")
-    ids = set()
-    for token in (SECRET, "another-token-for-tests-01234"):
-        monkeypatch.setenv(TOKEN, token)
-        nodes = nodes_of(config)
-        assert nodes is not None
-        ids.add(nodes.id)
-    assert len(ids) == 2
+def test_each_machine_has_one_rank_by_default() -> None:
+    assert resolved(f"--device cpu --hosts.trainer {' '.join(OTHERS)}", "trainer").trainer.num_ranks == 3

@@ -1,4 +1,4 @@
-"""What a model cannot be trained with is refused before anything starts, for `rl` and `sft` alike."""
+"""Models, adapters and experts that cannot be trained are refused before anything starts, for `rl` and `sft` alike."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from typing import Any
 
 import pytest
 
-from trireme.base.devices import Devices
+from resolved_runs import CPU, ENV, prefixed, refusals, resolved
 from trireme.base.errors import ConfigError
 from trireme.config import rules_model
-from trireme.config.load import load_config, load_run_config
-from trireme.config.resolve import resolve, resolve_sft
-from trireme.config.rules import check, check_sft, launch_problems
+from trireme.config.load import load_config
+from trireme.config.resolve import resolve_sft
+from trireme.config.rules import check_sft, launch_problems, problems
+from trireme.config.rules_lora import lora_problems
 from trireme.config.rules_model import model_launch_problems, model_problems
+from trireme.config.rules_moe import expert_problems_of_sft, num_experts_in
 from trireme.config.sft import SftConfig
-from trireme.config.trainer import TrainerModel
+from trireme.config.trainer import Experts, Lora, TrainerModel
 
 TABLE = "trainer.model"
-CPU = Devices(cores=4)
-
-
-def problems(ranks: int, **settings: Any) -> str:
-    return "\n".join(model_problems(TABLE, TrainerModel(**settings), ranks))
+FLASH = {"attn": "flash_attention_2", "optimization_dtype": "bfloat16"}
+REPLAY = "--trainer.model.moe.router-replay true"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a model, as far as can be seen without reading its weights."""
+    """A model, as far as rules look at it."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors").touch()
@@ -45,72 +44,62 @@ def found(folder: Path, *, device: str = "cpu", **settings: Any) -> str:
     return "\n".join(model_launch_problems(TABLE, TrainerModel(name=str(folder), **settings), device))
 
 
-@pytest.mark.parametrize("key", ["dp_replicate", "cp"])
-def test_ranks_can_be_split_evenly(key: str) -> None:
-    assert problems(8, **{key: 4}) == ""
-    assert f"trainer.model.{key} = 3 with 8 ranks - expected a divisor of their number: 1, 2, 4, 8" in problems(
-        8, **{key: 3}
-    )
+@pytest.mark.parametrize(
+    ("ranks", "refused", "accepted", "words"),
+    [
+        (8, {"dp_replicate": 3}, {"dp_replicate": 4}, "dp_replicate = 3 with 8 ranks"),
+        (8, {"cp": 3}, {"cp": 4}, "cp = 3 with 8 ranks - expected a divisor of their number: 1, 2, 4, 8"),
+        (1, {"attn": "flash_attention_2"}, FLASH, 'optimization_dtype = "bfloat16"'),
+        (2, {"attn": "eager", "cp": 2}, {"attn": "eager", "cp": 1}, '`trainer.model.attn = "sdpa"`'),
+    ],
+)
+def test_ranks_and_precision_must_suit_the_attention(
+    ranks: int, refused: dict[str, Any], accepted: dict[str, Any], words: str
+) -> None:
+    (problem,) = model_problems(TABLE, TrainerModel(**refused), ranks)
+    assert words in problem
+    assert [*model_problems(TABLE, TrainerModel(**accepted), ranks)] == []
 
 
-def test_flash_attention_has_no_float32() -> None:
-    assert 'Set `trainer.model.optimization_dtype = "bfloat16"`' in problems(1, attn="flash_attention_2")
-    assert problems(1, attn="flash_attention_2", optimization_dtype="bfloat16") == ""
-
-
-def test_ranks_share_no_row_with_eager_attention() -> None:
-    assert '`trainer.model.attn = "sdpa"`' in problems(2, attn="eager", cp=2)
-
-
-def test_a_model_that_can_be_trained_is_not_objected_to(folder: Path) -> None:
-    assert found(folder) == ""
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma3_text", "qwen3_moe", "mixtral", "phi3", "glm4_moe"])
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+def test_known_families_are_accepted(folder: Path, kind: str, attention: str) -> None:
+    describe(folder, model_type=kind)
+    assert found(folder, attn=attention) == ""
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "phi3", "glm4_moe"]
+    ("config", "words"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantized (mxfp4)"),
+        ({"model_type": "qwen33"}, 'no architecture "qwen33"'),
+        *(({"model_type": kind}, "would see each other") for kind in ("mamba2", "qwen3_next", "falcon_h1")),
+        ({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}, "trust_remote_code = true"),
+        ({"model_type": "gpt_oss"}, "expected one of eager."),
+    ],
 )
-@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
-def test_known_families_are_known(folder: Path, kind: str, attention: str) -> None:
-    describe(folder, model_type=kind)
-    assert found(folder, attn=attention) == ""
+def test_a_model_that_cannot_be_trained_is_refused(folder: Path, config: dict[str, Any], words: str) -> None:
+    describe(folder, **config)
+    assert words in found(folder)
+
+
+def test_what_the_user_allows_is_accepted(folder: Path) -> None:
+    describe(folder, model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Mine"})
+    assert found(folder, trust_remote_code=True) == ""
+    describe(folder, model_type="gpt_oss")
+    assert found(folder, attn="eager") == ""
+    assert "expected one of flex_attention, eager." in found(folder, device="cuda")
 
 
 def test_weights_are_safetensors_unless_none_are_read(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").touch()
-    assert "has neither model.safetensors nor model.safetensors.index.json" in found(folder)
+    assert "has neither model.safetensors nor" in found(folder)
     assert found(folder, from_scratch=True) == ""
     (folder / "model.safetensors.index.json").touch()
     assert found(folder) == ""
-
-
-def test_quantized_weights_are_refused(folder: Path) -> None:
-    describe(folder, quantization_config={"quant_method": "mxfp4"})
-    assert "quantized (mxfp4)" in found(folder)
-
-
-def test_an_unknown_architecture_is_refused(folder: Path) -> None:
-    describe(folder, model_type="qwen33")
-    assert 'no architecture "qwen33"' in found(folder)
-
-
-def test_code_of_a_model_runs_only_where_that_was_said(folder: Path) -> None:
-    describe(folder, model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Mine"})
-    assert "Set `trainer.model.trust_remote_code = true`" in found(folder).replace("Read it, and set", "Set")
-    assert found(folder, trust_remote_code=True) == ""
-
-
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "falcon_h1"])
-def test_models_with_a_state_are_refused(folder: Path, kind: str) -> None:
-    describe(folder, model_type=kind)
-    assert "samples which are packed into one row would see each other" in found(folder)
-
-
-def test_an_attention_that_the_model_lacks_is_refused_with_those_it_has(folder: Path) -> None:
-    describe(folder, model_type="gpt_oss")
-    assert "expected one of eager." in found(folder)
-    assert "expected one of flex_attention, eager." in found(folder, device="cuda")
-    assert found(folder, attn="eager") == ""
+    (folder / "config.json").write_text("{")
+    assert "cannot be read" in found(folder)
 
 
 def test_a_row_is_shared_by_as_many_ranks_as_divide_the_heads(folder: Path) -> None:
@@ -118,30 +107,94 @@ def test_a_row_is_shared_by_as_many_ranks_as_divide_the_heads(folder: Path) -> N
     assert found(folder, cp=2) == ""
 
 
-def test_a_package_that_attention_needs_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"attn": "flash_attention_2", "optimization_dtype": "bfloat16", "device": "cuda"}
+def test_a_package_that_attention_needs_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"flash_attn", "transformers"}
     real = rules_model.find_spec
     monkeypatch.setattr(rules_model, "find_spec", lambda name: real("json") if name in here else None)
-    assert found(Path("some/model"), **settings) == ""
+    assert found(Path("some/model"), device="cuda", **FLASH) == ""
     here.remove("flash_attn")
-    assert "neither the package flash_attn nor kernels is installed" in found(Path("some/model"), **settings)
-
-
-def test_a_configuration_that_is_no_json_is_said_to_be_none(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-    assert "cannot be read" in found(folder)
+    assert "neither the package flash_attn nor kernels" in found(Path("some/model"), device="cuda", **FLASH)
 
 
 def test_rl_and_sft_refuse_alike(folder: Path, tmp_path: Path) -> None:
     describe(folder, model_type="qwen33")
     (tmp_path / "data.jsonl").write_text("{}\n")
-    argv = ["--orchestrator.env", '[{"id": "x"}]', "--model.name", str(folder), "--trainer.model.cp", "3"]
-    config = resolve(load_run_config(argv, program="rl")[0], CPU)
-    with pytest.raises(ConfigError, match=r"trainer.model.cp = 3 with 1 ranks"):
-        check(config, CPU)
+    config = resolved(f"{ENV} --model.name {folder} --trainer.model.cp 3")
+    assert "trainer.model.cp = 3 with 1 ranks" in "\n".join(problems(config, CPU))
     assert 'no architecture "qwen33"' in "\n".join(launch_problems(config, CPU))
     argv = ["--data", str(tmp_path / "data.jsonl"), "--model.name", str(folder), "--model.cp", "3"]
     sft = resolve_sft(load_config(argv, SftConfig, program="sft")[0], CPU)
     with pytest.raises(ConfigError, match=r'model.cp = 3 with 1 ranks(.|\n)*no architecture "qwen33"'):
         check_sft(sft, CPU)
+
+
+# adapters
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--modules-to-save lm_head", "modules_to_save = ['lm_head']"),
+        ("--target-modules all-linear", "all-linear in target_modules"),
+        ("--target-modules q_proj,lm_head", "lm_head in target_modules"),
+        ("--rank 513", "rank = 513"),
+    ],
+)
+def test_adapters_that_engines_cannot_hold_are_refused_unless_they_are_merged(flags: str, words: str) -> None:
+    flags = prefixed("trainer.model.lora", flags)
+    assert len(refusals(f"{flags} --trainer.model.lora.sync adapter", words)) == 1
+    assert refusals(f"{flags} --trainer.model.lora.sync merged") == []
+
+
+def test_adapters_are_sent_whole() -> None:
+    adapter = "--trainer.model.lora.rank 512 --trainer.model.lora.sync adapter"
+    assert refusals(adapter) == []
+    assert len(refusals(f"{adapter} --weight-broadcast.delta", "weight_broadcast.delta")) == 1
+    assert refusals("--trainer.model.lora.rank 8 --weight-broadcast.delta") == []
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        (Lora(target_modules=("q_proj",), modules_to_save=("q_proj",)), "q_proj in `target_modules` and in"),
+        (Lora(target_modules=("embed_tokens",)), 'modules_to_save = ["embed_tokens"]'),
+        (Lora(target_modules=()), "all-linear"),
+    ],
+)
+def test_a_module_is_adapted_or_trained_whole(lora: Lora, words: str) -> None:
+    (problem,) = lora_problems("model.lora", lora)
+    assert words in problem
+
+
+def test_supervised_training_has_neither_engines_nor_routes() -> None:
+    assert len([*lora_problems("model.lora", Lora(sync="adapter"), has_engines=False)]) == 1
+    assert [*lora_problems("model.lora", Lora(), has_engines=False)] == []
+    assert len([*expert_problems_of_sft(TrainerModel(moe=Experts(router_replay=True)))]) == 1
+    assert next(expert_problems_of_sft(TrainerModel(ep=2))).startswith("model.ep = 2")
+    assert [*expert_problems_of_sft(TrainerModel())] == []
+
+
+# experts
+
+
+def test_router_replay_needs_the_engines_prefix_cache_and_a_model_with_experts(folder: Path) -> None:
+    assert len(refusals(f"{REPLAY} --inference.args.enable-prefix-caching false", "prefix_caching")) == 1
+    assert refusals(REPLAY) == []
+    flags = f"{REPLAY} --model.name {folder}"
+    describe(folder, num_experts=0)
+    assert len(refusals(flags, "mixture of experts", at_launch=True)) == 1
+    describe(folder, num_experts=4)
+    assert refusals(flags, "mixture of experts", at_launch=True) == []
+
+
+def test_expert_parallelism_is_refused() -> None:
+    assert len(refusals("--trainer.model.ep 2 --trainer.num-ranks 2", "trainer.model.ep = 2 - expected 1")) == 1
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_experts_are_counted_under_any_of_their_names(folder: Path, key: str) -> None:
+    describe(folder, **{key: 6})
+    assert num_experts_in(str(folder)) == 6
+    describe(folder, text_config={key: 5})
+    assert num_experts_in(str(folder)) == 5
+    assert num_experts_in("owner/model-on-a-hub") is None

@@ -1,0 +1,36 @@
+"""Runs as `rl` loads and resolves them, for tests of the configuration."""
+
+from __future__ import annotations
+
+import shlex
+
+from trireme.base.devices import Devices
+from trireme.config.load import load_run_config
+from trireme.config.resolve import resolve
+from trireme.config.rules import launch_problems, problems
+from trireme.config.run import RunConfig
+from trireme.config.written import Room
+
+CPU = Devices(cores=4)
+GPUS = Devices(gpus=("0", "1", "2", "3"), cores=16)
+ENV = """--orchestrator.env '[{id = "a"}, {id = "b"}]' """
+
+
+def resolved(flags: str = "", *, on: Devices = CPU, section: Room | None = None) -> RunConfig:
+    """Resolve the run that these flags describe.
+
+    Args:
+        flags: as they are typed in a shell.
+    """
+    return resolve(load_run_config(shlex.split(flags), program="rl", section=section)[0], on, section=section)
+
+
+def refusals(flags: str, words: str = "", *, on: Devices = CPU, at_launch: bool = False) -> list[str]:
+    """Return the problems of a run with environments which contain all of `words`, separated by " ... "."""
+    found = (launch_problems if at_launch else problems)(resolved(ENV + flags, on=on), on)
+    return [message for message in found if all(part in message for part in words.split(" ... "))]
+
+
+def prefixed(table: str, flags: str) -> str:
+    """Put a table before the name of each flag, so that a test about one table need not repeat it."""
+    return " ".join(f"--{table}.{word[2:]}" if word.startswith("--") else word for word in flags.split(" "))

@@ -1,0 +1,120 @@
+"""What the inference process tells vLLM: flags and variables that follow from the configuration."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from parsing import parse
+from resolved_runs import CPU, GPUS, prefixed, resolved
+from trireme.base.devices import Devices
+from trireme.base.token import TOKEN
+from trireme.config.engine_names import parser_names, sampling_names
+from trireme.config.rules_lora import engine_rank
+from trireme.config.rules_moe import shares_prefixes
+from trireme.inference.server import FORKED, environment, server_arguments
+
+REPLAY = "--trainer.model.moe.router-replay true"
+SYNCHRONOUS = "--max-async-level 0"
+ADAPTER = prefixed("trainer.model.lora", "--rank 9 --sync adapter")
+EXECUTOR = "--distributed-executor-backend"
+
+
+def arguments(flags: str = "", on: Devices = CPU) -> list[str]:
+    return server_arguments(resolved(f"--model.name some/model {flags}", on=on))
+
+
+def value_of(flag: str, flags: str = "", on: Devices = CPU) -> str | None:
+    """Of several of one name, vLLM takes the last."""
+    return dict(pairwise(arguments(flags, on))).get(flag)
+
+
+@pytest.mark.parametrize(
+    ("flag", "typed", "on", "expected"),
+    [
+        ("--block-size", "--inference.args.kv-cache-dtype fp8", CPU, "32"),  # in eight bits, blocks are larger
+        ("--block-size", "--inference.args.block-size 64", CPU, "64"),
+        ("--block-size", "", GPUS, None),
+        (EXECUTOR, "", CPU, FORKED),
+        (EXECUTOR, "", GPUS, None),
+        (EXECUTOR, "--inference.args.tensor-parallel-size 2", CPU, None),
+        (EXECUTOR, f"--inference.args.{EXECUTOR[2:]} mp", CPU, "mp"),
+        ("--max-logprobs", "", CPU, "88"),
+        ("--max-logprobs", "--orchestrator.sampling.top-k 200", CPU, "258"),
+        ("--max-lora-rank", ADAPTER, CPU, "16"),
+        ("--lora-target-modules", ADAPTER, CPU, "q_proj"),
+        # the engine knows last names alone
+        ("--lora-target-modules", f"{ADAPTER} --trainer.model.lora.target-modules layers.1.a.o_proj", CPU, "o_proj"),
+    ],
+)
+def test_a_flag_of_vllm_follows_from_the_configuration(flag: str, typed: str, on: Devices, expected: str) -> None:
+    assert value_of(flag, typed, on) == expected
+
+
+def test_a_cpus_block_size_depends_on_the_processor() -> None:
+    assert value_of("--block-size") in ("16", "32")
+
+
+@pytest.mark.parametrize(
+    ("flag", "typed", "on"),
+    [
+        ("--enable-auto-tool-choice", "--inference.model.tool-call-parser hermes", CPU),
+        ("--enable-lora", ADAPTER, CPU),
+        ("--enable-return-routed-experts", REPLAY, GPUS),
+        ("trireme.inference.cpu_routing.RoutingWorker", REPLAY, CPU),
+        ("trireme.inference.cpu_routing.RoutingScheduler", REPLAY, CPU),
+        ("--no-enable-prefix-caching", SYNCHRONOUS, CPU),
+        ("--enable-prefix-caching", f"{SYNCHRONOUS} {REPLAY}", CPU),
+    ],
+)
+def test_vllm_is_told_only_what_the_run_asks_for(flag: str, typed: str, on: Devices) -> None:
+    assert flag in arguments(typed, on)
+    assert flag not in arguments("--trainer.model.lora.rank 9", on)
+
+
+def test_variables_of_the_engine_follow_from_the_configuration() -> None:
+    assert environment(resolved())["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in environment(resolved(on=GPUS))
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in environment(resolved(ADAPTER))
+
+
+def test_the_engine_checks_the_token_in_the_outermost_middleware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last middleware is the outermost."""
+    monkeypatch.setenv(TOKEN, "a-token-for-tests-0123456789")
+    told = arguments("--inference.args.middleware mine.Middleware")
+    assert told[-2:] == ["--middleware", "trireme.transport.bearer.RequireToken"]
+    assert "mine.Middleware" in told
+    assert "a-token" not in " ".join(told)
+    monkeypatch.delenv(TOKEN)
+    assert "trireme.transport.bearer.RequireToken" not in arguments()
+
+
+def test_the_engine_is_told_the_next_rank_that_it_knows() -> None:
+    assert [engine_rank(rank) for rank in (1, 2, 8, 9, 300, 512)] == [1, 8, 8, 16, 320, 512]
+
+
+def test_a_synchronous_run_on_cpu_shares_no_prefixes_with_or_without_the_cache() -> None:
+    """What ran before a request must not show in its bits: router replay needs the cache, so nothing may match."""
+    assert shares_prefixes(resolved(SYNCHRONOUS))  # there is no cache that could
+    assert not shares_prefixes(resolved(f"{SYNCHRONOUS} {REPLAY}"))
+    assert shares_prefixes(resolved(REPLAY))
+    assert shares_prefixes(resolved(f"{SYNCHRONOUS} {REPLAY}", on=GPUS))
+
+
+def test_names_are_those_of_the_installed_vllm_and_are_read_without_importing_it() -> None:
+    source = Path(find_spec("vllm").origin).parent / "tool_parsers" / "__init__.py"
+    assigned = [node for node in parse(source.read_text()).body if isinstance(node, ast.Assign)]
+    table = next(node for node in assigned if "REGISTER" in ast.unparse(node.targets[0]))
+    assert set(parser_names("tool_call_parser")) == set(ast.literal_eval(table.value))
+    assert {"qwen3", "deepseek_r1"} <= set(parser_names("reasoning_parser"))
+    assert {"temperature", "stop_token_ids", "ignore_eos", "structured_outputs"} <= set(sampling_names())
+    code = "import sys; from trireme.config.engine_names import *; assert parser_names('reasoning_parser'); "
+    code += "print({'torch', 'vllm'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
