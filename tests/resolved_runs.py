@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 from trireme.base.devices import Devices
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import launch_problems, problems
 from trireme.config.run import RunConfig
+from trireme.config.section import Section
 from trireme.config.written import Room
 
 CPU = Devices(cores=4)
@@ -34,3 +36,11 @@ def refusals(flags: str, words: str = "", *, on: Devices = CPU, at_launch: bool 
 def prefixed(table: str, flags: str) -> str:
     """Put a table before the name of each flag, so that a test about one table need not repeat it."""
     return " ".join(f"--{table}.{word[2:]}" if word.startswith("--") else word for word in flags.split(" "))
+
+
+def value_at(config: Section, key: str) -> Any:
+    """Return the value at a dotted key, as a file of JSON has it."""
+    value: Any = config.model_dump(mode="json")
+    for part in key.split("."):
+        value = value[int(part) if part.isdigit() else part]
+    return value
