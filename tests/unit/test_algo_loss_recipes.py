@@ -1,4 +1,4 @@
-"""Each loss of the literature, value and gradient, against its formula written out in NumPy; and where they coincide.
+"""Each loss of the literature, value and gradient, against its formula written out in NumPy.
 
 The formulas below are objectives, to be maximised, in float64, sample by sample and token by token. What a paper puts
 under a stop-gradient is computed from `frozen`. Gradients are central differences of the formula.
@@ -27,6 +27,7 @@ C = 7  # of the normalisation by a constant
 STEP = 1e-6
 
 Objective = Callable[[np.ndarray, np.ndarray, "Batch"], float]
+Gain = Callable[[np.ndarray, np.ndarray, "Batch", int], float]  # of token t
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class Batch:
     @property
     def slices(self) -> list[list[int]]:
         return [np.flatnonzero(self.samples == number).tolist() for number in range(int(self.samples.max()) + 1)]
+
+    def sample_of(self, t: int) -> list[int]:
+        return self.slices[self.samples[t]]
 
 
 def batch_of(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, drift: float = 0.35) -> Batch:
@@ -65,110 +69,92 @@ def batch_of(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, drift: float = 0
 # the formulas
 
 
-def clipped(r: float, a: float, low: float, high: float) -> float:
+def over_tokens(gain: Gain) -> Objective:
+    return lambda x, frozen, b: sum(gain(x, frozen, b, t) for t in range(len(x))) / len(x)
+
+
+def over_samples(gain: Gain) -> Objective:
+    return lambda x, frozen, b: float(np.mean([np.mean([gain(x, frozen, b, t) for t in s]) for s in b.slices]))
+
+
+def over_a_constant(gain: Gain) -> Objective:
+    return lambda x, frozen, b: sum(gain(x, frozen, b, t) for t in range(len(x))) / (len(b.slices) * C)
+
+
+def clipped(r: float, a: float, low: float = 0.2, high: float = 0.2) -> float:
     return min(r * a, min(max(r, 1 - low), 1 + high) * a)
 
 
-def ppo(x: np.ndarray, frozen: np.ndarray, b: Batch, low: float = 0.2, high: float = 0.2) -> float:
-    return sum(clipped(math.exp(x[t] - b.mu[t]), b.advantages[t], low, high) for t in range(len(x))) / len(x)
+def ppo(high: float = 0.2) -> Gain:
+    return lambda x, frozen, b, t: clipped(math.exp(x[t] - b.mu[t]), b.advantages[t], high=high)
 
 
-def grpo(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
-    per_sample = [
-        sum(clipped(math.exp(x[t] - b.mu[t]), b.advantages[t], 0.2, 0.2) for t in sample) / len(sample)
-        for sample in b.slices
-    ]
-    return sum(per_sample) / len(per_sample)
+def gspo(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+    sample = b.sample_of(t)
+    likelihood_ratio = np.prod([math.exp(x[i] - b.mu[i]) for i in sample])
+    return clipped(likelihood_ratio ** (1 / len(sample)), b.advantages[t], 3e-4, 4e-4)
 
 
-def dr_grpo(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
-    total = sum(clipped(math.exp(x[t] - b.mu[t]), b.advantages[t], 0.2, 0.2) for t in range(len(x)))
-    return total / (len(b.slices) * C)
+def cispo(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+    return min(max(math.exp(frozen[t] - b.mu[t]), 0), 5) * b.advantages[t] * x[t]
 
 
-def dapo(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
-    return ppo(x, frozen, b, 0.2, 0.28)
+def reinforce(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+    return b.advantages[t] * x[t]
 
 
-def gspo(x: np.ndarray, frozen: np.ndarray, b: Batch, low: float = 3e-4, high: float = 4e-4) -> float:
-    gains = []
-    for sample in b.slices:
-        likelihood_ratio = np.prod([math.exp(x[t] - b.mu[t]) for t in sample])
-        gains.append(clipped(likelihood_ratio ** (1 / len(sample)), b.advantages[sample[0]], low, high))
-    return sum(gains) / len(gains)
+def importance(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+    r = math.exp(x[t] - b.mu[t])
+    return r * b.advantages[t] if 0.125 <= r <= 8 else 0.0
 
 
-def cispo(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
-    return sum(min(max(math.exp(frozen[t] - b.mu[t]), 0), 5) * b.advantages[t] * x[t] for t in range(len(x))) / len(x)
+def cross_entropy(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+    return x[t] if b.advantages[t] > 0 else 0.0
 
 
-def reinforce(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
-    return sum(b.advantages[t] * x[t] for t in range(len(x))) / len(x)
+def weighted(weight_of: Callable[[Batch, int], float]) -> Gain:
+    """PPO against the proximal policy, each token weighted."""
+    return lambda x, frozen, b, t: weight_of(b, t) * clipped(math.exp(x[t] - b.prox[t]), b.advantages[t])
 
 
-def importance(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
-    ratios = [math.exp(x[t] - b.mu[t]) for t in range(len(x))]
-    return sum(r * b.advantages[t] for t, r in enumerate(ratios) if 0.125 <= r <= 8) / len(x)
+def tis(cap: float) -> Gain:
+    return weighted(lambda b, t: min(math.exp(b.prox[t] - b.mu[t]), cap))
 
 
-def tis(x: np.ndarray, frozen: np.ndarray, b: Batch, cap: float = 2.0) -> float:
-    return sum(
-        min(math.exp(b.prox[t] - b.mu[t]), cap) * clipped(math.exp(x[t] - b.prox[t]), b.advantages[t], 0.2, 0.2)
-        for t in range(len(x))
-    ) / len(x)
-
-
-def icepop(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
-    total = 0.0
-    for sample in b.slices:
-        for t in sample:
-            k = math.exp(b.prox[t] - b.mu[t])
-            calibrated = k if 0.5 <= k <= 5 else 0.0
-            total += calibrated * clipped(math.exp(x[t] - b.prox[t]), b.advantages[t], 0.2, 0.2) / len(sample)
-    return total / len(b.slices)
-
-
-def decoupled(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
-    return tis(x, frozen, b, cap=math.inf)
-
-
-def cross_entropy(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
-    return sum(x[t] for t in range(len(x)) if b.advantages[t] > 0) / len(x)
+def icepop_weight(b: Batch, t: int) -> float:
+    k = math.exp(b.prox[t] - b.mu[t])
+    return k if 0.5 <= k <= 5 else 0.0
 
 
 OBJECTIVES: dict[str, Objective] = {
-    "importance": importance,
-    "grpo": grpo,
-    "ppo": ppo,
-    "dr_grpo": dr_grpo,
-    "dapo": dapo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-    "tis": tis,
-    "icepop": icepop,
-    "decoupled": decoupled,
-    "cross_entropy": cross_entropy,
+    "importance": over_tokens(importance),
+    "grpo": over_samples(ppo()),
+    "ppo": over_tokens(ppo()),
+    "dr_grpo": over_a_constant(ppo()),
+    "dapo": over_tokens(ppo(high=0.28)),
+    "gspo": over_samples(gspo),
+    "cispo": over_tokens(cispo),
+    "reinforce": over_tokens(reinforce),
+    "tis": over_tokens(tis(cap=2.0)),
+    "icepop": over_samples(weighted(icepop_weight)),
+    "decoupled": over_tokens(tis(cap=math.inf)),
+    "cross_entropy": over_tokens(cross_entropy),
 }
 
 
-def sequence_weighted(kind: str, low: float, high: float) -> Objective:
-    """PPO against the proximal policy, each sample weighted by how likely that had been over the behaviour policy."""
+def sequence_weight(kind: str, low: float, high: float) -> Callable[[Batch, int], float]:
+    """How likely a token's sample had been under the proximal policy, over the behaviour policy."""
 
-    def objective(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
-        total = 0.0
-        for sample in b.slices:
-            product = np.prod([math.exp(b.prox[t] - b.mu[t]) for t in sample])
-            mean = product ** (1 / len(sample))
-            weight = {
-                "sequence_truncate": min(product, high),
-                "sequence_mask": product if low <= product <= high else 0.0,
-                "geometric_mask": 1.0 if low <= mean <= high else 0.0,
-            }[kind]
-            total += weight * sum(clipped(math.exp(x[t] - b.prox[t]), b.advantages[t], 0.2, 0.2) for t in sample)
-        return total / len(x)
+    def weight_of(b: Batch, t: int) -> float:
+        sample = b.sample_of(t)
+        product = np.prod([math.exp(b.prox[i] - b.mu[i]) for i in sample])
+        return {
+            "sequence_truncate": min(product, high),
+            "sequence_mask": product if low <= product <= high else 0.0,
+            "geometric_mask": 1.0 if low <= product ** (1 / len(sample)) <= high else 0.0,
+        }[kind]
 
-    return objective
+    return weight_of
 
 
 # ours, and the comparison
@@ -242,7 +228,7 @@ def test_a_correction_by_sequence_has_the_value_and_the_gradient_of_its_formula(
 ) -> None:
     b = batch_of(drift=0.5)
     found = recipe("tis", correction=kind, correction_low=low, correction_high=high)
-    check(found, sequence_weighted(kind, low, high), b)
+    check(found, over_tokens(weighted(sequence_weight(kind, low, high))), b)
     terms, _ = ours(found, b)
     name = "capped_frac" if kind == "sequence_truncate" else "masked_frac"
     assert 0 < float(terms.sums[name]) < len(b.pi)
@@ -260,15 +246,12 @@ def test_the_batches_of_these_tests_are_clipped_and_masked_in_part() -> None:
 
 
 def test_a_dual_clip_bounds_what_a_bad_token_costs() -> None:
-    def objective(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
-        total = 0.0
-        for t in range(len(x)):
-            gain, a = clipped(math.exp(x[t] - b.mu[t]), b.advantages[t], 0.2, 0.2), b.advantages[t]
-            total += max(gain, 1.5 * a) if a < 0 else gain
-        return total / len(x)
+    def gain(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+        found, a = ppo()(x, frozen, b, t), b.advantages[t]
+        return max(found, 1.5 * a) if a < 0 else found
 
     b = behaving("ppo", batch_of(drift=1.0))
-    check(recipe("ppo", dual_clip=1.5), objective, b)
+    check(recipe("ppo", dual_clip=1.5), over_tokens(gain), b)
     with_it, without = (ours(recipe("ppo", dual_clip=bound), b)[0].sums["clip_frac/high"] for bound in (1.5, None))
     assert float(with_it) > float(without)
 
@@ -276,59 +259,31 @@ def test_a_dual_clip_bounds_what_a_bad_token_costs() -> None:
 # the reference model and the entropy
 
 
-def kl_penalty(estimator: str, x: np.ndarray, frozen: np.ndarray, b: Batch) -> list[float]:
-    penalties = []
-    for t in range(len(x)):
-        d = x[t] - b.ref[t]
-        match estimator:
-            case "k1":  # in the reward, importance weighted
-                weight = min(math.exp(frozen[t] - b.mu[t]), 8)
-                penalties.append(weight * (frozen[t] - b.ref[t]) * x[t])
-            case "k2":
-                penalties.append(d * d / 2)
-            case "k3":
-                penalties.append(math.exp(-d) - 1 + d)
-    return penalties
+def kl_penalty(estimator: str, x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+    d = x[t] - b.ref[t]
+    match estimator:
+        case "k1":  # in the reward, importance weighted
+            return min(math.exp(frozen[t] - b.mu[t]), 8) * (frozen[t] - b.ref[t]) * x[t]
+        case "k2":
+            return d * d / 2
+    return math.exp(-d) - 1 + d
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_pull_to_the_reference_has_the_gradient_of_its_formula(estimator: str) -> None:
     b = behaving("ppo", batch_of())
 
-    def objective(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
-        return ppo(x, frozen, b) - 0.3 * sum(kl_penalty(estimator, x, frozen, b)) / len(x)
+    def gain(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+        return ppo()(x, frozen, b, t) - 0.3 * kl_penalty(estimator, x, frozen, b, t)
 
     terms, gradient = ours(recipe("ppo", beta=0.3, kl_estimator=estimator), b)
-    assert gradient.tolist() == pytest.approx([-slope for slope in slope_of(objective, b)], rel=1e-5, abs=1e-9)
+    assert gradient.tolist() == pytest.approx([-slope for slope in slope_of(over_tokens(gain), b)], rel=1e-5, abs=1e-9)
     difference = b.pi - b.ref
     values = {"k1": difference, "k2": difference**2 / 2, "k3": np.exp(-difference) - 1 + difference}
-    assert float(terms.value) == pytest.approx(-ppo(b.pi, b.pi, b) + 0.3 * values[estimator].mean(), rel=1e-9)
+    assert float(terms.value) == pytest.approx(
+        -OBJECTIVES["ppo"](b.pi, b.pi, b) + 0.3 * values[estimator].mean(), rel=1e-9
+    )
     assert float(terms.sums["reference_kl"]) == pytest.approx(values["k3"].sum())
-
-
-@pytest.mark.parametrize(("estimator", "reverse"), [("k1", True), ("k2", True), ("k3", False)])
-@pytest.mark.parametrize("sampled_by_pi", [True, False])
-def test_which_divergence_each_estimator_pulls_by(estimator: str, reverse: bool, sampled_by_pi: bool) -> None:
-    """Summed over all tokens with the weight with which they are sampled: KL(pi || ref) or KL(ref || pi), exactly. On
-    tokens of another policy that holds for k1 only."""
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
-    ref = torch.log_softmax(torch.randn(6, generator=generator, dtype=torch.float64), -1)
-    other = torch.log_softmax(torch.randn(6, generator=generator, dtype=torch.float64), -1)
-    pi = torch.log_softmax(logits, -1)
-    mu = pi.detach() if sampled_by_pi else other
-    divergence = (pi.exp() * (pi - ref)).sum() if reverse else (ref.exp() * (ref - pi)).sum()
-    (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
-    found = Recipe("reinforce", beta=1.0, kl_estimator=estimator)
-    estimate = torch.zeros(6, dtype=torch.float64)
-    for token in range(6):
-        one = slice(token, token + 1)
-        zero = torch.zeros(1, dtype=torch.float64)
-        columns = columns_of(pi[one], behaviour=mu[one], advantages=zero, reference=ref[one])
-        loss = policy_loss(columns, Totals(1, 1), found).loss
-        estimate += mu[token].exp() * torch.autograd.grad(loss, logits, retain_graph=True)[0]
-    is_exact = bool(torch.allclose(estimate, exact, rtol=1e-9, atol=1e-12))
-    assert is_exact == (sampled_by_pi or estimator == "k1")
 
 
 def test_the_entropy_bonus_pulls_each_entropy_up_alike() -> None:
@@ -343,81 +298,12 @@ def test_the_entropy_bonus_pulls_each_entropy_up_alike() -> None:
     assert float(found.value - plain.value) == pytest.approx(-0.4 * b.entropies.mean())
 
 
-# where they coincide
-
-
-def gradient(name_or_recipe: str | Recipe, b: Batch) -> list[float]:
-    found = recipe(name_or_recipe) if isinstance(name_or_recipe, str) else name_or_recipe
-    return ours(found, b)[1].tolist()
-
-
-def on_policy(b: Batch) -> Batch:
-    return replace(b, mu=b.pi, prox=b.pi)
-
-
-@pytest.mark.parametrize("name", ["ppo", "dapo", "cispo", "tis", "decoupled", "importance"])
-def test_on_policy_every_token_mean_has_the_gradient_of_reinforce(name: str) -> None:
-    b = on_policy(batch_of())
-    assert gradient(name, b) == pytest.approx(gradient("reinforce", b), rel=1e-12)
-
-
-@pytest.mark.parametrize("name", ["gspo", "grpo", "icepop"])
-def test_on_policy_every_sample_mean_has_the_gradient_of_reinforce(name: str) -> None:
-    b = on_policy(batch_of())
-    assert gradient(name, b) == pytest.approx(gradient(recipe("reinforce", normalize="sequence"), b), rel=1e-12)
-
-
-def test_gspo_of_one_token_samples_is_ppo() -> None:
-    b = behaving("ppo", batch_of((1,) * 12, drift=0.5))
-    bounds = {"clip_low": 0.2, "clip_high": 0.3}
-    one, other = (ours(recipe(name, **bounds), b) for name in ("gspo", "ppo"))
-    assert float(one[0].value) == pytest.approx(float(other[0].value), rel=1e-12)
-    assert one[1].tolist() == pytest.approx(other[1].tolist(), rel=1e-12)
-
-
-def test_dapo_with_equal_clips_is_grpo_with_the_token_mean() -> None:
-    b = behaving("ppo", batch_of(drift=0.6))
-    assert gradient(recipe("dapo", clip_high=0.2), b) == gradient(recipe("grpo", normalize="token"), b)
-
-
-def test_without_lag_the_decoupled_objective_is_plain_ppo() -> None:
-    b = behaving("ppo", batch_of(drift=0.6))  # the policy that sampled is the one that the batch starts from
-    assert gradient("decoupled", b) == gradient("ppo", b)
-
-
-def test_unclipped_cispo_has_the_gradient_of_unmasked_importance() -> None:
-    b = behaving("cispo", batch_of(drift=1.5))
-    unclipped = recipe("cispo", clip_high=math.inf)
-    assert gradient(unclipped, b) == pytest.approx(gradient(UNMASKED, b), rel=1e-12)
-
-
-UNMASKED = Recipe("importance", ratio_low=0.0, ratio_high=math.inf)
-
-
-@pytest.mark.parametrize("name", ["tis", "decoupled"])
-def test_without_a_bound_the_first_pass_of_tis_has_the_gradient_of_unmasked_importance(name: str) -> None:
-    b = batch_of(drift=1.0)
-    first_pass = replace(b, prox=b.pi)
-    expected = gradient(UNMASKED, replace(b, prox=b.mu))
-    assert gradient(recipe(name, correction_high=math.inf), first_pass) == pytest.approx(expected, rel=1e-12)
-
-
-def test_icepop_with_the_default_band_has_the_gradient_of_the_default_loss_on_its_first_pass() -> None:
-    b = batch_of(drift=1.2)
-    found = recipe("icepop", normalize="token", correction_low=0.125, correction_high=8.0)
-    expected = gradient(Recipe("importance"), replace(b, prox=b.mu))
-    assert gradient(found, replace(b, prox=b.pi)) == pytest.approx(expected, rel=1e-12)
-
-
-def test_sequence_corrections_of_one_token_samples_are_those_by_token() -> None:
-    b = batch_of((1,) * 12, drift=0.7)
-    for by_sequence, by_token in (("sequence_truncate", "token_truncate"), ("sequence_mask", "token_mask")):
-        bounds = {"correction_low": 0.6, "correction_high": 1.6}
-        one, other = (gradient(recipe("tis", correction=kind, **bounds), b) for kind in (by_sequence, by_token))
-        assert one == pytest.approx(other, rel=1e-12)
-
-
-# what holds for all
+@pytest.mark.parametrize("name", ["ppo", "dapo", "cispo", "tis", "decoupled", "importance", "gspo", "grpo", "icepop"])
+def test_on_policy_every_recipe_has_the_gradient_of_reinforce(name: str) -> None:
+    b = batch_of()
+    b = replace(b, mu=b.pi, prox=b.pi)
+    expected = ours(recipe("reinforce", normalize=LOSSES[name].normalize), b)[1]
+    assert ours(recipe(name), b)[1].tolist() == pytest.approx(expected.tolist(), rel=1e-12)
 
 
 ALL = [name for name in LOSSES if name != "custom"]

@@ -18,18 +18,6 @@ def test_the_bound_itself_is_allowed() -> None:
     assert is_too_old(5, oldest_version=2, max_off_policy_steps=2)
 
 
-def test_a_synchronous_run_generates_a_batch_with_its_own_version_only() -> None:
-    allowed = [
-        groups_allowed(version=version, next_batch=3, max_async_level=0, groups_per_batch=8) for version in range(5)
-    ]
-    assert allowed == [0, 0, 0, 8, 16]
-
-
-def test_generation_runs_ahead_by_no_more_than_the_level() -> None:
-    allowed = [groups_allowed(version=2, next_batch=2, max_async_level=level, groups_per_batch=4) for level in range(3)]
-    assert allowed == [4, 8, 12]
-
-
 @given(
     version=st.integers(0, 50),
     next_batch=st.integers(0, 50),
@@ -41,11 +29,3 @@ def test_groups_are_allowed_for_exactly_the_batches_that_are_near_enough(version
     batches = [batch for batch in range(next_batch, next_batch + 100) if version >= batch - level]
     allowed = groups_allowed(version=version, next_batch=next_batch, max_async_level=level, groups_per_batch=groups)
     assert allowed == len(batches) * groups
-
-
-@given(step=st.integers(0, 60), ages=st.lists(st.integers(0, 20), min_size=1, max_size=12), bound=st.integers(0, 10))
-def test_a_sample_is_too_old_when_one_of_its_tokens_lags_beyond_the_bound(step, ages, bound) -> None:
-    versions = [max(0, step - age) for age in ages]
-    found = lags(step, np.array([-1, *versions, -1]))
-    assert is_too_old(step, min(versions), bound) == any(step - version > bound for version in versions)
-    assert is_too_old(step, min(versions), bound) == bool(found.max() > bound)

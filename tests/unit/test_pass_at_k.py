@@ -30,24 +30,6 @@ def test_it_neither_overflows_nor_loses_digits_where_the_binomials_are_huge(n: i
     assert pass_at_k(n, c, k) == pytest.approx(float(1 - Fraction(comb(n - c, k), comb(n, k))), rel=1e-11)
 
 
-def test_pass_at_1_is_the_share_that_passed_and_more_tries_never_hurt() -> None:
-    for c in range(17):
-        estimates = [pass_at_k(16, c, k) for k in range(1, 17)]
-        assert estimates[0] == pytest.approx(c / 16)
-        assert estimates == sorted(estimates)
-        assert estimates[-1] == float(c > 0)
-
-
-def test_the_estimate_has_no_bias_and_the_plug_in_has() -> None:
-    """Exactly: the mean over all outcomes of n independent answers, each of which passes with probability p."""
-    n, k, p = 8, 4, Fraction(3, 10)
-    chance = [comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
-    truth = float(1 - (1 - p) ** k)
-    assert sum(float(w) * pass_at_k(n, c, k) for c, w in enumerate(chance)) == pytest.approx(truth, abs=1e-14)
-    plug_in = sum(float(w) * (1 - (1 - c / n) ** k) for c, w in enumerate(chance))
-    assert abs(plug_in - truth) > 0.01
-
-
 def test_the_mean_is_over_examples() -> None:
     assert mean_pass_at_k(4, [0, 1, 4], 2) == pytest.approx(np.mean([0.0, 0.5, 1.0]))
 

@@ -40,26 +40,16 @@ def test_flops_by_hand(tiny_model: Path) -> None:
     assert flops_per_token(model, mean_length=100.0) == 6 * matrices + 6 * 2 * width * 100
 
 
-def test_of_experts_only_those_count_that_a_token_is_sent_to() -> None:
-    model = built("qwen3_moe", **EXPERTS)
+def test_only_matrices_that_a_token_meets_count_and_only_trained_ones_need_a_gradient() -> None:
+    """An embedding is only looked up; of the experts a token meets 2; a frozen parameter costs 4 instead of 6."""
     attention = 2 * (2 * 64 * 128 + 2 * 64 * 64)
-    experts, routers, head = 2 * 2 * 3 * 64 * 16, 2 * 64 * 8, 128 * 64
-    assert matrix_parameters(model)[0] == attention + experts + routers + head
-
-
-def test_an_embedding_that_is_only_looked_up_in_is_no_work() -> None:
-    model = built("qwen3")
-    layer = 2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 96
-    assert matrix_parameters(model) == (2 * layer + 128 * 64, 2 * layer + 128 * 64)
-
-
-def test_what_is_frozen_has_no_gradient_to_compute() -> None:
-    """4 per parameter instead of 6."""
-    model = built("qwen3").requires_grad_(False)
-    matrices, trained = matrix_parameters(model)
-    assert trained == 0
-    assert by_hand(matrices, 0, layers=0, width=1, mean_length=0) == 4 * matrices
-    assert by_hand(matrices, matrices, layers=0, width=1, mean_length=0) == 6 * matrices
+    head = 128 * 64
+    assert matrix_parameters(built("qwen3")) == (attention + 2 * 3 * 64 * 96 + head,) * 2
+    routed = 2 * 2 * 3 * 64 * 16 + 2 * 64 * 8
+    assert matrix_parameters(built("qwen3_moe", **EXPERTS)) == (attention + routed + head,) * 2
+    assert matrix_parameters(built("qwen3").requires_grad_(False))[1] == 0
+    assert by_hand(1000, 0, layers=0, width=1, mean_length=0) == 4 * 1000
+    assert by_hand(1000, 1000, layers=0, width=1, mean_length=0) == 6 * 1000
 
 
 @pytest.mark.parametrize(("kind", "more"), [("qwen3", {}), ("llama", {}), ("qwen3_moe", EXPERTS)])
