@@ -46,7 +46,7 @@ def test_positions_restart_with_each_sample() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, CAPACITY), max_size=40), world=st.integers(1, 5))
-def test_ranks_together_hold_every_sample_once_in_equally_many_rows(lengths: list[int], world: int) -> None:
+def test_whatever_the_lengths_every_token_is_in_one_row_of_one_rank(lengths: list[int], world: int) -> None:
     samples = samples_of(lengths)
     shares = [micro_batches_of_rank(samples, capacity=CAPACITY, rank=rank, world=world) for rank in range(world)]
     assert len({len(share) for share in shares}) == 1

@@ -1,4 +1,4 @@
-"""What the orchestrator says about a batch, worked out by hand from a small one."""
+"""The metrics of a batch, worked out by hand from a small one."""
 
 from __future__ import annotations
 
@@ -54,89 +54,77 @@ DROPPED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def metrics() -> dict[str, float]:
-    config = RunConfig.model_validate({"max_async_level": 1})
-    return batch_metrics(STEP, ROLLOUTS, DROPPED, config=config)
-
-
-def test_rewards_and_lengths_of_the_batch_and_of_each_environment(metrics):
-    assert metrics["reward/mean"] == 0.75
-    assert metrics["reward/std"] == pytest.approx(np.sqrt(3) / 4)
-    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
-    assert metrics["reward/group_std"] == 0.25  # 0.5 and 0
-    assert (metrics["reward/a/mean"], metrics["reward/a/std"], metrics["env/a/group_std"]) == (0.5, 0.5, 0.5)
-    assert (metrics["reward/b/mean"], metrics["reward/b/std"]) == (1.0, 0.0)
-    assert (metrics["tokens/completion_mean"], metrics["tokens/completion_max"]) == (2.0, 3)
-    assert metrics["tokens/total"] == 4 * 2 + 8
-    assert (metrics["env/a/tokens_mean"], metrics["env/b/tokens_mean"]) == (2.0, 2.0)
-    assert (metrics["turns/mean"], metrics["env/a/turns_mean"]) == (2.0, 2.0)
-    assert "env/b/turns_mean" not in metrics  # nobody counted them
-    assert (metrics["env/a/format"], metrics["env/b/format"]) == (0.5, 0.25)
-    assert (metrics["truncated_frac"], metrics["env/a/truncated_frac"], metrics["env/b/truncated_frac"]) == (
-        0.25,
-        0.5,
-        0,
+def test_the_metrics_of_a_batch_by_hand() -> None:
+    found = batch_metrics(STEP, ROLLOUTS, DROPPED, config=RunConfig.model_validate({"max_async_level": 1}))
+    assert found == pytest.approx(
+        {
+            "reward/mean": 0.75,
+            "reward/std": np.sqrt(3) / 4,
+            "reward/min": 0.0,
+            "reward/max": 1.0,
+            "reward/group_std": 0.25,  # 0.5 and 0
+            "lag/mean": np.mean([0, 0, 0, 1, 2, 2, 2, 3]),
+            "lag/max": 3,
+            "lag/beyond_frac": 4 / 8,  # older than one step, which generation runs ahead
+            "tokens/completion_mean": 2.0,
+            "tokens/completion_max": 3,
+            "tokens/total": 4 * 2 + 8,
+            "truncated_frac": 0.25,
+            "turns/mean": 2.0,
+            "rollouts/trained": 3,
+            "rollouts/with_signal": 3,
+            "rollouts/dropped": 4,
+            "rollouts/dropped/no_signal": 2,
+            "rollouts/dropped/score": 1,
+            "rollouts/dropped/timeout": 1,
+            "rollouts/error_rate": 2 / 8,
+            "groups/signal_frac": 1 / 3,  # of groups 1, 2 and 3
+            "filters/truncated_frac": 0.25,
+            "filters/repetition_frac": 0,
+            "filters/gibberish_frac": 0,
+            "filters/zero_advantage_frac": 0.25,
+            "filters/masked_frac": 0.25,
+            "reward/a/mean": 0.5,
+            "reward/a/std": 0.5,
+            "env/a/group_std": 0.5,
+            "env/a/error_rate": 1 / 5,
+            "env/a/solve_none": 0,
+            "env/a/solve_all": 0,
+            "env/a/tokens_mean": 2.0,
+            "env/a/truncated_frac": 0.5,
+            "env/a/turns_mean": 2.0,
+            "env/a/format": 0.5,
+            "reward/b/mean": 1.0,
+            "reward/b/std": 0.0,
+            "env/b/group_std": 0.0,
+            "env/b/error_rate": 0,
+            "env/b/solve_none": 0,
+            "env/b/solve_all": 1,
+            "env/b/tokens_mean": 2.0,
+            "env/b/truncated_frac": 0,
+            "env/b/format": 0.25,  # and no turns, which were not counted
+            "env/c/error_rate": 1,  # though no rollout of it is in the batch
+        }
     )
 
 
-def test_three_figures_of_staleness(metrics):
-    ages = [0, 0, 0, 1, 2, 2, 2, 3]
-    assert metrics["lag/mean"] == pytest.approx(np.mean(ages))
-    assert metrics["lag/max"] == 3
-    assert metrics["lag/beyond_frac"] == 4 / 8  # older than one step, which generation runs ahead
-
-
-def test_what_became_of_rollouts_and_how_many_are_trained_on(metrics):
-    assert metrics["rollouts/trained"] == 3
-    assert metrics["rollouts/with_signal"] == 3
-    assert metrics["rollouts/dropped"] == 4
-    assert {name: value for name, value in metrics.items() if name.startswith("rollouts/dropped/")} == {
-        "rollouts/dropped/no_signal": 2,
-        "rollouts/dropped/score": 1,
-        "rollouts/dropped/timeout": 1,
-    }
-    assert metrics["rollouts/error_rate"] == 2 / 8
-    assert metrics["env/a/error_rate"] == 1 / 5
-    assert metrics["env/b/error_rate"] == 0
-    assert metrics["env/c/error_rate"] == 1  # though nothing of it is in the batch
-    assert metrics["groups/signal_frac"] == pytest.approx(1 / 3)  # of groups 1, 2 and 3
-
-
-def test_flaws_by_kind(metrics):
-    shares = {name: value for name, value in metrics.items() if name.startswith("filters/")}
-    assert shares == {
-        "filters/truncated_frac": 0.25,
-        "filters/repetition_frac": 0,
-        "filters/gibberish_frac": 0,
-        "filters/zero_advantage_frac": 0.25,
-        "filters/masked_frac": 0.25,
-    }
-
-
-def test_groups_that_are_all_solved_or_not_at_all_are_counted_where_they_were_dropped_too(metrics):
-    assert (metrics["env/a/solve_none"], metrics["env/a/solve_all"]) == (0, 0)
-    assert (metrics["env/b/solve_none"], metrics["env/b/solve_all"]) == (0, 1)
+def test_groups_solved_or_hopeless_are_counted_where_they_were_dropped_too() -> None:
     outcomes = [Outcome(group, "a", group, mean) for group, mean in ((1, 0.5), (3, 0.0), (6, 0.0), (7, 1.0))]
-    config = RunConfig()
-    told = batch_metrics(STEP, ROLLOUTS, DROPPED, config=config, outcomes=outcomes)
-    assert (told["env/a/solve_none"], told["env/a/solve_all"]) == (0.5, 0.25)
-    assert told["env/b/solve_all"] == 1  # nothing was told of it
+    found = batch_metrics(STEP, ROLLOUTS, DROPPED, config=RunConfig(), outcomes=outcomes)
+    assert (found["env/a/solve_none"], found["env/a/solve_all"]) == (0.5, 0.25)
+    assert found["env/b/solve_all"] == 1  # it has no outcomes: the batch's groups count
 
 
-def test_a_rollout_without_an_advantage_gives_no_signal():
-    still = rollout(1, 0.5, [5])
+def test_no_advantage_is_no_signal_and_an_environments_own_number_wins() -> None:
+    still = rollout(1, 0.5, [5], metrics={"tokens_mean": 99.0})
     still.samples = [sample([5], advantage=0.0)]
     metrics = batch_metrics(STEP, [still, rollout(1, 0.5, [5])], [], config=RunConfig())
     assert (metrics["rollouts/trained"], metrics["rollouts/with_signal"]) == (2, 1)
-
-
-def test_a_number_of_the_environments_own_goes_before_ours_of_the_same_name():
-    metrics = batch_metrics(STEP, [rollout(1, 0.5, [5], metrics={"tokens_mean": 99.0})], [], config=RunConfig())
+    assert metrics["groups/signal_frac"] == 0
     assert metrics["env/a/tokens_mean"] == 99.0
 
 
-def test_where_the_data_stands():
+def test_epochs_difficulty_and_curriculum_by_hand() -> None:
     state = State(
         cursors={"a": Cursor(epoch=2, position=5)},
         scores={"a": Scores(np.arange(5, dtype=np.int32), np.array([0.0, 0.05, 0.5, 0.9, 1.0]))},
@@ -156,7 +144,7 @@ def test_where_the_data_stands():
     }
 
 
-def test_what_went_wrong_in_an_environment_is_told_once():
+def test_failures_of_an_environment_are_counted_once() -> None:
     environment = SimpleNamespace(counts=Counter(timeout=2), num_rollouts=9)
     counts = EnvironmentCounts({"a": environment})
     assert counts.take() == {"env/a/timeout": 2}
@@ -165,15 +153,14 @@ def test_what_went_wrong_in_an_environment_is_told_once():
     assert counts.take() == {"env/a/timeout": 1, "env/a/worker_death": 1}
 
 
-def test_rollouts_that_all_fail_are_told_of_though_no_batch_becomes_full():
+def test_error_rates_are_reported_while_no_batch_becomes_full() -> None:
     environment = SimpleNamespace(counts=Counter(timeout=20), num_rollouts=100)
     counts = EnvironmentCounts({"a": environment})
     counts.take()
-    environment.num_rollouts += 40
-    environment.counts["score_error"] += 40
+    environment.num_rollouts += 63
+    environment.counts += Counter(score_error=32, worker_death=7)  # a worker's death is no rollout's
     assert counts.lately() == {}  # too few to say
-    environment.num_rollouts += 40
-    environment.counts["worker_death"] += 7  # of workers, not of rollouts
+    environment.num_rollouts += 1
     assert counts.lately() == {"env/a/error_rate": 0.5, "rollouts/error_rate": 0.5}
     counts.take()
     assert counts.lately() == {}

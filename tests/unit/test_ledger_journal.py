@@ -1,26 +1,25 @@
-"""The journal: an entry is whole or not there, and nothing that it once held is ever lost."""
+"""Files of a run: an entry is whole or not there, nothing written is ever lost, and whatever is torn is refused."""
 
 from __future__ import annotations
 
+import json
+import os
 import resource
-import subprocess
-import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trireme.base.errors import JournalCorrupt
+from trireme.ledger.entry import read_entry
 from trireme.ledger.journal import Journal
+from trireme.ledger.manifest import complete_steps, find_damage
 from trireme.ledger.records import BatchRecord, Cursor, Dropped, OpenGroup, Rollout, State
+from trireme.ledger.versions import Version, Versions
 from trireme.messages import build_tokens, encode
-
-APPEND = """
-import os, sys
-from pathlib import Path
-sys.path.insert(0, str(Path(sys.argv[2])))
-from test_ledger_journal import record
-from trireme.ledger.journal import Journal
-journal = Journal(Path(sys.argv[1]))
-"""
+from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
+from written_run import digests_of, write_checkpoint
 
 
 def record(step: int, *, size: int = 5) -> BatchRecord:
@@ -42,7 +41,7 @@ def record(step: int, *, size: int = 5) -> BatchRecord:
 
 
 @pytest.fixture
-def journal(tmp_path):
+def journal(tmp_path: Path) -> Journal:
     journal = Journal(tmp_path / "journal")
     for step in range(3):
         journal.append(record(step))
@@ -54,27 +53,29 @@ def reopened(journal: Journal) -> Journal:
     return Journal(journal.path(0).parent)
 
 
-def in_a_process_of_its_own(code: str, folder, **popen) -> subprocess.CompletedProcess:
-    tests = __file__.rpartition("/")[0]
-    command = [sys.executable, "-c", APPEND + code, str(folder), tests]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **popen)
+def exit_code_of_fork(act: Callable[[], Any]) -> int:
+    pid = os.fork()
+    if not pid:
+        act()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_an_entry_comes_back_as_it_was_written(journal):
+def test_an_entry_comes_back_as_it_was_written(journal: Journal, tmp_path: Path) -> None:
     for step in range(3):
         assert encode(reopened(journal).read(step)) == encode(record(step))
     assert reopened(journal).steps() == [0, 1, 2]
-
-
-def test_the_state_of_the_newest_entry_is_the_one_to_go_on_from(journal, tmp_path):
     assert reopened(journal).head_state() == record(2).state
     assert Journal(tmp_path / "new").head_state() == State()
 
 
-def test_a_crash_before_the_rename_leaves_nothing_under_the_name(journal):
-    code = "os.replace = lambda *_: os._exit(9)\njournal.append(record(3))"
-    folder = journal.path(0).parent
-    assert in_a_process_of_its_own(code, folder).returncode == 9
+def test_a_crash_before_the_rename_leaves_nothing_under_the_name(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", lambda *_: os._exit(9))
+        assert exit_code_of_fork(lambda: journal.append(record(3))) == 9
+    assert len(list(journal.path(0).parent.glob(".batch_000003*.partial"))) == 1
     again = reopened(journal)
     assert not again.has(3)
     assert again.head_state().next_batch == 3
@@ -82,62 +83,24 @@ def test_a_crash_before_the_rename_leaves_nothing_under_the_name(journal):
     assert reopened(journal).head_state().next_batch == 4
 
 
-def test_a_full_disk_is_an_error_that_leaves_nothing_behind_and_can_be_tried_again(journal):
+def test_a_full_disk_is_an_error_that_leaves_nothing_behind_and_can_be_tried_again(journal: Journal) -> None:
     """A limit on the size of files stands for the full disk."""
-    code = """
-try:
-    journal.append(record(3, size=100_000))
-except OSError as error:
-    print("refused", journal.steps(), journal.head_state().next_batch)
-journal.append(record(3))
-print("accepted", journal.steps())
-"""
-    folder = journal.path(0).parent
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # noqa: E731
-    done = in_a_process_of_its_own(code, folder, preexec_fn=limit)
-    assert done.stdout.splitlines() == ["refused [0, 1, 2] 3", "accepted [0, 1, 2, 3]"], done.stderr
-    assert sorted(path.name for path in folder.iterdir()) == [f"batch_{step:06d}.msgpack" for step in range(4)]
+
+    def append() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        try:
+            journal.append(record(3, size=100_000))
+        except OSError:
+            if (journal.steps(), journal.head_state().next_batch) == ([0, 1, 2], 3):
+                journal.append(record(3))
+
+    assert exit_code_of_fork(append) == 0
+    assert sorted(path.name for path in journal.path(0).parent.iterdir()) == [
+        f"batch_{step:06d}.msgpack" for step in range(4)
+    ]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data[:-1],
-        lambda data: data[:-7] + bytes([data[-7] ^ 1]) + data[-6:],
-        lambda data: data + b"\0",
-        lambda data: data[:20],
-        lambda data: b"",
-        lambda data: b"\0" * len(data),
-    ],
-    ids=["cut", "one bit", "longer", "cut in its header", "empty", "zeros"],
-)
-def test_a_damaged_entry_is_named_and_never_read(journal, damage):
-    path = journal.path(1)
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(JournalCorrupt, match=r"batch_000001\.msgpack.*resume-step 1 or less"):
-        reopened(journal).read(1)
-
-
-def test_an_entry_under_another_entrys_name_is_not_taken_for_it(journal):
-    journal.path(2).write_bytes(journal.path(1).read_bytes())
-    with pytest.raises(JournalCorrupt, match=r"batch_000002\.msgpack holds entry 1"):
-        reopened(journal).head_state()
-
-
-def test_an_entry_of_another_format_is_named_with_both_formats(journal):
-    path = journal.path(2)
-    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":99', 1))
-    with pytest.raises(JournalCorrupt, match=r"batch_000002\.msgpack has format 99, this version of Trireme reads 1"):
-        reopened(journal).head_state()
-
-
-def test_a_missing_entry_is_named(journal):
-    journal.path(1).unlink()
-    with pytest.raises(JournalCorrupt, match=r"misses batch 1 of 2.*batch_000001\.msgpack"):
-        reopened(journal).head_state()
-
-
-def test_a_rewound_journal_goes_on_from_before_and_deletes_nothing(journal):
+def test_a_rewound_journal_continues_from_before_and_deletes_nothing(journal: Journal) -> None:
     written = {step: journal.path(step).read_bytes() for step in range(3)}
     journal.rewind(1)
     assert journal.steps() == [0]
@@ -154,8 +117,7 @@ def test_a_rewound_journal_goes_on_from_before_and_deletes_nothing(journal):
     assert reopened(journal).head_state().next_batch == 1
 
 
-def test_what_an_environment_says_may_hold_any_number(tmp_path):
-    """One that has no place in 64 bits is kept in words; all others as they are."""
+def test_a_number_beyond_64_bits_in_what_an_environment_says_is_kept_as_text(tmp_path: Path) -> None:
     entry = record(0)
     said = {"role": "tool", "content": "ok", "ids": [2**63, 2**64 - 1, -(2**63)], "raw": {"n": [2**64, -(2**70)]}}
     entry.rollouts[0].prompt = [said]
@@ -166,3 +128,84 @@ def test_what_an_environment_says_may_hold_any_number(tmp_path):
     expected = said | {"raw": {"n": [str(2**64), str(-(2**70))]}}
     assert (rollout.prompt, rollout.completion) == ([expected], [expected])
     assert rollout.reward == 0.75
+
+
+# entries that are damaged
+
+
+def test_a_wrong_or_missing_entry_is_named(journal: Journal) -> None:
+    newest = journal.path(2)
+    content = newest.read_bytes()
+    for wrong, words in (
+        (content[:-1], r"batch_000002\.msgpack.*--trainer\.ckpt\.resume-step 2 or less"),
+        (journal.path(1).read_bytes(), r"batch_000002\.msgpack holds entry 1"),
+        (content.replace(b'"format":1', b'"format":99', 1), r"batch_000002\.msgpack has format 99, .* reads 1"),
+    ):
+        newest.write_bytes(wrong)
+        with pytest.raises(JournalCorrupt, match=words):
+            reopened(journal).head_state()
+    journal.path(1).unlink()
+    with pytest.raises(JournalCorrupt, match=r"misses batch 1 of 2.*batch_000001\.msgpack"):
+        reopened(journal).head_state()
+
+
+@pytest.mark.parametrize("kind", [BatchRecord, Version])
+def test_an_entry_cut_off_changed_or_added_to_anywhere_is_refused(tmp_path: Path, kind: type) -> None:
+    if kind is BatchRecord:
+        Journal(tmp_path).append(BatchRecord(step=7, rollouts=[], dropped=[], state=State()))
+    else:
+        Versions(tmp_path).record(7, ["http://127.0.0.1:8000"], digests_of(7), 1e-7)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    damaged = [content[:length] for length in range(len(content))]
+    for place, byte in enumerate(content):
+        damaged += [content[:place] + bytes([byte ^ 1 << bit]) + content[place + 1 :] for bit in range(8)]
+        damaged += [content[:place] + more + content[place:] for more in (b"\0", b"\n", b"\xff", b"x" * 100)]
+    for each in [*damaged, content + b"\0", content + b"\n"]:
+        path.write_bytes(each)
+        with pytest.raises(JournalCorrupt) as caught:
+            read_entry(path, 7, kind, ways_out="Restore it.")
+        assert str(path) in str(caught.value)
+        assert "Restore it." in str(caught.value) or "Go on with the version that wrote it" in str(caught.value)
+
+
+# metrics and checkpoints that are damaged
+
+
+def test_metrics_cut_off_anywhere_are_read_to_the_last_whole_line_and_continued(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in range(3):
+        MetricsFile(path, "trainer").append(step, {"loss": 1.0 / (step + 1)})
+    content = path.read_bytes()
+    whole = [json.loads(line) for line in content.splitlines()]
+    for length in range(len(content) + 1):
+        path.write_bytes(content[:length])
+        rows, offset = read_metrics(path)
+        num_whole = content[:length].count(b"\n")
+        assert rows == whole[:num_whole]
+        assert offset == content[:length].rfind(b"\n") + 1
+        # the next process writes on behind what the one before left
+        MetricsFile(path, "trainer").append(9, {"loss": 0.5})
+        rows, _ = read_metrics(path)
+        is_whole = content[length : length + 1] == b"\n"  # only the newline was cut off
+        assert rows[:-1] == whole[: num_whole + is_whole]
+        assert (rows[-1]["step"], rows[-1]["loss"]) == (9, 0.5)
+    path.write_bytes(content * 2)
+    assert len(latest_by_step(read_metrics(path)[0])) == 3
+
+
+def test_a_checkpoint_with_a_file_cut_off_or_changed_anywhere_is_damaged(tmp_path: Path) -> None:
+    folder = tmp_path / "step_2"
+    write_checkpoint(folder, 2)
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        for length in range(len(content)):
+            path.write_bytes(content[:length])
+            assert complete_steps(tmp_path) == []
+            assert find_damage(folder) is not None
+        for place in range(0, len(content), 7) if path.suffix == ".safetensors" else ():
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            assert path.name in (find_damage(folder) or "")
+        path.write_bytes(content)
+    assert complete_steps(tmp_path) == [2]
+    assert find_damage(folder) is None

@@ -47,18 +47,24 @@ def record_of(step: int) -> BatchRecord:
     return BatchRecord(step, rollouts, [], State(next_batch=step + 1))
 
 
-def model_folder(folder: Path) -> Path:
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE))
-    return folder
+    return str(folder)
 
 
-def test_all_ranks_are_handed_their_share_of_one_reading(tmp_path: Path) -> None:
-    config = RunConfig(seq_len=48, model=Model(name=str(model_folder(tmp_path / "model"))))
+@pytest.fixture
+def journal(tmp_path: Path) -> Counting:
     journal = Counting(tmp_path / "journal")
-    (tmp_path / "journal").mkdir()
     for step in range(2):
         journal.append(record_of(step))
+    return Counting(tmp_path / "journal")
+
+
+def test_all_ranks_get_their_share_of_one_reading(journal: Counting, model: str) -> None:
+    config = RunConfig(seq_len=48, model=Model(name=model))
     shares = Shares(journal, config)
     for step in range(2):
         for rank in range(3):
@@ -71,18 +77,14 @@ def test_all_ranks_are_handed_their_share_of_one_reading(tmp_path: Path) -> None
     assert sorted(length for row in found.micro_batches for length in row.lengths) == sorted(LENGTHS)
 
 
-def test_a_row_costs_by_the_sizes_of_the_model_that_is_trained(tmp_path: Path) -> None:
-    folder = str(model_folder(tmp_path / "model"))
+def test_a_row_costs_by_the_sizes_of_the_trained_model(tmp_path: Path, model: str) -> None:
     trainer = TrainerConfig(model=TrainerModel(attn="flash_attention_2"))
-    config = RunConfig(model=Model(name=folder), trainer=trainer)
+    config = RunConfig(model=Model(name=model), trainer=trainer)
     assert row_cost(config) == cost_of(SHAPE, attention="flash_attention_2") != LINEAR
-    other = TrainerConfig(model=TrainerModel(name=folder))
+    other = TrainerConfig(model=TrainerModel(name=model))
     assert row_cost(RunConfig(model=Model(name="other"), trainer=other)) == cost_of(SHAPE, attention="sdpa")
-
-
-def test_a_model_of_which_no_file_is_here_costs_its_tokens(tmp_path: Path) -> None:
-    names = (None, str(tmp_path / "nothing"), "nobody/has-downloaded-it")
-    assert [cost_of_model(name, attention="sdpa") for name in names] == [LINEAR] * 3
+    for name in (None, str(tmp_path / "nothing"), "nobody/has-downloaded-it"):
+        assert cost_of_model(name, attention="sdpa") == LINEAR
 
 
 def test_ranks_that_share_a_row_share_its_capacity() -> None:
@@ -92,26 +94,15 @@ def test_ranks_that_share_a_row_share_its_capacity() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_shares_that_are_dealt_by_turns_are_the_same(tmp_path, world):
-    config = RunConfig.model_validate({"output_dir": str(tmp_path), "seq_len": 48})
-    journal = Journal(tmp_path)
-    for step in range(2):
-        journal.append(record_of(step))
+def test_shares_dealt_by_turns_are_the_same_and_let_others_run_between_rows(journal: Counting, world: int) -> None:
+    shares, config = Shares(journal, RunConfig(seq_len=48)), RunConfig(seq_len=48)
 
     async def ask() -> list[BatchReply]:
-        shares = Shares(journal, config)
         asked = [(step, rank) for step in (0, 1) for rank in range(world)]
         return await asyncio.gather(*(shares.by_turns(step, rank=rank, world=world) for step, rank in asked))
 
     found = asyncio.run(ask())
     alone = [Shares(journal, config).of(step, rank=rank, world=world) for step in (0, 1) for rank in range(world)]
     assert list(map(encode, found)) == list(map(encode, alone))
-
-
-def test_between_two_rows_others_have_their_turn(tmp_path):
-    config = RunConfig.model_validate({"output_dir": str(tmp_path), "seq_len": 48})
-    journal = Journal(tmp_path)
-    journal.append(record_of(0))
-
     reply, beats = asyncio.run(with_beats(Shares(journal, config).by_turns(0, rank=0, world=1)))
     assert beats > len(reply.micro_batches) > 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import textwrap
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from trireme.ledger.targets import (
     with_advantages,
 )
 from trireme.messages import Kept, Tokens, build_tokens
-from written_run import build_config, build_rich_config
+from written_run import build_rich_config
 
 NAN = math.nan
 
@@ -55,14 +54,6 @@ def rules_with(**more) -> Rules:
     return order_rules({"a": 1.0}, **more)
 
 
-def test_tokens_that_are_not_trained_on_get_nothing_and_the_others_their_rollouts_advantage() -> None:
-    rollouts = [rollout_of(1.0, [0, 1, 1], [0, 0, 1]), rollout_of(0.0, [1, 0, 1], place=1)]
-    (first, second), _ = advantages_of(rollouts, rules_with(), {})
-    assert [part.tolist() for part in first] == [[0.0, 0.5, 0.5], [0.0, 0.0, 0.5]]
-    assert [part.tolist() for part in second] == [[-0.5, 0.0, -0.5]]
-    assert first[0].dtype == np.float32
-
-
 def test_rewards_are_cut_before_lengths_are_punished() -> None:
     penalty = LengthPenalty(type="linear", max_length=4, buffer=1, weight=0.5)
     group = [rollout_of(5.0, [1, 1, 0]), rollout_of(-5.0, [1], place=1)]
@@ -74,41 +65,10 @@ def test_rewards_are_cut_before_lengths_are_punished() -> None:
 def test_the_sum_of_everything_is_cut_last() -> None:
     teacher = [np.array([NAN, 3.5, -8.5], dtype=np.float32)]
     rollouts = [rollout_of(1.0, teacher=teacher), rollout_of(0.0, place=1)]
-    (found, _), _ = advantages_of(rollouts, rules_with(teacher_weight=0.25, clip=1.25), {})
-    # 0.5 + 0.25 * (3.5 + 0.5) = 1.5, cut; 0.5 + 0.25 * (-8.5 + 0.5) = -1.5, cut
-    assert found[0].tolist() == [0.0, 1.25, -1.25]
-
-
-def test_beside_a_teacher_rewards_weigh_as_much_as_is_asked_for() -> None:
-    teacher = [np.array([NAN, 3.5, -8.5], dtype=np.float32)]
-    rewarded = [rollout_of(1.0, teacher=teacher), rollout_of(0.0, place=1)]
-    alike = [rollout_of(0.5, teacher=teacher), rollout_of(0.5, place=1)]
-    (alone, _), _ = advantages_of(rewarded, rules_with(teacher_weight=0.25, reward_weight=0.0), {})
-    (expected, _), _ = advantages_of(alike, rules_with(teacher_weight=0.25), {})
-    np.testing.assert_array_equal(alone[0], expected[0])
-    (half, _), _ = advantages_of(rewarded, rules_with(teacher_weight=0.25, reward_weight=0.5), {})
-    np.testing.assert_allclose(half[0] - alone[0], [0.0, 0.25, 0.25])  # half of 1 - mean(1, 0)
-
-
-def test_a_teacher_that_the_rules_do_not_name_has_no_say() -> None:
-    rollouts = [rollout_of(1.0, teacher=[np.full(3, -9.0, dtype=np.float32)]), rollout_of(0.0, place=1)]
-    (found, _), _ = advantages_of(rollouts, rules_with(), {})
-    assert found[0].tolist() == [0.0, 0.5, 0.5]
-
-
-def test_steps_of_a_later_sample_count_for_the_tokens_of_an_earlier_one() -> None:
-    """One sample per turn: what the second turn earned is owed to the first one too."""
-    steps = [np.array([NAN, NAN]), np.array([NAN, 1.0])]
-    other = [np.array([0.0, NAN])]
-    rollouts = [
-        rollout_of(0.5, [0, 1], [0, 1], token_rewards=steps),
-        rollout_of(0.5, [1, 1], place=1, token_rewards=other),
-    ]
-    (first, second), _ = advantages_of(rollouts, rules_with(), {})
-    # steps 1 and 0: mean 0.5, deviation 0.5, so plus and minus 1
-    assert first[0].tolist() == pytest.approx([0.0, 1.0], abs=1e-5)
-    assert first[1].tolist() == pytest.approx([0.0, 1.0], abs=1e-5)
-    assert second[0].tolist() == pytest.approx([-1.0, 0.0], abs=1e-5)
+    (found, _), _ = advantages_of(rollouts, rules_with(teacher_weight=0.25, reward_weight=2.0, clip=1.75), {})
+    # 2 * 0.5 + 0.25 * (3.5 + 0.5) = 2, cut; 2 * 0.5 + 0.25 * (-8.5 + 0.5) = -1, not cut
+    assert found[0].tolist() == [0.0, 1.75, -1.0]
+    assert found[0].dtype == np.float32
 
 
 masks = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=5)
@@ -116,25 +76,34 @@ masks = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=5)
 
 @st.composite
 def batches(draw) -> list[Rollout]:
+    """Groups with or without rewards of steps and a teacher."""
     rollouts = []
     for group in range(draw(st.integers(1, 3))):
-        for place in range(draw(st.integers(1, 3))):
+        is_taught, num_rollouts = draw(st.booleans()), draw(st.integers(1, 3))
+        for place in range(num_rollouts):
             shapes = draw(st.lists(masks, min_size=1, max_size=2))
             rollout = rollout_of(draw(st.sampled_from([-1.0, 0.0, 0.5, 2.0])), *shapes, group=group, place=place)
-            given_steps = draw(st.booleans())
+            has_steps = draw(st.booleans())
             for sample in rollout.samples:
-                steps = [draw(st.sampled_from([NAN, 0.0, 1.0])) for _ in range(sample.length)]
                 said = [-draw(st.sampled_from([0.25, 4.0])) if one else NAN for one in sample.loss_mask]
-                rollout.teacher.append(np.array(said, dtype=np.float32))
-                if given_steps:
-                    rollout.token_rewards.append(np.array(steps, dtype=np.float32))
+                steps = [draw(st.sampled_from([NAN, 0.0, 1.0])) for _ in range(sample.length)]
+                rollout.teacher += [np.array(said, dtype=np.float32)] * is_taught
+                rollout.token_rewards += [np.array(steps, dtype=np.float32)] * has_steps
             rollouts.append(rollout)
     return rollouts
 
 
-@given(rollouts=batches(), clip=st.none() | st.just(0.75))
-def test_each_token_gets_what_a_loop_over_tokens_gives_it(rollouts: list[Rollout], clip: float | None) -> None:
-    found, _ = advantages_of(rollouts, rules_with(teacher_weight=0.5, clip=clip), {})
+@given(
+    rollouts=batches(),
+    clip=st.none() | st.just(0.75),
+    reward_weight=st.sampled_from([0.0, 0.5, 1.0]),
+    teacher_weight=st.sampled_from([None, 0.5]),
+)
+def test_each_token_gets_what_a_loop_over_tokens_gives_it(
+    rollouts: list[Rollout], clip: float | None, reward_weight: float, teacher_weight: float | None
+) -> None:
+    rules = rules_with(teacher_weight=teacher_weight, reward_weight=reward_weight, clip=clip)
+    found, _ = advantages_of(rollouts, rules, {})
     for rollout, per_sample in zip(rollouts, found, strict=True):
         siblings = [other for other in rollouts if other.group == rollout.group]
         steps = [float(s) for other in siblings for part in other.token_rewards for s in part if not np.isnan(s)]
@@ -147,50 +116,44 @@ def test_each_token_gets_what_a_loop_over_tokens_gives_it(rollouts: list[Rollout
             for later, at in flat[place:] if rollout.token_rewards else []:
                 step = float(rollout.token_rewards[later][at])
                 value += 0.0 if math.isnan(step) else (step - mean) / (deviation + 1e-6)
-            if rollout.samples[s].loss_mask[t]:
-                value += 0.5 * (float(rollout.teacher[s][t]) - float(rollout.samples[s].logprobs[t]))
-                value = value if clip is None else max(-clip, min(clip, value))
-            else:
-                value = 0.0
-            assert per_sample[s][t] == pytest.approx(value, rel=1e-5, abs=1e-5)
+            value *= reward_weight
+            if rollout.teacher and teacher_weight:
+                value += teacher_weight * (float(rollout.teacher[s][t]) - float(rollout.samples[s].logprobs[t]))
+            value = value if clip is None else max(-clip, min(clip, value))
+            expected = value if rollout.samples[s].loss_mask[t] else 0.0
+            assert per_sample[s][t] == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_what_a_cut_sampler_could_choose_from_stays_with_its_tokens() -> None:
+def test_new_advantages_keep_what_a_cut_sampler_could_choose_from() -> None:
     kept = Kept(np.array([0, 2], dtype=np.int32), np.array([1, 4], dtype=np.int32))
     sample = msgspec.structs.replace(sample_of([0, 1]), kept=kept)
     assert with_advantages(sample, np.array([0.0, 1.0], dtype=np.float32)).kept is kept
+    assert is_zero([np.zeros(3), np.zeros(2)])
+    assert not is_zero([np.zeros(3), np.array([0.0, 1e-7])])
 
 
 # which groups are worth it, and how they did
 
 
 @pytest.mark.parametrize(
-    ("rewards", "fields", "words"),
+    ("rewards", "steps", "fields", "words"),
     [
-        ([0.5, 0.5], {}, None),
-        ([0.5, 0.5], {"needs_signal": True}, "no signal: all rewards of the group are equal"),
-        ([0.5, 0.75], {"needs_signal": True}, None),
-        ([0.0, 1.0], {"least_variance": 0.25}, None),
-        ([0.0, 0.9], {"least_variance": 0.25}, r"little signal: the rewards of the group vary by 0\.203"),
+        ([0.5, 0.5], None, {}, None),
+        ([0.5, 0.5], None, {"needs_signal": True}, "no signal: all rewards of the group are equal"),
+        ([0.5, 0.75], None, {"needs_signal": True}, None),
+        ([0.5, 0.5], [0.0, 1.0], {"needs_signal": True}, None),  # rewards of steps are a signal too
+        ([0.0, 1.0], None, {"least_variance": 0.25}, None),
+        ([0.0, 0.9], None, {"least_variance": 0.25}, "little signal: the rewards of the group vary by 0.203"),
     ],
 )
-def test_a_group_without_enough_signal_is_not_worth_it(rewards, fields, words) -> None:
+def test_a_group_without_enough_signal_is_not_worth_it(rewards, steps, fields, words) -> None:
     group = [rollout_of(reward, place=place) for place, reward in enumerate(rewards)]
-    reason = why_not_worth_it(group, rules_with(**fields))
-    assert (reason is None) == (words is None)
-    if words:
-        assert re.fullmatch(words, reason)
-
-
-def test_rewards_of_steps_are_a_signal_too() -> None:
-    steps = [[np.array([NAN, NAN, value], dtype=np.float32)] for value in (0.0, 1.0)]
-    group = [rollout_of(0.5, place=n, token_rewards=each) for n, each in enumerate(steps)]
-    assert why_not_worth_it(group, rules_with(needs_signal=True)) is None
-
-
-def test_an_outcome_is_the_mean_of_the_environments_own_rewards() -> None:
-    group = [rollout_of(1.0, place=0), rollout_of(0.5, place=1)]
-    assert outcome_of(group) == msgspec.structs.replace(outcome_of(group), mean=0.75, group=0, env="a", example=7)
+    for rollout, step in zip(group, steps or (), strict=False):
+        rollout.token_rewards = [np.array([NAN, NAN, step], dtype=np.float32)]
+    assert why_not_worth_it(group, rules_with(**fields)) == words
+    outcome = outcome_of(group)
+    assert (outcome.env, outcome.group, outcome.example) == ("a", 0, 7)
+    assert outcome.mean == np.mean(rewards)
 
 
 def test_flaws_are_read_off_each_turn_of_each_sample() -> None:
@@ -203,42 +166,26 @@ def test_flaws_are_read_off_each_turn_of_each_sample() -> None:
     assert flaws_of(rollout, rules) == ["truncated", "repetition", "gibberish"]
 
 
-def test_only_a_rollout_none_of_whose_tokens_is_pushed_has_zero_advantage() -> None:
-    assert is_zero([np.zeros(3), np.zeros(2)])
-    assert not is_zero([np.zeros(3), np.array([0.0, 1e-7])])
+def test_a_custom_function_is_called_with_its_arguments_and_its_failure_is_explained(tmp_path: Path) -> None:
+    assert estimator_of(rules_with()) is None
+    file = tmp_path / "mine.py"
+    file.write_text(
+        textwrap.dedent("""
+            def advantage(groups, scale):
+                return [scale * (g.rewards - g.rewards.max()) for g in groups]
 
-
-# a function of the user's
-
-
-def custom_rules(folder: Path, code: str, **args) -> Rules:
-    file = folder / "mine.py"
-    file.write_text(textwrap.dedent(code))
-    return rules_with(advantage="custom", advantage_path=f"{file}:advantage", advantage_args=args)
-
-
-def test_a_function_of_the_users_is_called_with_its_arguments(tmp_path) -> None:
-    rules = custom_rules(
-        tmp_path,
-        "def advantage(groups, scale):\n    return [scale * (g.rewards - g.rewards.max()) for g in groups]",
-        scale=2.0,
+            def fail(groups):
+                return [wings for g in groups]
+        """)
     )
+    rules = rules_with(advantage="custom", advantage_path=f"{file}:advantage", advantage_args={"scale": 2.0})
     rollouts = [rollout_of(1.0), rollout_of(0.25, place=1)]
     (first, second), _ = advantages_of(rollouts, rules, {}, custom=estimator_of(rules))
     assert first[0].tolist() == [0.0, 0.0, 0.0]
     assert second[0].tolist() == [0.0, -1.5, -1.5]
-
-
-def test_a_function_of_the_users_that_fails_says_how_and_what_was_expected(tmp_path) -> None:
-    rules = custom_rules(tmp_path, "def advantage(groups):\n    return [wings for g in groups]")
-    with pytest.raises(
-        ConfigError, match=r"failed on 1 groups: NameError: name 'wings'.* - expected a list of one array"
-    ):
-        advantages_of([rollout_of(1.0)], rules, {}, custom=estimator_of(rules))
-
-
-def test_there_is_no_function_to_load_unless_one_is_asked_for() -> None:
-    assert estimator_of(rules_with()) is None
+    rules = rules_with(advantage="custom", advantage_path=f"{file}:fail")
+    with pytest.raises(ConfigError, match="failed on 1 groups: NameError: name 'wings'"):
+        advantages_of(rollouts, rules, {}, custom=estimator_of(rules))
 
 
 # what a trainer is handed
@@ -249,22 +196,19 @@ def test_a_masked_rollout_is_in_its_groups_mean_and_reaches_no_trainer() -> None
     (first, second), _ = advantages_of(rollouts, rules_with(), {})
     assert first[0].tolist() == [0.0, 0.5, 0.5]
     assert second[0].tolist() == [0.0, -0.5, -0.5]
-    reply = share_of(record_of(rollouts), rank=0, world=1, capacity=16)
+    reply = share_of(BatchRecord(0, rollouts, [], State()), rank=0, world=1, capacity=16)
     assert (reply.loss_tokens, reply.loss_samples, reply.num_rollouts) == (2, 1, 2)
     assert sum(int(row.tokens.loss_mask.sum()) for row in reply.micro_batches) == 2
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_where_all_are_masked_every_rank_has_a_row_without_loss_and_nothing_is_divided_by_zero(world: int) -> None:
-    record = record_of([rollout_of(1.0, place=place, masked="truncated") for place in range(4)])
+def test_if_all_rollouts_are_masked_every_rank_has_a_row_without_loss(world: int) -> None:
+    rollouts = [rollout_of(1.0, place=place, masked="truncated") for place in range(4)]
+    record = BatchRecord(0, rollouts, [], State())
     for rank in range(world):
         reply = share_of(record, rank=rank, world=world, capacity=16)
         assert [row.tokens.loss_mask.tolist() for row in reply.micro_batches] == [[0]]
         assert reply.loss_tokens == reply.loss_samples == 1
-
-
-def record_of(rollouts: list[Rollout]) -> BatchRecord:
-    return BatchRecord(0, rollouts, [], State())
 
 
 # the rules of a batch
@@ -282,12 +226,7 @@ def test_rules_are_those_of_the_configuration_with_all_numbers_filled_in(tmp_pat
     assert (rules.clip, rules.reward_clip, rules.teacher_weight) == (1.25, (0.0, 2.25), 0.25)
 
 
-def test_rules_come_back_from_bytes_as_they_were(tmp_path) -> None:
-    for rules in (rules_of(build_rich_config(tmp_path)), rules_of(build_config(tmp_path))):
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(rules), type=Rules) == rules
-
-
-def test_rules_of_before_there_was_a_choice_can_still_be_read() -> None:
+def test_rules_of_older_runs_can_still_be_read() -> None:
     old = {
         "seed": 1,
         "shuffle": True,
