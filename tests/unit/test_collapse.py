@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from trireme.config.run import RunConfig
 from trireme.monitor.collapse import CALM, SIGNS, Sign, Warned, Watch
@@ -107,10 +107,6 @@ def test_each_sign_is_said_once_with_its_values_its_meaning_and_what_to_try(name
     assert warning.text.endswith(f" {sign.meaning} {sign.advice}")
 
 
-def test_every_sign_has_its_test():
-    assert {sign.name for sign in SIGNS} == TURNS.keys() | {"reward_decline"}
-
-
 def test_a_slow_decline_is_seen_though_no_step_falls_much():
     rows = list(healthy(60))
     for row in healthy(60, seed=1):
@@ -120,13 +116,17 @@ def test_a_slow_decline_is_seen_though_no_step_falls_much():
     assert "reward_decline" in {one.name for one in warned(iter(rows))}
 
 
-@pytest.mark.parametrize("turn", [{"grad_norm": None}, {"skipped_update": 1.0}, {"loss": math.nan}])
-def test_a_step_that_was_thrown_away_is_said_at_once(turn):
-    assert [one.name for one in warned(run_that_turns("trainer", turn))] == ["not_finite"]
-
-
-def test_an_entropy_that_is_not_a_number_says_that_nothing_was_trained():
-    assert [one.name for one in warned(run_that_turns("trainer", {"policy/entropy": None}))] == ["nothing_trained"]
+@pytest.mark.parametrize(
+    ("turn", "name"),
+    [
+        ({"grad_norm": None}, "not_finite"),
+        ({"skipped_update": 1.0}, "not_finite"),
+        ({"loss": math.nan}, "not_finite"),
+        ({"policy/entropy": None}, "nothing_trained"),
+    ],
+)
+def test_a_step_that_was_thrown_away_is_reported_at_once(turn: dict[str, Any], name: str) -> None:
+    assert [one.name for one in warned(run_that_turns("trainer", turn))] == [name]
 
 
 def test_one_odd_batch_is_no_collapse():
@@ -134,90 +134,76 @@ def test_one_odd_batch_is_no_collapse():
     assert warned(run_that_turns("trainer", {"policy/entropy": 0.0, "importance_ratio": 1.3}, {})) == []
 
 
-def test_an_episode_is_said_once_and_a_new_one_again():
+def keys_of(section: dict[str, Any], sections: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, field in section.get("properties", {}).items():
+        yield prefix + name
+        for inner in re.findall(r"#/\$defs/(\w+)", json.dumps(field)):
+            yield from keys_of(sections[inner], sections, f"{prefix}{name}.")
+
+
+def test_every_sign_has_its_test_and_advises_keys_that_exist() -> None:
+    assert {sign.name for sign in SIGNS} == TURNS.keys() | {"reward_decline"}
+    schema = RunConfig.model_json_schema()
+    known = {*keys_of(schema, schema["$defs"])}
+    assert "orchestrator.buffer.pools.easy_weight" in known
+    for sign in SIGNS:
+        named = re.findall(r"`\[?\[?((?:orchestrator|trainer|inference)[\w.]*|seq_len|max_async_level)", sign.advice)
+        assert {*named} <= known, sign.name
+
+
+def test_an_episode_is_reported_once_lasts_until_calm_and_a_new_one_is_reported_again() -> None:
     spike, calm = {"grad_norm": 60.0}, [{}] * CALM
-    names = [one.step for one in warned(run_that_turns("trainer", spike, *[spike] * 3, *calm, spike))]
-    assert names == [50, 50 + 4 + CALM]
+    steps = [one.step for one in warned(run_that_turns("trainer", spike, *[spike] * 3, *calm, spike))]
+    assert steps == [50, 50 + 4 + CALM]
     assert [one.step for one in warned(run_that_turns("trainer", spike, *calm[1:], spike))] == [50]
-
-
-def test_what_lasts_is_what_was_seen_in_the_last_rows():
     watch = Watch()
-    for row in run_that_turns("trainer", {"grad_norm": 60.0}):
+    for row in run_that_turns("trainer", spike):
         watch.take(row)
-    assert [one.name for one in watch.lasting.values()] == ["grad_norm_spike"]
+    for version in range(2 * CALM):  # rows of another kind
+        watch.take({"step": version, "process": "trainer", "eval/x/reward": 0.5})
+    assert list(watch.lasting) == ["grad_norm_spike"]
     for row in healthy(CALM):
         watch.take(row)
     assert watch.lasting == {}
-    assert [one.name for one in watch.said] == ["grad_norm_spike"]
 
 
-def test_rows_of_other_kinds_neither_end_an_episode_nor_begin_one():
-    watch = Watch()
-    for row in run_that_turns("orchestrator", *TURNS["all_truncated"][1]):
-        watch.take(row)
-    for version in range(20):
-        watch.take({"step": version, "process": "orchestrator", "eval/x/reward": 0.5})
-    assert list(watch.lasting) == ["all_truncated"]
+def test_no_row_and_no_broken_sign_stops_the_watch() -> None:
+    def broken(history: object) -> str:
+        raise ZeroDivisionError
 
-
-@pytest.mark.parametrize(
-    "row",
-    [
+    watch = Watch([Sign("broken", ("loss",), broken, "", ""), *SIGNS])
+    for row in (
         {},
         {"step": "x", "process": 3, "reward/std": "much"},
         {"step": 1, "process": "trainer", "loss": [], "grad_norm": {}, "policy/entropy": True},
         {"process": "trainer", "loss": None, "grad_norm": None},
         {"step": 1, "process": "orchestrator", "reward/mean": math.inf, "env//error_rate": math.nan},
-    ],
-)
-def test_whatever_stands_in_a_row_nothing_is_raised(row):
-    watch = Watch()
-    for _ in range(60):
+    ):
         watch.take(row)
-
-
-def test_a_sign_that_breaks_is_left_out_and_the_others_go_on():
-    def broken(history):
-        raise ZeroDivisionError
-
-    watch = Watch([Sign("broken", ("loss",), broken, "", ""), *SIGNS])
+    for row in healthy(CALM):
+        watch.take(row)
     found = [one.name for row in run_that_turns("trainer", {"loss": None}) for one in watch.take(row)]
     assert found == ["not_finite"]
 
 
-def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield f"{prefix}{name}"
-        inner = re.findall(r"trireme\.config\.\w+\.(\w+)", str(field.annotation)) or [
-            getattr(field.annotation, "__name__", "")
-        ]
-        for module_name in inner:
-            for found in BaseModelByName.get(module_name, ()):
-                yield from keys_of(found, f"{prefix}{name}.")
-
-
-def _sections(model: type[BaseModel] = BaseModel) -> Iterator[type[BaseModel]]:
-    for child in model.__subclasses__():
-        yield child
-        yield from _sections(child)
-
-
-BaseModelByName: dict[str, list[type[BaseModel]]] = {}
-for _section in _sections():
-    if _section.__module__.startswith("trireme.config."):
-        BaseModelByName.setdefault(_section.__name__, []).append(_section)
-
-
-@pytest.mark.parametrize("sign", SIGNS, ids=lambda sign: sign.name)
-def test_what_to_try_names_keys_that_there_are(sign):
-    known = set(keys_of(RunConfig))
-    assert "orchestrator.buffer.pools.easy_weight" in known
-    named = re.findall(r"`\[?\[?((?:orchestrator|trainer|inference)[\w.]*|seq_len|max_async_level)", sign.advice)
-    assert [key for key in named if key not in known] == []
-
-
 # where it is said
+
+
+def test_the_orchestrator_logs_a_warning_and_writes_it_down_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    watcher = Watcher(MetricsFile(path, "orchestrator"))
+    write(path, run_that_turns("trainer", {"loss": None}))
+    for _ in range(3):
+        watcher.look()
+    restarted = Watcher(MetricsFile(path, "orchestrator"))  # does not say it again, but still shows it
+    restarted.look()
+    (record,) = (record for record in caplog.records if record.name.endswith("warnings"))
+    assert "step 50, not_finite: loss is not finite" in record.getMessage()
+    assert [one.name for one in watcher.lasting] == [one.name for one in restarted.lasting] == ["not_finite"]
+    rows = [row for row in read_metrics(path)[0] if any(name.startswith("warnings/") for name in row)]
+    assert [(row["step"], row["process"], row["warnings/not_finite"]) for row in rows] == [(50, "orchestrator", 1.0)]
 
 
 def write(path: Path, rows: Iterator[dict[str, Any]]) -> None:
@@ -225,28 +211,6 @@ def write(path: Path, rows: Iterator[dict[str, Any]]) -> None:
         numbers = {name: math.nan if value is None else value for name, value in row.items()}
         process, step = numbers.pop("process"), numbers.pop("step")
         MetricsFile(path, process).append(step, numbers)
-
-
-def test_the_orchestrator_logs_it_shows_it_and_writes_it_down_once(tmp_path, caplog):
-    path = tmp_path / "metrics.jsonl"
-    watcher = Watcher(MetricsFile(path, "orchestrator"))
-    write(path, run_that_turns("trainer", {"loss": None}))
-    for _ in range(3):
-        watcher.look()
-    (record,) = (record for record in caplog.records if record.name.endswith("warnings"))
-    assert "step 50, not_finite: loss is not finite" in record.getMessage()
-    assert [one.name for one in watcher.lasting] == ["not_finite"]
-    rows = [row for row in read_metrics(path)[0] if any(name.startswith("warnings/") for name in row)]
-    assert [(row["step"], row["process"], row["warnings/not_finite"]) for row in rows] == [(50, "orchestrator", 1.0)]
-
-
-def test_a_restarted_orchestrator_does_not_say_it_again_but_still_shows_it(tmp_path, caplog):
-    path = tmp_path / "metrics.jsonl"
-    write(path, run_that_turns("trainer", {"loss": None}))
-    watcher = Watcher(MetricsFile(path, "orchestrator"))
-    watcher.look()
-    assert [record for record in caplog.records if record.name.endswith("warnings")] == []
-    assert [one.name for one in watcher.lasting] == ["not_finite"]
 
 
 def test_rollouts_that_all_fail_are_said_though_no_batch_becomes_full(tmp_path):

@@ -1,4 +1,4 @@
-"""Which example comes next, with difficulty pools and a curriculum: any history, stopped anywhere, told again.
+"""The data order with difficulty pools and a curriculum, for any history, stopped anywhere.
 
 The oracle keeps its state in plain dictionaries and walks the positions one by one.
 """
@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from order_rules import order_rules
 from trireme.algo.curriculum import Place, Stage, after_batch, weights_in
-from trireme.algo.difficulty import Outcome, Pools, chances, from_scores, left_out, to_scores, updated
+from trireme.algo.difficulty import Outcome, Pools, from_scores, left_out, to_scores
 from trireme.algo.order import Cursor, DataOrder, draws_of, environment_of, example_order
 from trireme.ledger.records import State
 from trireme.ledger.rules import Rules
@@ -29,21 +29,7 @@ def pools_of(easy: float = 0.25, normal: float = 1.0, hard: float = 0.5, memory:
     return Pools(0.75, 0.25, easy, normal, hard, memory)
 
 
-weights = st.sampled_from([0.0, 0.25, 0.5, 1.0])
-pools = st.builds(pools_of, weights, st.sampled_from([0.25, 1.0]), weights, st.sampled_from([0.0, 0.5, 0.75]))
-stages = st.lists(
-    st.builds(
-        lambda names, step, reward, smoothing: (names, step, reward, smoothing),
-        st.sets(st.sampled_from("abc"), min_size=1),
-        st.integers(1, 6),
-        st.sampled_from([None, 0.25, 0.5]),
-        st.integers(1, 4),
-    ),
-    max_size=3,
-)
-
-
-def curriculum_of(drawn: list[tuple[set[str], int, float | None, int]]) -> tuple[Stage, ...]:
+def build_stages(drawn: list[tuple[set[str], int, float | None, int]]) -> tuple[Stage, ...]:
     found = []
     for number, (names, step, reward, smoothing) in enumerate(drawn):
         condition = {"from_step": step} if reward is None else {"from_reward": reward}
@@ -51,16 +37,27 @@ def curriculum_of(drawn: list[tuple[set[str], int, float | None, int]]) -> tuple
     return tuple(found)
 
 
+weights = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+pools = st.builds(pools_of, weights, st.sampled_from([0.25, 1.0]), weights, st.sampled_from([0.0, 0.5, 0.75]))
+
+stages = st.lists(
+    st.tuples(
+        st.sets(st.sampled_from("abc"), min_size=1),
+        st.integers(1, 6),
+        st.sampled_from([None, 0.25, 0.5]),
+        st.integers(1, 4),
+    ),
+    max_size=3,
+)
 rules = st.builds(
     lambda seed, shuffle, pools, drawn: order_rules(
-        {"a": 1.0, "b": 1.0, "c": 0.5}, seed=seed, shuffle=shuffle, pools=pools, curriculum=curriculum_of(drawn)
+        {"a": 1.0, "b": 1.0, "c": 0.5}, seed=seed, shuffle=shuffle, pools=pools, curriculum=build_stages(drawn)
     ),
     st.integers(0, 3),
     st.booleans(),
     st.none() | pools,
     stages,
 )
-
 histories = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), max_size=6), min_size=1, max_size=8)
 """For each batch the mean rewards of so many groups, taken and ended within it."""
 
@@ -162,7 +159,7 @@ def test_any_history_is_the_one_that_its_description_gives(rules: Rules, history
 
 
 @given(rules=rules, history=histories, data=st.data())
-def test_resumed_after_any_batch_it_goes_on_as_if_it_had_not_stopped(rules, history, data) -> None:
+def test_an_order_resumed_after_any_batch_continues_as_if_it_had_not_stopped(rules, history, data) -> None:
     stop = data.draw(st.integers(0, len(history)))
     whole, before = DataOrder(SIZES), DataOrder(SIZES)
     undisturbed = [*live_through(whole, rules, history)]
@@ -182,37 +179,6 @@ def saved(order: DataOrder) -> tuple[dict[str, Cursor], Any, Place]:
     return state.cursors, state.scores, Place(state.stage, state.stage_reward)
 
 
-@given(
-    means=st.lists(st.sampled_from([math.nan, 0.0, 0.25, 0.5, 0.75, 1.0]), min_size=1, max_size=12),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=40)
-def test_an_epoch_hands_out_every_normal_example_exactly_once_and_no_other_more_often(means, seed) -> None:
-    size = len(means)
-    known = to_scores(np.array(means))
-    order = DataOrder({"a": size})
-    order.go_on_from({}, {"a": known}, Place())
-    own = order_rules({"a": 1.0}, seed=seed, pools=pools_of())
-    normal = {n for n, mean in enumerate(means) if not mean <= 0.25 and not mean >= 0.75}
-    taken: dict[int, Counter[int]] = {}
-    group = 0
-    while order.cursors["a"].epoch < 4:
-        _, example = order.take(group, own)
-        taken.setdefault(order.cursors["a"].epoch, Counter())[example] += 1
-        group += 1
-    for epoch in range(4):
-        counts = taken.get(epoch, Counter())
-        assert max(counts.values(), default=0) <= 1
-        assert normal <= counts.keys()
-
-
-def test_without_pools_every_example_comes_once_per_epoch_whatever_is_known_of_it() -> None:
-    order = DataOrder({"a": 6})
-    order.go_on_from({}, {"a": to_scores(np.array([1.0, 1.0, 0.0, 0.0, 0.5, np.nan]))}, Place())
-    examples = [order.take(group, order_rules({"a": 1.0}))[1] for group in range(12)]
-    assert sorted(examples[:6]) == sorted(examples[6:]) == list(range(6))
-
-
 def test_in_the_long_run_pools_come_by_their_weights() -> None:
     size = 300
     means = np.repeat([1.0, 0.5, 0.0], size // 3)
@@ -224,14 +190,6 @@ def test_in_the_long_run_pools_come_by_their_weights() -> None:
     assert shares == pytest.approx([0.25 / 1.75, 1 / 1.75, 0.5 / 1.75], abs=0.02)  # four standard deviations
 
 
-@given(means=st.lists(st.sampled_from([math.nan, 0.0, 0.5, 1.0]), min_size=1, max_size=9), own=pools)
-def test_somebody_is_always_taken_for_certain(means: list[float], own: Pools) -> None:
-    """So the next example is found within two epochs."""
-    found = chances(np.array(means), own)
-    assert found.max() == 1.0
-    assert found.min() >= 0
-
-
 def test_where_all_is_left_out_everything_comes_in_its_order() -> None:
     order = DataOrder({"a": 5})
     order.go_on_from({}, {"a": to_scores(np.ones(5))}, Place())
@@ -239,14 +197,6 @@ def test_where_all_is_left_out_everything_comes_in_its_order() -> None:
     assert order.left_out(own) == ["a"]
     assert sorted(order.take(group, own)[1] for group in range(5)) == list(range(5))
     assert not left_out(np.array([1.0, np.nan]), pools_of(easy=0.0))
-
-
-def test_scores_by_hand() -> None:
-    outcomes = [Outcome(0, "a", 2, 1.0), Outcome(1, "a", 2, 0.0), Outcome(2, "a", 0, 0.25)]
-    means = updated(np.full(3, np.nan), outcomes, memory=0.75)
-    assert means.tolist()[0] == 0.25
-    assert math.isnan(means[1])
-    assert means[2] == 0.75 * 1.0 + 0.25 * 0.0
 
 
 @given(means=st.lists(st.sampled_from([math.nan, 0.0, 0.3, 1.0]), min_size=1, max_size=20))
@@ -257,55 +207,23 @@ def test_scores_come_back_as_they_were(means: list[float]) -> None:
     assert np.isnan(from_scores(None, 3)).all()
 
 
-# stages
-
-
-def ended(*means: float, env: str = "a") -> list[Outcome]:
-    return [Outcome(n, env, 0, mean) for n, mean in enumerate(means)]
-
-
-def test_a_stage_begins_with_its_step() -> None:
-    curriculum = (Stage({"a": 1.0}), Stage({"b": 1.0}, from_step=3))
-    place = Place()
-    for next_step in (1, 2):
-        place = after_batch(place, curriculum, ended(0.5), next_step=next_step)
-        assert place.stage == 0
-    assert after_batch(place, curriculum, ended(0.5), next_step=3) == Place(1, None)
-
-
 def test_a_stage_begins_once_the_one_before_has_reached_its_reward() -> None:
-    curriculum = (Stage({"a": 1.0}, smoothing=4), Stage({"b": 1.0}, from_reward=0.5))
-    place = after_batch(Place(), curriculum, ended(0.0, 0.4), next_step=1)
+    def close(place: Place, *means: float, env: str = "a", next_step: int = 1) -> Place:
+        outcomes = [Outcome(n, env, 0, mean) for n, mean in enumerate(means)]
+        return after_batch(place, curriculum, outcomes, next_step=next_step)
+
+    curriculum: tuple[Stage, ...] = (Stage({"a": 1.0, "c": 0.0}, smoothing=4), Stage({"b": 1.0}, from_reward=0.5))
+    assert close(Place(), 1.0, env="b") == close(Place(), 1.0, env="c") == Place(0, None)
+    place = close(Place(), 0.0, 0.4)
     assert place == Place(0, 0.2)
-    place = after_batch(place, curriculum, ended(1.0), next_step=2)
+    place = close(place, 1.0)
     assert place == Place(0, 0.2 + 0.8 / 4)
-    assert after_batch(place, curriculum, ended(1.0), next_step=3) == Place(1, None)
+    assert close(place, 1.0) == Place(1, None)
+    curriculum = (Stage({"a": 1.0}), Stage({"a": 1.0}, from_step=1), Stage({"b": 1.0}, from_step=3))
+    assert [close(Place(), next_step=step).stage for step in range(4)] == [0, 1, 1, 2]
 
 
-def test_groups_of_other_environments_say_nothing_about_a_stage() -> None:
-    curriculum = (Stage({"a": 1.0, "c": 0.0}), Stage({"b": 1.0}, from_reward=0.5))
-    for env in "bc":
-        assert after_batch(Place(), curriculum, ended(1.0, env=env), next_step=1) == Place(0, None)
-
-
-def test_stages_follow_one_another_even_where_several_are_due() -> None:
-    curriculum = (Stage({"a": 1.0}), Stage({"a": 1.0}, from_step=1), Stage({"b": 1.0}, from_step=2))
-    assert after_batch(Place(), curriculum, [], next_step=5).stage == 2
-    late = (Stage({"a": 1.0}), Stage({"a": 1.0}, from_reward=0.5), Stage({"b": 1.0}, from_step=2))
-    assert after_batch(Place(), late, ended(0.1), next_step=5).stage == 0
-
-
-def test_a_stage_draws_only_from_what_it_names() -> None:
-    curriculum = (Stage({"a": 1.0, "b": 3.0}), Stage({"b": 1.0}, from_step=1))
-    assert weights_in(Place(0), curriculum, {"a": 9.0, "b": 9.0, "c": 9.0}) == {"a": 1.0, "b": 3.0, "c": 0.0}
-    own = order_rules({"a": 1.0, "b": 1.0, "c": 1.0}, curriculum=curriculum)
-    order = DataOrder(SIZES)
-    assert {order.take(group, own)[0] for group in range(50)} == {"a", "b"}
-    order.close_batch([], own, next_step=1)
-    assert {order.take(group, own)[0] for group in range(50, 100)} == {"b"}
-
-
-def test_a_run_may_go_on_with_fewer_stages_or_none() -> None:
+def test_a_run_may_resume_with_fewer_stages_or_none() -> None:
     assert weights_in(Place(5), (Stage({"b": 1.0}),), {"a": 1.0, "b": 1.0}) == {"a": 0.0, "b": 1.0}
     assert after_batch(Place(5, 0.5), (), [], next_step=9) == Place()
 
