@@ -1,4 +1,4 @@
-"""Trainers that die while they save, for `test_trainer_checkpoint`.
+"""Trainers that die while they save, for `test_trainer_saving`.
 
 python tests/saving.py MODEL_FOLDER OUTPUT_FOLDER POINT...
 

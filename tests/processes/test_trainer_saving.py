@@ -1,21 +1,20 @@
-"""Checkpoints are written while training goes on, whatever happens to the process or the disk meanwhile."""
+"""Checkpoints are written while training continues, and survive kills and full disks."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import forkserver
 import saving
 from limits import file_size_limit, fill, small_disk
+from stage import until
 from tiny import (
     are_equal,
     content_of,
@@ -35,17 +34,10 @@ from trireme.trainer.mesh import World
 DEADLINE_S = 120
 
 
-def go_on(state: TrainerState, world: World, *, until: int) -> TrainerState:
+def train_until(state: TrainerState, world: World, *, until: int) -> TrainerState:
     while state.version < until:
         train_step(state, random_samples([30, 20, 12], seed=state.version), world)
     return state
-
-
-def until(condition: Callable[[], object]) -> None:
-    give_up = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -60,11 +52,11 @@ def test_training_on_does_not_change_what_is_written(
     tmp_path: Path, tiny_model: Path, world: World, faults: Path
 ) -> None:
     (faults / "checkpoint.begun").write_text("hold")
-    state = go_on(open_state(tiny_model, world), world, until=1)
+    state = train_until(open_state(tiny_model, world), world, until=1)
     expected = content_of(state)
     store = open_store(tmp_path / "c", world, exporter=open_exporter(tmp_path / "w", tiny_model, world))
     store.save(state)
-    go_on(state, world, until=3)
+    train_until(state, world, until=3)
     torch.manual_seed(1)
     assert complete_steps(tmp_path / "c") == []
     (faults / "checkpoint.begun.go").touch()
@@ -78,7 +70,7 @@ def test_training_on_does_not_change_what_is_written(
     assert all(torch.equal(parameter, expected[name]) for name, parameter in exported.named_parameters())
 
 
-def test_a_checkpoint_that_is_complete_has_its_weights_exported(
+def test_weights_are_exported_before_a_checkpoint_is_complete(
     tmp_path: Path, tiny_model: Path, world: World, faults: Path
 ) -> None:
     (faults / "checkpoint.before_rename").write_text("hold")
@@ -92,9 +84,7 @@ def test_a_checkpoint_that_is_complete_has_its_weights_exported(
     assert complete_steps(tmp_path / "c") == [0]
 
 
-def test_what_cannot_be_written_is_raised_at_the_next_opportunity(
-    tmp_path: Path, tiny_model: Path, world: World
-) -> None:
+def test_a_failed_write_is_raised_at_the_next_call_of_the_store(tmp_path: Path, tiny_model: Path, world: World) -> None:
     state = open_state(tiny_model, world)
     for ask in (lambda store: store.save(state), CheckpointStore.wait, lambda store: store.is_due(1, last=9)):
         store = open_store(tmp_path, world)
@@ -119,15 +109,19 @@ POINTS = {  # and the version that must be there afterwards
 def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of trainers that were killed at each point, while version 2 was being saved."""
     folder = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, saving.__file__, str(tiny_model), str(folder), *POINTS]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    output = subprocess.run(command, env=environment, timeout=DEADLINE_S, check=True, stdout=subprocess.PIPE, text=True)
-    assert output.stdout.split() == len(POINTS) * [str(-signal.SIGKILL)]
+    argv = [sys.executable, saving.__file__, str(tiny_model), str(folder), *POINTS]
+    with open(folder / "log", "w") as log:
+        process = forkserver.popen(argv, output=log.fileno(), env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=folder)
+        try:
+            assert process.wait(DEADLINE_S) == 0
+        finally:
+            process.close()
+    assert (folder / "log").read_text().split().count(str(-signal.SIGKILL)) == len(POINTS)
     return folder
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_leaves_the_old_one_or_the_new_one_whole(
+def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint_complete(
     killed: Path, point: str, tiny_model: Path, world: World
 ) -> None:
     folder, version = killed / point, POINTS[point]
@@ -135,36 +129,16 @@ def test_a_kill_at_any_point_leaves_the_old_one_or_the_new_one_whole(
     store = open_store(folder / "checkpoints", world, exporter=open_exporter(folder / "weights", tiny_model, world))
     store.resume(state, resume=True)
     assert state.version == version
-    assert are_equal(content_of(state), content_of(go_on(open_state(tiny_model, world), world, until=version)))
+    assert are_equal(content_of(state), content_of(train_until(open_state(tiny_model, world), world, until=version)))
     assert (folder / "weights" / f"step_{version}").is_dir()
     assert not list(folder.rglob(".step_*"))  # nothing is left over
 
-    store.save(go_on(state, world, until=3))
+    store.save(train_until(state, world, until=3))
     store.wait()
     assert complete_steps(folder / "checkpoints") == [*range(1, version + 1), 3]
 
 
-def test_a_full_disk_is_a_pause(tmp_path: Path, tiny_model: Path, world: World, faults: Path) -> None:
-    (faults / "full").touch()
-    waits = Waits("trainer")
-    state = go_on(open_state(tiny_model, world), world, until=1)
-    expected = content_of(state)
-    store = open_store(tmp_path / "c", world, waits=waits)
-    store.save(state)
-    until(waits.now)
-    assert str(waits).startswith("trainer waits 0 s for room for checkpoint step_1 from disk")
-    go_on(state, world, until=2)
-    (faults / "full").unlink()
-    store.save(state)  # waits for the first
-    store.wait()
-    assert complete_steps(tmp_path / "c") == [1, 2]
-    load_checkpoint(state, tmp_path / "c" / "step_1", rank=0)
-    assert are_equal(content_of(state), expected)
-
-
-def test_a_disk_that_stays_full_ends_the_run_with_its_name(
-    tmp_path: Path, tiny_model: Path, world: World, faults: Path
-) -> None:
+def test_a_disk_that_stays_full_ends_the_run(tmp_path: Path, tiny_model: Path, world: World, faults: Path) -> None:
     (faults / "full").touch()
     store = CheckpointStore(tmp_path / "c", Checkpoints(), world, waits=Waits("trainer"), disk_timeout_s=0.0)
     store.save(open_state(tiny_model, world))
@@ -172,18 +146,23 @@ def test_a_disk_that_stays_full_ends_the_run_with_its_name(
         store.wait()
 
 
-def test_a_disk_that_is_really_full_is_a_pause_too(tmp_path: Path, tiny_model: Path, world: World) -> None:
-    state = go_on(open_state(tiny_model, world), world, until=1)
+def test_saving_waits_while_the_disk_is_full(tmp_path: Path, tiny_model: Path, world: World) -> None:
+    state = train_until(open_state(tiny_model, world), world, until=1)
     waits = Waits("trainer")
     with small_disk(tmp_path / "disk", "8m") as disk:
         store = open_store(disk / "c", world, waits=waits, exporter=open_exporter(disk / "w", tiny_model, world))
         store.save(state)
         store.wait()
         ballast = fill(disk)
-        store.save(go_on(state, world, until=2))
+        expected = content_of(train_until(state, world, until=2))
+        store.save(state)
         until(waits.now)
-        assert "room for checkpoint step_2" in str(waits)
+        assert str(waits).startswith("trainer waits 0 s for room for checkpoint step_2 from disk")
+        train_until(state, world, until=3)
         ballast.unlink()
+        store.save(state)  # waits for step 2
         store.wait()
-        assert complete_steps(disk / "c") == [1, 2]
-        assert sorted(path.name for path in (disk / "w").iterdir()) == ["step_1", "step_2"]
+        assert complete_steps(disk / "c") == [1, 2, 3]
+        assert sorted(path.name for path in (disk / "w").iterdir()) == ["step_1", "step_2", "step_3"]
+        load_checkpoint(state, disk / "c" / "step_2", rank=0)
+        assert are_equal(content_of(state), expected)
