@@ -1,12 +1,12 @@
-"""What would start is shown exactly, at once, and without loading what takes seconds."""
+"""The plan of a run, the commands that show it, and the folder that it starts in."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,32 +20,32 @@ from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
 from trireme.config.written import write_run
 from trireme.launch.folder import hold_folder, move_aside, prepare_folder
-from trireme.launch.plan import describe, plan
+from trireme.launch.plan import Plan, describe, plan
 
 DATA = Path(__file__).parent.parent / "data"
 RUN = Path("outputs/configs/run.json")
 GPUS = Devices(gpus=("4", "5", "6", "7"), cores=16)
 
 
-def planned(*argv: str, on: Devices) -> tuple[Any, RunConfig]:
+def planned(*argv: str, on: Devices) -> tuple[Plan, RunConfig]:
     config = resolve(load_run_config(list(argv), program="rl")[0], on)
     return plan(config, RUN, on), config
 
 
-def test_each_process_loads_the_same_run() -> None:
-    processes = planned(on=Devices(cores=2))[0].processes
-    assert [process.name for process in processes] == ["inference", "orchestrator", "trainer"]
-    for process in processes:
+def test_each_process_loads_the_same_run_and_sees_its_own_gpus_by_the_machines_names() -> None:
+    the_plan, config = planned("@", str(DATA / "guide_example.toml"), on=GPUS)
+    assert [process.name for process in the_plan.processes] == ["inference", "orchestrator", "trainer"]
+    for process in the_plan.processes:
         assert process.argv == (sys.executable, "-m", f"trireme.cli.{process.name}", "--run", str(RUN))
         assert process.log == Path(f"outputs/logs/{process.name}.stdout")
         assert process.env["PYTHONUNBUFFERED"] == "1"
-
-
-def test_processes_see_their_own_gpus_by_the_machines_names() -> None:
-    the_plan, _ = planned("@", str(DATA / "guide_example.toml"), on=GPUS)
     visible = {process.name: process.env["CUDA_VISIBLE_DEVICES"] for process in the_plan.processes}
     assert visible == {"inference": "4,5,6", "orchestrator": "", "trainer": "7"}
     assert the_plan.process("inference").gpus == (0, 1, 2)
+    shown = describe(the_plan, config)
+    for words in ("32 rollouts = 2 groups x 16", "at most 1 step(s) ahead", "over nccl"):
+        assert words in shown
+    assert f"http {config.inference.server.port}" in shown
 
 
 def test_on_cpu_no_gpu_is_visible_and_the_engine_is_told_its_memory() -> None:
@@ -60,57 +60,72 @@ def test_on_cpu_no_gpu_is_visible_and_the_engine_is_told_its_memory() -> None:
     assert the_plan.process("trainer").ports == {"weights": config.ports.weights}
 
 
-def test_a_plan_shows_what_follows_from_the_configuration() -> None:
-    the_plan, config = planned("@", str(DATA / "guide_example.toml"), on=GPUS)
-    shown = describe(the_plan, config)
-    assert "32 rollouts = 2 groups x 16" in shown
-    assert "at most 1 step(s) ahead" in shown
-    assert "over nccl" in shown
-    assert f"http {config.inference.server.port}" in shown
+def test_health_checks_use_an_address_that_this_machine_reaches() -> None:
+    the_plan, config = planned("--inference.server.host", "0.0.0.0", "--orchestrator.server.host", "::1", on=GPUS)
+    ports = config.inference.server.port, config.orchestrator.server.port
+    assert the_plan.process("inference").health == f"http://127.0.0.1:{ports[0]}/health"
+    assert the_plan.process("orchestrator").health == f"http://[::1]:{ports[1]}/health"
+    assert the_plan.process("trainer").health is None
 
 
 # the commands themselves
 
 
-def command(program: str, *argv: str, cwd: Path, code: str = "") -> subprocess.CompletedProcess[str]:
-    script = f"import sys\nfrom trireme.cli.{program} import main\ntry: main()\nfinally: {code or 'pass'}"
-    return subprocess.run(
-        [sys.executable, "-c", script, *argv],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-LOADED = "print('LOADED', *({'torch', 'vllm', 'transformers', 'numpy', 'zmq'} & set(sys.modules)))"
+def command(monkeypatch: pytest.MonkeyPatch, program: str, *argv: str) -> int | str | None:
+    """Run a command in this process. Returns its exit code."""
+    monkeypatch.setattr(sys, "argv", [program, *argv])
+    monkeypatch.setattr(os, "_exit", sys.exit)  # as the trainer ends
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"trireme.cli.{program}").main()
+    return ended.value.code
+
+
+def printed_by(program: str, *argv: str, cwd: Path) -> str:
+    """Run a command in a process of its own. Returns what it prints, and then the heavy packages that it loaded."""
+    loaded = "print('LOADED', *({'torch', 'vllm', 'transformers', 'numpy', 'zmq'} & set(sys.modules)))"
+    script = f"import sys\nfrom trireme.cli.{program} import main\ntry: main()\nfinally: {loaded}"
+    done = subprocess.run([sys.executable, "-c", script, *argv], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("program", ["rl", "trainer", "orchestrator", "inference", "sft"])
 def test_help_shows_every_key_at_once_and_loads_nothing_heavy(program: str, tmp_path: Path) -> None:
-    done = command(program, "--help", cwd=tmp_path, code=LOADED)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("LOADED\n")
+    printed = printed_by(program, "--help", cwd=tmp_path)
+    assert printed.endswith("LOADED\n")
     meaning = "Optimizer steps." if program == "sft" else "Training steps: batches, each of which makes one version."
-    assert f"<integer > 0>  (default: 100)\n        {meaning}" in done.stdout
+    assert f"<integer > 0>  (default: 100)\n        {meaning}" in printed
     lr = "--trainer.optim.lr" if program == "rl" else "--optim.lr"
-    assert (f"{lr}  <number > 0>" in done.stdout) is (program in ("rl", "trainer", "sft"))
+    assert (f"{lr}  <number > 0>" in printed) is (program in ("rl", "trainer", "sft"))
 
 
-def runnable(folder: Path) -> list[str]:
-    """The guide's example, with an environment that is there."""
-    (folder / "say.py").touch()
-    return ["@", str(DATA / "guide_example.toml"), "--orchestrator.env.0.id", "say.py"]
+@pytest.mark.parametrize("program", ["rl", "trainer", "orchestrator", "inference", "sft"])
+def test_a_configuration_error_is_one_message_and_exit_code_2(
+    program: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, program, "--max-stepz", "3") == 2
+    expected = f"{program}: unknown flag `--max-stepz` - no such key exists. Did you mean `--max-steps`?\n"
+    assert capsys.readouterr().err == expected
 
 
-def test_a_dry_run_writes_the_resolved_run_and_loads_nothing_heavy(tmp_path: Path) -> None:
-    done = command("rl", *runnable(tmp_path), "--dry-run", "--device", "cpu", cwd=tmp_path, code=LOADED)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("LOADED\n")
-    assert "lora" not in done.stdout
+def test_a_dry_run_writes_the_resolved_run_beside_a_run_and_loads_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "say.py").touch()
+    (tmp_path / "outputs/configs").mkdir(parents=True)
+    (tmp_path / "outputs/metrics.jsonl").touch()
+    (tmp_path / "outputs/configs/run.json").write_text("precious")
+    argv = ["@", str(DATA / "guide_example.toml"), "--orchestrator.env.0.id", "say.py", "--dry-run", "--device", "cpu"]
+    printed = printed_by("rl", *argv, cwd=tmp_path)
+    assert printed.endswith("LOADED\n")
+    assert "lora" not in printed
     written = {file.name for file in (tmp_path / "outputs/configs/dry-run").iterdir()}
     assert written == {"run.json", "trainer.toml", "orchestrator.toml", "inference.toml"}
+    assert (tmp_path / "outputs/configs/run.json").read_text() == "precious"
     assert [entry.name for entry in (tmp_path / "outputs").rglob("*") if entry.is_dir()] == ["configs", "dry-run"]
 
 
@@ -122,31 +137,13 @@ def test_a_dry_run_writes_the_resolved_run_and_loads_nothing_heavy(tmp_path: Pat
         (["--model.name", "models/none"], 'not ready: trainer.model.name = "models/none"'),
     ],
 )
-def test_a_dry_run_of_what_would_not_start_says_why_and_ends_with_2(
-    argv: list[str], words: str, tmp_path: Path
+def test_a_dry_run_of_a_run_that_would_not_start_says_why_and_exits_with_2(
+    argv: list[str], words: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    example = str(DATA / "guide_example.toml")
-    for _ in range(2):  # a dry run leaves nothing that the next one would take for a run
-        done = command("rl", "@", example, "--dry-run", "--device", "cpu", *argv, cwd=tmp_path)
-        assert done.returncode == 2, done.stderr
-        assert words in done.stdout
-
-
-def test_a_dry_run_does_not_write_over_a_run(tmp_path: Path) -> None:
-    (tmp_path / "outputs/configs").mkdir(parents=True)
-    (tmp_path / "outputs/metrics.jsonl").touch()
-    (tmp_path / "outputs/configs/run.json").write_text("precious")
-    done = command("rl", *runnable(tmp_path), "--dry-run", "--device", "cpu", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "outputs/configs/run.json").read_text() == "precious"
-    assert (tmp_path / "outputs/configs/dry-run/run.json").exists()
-
-
-@pytest.mark.parametrize("program", ["rl", "trainer", "orchestrator", "inference", "sft"])
-def test_a_configuration_error_is_one_message_and_exit_code_2(program: str, tmp_path: Path) -> None:
-    done = command(program, "--max-stepz", "3", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == (f"{program}: unknown flag `--max-stepz` - no such key exists. Did you mean `--max-steps`?\n")
+    for _ in range(2):  # the first dry run leaves nothing that the second one would take for a run
+        example = str(DATA / "guide_example.toml")
+        assert command(monkeypatch, "rl", "@", example, "--dry-run", "--device", "cpu", *argv) == 2
+        assert words in capsys.readouterr().out
 
 
 # the run folder
@@ -163,26 +160,16 @@ def earlier(tmp_path: Path) -> RunPaths:
 
 
 def test_an_earlier_run_is_moved_aside_whole_and_never_deleted(earlier: RunPaths) -> None:
+    inside = RunPaths(earlier.root / "other")
+    inside.journal.mkdir(parents=True)
     aside = prepare_folder(earlier, resume=False, resume_step=None)
     assert aside == earlier.root.with_name("outputs.earlier-1")
     assert {entry.name for entry in aside.iterdir()} == {"journal", "metrics.jsonl", "checkpoints"}
-    assert list(earlier.root.iterdir()) == []
+    assert list(earlier.root.iterdir()) == [inside.root]  # a run in a folder inside stays where it is
+    assert prepare_folder(earlier, resume=False, resume_step=None) is None  # no run is in the way any more
+    assert inside.journal.exists()
     earlier.metrics.touch()
     assert move_aside(earlier).name == "outputs.earlier-2"
-
-
-def test_runs_in_folders_inside_stay_where_they_are(earlier: RunPaths) -> None:
-    inside = RunPaths(earlier.root / "other")
-    inside.journal.mkdir(parents=True)
-    prepare_folder(earlier, resume=False, resume_step=None)
-    assert inside.journal.exists()
-    assert not earlier.journal.exists()
-
-
-def test_a_folder_without_a_run_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").touch()
-    assert prepare_folder(RunPaths(tmp_path), resume=False, resume_step=None) is None
-    assert (tmp_path / "notes.txt").exists()
 
 
 def test_a_run_whose_launcher_was_killed_before_its_first_batch_can_be_resumed(tmp_path: Path) -> None:
@@ -212,34 +199,15 @@ def test_one_launcher_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
         pass
 
 
-def test_a_process_that_a_launcher_starts_goes_on_with_what_is_in_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = resolve(load_run_config(["--trainer.ckpt.resume-step", "20"], program="rl")[0], Devices(cores=2))
-    write_run(config, tmp_path / "run.json")
-    monkeypatch.setenv("TRIREME_PARENT", str(os.getppid()))
-    opened = open_process("orchestrator", ["--run", str(tmp_path / "run.json")])
-    assert opened is not None
-    assert opened.config == going_on(config)
-    assert (opened.config.resume, opened.config.trainer.ckpt.resume_step) == (True, None)
-
-
-def test_the_ranks_of_a_trainer_that_was_started_alone_do_as_they_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("parent", ["TRIREME_PARENT", "TRIREME_RANKS_PARENT"])
+def test_a_launched_process_resumes_what_is_in_the_folder_and_a_rank_does_as_it_is_told(
+    here: Path, monkeypatch: pytest.MonkeyPatch, parent: str
 ) -> None:
     config = resolve(load_run_config(["--trainer.ckpt.resume-step", "20"], program="rl")[0], Devices(cores=2))
-    write_run(config, tmp_path / "run.json")
+    write_run(config, here / "run.json")
     monkeypatch.delenv("TRIREME_PARENT", raising=False)
-    monkeypatch.setenv("TRIREME_RANKS_PARENT", str(os.getppid()))
-    opened = open_process("trainer", ["--run", str(tmp_path / "run.json")])
+    monkeypatch.setenv(parent, str(os.getppid()))
+    opened = open_process("trainer", ["--run", str(here / "run.json")])
     assert opened is not None
-    assert opened.config == config
-
-
-def test_servers_are_asked_where_this_machine_reaches_them() -> None:
-    the_plan, config = planned("--inference.server.host", "0.0.0.0", "--orchestrator.server.host", "::1", on=GPUS)
-    ports = config.inference.server.port, config.orchestrator.server.port
-    assert the_plan.process("inference").health == f"http://127.0.0.1:{ports[0]}/health"
-    assert the_plan.process("orchestrator").health == f"http://[::1]:{ports[1]}/health"
-    assert the_plan.process("trainer").health is None
+    assert opened.config == (going_on(config) if parent == "TRIREME_PARENT" else config)
+    assert (going_on(config).resume, going_on(config).trainer.ckpt.resume_step) == (True, None)

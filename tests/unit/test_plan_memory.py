@@ -19,36 +19,22 @@ from trireme.trainer.mesh import World
 
 QWEN = architecture_of(KNOWN_MODELS["Qwen/Qwen2.5-7B"])
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-GB = 1e9
 
 
-def needs(training: Training) -> float:
-    """On a GPU, all told."""
-    return training.memory.peak + scattered_bytes(training.memory.parts, GPU_SCATTERED) + CUDA_BYTES
+def test_the_guides_table_comes_out_within_15_percent() -> None:
+    """Of a 7-8B model with LoRA on 80 GB: "AC freq=1, seq_len=16384: ~65 GB; seq_len=8192: ~45 GB", and "No AC,
+    seq_len=16384: >80 GB (OOM)". The guide has rank 32 on every linear layer, base weights in float32, a forward pass
+    in bfloat16, flash attention, and logits of a whole row at once.
+    """
 
+    def needs(tokens: int, ac_freq: int | None) -> float:
+        row = Pass(tokens, 2, "flash_attention_2", targets=LINEAR, rank=32, dropout=True)
+        training = Training(QWEN, row, ac_freq=ac_freq, frozen_bytes=4, head_chunk=tokens)
+        return (training.memory.peak + scattered_bytes(training.memory.parts, GPU_SCATTERED) + CUDA_BYTES) / 1e9
 
-def guides_trainer(tokens: int, ac_freq: int | None) -> Training:
-    """The guide's example: rank 32 on every linear layer, base weights in float32 (its default), a forward pass in
-    bfloat16, flash attention, and logits of a whole row at once."""
-    row = Pass(tokens, 2, "flash_attention_2", targets=LINEAR, rank=32, dropout=True)
-    return Training(QWEN, row, ac_freq=ac_freq, frozen_bytes=4, head_chunk=tokens)
-
-
-@pytest.mark.parametrize(("tokens", "gigabytes"), [(16384, 65), (8192, 45)])
-def test_the_guides_table_comes_out_within_15_percent(tokens: int, gigabytes: float) -> None:
-    """Of a 7-8B model with LoRA on 80 GB: "AC freq=1, seq_len=16384: ~65 GB; seq_len=8192: ~45 GB"."""
-    assert needs(guides_trainer(tokens, 1)) / GB == pytest.approx(gigabytes, rel=0.15)
-
-
-def test_without_checkpointing_the_guides_run_does_not_fit_80_gb() -> None:
-    """ "No AC, seq_len=16384: >80 GB (OOM)"."""
-    assert needs(guides_trainer(16384, None)) / GB > 80
-
-
-def test_ours_needs_half_of_it_with_chunked_logits_and_a_base_in_bfloat16() -> None:
-    ours = changed(guides_trainer(16384, 1), head_chunk=1024, frozen_bytes=2)
-    assert needs(ours) / GB < 35
-    assert needs(ours) < 0.55 * needs(guides_trainer(16384, 1))
+    assert needs(16384, 1) == pytest.approx(65, rel=0.15)
+    assert needs(8192, 1) == pytest.approx(45, rel=0.15)
+    assert needs(16384, None) > 80
 
 
 def test_a_dense_model_is_counted_by_hand() -> None:
@@ -108,27 +94,19 @@ def test_a_row_without_others_before_it_has_no_gradients_at_its_head() -> None:
     assert (first, later) == (0, 4 * QWEN.num_parameters)
 
 
-def test_the_kv_cache_gets_what_is_left_by_hand() -> None:
+def test_the_kv_cache_of_an_engine_by_hand() -> None:
     serving = Serving(QWEN, memory=80 * GIB, utilization=0.5, max_model_len=8192)
-    assert serving.kv_bytes(1) == 2 * 4 * 128 * 2 * 28  # keys and values, 4 heads of 128, bfloat16, 28 layers
+    per_token = 2 * 4 * 128 * 2 * 28  # keys and values, 4 heads of 128, bfloat16, 28 layers
+    assert serving.kv_bytes(1) == per_token
     assert serving.room == 40 * GIB - sum(serving.parts.values())
-    assert serving.num_tokens == pytest.approx(serving.room / (2 * 4 * 128 * 2 * 28), abs=1)
+    assert serving.num_tokens == pytest.approx(serving.room / per_token, abs=1)
     assert serving.num_requests == pytest.approx(serving.num_tokens / 8192, rel=1e-3)
-
-
-def test_an_engine_on_two_gpus_has_half_of_the_weights_and_of_each_request_on_each() -> None:
-    one, two = (Serving(QWEN, memory=80 * GIB, tp=tp) for tp in (1, 2))
-    assert two.parts["weights"] == one.parts["weights"] / 2
-    assert two.kv_bytes(100) == one.kv_bytes(100) / 2
-    eight = Serving(QWEN, memory=80 * GIB, tp=8)
-    assert eight.kv_bytes(100) == one.kv_bytes(100) / 4  # it has 4 heads of keys: more GPUs hold copies
-
-
-def test_layers_with_a_window_hold_no_more_than_that() -> None:
-    model = architecture_of(KNOWN_MODELS["google/gemma-3-1b"])
-    serving = Serving(model, memory=80 * GIB)
-    per_layer = 2 * 1 * 256 * 2
-    assert serving.kv_bytes(10_000) == per_layer * (22 * 512 + 4 * 10_000)  # every sixth of 26 looks at all
+    assert Serving(QWEN, memory=80 * GIB, tp=2).parts["weights"] == serving.parts["weights"] / 2
+    for tp, share in ((2, 2), (8, 4)):  # it has 4 heads of keys: more GPUs hold copies
+        assert Serving(QWEN, memory=80 * GIB, tp=tp).kv_bytes(100) == 100 * per_token / share
+    windowed = Serving(architecture_of(KNOWN_MODELS["google/gemma-3-1b"]), memory=80 * GIB)
+    # every sixth of 26 layers looks at all tokens, the others at 512
+    assert windowed.kv_bytes(10_000) == 2 * 1 * 256 * 2 * (22 * 512 + 4 * 10_000)
 
 
 # on this machine
