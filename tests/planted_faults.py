@@ -1,11 +1,10 @@
-"""Whatever may go wrong with a run on disk, as a function that makes it so, and how an audit should name it.
+"""Faults planted in a run on disk, one for each kind that the audit must detect, and how it should name them.
 
 Batches and versions are written again with a right checksum: as if a process of ours had made the mistake.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -15,42 +14,61 @@ import msgspec
 import numpy as np
 
 from trireme.config.run import RunConfig
+from trireme.ledger.entry import write_entry
 from trireme.ledger.journal import Journal
 from trireme.ledger.manifest import MANIFEST
-from trireme.ledger.records import BatchRecord, Cursor, Dropped, OpenGroup
-from trireme.ledger.versions import Version, Versions
+from trireme.ledger.records import BatchRecord, Cursor, Dropped, OpenGroup, Rollout
+from trireme.ledger.targets import with_advantages
+from trireme.ledger.versions import Versions
+from trireme.messages import Tokens
 from written_run import GROUP, digests_of, rewrite_batch, rewrite_version
 
 Plant = Callable[[RunConfig], Any]
+Fault = tuple[Plant, int, str]  # how to plant it, the step that the audit should name (-1: any), and its words
 
 
-def step_with(config: RunConfig, reason: str) -> int:
-    """The first batch that dropped something for it."""
-    journal = Journal(config.paths.journal)
-    found = (s for s in journal.steps() if any(d.reason.startswith(reason) for d in journal.read(s).dropped))
-    return next(found)
+def replaced(value: Any, path: tuple[str | int, ...], change: Callable[[Any], Any]) -> Any:
+    """Return a copy in which one part, inside structs, dictionaries and lists, is changed."""
+    if not path:
+        return change(value)
+    step, rest = path[0], path[1:]
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.replace(value, **{str(step): replaced(getattr(value, str(step)), rest, change)})
+    if isinstance(value, dict):
+        return value | {step: replaced(value[step], rest, change)}
+    return [*value[:step], replaced(value[step], rest, change), *value[step + 1 :]]
 
 
-def change_batch(step: int, change: Callable[[BatchRecord], Any]) -> Callable[[RunConfig], None]:
-    return lambda config: rewrite_batch(config, step, change)
+def change(step: int, path: str, how: Callable[[Any], Any]) -> Plant:
+    """Change one part of a batch, like `rollouts.4.reward`."""
+    parts = tuple(int(part) if part.isdigit() else part for part in path.split("."))
+
+    def plant(config: RunConfig) -> None:
+        journal = Journal(config.paths.journal)
+        write_entry(journal.path(step), step, replaced(journal.read(step), parts, how))
+
+    return plant
 
 
-def change_column(name: str, value: Any, *, masked: bool = True, step: int = 3) -> Callable[[RunConfig], None]:
-    """One token of one rollout, that is trained on or not."""
+def put(step: int, path: str, value: Any) -> Plant:
+    return change(step, path, lambda _: value)
 
-    def change(record: BatchRecord) -> None:
-        sample = record.rollouts[4].samples[0]
+
+def change_column(name: str, value: Any, *, masked: bool = True, step: int = 3) -> Plant:
+    """Change one token of one rollout, which is trained on or not."""
+
+    def in_sample(sample: Tokens) -> Tokens:
         column = getattr(sample, name).copy()
         column[int(np.flatnonzero(sample.loss_mask == masked)[-1])] = value
-        record.rollouts[4].samples[0] = msgspec.structs.replace(sample, **{name: column})
+        return msgspec.structs.replace(sample, **{name: column})
 
-    return change_batch(step, change)
+    return change(step, "rollouts.4.samples.0", in_sample)
 
 
-def change_lines(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[RunConfig], None]:
+def change_lines(how: Callable[[list[dict[str, Any]]], Any]) -> Plant:
     def plant(config: RunConfig) -> None:
         rows = [json.loads(line) for line in config.paths.metrics.read_text().splitlines()]
-        change(rows)
+        how(rows)
         config.paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     return plant
@@ -60,16 +78,20 @@ def row_of(rows: list[dict[str, Any]], process: str, step: int) -> dict[str, Any
     return next(row for row in rows if (row["process"], row["step"]) == (process, step))
 
 
-def damage(path: str, change: Callable[[bytes], bytes]) -> Callable[[RunConfig], None]:
+def damage(path: str, how: Callable[[bytes], bytes]) -> Plant:
     def plant(config: RunConfig) -> None:
         file = config.paths.root / path
-        file.write_bytes(change(file.read_bytes()))
+        file.write_bytes(how(file.read_bytes()))
 
     return plant
 
 
-def remove(path: str) -> Callable[[RunConfig], None]:
+def remove(path: str) -> Plant:
     return lambda config: (config.paths.root / path).unlink()
+
+
+def copy_file(source: str, target: str) -> Plant:
+    return lambda config: shutil.copytree(config.paths.root / source, config.paths.root / target, dirs_exist_ok=True)
 
 
 def flip_last(content: bytes) -> bytes:
@@ -78,35 +100,32 @@ def flip_last(content: bytes) -> bytes:
 
 def train_a_group_again(config: RunConfig) -> None:
     before = Journal(config.paths.journal).read(1).rollouts[:GROUP]
-    rewrite_batch(config, 3, lambda record: record.rollouts.extend(copy.deepcopy(before)))
-
-
-def exchange_a_group_for_one_that_was_trained(config: RunConfig) -> None:
-    before = Journal(config.paths.journal).read(1).rollouts[:GROUP]
-
-    def change(record: BatchRecord) -> None:
-        record.rollouts[:GROUP] = before
-
-    rewrite_batch(config, 3, change)
+    rewrite_batch(config, 3, lambda record: record.rollouts.extend(before))
 
 
 def exchange_examples(record: BatchRecord) -> None:
     one, other = record.rollouts[:GROUP], record.rollouts[GROUP:]
-    examples = one[0].example, other[0].example
-    assert one[0].env != other[0].env or examples[0] != examples[1]
+    example = other[0].example
+    assert one[0].env != other[0].env or one[0].example != example
     for rollout in one:
-        rollout.env, rollout.example = other[0].env, examples[1]
+        rollout.env, rollout.example = other[0].env, example
 
 
-def remove_dropped(reason: str) -> Callable[[RunConfig], None]:
-    def change(record: BatchRecord) -> None:
-        record.dropped.remove(next(drop for drop in record.dropped if drop.reason.startswith(reason)))
+def change_dropped(reason: str, how: Callable[[list[Dropped], Dropped], Any]) -> Plant:
+    """Change the first entry that was dropped for a reason, in whichever batch."""
 
-    return lambda config: rewrite_batch(config, step_with(config, reason), change)
+    def plant(config: RunConfig) -> None:
+        journal = Journal(config.paths.journal)
+        for step in journal.steps():
+            if any(drop.reason.startswith(reason) for drop in journal.read(step).dropped):
+                break
 
+        def in_record(record: BatchRecord) -> None:
+            how(record.dropped, next(drop for drop in record.dropped if drop.reason.startswith(reason)))
 
-def forget_an_open_group(record: BatchRecord) -> None:
-    record.state.open_groups.pop()
+        rewrite_batch(config, step, in_record)
+
+    return plant
 
 
 def reopen_what_was_trained(record: BatchRecord) -> None:
@@ -114,222 +133,91 @@ def reopen_what_was_trained(record: BatchRecord) -> None:
     record.state.open_groups.append(OpenGroup(rollout.group, rollout.env, rollout.example))
 
 
-def exchange_an_open_groups_example(record: BatchRecord) -> None:
-    group = record.state.open_groups[0]
-    record.state.open_groups[0] = msgspec.structs.replace(group, example=group.example + 1)
-
-
-def forget_an_open_group_for_good(config: RunConfig) -> None:
-    """In the newest batch: nothing later could mention it."""
-    rewrite_batch(config, 4, forget_an_open_group)
-
-
-def lose_a_group_between_two_batches(config: RunConfig) -> None:
-    """It is open in one entry, and in the next one neither open nor decided."""
-    journal = Journal(config.paths.journal)
-    lost = journal.read(1).state.open_groups[0].id
-
-    def change(record: BatchRecord) -> None:
-        record.rollouts = [rollout for rollout in record.rollouts if rollout.group != lost]
-        record.dropped = [dropped for dropped in record.dropped if dropped.group != lost]
-        record.state.open_groups = [group for group in record.state.open_groups if group.id != lost]
-
-    for step in (2, 3, 4):
-        rewrite_batch(config, step, change)
-
-
-def take_confirmations_away(version: Version) -> None:
-    version.confirmations.clear()
-
-
 def confirm_otherwise(config: RunConfig) -> None:
-    """A second time, with one tensor that is another."""
-    Versions(config.paths.journal).record(
-        3, ["http://127.0.0.1:8000"], digests_of(3) | {"model.norm.weight": "other"}, 0.0
-    )
+    """Confirm a version a second time, with one tensor that is another."""
+    digests = digests_of(3) | {"model.norm.weight": "other"}
+    Versions(config.paths.journal).record(3, ["http://127.0.0.1:8000"], digests, 0.0)
 
 
-def rename_checkpoint(config: RunConfig) -> None:
-    (config.paths.checkpoints / "step_4").rename(config.paths.checkpoints / "step_5")
+forget_an_open_group = change(3, "state.open_groups", lambda groups: groups[:-1])
+count_one_more = change(3, "state.counters.trained", lambda count: count + 1)
+move_cursor = change(3, "state.cursors.a", lambda cursor: Cursor(cursor.epoch, cursor.position + 1))
+exchange_an_open_groups_example = change(3, "state.open_groups.0.example", lambda example: example + 1)
 
-
-def set_counter(record: BatchRecord) -> None:
-    record.state.counters["trained"] += 1
-
-
-def set_cursor(record: BatchRecord) -> None:
-    cursor = record.state.cursors["a"]
-    record.state.cursors["a"] = Cursor(cursor.epoch, cursor.position + 1)
-
-
-FAULTS: dict[str, tuple[Callable[[RunConfig], Any], int, str]] = {
+FAULTS: dict[str, Fault] = {
     # journal
     "a batch is gone": (remove("journal/batch_000002.msgpack"), 2, "batch 2 is missing, and batch 4 is there"),
-    "the first batch is gone": (remove("journal/batch_000000.msgpack"), 0, "batch 0 is missing"),
     "the newest batch is gone": (remove("journal/batch_000004.msgpack"), 4, "there are 4 batches"),
     "a batch is torn": (damage("journal/batch_000002.msgpack", lambda content: content[:-9]), 2, "do not match"),
-    "a bit of a batch is flipped": (damage("journal/batch_000001.msgpack", flip_last), 1, "do not match"),
-    "a batch is another one": (
-        lambda config: shutil.copy(
-            config.paths.journal / "batch_000001.msgpack", config.paths.journal / "batch_000003.msgpack"
-        ),
-        3,
-        r"batch_000003\.msgpack holds entry 1",
-    ),
-    "the next batch is another": (
-        change_batch(2, lambda record: setattr(record.state, "next_batch", 2)),
-        2,
-        "batch 2 and that 2 is next",
-    ),
+    "the next batch is another": (put(2, "state.next_batch", 2), 2, "batch 2 and that 2 is next"),
     # fates
-    "a rollout is gone": (change_batch(2, lambda record: record.rollouts.pop(1)), 2, "place 1 has no fate"),
-    "a group is gone": (
-        change_batch(2, lambda record: record.rollouts.__delitem__(slice(GROUP))),
-        2,
-        "began and had no fate|3 rollouts of 1 groups",
-    ),
+    "a rollout is gone": (change(2, "rollouts", lambda all_: all_[:1] + all_[2:]), 2, "place 1 has no fate"),
+    "a group is gone": (change(2, "rollouts", lambda all_: all_[GROUP:]), 2, "had no fate|3 rollouts of 1 groups"),
     "a rollout is there twice": (
-        change_batch(2, lambda record: record.rollouts.append(record.rollouts[4])),
+        change(2, "rollouts", lambda all_: [*all_, all_[4]]),
         2,
         "place 1 has attempt 0 trained, attempt 0 trained",
     ),
-    "a rollout stands in for another": (
-        change_batch(2, lambda record: record.rollouts.__setitem__(0, record.rollouts[1])),
-        2,
-        "place 0 has no fate",
-    ),
-    "a group is trained again": (train_a_group_again, 3, r"is trained here, and batch 1 had decided it before"),
-    "a group is trained again, instead of another": (
-        exchange_a_group_for_one_that_was_trained,
-        3,
-        "is trained here, and batch 1 had decided it before",
-    ),
-    "a failed attempt is gone": (remove_dropped("score: KeyError"), -1, "place 1 has attempt 1 trained"),
-    "a dropped rollout is gone": (remove_dropped("no signal"), -1, "place 0 has no fate"),
-    "a group is dropped in part": (remove_dropped("stale"), -1, "place 0 has no fate"),
+    "a group is trained again": (train_a_group_again, 3, "is trained here, and batch 1 had decided it before"),
+    "a failed attempt is gone": (change_dropped("score: KeyError", list.remove), -1, "place 1 has attempt 1 trained"),
+    "a dropped rollout is gone": (change_dropped("no signal", list.remove), -1, "place 0 has no fate"),
     "one was tried too often": (
-        lambda config: rewrite_batch(
-            config,
-            step_with(config, "timeout"),
-            lambda record: record.dropped.append(
-                msgspec.structs.replace(next(d for d in record.dropped if d.reason.startswith("timeout")), attempt=2)
-            ),
-        ),
+        change_dropped("timeout", lambda all_, drop: all_.append(msgspec.structs.replace(drop, attempt=2))),
         -1,
         "attempt 2 dropped",
     ),
     "one is dropped without a reason": (
-        lambda config: rewrite_batch(
-            config, step_with(config, "no signal"), lambda record: setattr(record.dropped[0], "reason", "")
-        ),
+        change_dropped("no signal", lambda all_, drop: setattr(drop, "reason", "")),
         -1,
         "dropped without a reason",
     ),
-    "a trained one is dropped as well": (
-        change_batch(
-            2,
-            lambda record: record.dropped.append(
-                Dropped(record.rollouts[0].group, 0, 1, record.rollouts[0].env, record.rollouts[0].example, "stale: x")
-            ),
-        ),
-        2,
-        "place 0 has attempt 0 trained, attempt 1 dropped",
-    ),
-    "an open group is forgotten": (forget_an_open_group_for_good, 4, "began and had no fate until now"),
-    "an open group is forgotten once": (change_batch(2, forget_an_open_group), 2, "began and had no fate until now"),
-    "an open group is never heard of again": (lose_a_group_between_two_batches, 2, "began and had no fate until now"),
+    "an open group is forgotten": (forget_an_open_group, 3, "began and had no fate until now"),
     "a trained group is open again": (
-        change_batch(3, reopen_what_was_trained),
+        lambda config: rewrite_batch(config, 3, reopen_what_was_trained),
         3,
         "as open, and batch 3 has decided it",
     ),
     "an open group is listed twice": (
-        change_batch(3, lambda record: record.state.open_groups.append(record.state.open_groups[0])),
+        change(3, "state.open_groups", lambda groups: [*groups, groups[0]]),
         3,
         "as open, and it is listed twice",
     ),
-    "groups are skipped": (
-        change_batch(4, lambda record: setattr(record.state, "next_group", record.state.next_group + 2)),
-        4,
-        "began and had no fate until now",
-    ),
-    "group numbers go back": (
-        change_batch(4, lambda record: setattr(record.state, "next_group", 1)),
-        4,
-        "the next group is 1",
-    ),
-    "group numbers leap": (
-        change_batch(4, lambda record: setattr(record.state, "next_group", 10**15)),
-        4,
-        "the next group is 1000000000000000",
-    ),
-    "the counter of rollouts is wrong": (change_batch(2, set_counter), 2, "the journal counts 19 rollouts trained"),
+    "group numbers go back": (put(4, "state.next_group", 1), 4, "the next group is 1"),
+    "group numbers leap": (put(4, "state.next_group", 10**15), 4, "the next group is 1000000000000000"),
+    "the counter of rollouts is wrong": (count_one_more, 3, "the journal counts 25 rollouts trained"),
     # the data order
-    "an example is another": (change_batch(2, exchange_examples), 2, "group .* is . example"),
+    "an example is another": (lambda config: rewrite_batch(config, 2, exchange_examples), 2, "group .* is . example"),
     "one rollout has another example": (
-        change_batch(2, lambda record: setattr(record.rollouts[0], "example", record.rollouts[0].example + 1)),
+        change(2, "rollouts.0.example", lambda example: example + 1),
         2,
         "place 0, attempt 0 is . example",
     ),
-    "an open group has another example": (change_batch(3, exchange_an_open_groups_example), 3, "open group .* is"),
-    "the place in the data is another": (change_batch(4, set_cursor), 4, "the journal's place in the data is a epoch"),
-    "the data set is another": (
-        change_batch(3, lambda record: record.state.sizes.update(a=8)),
-        3,
-        "a 8, b 5 training examples",
-    ),
-    "the data set is unknown": (change_batch(0, lambda record: record.state.sizes.clear()), 0, "training sets as none"),
+    "an open group has another example": (exchange_an_open_groups_example, 3, "open group .* is"),
+    "the place in the data is another": (move_cursor, 3, "the journal's place in the data is a epoch"),
+    "the data set is another": (put(3, "state.sizes.a", 8), 3, "a 8, b 5 training examples"),
+    "the data set is unknown": (put(0, "state.sizes", {}), 0, "training sets as none"),
     # tokens
     "a token is too old": (change_column("versions", 0), 3, "token . has 0 in `versions`"),
     "a token is of the future": (change_column("versions", 4), 3, "token . has 4 in `versions`"),
     "a trained token has no version": (change_column("versions", -1), 3, "token . has -1 in `versions`"),
     "a given token has a version": (change_column("versions", 2, masked=False), 3, "token . has 2 in `versions`"),
-    "a given token has an advantage": (
-        change_column("advantages", 0.5, masked=False),
-        3,
-        "token . has 0.5 in `advantages`",
-    ),
+    "a given token has an advantage": (change_column("advantages", 0.5, masked=False), 3, "has 0.5 in `advantages`"),
     "a given token has a logprob": (change_column("logprobs", -0.5, masked=False), 3, "has -0.5 in `logprobs`"),
     "an advantage is another": (change_column("advantages", 0.375), 3, "token . has 0.375 in `advantages`"),
-    "a logprob is no number": (change_column("logprobs", np.nan), 3, "has nan in `logprobs`"),
     "a logprob is of no probability": (change_column("logprobs", 0.5), 3, "has 0.5 in `logprobs`"),
-    "a token is trained on that nobody sampled": (change_column("loss_mask", 1, masked=False), 3, "-1 in `versions`"),
-    "a token is not trained on": (change_column("loss_mask", 0), 3, "in `versions`"),
     "a column is too short": (
-        change_batch(
-            3,
-            lambda record: record.rollouts[4].samples.__setitem__(
-                0,
-                msgspec.structs.replace(
-                    record.rollouts[4].samples[0], logprobs=record.rollouts[4].samples[0].logprobs[:-1]
-                ),
-            ),
-        ),
+        change(3, "rollouts.4.samples.0.logprobs", lambda logprobs: logprobs[:-1]),
         3,
         "values of float32 in `logprobs`",
     ),
-    "a rollout has no tokens": (
-        change_batch(3, lambda record: record.rollouts[4].samples.clear()),
-        3,
-        "has no token that is trained on",
-    ),
-    "a reward is another": (
-        change_batch(3, lambda record: setattr(record.rollouts[4], "reward", 9.0)),
-        3,
-        "in `advantages`",
-    ),
-    "a temperature is another": (
-        change_batch(3, lambda record: setattr(record.rollouts[4], "temperature", 0.5)),
-        3,
-        "was sampled at temperature 0.5",
-    ),
+    "a rollout has no tokens": (put(3, "rollouts.4.samples", []), 3, "has no token that is trained on"),
+    "a temperature is another": (put(3, "rollouts.4.temperature", 0.5), 3, "was sampled at temperature 0.5"),
     # versions
     "a version is gone": (remove("journal/version_000002.msgpack"), 2, "version 2 has no record"),
     "the newest version is gone": (remove("journal/version_000005.msgpack"), 4, "version 4 is the newest"),
-    "the first version is gone": (remove("journal/version_000000.msgpack"), 0, "has 0 in `versions`|version 0 has no"),
-    "a version is torn": (damage("journal/version_000002.msgpack", lambda content: content[:-3]), 2, "do not match"),
+    "a version is torn": (damage("journal/version_000002.msgpack", flip_last), 2, "do not match"),
     "a version was never confirmed": (
-        lambda config: rewrite_version(config, 2, take_confirmations_away),
+        lambda config: rewrite_version(config, 2, lambda version: version.confirmations.clear()),
         2,
         "version 2 was recorded without digests",
     ),
@@ -356,9 +244,13 @@ FAULTS: dict[str, tuple[Callable[[RunConfig], Any], int, str]] = {
         r"step_2/random_0\.safetensors is missing",
     ),
     "a manifest is gone": (remove(f"checkpoints/step_2/{MANIFEST}"), 2, "it is half a checkpoint"),
-    "a checkpoint is of another version": (rename_checkpoint, 5, r"step_5/manifest\.json is of version 4"),
+    "a checkpoint is of another version": (
+        copy_file("checkpoints/step_4", "checkpoints/step_5"),
+        5,
+        r"step_5/manifest\.json is of version 4",
+    ),
     "a checkpoint is of a version that never was": (
-        lambda config: shutil.copytree(config.paths.checkpoints / "step_4", config.paths.checkpoints / "step_9"),
+        copy_file("checkpoints/step_4", "checkpoints/step_9"),
         5,
         "checkpoint 9 is there, and metrics.jsonl has no line of the trainer for step 5",
     ),
@@ -368,21 +260,7 @@ FAULTS: dict[str, tuple[Callable[[RunConfig], Any], int, str]] = {
         2,
         "metrics.jsonl says reward/mean = 0.123",
     ),
-    "a metric is another in the newest line": (
-        change_lines(lambda rows: row_of(rows, "orchestrator", 4).update({"tokens/total": 1})),
-        4,
-        "metrics.jsonl says tokens/total = 1",
-    ),
-    "a metric is another in the journal": (
-        change_batch(2, lambda record: record.metrics.update({"lag/max": 7})),
-        2,
-        "the journal says lag/max = 7",
-    ),
-    "a metric is missing in the journal": (
-        change_batch(2, lambda record: record.metrics.pop("tokens/total")),
-        2,
-        "the journal says tokens/total = nothing",
-    ),
+    "a metric is another in the journal": (put(2, "metrics.lag/max", 7), 2, "the journal says lag/max = 7"),
     "a line of the orchestrator is gone": (
         change_lines(lambda rows: rows.remove(row_of(rows, "orchestrator", 2))),
         2,
@@ -397,5 +275,95 @@ FAULTS: dict[str, tuple[Callable[[RunConfig], Any], int, str]] = {
         change_lines(lambda rows: rows.append(row_of(rows, "trainer", 2) | {"step": 6})),
         6,
         "lines of the trainer for step 6; there are 5 batches",
+    ),
+}
+
+
+# a run with pools, a curriculum, filters, penalties, a teacher and running means
+
+
+def change_rules(**fields: Any) -> Plant:
+    """As if batch 3 had been filled by others than it says."""
+    return change(3, "rules", lambda rules: msgspec.structs.replace(rules, **fields))
+
+
+def change_first(condition: Callable[[Rollout], bool], how: Callable[[Rollout], Any]) -> Plant:
+    """Change the first rollout of batch 3 for which the condition holds."""
+    return lambda config: rewrite_batch(config, 3, lambda record: how(next(filter(condition, record.rollouts))))
+
+
+def change_array(name: str, value: float) -> Callable[[Rollout], None]:
+    def how(rollout: Rollout) -> None:
+        first = getattr(rollout, name)[0].copy()
+        first[int(np.flatnonzero(~np.isnan(first))[0])] = value
+        setattr(rollout, name, [first, *getattr(rollout, name)[1:]])
+
+    return how
+
+
+def compare_with_nothing(rollout: Rollout) -> None:
+    rollout.samples = [
+        with_advantages(sample, (sample.loss_mask * rollout.reward).astype(np.float32)) for sample in rollout.samples
+    ]
+
+
+def take_another_example(record: BatchRecord) -> None:
+    """Of the whole group, wherever it stands: one that was not due."""
+    group = record.rollouts[0].group
+    for rollout in record.rollouts:
+        if rollout.group == group:
+            rollout.example += 1 if rollout.example == 0 else -1
+
+
+def every(rollout: Rollout) -> bool:
+    return True
+
+
+change_score = change(3, "state.scores.a.means", lambda means: means + 0.25 * (np.arange(len(means)) == 0))
+change_running_mean = put(3, "state.baselines.a", 0.125)
+give_a_step_of_no_token = change_first(every, lambda one: one.token_rewards.append(np.zeros(3, np.float32)))
+
+RICH_FAULTS: dict[str, Fault] = {
+    "an advantage was compared with nothing": (change_first(every, compare_with_nothing), 3, "in `advantages`"),
+    "the length was not punished": (change_rules(length_penalty=None), 3, "in `advantages`"),
+    "rewards were cut otherwise": (change_rules(reward_clip=(0.0, 0.5)), 3, "in `advantages`"),
+    "the teacher said something else": (change_first(every, change_array("teacher", -20.0)), 3, "in `advantages`"),
+    "the teacher was not asked": (put(3, "rollouts.0.teacher", []), 3, "`teacher` for .. tokens"),
+    "the teacher said nothing of a token": (
+        change_first(every, change_array("teacher", np.nan)),
+        3,
+        "of which `teacher` says nothing",
+    ),
+    "a step's reward is of no token": (give_a_step_of_no_token, 3, "`token_rewards` for"),
+    "a running mean is another": (change_running_mean, 3, "running mean reward of a is 0.125"),
+    "one is masked without a flaw": (
+        change_first(lambda one: not one.flaws, lambda one: setattr(one, "masked", "truncated")),
+        3,
+        "is masked for truncated",
+    ),
+    "a flaw is forgotten": (
+        change_first(lambda one: bool(one.flaws), lambda one: one.flaws.clear()),
+        3,
+        "has the flaws none",
+    ),
+    "one is trained on whose group should be dropped": (
+        change(3, "rules.filters", lambda filters: msgspec.structs.replace(filters, truncated="drop")),
+        3,
+        "is masked for truncated|is trained though it is flawed: truncated",
+    ),
+    "a group says too little": (change_rules(least_variance=100.0), 3, "is trained, and there is little signal"),
+    "an example is not the one that was due": (
+        lambda config: rewrite_batch(config, 3, take_another_example),
+        3,
+        "group .* is . example",
+    ),
+    "a score is another": (change_score, 3, "the journal's score of a example"),
+    "the stage is another": (put(3, "state.stage", 0), 3, "is in stage 0 of the curriculum"),
+    "the stage's reward is another": (put(3, "state.stage_reward", 0.75), 3, "at a mean reward of 0.75"),
+    "an outcome is missing": (change(3, "outcomes", lambda outcomes: outcomes[:-1]), 3, "says how groups|score of"),
+    "an outcome is there twice": (
+        change(3, "outcomes", lambda outcomes: [*outcomes, outcomes[0]]),
+        3,
+        "says how groups|score of|is in stage",
     ),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from trireme.ledger.versions import Versions
 from trireme.monitor.audit.audit import audit_run
 from trireme.monitor.audit.report import Report
 from trireme.monitor.metrics import MetricsFile
-from whole_run import Outcome, build_config, run
+from whole_run import build_config, run
 
 STORMY = """
     calls = 0
@@ -35,7 +34,7 @@ STORMY = """
 """
 
 
-def stormy_config(folder: Path, level: int, **orchestrator: Any) -> RunConfig:
+def stormy_config(folder: Path, level: int) -> RunConfig:
     """Rewards that raise, groups without signal, engines that refuse: two environments, one with few examples."""
     second = folder / "second.py"
     config = build_config(
@@ -48,8 +47,7 @@ def stormy_config(folder: Path, level: int, **orchestrator: Any) -> RunConfig:
             "max_off_policy_steps": level,
             "max_rollout_attempts": 2,
             "oversampling_factor": 2.0,
-        }
-        | orchestrator,
+        },
     )
     second.write_text((folder / "toy.py").read_text())
     first = config.orchestrator.env[0]
@@ -69,17 +67,15 @@ def refuse_now_and_then(asked):
 STORM = {"delay": slow_now_and_then, "refuse": refuse_now_and_then}
 
 
-def writing_lines(config: RunConfig, **knobs: Any) -> dict[str, Any]:
-    """The trainer's knobs: one that writes a line of the step before, as the real one does."""
+def writing_lines(config: RunConfig) -> dict[str, Any]:
+    """Build the knobs of a trainer that writes a line of the step before, as the real one does."""
     lines = MetricsFile(config.paths.metrics, process="trainer")
-    before: Callable[[int], None] = knobs.pop("before_step", lambda version: None)
 
     def before_step(version: int) -> None:
         if version:
             lines.append(version - 1, {"loss": 0.1})
-        before(version)
 
-    return knobs | {"before_step": before_step}
+    return {"before_step": before_step}
 
 
 def assert_holds(config: RunConfig) -> Report:
@@ -88,70 +84,46 @@ def assert_holds(config: RunConfig) -> Report:
     return report
 
 
-def audited(config: RunConfig, **how: Any) -> Outcome:
-    """A run, and an audit of it again and again while it goes on."""
-    write_run(config, config.paths.run_config)
+def audited(config: RunConfig, *, until: int, engine: dict[str, Any], version: int = 0) -> None:
+    """Run up to a version, and audit the run again and again meanwhile."""
     count = 0
 
     async def look(running):
         nonlocal count
-        while running.orchestrator.policy.version < config.max_steps and not running.trainer.stop.is_set():
+        while running.orchestrator.policy.version < until and not running.trainer.stop.is_set():
             await asyncio.to_thread(assert_holds, config)
             count += 1
             await asyncio.sleep(0.01)
 
-    outcome = run(config, **({"meanwhile": look} | how))
-    assert "meanwhile" in how or count > 3
-    return outcome
-
-
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_a_stormy_run_holds_at_every_moment(tmp_path, level):
-    config = stormy_config(tmp_path, level)
-    outcome = audited(config, engine=dict(STORM), trainer=writing_lines(config))
+    trainer = writing_lines(config) | {"version": version, "until": until}
+    outcome = run(config, engine=engine, trainer=trainer, meanwhile=look, stop_after_meanwhile=until < config.max_steps)
+    assert count > 1
     assert outcome.error is None
-    summary = assert_holds(config).summary
-    assert summary.batches == 8
-    assert summary.trained == 64
-    assert len(summary.dropped_for) > 1
-    assert summary.versions_confirmed == 9
 
 
 @pytest.mark.parametrize("level", [0, 2])
-def test_a_run_that_was_stopped_and_gone_on_with_holds_at_every_moment(tmp_path, level):
+def test_a_stormy_run_that_is_stopped_and_resumed_holds_at_every_moment(tmp_path, level):
     config = stormy_config(tmp_path, level)
     write_run(config, config.paths.run_config)
-
-    async def until_three_are_trained(running):
-        await running.until(lambda: 3 in running.trainer.published, "version 3")
-
-    run(
-        config,
-        engine=dict(STORM),
-        trainer=writing_lines(config),
-        meanwhile=until_three_are_trained,
-        stop_after_meanwhile=True,
-    )
-    stopped = assert_holds(config).summary
+    audited(config, until=3, engine=dict(STORM))
+    assert 3 <= assert_holds(config).summary.batches < 8
     newest = Versions(config.paths.journal).newest
-    going_on = config.model_copy(update={"resume": True})
-    outcome = audited(going_on, engine=dict(STORM), trainer=writing_lines(config, version=newest))
-    assert outcome.error is None
+    resumed = config.model_copy(update={"resume": True})
+    audited(resumed, until=8, engine=dict(STORM), version=newest)
     summary = assert_holds(config).summary
-    assert summary.batches == 8 > stopped.batches
-    assert summary.trained == 64
+    assert (summary.batches, summary.trained, summary.versions_confirmed) == (8, 64, 9)
+    assert len(summary.dropped_for) > 1
 
 
-def test_a_run_that_went_back_and_another_way_holds(tmp_path):
+def test_a_run_that_was_rewound_and_trained_another_way_holds(tmp_path):
     config = stormy_config(tmp_path, 1)
     write_run(config, config.paths.run_config)
-    assert run(config, engine=dict(STORM), trainer=writing_lines(config)).error is None
+    audited(config, until=8, engine=dict(STORM))
     before = Journal(config.paths.journal).path(5).read_bytes()
     rewind(config.paths, 3)
     assert assert_holds(config).summary.batches == 3
-    again = config.model_copy(update={"resume": True})
-    outcome = audited(again, engine={"delay": slow_now_and_then}, trainer=writing_lines(config, version=3))
-    assert outcome.error is None
+    resumed = config.model_copy(update={"resume": True})
+    audited(resumed, until=8, engine={"delay": slow_now_and_then}, version=3)
     summary = assert_holds(config).summary
     assert summary.batches == 8
     assert Journal(config.paths.journal).path(5).read_bytes() != before
