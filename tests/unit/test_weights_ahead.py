@@ -1,4 +1,4 @@
-"""Weights that are taken in while their receiver does something else."""
+"""Weights that a receiver takes in ahead, while it does something else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trireme.transport.weights.ahead import Ahead
-from weight_ends import DEADLINE_S, Ends, digests_of, outcome, random_model, receive, specs_of
+from weight_ends import DEADLINE_S, Ends, digests_of, outcome, random_model, specs_of
 
 
 @pytest.fixture
@@ -22,61 +22,36 @@ def ends() -> Iterator[Ends]:
     opened.close()
 
 
-def begun(ends: Ends, model: dict[str, torch.Tensor]) -> Ahead[tuple[str, torch.Tensor]]:
+def receive_ahead(ends: Ends, model: dict[str, torch.Tensor]) -> Ahead[tuple[str, torch.Tensor]]:
     (receiver,) = ends.receivers
     return Ahead((name, tensor.clone()) for name, tensor in receiver.tensors(specs_of(model), {}))
 
 
-def test_all_of_it_is_there_when_the_sender_is_done_though_nobody_has_asked_for_it(ends: Ends) -> None:
-    model = random_model(seed=1)
-    ahead = begun(ends, model)
-    ends.sender.join("a/1", 2)  # would wait for a receiver that does not listen
-    ends.sender.send(specs_of(model), iter(model.values()))
-    assert digests_of(dict(ahead.take(DEADLINE_S))) == digests_of(model)
-
-
-def test_a_transfer_that_is_taken_in_ahead_and_one_that_is_not_may_follow_one_another(ends: Ends) -> None:
-    (receiver,) = ends.receivers
+def test_transfers_received_ahead_and_others_may_follow_one_another(ends: Ends) -> None:
     for seed in range(1, 5):
         model = random_model(seed=seed)
-        ahead = begun(ends, model) if seed % 2 else None
-        futures = ends.send(model, epoch="a/1", receivers=[] if ahead else [receiver], join=False)
-        if ahead is None:
-            assert outcome(futures)[1:] == [digests_of(model)]
-        else:
-            assert outcome(futures) == [None]
+        if seed % 2:
+            ahead = receive_ahead(ends, model)
+            ends.sender.join("a/1", 2)
+            ends.sender.send(specs_of(model), iter(model.values()))  # would wait for a receiver that does not listen
             assert digests_of(dict(ahead.take(DEADLINE_S))) == digests_of(model)
+        else:
+            futures = ends.send(model, epoch="a/1", receivers=ends.receivers, join=False)
+            assert outcome(futures)[1:] == [digests_of(model)]
 
 
-def test_a_sender_that_hangs_up_is_told_to_whoever_takes_what_came(ends: Ends) -> None:
+def test_after_a_transfer_that_broke_the_receiver_raises_and_joins_again(ends: Ends) -> None:
     model = random_model(seed=1)
-    ahead = begun(ends, model)
+    ahead = receive_ahead(ends, model)
     ends.sender.join("a/1", 2)
     ends.sender.close()
     with pytest.raises(RuntimeError):
         ahead.take(DEADLINE_S)
+    assert outcome(ends.send(model, epoch="a/2", receivers=ends.receivers)) == [None, digests_of(model)]
 
 
-def test_after_a_transfer_that_broke_the_receiver_joins_anew(ends: Ends) -> None:
-    (receiver,) = ends.receivers
-    model = random_model(seed=1)
-    begun(ends, model)
-    ends.sender.close()
-    assert outcome(ends.send(model, epoch="a/2", receivers=[receiver])) == [None, digests_of(model)]
-
-
-def test_what_does_not_come_is_not_waited_for_longer_than_allowed() -> None:
+def test_a_transfer_that_does_not_come_is_waited_for_no_longer_than_allowed() -> None:
     never = Event()
     ahead = Ahead(number for number in count() if never.wait())
     with pytest.raises(TimeoutError, match="waited 0 s for the trainer to send what it had announced"):
         ahead.take(0.05)
-
-
-def test_only_what_was_begun_ahead_is_taken_in_before_it_is_asked_for(ends: Ends) -> None:
-    (receiver,) = ends.receivers
-    model = random_model(seed=1)
-    futures = ends.send(model, epoch="a/1", receivers=[], join=False)
-    with pytest.raises(TimeoutError):
-        futures[0].result(0.3)
-    assert receive(receiver, model) == digests_of(model)
-    assert outcome(futures) == [None]

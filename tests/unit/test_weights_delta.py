@@ -15,23 +15,31 @@ from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Form, Patch, build_patch, changed, to_integers, whole_patch
 from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head
 from trireme.transport.weights.kinds import open_receiver, open_sender
-from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, Tensors, digests_of, outcome, random_model, specs_of
+from weight_ends import (
+    BUCKET_BYTES,
+    DEADLINE_S,
+    SHORT_S,
+    Ends,
+    Tensors,
+    digests_of,
+    outcome,
+    random_model,
+    specs_of,
+)
 
 CPU = torch.device("cpu")
 
 
 def moved(model: Tensors, share: float, seed: int = 0) -> Tensors:
-    """In about that share of values, one bit each has turned over."""
-    generator = torch.Generator().manual_seed(seed)
-    return {name: _turned(tensor, share, generator) for name, tensor in model.items()}
-
-
-def _turned(tensor: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
-    bits = to_integers(tensor)
-    mask = torch.rand(bits.shape, generator=generator) < share
-    which = torch.randint(0, 8 * tensor.element_size() - 1, bits.shape, generator=generator)
-    flips = torch.ones_like(which).bitwise_left_shift(which).to(bits.dtype)
-    return torch.where(mask, bits ^ flips, bits).view(tensor.dtype).view(tensor.shape)
+    """Turn over one bit each in about that share of the values."""
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for name, tensor in model.items():
+        bits = to_integers(tensor)
+        mask = torch.rand(bits.shape, generator=generator) < share
+        which = torch.randint(0, 8 * tensor.element_size() - 1, bits.shape, generator=generator)
+        flips = torch.ones_like(which).bitwise_left_shift(which).to(bits.dtype)
+        found[name] = torch.where(mask, bits ^ flips, bits).view(tensor.dtype).view(tensor.shape)
+    return found
 
 
 def patches(model: Tensors, before: Tensors | None) -> list[Patch]:
@@ -57,24 +65,12 @@ def test_every_change_arrives_at_every_receiver_to_the_bit(ends: Ends) -> None:
         found = send(ends, model, patches(model, before), "a/1", join=before is None)
         assert found[1:] == [digests_of(model)] * 2
         before, model = model, moved(model, share, seed=number)
-
-
-def test_a_new_epoch_begins_with_everything(ends: Ends) -> None:
-    model = random_model()
-    send(ends, model, patches(model, None), "b/1", join=True)
-    other = random_model(seed=1)
+    other = random_model(seed=1)  # a new epoch begins with everything
     assert send(ends, other, patches(other, None), "b/2", join=True)[1:] == [digests_of(other)] * 2
+    assert sum(patch.num_bytes for patch in patches(other, other)) == 0
 
 
-def test_changes_of_what_an_engine_does_not_hold_are_refused() -> None:
-    ends = Ends(1, timeout_s=SHORT_S, delta=True)
-    model = random_model()
-    _, receiver = ends.send(model, epoch="c/1", receivers=ends.receivers, parts=patches(moved(model, 0.1), model))
-    assert "nothing that they change is here" in str(receiver.exception(DEADLINE_S))
-    ends.close()
-
-
-@pytest.mark.parametrize(("spoiled", "share"), [("where", 0.01), ("values", 0.01), ("values", 0.3), ("values", 1.0)])
+@pytest.mark.parametrize(("spoiled", "share"), [("where", 0.01), ("values", 0.3)])
 def test_a_corrupted_delta_has_another_digest(ends: Ends, spoiled: str, share: float) -> None:
     before, after = random_model(), moved(random_model(), share)
     send(ends, before, patches(before, None), f"d/{spoiled}{share}", join=True)
@@ -141,8 +137,3 @@ def test_files_bring_changes_to_the_bit(tmp_path: Path) -> None:
     payload = sender.send(specs_of(model), patches(model, before))
     with pytest.raises(RuntimeError, match="nothing that they change is here"):
         list(receiver.tensors(specs_of(model), payload))
-
-
-def test_a_version_that_changed_nothing_sends_no_values() -> None:
-    model = random_model()
-    assert sum(patch.num_bytes for patch in patches(model, model)) == 0
