@@ -75,6 +75,8 @@ def test_samples_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
     assert ids_of(found) == [sample.ids for sample in samples]
     assert [sample.tokens.loss_mask.tolist() for sample in found] == [sample.mask for sample in samples]
     assert (found.counts.samples, found.counts.tokens, found.counts.learned) == (4, 18, 14)
+    (sample,) = write_samples(tmp_path / "b", Tokenized([5, 6], [1, 1]))
+    assert sample.tokens.loss_mask.tolist() == [0, 1]  # nothing comes before the first token to predict it from
 
 
 @pytest.mark.parametrize("drop", [False, True])
@@ -87,12 +89,6 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path: Path, drop: b
     assert (counts.conversations, counts.cut, counts.dropped, counts.empty) == ((3, 0, 2, 0) if drop else (3, 1, 0, 1))
 
 
-def test_a_first_token_is_never_learned(tmp_path: Path) -> None:
-    """There is nothing from which it could be told."""
-    (sample,) = write_samples(tmp_path / "a", Tokenized([5, 6], [1, 1]))
-    assert sample.tokens.loss_mask.tolist() == [0, 1]
-
-
 # the order of the data
 
 
@@ -100,27 +96,19 @@ def epochs(samples: list[Sample], batch_size: int, seed: int) -> Epochs:
     return Epochs([Portion(samples)], batch_size, seed)
 
 
-def test_every_epoch_visits_each_sample_once_in_an_order_of_its_own() -> None:
+def test_every_epoch_visits_each_sample_once_in_an_order_that_follows_from_seed_and_step() -> None:
     samples = random_samples([5] * 12)
     ours = epochs(samples, batch_size=8, seed=3)  # 12 samples: every third batch ends an epoch
-    order = [samples.index(sample) for step in range(6) for sample in ours.batch(step)]
+    batches = [ours.batch(step) for step in range(6)]
+    order = [samples.index(sample) for batch in batches for sample in batch]
     visits = [order[start : start + 12] for start in range(0, 48, 12)]
     assert all(sorted(visit) == list(range(12)) for visit in visits)
     assert len(set(map(tuple, visits))) == 4
-
-
-def test_the_order_follows_from_seed_and_step_alone() -> None:
-    samples = random_samples([5] * 12)
-    straight = [epochs(samples, 8, seed=3).batch(step) for step in range(5)]
-    one = epochs(samples, 8, seed=3)
-    assert [one.batch(step) for step in reversed(range(5))] == straight[::-1]
-    assert [epochs(samples, 8, seed=4).batch(step) for step in range(5)] != straight
-
-
-def test_a_batch_larger_than_the_data_repeats_it_evenly() -> None:
-    samples = random_samples([5] * 3)
-    visits = Counter(samples.index(sample) for sample in epochs(samples, 9, seed=0).batch(4))
-    assert visits == {0: 3, 1: 3, 2: 3}
+    again = epochs(samples, 8, seed=3)
+    assert [again.batch(step) for step in reversed(range(6))] == batches[::-1]
+    assert epochs(samples, 8, seed=4).batch(0) != batches[0]
+    repeated = Counter(samples.index(sample) for sample in epochs(samples[:3], 9, seed=0).batch(4))
+    assert repeated == {0: 3, 1: 3, 2: 3}
 
 
 def test_a_source_is_in_an_epoch_as_often_as_it_says() -> None:
@@ -166,18 +154,15 @@ def test_a_run_that_goes_on_with_other_data_is_warned(
     logging.getLogger("trireme.data").removeHandler(caplog.handler)
 
 
-def test_several_sources_are_trained_on_together(letters: Path, tiny_model: Path, tmp_path: Path, world: World) -> None:
+def test_several_sources_are_trained_on_together_if_anything_is_to_be_learned(
+    letters: Path, tiny_model: Path, tmp_path: Path, world: World
+) -> None:
     other = write_lines(tmp_path / "other.jsonl", {"messages": GREETING})
-    config = build_config(tmp_path / "run", tiny_model, letters)
-    config = config.model_copy(update={"source": (Source(data=str(other), repeat=40.0),)})
-    found = prepare_data(config, world, Waits("sft"))
-    assert found.train.length == 20 + 40
-
-
-def test_data_without_anything_to_learn_is_refused(tiny_model: Path, tmp_path: Path, world: World) -> None:
-    data = write_lines(tmp_path / "data.jsonl", {"messages": [said("user", "a" * 99), said("assistant", "b")]})
+    config = build_config(tmp_path / "run", tiny_model, letters, source=(Source(data=str(other), repeat=40.0),))
+    assert prepare_data(config, world, Waits("sft")).train.length == 20 + 40
+    long = write_lines(tmp_path / "long.jsonl", {"messages": [said("user", "a" * 99), said("assistant", "b")]})
     with pytest.raises(ConfigError, match=r"no sample is left \(1 conversations.*Raise `seq_len`"):
-        prepare_data(build_config(tmp_path / "run", tiny_model, data), world, Waits("sft"))
+        prepare_data(build_config(tmp_path / "run", tiny_model, long), world, Waits("sft"))
 
 
 def test_a_run_is_as_long_as_its_epochs_say(tiny_model: Path, letters: Path, tmp_path: Path) -> None:

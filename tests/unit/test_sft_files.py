@@ -44,8 +44,9 @@ def test_a_folders_conversations_come_in_the_order_of_their_files(tmp_path: Path
     write_lines(tmp_path / "a.jsonl", {"messages": GREETING[::-1]}, "", {"messages": GREETING})
     write_parquet(tmp_path / "c.parquet", {"messages": GREETING})
     (tmp_path / "d.json").write_text(json.dumps([{"messages": GREETING[::-1]}]))
+    (tmp_path / "e.json").write_text(json.dumps({"data": [{"messages": GREETING}]}))
     (tmp_path / "README.md").write_text("# not data")
-    assert messages(read(tmp_path)) == [GREETING[::-1], GREETING, GREETING, GREETING, GREETING[::-1]]
+    assert messages(read(tmp_path)) == [GREETING[::-1], GREETING, GREETING, GREETING, GREETING[::-1], GREETING]
 
 
 def test_every_character_that_json_allows_in_a_text_stays_in_it(tmp_path: Path) -> None:
@@ -67,14 +68,6 @@ def test_a_program_can_make_the_conversations(tmp_path: Path) -> None:
     program.write_text("")
     with pytest.raises(ConfigError, match="no function `conversations`"):
         read(program)
-
-
-def test_a_json_file_may_have_its_list_under_one_key(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps({"data": [{"messages": GREETING}]}))
-    assert messages(read(tmp_path / "a.json")) == [GREETING]
-    (tmp_path / "a.json").write_text(json.dumps({"data": 3}))
-    with pytest.raises(ConfigError, match="holds no list"):
-        read(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize(
@@ -106,23 +99,17 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> N
         read(path)
 
 
-def test_an_entry_of_unknown_keys_is_refused_with_them() -> None:
-    with pytest.raises(ConfigError, match=r"its keys are instruction, output"):
-        to_conversation({"instruction": "a", "output": "b"}, "here")
-
-
-def test_a_turn_that_only_calls_tools_is_a_turn(tmp_path: Path) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    silent = {"role": "assistant", "tool_calls": [CALL]}
-    path = write_lines(tmp_path / "data.jsonl", {"messages": [GREETING[0], call, silent]})
-    assert messages(read(path)) == [[GREETING[0], call, silent]]
-
-
-def test_the_three_forms_of_one_conversation_are_one() -> None:
+def test_the_forms_of_one_conversation_are_one() -> None:
     expected = to_conversation({"messages": GREETING}, "")
     sharegpt = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}
     assert to_conversation(sharegpt, "") == expected
     assert to_conversation({"conversations": GREETING}, "") == expected
+    assert to_conversation({"prompt": "a", "completion": "b"}, "x") == Completion("a", "b", "x")
+    call, silent = ({"role": "assistant", "tool_calls": [CALL]} | more for more in ({"content": None}, {}))
+    (turns,) = messages([to_conversation({"messages": [GREETING[0], call, silent]}, "")])
+    assert turns == [GREETING[0], call, silent]
+    with pytest.raises(ConfigError, match=r"its keys are instruction, output"):
+        to_conversation({"instruction": "a", "output": "b"}, "here")
     pair = to_conversation({"prompt": GREETING[:1], "completion": GREETING[1:]}, "")
     assert isinstance(pair, Conversation)
     assert list(pair.messages) == GREETING
@@ -148,10 +135,6 @@ def test_sharegpts_system_tools_and_calls_are_understood() -> None:
     assert [found.is_learned(index, ("assistant",)) for index in range(5)] == [False, False, True, False, False]
 
 
-def test_two_texts_are_a_text_and_its_completion() -> None:
-    assert to_conversation({"prompt": "a", "completion": "b"}, "x") == Completion("a", "b", "x")
-
-
 def test_columns_that_an_entry_never_had_are_not_in_it(tmp_path: Path) -> None:
     """A column of parquet gives every message all keys that any message has, and every call all arguments."""
     other = {"type": "function", "function": {"name": "g", "arguments": {"y": "z"}}}
@@ -165,26 +148,16 @@ def test_columns_that_an_entry_never_had_are_not_in_it(tmp_path: Path) -> None:
     assert [one.tools for one in found if isinstance(one, Conversation)] == [(TOOL,), None, None]
 
 
-def test_no_data_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_data_that_cannot_be_read_is_refused_before_anything_starts(tmp_path: Path) -> None:
     empty = tmp_path / "none"
     empty.mkdir()
     for path in [tmp_path / "nowhere.jsonl", empty, write_lines(tmp_path / "empty.jsonl", "")]:
         with pytest.raises(ConfigError, match=r"conversation.* expected"):
             read(path)
-    (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(ConfigError, match=r"torn.parquet is no parquet file"):
-        read(tmp_path / "torn.parquet")
-
-
-def test_a_data_set_that_no_hub_gives_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("Couldn't reach 'owner/name' on the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(ConfigError, match=r"(?s)'owner/name' .*Couldn't reach.*download its parquet files elsewhere"):
-        read("owner/name")
+    for name, content, words in (("torn.parquet", b"PAR1 and no more", "no parquet file"), ("a.json", b"3", "no list")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=f"{name} .*{words}"):
+            read(tmp_path / name)
 
 
 def test_a_data_set_of_a_hub_is_read_by_its_subset_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +167,13 @@ def test_a_data_set_of_a_hub_is_read_by_its_subset_and_split(monkeypatch: pytest
 
     def load_dataset(name: str, subset: str | None, *, split: str) -> Any:
         asked.append((name, subset, split))
+        if subset is None:
+            raise ConnectionError("Couldn't reach 'owner/name' on the Hub")
         return datasets.Dataset.from_list([{"messages": GREETING}, {"messages": GREETING[::-1]}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     found = list(read_conversations(Source(data="owner/name", subset="en", split="train[:2]")))
     assert asked == [("owner/name", "en", "train[:2]")]
     assert messages(found) == [GREETING, GREETING[::-1]]
+    with pytest.raises(ConfigError, match=r"(?s)'owner/name' .*Couldn't reach.*download its parquet files elsewhere"):
+        read("owner/name")
