@@ -6,8 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from trireme.config.run import RunConfig
 from trireme.config.written import write_run
 from trireme.launch.rewind import rewind
@@ -101,28 +99,19 @@ def audited(config: RunConfig, *, until: int, engine: dict[str, Any], version: i
     assert outcome.error is None
 
 
-@pytest.mark.parametrize("level", [0, 2])
-def test_a_stormy_run_that_is_stopped_and_resumed_holds_at_every_moment(tmp_path, level):
-    config = stormy_config(tmp_path, level)
+def test_a_stormy_run_that_is_stopped_resumed_and_rewound_holds_at_every_moment(tmp_path):
+    config = stormy_config(tmp_path, 2)
     write_run(config, config.paths.run_config)
     audited(config, until=3, engine=dict(STORM))
     assert 3 <= assert_holds(config).summary.batches < 8
-    newest = Versions(config.paths.journal).newest
     resumed = config.model_copy(update={"resume": True})
-    audited(resumed, until=8, engine=dict(STORM), version=newest)
+    audited(resumed, until=8, engine=dict(STORM), version=Versions(config.paths.journal).newest)
     summary = assert_holds(config).summary
     assert (summary.batches, summary.trained, summary.versions_confirmed) == (8, 64, 9)
     assert len(summary.dropped_for) > 1
-
-
-def test_a_run_that_was_rewound_and_trained_another_way_holds(tmp_path):
-    config = stormy_config(tmp_path, 1)
-    write_run(config, config.paths.run_config)
-    audited(config, until=8, engine=dict(STORM))
     before = Journal(config.paths.journal).path(5).read_bytes()
     rewind(config.paths, 3)
     assert assert_holds(config).summary.batches == 3
-    resumed = config.model_copy(update={"resume": True})
     audited(resumed, until=8, engine={"delay": slow_now_and_then}, version=3)
     summary = assert_holds(config).summary
     assert summary.batches == 8
