@@ -15,41 +15,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from trireme.messages import (
-    COLUMNS,
-    WIRE_VERSION,
-    Again,
-    BatchReply,
-    Done,
-    GetBatch,
-    GetNewest,
-    Go,
-    Heartbeat,
-    Kept,
-    Live,
-    MicroBatch,
-    Newest,
-    NotYet,
-    Ok,
-    PolicyReady,
-    PolicySent,
-    Probe,
-    Publish,
-    Refusal,
-    Reply,
-    Request,
-    Routed,
-    TensorSpec,
-    Tokens,
-    build_tokens,
-    concat_tokens,
-    decode_as,
-    decode_reply,
-    decode_request,
-    encode,
-)
+from trireme import messages as wire
+from trireme.messages import COLUMNS, Kept, Reply, Request, Routed, Tokens, build_tokens
 
-GOLDEN = Path(__file__).parents[1] / "data" / f"wire_v{WIRE_VERSION}.json"
+GOLDEN = Path(__file__).parents[1] / "data" / f"wire_v{wire.WIRE_VERSION}.json"
 
 TOKENS = build_tokens(
     ids=[5, 9, 70000], loss_mask=[0, 1, 1], logprobs=[0.0, -0.1, -2.5], advantages=[0.0, 0.5, -0.5], versions=[-1, 3, 4]
@@ -62,50 +31,50 @@ SENT_TO = build_tokens(
     routed=Routed(np.array([1, 0], np.uint8), np.array([5, 2, 0, 7], np.uint8), layers=2, top_k=2),
 )
 REQUESTS: list[Request] = [
-    GetNewest(run_id="run"),
-    GetBatch(run_id="run", step=41, rank=1, world=2),
-    PolicyReady(
+    wire.GetNewest(run_id="run"),
+    wire.GetBatch(run_id="run", step=41, rank=1, world=2),
+    wire.PolicyReady(
         run_id="run",
         version=7,
         incarnation="abc",
         attempt=2,
         everywhere=True,
-        specs=[TensorSpec(name="model.norm.weight", dtype="bfloat16", shape=[64]), TensorSpec("scale", "float32", [])],
+        specs=[wire.TensorSpec("model.norm.weight", "bfloat16", [64]), wire.TensorSpec("scale", "float32", [])],
         kind="gloo",
         host="127.0.0.1",
         port=5556,
     ),
-    PolicySent(
+    wire.PolicySent(
         run_id="run",
         version=7,
         attempt=2,
         digests={"model.norm.weight": "00ff"},
-        probe=Probe(ids=[1, 2, 3], logprobs=[-0.5, -1.25]),
+        probe=wire.Probe(ids=[1, 2, 3], logprobs=[-0.5, -1.25]),
         payload={"folder": "broadcast/3"},
     ),
-    Heartbeat(run_id="run", process="trainer", state="running", version=7, waits=["trainer waits 3 s for …"]),
-    Done(run_id="run", version=20),
+    wire.Heartbeat(run_id="run", process="trainer", state="running", version=7, waits=["trainer waits 3 s for …"]),
+    wire.Done(run_id="run", version=20),
 ]
 REPLIES: list[Reply] = [
-    Newest(version=7, digests={"model.norm.weight": "00ff"}),
-    BatchReply(
+    wire.Newest(version=7, digests={"model.norm.weight": "00ff"}),
+    wire.BatchReply(
         step=41,
         micro_batches=[
-            MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7]),
-            MicroBatch(tokens=CUT, lengths=[2], temperatures=[1.0]),
-            MicroBatch(tokens=SENT_TO, lengths=[2], temperatures=[1.0]),
+            wire.MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7]),
+            wire.MicroBatch(tokens=CUT, lengths=[2], temperatures=[1.0]),
+            wire.MicroBatch(tokens=SENT_TO, lengths=[2], temperatures=[1.0]),
         ],
         loss_tokens=3,
         num_rollouts=3,
         loss_samples=3,
     ),
-    Publish(reason="an engine came up without weights"),
-    Go(version=7, epoch="abc/3", world_size=3),
-    Again(reason="an engine died"),
-    Live(version=7),
-    Ok(),
-    NotYet(note="3 of 8 groups missing", busy=True),
-    Refusal(error="another run"),
+    wire.Publish(reason="an engine came up without weights"),
+    wire.Go(version=7, epoch="abc/3", world_size=3),
+    wire.Again(reason="an engine died"),
+    wire.Live(version=7),
+    wire.Ok(),
+    wire.NotYet(note="3 of 8 groups missing", busy=True),
+    wire.Refusal(error="another run"),
 ]
 
 
@@ -127,7 +96,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def write_golden() -> None:
-    stored = {name_of(message): encode(message).hex() for message in [*REQUESTS, *REPLIES]}
+    stored = {name_of(message): wire.encode(message).hex() for message in [*REQUESTS, *REPLIES]}
     GOLDEN.write_text(json.dumps(stored, indent=1) + "\n")
 
 
@@ -139,20 +108,20 @@ def test_the_examples_are_all_messages_there_are() -> None:
 @pytest.mark.parametrize("message", [*REQUESTS, *REPLIES], ids=name_of)
 def test_the_bytes_of_this_wire_version_do_not_change(message: Any) -> None:
     stored = bytes.fromhex(json.loads(GOLDEN.read_text())[name_of(message)])
-    decode = decode_request if isinstance(message, Request) else decode_reply
+    decode = wire.decode_request if isinstance(message, Request) else wire.decode_reply
     changed = f"{name_of(message)} changed: count WIRE_VERSION up, and see the top of this file"
-    assert same(decode(encode(message)), message)
+    assert same(decode(wire.encode(message)), message)
     assert same(decode(stored), message), changed
-    assert encode(message) == stored, changed
+    assert wire.encode(message) == stored, changed
 
 
 def test_a_reply_is_no_request_and_an_unknown_object_cannot_be_sent() -> None:
     with pytest.raises(msgspec.ValidationError):
-        decode_request(encode(Live(version=1)))
+        wire.decode_request(wire.encode(wire.Live(version=1)))
     with pytest.raises(msgspec.ValidationError):
-        decode_reply(encode(Done(run_id="run", version=1)))
+        wire.decode_reply(wire.encode(wire.Done(run_id="run", version=1)))
     with pytest.raises(TypeError, match="cannot send"):
-        encode(NotYet(note=object()))  # type: ignore[arg-type]
+        wire.encode(wire.NotYet(note=object()))  # type: ignore[arg-type]
 
 
 def test_tokens_of_any_kind_of_numbers_get_the_types_of_their_columns() -> None:
@@ -163,15 +132,15 @@ def test_tokens_of_any_kind_of_numbers_get_the_types_of_their_columns() -> None:
     }
     empty = build_tokens(**{name: [] for name in COLUMNS})
     for each in (tokens, empty):
-        assert same(decode_as(Tokens, encode(each)), each)
+        assert same(wire.decode_as(Tokens, wire.encode(each)), each)
 
 
 def test_concatenated_tokens_keep_their_columns_and_what_a_cut_sampler_kept() -> None:
-    both = concat_tokens([TOKENS, CUT, CUT])
+    both = wire.concat_tokens([TOKENS, CUT, CUT])
     assert both.kept is not None
     assert both.kept.counts.tolist() == [0, 0, 0, 0, 2, 0, 2]
     assert both.kept.ids.tolist() == [4, 1, 4, 1]
-    plain = concat_tokens([TOKENS, TOKENS])
+    plain = wire.concat_tokens([TOKENS, TOKENS])
     assert plain.kept is None
     assert plain.length == 6
     assert all(getattr(plain, name).tolist() == 2 * getattr(TOKENS, name).tolist() for name in COLUMNS)
