@@ -132,6 +132,11 @@ def reopen_what_was_trained(record: BatchRecord) -> None:
     record.state.open_groups.append(OpenGroup(rollout.group, rollout.env, rollout.example))
 
 
+def drop_what_was_trained(record: BatchRecord) -> None:
+    rollout = record.rollouts[0]
+    record.dropped.append(Dropped(rollout.group, 0, 1, rollout.env, rollout.example, "stale: x"))
+
+
 def confirm_otherwise(config: RunConfig) -> None:
     """Confirm a version a second time, with one tensor that is another."""
     digests = digests_of(3) | {"model.norm.weight": "other"}
@@ -152,6 +157,11 @@ FAULTS: dict[str, Fault] = {
         "place 1 has attempt 0 trained, attempt 0 trained",
     ),
     "a group is trained again": (train_a_group_again, 3, "is trained here, and batch 1 had decided it before"),
+    "a trained one is dropped as well": (
+        lambda config: rewrite_batch(config, 2, drop_what_was_trained),
+        2,
+        "place 0 has attempt 0 trained, attempt 1 dropped",
+    ),
     "a failed attempt is gone": (change_dropped("score: KeyError", list.remove), -1, "place 1 has attempt 1 trained"),
     "one was tried too often": (
         change_dropped("timeout", lambda all_, drop: all_.append(msgspec.structs.replace(drop, attempt=2))),
@@ -196,6 +206,7 @@ FAULTS: dict[str, Fault] = {
         3,
         "the journal's place in the data is a epoch",
     ),
+    "the data set is unknown": (put(0, "state.sizes", {}), 0, "training sets as none"),
     "the data set is another": (put(3, "state.sizes.a", 8), 3, "a 8, b 5 training examples"),
     # tokens
     "a token is too old": (change_column("versions", 0), 3, "token . has 0 in `versions`"),
@@ -279,34 +290,12 @@ def change_first(condition: Callable[[Rollout], bool], how: Callable[[Rollout], 
     return lambda config: rewrite_batch(config, 3, lambda record: how(next(filter(condition, record.rollouts))))
 
 
-def change_array(name: str, value: float) -> Callable[[Rollout], None]:
-    def how(rollout: Rollout) -> None:
-        first = getattr(rollout, name)[0].copy()
-        first[int(np.flatnonzero(~np.isnan(first))[0])] = value
-        setattr(rollout, name, [first, *getattr(rollout, name)[1:]])
-
-    return how
-
-
-def take_another_example(record: BatchRecord) -> None:
-    """Of the whole group, wherever it stands: one that was not due."""
-    group = record.rollouts[0].group
-    for rollout in record.rollouts:
-        if rollout.group == group:
-            rollout.example += 1 if rollout.example == 0 else -1
-
-
 def every(rollout: Rollout) -> bool:
     return True
 
 
 RICH_FAULTS: dict[str, Fault] = {
     "the length was not punished": (change_rules(length_penalty=None), 3, "in `advantages`"),
-    "the teacher said nothing of a token": (
-        change_first(every, change_array("teacher", np.nan)),
-        3,
-        "of which `teacher` says nothing",
-    ),
     "a step's reward is of no token": (
         change_first(every, lambda one: one.token_rewards.append(np.zeros(3, np.float32))),
         3,
@@ -324,17 +313,11 @@ RICH_FAULTS: dict[str, Fault] = {
         "is masked for truncated|is trained though it is flawed: truncated",
     ),
     "a group says too little": (change_rules(least_variance=100.0), 3, "is trained, and there is little signal"),
-    "an example is not the one that was due": (
-        lambda config: rewrite_batch(config, 3, take_another_example),
-        3,
-        "group .* is . example",
-    ),
     "a score is another": (
         change(3, "state.scores.a.means", lambda means: means + 0.25 * (np.arange(len(means)) == 0)),
         3,
         "the journal's score of a example",
     ),
     "the stage is another": (put(3, "state.stage", 0), 3, "is in stage 0 of the curriculum"),
-    "the stage's reward is another": (put(3, "state.stage_reward", 0.75), 3, "at a mean reward of 0.75"),
     "an outcome is missing": (change(3, "outcomes", lambda outcomes: outcomes[:-1]), 3, "says how groups|score of"),
 }

@@ -67,16 +67,6 @@ def test_a_digest_does_not_depend_on_where_values_lie_in_memory() -> None:
         assert tensor_digest(part) == tensor_digest(part.clone())
 
 
-def test_exchanged_words_and_flipped_bits_show() -> None:
-    there, back = torch.tensor([[1, -(2**63) + 1]]), torch.tensor([[-(2**63) + 1, 1]])  # differ in their sign alone
-    assert tensor_digest(there) != tensor_digest(back)
-    tensor = random_tensor(torch.bfloat16, 4, 5)
-    for bit in range(16):
-        flipped = tensor.clone()
-        flipped.view(torch.int16)[2, 3] ^= torch.tensor((1 << bit) - (1 << 16 if bit == 15 else 0), dtype=torch.int16)
-        assert tensor_digest(flipped) != tensor_digest(tensor)
-
-
 def test_a_models_digest_depends_on_names_and_not_on_their_order() -> None:
     digests = {"a": "1", "b": "2"}
     assert model_digest(digests) == model_digest({"b": "2", "a": "1"})

@@ -235,17 +235,6 @@ def test_a_correction_by_sequence_has_the_value_and_the_gradient_of_its_formula(
     assert 0 < float(terms.sums[name]) < len(b.pi)
 
 
-def test_the_batches_of_these_tests_are_clipped_and_masked_in_part() -> None:
-    for name in ("ppo", "gspo"):
-        several = [ours(recipe(name), behaving(name, batch_of(seed=seed, drift=0.8)))[0].sums for seed in range(3)]
-        low, high = (sum(float(sums[f"clip_frac/{side}"]) for sums in several) for side in ("low", "high"))
-        assert min(low, high) > 0
-        assert low + high < 3 * sum(LENGTHS)
-    for name, what in (("icepop", "masked_frac"), ("tis", "capped_frac")):
-        terms, _ = ours(recipe(name), batch_of(drift=0.8))
-        assert 0 < float(terms.sums[what]) < sum(LENGTHS)
-
-
 def test_a_dual_clip_bounds_what_a_bad_token_costs() -> None:
     def gain(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
         found, a = ppo()(x, frozen, b, t), b.advantages[t]

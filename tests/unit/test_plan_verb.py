@@ -74,17 +74,6 @@ def test_the_advice_fits_when_it_is_followed(config_file, capsys):
     assert (fits.together, fits.then, fits.engine) == ((), None, ())
 
 
-def test_none_of_the_changes_that_the_advice_needs_together_can_be_left_out(config_file):
-    base = estimated(config_file, "--model.name", "Qwen/Qwen2.5-32B", gpus=8)
-    together = advise(base).together
-    assert together
-    for left_out in together:
-        other = base
-        for each in together:
-            other = other if each is left_out else each.change(other)
-        assert not other.trainer_fits
-
-
 def test_an_engine_without_room_for_one_request_gets_advice(config_file, capsys):
     flags = ["--model.name", "meta-llama/Llama-3.1-70B", "--gpu", "h100", "--gpus", "8", "--inference-gpus", "4"]
     code, said = told(capsys, "@", str(config_file), *flags)
@@ -111,15 +100,6 @@ def test_following_one_line_of_the_advice_saves_what_it_said(config_file):
     for words, more in typed.items():
         after = estimated(config_file, *flags, *more, gpus=2, prompt=1000.0, sampled=3000.0)
         assert before.trainer_bytes - after.trainer_bytes == pytest.approx(savings[words].saved, rel=1e-6)
-
-
-def test_a_mixture_of_experts_needs_memory_by_all_and_time_by_those_at_work(config_file):
-    sparse = estimated(config_file, "--model.name", "Qwen/Qwen3-30B-A3B")
-    dense = estimated(config_file, "--model.name", "Qwen/Qwen3-4B")
-    assert sparse.training.memory.parts["weights"] > 7 * dense.training.memory.parts["weights"]
-    assert sparse.split is not None
-    assert dense.split is not None
-    assert sparse.split.training_s < 1.5 * dense.split.training_s
 
 
 def test_a_supervised_configuration_is_seen_by_its_keys(tmp_path, capsys):

@@ -47,13 +47,6 @@ def test_logprobs_and_gradients_are_those_of_samples_that_share_nothing() -> Non
         torch.testing.assert_close(gradient, plain_gradients[name], rtol=1e-4, atol=1e-6)
 
 
-def test_only_different_tokens_pass_through_the_layers() -> None:
-    model, widths = small_model(), []
-    model.model.layers[0].mlp.register_forward_hook(lambda _m, args, _out: widths.append(args[0].shape[1]))
-    score(model, shares=True)
-    assert widths == [5 + 1 + 3 + 2]  # 3 4 5 6 7, then 9, then 8 3 4, then 11 12
-
-
 @pytest.mark.parametrize(("dropout", "shares"), [(0.0, True), (0.1, False)])
 def test_nothing_is_shared_where_chance_has_a_say(world: World, dropout: float, shares: bool) -> None:
     model = small_model(attention_dropout=dropout)
