@@ -1,4 +1,4 @@
-"""What one machine of a run does, on this one: the real `node.sh`, with a program that notes how it was called."""
+"""What one machine of a run does: the real `node.sh`, with a program that notes how it was called."""
 
 from __future__ import annotations
 
@@ -24,63 +24,58 @@ from trireme.launch.cluster.slurm import Options, batch_script
 
 DEADLINE_S = 30
 
+# In place of the interpreter: `PROGRAM -m trireme.cli.NAME ...`. Ends as PLAN says, a word for each time it is started.
 RECORDER = """
-    import json, os, signal, sys, time
-    room = sys.argv[2].rpartition(".")[2]
-    notes = os.path.join(os.environ["NOTES"], f"{room}.jsonl")
+    import json, os, signal, subprocess, sys, time
+    name = sys.argv[2].rpartition(".")[2]
+    notes = os.path.join(os.environ["NOTES"], f"{name}.jsonl")
     tries = sum(1 for _ in open(notes)) if os.path.exists(notes) else 0
     with open(notes, "a") as file:
-        file.write(json.dumps({"argv": sys.argv[3:], "node": os.environ.get("TRIREME_NODE"), "pid": os.getpid(),
-                               "token": os.environ.get("TRIREME_TOKEN"), "key": os.environ.get("API_KEY")}) + "\\n")
+        file.write(json.dumps({"argv": sys.argv[3:], "pid": os.getpid(), "environ": dict(os.environ)}) + "\\n")
     def end(number, _):
         with open(notes + ".ended", "a") as file:
             file.write(f"{number}\\n")
         sys.exit(143)
     signal.signal(signal.SIGTERM, end)
-    plan = json.loads(os.environ.get("PLAN", "{}")).get(room, [])
-    code = plan[tries] if tries < len(plan) else plan[-1] if plan else 0
+    print("says", name, flush=True)
+    plan = json.loads(os.environ["PLAN"]).get(name, [0])
+    code = plan[min(tries, len(plan) - 1)]
     if code == "step":
         with open(os.environ["METRICS"], "a") as file:
             file.write("{}\\n")
         code = 1
     if code == "leave":
-        import subprocess
         left = subprocess.Popen(["sleep", "60"])
         with open(notes + ".left", "w") as file:
             file.write(str(left.pid))
         os.kill(os.getpid(), signal.SIGKILL)
     if code == "stay":
         time.sleep(60)
+    if code == "outlive":
+        trainer = notes.replace(name, "trainer")
+        while not os.path.exists(trainer) or os.path.exists(f"/proc/{json.loads(open(trainer).readline())['pid']}"):
+            time.sleep(0.01)
+        time.sleep(1.2)  # in which the machine looks twice
+        code = 0
     sys.exit(code)
 """
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    """In place of the interpreter: `PROGRAM -m trireme.cli.ROOM ...`."""
-    file = tmp_path / "a program"
-    file.write_text(f"#!{sys.executable}\n{textwrap.dedent(RECORDER)}")
-    file.chmod(0o755)
-    return file
-
-
-@pytest.fixture
-def machine(tmp_path: Path, program: Path) -> Machine:
-    return Machine(tmp_path, program)
 
 
 class Machine:
     """A job's folder, and what its processes noted."""
 
-    def __init__(self, folder: Path, program: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "notes").mkdir()
+        program = folder / "a program"
+        program.write_text(f"#!{sys.executable}\n{textwrap.dedent(RECORDER)}")
+        program.chmod(0o755)
         state = folder / "it's here"
         state.mkdir()
         self.job = Job(
             id="20260102-030405-ab12",
             name="run",
-            plan=plan_nodes(Wanted(nodes=1, gpus_per_node=0)),
+            plan=plan_nodes(Wanted(nodes=2, gpus_per_node=0)),
             run=folder / "out puts" / "run",
             state=state,
             folder=state,
@@ -92,160 +87,138 @@ class Machine:
     def spread(self, **wanted: int) -> None:
         self.job = replace(self.job, plan=plan_nodes(Wanted(**wanted)))
 
-    def start(self, index: int = 0, plan: dict[str, list[Any]] | None = None) -> subprocess.Popen[str]:
+    def start(self, index: int = 0, to_terminal: bool = False, **plan: list[Any]) -> subprocess.Popen[str]:
+        """Start machine number `index`, whose processes end as `plan` says."""
         script = self.job.state / NODE_SCRIPT
-        script.write_text(node_script(self.job, pause_s=0, leave_s=0))
+        script.write_text(node_script(self.job, to_terminal=to_terminal, pause_s=0, leave_s=0))
         addresses = [f"h{node.index}" for node in self.job.plan.nodes]
+        told = {"NOTES": str(self.folder / "notes"), "METRICS": str(self.job.run / "metrics.jsonl")}
         return subprocess.Popen(
             ["bash", str(script), str(index), *addresses],
-            env=os.environ
-            | {"NOTES": str(self.folder / "notes"), "PLAN": json.dumps(plan or {})}
-            | {"METRICS": str(self.job.run / "metrics.jsonl")},
+            env=os.environ | told | {"PLAN": json.dumps(plan)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
 
-    def run(self, index: int = 0, plan: dict[str, list[Any]] | None = None) -> tuple[int, str]:
-        process = self.start(index, plan)
+    def run(self, index: int = 0, to_terminal: bool = False, **plan: list[Any]) -> tuple[int, str]:
+        process = self.start(index, to_terminal, **plan)
         said, _ = process.communicate(timeout=DEADLINE_S)
         return process.returncode, said
 
-    def notes(self, room: str) -> list[dict[str, Any]]:
-        file = self.folder / "notes" / f"{room}.jsonl"
+    def notes(self, name: str) -> list[dict[str, Any]]:
+        file = self.folder / "notes" / f"{name}.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
-    def wait_for(self, *rooms: str) -> None:
-        give_up = time.monotonic() + DEADLINE_S
-        while not all(self.notes(room) for room in rooms):
-            assert time.monotonic() < give_up
-            time.sleep(0.02)
+    def argv(self, name: str) -> list[list[str]]:
+        return [note["argv"] for note in self.notes(name)]
+
+    def ended(self, name: str) -> str:
+        """Signals that a process was sent."""
+        file = self.folder / "notes" / f"{name}.jsonl.ended"
+        return file.read_text() if file.exists() else ""
 
 
-def test_one_machine_runs_rl_and_ends_as_it_does(machine):
-    code, said = machine.run(plan={"rl": [0]})
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "restarts", "code", "starts"),
+    [
+        ([2], 2, 2, 1),
+        ([3], 2, 3, 1),
+        ([1], 2, 1, 3),
+        (["step", "step", "step", 2], 1, 2, 4),  # each step resets the count
+    ],
+)
+def test_a_process_is_restarted_until_its_exit_code_is_final_or_it_makes_no_progress(
+    machine, plan, restarts, code, starts
+):
+    machine.job = replace(machine.job, restarts=restarts)
+    assert machine.run(inference=plan)[0] == code
+    assert len(machine.notes("inference")) == starts
+
+
+def test_a_process_that_dies_is_restarted_alone_and_resumes(machine):
+    code, said = machine.run(1, trainer=["stay"], orchestrator=[1, 0])
     assert code == 0, said
-    assert [note["argv"] for note in machine.notes("rl")] == [["@", f"{machine.job.state}/run.toml"]]
-
-
-@pytest.mark.parametrize("final", [2, 3])
-def test_an_exit_code_that_is_final_is_not_tried_again(machine, final):
-    machine.spread(nodes=2, gpus_per_node=0)
-    assert machine.run(0, {"inference": [final]})[0] == final
-    assert len(machine.notes("inference")) == 1
-
-
-def test_a_process_that_dies_is_started_again_alone_and_goes_on(machine):
-    machine.spread(nodes=2, gpus_per_node=0)
-    code, said = machine.run(1, {"trainer": ["stay"], "orchestrator": [1, 0]})
-    assert code == 0, said
-    assert ["--resume" in note["argv"] for note in machine.notes("orchestrator")] == [False, True]
+    assert ["--resume" in argv for argv in machine.argv("orchestrator")] == [False, True]
     assert "orchestrator died with exit code 1" in said
+    assert not Path(f"/proc/{machine.notes('trainer')[0]['pid']}").exists(), "ends with the orchestrator"
 
 
-def test_what_a_dead_process_leaves_behind_is_gone_before_another_starts(machine):
+def test_what_a_dead_process_leaves_behind_is_killed_before_its_successor_starts(machine):
     """An engine's core would hold the GPUs that its successor needs."""
-    machine.spread(nodes=2, gpus_per_node=0)
-    assert machine.run(0, {"inference": ["leave", 2]})[0] == 2
-    left = (machine.folder / "notes" / "inference.jsonl.left").read_text()
-    assert not is_alive(int(left))
+    assert machine.run(inference=["leave", 2])[0] == 2
+    left = Path("/proc", (machine.folder / "notes" / "inference.jsonl.left").read_text(), "stat")
+    assert not left.exists() or left.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_restarts_in_a_row_are_counted(machine):
-    machine.spread(nodes=2, gpus_per_node=0)
-    code, _ = machine.run(0, {"inference": [1]})
-    assert code == 1
-    assert len(machine.notes("inference")) == 1 + machine.job.restarts
-
-
-def test_restarts_are_counted_from_anew_after_a_step(machine):
-    machine.spread(nodes=2, gpus_per_node=0)
-    machine.job = replace(machine.job, restarts=1)
-    code, _ = machine.run(0, {"inference": ["step", "step", "step", 2]})
-    assert code == 2
-    assert len(machine.notes("inference")) == 4
-
-
-def test_a_job_that_begins_anew_goes_on_with_what_it_had(machine):
+def test_a_job_that_starts_again_resumes_from_what_it_had(machine):
     """A requeued job, or a pod in another's place: the marks are on disk."""
-    machine.spread(nodes=2, gpus_per_node=0)
     machine.job = replace(machine.job, goes_back=True)
-    machine.run(0, {"inference": [2]})
-    machine.run(0, {"inference": [2]})
-    first, second = (note["argv"] for note in machine.notes("inference"))
+    machine.run(inference=[2])
+    machine.run(inference=[2])
+    first, second = machine.argv("inference")
     assert "--resume" not in first
     assert second[-3:] == ["--resume", "--trainer.ckpt.resume-step", "none"]
 
 
-def test_rl_goes_on_only_with_what_it_began_to_write(machine):
+def test_rl_resumes_only_a_run_of_its_own(machine):
     """Before it has written its configuration there is nothing to resume; an older file is another run's."""
+    machine.spread(nodes=1, gpus_per_node=0)
     earlier = machine.job.run / "configs" / "run.json"
     earlier.parent.mkdir(parents=True)
     earlier.write_text("{}")
-    for _ in range(2):
-        machine.run(plan={"rl": [2]})
+    assert machine.run(rl=[2])[0] == 2
+    assert machine.run(rl=[0])[0] == 0
     earlier.touch()
-    machine.run(plan={"rl": [2]})
-    assert ["--resume" in note["argv"] for note in machine.notes("rl")] == [False, False, True]
+    machine.run(rl=[2])
+    own = ["@", f"{machine.job.state}/run.toml"]
+    assert machine.argv("rl") == [own, own, [*own, "--resume"]]
 
 
 def test_every_process_is_told_all_addresses_its_place_and_its_gpus(machine):
     machine.spread(nodes=3, gpus_per_node=4, inference_gpus=6, trainer_gpus=4)
+    machine.run(1, inference=[2])
+    machine.run(2)
     hosts = ["--hosts.inference", "h0", "h1", "--hosts.orchestrator", "h2", "--hosts.trainer", "h2"]
-    file = ["@", f"{machine.job.state}/run.toml"]
-    machine.run(1, {"inference": [2]})
-    machine.run(2, {"trainer": [0], "orchestrator": [0]})
-    assert machine.notes("inference")[0]["argv"] == [*file, *hosts, "--inference-gpu-ids", "0", "1"]
-    assert machine.notes("inference")[0]["node"] == "1"
-    assert machine.notes("trainer")[0]["argv"] == [*file, *hosts, "--trainer-gpu-ids", "0", "1", "2", "3"]
-    assert machine.notes("orchestrator")[0]["argv"] == [*file, *hosts]
+    common = ["@", f"{machine.job.state}/run.toml", *hosts]
+    assert machine.argv("inference") == [[*common, "--inference-gpu-ids", "0", "1"]]
+    assert machine.notes("inference")[0]["environ"]["TRIREME_NODE"] == "1"
+    assert machine.argv("trainer") == [[*common, "--trainer-gpu-ids", "0", "1", "2", "3"]]
+    assert machine.argv("orchestrator") == [common]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGURG])
-def test_asked_to_end_it_asks_each_process_once_and_waits(machine, number):
+def test_a_machine_that_is_asked_to_end_asks_each_process_once_and_waits(machine, number):
     """Twice would mean "at once" to `rl`."""
-    machine.spread(nodes=2, gpus_per_node=0)
-    process = machine.start(1, {"trainer": ["stay"], "orchestrator": ["stay"]})
-    machine.wait_for("trainer", "orchestrator")
+    process = machine.start(1, trainer=["stay"], orchestrator=["stay"])
+    give_up = time.monotonic() + DEADLINE_S
+    while not (machine.notes("trainer") and machine.notes("orchestrator")):
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
     process.send_signal(number)
     said, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 143, said
-    for room in ("trainer", "orchestrator"):
-        assert (machine.folder / "notes" / f"{room}.jsonl.ended").read_text() == "15\n"
-        assert not Path(f"/proc/{machine.notes(room)[0]['pid']}").exists()
+    for name in ("trainer", "orchestrator"):
+        assert machine.ended(name) == "15\n"
+        assert not Path(f"/proc/{machine.notes(name)[0]['pid']}").exists()
 
 
-def test_the_orchestrators_end_is_its_machines_and_the_trainer_is_ended_too(machine):
-    machine.spread(nodes=2, gpus_per_node=0)
-    code, said = machine.run(1, {"trainer": ["stay"], "orchestrator": [0]})
-    assert code == 0, said
-    assert not Path(f"/proc/{machine.notes('trainer')[0]['pid']}").exists()
-
-
-def test_a_trainer_that_has_said_good_bye_does_not_end_the_machine(machine):
-    machine.spread(nodes=2, gpus_per_node=0)
-    process = machine.start(1, {"trainer": [0], "orchestrator": ["stay"]})
-    machine.wait_for("trainer", "orchestrator")
-    time.sleep(2.5)
-    assert process.poll() is None
-    process.terminate()
-    process.communicate(timeout=DEADLINE_S)
+def test_a_trainer_that_has_finished_does_not_end_the_machine(machine):
+    code, said = machine.run(1, trainer=[0], orchestrator=["outlive"])
+    assert (code, machine.ended("orchestrator")) == (0, ""), said
 
 
 def test_secrets_reach_the_processes_and_no_script(machine):
-    machine.spread(nodes=2, gpus_per_node=0)
     write_secrets(machine.job.state / SECRETS, {"API_KEY": "it's $HOME `x`", "TRIREME_TOKEN": "t0k3n"})
-    machine.run(0, {"inference": [0]})
-    note = machine.notes("inference")[0]
-    assert (note["key"], note["token"]) == ("it's $HOME `x`", "t0k3n")
+    machine.run()
+    told = machine.notes("inference")[0]["environ"]
+    assert (told["API_KEY"], told["TRIREME_TOKEN"]) == ("it's $HOME `x`", "t0k3n")
     assert stat.S_IMODE((machine.job.state / SECRETS).stat().st_mode) == 0o600
     assert "t0k3n" not in (machine.job.state / NODE_SCRIPT).read_text()
 
@@ -259,15 +232,8 @@ def test_scripts_are_written_as_a_shell_reads_them(machine, wanted):
         assert (checked.returncode, checked.stderr) == (0, "")
 
 
-def test_what_a_process_prints_is_in_its_log_and_in_a_pod_in_the_terminal_too(machine, tmp_path):
-    machine.spread(nodes=2, gpus_per_node=0)
-    echo = tmp_path / "echo.sh"
-    echo.write_text("#!/bin/bash\necho says $2\nexit 2\n")
-    echo.chmod(0o755)
-    machine.job = replace(machine.job, python=str(echo))
-    script = tmp_path / "pod.sh"
+def test_what_a_process_prints_is_in_its_log_and_in_a_pod_in_the_terminal_too(machine):
     for to_terminal in (False, True):
-        script.write_text(node_script(machine.job, to_terminal=to_terminal))
-        shown = subprocess.run(["bash", script, "0", "a", "b"], capture_output=True, text=True, timeout=DEADLINE_S)
-        assert ("says trireme.cli.inference\n" in shown.stdout) == to_terminal
-    assert (machine.job.run / "logs" / "inference.stdout").read_text() == "says trireme.cli.inference\n" * 2
+        _, shown = machine.run(to_terminal=to_terminal)
+        assert ("says inference\n" in shown) == to_terminal
+    assert (machine.job.run / "logs" / "inference.stdout").read_text() == "says inference\n" * 2
