@@ -211,7 +211,7 @@ def test_one_fault_is_not_repeated_in_later_batches_and_thousands_are_only_count
     tmp_path: Path, rich_config: RunConfig
 ) -> None:
     config = write_whole_run(tmp_path / "long", batches=30)
-    in_batch = ["an open group is forgotten", "the counter of rollouts is wrong", "the place in the data is another"]
+    in_batch = ["an open group is forgotten", "a counter is wrong", "the place in the data is another"]
     in_rich_batch = ["a score is another", "a running mean is another", "a step's reward is of no token"]
     for run, names in ((config, in_batch), (rich_config, in_rich_batch)):
         before = Journal(run.paths.journal).read(3)
