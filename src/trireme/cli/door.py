@@ -16,6 +16,7 @@ from typing import NoReturn
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.disk import is_full
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
+from trireme.base.installation import correct_wheel_tag
 from trireme.base.paths import RunPaths
 from trireme.base.processes import die_with_parent, free_port
 from trireme.cli.machines import KEEPER, Nodes, join_network, node_of
@@ -59,6 +60,7 @@ def run_door(program: str, main: Callable[[list[str]], int | None], *, abruptly:
         abruptly: without Python's own farewell. Threads of gloo may then still be letting go of tensors; when the
             interpreter ends under one of them, the process aborts with "terminate called without an active exception".
     """
+    correct_wheel_tag()
     if any(word in HELP for word in sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `rl --help | head` ends quietly
     try:
