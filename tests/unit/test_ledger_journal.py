@@ -73,7 +73,7 @@ def test_a_crash_before_the_rename_leaves_nothing_under_the_name(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", lambda *_: os._exit(9))
+        patched.setattr(os, "link", lambda *_: os._exit(9))
         assert exit_code_of_fork(lambda: journal.append(record(3))) == 9
     assert len(list(journal.path(0).parent.glob(".batch_000003*.partial"))) == 1
     again = reopened(journal)

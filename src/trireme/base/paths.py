@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -85,18 +88,42 @@ def step_of(folder: Path) -> int | None:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file that appears under its name only when whole and on disk; after an error there is nothing."""
+def atomic_write(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
+    """Open a file that appears under its name only when whole and on disk; after an error there is nothing.
+
+    Raises: FileExistsError where `replace` is false and another process has written a file of that name.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with open(partial, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        if replace:
+            os.replace(partial, path)
+        else:
+            _rename_if_new(partial, path)
         sync_folder(path.parent)
     finally:
+        partial.unlink(missing_ok=True)
+
+
+def _rename_if_new(partial: Path, path: Path) -> None:
+    """Raises: FileExistsError. Where the file system has no hard links, two writers at one instant go unnoticed."""
+    try:
+        os.link(partial, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        os.rename(partial, path)
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Remove what killed processes were writing with `atomic_write`. The caller must be the only writer left."""
+    for partial in folder.glob(f".*{PARTIAL}"):
         partial.unlink(missing_ok=True)
 
 

@@ -106,7 +106,7 @@ def _in_folder(config: GepaConfig, source: EnvironmentSource, folder: Path) -> i
     with ExitStack() as stack:
         _hold(stack, paths)
         if config.fresh and files.metadata.exists():
-            progress.say(f"an earlier search lay in {folder}: moved to {move_aside(paths)}")
+            progress.say(f"an earlier search lay in {folder}: moved to {move_aside(paths, files.names)}")
         said = read_metadata(files)
         if said and said.get("summary", {}).get("state") == "finished" and said["max_calls"] == config.max_calls:
             print(_in_words(said["summary"], folder, config))

@@ -14,7 +14,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.cli.env_policy import PolicyWanted, build_opener, engine_config
 from trireme.config.endpoints import find_endpoint
-from trireme.config.gepa import GepaConfig
+from trireme.config.gepa import REFLECTION_ENGINE, GepaConfig
 from trireme.config.orchestrator import Sampling
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
@@ -118,7 +118,7 @@ def build_models(config: GepaConfig, folder: Path, start: Start) -> OpenModels:
             "- expected one engine to be started, which takes them. Start the other one with `inference`, and give "
             "its address as `--reflection-base-url`."
         )
-    values = {"output_dir": folder / "reflection", "orchestrator.sampling": config.reflection_sampling}
+    values = {"output_dir": folder / REFLECTION_ENGINE, "orchestrator.sampling": config.reflection_sampling}
     answering, reflecting = start.opener(policy, run), start.opener(teacher, updated(run, values))
 
     @asynccontextmanager

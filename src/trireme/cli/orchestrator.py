@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from trireme.base.log import start_logging
+from trireme.base.paths import remove_partial_files
 from trireme.base.processes import quick_imports
 from trireme.cli.door import open_process, run_door
+from trireme.launch.folder import hold
 
 
 def main() -> None:
@@ -21,7 +23,9 @@ def orchestrator(argv: list[str]) -> None:
     with quick_imports():
         from trireme.orchestrator.loop import orchestrate
 
-    orchestrate(config)
+    with hold(config.paths, "orchestrator"):
+        remove_partial_files(config.paths.journal)
+        orchestrate(config)
 
 
 if __name__ == "__main__":

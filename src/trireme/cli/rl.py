@@ -14,7 +14,7 @@ from trireme.config.resolve import resolve
 from trireme.config.rules import check, check_launch
 from trireme.config.run import RunConfig
 from trireme.config.written import read_table, write_rooms, write_run
-from trireme.launch.folder import check_resumable, hold_folder
+from trireme.launch.folder import check_folder, hold_folder
 from trireme.launch.going_on import check_goes_on, is_trained
 from trireme.launch.plan import plan
 
@@ -35,7 +35,7 @@ def rl(argv: list[str]) -> int:
 def dry_run(config: RunConfig, devices: Devices) -> int:
     """Writes beside a run's configuration, never in its place. Returns 2 where the run would not start."""
     problems = show(config, devices)
-    for look in (check_resumable, check_goes_on, find_environments):
+    for look in (check_folder, check_goes_on, find_environments):
         try:
             look(config)
         except ConfigError as error:

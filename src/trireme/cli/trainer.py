@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 
 from trireme.base.log import start_logging
 from trireme.base.processes import quick_imports
 from trireme.cli.door import RANKS_PARENT, become_ranks, open_process, rank, run_door
 from trireme.cli.machines import KEEPER, keep_ranks, nodes_of
+from trireme.launch.folder import hold
 
 
 def main() -> None:
@@ -29,7 +31,10 @@ def trainer(argv: list[str]) -> int | None:
         from trireme.trainer.loop import train
         from trireme.trainer.out_of_memory import explained
 
-    with explained("trainer.", config.trainer, seq_len=config.seq_len, device=config.device):
+    with ExitStack() as stack:
+        if rank() == 0:
+            stack.enter_context(hold(config.paths, "trainer"))
+        stack.enter_context(explained("trainer.", config.trainer, seq_len=config.seq_len, device=config.device))
         train(config)
     return None
 

@@ -11,6 +11,8 @@ from trireme.config.inference import InferenceConfig
 from trireme.config.orchestrator import Sampling
 from trireme.config.section import Section
 
+REFLECTION_ENGINE = "reflection"  # folder of an engine that was started for the reflection model alone
+
 
 class GepaConfig(Section):
     """Everything about a search for a prompt. Flags and keys of the file have the same names."""

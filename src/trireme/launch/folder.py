@@ -1,23 +1,33 @@
-"""The run folder before a run starts in it: held by one launcher at a time, and never written over."""
+"""The run folder before a run starts in it: locked by one launcher, one orchestrator and one trainer at a time, and
+never written over."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import IO
 
 from trireme.base.errors import ConfigError
+from trireme.base.locks import try_lock
 from trireme.base.paths import RunPaths
 from trireme.config.run import RunConfig
 from trireme.ledger.manifest import complete_steps
 
-_LOCK = ".launcher"
+LOCKS = {"launcher": ".launcher", "orchestrator": ".orchestrator", "trainer": ".trainer"}
+"""Lock files by process. The launcher's is inherited by all processes that it starts."""
 LEAVE_S = 30.0  # for the processes of a launcher that was killed
+
+RUN_ENTRIES = frozenset(
+    {"configs", "logs", "journal", "logprobs", "checkpoints", "weights", "data", "broadcast", "evals", "rollouts"}
+    | {"metrics.jsonl", "spans.jsonl", "rollouts.jsonl", "report.html", "report.md", "wandb", "runs", *LOCKS.values()}
+)
+"""What a run writes into its folder. Only these are moved when another run takes the folder."""
+RUN_PREFIXES = ("checkpoint-", ".checkpoint-")
 
 
 def holds_run(paths: RunPaths) -> bool:
@@ -26,16 +36,33 @@ def holds_run(paths: RunPaths) -> bool:
 
 @contextmanager
 def hold_folder(paths: RunPaths, *, leave_s: float = LEAVE_S) -> Iterator[int]:
-    """Keeps other launchers out of the folder for as long as this process lives, however it ends.
+    """Keep other launchers out of the folder for as long as this process lives, however it ends.
 
-    Yields: the lock's file descriptor. Who inherits it keeps them out too: what a killed launcher leaves behind must
-    be gone before anything is started in its place, and is waited for.
+    An orchestrator or a trainer that was started alone and is at work in the folder keeps a launcher out, too.
 
-    Raises: ConfigError where a launcher is at work there already.
+    Yields: the lock's file descriptor. A process that inherits it keeps them out too: what a killed launcher leaves
+    behind must be gone before anything is started in its place, and is waited for.
+
+    Raises: ConfigError where a launcher, an orchestrator or a trainer is at work there already.
+    """
+    with hold(paths, "launcher", leave_s=leave_s) as descriptor:
+        with ExitStack() as others:
+            for process in ("orchestrator", "trainer"):
+                others.enter_context(hold(paths, process, leave_s=leave_s))
+        yield descriptor
+
+
+@contextmanager
+def hold(paths: RunPaths, process: str, *, leave_s: float = LEAVE_S) -> Iterator[int]:
+    """Keep others that play the part `process` (a key of LOCKS) out of the folder for as long as this process lives.
+
+    Yields: the lock's file descriptor.
+
+    Raises: ConfigError where another one is alive there, or is still there after `leave_s` seconds.
     """
     paths.root.mkdir(parents=True, exist_ok=True)
-    with open(paths.root / _LOCK, "a+") as lock:
-        _take(lock, paths.root, leave_s)
+    with open(paths.root / LOCKS[process], "a+") as lock:
+        _take(lock, process, paths.root, leave_s)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
@@ -44,28 +71,23 @@ def hold_folder(paths: RunPaths, *, leave_s: float = LEAVE_S) -> Iterator[int]:
 
 def launcher_of(paths: RunPaths) -> int | None:
     """The process that holds the folder now; None where nobody does."""
-    if not (paths.root / _LOCK).exists():
+    file = paths.root / LOCKS["launcher"]
+    if not file.exists():
         return None
-    with open(paths.root / _LOCK) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with open(file) as lock:
+        if not try_lock(lock.fileno(), paths.root, fcntl.LOCK_SH):
             holder = _holder(lock)
             return int(holder) if holder.isdigit() else None
     return None
 
 
-def _take(lock: IO[str], root: Path, leave_s: float) -> None:
+def _take(lock: IO[str], process: str, root: Path, leave_s: float) -> None:
     give_up = time.monotonic() + leave_s
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            holder = _holder(lock)
+    while not try_lock(lock.fileno(), root):
+        holder = _holder(lock)
         if _is_alive(holder) or time.monotonic() >= give_up:
             raise ConfigError(
-                f"another launcher (process {holder or 'unknown'}) is at work in {root} - "
+                f"another {process} (process {holder or 'unknown'}) is at work in {root} - "
                 "expected one run per folder. Stop it, or give this run its own: `--name another`."
             )
         time.sleep(0.1)
@@ -93,14 +115,31 @@ def prepare_folder(paths: RunPaths, *, resume: bool, resume_step: int | None) ->
 
             rewind(paths, resume_step)
         return None
+    check_is_ours(paths)
     return move_aside(paths) if holds_run(paths) else None
 
 
-def check_resumable(config: RunConfig) -> None:
-    """Changes nothing. Raises: ConfigError where there is no run to go on with, or no such step."""
+def check_folder(config: RunConfig) -> None:
+    """Changes nothing. Raises: ConfigError where there is no run or no such step to resume, or where a fresh run would
+    write among files that are not a run's."""
     step = config.trainer.ckpt.resume_step
     if config.resume or step is not None:
         _check_resumable(config.paths, step)
+    else:
+        check_is_ours(config.paths)
+
+
+def check_is_ours(paths: RunPaths) -> None:
+    """Raises: ConfigError where the folder holds files, but no run: somebody else keeps other things there."""
+    if holds_run(paths) or not paths.root.is_dir():
+        return
+    foreign = sorted(entry.name for entry in paths.root.iterdir() if not _is_of_a_run(entry) and not _holds_runs(entry))
+    if foreign:
+        shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise ConfigError(
+            f"{paths.root} holds no run, but {shown} - expected an empty folder, a new one, or that of an earlier run. "
+            "Choose another `output_dir`, or add a `name`: the run gets a folder of that name."
+        )
 
 
 def _check_resumable(paths: RunPaths, step: int | None) -> None:
@@ -125,18 +164,29 @@ def _runs_nearby(root: Path) -> str:
     return f" Runs nearby: {', '.join(found)}." if found else ""
 
 
-def move_aside(paths: RunPaths) -> Path:
-    """Moves the run's own files to a folder beside it; runs in folders of their own inside stay where they are."""
+def move_aside(paths: RunPaths, also: Collection[str] = ()) -> Path:
+    """Move the files of a run to a folder beside its own. All else stays: other runs inside, and files of the user.
+
+    Args:
+        also: names of further files that belong to what was at work here.
+    """
     aside = _name_aside(paths.root.resolve())
-    mine = [entry for entry in paths.root.iterdir() if entry.name != _LOCK and not _is_another_run(entry)]
+    locks = LOCKS.values()
+    mine = [entry for entry in paths.root.iterdir() if _is_of_a_run(entry, also) and entry.name not in locks]
     aside.mkdir()
     for entry in mine:
         entry.rename(aside / entry.name)
     return aside
 
 
-def _is_another_run(entry: Path) -> bool:
-    return entry.is_dir() and (holds_run(RunPaths(entry)) or RunPaths(entry).run_config.exists())
+def _is_of_a_run(entry: Path, also: Collection[str] = ()) -> bool:
+    return entry.name in RUN_ENTRIES or entry.name in also or entry.name.startswith(RUN_PREFIXES)
+
+
+def _holds_runs(entry: Path) -> bool:
+    """Whether it is the folder of another run, or of a group of them."""
+    folders = [entry, *entry.iterdir()] if entry.is_dir() else []
+    return any(holds_run(RunPaths(folder)) or RunPaths(folder).run_config.exists() for folder in folders)
 
 
 def _name_aside(root: Path) -> Path:

@@ -29,12 +29,23 @@ class Header(msgspec.Struct):
     sha256: str
 
 
-def write_entry(path: Path, number: int, content: Any) -> None:
-    """Returns when it is on disk. Raises OSError where it cannot be (a full disk): nothing was written then."""
+def write_entry(path: Path, number: int, content: Any, *, replace: bool = True) -> None:
+    """Return when the entry is on disk. Raises OSError where it cannot be (a full disk): nothing was written then.
+
+    Raises: JournalCorrupt where `replace` is false and there is another entry of that name.
+    """
     payload = encode(content)
     header = Header(FORMAT, number, len(payload), hashlib.sha256(payload).hexdigest())
-    with atomic_write(path) as file:
-        file.write(msgspec.json.encode(header) + b"\n" + payload)
+    whole = msgspec.json.encode(header) + b"\n" + payload
+    try:
+        with atomic_write(path, replace=replace) as file:
+            file.write(whole)
+    except FileExistsError as error:
+        if path.read_bytes() != whole:  # else it was written before, and only its folder could not be synced
+            raise JournalCorrupt(
+                f"{path} was written by another process - expected one orchestrator for each run folder. End the "
+                "other one, and start again with --resume."
+            ) from error
 
 
 def read_entry(path: Path, number: int, kind: type[T], *, ways_out: str) -> T:

@@ -25,8 +25,11 @@ class Journal:
         return self._folder / f"batch_{step:06d}.msgpack"
 
     def append(self, record: BatchRecord) -> None:
-        """Returns when the entry is on disk. Raises OSError where it cannot be (a full disk): nothing was written."""
-        write_entry(self.path(record.step), record.step, _in_pieces(record))
+        """Returns when the entry is on disk. Raises OSError where it cannot be (a full disk): nothing was written.
+
+        Raises: JournalCorrupt where another orchestrator has written that entry.
+        """
+        write_entry(self.path(record.step), record.step, _in_pieces(record), replace=False)
         self._last = record
 
     def read(self, step: int) -> BatchRecord:

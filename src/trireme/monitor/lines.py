@@ -31,16 +31,19 @@ class LinesFile:
         *,
         most_waiting: int = MOST_WAITING,
         clock: Callable[[], float] = time.monotonic,
+        sync: bool = False,
     ) -> None:
         """
         Args:
             most_waiting: lines that could not be written and are kept; of more, the oldest are lost.
+            sync: make each flush survive a power cut (fsync).
         """
         self.path = path
         self.lost = 0  # lines that will never be written
         self._most_waiting = most_waiting
         self._waiting: deque[bytes] = deque()
         self._clock = clock
+        self._sync = sync
         self._warned_at: float | None = None
 
     @property
@@ -55,7 +58,7 @@ class LinesFile:
     def flush(self) -> None:
         """Writes what waits, in order, as far as that can be done now."""
         try:
-            _append_lines(self.path, self._waiting)
+            _append_lines(self.path, self._waiting, sync=self._sync)
         except OSError as error:
             self._drop_oldest()
             self._warn(error)
@@ -92,7 +95,7 @@ class LinesFile:
             )
 
 
-def _append_lines(path: Path, lines: deque[bytes]) -> None:
+def _append_lines(path: Path, lines: deque[bytes], *, sync: bool) -> None:
     """Takes from `lines` what is written. A line that is cut short stays there, to be written whole once more."""
     pretend_full()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -104,6 +107,8 @@ def _append_lines(path: Path, lines: deque[bytes]) -> None:
             _take_written(lines, written - len(repair))
             if written < len(data):
                 raise OSError(f"only {written} of {len(data)} bytes were written")
+            if sync:
+                os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

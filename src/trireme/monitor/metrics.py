@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 class MetricsFile(LinesFile):
-    """The lines of one process."""
+    """The lines of one process. A step's line is on disk before its checkpoint: `trireme audit` relies on that."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class MetricsFile(LinesFile):
         most_waiting: int = MOST_WAITING,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(path, most_waiting=most_waiting, clock=clock)
+        super().__init__(path, most_waiting=most_waiting, clock=clock, sync=True)
         self.process = process
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from trireme.algo.packing import Sample
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
+from trireme.base.paths import replace_folder
 from trireme.messages import build_tokens
 from trireme.trainer.conversations import Completion, Conversation
 from trireme.trainer.rendering import Renderer, Tokenized, tokenized
@@ -90,12 +91,23 @@ class SampleWriter:
         self._starts.append(len(self._ids))
 
     def write(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        np.save(folder / "ids.npy", np.frombuffer(self._ids, dtype=np.int32))
-        np.save(folder / "mask.npy", np.frombuffer(self._mask, dtype=np.uint8))
-        np.save(folder / "starts.npy", np.frombuffer(self._starts, dtype=np.int64))
-        (folder / _COUNTS).write_text(json.dumps(asdict(self.counts)) + "\n")
+        """Write the samples into `folder`, in place of those of an earlier start.
+
+        Raises: ConfigError where the folder holds anything else; it is left alone.
+        """
+        if folder.exists() and not (folder / _COUNTS).exists():
+            raise ConfigError(
+                f"{folder} holds no samples of an earlier start (it has no {_COUNTS}) - expected that, or no such "
+                "folder, because the samples of this run go there. Choose another `output_dir`."
+            )
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        np.save(partial / "ids.npy", np.frombuffer(self._ids, dtype=np.int32))
+        np.save(partial / "mask.npy", np.frombuffer(self._mask, dtype=np.uint8))
+        np.save(partial / "starts.npy", np.frombuffer(self._starts, dtype=np.int64))
+        (partial / _COUNTS).write_text(json.dumps(asdict(self.counts)) + "\n")
+        replace_folder(partial, folder)
 
 
 class SampleFiles:

@@ -12,7 +12,6 @@ The same holds for packages beside it that its `[tool.uv.sources]` names by path
 from __future__ import annotations
 
 import difflib
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -31,6 +30,7 @@ from typing import IO, Literal
 
 from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError, DeadlineExceeded
+from trireme.base.locks import try_lock
 from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write
 from trireme.base.processes import last_lines
@@ -204,7 +204,7 @@ def _locked(lock: Path, *, who: str) -> Iterator[None]:
     """Held by one process on this machine; let go by the kernel however the holder ends."""
     deadline = time.monotonic() + BUILD_TIMEOUT_S
     with _opened(lock) as file:
-        while not _try_lock(file.fileno()):
+        while not try_lock(file.fileno(), lock.parent):
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"Waited {BUILD_TIMEOUT_S:.0f} s for another process to install environment {who!r} - expected it "
@@ -225,14 +225,6 @@ def _opened(lock: Path) -> IO[str]:
             f"Environments are installed in {lock.parent}, and nothing can be written there ({error}) - expected a "
             "folder that this user may write to - set XDG_CACHE_HOME to one."
         ) from error
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
 
 
 def _build(venv: Path, source: EnvironmentSource, *, uv: str, log_file: Path) -> None:

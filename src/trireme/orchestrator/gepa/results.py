@@ -12,8 +12,9 @@ from typing import Any
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
-from trireme.config.gepa import GepaConfig
+from trireme.config.gepa import REFLECTION_ENGINE, GepaConfig
 from trireme.orchestrator.gepa.examples import Drawn, Example
+from trireme.orchestrator.gepa.journal import REFLECTIONS, ROLLOUTS
 from trireme.orchestrator.gepa.search import Found
 
 MAY_DIFFER = frozenset(
@@ -31,6 +32,12 @@ class Files:
     """The folder of a search."""
 
     folder: Path
+
+    @property
+    def names(self) -> list[str]:
+        """Everything that a search writes into its folder."""
+        paths = (self.best_prompt, self.best_args, self.frontier, self.candidates, self.metadata, self.log)
+        return [*(path.name for path in paths), ROLLOUTS, REFLECTIONS, REFLECTION_ENGINE]
 
     @property
     def best_prompt(self) -> Path:

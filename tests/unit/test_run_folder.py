@@ -1,0 +1,145 @@
+"""The folder of a run has one writer at a time, and only what a run made is moved, replaced or deleted."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from resolved_runs import resolved
+from trireme.base.errors import ConfigError, JournalCorrupt
+from trireme.base.paths import RunPaths, remove_partial_files
+from trireme.launch.folder import check_folder, hold, hold_folder, launcher_of, prepare_folder
+from trireme.ledger.journal import Journal
+from trireme.ledger.records import BatchRecord, State
+from trireme.monitor.metrics import MetricsFile
+from trireme.trainer.data import SampleWriter
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
+
+
+def write_run(folder: Path) -> None:
+    (folder / "journal").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("{}\n")
+
+
+# whose files
+
+
+def test_a_run_is_refused_among_files_that_are_no_run(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds no run, but src, thesis\.tex - expected an empty folder"):
+        prepare_folder(RunPaths(tmp_path), resume=False, resume_step=None)
+    with pytest.raises(ConfigError, match="holds no run"):
+        check_folder(resolved(f"--output-dir {tmp_path}"))
+    assert tree(tmp_path) == {"thesis.tex": "mine"}
+
+
+def test_folders_of_other_runs_are_no_obstacle(tmp_path: Path) -> None:
+    for place in ("outputs/other", "outputs/group/member"):
+        write_run(tmp_path / place)
+    (tmp_path / "outputs" / ".launcher").touch()
+    assert prepare_folder(RunPaths(tmp_path / "outputs"), resume=False, resume_step=None) is None
+
+
+def test_an_earlier_run_is_moved_without_the_files_of_the_user(tmp_path: Path) -> None:
+    root = tmp_path / "project"
+    write_run(root)
+    for name in ("checkpoint-5", "wandb", "checkpoints"):
+        (root / name).mkdir()
+        (root / name / "file").write_text(name)
+    (root / "thesis.tex").write_text("mine")
+    write_run(root / "another")
+    aside = prepare_folder(RunPaths(root), resume=False, resume_step=None)
+    assert aside is not None
+    assert sorted(entry.name for entry in root.iterdir()) == ["another", "thesis.tex"]
+    moved = ["checkpoint-5", "checkpoints", "journal", "metrics.jsonl", "wandb"]
+    assert sorted(entry.name for entry in aside.iterdir()) == moved
+
+
+def test_samples_of_supervised_training_replace_only_samples(tmp_path: Path) -> None:
+    writer = SampleWriter(seq_len=8, drop=False)
+    mine = tmp_path / "data" / "validation"
+    mine.mkdir(parents=True)
+    (mine / "mine.jsonl").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds no samples .* Choose another `output_dir`"):
+        writer.write(mine)
+    assert tree(mine) == {"mine.jsonl": "mine"}
+    for _ in range(2):
+        writer.write(tmp_path / "data" / "train_0")
+    assert sorted(file.name for file in (tmp_path / "data").iterdir()) == ["train_0", "validation"]
+
+
+# one writer
+
+
+@pytest.mark.parametrize("process", ["launcher", "orchestrator", "trainer"])
+def test_a_launcher_does_not_move_a_run_that_is_alive(process: str, tmp_path: Path) -> None:
+    """Also where the orchestrator or the trainer was started alone."""
+    paths = RunPaths(tmp_path)
+    with hold(paths, process), pytest.raises(ConfigError, match=f"another {process} .process {os.getpid()}. is at"):
+        with hold_folder(paths, leave_s=0.0):
+            pass
+    with hold_folder(paths), hold(paths, "orchestrator"), hold(paths, "trainer"):
+        assert launcher_of(paths) == os.getpid()
+
+
+@pytest.mark.parametrize("program", ["orchestrator", "trainer"])
+def test_a_second_process_of_a_kind_ends_at_once(program: str, tmp_path: Path) -> None:
+    words = ["@", "tests/e2e/scripted.toml", "--output-dir", str(tmp_path)]
+    with hold(RunPaths(tmp_path), program):
+        command = [sys.executable, "-m", f"trireme.cli.{program}", *words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == ConfigError.exit_code, ended.stderr
+    assert f"another {program} (process {os.getpid()}) is at work in {tmp_path}" in ended.stderr
+
+
+def test_a_batch_in_the_journal_is_never_replaced(tmp_path: Path) -> None:
+    ours, theirs = Journal(tmp_path), Journal(tmp_path)
+    ours.append(BatchRecord(0, [], [], State(next_batch=1)))
+    theirs.append(BatchRecord(0, [], [], State(next_batch=1)))  # the same: it may be written again after an error
+    with pytest.raises(JournalCorrupt, match="was written by another process"):
+        theirs.append(BatchRecord(0, [], [], State(next_batch=1, next_group=7)))
+    assert Journal(tmp_path).read(0).state.next_group == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["batch_000000.msgpack"]
+
+
+def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+    Journal(tmp_path).append(BatchRecord(0, [], [], State()))
+    (tmp_path / ".batch_000001.msgpack.4321.partial").write_bytes(b"half")
+    remove_partial_files(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["batch_000000.msgpack"]
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with (
+        pytest.raises(ConfigError, match=r"cannot lock files .* Choose another folder"),
+        hold_folder(RunPaths(tmp_path)),
+    ):
+        pass
+
+
+def test_a_line_of_metrics_is_on_disk_before_the_step_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def watch(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append((tmp_path / "metrics.jsonl").read_text())
+
+    monkeypatch.setattr(os, "fsync", watch)
+    MetricsFile(tmp_path / "metrics.jsonl", "trainer").append(3, {"loss": 0.5})
+    assert [json.loads(text)["loss"] for text in synced] == [0.5]
