@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
-from trireme.base.token import adopt_token
+from trireme.base.token import adopt_token, make_token, status_key, token, write_key
 from trireme.cli.door import make_room, run_door, show
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
@@ -65,11 +65,13 @@ def launch(config: RunConfig, devices: Devices) -> int:
         return 0
     check_launch(config, devices)
     adopt_token(config.hosts.token_file)
+    is_of_this_run = make_token()
     find_environments(config)
     warn_of_memory(config, devices)
     with hold_folder(config.paths) as lock:
         make_room(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
         write_configs(config, config.paths.configs)
+        write_key(config.paths.root, token() if is_of_this_run else status_key())
         note_surroundings(config, devices)
         with dashboard_beside(config):
             return supervise(plan(config, config.paths.run_config, devices), config, keep_open=(lock,))
