@@ -68,5 +68,5 @@ def read_entry(path: Path, number: int, kind: type[T], *, ways_out: str) -> T:
         raise JournalCorrupt(f"{path} holds entry {header.step}, by its name entry {number}. {ways_out}")
     try:
         return decode_as(kind, payload)
-    except msgspec.DecodeError as error:  # its checksum is right, so it was written so
+    except (msgspec.DecodeError, RecursionError) as error:  # its checksum is right, so it was written so
         raise JournalCorrupt(f"{path} is no {kind.__name__}: {error}. {ways_out}") from error
