@@ -19,8 +19,6 @@ CODE = """
         return 1.0
 """
 TEMPLATE = "{% for m in messages %}{{ m.role if m.content != 'say odd' else 1 + m.role }}: {{ m.content }}{% endfor %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content if m.content != 'say odd' else 1 + m.content }}{% endfor %}"
-)
 
 
 @pytest.mark.parametrize("odd", ["dict(role=0, content='say 25')", "'say odd'"])
