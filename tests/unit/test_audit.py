@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -170,11 +171,27 @@ def test_what_cannot_be_compared_or_differs_on_a_gpu_is_worth_a_note(config: Run
 
     rewrite_batch(config, 2, as_custom)
     (note,) = assert_holds(config.paths.root).findings.notes
+    assert "gone.py:best, which is called only with `--run-code`" in note
+    (note,) = audit_run(config.paths.root, run_code="gone.py:best").findings.notes
     assert "gone.py does not exist" in note
     on_gpu = write_whole_run(tmp_path / "gpu", device="cuda")
     planted_faults.confirm_otherwise(on_gpu)
     (note,) = assert_holds(on_gpu.paths.root).findings.notes
     assert "2. confirmation says that model.norm.weight" in note
+
+
+def test_no_code_that_a_journal_names_is_run(config: RunConfig, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+
+    def as_pager(record: BatchRecord) -> None:
+        args = {"cmd": f"touch {mark}; cat > {os.devnull}"}
+        custom = {"advantage": "custom", "advantage_path": "pydoc:pipepager", "advantage_args": args}
+        record.rules = msgspec.structs.replace(record.rules, **custom)
+
+    rewrite_batch(config, 2, as_pager)
+    audit_run(config.paths.root, run_code="mine:advantages")
+    audit([str(config.paths.root)])
+    assert not mark.exists()
 
 
 # planted faults

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import socket
 from pathlib import Path
@@ -132,3 +133,26 @@ def test_a_run_may_be_yet_to_come_but_not_its_place(tmp_path: Path, capsys: pyte
 def test_flags_typed_wrongly_are_refused(argv: list[str], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         dashboard([str(tmp_path), *argv])
+
+
+def test_every_page_says_what_it_may_talk_to_and_who_may_embed_it() -> None:
+    (answer,) = ask(None, {})
+    assert "frame-ancestors 'self'" in answer.headers["content-security-policy"]
+    assert "connect-src 'self'" in answer.headers["content-security-policy"]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+PROPS = {"label", "tip", "length", "MOST_RUNS", "rollout.place", "one.place", "key", "str(other == number).lower()"}
+PROPS |= {"str(other == self._number).lower()"}
+"""What is formatted into text for `props()`: constants of ours and numbers."""
+
+
+def test_no_name_out_of_a_run_is_formatted_into_properties_that_are_parsed() -> None:
+    """NiceGUI parses text for `props()`, and takes a property that begins with `:` for JavaScript."""
+    found = set()
+    for file in Path("src/trireme/monitor/dashboard").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "props":
+                parts = [part for each in node.args for part in ast.walk(each) if isinstance(part, ast.FormattedValue)]
+                found |= {ast.unparse(part.value) for part in parts}
+    assert found == PROPS
