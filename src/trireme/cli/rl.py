@@ -13,7 +13,7 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import check, check_launch
 from trireme.config.run import RunConfig
-from trireme.config.written import read_table, write_rooms, write_run
+from trireme.config.written import read_table, without_secrets, write_rooms, write_run
 from trireme.launch.folder import check_folder, hold_folder
 from trireme.launch.going_on import check_goes_on, is_trained
 from trireme.launch.plan import plan
@@ -120,7 +120,11 @@ def write_configs(config: RunConfig, folder: Path) -> None:
 def _tell_changes(earlier: Path, now: Path) -> None:
     from trireme.monitor.diff.configuration import compare_configurations
 
-    changed = [each for each in compare_configurations(read_table(earlier), read_table(now)) if not each.is_place]
+    changed = [
+        each
+        for each in compare_configurations(*map(without_secrets, map(read_table, (earlier, now))))
+        if not each.is_place
+    ]
     if changed:
         print(f"other settings than before (those are in {earlier}):")
     for each in changed:
