@@ -120,11 +120,8 @@ def write_configs(config: RunConfig, folder: Path) -> None:
 def _tell_changes(earlier: Path, now: Path) -> None:
     from trireme.monitor.diff.configuration import compare_configurations
 
-    changed = [
-        each
-        for each in compare_configurations(*map(without_secrets, map(read_table, (earlier, now))))
-        if not each.is_place
-    ]
+    before, after = (without_secrets(read_table(file)) for file in (earlier, now))
+    changed = [each for each in compare_configurations(before, after) if not each.is_place]
     if changed:
         print(f"other settings than before (those are in {earlier}):")
     for each in changed:

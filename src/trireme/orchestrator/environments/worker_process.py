@@ -365,6 +365,6 @@ class EnvironmentWorker:
         return ConfigError(
             f"Environment {self._load.module!r} {what.rstrip('.')}. Last lines:\n"
             + "\n".join(f"  {line}" for line in lines)
-            + f"\nExpected its `load_environment(**{without_secrets(self._load.args)!r})` to return an environment - correct it, or "
-            f"`args`; the whole log is {self.log_file}"
+            + f"\nExpected its `load_environment(**{without_secrets(self._load.args)!r})` to return an environment - "
+            f"correct it, or `args`; the whole log is {self.log_file}"
         )
