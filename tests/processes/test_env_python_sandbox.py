@@ -424,3 +424,55 @@ def test_what_code_prints_is_compared_line_by_line():
 def test_a_score_without_tests_is_refused():
     with pytest.raises(ValueError, match="No tests were given"):
         score("pass", [])
+
+
+# what it may see of its caller, and of others
+
+
+SPY = """
+import glob, os, socket
+seen = []
+for path in [*glob.glob("/proc/[0-9]*/environ"), *glob.glob("/proc/[0-9]*/mem"), {answers!r}, "/etc/passwd"]:
+    try:
+        with open(path, "rb") as file:
+            seen.append((path, b"sk-very-secret" in file.read(1 << 20)))
+    except OSError:
+        pass
+try:
+    seen.append(socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM))
+except OSError:
+    pass
+print(seen)
+"""
+
+
+def test_the_code_of_an_ordinary_user_sees_no_file_of_that_user(tmp_path: Path) -> None:
+    """Python of the system: that of a virtual environment may lie in a folder which this user may not enter."""
+    program = next(path for path in ("/usr/bin/python3", sys.executable) if Path(path).exists())
+    answers = tmp_path / "answers.txt"
+    answers.write_text("sk-very-secret")
+    for folder in (answers, *answers.parents[:3]):
+        folder.chmod(0o777)
+    code = f"import asyncio, python_sandbox as s; print(asyncio.run(s.run_python({SPY.format(answers=str(answers))!r}, "
+    users = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+    environ = {"PYTHONPATH": str(FOLDER), "SECRET_API_KEY": "sk-very-secret", "PYTHONDONTWRITEBYTECODE": "1"}
+    for confinement in ("namespaces", "filter"):
+        command = [program, "-c", f"{code}confinement={confinement!r})))"]
+        ran = subprocess.run(command, capture_output=True, text=True, env=environ, cwd="/", timeout=60, **users)
+        if "SandboxError" in ran.stderr:
+            continue  # not on this machine
+        assert "stdout='[]\\n'" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_all_processes_together_use_no_more_memory_than_two_may(namespaces: str) -> None:
+    code = """
+        import os, time
+        for _ in range(4):
+            if not os.fork():
+                held = bytearray(90 << 20)
+                time.sleep(30)
+        time.sleep(30)
+    """
+    result = run(code, limits=Limits(timeout_s=20, memory_mib=128), confinement=namespaces)
+    assert result.reason == "memory"
+    assert run("held = bytearray(90 << 20)", memory_mib=128, confinement=namespaces).is_done
