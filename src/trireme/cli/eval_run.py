@@ -233,7 +233,7 @@ def _is_to_go_on(file: Path, settings: dict[str, Any]) -> bool:
     try:
         before = json.loads(file.read_text())
         return before["finished"] is False and all(before[key] == value for key, value in settings.items())
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

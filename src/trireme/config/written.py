@@ -40,7 +40,7 @@ def read_table(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({error}) - expected a TOML file. Check its rights.") from None
     try:
         return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(_syntax_error(path, text, error)) from None
 
 
@@ -52,7 +52,7 @@ def _near(path: Path) -> str:
     return f"Near it: {', '.join(map(str, near))}." if near else f"There are no TOML files in {where}."
 
 
-def _syntax_error(path: Path, text: str, error: ValueError) -> str:
+def _syntax_error(path: Path, text: str, error: Exception) -> str:
     kind = "JSON" if path.suffix == ".json" else "TOML"
     place = re.search(r"line (\d+)", str(error))
     number = int(place[1]) if place else text.count("\n") + 1

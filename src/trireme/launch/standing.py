@@ -96,7 +96,7 @@ def _ask(config: RunConfig, paths: RunPaths, token: str | None, address: str | N
             url, headers=bearer(token or read_key(paths.root)), timeout=ANSWER_S, trust_env=False
         ).raise_for_status()
         status = msgspec.json.decode(answer.content, type=Status)
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError):
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, RecursionError):
         return None
     return status if _is_about(status, paths) else None
 

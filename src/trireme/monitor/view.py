@@ -55,7 +55,7 @@ class StatusPoller:
     def _ask(self, client: httpx.Client) -> Status | None:
         try:
             return msgspec.json.decode(client.get(self.url).raise_for_status().content, type=Status)
-        except (httpx.HTTPError, msgspec.DecodeError):
+        except (httpx.HTTPError, msgspec.DecodeError, RecursionError):
             return None
 
 

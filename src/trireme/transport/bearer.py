@@ -13,10 +13,9 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from trireme.base.log import Sparingly, get_logger
-from trireme.base.network import is_loopback
+from trireme.base.network import host_of, is_loopback
 from trireme.base.token import KEY_FILE, TOKEN, is_same, token
 
 OPEN = ("/health",)
@@ -50,7 +49,7 @@ def is_from_here(scope: Message) -> bool:
     """Whether a program of this machine sent a request, rather than a page in its browser."""
     host, origin = header(scope, b"host"), header(scope, b"origin")
     site = header(scope, b"sec-fetch-site")
-    return is_loopback(urlsplit(f"//{host}").hostname or "") and not origin and site in ("", "none", "same-origin")
+    return is_loopback(host_of(host)) and not origin and site in ("", "none", "same-origin")
 
 
 def header(scope: Message, name: bytes) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
-from trireme.base.network import is_loopback
+from trireme.base.network import host_of, is_loopback
 from trireme.base.token import derive, is_same
 
 COOKIE = "trireme_dashboard"
@@ -76,10 +76,10 @@ class Gate:
 def may_enter(scope: Message, key: str | None) -> bool:
     """Without a key the dashboard listens on loopback only, and answers only to loopback's names."""
     host, origin = _header(scope, b"host"), _header(scope, b"origin")
-    if origin and urlsplit(origin).netloc != host:
+    if origin and origin.partition("://")[2] != host:
         return False
     if key is None:
-        return is_loopback(urlsplit(f"//{host}").hostname or "")
+        return is_loopback(host_of(host))
     given = _asked_key(scope) or _cookie_key(scope) or ""
     return is_same(key, given)
 

@@ -51,7 +51,7 @@ def ask_status(config: dict[str, Any], folder: Path) -> Status | None:
     try:
         answer = _client().get(status_url(config), headers=bearer(read_key(folder)))
         status = msgspec.json.decode(answer.raise_for_status().content, type=Status)
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, ValueError):
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, ValueError, RecursionError):
         return None
     return status if _is_about(status, folder) else None
 

@@ -141,7 +141,7 @@ def _module_of(folder: Path) -> str:
     try:
         project = tomllib.loads((folder / "pyproject.toml").read_text())
         return _module_name(project["project"]["name"])
-    except (tomllib.TOMLDecodeError, KeyError) as error:
+    except (tomllib.TOMLDecodeError, KeyError, RecursionError) as error:
         raise ConfigError(
             f"{folder / 'pyproject.toml'} has no readable [project] name ({error!r}) - expected the environment's name "
             'there; its module has the same name with "_" for "-" - add it.'
