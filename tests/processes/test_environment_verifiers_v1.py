@@ -124,3 +124,12 @@ def test_trouble_in_v1_costs_its_rollout_and_is_no_zero(folder):
 def test_what_of_v1_cannot_be_supported_is_refused_at_load(folder):
     with pytest.raises(ConfigError, match=r"agents assistant, user, of which the policy would play assistant, user"):
         with_package(folder, "v1-echo", lambda environment: None, id="user-sim")
+
+
+def test_a_harness_given_as_an_environment_is_told_where_it_belongs(folder):
+    async def main() -> None:
+        async with open_package(folder, "v1-harness"):
+            pass
+
+    with pytest.raises(ConfigError, match=r'v1_harness is a harness of verifiers v1.*harness = \{ id = "v1_harness"'):
+        asyncio.run(main())
