@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from fake_engine import FakeEngine, open_fake_engine
+from fake_engine import open_fake_engine
 from trireme.base.errors import DeadlineExceeded
-from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
-from trireme.orchestrator.engine_keeper import keep_engines, until_up
-from trireme.orchestrator.inference_pool import KEEP_IDLE_S, Engine, InferencePool, OverlongPrompt, open_inference_pool
+from trireme.orchestrator.engine_keeper import keep_engines
+from trireme.orchestrator.inference_pool import KEEP_IDLE_S, Engine, OverlongPrompt, open_inference_pool
 
 END = 2
-VLLM_ENVIRONMENT = Path(find_spec("vllm").submodule_search_locations[0]) / "envs.py"
+SAYS_7 = {"answer": lambda asked: [7, END]}
 
 
 def with_pool(
@@ -31,39 +30,33 @@ def with_pool(
     timeout_s: float = 20,
     request_timeout_s: float | None = None,
     max_concurrent: int = 64,
-    live: bool = True,
     **knobs: Any,
 ) -> Any:
     """Calls `use(pool, engine, ...)` with engines that serve version 0."""
 
     async def main() -> Any:
         async with AsyncExitStack() as stack, asyncio.timeout(20):
-            engines: list[FakeEngine] = [
-                await stack.enter_async_context(open_fake_engine(**knobs)) for _ in range(num_engines)
-            ]
-            pool = await stack.enter_async_context(
-                open_inference_pool(
-                    [engine.url for engine in engines],
-                    waits=Waits("orchestrator"),
-                    max_model_len=32,
-                    timeout_s=timeout_s,
-                    request_timeout_s=request_timeout_s,
-                    max_concurrent=max_concurrent,
-                )
+            engines = [await stack.enter_async_context(open_fake_engine(**knobs)) for _ in range(num_engines)]
+            opened = open_inference_pool(
+                [engine.url for engine in engines],
+                waits=Waits("orchestrator"),
+                max_model_len=32,
+                timeout_s=timeout_s,
+                request_timeout_s=request_timeout_s,
+                max_concurrent=max_concurrent,
             )
+            pool = await stack.enter_async_context(opened)
             pool.retry_s = pool.health_interval_s = 0.01
             for engine in engines:
                 engine.version = 0
 
             async def judge(engine: Engine) -> bool:
-                if live:
-                    pool.go_live(engine, 0)
-                return live
+                pool.go_live(engine, 0)
+                return True
 
             async with asyncio.TaskGroup() as tasks:
                 keeping = tasks.create_task(keep_engines(pool, judge, start_timeout_s=20))
-                while any(engine.state == "starting" for engine in pool.engines):
-                    await asyncio.sleep(0.01)
+                await until(lambda: len(pool.live_engines()) == num_engines)
                 result = await use(pool, *engines)
                 keeping.cancel()
             return result
@@ -71,19 +64,21 @@ def with_pool(
     return asyncio.run(main())
 
 
-def test_a_request_that_was_aborted_in_the_engine_is_sent_again():
-    """What it had sampled by then is no turn."""
-    endings = iter(["abort", "stop"])
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
 
-    def end(response: dict) -> dict:
-        response["choices"][0]["finish_reason"] = next(endings)
-        return response
 
+def test_a_turn_comes_back_as_the_engine_gave_it():
     async def use(pool, engine):
-        return await pool.generate([5], {"max_tokens": 9}), len(engine.requests)
+        turn = await pool.generate([5, 6], {"temperature": 0.5, "max_tokens": 3})
+        (asked,) = engine.requests
+        assert (asked.ids, asked.sampling["temperature"], asked.sampling["max_tokens"]) == ([5, 6], 0.5, 3)
+        return turn
 
-    turn, asked = with_pool(use, answer=says(7, END), mangle=end)
-    assert (turn.ids, turn.finish_reason, asked) == ([7, END], "stop", 2)
+    turn = with_pool(use, answer=lambda asked: [7, 8, END])
+    assert (turn.ids, turn.spoken, turn.versions, len(turn.logprobs)) == ([7, 8, END], [7, 8], [0, 0, 0], 3)
+    assert (turn.finish_reason, turn.cut) == ("stop", None)
 
 
 @pytest.mark.parametrize(
@@ -93,71 +88,7 @@ def test_it_is_known_what_a_turn_ran_out_of(prompt, max_tokens, cut):
     async def use(pool, engine):
         return await pool.generate([5] * prompt, {"max_tokens": max_tokens})
 
-    assert with_pool(use, answer=says(7, 7, 7, 7)).cut == cut
-
-
-def test_a_turn_that_ended_ran_out_of_nothing():
-    async def use(pool, engine):
-        return await pool.generate([5], {"max_tokens": 2})
-
-    turn = with_pool(use, answer=says(7, END))
-    assert (turn.cut, turn.spoken) == (None, [7])
-
-
-def says(*ids: int) -> Callable[[Any], list[int]]:
-    return lambda asked: list(ids)
-
-
-def test_a_turn_comes_back_as_the_engine_gave_it():
-    async def use(pool, engine):
-        turn = await pool.generate([5, 6], {"temperature": 0.5, "max_tokens": 9})
-        (asked,) = engine.requests
-        assert (asked.ids, asked.sampling["temperature"], asked.sampling["max_tokens"]) == ([5, 6], 0.5, 9)
-        return turn
-
-    turn = with_pool(use, answer=says(7, 8, END))
-    assert (turn.ids, turn.versions, turn.finish_reason) == ([7, 8, END], [0, 0, 0], "stop")
-    assert len(turn.logprobs) == 3
-
-
-def test_a_request_that_the_engine_drops_is_sent_again():
-    async def use(pool, engine):
-        return await pool.generate([5], {}), len(engine.requests)
-
-    turn, num_requests = with_pool(use, drop_next=2, answer=says(7, END))
-    assert (turn.ids, num_requests) == ([7, END], 3)
-
-
-def test_a_request_that_is_dropped_again_and_again_ends_with_the_engines_name():
-    async def use(pool, engine):
-        with pytest.raises(DeadlineExceeded, match=f"{engine.url} to answer a request that it dropped again and again"):
-            await pool.generate([5], {})
-
-    with_pool(use, drop_next=1_000_000, timeout_s=0.2)
-
-
-def test_a_request_that_was_long_under_way_before_it_was_dropped_for_the_first_time_is_sent_again():
-    async def slow_and_in_vain(asked):
-        asked_for.append(asked)
-        if len(asked_for) == 1:
-            await asyncio.sleep(0.6)
-            raise web.HTTPBadGateway
-
-    async def use(pool, engine):
-        return await pool.generate([5], {})
-
-    asked_for = []
-    turn = with_pool(use, delay=slow_and_in_vain, answer=says(7, END), timeout_s=0.3, request_timeout_s=20)
-    assert (turn.ids, len(asked_for)) == ([7, END], 2)
-
-
-def test_a_request_that_the_engine_refuses_is_not_tried_again():
-    async def use(pool, engine):
-        with pytest.raises(ValueError, match=r"refused a request \(400\).*refused with 400"):
-            await pool.generate([5], {})
-        return len(engine.requests)
-
-    assert with_pool(use, refuse=lambda asked: 400) == 1
+    assert with_pool(use, answer=lambda asked: [7, 7, 7, 7]).cut == cut
 
 
 def test_a_prompt_that_fills_the_context_is_not_sent_and_a_long_one_leaves_less_room():
@@ -171,11 +102,54 @@ def test_a_prompt_that_fills_the_context_is_not_sent_and_a_long_one_leaves_less_
     assert with_pool(use) == [1, 2]
 
 
+def test_a_request_that_the_engine_drops_or_aborts_is_sent_again():
+    """What it had sampled by then is no turn."""
+    endings = iter(["abort", "stop"])
+
+    def end(response: dict) -> dict:
+        response["choices"][0]["finish_reason"] = next(endings)
+        return response
+
+    async def use(pool, engine):
+        return await pool.generate([5], {"max_tokens": 9}), len(engine.requests)
+
+    turn, num_requests = with_pool(use, drop_next=2, mangle=end, **SAYS_7)
+    assert (turn.ids, turn.finish_reason, num_requests) == ([7, END], "stop", 4)
+
+
+def test_a_request_that_is_dropped_again_and_again_ends_with_the_engines_name():
+    async def use(pool, engine):
+        with pytest.raises(DeadlineExceeded, match=f"{engine.url} to answer a request that it dropped again and again"):
+            await pool.generate([5], {})
+
+    with_pool(use, drop_next=1_000_000, timeout_s=0.2)
+
+
+def test_a_request_that_was_long_under_way_before_it_was_dropped_for_the_first_time_is_sent_again():
+    async def slow_and_in_vain(asked):
+        if asked.number == 0:
+            await asyncio.sleep(0.5)
+            raise web.HTTPBadGateway
+
+    async def use(pool, engine):
+        return (await pool.generate([5], {})).ids, len(engine.requests)
+
+    assert with_pool(use, delay=slow_and_in_vain, timeout_s=0.3, request_timeout_s=20, **SAYS_7) == ([7, END], 2)
+
+
+def test_a_request_that_the_engine_refuses_is_not_tried_again():
+    async def use(pool, engine):
+        with pytest.raises(ValueError, match=r"refused a request \(400\).*refused with 400"):
+            await pool.generate([5], {})
+        return len(engine.requests)
+
+    assert with_pool(use, refuse=lambda asked: 400) == 1
+
+
 def test_versions_are_told_for_each_token_of_a_turn_that_an_update_interrupts():
     async def use(pool, engine):
         turn = asyncio.create_task(pool.generate([5], {}))
-        while not engine.requests:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.requests)
         await asyncio.sleep(0.05)
         pool.quarantine(pool.engines[0])
         await pool.post(pool.engines[0], "pause")
@@ -184,40 +158,22 @@ def test_versions_are_told_for_each_token_of_a_turn_that_an_update_interrupts():
         pool.go_live(pool.engines[0], 1)
         return (await turn).versions
 
-    versions = with_pool(use, answer=says(*range(10, 20)), token_s=0.02)
+    versions = with_pool(use, answer=lambda asked: list(range(10, 20)), token_s=0.02)
     assert len(versions) == 10
     assert versions == sorted(versions)
     assert set(versions) == {0, 1}
 
 
-def test_an_answer_that_comes_while_new_weights_are_in_doubt_waits_for_their_confirmation():
+def test_nothing_is_asked_of_an_engine_that_has_confirmed_nothing_and_the_time_is_not_its_fault():
     async def use(pool, engine):
-        hold = asyncio.Event()
-        engine.delay = lambda asked: hold.wait()
-        turn = asyncio.create_task(pool.generate([5], {}))
-        while not engine.requests:
-            await asyncio.sleep(0.01)
         pool.quarantine(pool.engines[0])
-        engine.version = 1
-        hold.set()
-        done, _ = await asyncio.wait([turn], timeout=0.1)
-        assert not done
-        pool.go_live(pool.engines[0], 1)
-        return (await turn).versions
-
-    assert with_pool(use, answer=says(7)) == [1]
-
-
-def test_nothing_is_asked_of_an_engine_that_has_confirmed_nothing():
-    async def use(pool, engine):
         turn = asyncio.create_task(pool.generate([5], {}))
-        done, _ = await asyncio.wait([turn], timeout=0.1)
-        assert not done
-        assert engine.requests == []
-        assert pool.describe() == f"{engine.url} is quarantined"
-        turn.cancel()
+        await asyncio.sleep(0.3)
+        assert (turn.done(), engine.requests, pool.describe()) == (False, [], f"{engine.url} is quarantined")
+        pool.go_live(pool.engines[0], 0)
+        return (await turn).ids
 
-    with_pool(use, live=False, timeout_s=0.1)
+    assert with_pool(use, timeout_s=0.2, **SAYS_7) == [7, END]
 
 
 def test_no_more_requests_are_under_way_than_allowed():
@@ -236,11 +192,6 @@ def test_requests_spread_over_the_engines():
     assert with_pool(use, num_engines=2, token_s=0.01) == (10, 10)
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
 def test_an_engine_whose_core_is_dead_is_asked_nothing_though_its_server_stands():
     async def use(pool, engine):
         engine.dead = True
@@ -251,7 +202,7 @@ def test_an_engine_whose_core_is_dead_is_asked_nothing_though_its_server_stands(
         engine.dead = False
         return (await turn).ids
 
-    assert with_pool(use, answer=says(7, END)) == [7, END]
+    assert with_pool(use, **SAYS_7) == [7, END]
 
 
 def test_an_engine_that_is_unwell_for_a_moment_is_not_given_up():
@@ -281,68 +232,38 @@ def test_an_answer_by_weights_that_nobody_confirmed_is_thrown_away_and_asked_for
         await asyncio.sleep(0.05)
         engine.version = -1  # a successor that holds the base model
         turn = asyncio.create_task(pool.generate([5], {}))
-        await until(lambda: len(engine.requests) >= 1)
+        await until(lambda: engine.requests)
         await until(lambda: pool.engines[0].life >= 2)  # suspected at once, whatever the interval
         engine.version = 0
         return (await turn).versions
 
-    assert with_pool(use, answer=says(7, END)) == [0, 0]
+    assert with_pool(use, **SAYS_7) == [0, 0]
 
 
 def test_an_answer_of_an_earlier_life_is_not_taken_for_one_of_the_weights_confirmed_since():
     async def use(pool, engine):
         hold = asyncio.Event()
-        engine.delay = lambda asked: hold.wait() if asked.number == 0 else asyncio.sleep(0)
+        engine.delay = lambda asked: hold.wait()
         turn = asyncio.create_task(pool.generate([5], {}))
         await until(lambda: engine.requests)
         pool.quarantine(pool.engines[0])
         hold.set()
-        await asyncio.sleep(0.05)
+        await until(lambda: not pool.engines[0].in_flight)
         pool.engines[0].life += 1
         pool.go_live(pool.engines[0], 0)
         await turn
         return len(engine.requests)
 
-    assert with_pool(use, answer=says(7, END)) == 2
-
-
-def test_the_time_that_no_engine_was_live_is_not_the_engines_fault():
-    async def use(pool, engine):
-        pool.quarantine(pool.engines[0])
-        turn = asyncio.create_task(pool.generate([5], {}))
-        await asyncio.sleep(0.3)
-        pool.go_live(pool.engines[0], 0)
-        return (await turn).ids
-
-    assert with_pool(use, answer=says(7, END), timeout_s=0.2) == [7, END]
-
-
-def test_an_engine_that_does_not_come_up_is_named(tmp_path):
-    async def main():
-        url = f"http://127.0.0.1:{free_port()}"
-        waits = Waits("orchestrator", tmp_path)
-        async with open_inference_pool([url], waits=waits, max_model_len=8, timeout_s=1, max_concurrent=1) as pool:
-            with pytest.raises(DeadlineExceeded, match=rf"{url} to come up from inference.*inference\.stdout"):
-                await until_up(pool, pool.engines[0], 0.1)
-
-    asyncio.run(main())
-
-
-def test_logprobs_of_a_prompt_are_those_of_its_tokens_after_the_first():
-    async def use(pool: InferencePool, engine):
-        return await pool.prompt_logprobs(pool.engines[0], [3, 1, 4])
-
-    assert len(with_pool(use)) == 2
+    assert with_pool(use, **SAYS_7) == 2
 
 
 def test_no_request_goes_out_on_a_connection_that_the_engine_is_about_to_close():
     """An engine closes what was idle for so long; the request that comes just then is lost, and costs a second."""
-    found = re.search(r"VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int = (\d+)", VLLM_ENVIRONMENT.read_text())
-    assert found is not None
-    assert int(found[1]) > KEEP_IDLE_S
+    settings = Path(find_spec("vllm").submodule_search_locations[0]) / "envs.py"
+    closes_after_s = re.search(r"VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int = (\d+)", settings.read_text())[1]
+    assert int(closes_after_s) > KEEP_IDLE_S
 
-    async def use(pool: InferencePool, *_: Any) -> float:
-        assert pool.session.connector is not None
+    async def use(pool, engine):
         return pool.session.connector._keepalive_timeout
 
     assert with_pool(use) == KEEP_IDLE_S
