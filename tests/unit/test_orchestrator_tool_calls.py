@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trireme.orchestrator.chat import _for_template
+from trireme.orchestrator.environments.wire import ToolCall
 from trireme.orchestrator.tool_calls import split_tool_calls
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -37,6 +38,28 @@ def test_calls_and_text_are_those_of_the_pattern(text):
     said, calls = split_tool_calls(text, 1)
     assert (said, [call.name for call in calls]) == by_pattern(text)
     assert len({call.id for call in calls}) == len(calls)
+
+
+def test_tool_calls_leave_the_text_and_keep_their_order_and_the_models_arguments():
+    written = '<tool_call>{"name": "run", "arguments": "{\\"a\\": 1"}</tool_call>'
+    found = split_tool_calls(f'Let me.\n{CALL}\n<tool_call>\n{{"name": "now"}}\n</tool_call>{written}', 2)
+    calls = [("call00200", "add", '{"a": 1}'), ("call00201", "now", "{}"), ("call00202", "run", '{"a": 1')]
+    assert found == ("Let me.", [ToolCall(id=id, name=name, arguments=arguments) for id, name, arguments in calls])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{name: add}</tool_call>",
+        "<tool_call>[1, 2]</tool_call>",
+        "<tool_call>7</tool_call>",
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add"',
+        "  two lines\n",
+    ],
+)
+def test_what_is_no_tool_call_stays_text(text):
+    assert split_tool_calls(text, 1) == (text, [])
 
 
 @pytest.mark.parametrize(
