@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from tiny import (
     take_gradients,
     weights_of,
 )
-from trireme.algo.columns import Columns, Totals
+from trireme.algo.columns import LossFunction, Totals
 from trireme.algo.loss import build_loss
 from trireme.algo.packing import Sample, micro_batches_of_rank
 from trireme.config.losses import LOSSES
@@ -71,7 +72,18 @@ def trained(config: RunConfig, world: World, *, until: int = 1) -> tuple[Trainer
     return state, go_on(config, state, world, until=until)
 
 
-# iterations
+def passed(state: TrainerState, world: World, loss: LossFunction, **options: Any) -> dict[str, float]:
+    """Return the metrics of one forward and backward pass over batch 0."""
+    return forward_backward(
+        state.model,
+        micro_batches_of_rank(samples_at(0), capacity=CAPACITY, rank=0, world=1),
+        loss_tokens=num_loss_tokens(samples_at(0)),
+        loss_samples=len(LENGTHS),
+        step=0,
+        loss_function=loss,
+        world=world,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("name", ["importance", "ppo", "gspo", "decoupled", "icepop"])
@@ -79,17 +91,9 @@ def test_one_iteration_is_a_plain_step_to_the_bit(tiny_model: Path, world: World
     state, metrics = trained(config_of(tiny_model, type=name, num_iterations=1), world)
     plain = open_state(tiny_model, world)
     plain.optimizer = torch.optim.AdamW(plain.model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
-    samples = samples_at(0)
-    expected = forward_backward(
-        plain.model,
-        micro_batches_of_rank(samples, capacity=CAPACITY, rank=0, world=1),
-        loss_tokens=num_loss_tokens(samples),
-        loss_samples=len(samples),
-        step=0,
-        loss_function=policy_gradient(Loss(type=name)),
-        world=world,
-        anchors=Anchors(recomputed=LOSSES[name].proximal == "recomputed"),
-    ) | update(plain.model, plain.optimizer, 1.0)
+    anchors = Anchors(recomputed=LOSSES[name].proximal == "recomputed")
+    expected = passed(plain, world, policy_gradient(Loss(type=name)), anchors=anchors)
+    expected |= update(plain.model, plain.optimizer, 1.0)
     assert are_equal(weights_of(state.model), weights_of(plain.model))
     assert metrics == [expected | {"lr": 1e-3, "skipped_in_a_row": 0.0}]
 
@@ -117,19 +121,14 @@ def test_later_iterations_are_against_the_weights_that_the_batch_began_with(tiny
     assert are_equal(weights_of(state.model), weights_of(by_hand.model))
 
 
-def test_a_batch_makes_one_version_however_often_it_is_trained_on(tiny_model: Path, world: World) -> None:
-    state, metrics = trained(config_of(tiny_model, type="ppo", num_iterations=3), world, until=2)
-    assert state.version == 2
-    assert len(metrics) == 2
-    counters = {int(entry["step"]) for entry in state.optimizer.state.values()}
-    assert counters == {6}
-
-
 def test_the_same_batches_give_the_same_bits_with_every_term_of_the_loss(tiny_model: Path, world: World) -> None:
+    """Each batch makes one version, however often it is trained on."""
     config = config_of(tiny_model, type="tis", num_iterations=2, beta=0.1, reference_update_every=1, entropy_bonus=0.01)
     (one, metrics), (other, others) = (trained(config, world, until=3) for _ in range(2))
     assert are_equal(content_of(one), content_of(other))
     assert metrics == others
+    assert (one.version, len(metrics)) == (3, 3)
+    assert {int(entry["step"]) for entry in one.optimizer.state.values()} == {6}
 
 
 def test_metrics_of_several_iterations_are_their_means_but_for_what_is_of_the_first() -> None:
@@ -137,9 +136,6 @@ def test_metrics_of_several_iterations_are_their_means_but_for_what_is_of_the_fi
     second = {"loss": 2.0, "mismatch_kl": 0.9, "skipped_update": 1.0}
     assert merged([first, second]) == {"loss": 1.5, "mismatch_kl": 0.1, "skipped_update": 2.0}
     assert merged([first]) == first
-
-
-# the reference model
 
 
 def test_the_base_model_is_the_reference_and_stays_so(tiny_model: Path, world: World) -> None:
@@ -152,12 +148,43 @@ def test_the_base_model_is_the_reference_and_stays_so(tiny_model: Path, world: W
     assert state.reference is not None
     assert are_equal(weights_of(state.reference.model), base)
     assert all(parameter.grad is None for parameter in state.reference.model.parameters())
+    without, (metrics_without,) = trained(config_of(tiny_model), world)
+    assert without.reference is None
+    assert "reference_kl" not in metrics_without
 
 
-def test_without_a_pull_there_is_no_reference_model(tiny_model: Path, world: World) -> None:
-    state, metrics = trained(config_of(tiny_model), world)
-    assert state.reference is None
-    assert "reference_kl" not in metrics[0]
+def test_only_a_reference_that_moved_is_in_checkpoints_which_serve_a_run_without_one(
+    tmp_path: Path, tiny_model: Path, world: World
+) -> None:
+    sizes = {}
+    for name, loss in (("fixed", {"beta": 0.1}), ("moving", {"beta": 0.1, "reference_update_every": 1})):
+        state, _ = trained(config_of(tiny_model, **loss), world)
+        save(tmp_path / name, state, world)
+        sizes[name] = (tmp_path / name / "step_1" / "rank_0.safetensors").stat().st_size
+        other = base_state(config_of(tiny_model), world)
+        open_store(tmp_path / name, world).resume(other, resume=True)
+        assert are_equal(content_of(other), content_of(state))
+    assert sizes["moving"] == pytest.approx(4 / 3 * sizes["fixed"], rel=0.02)  # weights, two moments, and the reference
+
+
+@pytest.mark.parametrize(
+    ("weak", "strong", "metric", "expected"),
+    [
+        ({"beta": 1e-6}, {"beta": 5.0}, "reference_kl", lambda weak, strong: strong < 0.5 * weak),
+        ({}, {"entropy_bonus": 1.0}, "policy/entropy", lambda weak, strong: strong > weak),
+    ],
+    ids=["a strong pull holds the policy near its reference", "the entropy bonus raises the entropy"],
+)
+def test_terms_of_the_loss_have_their_effect(
+    tiny_model: Path, world: World, weak: dict, strong: dict, metric: str, expected: Callable[[float, float], bool]
+) -> None:
+    found = []
+    for loss in (weak, strong):
+        config = config_of(tiny_model, type="reinforce", kl_estimator="k2", **loss)
+        stepper = Stepper(config, base_state(config, world), world)
+        replies = [batch_reply(samples_at(0), world, capacity=CAPACITY, step=step) for step in range(6)]
+        found.append([stepper.step(reply)[metric] for reply in replies][-1])
+    assert expected(*found)
 
 
 def test_the_policy_becomes_the_reference_every_so_many_versions(tiny_model: Path, world: World) -> None:
@@ -193,27 +220,6 @@ def test_a_run_with_a_moving_reference_goes_on_from_a_checkpoint_to_the_same_bit
     assert are_equal(weights_of(resumed.reference.model), weights_of(straight.reference.model))
 
 
-def test_a_reference_that_is_the_base_model_takes_no_room_in_checkpoints(
-    tmp_path: Path, tiny_model: Path, world: World
-) -> None:
-    sizes = {}
-    for name, loss in (("fixed", {"beta": 0.1}), ("moving", {"beta": 0.1, "reference_update_every": 1})):
-        state, _ = trained(config_of(tiny_model, **loss), world)
-        save(tmp_path / name, state, world)
-        sizes[name] = (tmp_path / name / "step_1" / "rank_0.safetensors").stat().st_size
-    assert sizes["moving"] == pytest.approx(4 / 3 * sizes["fixed"], rel=0.02)  # weights, two moments, and the reference
-
-
-def test_a_checkpoint_with_a_moved_reference_serves_a_run_without_one(
-    tmp_path: Path, tiny_model: Path, world: World
-) -> None:
-    state, _ = trained(config_of(tiny_model, beta=0.1, reference_update_every=1), world)
-    save(tmp_path, state, world)
-    other = base_state(config_of(tiny_model), world)
-    open_store(tmp_path, world).resume(other, resume=True)
-    assert are_equal(content_of(other), content_of(state))
-
-
 def test_the_reference_of_a_model_from_scratch_is_that_very_model(tiny_model: Path, world: World) -> None:
     config = updated(config_of(tiny_model, beta=0.05), {"trainer.model.from_scratch": True})
     state = base_state(config, world)
@@ -221,43 +227,14 @@ def test_the_reference_of_a_model_from_scratch_is_that_very_model(tiny_model: Pa
     assert are_equal(weights_of(state.model), weights_of(state.reference.model))
 
 
-def test_a_strong_pull_holds_the_policy_near_its_reference(tiny_model: Path, world: World) -> None:
-    found = {}
-    for beta in (1e-6, 5.0):
-        config = config_of(tiny_model, type="reinforce", beta=beta, kl_estimator="k2", lr=1e-3)
-        state = base_state(config, world)
-        stepper = Stepper(config, state, world)
-        replies = [batch_reply(samples_at(0), world, capacity=CAPACITY, step=step) for step in range(6)]
-        found[beta] = [stepper.step(reply)["reference_kl"] for reply in replies][-1]
-    assert found[5.0] < 0.5 * found[1e-6]
-
-
-def test_the_entropy_bonus_raises_the_entropy(tiny_model: Path, world: World) -> None:
-    found = {}
-    for bonus in (0.0, 1.0):
-        config = config_of(tiny_model, type="reinforce", entropy_bonus=bonus)
-        state = base_state(config, world)
-        stepper = Stepper(config, state, world)
-        replies = [batch_reply(samples_at(0), world, capacity=CAPACITY, step=step) for step in range(4)]
-        found[bonus] = [stepper.step(reply)["policy/entropy"] for reply in replies][-1]
-    assert found[1.0] > found[0.0]
-
-
-# rows
-
-
 @pytest.mark.parametrize("normalize", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("name", ["importance", "gspo"])
+@pytest.mark.parametrize("options", [{"type": "importance"}, {"type": "gspo", "clip_low": 0.5, "clip_high": 2.0}])
 def test_gradients_do_not_depend_on_the_packing_however_they_are_normalized(
-    tiny_model: Path, world: World, name: str, normalize: str
+    tiny_model: Path, world: World, options: dict[str, Any], normalize: Any
 ) -> None:
-    loss = (
-        Loss(type=name, normalize=normalize)
-        if name == "importance"
-        else Loss(type=name, normalize=normalize, clip_low=0.5, clip_high=2.0)
-    )
     state, found = open_state(tiny_model, world), []
     for capacity in (sum(LENGTHS), 32):
+        loss = Loss(normalize=normalize, **options)
         metrics = backward(state, samples_at(0), world, capacity=capacity, loss=loss)
         found.append((metrics, take_gradients(state.model)))
     assert largest_difference(found[0][1], found[1][1]) < 1e-5
@@ -267,10 +244,9 @@ def test_gradients_do_not_depend_on_the_packing_however_they_are_normalized(
 def test_the_samples_of_a_row_are_told_apart(tiny_model: Path, world: World) -> None:
     (row,) = micro_batches_of_rank(samples_at(0), capacity=sum(LENGTHS), rank=0, world=1)
     columns = compute_columns(open_state(tiny_model, world).model, row, world.device)
-    masks = [sample.tokens.loss_mask for sample in samples_at(0)]
-    assert columns.num_samples == len(LENGTHS)
-    assert torch.bincount(columns.samples).tolist() == [int(mask.sum()) for mask in masks]
-    assert columns.lengths().tolist() == [int(mask.sum()) for mask in masks for _ in range(int(mask.sum()))]
+    counts = [int(sample.tokens.loss_mask.sum()) for sample in samples_at(0)]
+    assert (columns.num_samples, torch.bincount(columns.samples).tolist()) == (len(LENGTHS), counts)
+    assert columns.lengths().tolist() == [count for count in counts for _ in range(count)]
 
 
 def test_averages_over_samples_leave_out_those_without_a_token_that_counts(tiny_model: Path, world: World) -> None:
@@ -282,9 +258,6 @@ def test_averages_over_samples_leave_out_those_without_a_token_that_counts(tiny_
     assert largest_difference(*found) < 1e-5
 
 
-# sampling that was cut
-
-
 def kept_sample(seed: int = 0) -> tuple[Sample, list[list[int]]]:
     """A sample whose tokens were drawn from a few, from one, and from all tokens, in turn."""
     rng = np.random.default_rng(seed)
@@ -294,9 +267,8 @@ def kept_sample(seed: int = 0) -> tuple[Sample, list[list[int]]]:
         token = int(sample.tokens.ids[place])
         others = rng.choice(128, size=(0, 4, 9)[place % 3], replace=False).tolist() if counts and place % 4 else []
         choices.append(sorted({token, *others}) if counts and place % 4 else [])
-    kept = Kept(
-        np.array([len(each) for each in choices], np.int32), np.array([t for each in choices for t in each], np.int32)
-    )
+    ids = np.array([token for each in choices for token in each], np.int32)
+    kept = Kept(np.array([len(each) for each in choices], np.int32), ids)
     columns = {name: getattr(sample.tokens, name) for name in COLUMNS}
     return Sample(build_tokens(kept=kept, **columns), 0.7), choices
 
@@ -307,20 +279,18 @@ def test_logprobs_are_those_among_what_the_sampler_could_choose_from(tiny_model:
     (row,) = micro_batches_of_rank([one, uncut, two], capacity=64, rank=0, world=1)
     columns = compute_columns(open_state(tiny_model, world).model, row, world.device)
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    expected: list[float] = []
-    entropies: list[float] = []
-    every = list(range(128))
+    expected: list[tuple[float, float]] = []
     for sample, allowed in ((one, choices), (two, more), (uncut, [[]] * 10)):
         ids = torch.tensor(sample.tokens.ids.astype("int64"))
         with torch.no_grad():
             logits = plain(ids[None]).logits[0].double() / sample.temperature
         for place in np.flatnonzero(sample.tokens.loss_mask):
-            among = allowed[place] or every
+            among = allowed[place] or list(range(128))
             logprobs = torch.log_softmax(logits[place - 1, among], -1)
-            expected.append(float(logprobs[among.index(int(ids[place]))]))
-            entropies.append(float(-(logprobs.exp() * logprobs).sum()))
-    assert sorted(columns.logprobs.tolist()) == pytest.approx(sorted(expected), abs=1e-5)
-    assert sorted(columns.entropies.tolist()) == pytest.approx(sorted(entropies), abs=1e-5)
+            entropy = -(logprobs.exp() * logprobs).sum()
+            expected.append((float(logprobs[among.index(int(ids[place]))]), float(entropy)))
+    for found, values in zip((columns.logprobs, columns.entropies), zip(*expected, strict=True), strict=True):
+        assert sorted(found.tolist()) == pytest.approx(sorted(values), abs=1e-5)
 
 
 def test_choices_by_hand() -> None:
@@ -330,9 +300,6 @@ def test_choices_by_hand() -> None:
     assert (found.positions.tolist(), found.counts.tolist(), found.ids.tolist()) == ([0, 2], [2, 1], [4, 9, 7])
     assert choices_at(kept, np.array([0, 2]), torch.device("cpu")) is None
     assert choices_at(None, np.array([0, 2]), torch.device("cpu")) is None
-
-
-# custom
 
 
 def test_a_custom_loss_that_says_the_same_trains_the_same(tmp_path: Path, tiny_model: Path, world: World) -> None:
@@ -352,14 +319,6 @@ def test_a_custom_loss_that_says_the_same_trains_the_same(tmp_path: Path, tiny_m
     assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in expected], rel=1e-4)
 
 
-def test_columns_name_everything_that_a_loss_may_look_at() -> None:
-    named = {"logprobs", "entropies", "behaviour", "proximal", "advantages", "versions", "samples", "mask", "reference"}
-    assert set(Columns.__dataclass_fields__) == named | {"num_samples"}
-
-
-# replay
-
-
 def test_a_replay_finds_the_same_bits_with_a_moving_reference_and_several_iterations(
     tmp_path: Path, tiny_model: Path, world: World
 ) -> None:
@@ -370,7 +329,11 @@ def test_a_replay_finds_the_same_bits_with_a_moving_reference_and_several_iterat
     config = RunConfig(output_dir=tmp_path, device="cpu", seq_len=CAPACITY, model=model, trainer=trainer)
     journal = Journal(config.paths.journal)
     for step in range(4):
-        journal.append(_record(step))
+        given = {"group": step, "attempt": 0, "env": "e", "example": 0, "reward": 0.0, "temperature": 1.0}
+        rollouts = [
+            Rollout(place=place, samples=[sample.tokens], **given) for place, sample in enumerate(samples_at(step))
+        ]
+        journal.append(BatchRecord(step=step, rollouts=rollouts, dropped=[], state=State(next_batch=step + 1)))
     original = list(retrace(config, world, range(4)))
 
     state = base_state(config, world)
@@ -379,22 +342,8 @@ def test_a_replay_finds_the_same_bits_with_a_moving_reference_and_several_iterat
         stepper.step(Shares(journal, config).of(step, rank=0, world=1))
     save(config.paths.checkpoints, state, world)
     again = list(retrace(config, world, range(3, 4)))
-    assert [each.version for each in again] == [3, 4]
-    assert [each.digests for each in again] == [each.digests for each in original[3:]]
+    assert [(each.version, each.digests) for each in again] == [(each.version, each.digests) for each in original[3:]]
     assert again[1].metrics == original[4].metrics
-
-
-def _record(step: int) -> BatchRecord:
-    rollouts = [
-        Rollout(
-            group=step, place=place, attempt=0, env="e", example=0, reward=0.0, samples=[sample.tokens], temperature=1.0
-        )
-        for place, sample in enumerate(samples_at(step))
-    ]
-    return BatchRecord(step=step, rollouts=rollouts, dropped=[], state=State(next_batch=step + 1))
-
-
-# the whole way, beside plain transformers on padded rows
 
 
 def naive_rows(model: torch.nn.Module, samples: list[Sample]) -> list[tuple[torch.Tensor, torch.Tensor, Sample]]:
@@ -443,17 +392,8 @@ def test_a_packed_batch_has_the_gradients_of_plain_transformers(
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     expected = naive(naive_rows(plain, samples_at(0)))
     expected.backward()
-    state, samples = open_state(tiny_model, world), samples_at(0)
-    metrics = forward_backward(
-        state.model,
-        micro_batches_of_rank(samples, capacity=CAPACITY, rank=0, world=1),
-        loss_tokens=num_loss_tokens(samples),
-        loss_samples=len(samples),
-        step=0,
-        loss_function=policy_gradient(Loss(**loss)),
-        world=world,
-        entropy_gradient="entropy_bonus" in loss,
-    )
+    state, is_with_entropy = open_state(tiny_model, world), "entropy_bonus" in loss
+    metrics = passed(state, world, policy_gradient(Loss(**loss)), entropy_gradient=is_with_entropy)
     gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-4)
     assert metrics["clip_frac/low"] + metrics["clip_frac/high"] < 0.9
