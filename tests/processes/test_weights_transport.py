@@ -31,9 +31,7 @@ PATIENCE_S = 3.0  # with a receiver that does not come
 
 def test_every_tensor_arrives_at_every_receiver_to_the_bit_over_old_connections_and_new_ones() -> None:
     with closing(Ends(2, timeout_s=DEADLINE_S)) as ends:
-        for model, (epoch, join) in zip(
-            MODELS, [("a/1", True), ("a/1", False), ("a/2", True), ("a/3", True)], strict=True
-        ):
+        for model, epoch, join in zip(MODELS, ("a/1", "a/1", "a/2", "a/3"), (True, False, True, True), strict=True):
             futures = ends.send(model, epoch=epoch, receivers=ends.receivers, join=join)
             assert outcome(futures) == [None, *[digests_of(model)] * 2]
         with pytest.raises(AssertionError, match="more tensors than specs"):
