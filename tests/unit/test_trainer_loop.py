@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -45,6 +45,7 @@ from trireme.messages import (
 from trireme.monitor.lanes import joined, shares, steady
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import read_spans
+from trireme.trainer import heartbeat as heartbeat_module
 from trireme.trainer.checkpoint import complete_steps
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.loop import train
@@ -55,13 +56,13 @@ TOUCH_S = 1e-4  # between two clocks that are read one after the other
 
 @dataclass
 class FakeOrchestrator:
-    """Hands out the same batches to whoever asks, until it is told to refuse one."""
+    """Hands out the same batches to every trainer, until it is told to refuse one."""
 
     refuses: int | None = None
     newest: Newest = field(default_factory=lambda: Newest(version=-1, digests={}))
     engine_lost_at: set[int] = field(default_factory=set)  # steps before which an engine needs weights
     transfer_lost_at: set[int] = field(default_factory=set)  # versions that engines lose when they are first sent
-    says_so: bool = False  # that one was lost, to whoever asks for a batch
+    says_so: bool = False  # that one was lost, when it is asked for a batch
     asked: list[Request] = field(default_factory=list)
 
     def __call__(self, request: Request) -> Reply:
@@ -77,8 +78,11 @@ class FakeOrchestrator:
                 return Refusal(error="the end of this trainer")
             case GetBatch(step=step) if self.says_so and step in self.transfer_lost_at and self._attempts(step) == 1:
                 return Publish(reason=f"version {step} was not confirmed")
-            case GetBatch():
-                return _batch(request)
+            case GetBatch(step=step):
+                samples = random_samples([30, 20, 12, 40], seed=step)
+                rows = micro_batches_of_rank(samples, capacity=64, rank=request.rank, world=request.world)
+                count = num_loss_tokens(samples)
+                return BatchReply(step=step, micro_batches=rows, loss_tokens=count, num_rollouts=len(samples))
             case PolicyReady(version=version):
                 return Go(version=version, epoch="1", world_size=2)
             case PolicySent(version=version) if version < STEPS and ("GetBatch", version) not in self.story():
@@ -89,14 +93,16 @@ class FakeOrchestrator:
                 return Live(version=version)
         return Ok()
 
+    def ready(self) -> list[PolicyReady]:
+        return [request for request in self.asked if isinstance(request, PolicyReady)]
+
     def _was_sent_to_some(self, version: int) -> bool:
-        announced = [request for request in self.asked if isinstance(request, PolicyReady)]
-        return any(request.version == version and not request.everywhere for request in announced)
+        return any(request.version == version and not request.everywhere for request in self.ready())
 
     def _attempts(self, version: int) -> int:
         """At sending it."""
-        sent = [request for request in self.asked if isinstance(request, PolicySent) and request.version == version]
-        return len({request.attempt for request in sent})
+        sent = (request for request in self.asked if isinstance(request, PolicySent))
+        return len({request.attempt for request in sent if request.version == version})
 
     def story(self) -> list[tuple[str, int]]:
         return [
@@ -106,14 +112,6 @@ class FakeOrchestrator:
 
     def digests(self) -> dict[int, dict[str, str]]:
         return {request.version: request.digests for request in self.asked if isinstance(request, PolicySent)}
-
-
-def _batch(request: GetBatch) -> BatchReply:
-    samples = random_samples([30, 20, 12, 40], seed=request.step)
-    rows = micro_batches_of_rank(samples, capacity=64, rank=request.rank, world=request.world)
-    return BatchReply(
-        step=request.step, micro_batches=rows, loss_tokens=num_loss_tokens(samples), num_rollouts=len(samples)
-    )
 
 
 def run(
@@ -126,7 +124,14 @@ def run(
     **knobs: Any,
 ) -> FakeOrchestrator:
     orchestrator = orchestrator or FakeOrchestrator(**knobs)
-    with answering(orchestrator) as address:
+    trainer = TrainerConfig(
+        threads=1,
+        optim=Optimizer(lr=1e-3),
+        ckpt=Checkpoints(interval=2),
+        loss=loss or Loss(),
+        try_step=loss is not None,
+    )
+    with answering(orchestrator) as address, suppress(Refused):
         config = RunConfig(
             output_dir=folder,
             resume=resume,
@@ -136,16 +141,9 @@ def run(
             model=Model(name=str(model)),
             ports=Ports(batches=int(address.rpartition(":")[2])),
             weight_broadcast=WeightBroadcast(type="filesystem"),
-            trainer=TrainerConfig(
-                threads=1,
-                optim=Optimizer(lr=1e-3),
-                ckpt=Checkpoints(interval=2),
-                loss=loss or Loss(),
-                try_step=loss is not None,
-            ),
+            trainer=trainer,
         )
-        with suppress(Refused):
-            train(config)
+        train(config)
     return orchestrator
 
 
@@ -167,6 +165,7 @@ def test_every_version_is_confirmed_before_the_next_is_made(straight: FakeOrches
     last = [("PolicyReady", STEPS), ("PolicySent", STEPS), ("PolicySent", STEPS), ("Done", STEPS)]
     assert straight.story() == [*expected, *last]
     assert isinstance(straight.asked[-1], Done)
+    assert len({str(digests) for digests in straight.digests().values()}) == STEPS + 1  # each step changes the weights
 
 
 @pytest.mark.parametrize("says_so", [False, True])
@@ -176,27 +175,21 @@ def test_a_version_that_engines_lose_while_gradients_are_made_is_sent_again_and_
     disturbed = run(tmp_path, tiny_model, transfer_lost_at={0, 2, STEPS}, says_so=says_so)
     story = disturbed.story()
     assert [story.count(("PolicyReady", version)) for version in range(STEPS + 1)] == [2, 1, 2, 1, 2]
-    assert all(request.everywhere for request in disturbed.asked if isinstance(request, PolicyReady))
+    assert all(request.everywhere for request in disturbed.ready())
     assert [story.count(("GetBatch", step)) for step in range(STEPS)] == [1 + says_so, 1, 1 + says_so, 1]
     assert disturbed.digests() == straight.digests()
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
 
 
-TOO_LARGE = """
-import torch
-
-def loss(columns):
-    if len(columns.mask) > 1000:
-        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
-    return -columns.advantages * columns.logprobs
-"""
-
-
-def test_memory_that_does_not_suffice_for_a_full_row_is_missed_before_anybody_is_asked(
+def test_memory_that_does_not_suffice_for_a_full_row_is_missed_before_anything_is_asked(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """Rows of these batches have 64 tokens; `seq_len` is 2,048, and a row as long comes some day."""
-    (tmp_path / "large.py").write_text(TOO_LARGE)
+    (tmp_path / "large.py").write_text(
+        "import torch\n\n\ndef loss(columns):\n    if len(columns.mask) > 1000:\n"
+        "        raise torch.OutOfMemoryError('tried to allocate 2.00 GiB')\n"
+        "    return -columns.advantages * columns.logprobs\n"
+    )
     orchestrator = FakeOrchestrator()
     loss = Loss(type="custom", path=f"{tmp_path}/large.py:loss")
     with pytest.raises(torch.OutOfMemoryError):
@@ -204,34 +197,34 @@ def test_memory_that_does_not_suffice_for_a_full_row_is_missed_before_anybody_is
     assert orchestrator.story() == []
 
 
-def test_each_step_makes_other_weights(straight: FakeOrchestrator) -> None:
-    assert len({str(digests) for digests in straight.digests().values()}) == STEPS + 1
-
-
-def test_what_is_exported_is_what_was_served(straight: FakeOrchestrator, folder: Path) -> None:
+def test_a_run_leaves_checkpoints_what_was_served_and_one_line_of_metrics_per_step(
+    straight: FakeOrchestrator, folder: Path
+) -> None:
+    assert complete_steps(folder / "checkpoints") == [2, 4]
     for step in (2, 4):
         exported = load_file(folder / f"weights/step_{step}/model.safetensors")
         assert {name: tensor_digest(tensor) for name, tensor in exported.items()} == straight.digests()[step]
-
-
-def test_checkpoints_and_one_line_of_metrics_per_step_are_left_behind(straight: FakeOrchestrator, folder: Path) -> None:
-    assert complete_steps(folder / "checkpoints") == [2, 4]
     rows, _ = read_metrics(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(STEPS))
     promised = {"loss", "grad_norm", "lr", "importance_ratio", "policy/entropy", "policy/kl", "perf/tokens_per_s"}
     assert all(promised | {"time/step", "time/publish", "time/confirm"} <= row.keys() for row in rows)
 
 
-def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight: FakeOrchestrator, folder: Path) -> None:
+def spans_of(folder: Path) -> list[Any]:
+    """The spans of one lane, of which none overlaps the next."""
     spans = joined(read_spans(folder / "spans.jsonl")[0])
     assert {span.lane for span in spans} == {"trainer"}
     assert all(second.begin_s >= first.end_s - TOUCH_S for first, second in pairwise(spans))
+    return spans
+
+
+def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight: FakeOrchestrator, folder: Path) -> None:
+    spans = spans_of(folder)
     assert (spans[0].what, spans[-1].what) == ("start", "idle")
     of_steps = shares(spans, "trainer", *steady(spans))
     assert sum(of_steps.values()) == 1.0
     assert {"train", "transfer", "save", "wait"} <= of_steps.keys()
-    rows = read_metrics(folder / "metrics.jsonl")[0]
-    for row, after in pairwise(rows):
+    for row, after in pairwise(read_metrics(folder / "metrics.jsonl")[0]):
         seconds = defaultdict(float)
         for span in spans:
             if (span.what, span.step) in [("train", row["step"]), ("transfer", row["step"] + 1), ("wait", row["step"])]:
@@ -243,25 +236,18 @@ def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight: FakeO
         assert 0 < row["time/idle"] <= row["time/wait_for_batch"] + row["time/publish"] + TOUCH_S
 
 
-def test_a_resumed_trainer_goes_on_in_its_lane(tiny_model: Path, tmp_path: Path) -> None:
-    died = run(tmp_path, tiny_model, refuses=3)
-    run(tmp_path, tiny_model, resume=True, newest=Newest(version=3, digests=died.digests()[3]))
-    spans = joined(read_spans(tmp_path / "spans.jsonl")[0])
-    assert all(second.begin_s >= first.end_s - TOUCH_S for first, second in pairwise(spans))
-    first, second = (index for index, span in enumerate(spans) if span.what == "start")
-    trained = [[span.step for span in part if span.what == "train"] for part in (spans[first:second], spans[second:])]
-    assert [sorted(set(steps)) for steps in trained] == [[0, 1, 2], [2, 3]]
-
-
-def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(
+def test_a_trainer_that_died_goes_on_in_its_lane_to_the_same_weights_to_the_bit(
     straight: FakeOrchestrator, tiny_model: Path, tmp_path: Path
 ) -> None:
     died = run(tmp_path, tiny_model, refuses=3)
     assert died.story()[-1] == ("GetBatch", 3)
-    newest = Newest(version=3, digests=died.digests()[3])
-    again = run(tmp_path, tiny_model, resume=True, newest=newest)
+    again = run(tmp_path, tiny_model, resume=True, newest=Newest(version=3, digests=died.digests()[3]))
     assert again.story()[:4] == [("GetNewest", 0), ("GetBatch", 2), ("GetBatch", 3), ("PolicyReady", 4)]
     assert again.digests() == {4: straight.digests()[4]}
+    spans = spans_of(tmp_path)
+    _, second = (index for index, span in enumerate(spans) if span.what == "start")
+    trained = [{span.step for span in part if span.what == "train"} for part in (spans[:second], spans[second:])]
+    assert trained == [{0, 1, 2}, {2, 3}]
 
 
 def test_an_engine_that_comes_up_without_weights_is_given_those_of_the_moment(
@@ -272,25 +258,22 @@ def test_an_engine_that_comes_up_without_weights_is_given_those_of_the_moment(
     confirmed = [("GetBatch", 2), ("PolicySent", 2)]
     extra = [("GetBatch", 2), ("PolicyReady", 2), ("PolicySent", 2), ("GetBatch", 2)]
     assert story[story.index(("GetBatch", 2)) :][:6] == [*confirmed, *extra]
-    partial = [request.everywhere for request in disturbed.asked if isinstance(request, PolicyReady)]
-    assert partial == [True, False, True, True, False, True, True]
+    assert [request.everywhere for request in disturbed.ready()] == [True, False, True, True, False, True, True]
     assert disturbed.digests() == straight.digests()
 
 
-def test_a_heart_beats_what_the_trainer_does_and_waits_for() -> None:
-    beats: list[Heartbeat] = []
-    arrived = threading.Event()
+def test_a_heart_beats_what_the_trainer_does_and_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_module, "INTERVAL_S", 0.01)
+    beats: Queue[Any] = Queue()
 
     def listen(request: Request) -> Reply:
-        assert isinstance(request, Heartbeat)
-        beats.append(request)
-        arrived.set()
+        beats.put(request)
         return Ok()
 
     waits = Waits("trainer")
     with answering(listen) as address, waits.waiting("batch 3", peer="orchestrator", deadline_s=DEADLINE_S):
         with heartbeat(address, "run", waits, Activity(state="running", version=3)):
-            assert arrived.wait(DEADLINE_S)
-    first = beats[0]
+            first = beats.get(timeout=DEADLINE_S)
+    assert isinstance(first, Heartbeat)
     assert (first.run_id, first.process, first.state, first.version) == ("run", "trainer", "running", 3)
     assert [wait.endswith("s for batch 3 from orchestrator") for wait in first.waits] == [True]
