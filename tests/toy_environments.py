@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import textwrap
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 
-PACKAGES = Path(__file__).parent / "environments"
+PACKAGES, SHIPPED = Path(__file__).parent / "environments", Path(__file__).parents[1] / "environments"
+Use = Callable[[Environment], Awaitable[Any]]
 ECHO = """
     def dataset(size=20):
         return [{"prompt": f"say {i}", "answer": str(i)} for i in range(size)]
@@ -36,37 +38,87 @@ def says(text: str) -> Callable[[Ask], Awaitable[Reply]]:
     return ask
 
 
-def with_environment(
-    folder: Path, id: str, use: Callable[[Environment], Awaitable[Any]], *, load_timeout_s: float = 60, **config: Any
-) -> Any:
-    """Opens the environment, runs `use` on it, and closes it, in an event loop of its own."""
+def refuses(error: str, kind: Any = "engine") -> Callable[[Ask], Awaitable[Reply]]:
+    async def ask(question: Ask) -> Reply:
+        return Reply(error=error, error_kind=kind)
 
-    async def main() -> Any:
-        settings = EnvironmentConfig(id=id, **config)
-        async with open_environment(settings, logs=folder / "logs", load_timeout_s=load_timeout_s) as environment:
-            return await asyncio.wait_for(use(environment), 60)
-
-    return asyncio.run(main())
+    return ask
 
 
-def with_package(folder: Path, package: str, use: Callable[[Environment], Awaitable[Any]], /, **args: Any) -> Any:
-    """As `with_environment`, for a package of `tests/environments`, which uv installs in `folder` where it is not."""
+async def never(question: Ask) -> Any:
+    await asyncio.sleep(60)
 
-    async def main() -> Any:
-        async with open_package(folder, package, **args) as environment:
-            return await asyncio.wait_for(use(environment), 60)
 
-    return asyncio.run(main())
+@contextmanager
+def running(opening: AbstractAsyncContextManager[Environment]) -> Iterator[Callable[[Use], Any]]:
+    """Opens an environment in an event loop of its own, and yields what runs a coroutine function on it there."""
+    with asyncio.Runner() as runner:
+        environment = runner.run(opening.__aenter__())  # type: ignore[arg-type]
+        try:
+            yield lambda use: runner.run(asyncio.wait_for(use(environment), 60))
+        finally:
+            runner.run(opening.__aexit__(None, None, None))  # type: ignore[arg-type]
+
+
+@contextmanager
+def sharing(open_one: Callable[..., AbstractAsyncContextManager[Environment]]) -> Iterator[Callable[..., Any]]:
+    """Yields what opens an environment and runs `use` on it. The last one stays open for the next test of the same."""
+    last: Any = None
+    with ExitStack() as stack:
+
+        def run_on(which: str, use: Use, **config: Any) -> Any:
+            nonlocal last
+            if last is None or last[0] != (which, config):
+                last = stack.close()
+                last = (which, config), stack.enter_context(running(open_one(which, **config)))
+            return last[1](use)
+
+        yield run_on
+
+
+@contextmanager
+def shared_toys(folder: Path) -> Iterator[Callable[..., Any]]:
+    """As `sharing`; `which` is the code of a toy environment."""
+    numbers = itertools.count()
+
+    def open_one(code: str, **config: Any) -> AbstractAsyncContextManager[Environment]:
+        return open_toy(folder, write(folder, code, f"toy{next(numbers)}.py"), **config)
+
+    with sharing(open_one) as run_on:
+        yield run_on
+
+
+def open_toy(
+    folder: Path, id: str, *, load_timeout_s: float = 60, **config: Any
+) -> AbstractAsyncContextManager[Environment]:
+    settings = EnvironmentConfig(id=id, **config)
+    return open_environment(settings, logs=folder / "logs", load_timeout_s=load_timeout_s)
+
+
+def with_environment(folder: Path, id: str, use: Use, **config: Any) -> Any:
+    with running(open_toy(folder, id, **config)) as run:
+        return run(use)
 
 
 def open_package(folder: Path, package: str, /, **args: Any) -> AbstractAsyncContextManager[Environment]:
+    """A package of `tests/environments` or one that is shipped, which uv installs in `folder` where it is not."""
     settings = EnvironmentConfig(id=package, args=args)
-    return open_environment(settings, logs=folder / "logs", root=PACKAGES, cache=folder / "cache", load_timeout_s=300)
+    root = PACKAGES if (PACKAGES / package.replace("-", "_")).exists() else SHIPPED
+    return open_environment(settings, logs=folder / "logs", root=root, cache=folder / "cache", load_timeout_s=300)
+
+
+def with_package(folder: Path, package: str, use: Use, /, **args: Any) -> Any:
+    with running(open_package(folder, package, **args)) as run:
+        return run(use)
 
 
 async def run_all(environment: Environment, ask: Callable[[Ask], Awaitable[Reply]], count: int) -> list[Any]:
     tasks = [environment.run(RunTask(task=f"r{i}", index=i), ask) for i in range(count)]
     return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_one(environment: Environment, ask: Callable[[Ask], Awaitable[Reply]], index: int = 0, **task: Any) -> Any:
+    return await environment.run(RunTask(**{"task": "r", "index": index} | task), ask)
 
 
 async def run_group(environment: Environment, contents: list[str], *, index: int = 0, name: str = "g") -> list[Any]:
