@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from resolved_runs import value_at
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.elsewhere import flat, hosted
@@ -46,63 +47,69 @@ HOSTED: dict[str, Any] = {
 }
 
 
-def run_of(translation: Translation, devices: Devices) -> RunConfig:
+def config_of(translation: Translation, devices: Devices = EIGHT) -> RunConfig:
     return resolve(read_as(RunConfig, tomllib.loads(as_toml(translation)), where="translated"), devices)
 
 
-def flat_run(devices: Devices = EIGHT, **keys: Any) -> RunConfig:
-    return run_of(flat.translate(FLAT | keys, devices), devices)
+def check(translation: Translation, devices: Devices, expected: dict[str, Any]) -> None:
+    config = config_of(translation, devices)
+    assert {key: value_at(config, key) for key in expected} == expected
+    assert problems(config, devices) == []
 
 
-def test_a_flat_file_arrives_whole() -> None:
-    config = flat_run()
-    orchestrator = config.orchestrator
-    assert config.trainer.model.name == config.inference.model.name == "owner/model"
-    assert (config.max_steps, orchestrator.batch_size, orchestrator.rollouts_per_example) == (1000, 512, 16)
-    assert (orchestrator.env[0].id, orchestrator.env[0].args) == ("wiki-search", {"max_turns": 10})
-    assert (orchestrator.sampling.max_tokens, orchestrator.sampling.top_p) == (1024, 0.9)
-    assert config.trainer.optim.lr == 1e-5
-    assert config.wandb is not None
-    assert (config.wandb.project, config.wandb.name) == ("wiki-search", "first")
-    assert problems(config, EIGHT) == []
+@pytest.mark.parametrize(
+    ("keys", "devices", "expected"),
+    [
+        (
+            {},
+            EIGHT,
+            {"trainer.model.name": "owner/model", "inference.model.name": "owner/model", "max_steps": 1000}
+            | {"orchestrator.batch_size": 512, "orchestrator.rollouts_per_example": 16, "trainer.optim.lr": 1e-5}
+            | {"orchestrator.env.0.id": "wiki-search", "orchestrator.env.0.args": {"max_turns": 10}}
+            | {"orchestrator.sampling.max_tokens": 1024, "orchestrator.sampling.top_p": 0.9, "seq_len": 4 * 1024}
+            | {"wandb.project": "wiki-search", "wandb.name": "first"}
+            | {"inference_gpu_ids": [0, 1, 2, 3], "trainer_gpu_ids": [4, 5, 6, 7]}
+            | {"inference.parallel.tp": 4, "inference.parallel.dp": 1},
+        ),
+        (
+            {"num_gpus": 1, "tensor_parallel_size": 1},
+            Devices(("0",), 8),
+            {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]},
+        ),
+        ({}, CPU, {"device": "cpu"}),
+        (
+            {"use_lora": True, "lora_rank": 64, "lora_alpha": 128},
+            EIGHT,
+            {"trainer.model.lora.rank": 64, "trainer.model.lora.alpha": 128},
+        ),
+        (
+            {"use_difficulty_filtering": True, "difficulty_threshold": 0.3},
+            EIGHT,
+            {"orchestrator.buffer.use_difficulty_filtering": True, "orchestrator.buffer.difficulty_threshold": 0.3},
+        ),
+        # the learning rate begins where the guide does
+        ({"learning_rate": None, "use_lora": False}, CPU, {"trainer.optim.lr": 1e-6}),
+        ({"learning_rate": None, "use_lora": True}, CPU, {"trainer.optim.lr": 1e-5}),
+        # a sample has room for some turns
+        ({"sampling": {"max_tokens": 100}}, EIGHT, {"seq_len": 2048}),
+        ({"seq_len": 16384}, EIGHT, {"seq_len": 16384}),
+        # keys of the run may stand where the guide shows them: below `[sampling]`
+        (
+            {"num_gpus": None, "tensor_parallel_size": None}
+            | {"sampling": {"max_tokens": 64, "num_gpus": 4, "tensor_parallel_size": 2}},
+            EIGHT,
+            {"inference_gpu_ids": [0, 1], "trainer_gpu_ids": [2, 3], "orchestrator.sampling.max_tokens": 64},
+        ),
+    ],
+)
+def test_a_flat_file_arrives_whole(keys, devices, expected):
+    table = {key: value for key, value in (FLAT | keys).items() if value is not None}
+    check(flat.translate(table, devices), devices, expected)
 
 
-def test_half_of_the_gpus_serve_in_whole_engines() -> None:
+def test_half_of_the_gpus_serve_in_whole_engines():
     """8 GPUs with engines of 4: one engine. 8 with engines of 1: four. 3 with engines of 2: one."""
     assert [engine_share(8, 4), engine_share(8, 1), engine_share(3, 2), engine_share(2, 1)] == [4, 4, 2, 1]
-    config = flat_run()
-    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert (config.inference.parallel.tp, config.inference.parallel.dp) == (4, 1)
-
-
-def test_one_gpu_is_shared_and_none_is_the_cpu() -> None:
-    one = flat_run(Devices(("0",), 8), num_gpus=1, tensor_parallel_size=1)
-    assert (one.inference_gpu_ids, one.trainer_gpu_ids) == ((0,), (0,))
-    none = flat.translate(FLAT, CPU)
-    assert run_of(none, CPU).device == "cpu"
-    assert any("shows no GPU" in note for note in none.notes)
-
-
-def test_adapters_and_difficulty_arrive() -> None:
-    config = flat_run(
-        use_lora=True, lora_rank=64, lora_alpha=128, use_difficulty_filtering=True, difficulty_threshold=0.3
-    )
-    lora, buffer = config.trainer.model.lora, config.orchestrator.buffer
-    assert lora is not None
-    assert (lora.rank, lora.alpha) == (64, 128)
-    assert (buffer.use_difficulty_filtering, buffer.difficulty_threshold) == (True, 0.3)
-
-
-def test_the_learning_rate_begins_where_the_guide_does() -> None:
-    without = {key: value for key, value in FLAT.items() if key != "learning_rate"}
-    whole, adapters = (run_of(flat.translate(without | {"use_lora": lora}, CPU), CPU) for lora in (False, True))
-    assert (whole.trainer.optim.lr, adapters.trainer.optim.lr) == (1e-6, 1e-5)
-
-
-def test_a_sample_has_room_for_some_turns() -> None:
-    assert flat_run().seq_len == 4 * 1024
-    assert flat_run(sampling={"max_tokens": 100}).seq_len == 2048
-    assert flat_run(seq_len=16384).seq_len == 16384
 
 
 @pytest.mark.parametrize(
@@ -115,38 +122,28 @@ def test_a_sample_has_room_for_some_turns() -> None:
         ({"sampling": {"temprature": 1.0}}, "sampling.temperature"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_write(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_what_cannot_be_is_refused_with_what_to_write(keys, words):
+    with pytest.raises(ConfigError, match=words):
         flat.translate(FLAT | keys, EIGHT)
-    assert words in str(caught.value)
 
 
-def test_a_hosted_file_arrives_whole() -> None:
-    translation = hosted.translate(HOSTED, EIGHT)
-    config = run_of(translation, EIGHT)
-    assert translation.env_files == (Path("secrets.env"),)
-    assert [(env.id, env.weight) for env in config.orchestrator.env] == [("gsm8k", 1.0), ("owner/reverse-text", 0.5)]
-    assert config.orchestrator.env[1].args == {"num_train": 9}
-    assert (config.trainer.ckpt.interval, config.trainer.ckpt.keep_last) == (50, 10)
-    assert (config.orchestrator.sampling.max_tokens, config.max_steps) == (512, 500)
-    assert config.name == "gsm8k"
+def test_a_hosted_file_arrives_whole():
+    """With keys that the format has no word for, too."""
+    keys = {"output_dir": "there", "seed": 4096, "max_async_level": 3, "seq_len": 4095}
+    expected = {"orchestrator.env.0.id": "gsm8k", "orchestrator.env.0.weight": 1.0, "max_steps": 500, "name": "gsm8k"}
+    expected |= {"orchestrator.env.1.id": "owner/reverse-text", "orchestrator.env.1.weight": 0.5}
+    expected |= {"orchestrator.env.1.args": {"num_train": 9}, "orchestrator.sampling.max_tokens": 512}
+    check(
+        hosted.translate(HOSTED | keys, EIGHT),
+        EIGHT,
+        keys | expected | {"trainer.ckpt.interval": 50, "trainer.ckpt.keep_last": 10},
+    )
+    assert config_of(hosted.translate(HOSTED | {"name": "mine"}, EIGHT)).name == "mine"
 
 
-@pytest.mark.parametrize("key", ["output_dir", "seed", "max_async_level", "name", "seq_len"])
-def test_keys_that_those_formats_have_no_word_for_may_be_given_too(key: str) -> None:
-    value: Any = {"output_dir": "there", "name": "mine"}.get(key, 4096)
-    config = run_of(hosted.translate(HOSTED | {key: value}, EIGHT), EIGHT)
-    assert str(getattr(config, key)) == str(value)
-
-
-def test_keys_of_the_run_may_stand_where_the_guide_shows_them() -> None:
-    """Below `[sampling]` and `[wandb]`, where TOML takes them for keys of those."""
-    table = FLAT | {"sampling": {"max_tokens": 64, "num_gpus": 4, "tensor_parallel_size": 2}}
-    del table["num_gpus"], table["tensor_parallel_size"]
-    config = run_of(flat.translate(table, EIGHT), EIGHT)
-    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ((0, 1), (2, 3))
-    assert config.orchestrator.sampling.max_tokens == 64
-
+def test_notes_say_that_there_is_no_gpu_and_where_a_key_stood():
+    assert any("shows no GPU" in note for note in flat.translate(FLAT, CPU).notes)
+    assert hosted.translate(HOSTED, EIGHT).env_files == (Path("secrets.env"),)
     below = HOSTED | {"wandb": {"project": "p", "env_file": ["other.env"]}}
     del below["env_file"]
     translation = hosted.translate(below, EIGHT)
@@ -154,19 +151,21 @@ def test_keys_of_the_run_may_stand_where_the_guide_shows_them() -> None:
     assert any("wandb.env_file" in note for note in translation.notes)
 
 
-def test_formats_are_told_apart() -> None:
-    vf = {"model": "m", "env": {"id": "e"}, "inference": {"gpus": 1}, "trainer": {"gpus": 1}}
-    assert kind_of(vf) == "vf-rl"
-    assert kind_of({"model": "m", "env": {"id": "e"}, "trainer": {"args": {}}}) == "vf-rl"
-    assert (kind_of(FLAT), kind_of(HOSTED)) == ("flat", "hosted")
-    assert kind_of({"env_id": "e", "model": "m", "sampling": {}}) == "gepa"
-    assert kind_of({"model": {"name": "m"}, "wandb": {"project": "p"}, "max_steps": 3}) == "run"
-    assert kind_of({"inference": {"gpu_memory_utilization": 0.5}, "trainer": {"optim": {"lr": 1.0}}}) == "run"
-
-
-@pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("*/rl.toml")), ids=lambda file: file.parent.name)
-def test_our_own_files_are_never_taken_for_others(file: Path) -> None:
-    assert kind_of(tomllib.loads(file.read_text())) == "run"
+@pytest.mark.parametrize(
+    ("table", "kind"),
+    [
+        ({"model": "m", "env": {"id": "e"}, "inference": {"gpus": 1}, "trainer": {"gpus": 1}}, "vf-rl"),
+        ({"model": "m", "env": {"id": "e"}, "trainer": {"args": {}}}, "vf-rl"),
+        (FLAT, "flat"),
+        (HOSTED, "hosted"),
+        ({"env_id": "e", "model": "m", "sampling": {}}, "gepa"),
+        ({"model": {"name": "m"}, "wandb": {"project": "p"}, "max_steps": 3}, "run"),
+        ({"inference": {"gpu_memory_utilization": 0.5}, "trainer": {"optim": {"lr": 1.0}}}, "run"),
+        *((tomllib.loads(file.read_text()), "run") for file in REPOSITORY.glob("configs/*/rl.toml")),
+    ],
+)
+def test_formats_are_told_apart(table, kind):
+    assert kind_of(table) == kind
 
 
 @pytest.mark.parametrize(
@@ -178,9 +177,7 @@ def test_our_own_files_are_never_taken_for_others(file: Path) -> None:
         ({"env_id": "e"}, "trireme gepa {}"),
     ],
 )
-def test_rl_answers_a_foreign_file_with_the_command_to_type(
-    table: dict[str, Any], command: str, tmp_path: Path
-) -> None:
+def test_rl_answers_a_foreign_file_with_the_command_to_type(table, command, tmp_path):
     file = tmp_path / "theirs.toml"
     file.write_text(as_toml(Translation(table)))
     with pytest.raises(ConfigError) as caught:
