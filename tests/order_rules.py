@@ -7,11 +7,11 @@ from typing import Any
 from trireme.ledger.rules import Rules
 
 
-def order_rules(weights: dict[str, float], *, seed: int = 0, shuffle: bool = True, **more: Any) -> Rules:
+def order_rules(weights: dict[str, float] | None = None, *, seed: int = 0, shuffle: bool = True, **more: Any) -> Rules:
     return Rules(
         seed=seed,
         shuffle=shuffle,
-        weights=weights,
+        weights=weights or {"a": 1.0},
         batch_size=more.pop("batch_size", 8),
         group_size=more.pop("group_size", 4),
         max_attempts=3,

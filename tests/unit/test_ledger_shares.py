@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -19,24 +21,8 @@ from trireme.ledger.shares import Shares, cost_of_model, row_capacity, row_cost,
 from trireme.messages import BatchReply, encode
 
 LENGTHS = [40, 30, 18, 33, 15, 44, 20, 9, 13]
-SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 4,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 4,
-    "vocab_size": 8,
-}
-
-
-class Counting(Journal):
-    """Says how often it is read."""
-
-    num_reads = 0
-
-    def read(self, step: int) -> BatchRecord:
-        self.num_reads += 1
-        return super().read(step)
+SIZES = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 4, "vocab_size": 8}
+SHAPE = {"model_type": "llama"} | SIZES
 
 
 def record_of(step: int) -> BatchRecord:
@@ -56,28 +42,28 @@ def model(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Counting:
-    journal = Counting(tmp_path / "journal")
+def journal(tmp_path: Path) -> Journal:
+    journal = Journal(tmp_path / "journal")
     for step in range(2):
         journal.append(record_of(step))
-    return Counting(tmp_path / "journal")
+    return Journal(tmp_path / "journal")
 
 
-def test_all_ranks_get_their_share_of_one_reading(journal: Counting, model: str) -> None:
+def test_all_ranks_get_their_share_of_one_reading(journal: Journal, model: str) -> None:
     config = RunConfig(seq_len=48, model=Model(name=model))
     shares = Shares(journal, config)
-    for step in range(2):
-        for rank in range(3):
+    with patch.object(journal, "read", wraps=journal.read) as reading:
+        for step, rank in product(range(2), range(3)):
             alone = share_of(record_of(step), rank=rank, world=3, capacity=48, cost=row_cost(config))
             assert encode(shares.of(step, rank=rank, world=3)) == encode(alone)
-    assert journal.num_reads == 2
+    assert reading.call_count == 2
     samples = random_samples(LENGTHS, seed=1)
     found = shares.of(1, rank=0, world=1)
     assert (found.loss_tokens, found.loss_samples) == (num_loss_tokens(samples), num_loss_samples(samples))
     assert sorted(length for row in found.micro_batches for length in row.lengths) == sorted(LENGTHS)
 
 
-def test_a_row_costs_by_the_sizes_of_the_trained_model(tmp_path: Path, model: str) -> None:
+def test_a_row_costs_by_the_sizes_of_the_trained_model_and_has_its_capacity(tmp_path: Path, model: str) -> None:
     trainer = TrainerConfig(model=TrainerModel(attn="flash_attention_2"))
     config = RunConfig(model=Model(name=model), trainer=trainer)
     assert row_cost(config) == cost_of(SHAPE, attention="flash_attention_2") != LINEAR
@@ -85,16 +71,13 @@ def test_a_row_costs_by_the_sizes_of_the_trained_model(tmp_path: Path, model: st
     assert row_cost(RunConfig(model=Model(name="other"), trainer=other)) == cost_of(SHAPE, attention="sdpa")
     for name in (None, str(tmp_path / "nothing"), "nobody/has-downloaded-it"):
         assert cost_of_model(name, attention="sdpa") == LINEAR
-
-
-def test_ranks_that_share_a_row_share_its_capacity() -> None:
-    config = RunConfig(seq_len=64, trainer=TrainerConfig(model=TrainerModel(cp=4)))
-    assert row_capacity(config) == 64
+    # the capacity of a row is shared by the ranks that share the row
+    assert row_capacity(RunConfig(seq_len=64, trainer=TrainerConfig(model=TrainerModel(cp=4)))) == 64
     assert row_capacity(RunConfig(seq_len=64, trainer=TrainerConfig(micro_batch_tokens=128))) == 128
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_shares_dealt_by_turns_are_the_same_and_let_others_run_between_rows(journal: Counting, world: int) -> None:
+def test_shares_dealt_by_turns_are_the_same_and_let_others_run_between_rows(journal: Journal, world: int) -> None:
     shares, config = Shares(journal, RunConfig(seq_len=48)), RunConfig(seq_len=48)
 
     async def ask() -> list[BatchReply]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from pathlib import Path
 
 import msgspec
@@ -50,14 +49,10 @@ def rollout_of(reward: float, *masks: list[int], group: int = 0, place: int = 0,
     return Rollout(group, place, 0, "a", 7, reward, samples, 1.0, **more)
 
 
-def rules_with(**more) -> Rules:
-    return order_rules({"a": 1.0}, **more)
-
-
 def test_rewards_are_cut_before_lengths_are_punished() -> None:
     penalty = LengthPenalty(type="linear", max_length=4, buffer=1, weight=0.5)
     group = [rollout_of(5.0, [1, 1, 0]), rollout_of(-5.0, [1], place=1)]
-    scored = scores_of(group, rules_with(reward_clip=(-1.0, 2.0), length_penalty=penalty))
+    scored = scores_of(group, order_rules(reward_clip=(-1.0, 2.0), length_penalty=penalty))
     assert scored.rewards.tolist() == [2.0 - 0.5 * 2 / 4, -1.0 - 0.5 * 1 / 4]
     assert scored.lengths.tolist() == [2, 1]
 
@@ -70,10 +65,10 @@ def batches(draw) -> list[Rollout]:
     """Groups with or without rewards of steps and a teacher."""
     rollouts = []
     for group in range(draw(st.integers(1, 3))):
-        is_taught, num_rollouts = draw(st.booleans()), draw(st.integers(1, 3))
-        for place in range(num_rollouts):
-            shapes = draw(st.lists(masks, min_size=1, max_size=2))
-            rollout = rollout_of(draw(st.sampled_from([-1.0, 0.0, 0.5, 2.0])), *shapes, group=group, place=place)
+        is_taught = draw(st.booleans())
+        for place in range(draw(st.integers(1, 3))):
+            reward, shapes = draw(st.sampled_from([-1.0, 0.0, 0.5, 2.0])), draw(st.lists(masks, min_size=1, max_size=2))
+            rollout = rollout_of(reward, *shapes, group=group, place=place)
             has_steps = draw(st.booleans())
             for sample in rollout.samples:
                 said = [-draw(st.sampled_from([0.25, 4.0])) if one else NAN for one in sample.loss_mask]
@@ -90,10 +85,8 @@ def batches(draw) -> list[Rollout]:
     reward_weight=st.sampled_from([0.0, 0.5, 1.0]),
     teacher_weight=st.sampled_from([None, 0.5]),
 )
-def test_each_token_gets_what_a_loop_over_tokens_gives_it(
-    rollouts: list[Rollout], clip: float | None, reward_weight: float, teacher_weight: float | None
-) -> None:
-    rules = rules_with(teacher_weight=teacher_weight, reward_weight=reward_weight, clip=clip)
+def test_each_token_gets_what_a_loop_over_tokens_gives_it(rollouts, clip, reward_weight, teacher_weight) -> None:
+    rules = order_rules(teacher_weight=teacher_weight, reward_weight=reward_weight, clip=clip)
     found, _ = advantages_of(rollouts, rules, {})
     for rollout, per_sample in zip(rollouts, found, strict=True):
         siblings = [other for other in rollouts if other.group == rollout.group]
@@ -124,9 +117,6 @@ def test_new_advantages_keep_what_a_cut_sampler_could_choose_from() -> None:
     assert not is_zero([np.zeros(3), np.array([0.0, 1e-7])])
 
 
-# which groups are worth it, and how they did
-
-
 @pytest.mark.parametrize(
     ("rewards", "steps", "fields", "words"),
     [
@@ -142,7 +132,7 @@ def test_a_group_without_enough_signal_is_not_worth_it(rewards, steps, fields, w
     group = [rollout_of(reward, place=place) for place, reward in enumerate(rewards)]
     for rollout, step in zip(group, steps or (), strict=False):
         rollout.token_rewards = [np.array([NAN, NAN, step], dtype=np.float32)]
-    assert why_not_worth_it(group, rules_with(**fields)) == words
+    assert why_not_worth_it(group, order_rules(**fields)) == words
     outcome = outcome_of(group)
     assert (outcome.env, outcome.group, outcome.example) == ("a", 0, 7)
     assert outcome.mean == np.mean(rewards)
@@ -150,7 +140,7 @@ def test_a_group_without_enough_signal_is_not_worth_it(rewards, steps, fields, w
 
 def test_flaws_are_read_off_each_turn_of_each_sample() -> None:
     filters = FilterRules(repetition_window=3, repetition_period=1, gibberish_window=2, gibberish_logprob=-2.0)
-    rules = rules_with(filters=filters)
+    rules = order_rules(filters=filters)
     rollout = rollout_of(0.0, truncated=True)
     rollout.samples = [sample_of([0, 1, 1, 0, 1, 1], ids=[5, 5, 5, 5, 5, 5])]
     assert flaws_of(rollout, rules) == ["truncated"]
@@ -159,51 +149,36 @@ def test_flaws_are_read_off_each_turn_of_each_sample() -> None:
 
 
 def test_a_custom_function_is_called_with_its_arguments_and_its_failure_is_explained(tmp_path: Path) -> None:
-    assert estimator_of(rules_with()) is None
+    assert estimator_of(order_rules()) is None
     file = tmp_path / "mine.py"
     file.write_text(
-        textwrap.dedent("""
-            def advantage(groups, scale):
-                return [scale * (g.rewards - g.rewards.max()) for g in groups]
-
-            def fail(groups):
-                return [wings for g in groups]
-        """)
+        "def advantage(groups, scale): return [scale * (g.rewards - g.rewards.max()) for g in groups]\n"
+        "def fail(groups): return [wings for g in groups]\n"
     )
-    rules = rules_with(advantage="custom", advantage_path=f"{file}:advantage", advantage_args={"scale": 2.0})
+    rules = order_rules(advantage="custom", advantage_path=f"{file}:advantage", advantage_args={"scale": 2.0})
     rollouts = [rollout_of(1.0), rollout_of(0.25, place=1)]
     (first, second), _ = advantages_of(rollouts, rules, {}, custom=estimator_of(rules))
     assert first[0].tolist() == [0.0, 0.0, 0.0]
     assert second[0].tolist() == [0.0, -1.5, -1.5]
-    rules = rules_with(advantage="custom", advantage_path=f"{file}:fail")
+    rules = order_rules(advantage="custom", advantage_path=f"{file}:fail")
     with pytest.raises(ConfigError, match="failed on 1 groups: NameError: name 'wings'"):
         advantages_of(rollouts, rules, {}, custom=estimator_of(rules))
 
 
-# what a trainer is handed
-
-
 def test_a_masked_rollout_is_in_its_groups_mean_and_reaches_no_trainer() -> None:
     rollouts = [rollout_of(1.0, place=0), rollout_of(0.0, place=1, masked="truncated")]
-    (first, second), _ = advantages_of(rollouts, rules_with(), {})
+    (first, second), _ = advantages_of(rollouts, order_rules(), {})
     assert first[0].tolist() == [0.0, 0.5, 0.5]
     assert second[0].tolist() == [0.0, -0.5, -0.5]
     reply = share_of(BatchRecord(0, rollouts, [], State()), rank=0, world=1, capacity=16)
     assert (reply.loss_tokens, reply.loss_samples, reply.num_rollouts) == (2, 1, 2)
-    assert sum(int(row.tokens.loss_mask.sum()) for row in reply.micro_batches) == 2
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_if_all_rollouts_are_masked_every_rank_has_a_row_without_loss(world: int) -> None:
-    rollouts = [rollout_of(1.0, place=place, masked="truncated") for place in range(4)]
-    record = BatchRecord(0, rollouts, [], State())
-    for rank in range(world):
+    assert [int(row.tokens.loss_mask.sum()) for row in reply.micro_batches] == [2]
+    # if all are masked, every rank has a row without loss
+    record = BatchRecord(0, [rollout_of(1.0, place=place, masked="truncated") for place in range(4)], [], State())
+    for world, rank in ((1, 0), (2, 1), (3, 2)):
         reply = share_of(record, rank=rank, world=world, capacity=16)
         assert [row.tokens.loss_mask.tolist() for row in reply.micro_batches] == [[0]]
         assert reply.loss_tokens == reply.loss_samples == 1
-
-
-# the rules of a batch
 
 
 def test_rules_are_those_of_the_configuration_with_all_numbers_filled_in(tmp_path) -> None:
@@ -219,20 +194,10 @@ def test_rules_are_those_of_the_configuration_with_all_numbers_filled_in(tmp_pat
 
 
 def test_rules_of_older_runs_can_still_be_read() -> None:
-    old = {
-        "seed": 1,
-        "shuffle": True,
-        "weights": {"a": 1.0},
-        "batch_size": 4,
-        "group_size": 2,
-        "max_attempts": 3,
-        "max_async_level": 1,
-        "max_off_policy_steps": 8,
-        "advantage": "group_mean",
-        "temperature": 1.0,
-    }
+    numbers = {"seed": 1, "batch_size": 4, "group_size": 2, "max_attempts": 3, "temperature": 1.0}
+    lags = {"max_async_level": 1, "max_off_policy_steps": 8}
+    old = numbers | lags | {"shuffle": True, "weights": {"a": 1.0}, "advantage": "group_mean"}
     rules = msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=Rules)
-    assert rules.filters is None
-    assert rules.pools is None
+    assert (rules.filters, rules.pools) == (None, None)
     (found,), _ = advantages_of([rollout_of(1.0)], rules, {})
     assert found[0].tolist() == [0.0, 0.0, 0.0]
