@@ -70,94 +70,71 @@ def audited(outcome: Outcome) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("level", [0, 2])
-def test_a_run_that_goes_by_everything_at_once_is_what_the_audit_works_out(tmp_path, level):
-    records = audited(run(curated_config(tmp_path, level, **EVERYTHING), engine=RAMBLING)).records
-    assert [len(record.rollouts) for record in records] == [8] * 6
-    assert [record.state.stage for record in records] == [0, 1, 1, 1, 1, 1]
-    drawn = {rollout.env for record in records[:1] for rollout in record.rollouts}
-    assert drawn == {"say"}
-    assert records[-1].state.scores.keys() >= {"say"}
-    assert records[-1].state.baselines.keys() >= {"say"}
-    assert any(rollout.masked for record in records for rollout in record.rollouts)
-
-
-def test_a_synchronous_run_that_goes_by_everything_goes_on_as_if_it_had_not_stopped(tmp_path):
-    whole = curated_config(tmp_path / "whole", 0, steps=4, **EVERYTHING)
-    assert run(whole, engine=RAMBLING).error is None
-    stopped = curated_config(tmp_path / "stopped", 0, steps=4, **EVERYTHING)
-
-    async def until_then(running):
-        await running.until(lambda: running.orchestrator.scheduler.next_batch == 2, "two batches")
-
-    run(stopped, engine=RAMBLING, meanwhile=until_then, stop_after_meanwhile=True)
-    done = len(entries(stopped))
-    assert 2 <= done < 4
-    again = run(stopped.model_copy(update={"resume": True}), engine=RAMBLING, trainer={"version": 1})
-    audited(again)
-    assert entries(stopped) == entries(whole)
-
-
-def test_an_asynchronous_run_that_stopped_is_what_the_audit_works_out(tmp_path):
-    """Groups that were open are taken up again; what comes after them is chosen by what was known."""
-    config = curated_config(tmp_path, 2, steps=5, **EVERYTHING)
-
-    async def until_then(running):
-        await running.until(lambda: running.orchestrator.scheduler.next_batch == 2, "two batches")
-
-    run(config, engine=RAMBLING, meanwhile=until_then, stop_after_meanwhile=True)
-    again = audited(run(config.model_copy(update={"resume": True}), engine=RAMBLING, trainer={"version": 0}))
-    assert len(again.records) == 5
-    assert again.records[-1].state.scores
-
-
 def entries(config: RunConfig) -> list[bytes]:
     return [path.read_bytes() for path in sorted(config.paths.journal.glob("batch_*.msgpack"))]
 
 
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_run_that_goes_by_everything_at_once_and_stopped_in_the_midst_is_what_the_audit_works_out(tmp_path, level):
+    """Groups that were open are taken up again; what comes after them is chosen by what was known."""
+
+    async def until_in_the_third_batch(running):
+        await running.until(lambda: running.orchestrator.scheduler.next_batch == 2, "two batches")
+        begun = len(running.engine.requests)
+        await running.until(lambda: len(running.engine.requests) > begun, "the third batch is under way")
+
+    config = curated_config(tmp_path / "stopped", level, **EVERYTHING)
+    slow = RAMBLING | {"token_s": 0.002}
+    run(config, engine=slow, meanwhile=until_in_the_third_batch, stop_after_meanwhile=True)
+    assert 2 <= len(entries(config)) < 6
+    records = audited(run(config.model_copy(update={"resume": True}), engine=RAMBLING, trainer={"version": 0})).records
+    assert [len(record.rollouts) for record in records] == [8] * 6
+    assert [record.state.stage for record in records] == [0, 1, 1, 1, 1, 1]
+    assert {rollout.env for rollout in records[0].rollouts} == {"say"}
+    assert "say" in records[-1].state.scores.keys() & records[-1].state.baselines.keys()
+    assert any(rollout.masked for record in records for rollout in record.rollouts)
+    for record in records:  # those that are masked are in the journal, and in no row
+        trained = [rollout for rollout in record.rollouts if rollout.masked is None]
+        reply = share_of(record, rank=0, world=1, capacity=256)
+        tokens = sum(int(sample.loss_mask.sum()) for rollout in trained for sample in rollout.samples)
+        assert sum(int(row.tokens.loss_mask.sum()) for row in reply.micro_batches) == tokens
+        assert (reply.loss_tokens, reply.num_rollouts) == (max(1, tokens), 8)
+    if config.synchronous:
+        whole = curated_config(tmp_path / "whole", level, **EVERYTHING)
+        assert run(whole, engine=RAMBLING).error is None
+        assert entries(config) == entries(whole)
+
+
 def test_examples_that_everyone_solves_come_no_more_once_that_is_known(tmp_path):
-    config = build_config(
-        tmp_path,
-        EASY_AND_HARD,
-        max_async_level=0,
-        max_steps=16,
-        orchestrator={"buffer": {"pools": {"easy_weight": 0.0, "hard_weight": 0.0}}},
-    )
-    records = audited(run(config)).records
-    examples = [outcome.example for record in records for outcome in record.outcomes]
-    first_epoch, later = examples[:12], examples[12:]
-    assert sorted(first_epoch) == list(range(12))
-    assert len(later) == 20
-    assert all(example % 3 == 2 for example in later)
+    pools = {"buffer": {"pools": {"easy_weight": 0.0, "hard_weight": 0.0}}}
+    config = build_config(tmp_path, EASY_AND_HARD, max_async_level=0, max_steps=16, orchestrator=pools)
+    examples = [outcome.example for record in audited(run(config)).records for outcome in record.outcomes]
+    assert sorted(examples[:12]) == list(range(12))
+    assert {example % 3 for example in examples[12:]} == {2}
+    assert len(examples) == 32
 
 
-@pytest.mark.parametrize("kind", ["leave_one_out", "max_rl", "batch", "group_batch", "none", "custom"])
+@pytest.mark.parametrize("kind", ["max_rl", "group_batch", "custom"])
 def test_advantages_of_each_kind_are_what_the_audit_works_out(tmp_path, kind):
     own = tmp_path / "mine.py"
     own.write_text("def best(groups, share):\n    return [g.rewards - share * g.rewards.max() for g in groups]\n")
     advantage = {"type": kind} | ({"path": f"{own}:best", "args": {"share": 0.5}} if kind == "custom" else {})
-    config = build_config(tmp_path, max_steps=2, orchestrator={"advantage": advantage})
-    outcome = run(config)
-    audited(outcome)
-    sample = outcome.records[0].rollouts[0].samples[0]
-    assert sample.advantages.any()
+    outcome = audited(run(build_config(tmp_path, max_steps=2, orchestrator={"advantage": advantage})))
+    assert outcome.records[0].rollouts[0].samples[0].advantages.any()
+
+
+def test_a_function_of_the_users_that_fails_ends_the_run_with_its_words(tmp_path):
+    own = tmp_path / "mine.py"
+    own.write_text("def best(groups):\n    return [wings for g in groups]\n")
+    outcome = run(build_config(tmp_path, orchestrator={"advantage": {"type": "custom", "path": f"{own}:best"}}))
+    assert "NameError: name 'wings' is not defined" in str(outcome.error)
+    assert outcome.records == []
 
 
 def test_a_run_goes_on_where_a_batch_is_masked_throughout(tmp_path, caplog):
-    config = build_config(
-        tmp_path,
-        """
-        def dataset():
-            return [{"prompt": f"say {i}", "answer": ""} for i in range(40)]
-
-        def reward(completion, answer):
-            return 0.5
-        """,
-        max_steps=2,
-        orchestrator={"filters": {"zero_advantage": "mask"}},
-    )
-    outcome = run(config)
-    audited(outcome)
+    code = EASY_AND_HARD.replace("number % 3", "number % 1")  # solved by everyone
+    config = build_config(tmp_path, code, max_steps=2, orchestrator={"filters": {"zero_advantage": "mask"}})
+    outcome = audited(run(config))
     assert outcome.trainer_error == []
     assert "all 8 rollouts are masked (zero_advantage)" in caplog.text
     assert [reply.loss_tokens for reply in outcome.trainer.batches] == [1, 1]
@@ -172,39 +149,16 @@ def test_a_group_with_a_truncated_rollout_is_dropped_where_the_run_says_so(tmp_p
     assert not any(rollout.truncated for record in records for rollout in record.rollouts)
 
 
-def test_masked_rollouts_are_in_the_journal_and_in_no_row(tmp_path):
-    records = audited(run(curated_config(tmp_path, 0, steps=3, **EVERYTHING), engine=RAMBLING)).records
-    assert any(rollout.masked for record in records for rollout in record.rollouts)
-    for record in records:
-        trained = [rollout for rollout in record.rollouts if rollout.masked is None]
-        reply = share_of(record, rank=0, world=1, capacity=256)
-        tokens = sum(int(sample.loss_mask.sum()) for rollout in trained for sample in rollout.samples)
-        assert sum(int(row.tokens.loss_mask.sum()) for row in reply.micro_batches) == tokens
-        assert reply.loss_tokens == max(1, tokens)
-        assert reply.num_rollouts == 8
-
-
-def test_a_function_of_the_users_that_fails_ends_the_run_with_its_words(tmp_path):
-    own = tmp_path / "mine.py"
-    own.write_text("def best(groups):\n    return [wings for g in groups]\n")
-    config = build_config(tmp_path, orchestrator={"advantage": {"type": "custom", "path": f"{own}:best"}})
-    outcome = run(config)
-    assert "NameError: name 'wings' is not defined" in str(outcome.error)
-    assert outcome.records == []
-
-
 def test_the_examples_do_not_depend_on_how_fast_rollouts_come(tmp_path):
     """Group n is decided when it is taken: what is slow comes later, and is the same."""
 
     async def slow_now_and_then(asked):
         await asyncio.sleep(0.05 if asked.number % 5 == 0 else 0.0)
 
-    plain = run(build_config(tmp_path / "plain", EASY_AND_HARD, max_steps=4)).records
-    slow = run(build_config(tmp_path / "slow", EASY_AND_HARD, max_steps=4), engine={"delay": slow_now_and_then}).records
-    examples = [
-        {rollout.group: rollout.example for record in records for rollout in record.rollouts}
-        for records in (plain, slow)
-    ]
+    examples = []
+    for name, engine in [("plain", {}), ("slow", {"delay": slow_now_and_then})]:
+        records = run(build_config(tmp_path / name, EASY_AND_HARD, max_steps=4), engine=engine).records
+        examples.append({rollout.group: rollout.example for record in records for rollout in record.rollouts})
     both = examples[0].keys() & examples[1].keys()
     assert len(both) >= 6
     assert all(examples[0][group] == examples[1][group] for group in both)
