@@ -39,7 +39,7 @@ def train_until(state: TrainerState, world: World, *, until: int) -> TrainerStat
 def save_steps(
     folder: Path, steps: list[int], model: Path, world: World, config: Checkpoints | None = None
 ) -> TrainerState:
-    """Checkpoints of an untrained model under these numbers."""
+    """Save an untrained model under these numbers."""
     state = open_state(model, world)
     for step in steps:
         state.version = step
@@ -66,23 +66,18 @@ def chosen(folder: Path) -> int:
     return version_to_resume(folder, Checkpoints(), resume=True)
 
 
-def test_a_checkpoint_from_before_the_first_step_brings_back_a_fresh_optimizer(
+def test_a_checkpoint_from_before_the_first_step_brings_back_a_fresh_optimizer_and_the_random_state(
     tmp_path: Path, tiny_model: Path, world: World
 ) -> None:
-    save_steps(tmp_path, [1], tiny_model, world)
-    state = train_until(open_state(tiny_model, world), world, until=2)
-    load_checkpoint(state, tmp_path / "step_1", rank=0)
-    assert not state.optimizer.state_dict()["state"]
-    assert are_equal(weights_of(state.model), weights_of(open_state(tiny_model, world).model))
-
-
-def test_a_checkpoint_restores_the_random_state(tmp_path: Path, tiny_model: Path, world: World) -> None:
     torch.manual_seed(5)
-    state = save_steps(tmp_path, [1], tiny_model, world)
+    save_steps(tmp_path, [1], tiny_model, world)
     expected = torch.rand(4)
+    state = train_until(open_state(tiny_model, world), world, until=2)
     torch.manual_seed(6)
     open_store(tmp_path, world).resume(state, resume=True)
     assert torch.equal(torch.rand(4), expected)
+    assert not state.optimizer.state_dict()["state"]
+    assert are_equal(weights_of(state.model), weights_of(open_state(tiny_model, world).model))
 
 
 def test_another_models_checkpoint_is_refused_with_what_differs(
@@ -120,18 +115,21 @@ def test_no_changed_bit_of_a_manifest_makes_another_state_of_a_checkpoint(copy: 
         if chosen(copy) == 2:
             found = read_manifest(copy / "step_2")
             assert (found.version, found.files) == (content.version, content.files)
+    for malformed in ("", "{", "[]", "{}", "null", '{"files": 3}'):
+        path.write_text(malformed)
+        assert chosen(copy) == 1
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", '{"files": 3}'])
-def test_a_checkpoint_with_a_malformed_manifest_is_ignored(copy: Path, content: str) -> None:
-    (copy / "step_2" / MANIFEST).write_text(content)
-    assert chosen(copy) == 1
-
-
-def test_a_damaged_checkpoint_is_set_aside(copy: Path, tiny_model: Path, world: World) -> None:
+def test_resuming_sets_a_damaged_checkpoint_aside_keeps_the_others_and_finishes_removals(
+    copy: Path, tiny_model: Path, world: World
+) -> None:
+    shutil.copytree(copy / "step_1", copy / ".step_0.removed")
+    state = open_state(tiny_model, world)
+    open_store(copy, world).resume(state, resume=True)
+    assert state.version == 2
+    assert sorted(path.name for path in copy.iterdir()) == ["step_1", "step_2"]
     with open(copy / "step_2" / "rank_0.safetensors", "ab") as file:
         file.write(b"x")
-    state = open_state(tiny_model, world)
     open_store(copy, world).resume(state, resume=True)
     assert state.version == 1
     assert complete_steps(copy) == [1]
@@ -139,32 +137,40 @@ def test_a_damaged_checkpoint_is_set_aside(copy: Path, tiny_model: Path, world: 
     assert [path.name for path in aside.iterdir()] == ["step_2"]
 
 
-def test_a_file_that_no_manifest_lists_is_not_read(copy: Path, tiny_model: Path, world: World) -> None:
-    other = copy / "step_1" / "rank_0.safetensors"
-    shutil.copy(other, copy / "step_2" / "rank_1.safetensors")
-    state, clean = open_state(tiny_model, world), open_state(tiny_model, world)
-    load_checkpoint(state, copy / "step_2", rank=0)
-    shutil.rmtree(copy / "step_1")
-    (copy / "step_2" / "rank_1.safetensors").unlink()
-    load_checkpoint(clean, copy / "step_2", rank=0)
-    assert are_equal(content_of(state), content_of(clean))
-
-
-def test_a_missing_part_of_a_tensor_is_noticed(copy: Path, tiny_model: Path, world: World) -> None:
-    half = torch.zeros(4, 3)
-    write_pieces(copy / "half.safetensors", {"model.x": Piece(half, (8, 3), (4, 0))})
-    with open_pieces([copy / "half.safetensors"]) as stored, pytest.raises(JournalCorrupt, match="12 of the 24"):
-        stored.read_into("model.x", torch.zeros(8, 3))
-
-
-def test_the_manifest_lists_every_file_and_none_of_them_is_pickled(saved_1_and_2: Path) -> None:
-    folder = saved_1_and_2 / "step_2"
-    manifest = read_manifest(folder)
+def test_the_manifest_lists_every_file_of_which_none_is_pickled_and_no_other_is_read(
+    copy: Path, tiny_model: Path, world: World
+) -> None:
+    folder, manifest = copy / "step_2", read_manifest(copy / "step_2")
     assert (manifest.version, manifest.world_size) == (2, 1)
     files = {path.name for path in folder.iterdir()} - {MANIFEST}
     assert files == set(manifest.files) == {"rank_0.safetensors", "random_0.safetensors"}
     for name in files:
         load_file(folder / name)
+    state, clean = open_state(tiny_model, world), open_state(tiny_model, world)
+    load_checkpoint(clean, folder, rank=0)
+    shutil.copy(copy / "step_1" / "rank_0.safetensors", folder / "rank_1.safetensors")
+    load_checkpoint(state, folder, rank=0)
+    assert are_equal(content_of(state), content_of(clean))
+
+
+def test_a_step_that_the_user_names_and_that_is_missing_or_damaged_is_refused(
+    copy: Path, tiny_model: Path, world: World, tmp_path: Path
+) -> None:
+    for folder, words in ((copy, r"step 7 .*\(complete: \[1, 2\]\)"), (tmp_path / "none", "complete: none")):
+        with pytest.raises(ConfigError, match=words):
+            version_to_resume(folder, Checkpoints(resume_step=7), resume=False)
+    path = copy / "step_1" / "random_0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    store = open_store(copy, world, Checkpoints(resume_step=1))
+    with pytest.raises(ConfigError, match=r"step 1 is damaged: .*random_0\.safetensors"):
+        store.resume(open_state(tiny_model, world), resume=False)
+    assert complete_steps(copy) == [1, 2]  # it is kept
+
+
+def test_a_missing_part_of_a_tensor_is_noticed(tmp_path: Path) -> None:
+    write_pieces(tmp_path / "half.safetensors", {"model.x": Piece(torch.zeros(4, 3), (8, 3), (4, 0))})
+    with open_pieces([tmp_path / "half.safetensors"]) as stored, pytest.raises(JournalCorrupt, match="12 of the 24"):
+        stored.read_into("model.x", torch.zeros(8, 3))
 
 
 @pytest.mark.parametrize(
@@ -185,22 +191,6 @@ def test_a_run_resumes_the_newest_complete_step_or_the_one_it_names(
     save_steps(tmp_path, [3, 9, 10], tiny_model, world)
     (tmp_path / "step_10" / MANIFEST).unlink()
     assert version_to_resume(tmp_path, config, resume=resume) == expected
-
-
-def test_a_step_that_does_not_exist_is_refused_with_those_that_do(saved_1_and_2: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"step 7 .*\(complete: \[1, 2\]\)"):
-        version_to_resume(saved_1_and_2, Checkpoints(resume_step=7), resume=False)
-    with pytest.raises(ConfigError, match="complete: none"):
-        version_to_resume(tmp_path, Checkpoints(resume_step=7), resume=False)
-
-
-def test_a_damaged_step_that_the_user_asked_for_is_refused_and_kept(copy: Path, tiny_model: Path, world: World) -> None:
-    path = copy / "step_1" / "random_0.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    store = open_store(copy, world, Checkpoints(resume_step=1))
-    with pytest.raises(ConfigError, match=r"step 1 is damaged: .*random_0\.safetensors"):
-        store.resume(open_state(tiny_model, world), resume=False)
-    assert complete_steps(copy) == [1, 2]
 
 
 @pytest.mark.parametrize("back_to", [0, 2])
@@ -226,14 +216,6 @@ def test_after_going_back_checkpoints_of_later_steps_are_never_chosen(
     assert len(list(weights.glob("set_aside_*/*"))) == len(complete_steps(aside))
 
 
-def test_resuming_the_newest_keeps_the_others_and_finishes_removals(copy: Path, tiny_model: Path, world: World) -> None:
-    shutil.copytree(copy / "step_1", copy / ".step_0.removed")
-    state = open_state(tiny_model, world)
-    open_store(copy, world).resume(state, resume=True)
-    assert state.version == 2
-    assert sorted(path.name for path in copy.iterdir()) == ["step_1", "step_2"]
-
-
 @pytest.mark.parametrize(
     ("config", "saved", "kept"),
     [
@@ -251,9 +233,9 @@ def test_the_newest_checkpoints_and_those_of_the_interval_are_kept(
 
 
 def test_a_step_that_is_saved_again_takes_the_place_of_the_last(tmp_path: Path, tiny_model: Path, world: World) -> None:
-    save_steps(tmp_path, [2], tiny_model, world)
-    state = train_until(open_state(tiny_model, world), world, until=2)
-    save(tmp_path, state, world)
+    state = save_steps(tmp_path, [2], tiny_model, world)
+    state.version = 0
+    save(tmp_path, train_until(state, world, until=2), world)
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
     again = open_state(tiny_model, world)
     load_checkpoint(again, tmp_path / "step_2", rank=0)
