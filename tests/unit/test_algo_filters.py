@@ -1,14 +1,14 @@
-"""What is wrong with a rollout, by its tokens."""
+"""What is wrong with a rollout, by its tokens and by their age."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trireme.algo.filters import FilterRules, find_flaws, flaw_with, has_signal, is_gibberish, repeats
+from trireme.algo.filters import FilterRules, find_flaws, flaw_with, is_gibberish, repeats
 from trireme.algo.runs import longest_run, runs_of
+from trireme.algo.staleness import groups_allowed, is_too_old, lags
 
 
 @given(mask=st.lists(st.booleans(), max_size=30))
@@ -25,41 +25,24 @@ def test_runs_are_the_stretches_that_a_loop_finds(mask: list[bool]) -> None:
 
 
 def naive_repeats(ids: list[int], window: int, period: int) -> bool:
-    for unit in range(1, period + 1):
-        for start in range(unit, len(ids) - window + 1):
-            if all(ids[place] == ids[place - unit] for place in range(start, start + window)):
-                return True
-    return False
+    return any(
+        all(ids[place] == ids[place - unit] for place in range(start, start + window))
+        for unit in range(1, period + 1)
+        for start in range(unit, len(ids) - window + 1)
+    )
 
 
-@given(
-    ids=st.lists(st.integers(0, 2), max_size=24),
-    window=st.integers(1, 8),
-    period=st.integers(1, 6),
-)
+@given(ids=st.lists(st.integers(0, 2), max_size=24), window=st.integers(1, 8), period=st.integers(1, 6))
 def test_repetitions_are_those_that_a_loop_finds(ids: list[int], window: int, period: int) -> None:
     assert repeats(np.array(ids, dtype=int), window=window, period=period) == naive_repeats(ids, window, period)
 
 
-def test_a_repetition_by_hand() -> None:
-    # 1 2 stands there, then once more and half: three tokens in a row are what stood two before
-    ids = np.array([9, 1, 2, 1, 2, 1, 7])
-    assert repeats(ids, window=3, period=2)
-    assert not repeats(ids, window=4, period=2)
-    assert not repeats(ids, window=3, period=1)
-
-
-def naive_gibberish(logprobs: list[float], window: int, least: float) -> bool:
-    return any(sum(logprobs[start : start + window]) / window < least for start in range(len(logprobs) - window + 1))
-
-
-@given(
-    logprobs=st.lists(st.sampled_from([-16.0, -8.0, -4.0, -1.0, -0.25]), max_size=20),
-    window=st.integers(1, 6),
-)
+@given(logprobs=st.lists(st.sampled_from([-16.0, -8.0, -4.0, -1.0, -0.25]), max_size=20), window=st.integers(1, 6))
 def test_gibberish_is_what_a_loop_finds(logprobs: list[float], window: int) -> None:
-    found = is_gibberish(np.array(logprobs, dtype=np.float32), window=window, least=-6.1)
-    assert found == naive_gibberish(logprobs, window, -6.1)
+    means = [sum(logprobs[start : start + window]) / window for start in range(len(logprobs) - window + 1)]
+    for least in (-6.1, -8.0):  # a mean of exactly -8 is not below it
+        found = is_gibberish(np.array(logprobs, dtype=np.float32), window=window, least=least)
+        assert found == any(mean < least for mean in means)
 
 
 def test_flaws_are_looked_for_turn_by_turn() -> None:
@@ -81,15 +64,18 @@ def test_the_first_flaw_with_an_action_is_the_reason() -> None:
     assert flaw_with("drop", ["repetition"], FilterRules(repetition="drop")) == "repetition"
 
 
-@pytest.mark.parametrize(
-    ("rewards", "steps", "expected"),
-    [
-        ([0.5, 0.5], [], False),
-        ([0.5, 0.25], [], True),
-        ([0.5, 0.5], [1.0, 1.0], False),
-        ([0.5, 0.5], [1.0, 0.0], True),
-        ([1.0], [], False),
-    ],
-)
-def test_a_group_has_signal_where_rewards_or_rewards_of_steps_differ(rewards, steps, expected) -> None:
-    assert has_signal(np.array(rewards), np.array(steps)) is expected
+def test_tokens_may_be_as_old_as_the_bound() -> None:
+    assert lags(5, np.array([-1, -1, 5, 4, 2])).tolist() == [0, 1, 3]  # of sampled tokens only
+    assert not is_too_old(5, oldest_version=3, max_off_policy_steps=2)
+    assert is_too_old(5, oldest_version=2, max_off_policy_steps=2)
+
+
+numbers = st.integers(0, 50)
+
+
+@given(version=numbers, next_batch=numbers, level=st.integers(0, 8), groups=st.integers(1, 16))
+def test_groups_are_allowed_for_exactly_the_batches_that_are_near_enough(version, next_batch, level, groups) -> None:
+    """Batch by batch: batch n may be begun once version n - level is live."""
+    batches = [batch for batch in range(next_batch, next_batch + 100) if version >= batch - level]
+    allowed = groups_allowed(version=version, next_batch=next_batch, max_async_level=level, groups_per_batch=groups)
+    assert allowed == len(batches) * groups

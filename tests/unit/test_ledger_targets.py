@@ -124,6 +124,8 @@ def test_new_advantages_keep_what_a_cut_sampler_could_choose_from() -> None:
         ([0.5, 0.5], None, {"needs_signal": True}, "no signal: all rewards of the group are equal"),
         ([0.5, 0.75], None, {"needs_signal": True}, None),
         ([0.5, 0.5], [0.0, 1.0], {"needs_signal": True}, None),  # rewards of steps are a signal too
+        ([0.5, 0.5], [1.0, 1.0], {"needs_signal": True}, "no signal: all rewards of the group are equal"),
+        ([0.5], None, {"needs_signal": True}, "no signal: all rewards of the group are equal"),
         ([0.0, 1.0], None, {"least_variance": 0.25}, None),
         ([0.0, 0.9], None, {"least_variance": 0.25}, "little signal: the rewards of the group vary by 0.203"),
     ],
