@@ -46,23 +46,14 @@ def runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sft(arguments: dict[str, Any]) -> None:
-    words = [str(word) for pair in arguments.items() for word in pair]
-    done = subprocess.run(
-        [sys.executable, "-m", "trireme.cli.sft", *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    command = [sys.executable, "-m", "trireme.cli.sft", *(str(word) for pair in arguments.items() for word in pair)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def rows(run: Path) -> list[dict[str, Any]]:
-    return read_metrics(run / "metrics.jsonl")[0]
-
-
 def test_two_ranks_and_a_stop_change_nothing_but_rounding(runs: Path) -> None:
-    one, two = rows(runs / "one"), rows(runs / "two")
+    one, two = (read_metrics(runs / name / "metrics.jsonl")[0] for name in ("one", "two"))
     assert [row["step"] for row in one] == [row["step"] for row in two] == [0, 1, 2, 3]
     for ours, theirs in zip(one, two, strict=True):
         compared = {"loss", "loss_tokens", "epoch", "validation/loss", "validation/accuracy", "validation/base_loss"}
@@ -70,9 +61,6 @@ def test_two_ranks_and_a_stop_change_nothing_but_rounding(runs: Path) -> None:
         assert {name: ours[name] for name in found} == pytest.approx({name: theirs[name] for name in found}, rel=1e-4)
     weights = [load_file(runs / name / "weights/step_4/model.safetensors") for name in ("one", "two")]
     assert largest_difference(*weights) < 1e-3
-
-
-def test_each_rank_wrote_its_half_and_another_number_went_on(runs: Path) -> None:
     checkpoints = runs / "two" / "checkpoints"
     assert complete_steps(checkpoints) == [2, 4]
     assert [read_manifest(checkpoints / f"step_{step}").world_size for step in (2, 4)] == [2, 1]
@@ -81,8 +69,7 @@ def test_each_rank_wrote_its_half_and_another_number_went_on(runs: Path) -> None
 def test_its_result_is_a_model_that_rl_starts_from(runs: Path) -> None:
     model = runs / "one" / "weights" / "step_4"
     devices = Devices(cores=2)
-    config, _ = load_run_config(
-        ["--model.name", str(model), "--orchestrator.env", '[{"id": "reverse-text"}]', "--device", "cpu"], program="rl"
-    )
+    typed = ["--model.name", str(model), "--orchestrator.env", '[{"id": "reverse-text"}]', "--device", "cpu"]
+    config, _ = load_run_config(typed, program="rl")
     check_launch(resolve(config, devices), devices)
     assert all(torch.isfinite(tensor).all() for tensor in load_file(model / "model.safetensors").values())
