@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,25 @@ def write_evaluations(run: Path, *, versions: Sequence[int] = (0, 20), examples:
         answers = [answer(n, n / 10, f"version {version} says {n}") for n in range(examples)]
         answers[1]["reward"] = version / 20
         write_results(run / "evals" / f"step_{version}" / "say.jsonl", answers)
+
+
+@contextmanager
+def answering(answer: Callable[[], bytes]) -> Iterator[int]:
+    """A server that answers every question with this. Yields its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_port
+        server.shutdown()
 
 
 class Viewer:

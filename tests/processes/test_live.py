@@ -7,9 +7,7 @@ import json
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from trireme.monitor.progress import EngineStatus, ProcessState, Progress, Statu
 from trireme.monitor.summary import summary
 from trireme.monitor.terminal_view import TerminalView
 from trireme.monitor.view import StatusPoller
+from viewing import answering
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUMBERS = {"loss": 0.0123, "grad_norm": 0.812, "mismatch_kl": 3e-7, "policy/entropy": 1.25, "importance_ratio": 1.02}
@@ -251,24 +250,12 @@ def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> Non
 
 def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trireme.monitor.view.POLL_S", 0.01)
-    answer = b'{"state": "running", "waits": [{"who": "trainer", "waited_s": 3}], "new": 1}'
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
-        with StatusPoller(f"http://127.0.0.1:{http.server_address[1]}/status") as poller:
-            until(lambda: poller.latest == Status(state="running", waits=(StatusWait(who="trainer", waited_s=3),)))
-            answer = b"not json"
-            until(lambda: poller.latest is None)
-        http.shutdown()
+    answers = [b'{"state": "running", "waits": [{"who": "trainer", "waited_s": 3}], "new": 1}']
+    said = Status(state="running", waits=(StatusWait(who="trainer", waited_s=3),))
+    with answering(lambda: answers[0]) as port, StatusPoller(f"http://127.0.0.1:{port}/status") as poller:
+        until(lambda: poller.latest == said)
+        answers[0] = b"not json"
+        until(lambda: poller.latest is None)
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
