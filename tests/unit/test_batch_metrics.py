@@ -19,14 +19,8 @@ STEP = 5
 
 def sample(versions: list[int], *, advantage: float = 1.0) -> Tokens:
     """Two tokens of a prompt, then one per version."""
-    count = len(versions)
-    return build_tokens(
-        ids=[7] * (2 + count),
-        loss_mask=[0, 0] + [1] * count,
-        logprobs=[0.0] * (2 + count),
-        advantages=[0.0, 0.0] + [advantage] * count,
-        versions=[-1, -1, *versions],
-    )
+    mask, all_versions = np.array([0, 0] + [1] * len(versions)), [-1, -1, *versions]
+    return build_tokens(ids=mask, loss_mask=mask, logprobs=0 * mask, advantages=advantage * mask, versions=all_versions)
 
 
 def rollout(group: int, reward: float, versions: list[int], **fields) -> Rollout:
@@ -38,11 +32,14 @@ def drop(group: int, reason: str, env: str = "a") -> Dropped:
     return Dropped(group=group, place=0, attempt=0, env=env, example=group, reason=reason)
 
 
+def under(prefix: str, **numbers: float) -> dict[str, float]:
+    return {f"{prefix}/{name}": number for name, number in numbers.items()}
+
+
+CUT = {"truncated": True, "flaws": ["truncated"], "masked": "truncated"}
 ROLLOUTS = [
     rollout(1, 1.0, [5, 5], num_turns=1, metrics={"format": 1.0}),
-    rollout(
-        1, 0.0, [5, 4], num_turns=3, metrics={"format": 0.0}, truncated=True, flaws=["truncated"], masked="truncated"
-    ),
+    rollout(1, 0.0, [5, 4], num_turns=3, metrics={"format": 0.0}, **CUT),
     rollout(2, 1.0, [3], env="b"),
     rollout(2, 1.0, [3, 3, 2], env="b", flaws=["zero_advantage"], metrics={"format": 0.25}),
 ]
@@ -56,55 +53,23 @@ DROPPED = [
 
 def test_the_metrics_of_a_batch_by_hand() -> None:
     found = batch_metrics(STEP, ROLLOUTS, DROPPED, config=RunConfig.model_validate({"max_async_level": 1}))
+    lags = [0, 0, 0, 1, 2, 2, 2, 3]
+    of_a = {"solve_none": 0, "solve_all": 0, "tokens_mean": 2.0, "truncated_frac": 0.5, "turns_mean": 2.0}
+    of_b = {"solve_none": 0, "solve_all": 1, "tokens_mean": 2.0, "truncated_frac": 0}  # its turns were not counted
     assert found == pytest.approx(
-        {
-            "reward/mean": 0.75,
-            "reward/std": np.sqrt(3) / 4,
-            "reward/min": 0.0,
-            "reward/max": 1.0,
-            "reward/group_std": 0.25,  # 0.5 and 0
-            "lag/mean": np.mean([0, 0, 0, 1, 2, 2, 2, 3]),
-            "lag/max": 3,
-            "lag/beyond_frac": 4 / 8,  # older than one step, which generation runs ahead
-            "tokens/completion_mean": 2.0,
-            "tokens/completion_max": 3,
-            "tokens/total": 4 * 2 + 8,
-            "truncated_frac": 0.25,
-            "turns/mean": 2.0,
-            "rollouts/trained": 3,
-            "rollouts/with_signal": 3,
-            "rollouts/dropped": 4,
-            "rollouts/dropped/no_signal": 2,
-            "rollouts/dropped/score": 1,
-            "rollouts/dropped/timeout": 1,
-            "rollouts/error_rate": 2 / 8,
-            "groups/signal_frac": 1 / 3,  # of groups 1, 2 and 3
-            "filters/truncated_frac": 0.25,
-            "filters/repetition_frac": 0,
-            "filters/gibberish_frac": 0,
-            "filters/zero_advantage_frac": 0.25,
-            "filters/masked_frac": 0.25,
-            "reward/a/mean": 0.5,
-            "reward/a/std": 0.5,
-            "env/a/group_std": 0.5,
-            "env/a/error_rate": 1 / 5,
-            "env/a/solve_none": 0,
-            "env/a/solve_all": 0,
-            "env/a/tokens_mean": 2.0,
-            "env/a/truncated_frac": 0.5,
-            "env/a/turns_mean": 2.0,
-            "env/a/format": 0.5,
-            "reward/b/mean": 1.0,
-            "reward/b/std": 0.0,
-            "env/b/group_std": 0.0,
-            "env/b/error_rate": 0,
-            "env/b/solve_none": 0,
-            "env/b/solve_all": 1,
-            "env/b/tokens_mean": 2.0,
-            "env/b/truncated_frac": 0,
-            "env/b/format": 0.25,  # and no turns, which were not counted
-            "env/c/error_rate": 1,  # though no rollout of it is in the batch
-        }
+        under("reward", mean=0.75, std=np.sqrt(3) / 4, min=0.0, max=1.0, group_std=0.25)  # of groups: 0.5 and 0
+        | under("lag", mean=np.mean(lags), max=3, beyond_frac=4 / 8)  # beyond the step that generation runs ahead
+        | under("tokens", completion_mean=2.0, completion_max=3, total=4 * 2 + 8)
+        | {"truncated_frac": 0.25, "turns/mean": 2.0, "groups/signal_frac": 1 / 3}  # of groups 1, 2 and 3
+        | under("rollouts", trained=3, with_signal=3, dropped=4, error_rate=2 / 8)
+        | under("rollouts/dropped", no_signal=2, score=1, timeout=1)
+        | under("filters", truncated_frac=0.25, repetition_frac=0, gibberish_frac=0, zero_advantage_frac=0.25)
+        | {"filters/masked_frac": 0.25}
+        | under("reward/a", mean=0.5, std=0.5)
+        | under("env/a", group_std=0.5, error_rate=1 / 5, format=0.5, **of_a)
+        | under("reward/b", mean=1.0, std=0.0)
+        | under("env/b", group_std=0.0, error_rate=0, format=0.25, **of_b)
+        | {"env/c/error_rate": 1}  # though no rollout of it is in the batch
     )
 
 
@@ -135,32 +100,18 @@ def test_epochs_difficulty_and_curriculum_by_hand() -> None:
     assert plain == {"data/a/epoch": 2}
     sections = {"buffer": {"pools": {}}, "curriculum": [{"weights": {"a": 1.0}}]}
     told = state_metrics(state, config=RunConfig.model_validate({"orchestrator": sections}))
-    assert told == plain | {
-        "curriculum/stage": 1,
-        "curriculum/reward": 0.5,
-        "data/a/easy": 2,
-        "data/a/normal": 1,
-        "data/a/hard": 2,
-    }
+    assert told == plain | under("curriculum", stage=1, reward=0.5) | under("data/a", easy=2, normal=1, hard=2)
 
 
-def test_failures_of_an_environment_are_counted_once() -> None:
-    environment = SimpleNamespace(counts=Counter(timeout=2), num_rollouts=9)
-    counts = EnvironmentCounts({"a": environment})
-    assert counts.take() == {"env/a/timeout": 2}
-    assert counts.take() == {}
-    environment.counts += Counter(timeout=1, worker_death=1)
-    assert counts.take() == {"env/a/timeout": 1, "env/a/worker_death": 1}
-
-
-def test_error_rates_are_reported_while_no_batch_becomes_full() -> None:
+def test_failures_of_an_environment_are_counted_once_and_told_while_no_batch_becomes_full() -> None:
     environment = SimpleNamespace(counts=Counter(timeout=20), num_rollouts=100)
     counts = EnvironmentCounts({"a": environment})
-    counts.take()
+    assert counts.take() == {"env/a/timeout": 20}
+    assert counts.take() == {}
     environment.num_rollouts += 63
-    environment.counts += Counter(score_error=32, worker_death=7)  # a worker's death is no rollout's
+    environment.counts += Counter(score_error=30, timeout=2, worker_death=7)  # a worker's death is no rollout's
     assert counts.lately() == {}  # too few to say
     environment.num_rollouts += 1
     assert counts.lately() == {"env/a/error_rate": 0.5, "rollouts/error_rate": 0.5}
-    counts.take()
+    assert counts.take() == under("env/a", score_error=30, timeout=2, worker_death=7)
     assert counts.lately() == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,9 @@ class FakeTeacher:
 
     async def __aenter__(self) -> FakeTeacher:
         app = web.Application()
-        app.add_routes(
-            [
-                web.get("/v1/models", self.models),
-                web.post("/tokenize", self.tokenize),
-                web.post("/v1/completions", self.completions),
-            ]
-        )
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_post("/v1/completions", self.completions)
         self._runner = web.AppRunner(app)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -74,84 +69,51 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rollout() -> Rollout:
     samples = [
-        build_tokens(
-            ids=[5, 9, 7, 3],
-            loss_mask=[0, 1, 0, 1],
-            logprobs=[0, -1, 0, -2],
-            advantages=[0] * 4,
-            versions=[-1, 0, -1, 0],
-        ),
-        build_tokens(ids=[8, 2], loss_mask=[0, 1], logprobs=[0, -1], advantages=[0, 0], versions=[-1, 0]),
+        build_tokens(ids=ids, loss_mask=mask, logprobs=mask, advantages=mask, versions=mask)
+        for ids, mask in (([5, 9, 7, 3], [0, 1, 0, 1]), ([8, 2], [0, 1]))
     ]
     return Rollout(0, 0, 0, "env", 0, 1.0, samples, 1.0)
 
 
-def with_teacher(tmp_path: Path, use: Callable[[FakeTeacher, Any], Any], **flaws: int) -> FakeTeacher:
-    async def go() -> FakeTeacher:
+def score(tmp_path: Path, one: Rollout, *, failures: int = 0, shift: int = 0) -> list[dict[str, Any]]:
+    """Have a teacher judge a rollout; returns what it was asked."""
+
+    async def go() -> list[dict[str, Any]]:
         async with FakeTeacher() as fake:
-            fake.shift = flaws.get("shift", 0)
+            fake.shift = shift
             config = TeacherConfig(base_url=fake.url)
             async with open_teacher(config, TOKENIZER, Waits("orchestrator", tmp_path)) as teacher:
-                await use(fake, teacher)
-            return fake
+                fake.failures = failures
+                await teacher.score([one])
+            return fake.asked
 
     return asyncio.run(go())
 
 
 def test_each_sampled_token_gets_the_teachers_logprob_and_no_other_token_any(tmp_path: Path) -> None:
     one = rollout()
-
-    async def use(_: FakeTeacher, teacher: Any) -> None:
-        await teacher.score([one])
-
-    fake = with_teacher(tmp_path, use)
-    nan = np.nan
-    np.testing.assert_allclose(one.teacher[0], [nan, -0.09, nan, -0.03], rtol=1e-6)
-    np.testing.assert_allclose(one.teacher[1], [nan, -0.02], rtol=1e-6)
-    assert {tuple(body["prompt"]) for body in fake.asked} == {(5, 9, 7, 3), (8, 2)}
-    assert {body["model"] for body in fake.asked} == {"big"}
+    asked = score(tmp_path, one)
+    np.testing.assert_allclose(one.teacher[0], [np.nan, -0.09, np.nan, -0.03], rtol=1e-6)
+    np.testing.assert_allclose(one.teacher[1], [np.nan, -0.02], rtol=1e-6)
+    assert {tuple(body["prompt"]) for body in asked} == {(5, 9, 7, 3), (8, 2)}
+    assert {body["model"] for body in asked} == {"big"}
 
 
-def test_a_teacher_that_fails_is_asked_again(tmp_path: Path) -> None:
+def test_a_teacher_that_fails_is_asked_again_and_ends_the_run_by_name_if_it_fails_throughout(tmp_path: Path) -> None:
     one = rollout()
-
-    async def use(fake: FakeTeacher, teacher: Any) -> None:
-        fake.failures = 2
-        await teacher.score([one])
-
-    assert len(with_teacher(tmp_path, use).asked) == 4
+    assert len(score(tmp_path, one, failures=2)) == 4
     assert len(one.teacher) == 2
+    with pytest.raises(PeerDied, match=r"teacher at http.* in 3 attempts .*503.*busy"):
+        score(tmp_path, rollout(), failures=99)
 
 
-def test_a_teacher_that_fails_throughout_ends_the_run_by_name(tmp_path: Path) -> None:
-    async def use(fake: FakeTeacher, teacher: Any) -> None:
-        fake.failures = 99
-        with pytest.raises(PeerDied, match=r"teacher at http.* in 3 attempts .*503.*busy"):
-            await teacher.score([rollout()])
-
-    with_teacher(tmp_path, use)
-
-
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    async def use(*_: Any) -> None: ...
+def test_a_teacher_that_is_not_there_or_has_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    async def open_one(config: TeacherConfig | None) -> None:
+        async with open_teacher(config, TOKENIZER, Waits("orchestrator", tmp_path)) as teacher:
+            assert teacher is None  # a run without a teacher
 
     with pytest.raises(ConfigError, match="same tokenizer was expected"):
-        with_teacher(tmp_path, use, shift=1)
-
-
-def test_a_teacher_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    async def go() -> None:
-        config = TeacherConfig(base_url="http://127.0.0.1:9/v1")
-        async with open_teacher(config, TOKENIZER, Waits("orchestrator", tmp_path)):
-            pass
-
+        score(tmp_path, rollout(), shift=1)
     with pytest.raises(ConfigError, match="does not answer as vLLM does"):
-        asyncio.run(go())
-
-
-def test_a_run_without_a_teacher_has_none(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with open_teacher(None, TOKENIZER, Waits("orchestrator", tmp_path)) as teacher:
-            assert teacher is None
-
-    asyncio.run(go())
+        asyncio.run(open_one(TeacherConfig(base_url="http://127.0.0.1:9/v1")))
+    asyncio.run(open_one(None))
