@@ -89,23 +89,6 @@ def test_a_reason_that_is_learned_on_the_way_is_that_of_the_whole_wait() -> None
     lane = Lane("trainer", keeps=True, clock=clock)
     lane.enter("wait", why="no batch yet")
     for why in ("no batch yet: 8 of 8 groups missing", "no batch yet: 7 of 8", "an evaluation is running"):
-        clock.now_us += 1000 * (number + 1)
-        if number in (2, 4, 6):  # in the middle of things
-            for name, seconds in lane.take().items():
-                taken[name] += seconds
-    assert taken == pytest.approx({"wait": 0.005, "other": 0.008, "generate": 0.010, "transfer": 0.005})
-    assert lane.drain() == []
-
-
-def test_a_reason_that_is_learned_on_the_way_is_that_of_the_whole_wait() -> None:
-    clock = Hand()
-    lane = Lane("trainer", keeps=True, clock=clock)
-    lane.enter("wait", why="no batch yet")
-    for why in (
-        "no batch yet: 8 of 8 groups missing",
-        "no batch yet: 7 of 8 groups missing",
-        "an evaluation is running",
-    ):
         clock.now_us += 10
         lane.explain(why)
     clock.now_us = 40
