@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -24,10 +25,7 @@ class Server:
         self.num_connections = 0
         self.hung_up = asyncio.Event()  # by the asker
         self.port = free_port()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        self.url = f"http://127.0.0.1:{self.port}"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
@@ -45,28 +43,21 @@ class Server:
         writer.close()
 
 
-def ask(server_answers: list[bytes | None], use: Callable[[Posts, Server], Awaitable[Any]], **options: Any) -> Any:
+def ask(answers: list[bytes | None], use: Callable[[Posts, Server], Awaitable[Any]], **options: Any) -> Any:
     async def main() -> Any:
-        server = Server(*server_answers)
-        opened = await asyncio.start_server(server.serve, "127.0.0.1", server.port)
+        server = Server(*answers)
         posts = Posts(**{"timeout_s": DEADLINE_S} | options)
-        async with opened, asyncio.timeout(DEADLINE_S):
-            try:
+        async with await asyncio.start_server(server.serve, "127.0.0.1", server.port), asyncio.timeout(DEADLINE_S):
+            with closing(posts):
                 return await use(posts, server)
-            finally:
-                posts.close()
-                opened.close()
 
     return asyncio.run(main())
 
 
-def fails_with(answer: bytes | None, **options: Any) -> str:
-    async def use(posts: Posts, server: Server) -> str:
-        with pytest.raises((ConnectionError, TimeoutError)) as caught:
-            await posts.post(server.url, "ask", b"{}")
-        return f"{type(caught.value).__name__}: {caught.value}"
-
-    return ask([answer], use, **options)
+async def twice(posts: Posts, server: Server) -> tuple[int, bytes, bytes]:
+    """The status and the answers to two requests."""
+    (status, first), (_, second) = [await posts.post(server.url, "ask", b"{}") for _ in range(2)]
+    return status, first, second
 
 
 def test_the_request_is_what_http_says_and_carries_the_token():
@@ -91,33 +82,30 @@ def test_one_after_the_other_need_one_connection_and_many_at_once_one_each():
     assert ask([], use) == (1, 20)
 
 
-def test_answers_in_chunks_with_other_statuses_and_after_a_continue_are_read():
-    chunked = b"HTTP/1.1 503 No\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+STRAY = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nstray"
 
-    async def use(posts: Posts, server: Server) -> list[tuple[int, bytes]]:
-        return [await posts.post(server.url, "ask", b"{}") for _ in range(3)]
 
-    found = ask([chunked, b"HTTP/1.1 100 Continue\r\n\r\n" + OK, OK], use)
-    assert found == [(503, b"abcde"), (200, b"hi"), (200, b"hi")]
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (
+            b"HTTP/1.1 503 No\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n",
+            (503, b"abcde", b"hi"),
+        ),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, (200, b"hi", b"hi")),
+        (OK + STRAY, (200, b"hi", b"hi")),  # more than an answer is no part of the next
+    ],
+)
+def test_an_answer_is_read_to_its_end_and_no_further(first, expected):
+    assert ask([first], twice) == expected
 
 
 def test_a_connection_that_the_server_will_not_keep_is_not_used_again():
-    last = OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
-
     async def use(posts: Posts, server: Server) -> int:
-        for _ in range(2):
-            assert await posts.post(server.url, "ask", b"{}") == (200, b"hi")
+        assert await twice(posts, server) == (200, b"hi", b"hi")
         return server.num_connections
 
-    assert ask([last], use) == 2
-
-
-def test_more_than_an_answer_is_no_part_of_the_next():
-    async def use(posts: Posts, server: Server) -> list[tuple[int, bytes]]:
-        return [await posts.post(server.url, "ask", b"{}") for _ in range(2)]
-
-    stray = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nstray"
-    assert ask([OK + stray], use) == [(200, b"hi"), (200, b"hi")]
+    assert ask([OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")], use) == 2
 
 
 @pytest.mark.parametrize(
@@ -131,7 +119,12 @@ def test_more_than_an_answer_is_no_part_of_the_next():
     ],
 )
 def test_whatever_a_server_does_instead_is_said(answer, words):
-    assert fails_with(answer, timeout_s=0.2).startswith(words)
+    async def use(posts: Posts, server: Server) -> str:
+        with pytest.raises((ConnectionError, TimeoutError)) as caught:
+            await posts.post(server.url, "ask", b"{}")
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    assert ask([answer], use, timeout_s=0.2).startswith(words)
 
 
 def test_nobody_there_is_a_connection_error():
