@@ -48,35 +48,29 @@ def left(paths: RunPaths) -> dict[str, list[int]]:
     return in_ledger | {kind: steps_in(folder) for kind, folder in kinds.items()}
 
 
-def files(paths: RunPaths) -> list[str]:
-    return sorted(path.name for path in paths.root.rglob("*") if not path.name.startswith("set_aside"))
-
-
 AT_2 = {"batches": [0, 1], "versions": [0, 1, 2], "checkpoints": [2], "weights": [2], "evals": [0, 2]}
 AT_0 = {"batches": [], "versions": [0], "checkpoints": [], "weights": [], "evals": [0]}
 
 
 @pytest.mark.parametrize(("version", "expected"), [(2, AT_2), (0, AT_0)])
-def test_what_came_after_a_version_is_set_aside_and_nothing_is_deleted(
-    paths: RunPaths, version: int, expected: dict[str, list[int]]
-) -> None:
-    before = files(paths)
+def test_what_came_after_a_version_is_set_aside_and_nothing_is_deleted(paths: RunPaths, version, expected) -> None:
+    def files() -> list[str]:
+        return sorted(path.name for path in paths.root.rglob("*") if not path.name.startswith("set_aside"))
+
+    before = files()
     for _ in range(2):  # the second time there is nothing to do
         prepare_folder(paths, resume=False, resume_step=version)
         assert left(paths) == expected
-    assert files(paths) == before
+    assert files() == before
     assert len(list(paths.root.rglob("set_aside*"))) == 5  # one for each kind
 
 
-def test_the_newest_checkpoint_sets_nothing_aside(paths: RunPaths) -> None:
+def test_the_newest_checkpoint_sets_nothing_aside_and_a_half_one_goes_too(paths: RunPaths) -> None:
     before = left(paths)
     for resume_step in (-1, None):
         prepare_folder(paths, resume=True, resume_step=resume_step)
         assert left(paths) == before
-
-
-def test_a_half_checkpoint_of_the_old_way_is_set_aside_too(paths: RunPaths) -> None:
-    step_folder(paths.checkpoints, 5).mkdir()
+    step_folder(paths.checkpoints, 5).mkdir()  # half a checkpoint of the old way
     rewind(paths, 4)
     assert steps_in(paths.checkpoints) == [2, 4]
 
@@ -87,28 +81,25 @@ class Killed(BaseException):
 
 def rewind_killed(paths: RunPaths, monkeypatch: pytest.MonkeyPatch, *, after: int) -> int:
     """Rewinds to version 2 and is killed after so many moves; returns how many there were."""
-    moves = [0]
-    rename = Path.rename
+    moves, rename = [], Path.rename
 
     def counted(self: Path, target: Path) -> Path:
-        if moves[0] == after:
+        if len(moves) == after:
             raise Killed
-        moves[0] += 1
+        moves.append(target)
         return rename(self, target)
 
     with monkeypatch.context() as patch, suppress(Killed):
         patch.setattr(Path, "rename", counted)
         rewind(paths, 2)
-    return moves[0]
+    return len(moves)
 
 
 NUM_MOVES = 4 + 4 + 2 + 2 + 2
 
 
 @pytest.mark.parametrize("after", range(NUM_MOVES + 1))
-def test_a_launcher_killed_anywhere_on_the_way_leaves_a_run_that_either_way_can_go_on(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, after: int
-) -> None:
+def test_a_launcher_killed_anywhere_leaves_a_run_that_either_way_can_go_on(paths: RunPaths, monkeypatch, after) -> None:
     assert rewind_killed(paths, monkeypatch, after=after) == after
     now = left(paths)
     for kind in ("batches", "versions"):
