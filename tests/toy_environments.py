@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
+import os
+import sys
+import tempfile
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from local_packages import write_package
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 
 PACKAGES, SHIPPED = Path(__file__).parent / "environments", Path(__file__).parents[1] / "environments"
+SHIPPED_OF_V0 = ("alphabet_sort", "gsm8k", "math_python", "reverse_text", "wiki_search", "wordle")
 Use = Callable[[Environment], Awaitable[Any]]
 ECHO = """
     def dataset(size=20):
@@ -101,15 +108,43 @@ def with_environment(folder: Path, id: str, use: Use, **config: Any) -> Any:
 
 
 def open_package(folder: Path, package: str, /, **args: Any) -> AbstractAsyncContextManager[Environment]:
-    """A package of `tests/environments` or one that is shipped, which uv installs in `folder` where it is not."""
-    settings = EnvironmentConfig(id=package, args=args)
-    root = PACKAGES if (PACKAGES / package.replace("-", "_")).exists() else SHIPPED
+    """A package of `tests/environments`, or one that is shipped. Those of verifiers v0 share a virtual environment."""
+    if package != "v1-echo":
+        _write_v0_packages(folder)
+        package, root, args = "v0-packages", folder, {"package": package.replace("-", "_")} | args
+    else:
+        root = PACKAGES
+    settings = EnvironmentConfig(id=package, name=args.get("package"), args=args)
     return open_environment(settings, logs=folder / "logs", root=root, cache=folder / "cache", load_timeout_s=300)
+
+
+def _write_v0_packages(folder: Path) -> None:
+    """One that needs them all, and loads the one that is named."""
+    if (folder / "v0_packages").exists():
+        return
+    code = "import importlib\n\n\ndef load_environment(package, **args):\n"
+    code += "    return importlib.import_module(package).load_environment(**args)\n"
+    places = [PACKAGES / "trireme_toys", *(SHIPPED / name for name in SHIPPED_OF_V0)]
+    sources = {place.name.replace("_", "-"): f'{{ path = "{place}", editable = true }}' for place in places}
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as own, suppress(OSError):  # raised where another process was first
+        write_package(Path(own), "v0-packages", code, sources=sources).rename(folder / "v0_packages")
 
 
 def with_package(folder: Path, package: str, use: Use, /, **args: Any) -> Any:
     with running(open_package(folder, package, **args)) as run:
         return run(use)
+
+
+def packages_folder(tmp_path_factory: Any) -> Path:
+    """For `open_package`: one for all processes of the test session, so that uv makes each environment once."""
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "packages"
+
+
+def import_shipped(package: str, module: str) -> ModuleType:
+    sys.path.append(str(SHIPPED / package))
+    return importlib.import_module(module)
 
 
 async def run_all(environment: Environment, ask: Callable[[Ask], Awaitable[Reply]], count: int) -> list[Any]:

@@ -1,27 +1,17 @@
-"""The wordle environment: the rules of the game, and the whole of it in a worker of its own."""
+"""The wordle environment: the rules of the game, and whole games in a worker."""
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 
-from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.orchestrator.environments.pool import open_environment
-from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
+from toy_environments import import_shipped, packages_folder, run_one, with_package
+from trireme.orchestrator.environments.wire import Ask, Reply
 
-ENVIRONMENTS = Path(__file__).parents[2] / "environments"
-
-
-@pytest.fixture(scope="module")
-def game():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ENVIRONMENTS / "wordle")
-        yield importlib.import_module("wordle_game")
+game = import_shipped("wordle", "wordle_game")
+ANY = {"word_length": 5, "alphabet": "", "num_words": None, "seed": 0}
 
 
 def feedback_by_crossing_out(guess: str, secret: str) -> str:
@@ -37,64 +27,34 @@ def feedback_by_crossing_out(guess: str, secret: str) -> str:
     return "".join(marks)
 
 
-@pytest.mark.parametrize(("letters", "length"), [("abc", 5), ("abcd", 4), ("abcdef", 3)])
-def test_feedback_is_that_of_a_player_with_paper_for_every_guess_and_secret(game, letters, length):
-    words = ["".join(word) for word in itertools.product(letters, repeat=length)]
-    for guess, secret in itertools.product(words, repeat=2):
-        assert game.feedback(guess, secret) == feedback_by_crossing_out(guess, secret), (guess, secret)
+def test_feedback_is_that_of_a_player_with_paper_for_every_guess_and_secret():
+    assert game.feedback("eerie", "crepe") == "YXYXG"  # the last e is right, one more e is left for the other two
+    for letters, length in [("abc", 4), ("abcd", 3)]:
+        words = ["".join(word) for word in itertools.product(letters, repeat=length)]
+        for guess, secret in itertools.product(words, repeat=2):
+            assert game.feedback(guess, secret) == feedback_by_crossing_out(guess, secret), (guess, secret)
 
 
-@pytest.mark.parametrize(
-    ("guess", "secret", "marks"),
-    [
-        ("crane", "crane", "GGGGG"),
-        ("crane", "moist", "XXXXX"),
-        ("eerie", "crepe", "YXYXG"),  # the last e is right, one more e is left for the other two
-        ("speed", "abide", "XXYXY"),
-        ("allow", "llama", "YGYXX"),
-        ("llama", "allow", "YGYXX"),
-    ],
-)
-def test_letters_that_come_twice_are_marked_as_often_as_the_secret_has_them(game, guess, secret, marks):
-    assert game.feedback(guess, secret) == marks
-
-
-def test_closeness_counts_a_right_letter_fully_and_one_that_belongs_elsewhere_half(game):
+def test_closeness_counts_a_right_letter_fully_and_one_that_belongs_elsewhere_half():
     assert game.closeness("crane", "crane") == 1
     assert game.closeness("eerie", "crepe") == (1 + 2 / 2) / 5
     assert game.closeness(None, "crane") == 0
 
 
-@pytest.mark.parametrize("text", [None, "", "cran", "cranes", "cr ne", "crané", "12345"])
-def test_only_a_word_of_the_right_length_is_a_guess(game, text):
-    assert game.read_guess(text, 5) is None
-    assert game.read_guess("\n CRANE ", 5) == "crane"
+def test_only_a_word_of_the_right_length_is_a_guess():
+    texts = [None, "", "cran", "cranes", "cr ne", "crané", "12345", "\n CRANE "]
+    assert [game.read_guess(text, 5) for text in texts] == [None] * 7 + ["crane"]
 
 
-def test_the_words_are_different_words_of_five_letters(game):
+def test_no_word_is_both_trained_on_and_evaluated_on_whatever_the_arguments():
     assert len(set(game.WORDS)) == len(game.WORDS) > 800
     assert all(re.fullmatch("[a-z]{5}", word) for word in game.WORDS)
-
-
-def test_no_word_is_both_trained_on_and_evaluated_on_whatever_the_arguments(game):
     choices = [("", 5, None, 0), ("", 5, None, 1), ("", 5, 300, 2), ("abcdef", 3, None, 0), ("abcd", 5, 500, 1)]
-    train, evaluation = set(), set()
-    for alphabet, length, num_words, seed in choices:
-        some, others = game.choose_secrets(
-            400, 50, word_length=length, alphabet=alphabet, num_words=num_words, seed=seed
-        )
-        assert len(some) > 100
-        assert len(others) > 20
-        train.update(some)
-        evaluation.update(others)
-    assert not train & evaluation
-
-
-def test_the_words_depend_on_the_seed_and_on_nothing_else(game):
-    def choose(seed):
-        return game.choose_secrets(100, 20, word_length=5, alphabet="", num_words=None, seed=seed)
-
-    assert choose(0) == choose(0) != choose(1)
+    keys = ("alphabet", "word_length", "num_words", "seed")
+    sets = [game.choose_secrets(400, 50, **dict(zip(keys, choice, strict=True))) for choice in choices]
+    assert all(len(train) > 100 and len(evaluation) > 20 for train, evaluation in sets)
+    assert not set().union(*(train for train, _ in sets)) & set().union(*(evaluation for _, evaluation in sets))
+    assert game.choose_secrets(400, 50, **ANY) == sets[0] != sets[1]
 
 
 @pytest.mark.parametrize(
@@ -106,25 +66,17 @@ def test_the_words_depend_on_the_seed_and_on_nothing_else(game):
         ({"alphabet": "a", "word_length": 1, "num_words": 0}, "raise `num_words`"),
     ],
 )
-def test_arguments_that_allow_no_game_are_refused_with_advice(game, arguments, advice):
+def test_arguments_that_allow_no_game_are_refused_with_advice(arguments, advice):
     with pytest.raises(ValueError, match=advice):
-        game.choose_secrets(10, 1, **{"word_length": 5, "alphabet": "", "num_words": None, "seed": 0} | arguments)
-
-
-def consistent(guess: str, told: list[tuple[str, str]]) -> bool:
-    return all(feedback_by_crossing_out(earlier, guess) == marks for earlier, marks in told)
-
-
-def told_so_far(question: Ask) -> list[tuple[str, str]]:
-    """Guesses and marks, read from what the environment said."""
-    answers = [message["content"].split("\n")[:-1] for message in question.messages if message["role"] == "user"]
-    return [("".join(line[0] for line in lines), "".join(line[2] for line in lines)) for lines in answers[1:]]
+        game.choose_secrets(10, 1, **ANY | arguments)
 
 
 async def play_by_the_feedback(question: Ask) -> Reply:
     """The first word that fits all that was said: it finds any secret that three letters out of four can make."""
-    words = ("".join(word) for word in itertools.product("abcd", repeat=3))
-    guess = next(word for word in words if consistent(word, told_so_far(question)))
+    answers = [message["content"].split("\n")[:-1] for message in question.messages if message["role"] == "user"]
+    told = [("".join(line[0] for line in lines), "".join(line[2] for line in lines)) for lines in answers[1:]]
+    words = map("".join, itertools.product("abcd", repeat=3))
+    guess = next(word for word in words if all(feedback_by_crossing_out(was, word) == marks for was, marks in told))
     return Reply(content=f"I try <guess>{guess}</guess>.", finish_reason="stop")
 
 
@@ -132,26 +84,17 @@ async def say_nothing_of_use(question: Ask) -> Reply:
     return Reply(content="<guess>abcd</guess>" if len(question.messages) == 2 else "a b c", finish_reason="stop")
 
 
-@pytest.mark.e2e
-def test_the_wordle_package_plays_whole_games_and_rewards_the_quicker_one(tmp_path):
+def test_the_wordle_package_plays_whole_games_and_rewards_the_quicker_one(tmp_path_factory):
     async def use(environment):
         assert (environment.num_train, environment.num_eval) == (56, 8)
-        won = [await environment.run(RunTask(task=f"{i}", index=i), play_by_the_feedback) for i in range(56)]
-        lost = await environment.run(RunTask(task="lost", split="eval", index=0), say_nothing_of_use)
-        return won, lost
+        won = [await run_one(environment, play_by_the_feedback, i) for i in range(56)]
+        return won, await run_one(environment, say_nothing_of_use, split="eval")
 
-    async def main():
-        config = EnvironmentConfig(id="wordle", args={"alphabet": "abcd", "word_length": 3, "max_turns": 9})
-        async with open_environment(
-            config, logs=tmp_path / "logs", root=ENVIRONMENTS, cache=tmp_path / "cache"
-        ) as environment:
-            return await use(environment)
-
-    won, lost = asyncio.run(main())
+    args = {"alphabet": "abcd", "word_length": 3, "max_turns": 9}
+    won, lost = with_package(packages_folder(tmp_path_factory), "wordle", use, **args)
     for game in won:
         turns = game.metrics["num_turns"]
-        assert game.stop == "word_found"
-        assert len(game.completion) == 2 * turns - 1
+        assert (game.stop, len(game.completion)) == ("word_found", 2 * turns - 1)
         assert f"<guess>{game.answer}</guess>" in game.completion[-1]["content"]
         assert game.reward == pytest.approx(0.5 + 0.2 + 0.2 * (10 - turns) / 9 + 0.1)
     assert len({game.metrics["num_turns"] for game in won}) > 3
