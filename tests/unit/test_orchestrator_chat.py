@@ -22,6 +22,7 @@ TOOL = {
     },
 }
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2.5, None, "x"]}}}
+QUESTION = {"role": "user", "content": "1 + 2?"}
 CONVERSATIONS = {
     "one question": [{"role": "user", "content": "Hello!"}],
     "with a system message": [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Hi"}],
@@ -31,7 +32,7 @@ CONVERSATIONS = {
         {"role": "user", "content": "Again,\n\n{{ please }} \t"},
     ],
     "tools": [
-        {"role": "user", "content": "1 + 2?"},
+        QUESTION,
         {"role": "assistant", "content": "I add.", "tool_calls": [CALL]},
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
     ],
@@ -75,10 +76,9 @@ def test_tool_arguments_may_be_text_and_content_may_be_none(tokenizers):
     """That is how they come from environments; templates expect objects and text."""
     ours, theirs = tokenizers["qwen-3"]
     arguments = json.dumps(CALL["function"]["arguments"])
-    written = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    question = {"role": "user", "content": "1 + 2?"}
-    as_text = [question, {"role": "assistant", "content": None, "tool_calls": [written]}]
-    as_object = [question, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    written = CALL | {"function": {"name": "add", "arguments": arguments}}
+    as_text = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [written]}]
+    as_object = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     expected = theirs.apply_chat_template(as_object, tools=[TOOL], tokenize=False)
     assert ours.render(as_text, tools=[TOOL], generate=False) == expected
     assert as_text[1]["content"] is None
@@ -97,29 +97,22 @@ def test_a_long_prompt_is_not_cut_whatever_the_file_says(tmp_path):
     assert [len(tokenizer.encode("x" * length)) for length in (2, 9, 40)] == [2, 9, 40]
 
 
-def test_a_template_in_a_file_of_its_own_comes_before_that_of_the_configuration(tmp_path):
-    folder = write_tokenizer(tmp_path)
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
-    assert ChatTokenizer(folder).render([{"role": "user", "content": "Hi"}], tools=None, generate=True) == "Hi!"
-
-
-def test_of_several_named_templates_the_default_one_is_taken(tmp_path):
+def test_a_template_in_a_file_of_its_own_comes_first_then_the_default_one_of_several(tmp_path):
     folder = write_tokenizer(tmp_path)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert ChatTokenizer(folder).render([], tools=None, generate=True) == "yes"
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert ChatTokenizer(folder).render([QUESTION], tools=None, generate=True) == "1 + 2?!"
 
 
-@pytest.mark.parametrize(
-    ("missing", "words"), [("tokenizer.json", "fast form was expected"), ("template", "has no chat template")]
-)
-def test_what_a_folder_lacks_is_named(tmp_path, missing, words):
-    folder = write_tokenizer(tmp_path, "" if missing == "template" else CHATML)
-    if missing != "template":
-        (folder / missing).unlink()
-    with pytest.raises(ConfigError, match=words):
-        open_chat_tokenizer(str(folder))
+def test_what_a_folder_lacks_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="has no chat template"):
+        open_chat_tokenizer(str(write_tokenizer(tmp_path, "")))
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="fast form was expected"):
+        open_chat_tokenizer(str(tmp_path))
 
 
 def test_the_orchestrator_loads_no_torch():
