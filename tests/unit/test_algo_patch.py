@@ -53,17 +53,13 @@ def patched(before: torch.Tensor, patch: Patch, times: int = 1) -> torch.Tensor:
 def test_a_patch_brings_every_bit(shape: list[int], dtype: torch.dtype, share: float, seed: int, times: int) -> None:
     before, fresh = random_bits(shape, dtype, seed), random_bits(shape, dtype, seed + 1)
     generator = torch.Generator().manual_seed(seed)
-    after = torch.where(torch.rand(shape, generator=generator) < share, to_bytes_like(fresh), to_bytes_like(before))
-    after = after.view(dtype).view(shape)
+    is_fresh = (torch.rand(shape, generator=generator) < share).view(-1)
+    after = torch.where(is_fresh, to_integers(fresh), to_integers(before)).view(dtype).view(shape)
     patch = build_patch(after, changed(after, before))
     assert same_bits(patched(before, patch, times), after)
     assert patch.num_bytes <= after.nbytes
     assert (patch.where.numel(), patch.values.numel()) == sizes_of(patch.form, patch.num_changed, after)
     assert patch.num_changed == int((to_integers(before) != to_integers(after)).sum())
-
-
-def to_bytes_like(tensor: torch.Tensor) -> torch.Tensor:
-    return to_integers(tensor).view(tensor.shape)
 
 
 def test_a_nan_that_stayed_is_unchanged_and_one_with_another_payload_is_not() -> None:
@@ -85,28 +81,22 @@ def test_a_nan_that_stayed_is_unchanged_and_one_with_another_payload_is_not() ->
         (800, [*range(749)], Form.BITS, 100 + 1498),
     ],
 )
-def test_the_form_with_the_fewest_bytes_is_taken(
-    num_values: int, places: list[int], form: Form, num_bytes: int
-) -> None:
+def test_the_form_with_the_fewest_bytes_is_taken(num_values, places, form, num_bytes) -> None:
     mask = torch.zeros(num_values, dtype=torch.bool)
     mask[places] = True
     patch = build_patch(torch.ones(num_values, dtype=torch.bfloat16), mask)
     assert (patch.form, patch.num_bytes, patch.num_changed) == (form, num_bytes, len(places))
 
 
-def test_the_longest_gap_that_two_bytes_hold_arrives() -> None:
-    before = torch.zeros(200_000)
-    after = before.clone()
+def test_the_longest_gap_that_two_bytes_hold_arrives_and_so_does_a_tensor_that_is_not_contiguous() -> None:
+    before, after = torch.zeros(200_000), torch.zeros(200_000)
     after[[65_535, 131_070]] = 1.0
     patch = build_patch(after, changed(after, before))
     assert patch.form is Form.GAPS
     assert same_bits(patched(before, patch), after)
-
-
-def test_a_tensor_that_is_not_contiguous_is_read_in_its_order() -> None:
     before, after = torch.zeros(4, 6), torch.arange(24.0).view(6, 4).T
-    assert same_bits(patched(before, build_patch(after, changed(after, before))), after.contiguous())
-    assert same_bits(patched(before, whole_patch(after)), after.contiguous())
+    for patch in (build_patch(after, changed(after, before)), whole_patch(after)):
+        assert same_bits(patched(before, patch), after.contiguous())
 
 
 @given(st.lists(st.booleans(), max_size=70))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -122,14 +120,10 @@ def test_requests_take_the_short_way_unless_vllms_own_has_something_to_do(monkey
     assert known == [True, False, False]
 
 
-def test_names_are_those_of_the_installed_vllm_and_are_read_without_importing_it() -> None:
+def test_names_are_those_of_the_installed_vllm() -> None:
     source = Path(find_spec("vllm").origin).parent / "tool_parsers" / "__init__.py"
     assigned = [node for node in parse(source.read_text()).body if isinstance(node, ast.Assign)]
     table = next(node for node in assigned if "REGISTER" in ast.unparse(node.targets[0]))
     assert set(parser_names("tool_call_parser")) == set(ast.literal_eval(table.value))
     assert {"qwen3", "deepseek_r1"} <= set(parser_names("reasoning_parser"))
     assert {"temperature", "stop_token_ids", "ignore_eos", "structured_outputs"} <= set(sampling_names())
-    code = "import sys; from trireme.config.engine_names import *; assert parser_names('reasoning_parser'); "
-    code += "print({'torch', 'vllm'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "set()"
