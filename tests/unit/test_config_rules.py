@@ -184,9 +184,7 @@ ORCHESTRATOR = rows(
 
 
 @pytest.mark.parametrize(("refused", "accepted", "words", "on"), RUN + PLACES + TRAINER + ORCHESTRATOR)
-def test_a_rule_refuses_what_is_wrong_and_accepts_what_is_next_to_it(
-    refused: str, accepted: str, words: str, on: Devices
-) -> None:
+def test_a_rule_refuses_what_is_wrong_and_accepts_what_is_next_to_it(refused, accepted, words, on):
     assert len(refusals(refused, words, on=on)) == 1
     assert refusals(accepted, on=on) == []
 
@@ -205,11 +203,11 @@ def test_a_rule_refuses_what_is_wrong_and_accepts_what_is_next_to_it(
         (prefixed("orchestrator", f"--eval.interval 100 --eval.rollouts-per-example 8 {SAMPLED}"), CPU),
     ],
 )
-def test_a_run_without_contradictions_is_accepted(flags: str, on: Devices) -> None:
+def test_a_run_without_contradictions_is_accepted(flags, on):
     assert refusals(flags, on=on) == []
 
 
-def test_the_example_of_the_guide_holds_on_four_gpus_and_on_cpu() -> None:
+def test_the_example_of_the_guide_holds_on_four_gpus_and_on_cpu():
     example = f"@ {ROOT / 'tests/data/guide_example.toml'}"
     check(resolved(example, on=GPUS), GPUS)
     check(resolved(f"{example} --device cpu"), CPU)
@@ -217,19 +215,19 @@ def test_the_example_of_the_guide_holds_on_four_gpus_and_on_cpu() -> None:
         check(resolved(example), CPU)
 
 
-def test_a_run_needs_an_environment_but_a_trainer_alone_does_not() -> None:
+def test_a_run_needs_an_environment_but_a_trainer_alone_does_not():
     with pytest.raises(ConfigError, match="no environment is configured"):
         check(resolved(), CPU)
     check(resolved(section="trainer"), CPU, section="trainer")
 
 
-def test_all_contradictions_are_shown_together() -> None:
+def test_all_contradictions_are_shown_together():
     config = resolved(f"{ENV} --orchestrator.batch-size 100 --seq-len 64 --inference.model.max-model-len 128")
     with pytest.raises(ConfigError, match=r"^2 problems in the configuration.\n1. batch_size must be"):
         check(config, CPU)
 
 
-def test_names_of_parsers_are_left_to_the_engine_where_vllm_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_parsers_are_left_to_the_engine_where_vllm_is_not_installed(monkeypatch):
     monkeypatch.setattr(engine_names, "find_spec", lambda name: None)
     engine_names.parser_names.cache_clear()
     try:
@@ -248,7 +246,7 @@ def test_names_of_parsers_are_left_to_the_engine_where_vllm_is_not_installed(mon
         ("--top-p 0.9", "the 64 likeliest tokens"),
     ],
 )
-def test_sampling_that_biases_the_importance_ratio_gets_a_note(sampling: str, words: str | None) -> None:
+def test_sampling_that_biases_the_importance_ratio_gets_a_note(sampling, words):
     notes = sampling_notes(resolved(prefixed("orchestrator.sampling", sampling) if sampling else ""))
     assert len(notes) == (words is not None)
     assert words is None or words in notes[0]
@@ -266,21 +264,22 @@ def busy_port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
-def test_attention_that_cannot_train_on_cpu_does_not_start_there(attention: str) -> None:
+def test_attention_that_cannot_train_on_cpu_does_not_start_there(attention):
     assert refusals(f"--trainer.model.attn {attention}", "runs on GPUs only", at_launch=True)
 
 
-def test_a_port_in_use_is_named_with_its_server_by_the_process_that_listens_there(busy_port: int) -> None:
+def test_a_port_in_use_is_named_with_its_server_by_the_process_that_listens_there(busy_port):
     flags = f"--model.name a/b --inference.server.port {busy_port}"
     (message,) = refusals(flags, at_launch=True)
     assert f"port {busy_port} on 127.0.0.1 is in use, wanted for the inference server" in message
     assert "--inference.server.port " in message
+    assert f"`lsof -i :{busy_port}` shows who has it" in message
     assert not any(str(busy_port) in text for text in launch_problems(resolved(flags), CPU, section="trainer"))
     there = f"--hosts.orchestrator 203.0.113.1 --ports.batches {busy_port} --device cpu"
     assert refusals(f"--model.name a/b {there}", f"port {busy_port}", at_launch=True) == []
 
 
-def test_a_local_model_folder_must_hold_a_model() -> None:
+def test_a_local_model_folder_must_hold_a_model():
     def missing(name: str) -> str:
         return "\n".join(refusals(f"--model.name {name}", at_launch=True))
 
@@ -298,7 +297,7 @@ def test_a_local_model_folder_must_hold_a_model() -> None:
     assert "adapters, not a model" in missing("./adapters")
 
 
-def test_names_on_a_hub_are_told_from_folders() -> None:
+def test_names_on_a_hub_are_told_from_folders():
     Path("here").mkdir()
     local = ["./gpt2", "/data/gpt2", "~/gpt2", "models/tiny", "outputs/run/weights/step_3", "here/tiny", "here"]
     assert [name for name in ("Qwen/Qwen3-0.6B", "gpt2", "hear/tiny", *local) if looks_local(name)] == local
@@ -312,7 +311,7 @@ def test_names_on_a_hub_are_told_from_folders() -> None:
         ("--trainer.loss.type custom --trainer.loss.path mine.py:f", "mine.py"),
     ],
 )
-def test_a_file_of_the_users_must_exist_when_the_run_starts(flags: str, file: str) -> None:
+def test_a_file_of_the_users_must_exist_when_the_run_starts(flags, file):
     typed = f"--model.name a/b {flags}"
     assert refusals(typed) == []
     assert len(refusals(typed, file, at_launch=True)) == 1
@@ -320,7 +319,7 @@ def test_a_file_of_the_users_must_exist_when_the_run_starts(flags: str, file: st
     assert refusals(typed, file, at_launch=True) == []
 
 
-def test_8_bit_moments_need_a_compiler_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_moments_need_a_compiler_on_gpus(monkeypatch):
     eight = Optimizer(type="adamw_8bit")
     assert [*optim_launch_problems("", eight, "cpu")] == []
     monkeypatch.setattr(rules_optim.shutil, "which", lambda name: None)
