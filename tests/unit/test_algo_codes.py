@@ -11,14 +11,16 @@ from trireme.algo.codes import code_values, decode, encode
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("signed", [True, False])
-def test_there_are_256_different_codes_from_the_smallest_decade_to_1(signed: bool) -> None:
+@pytest.mark.parametrize(
+    ("signed", "lowest", "smallest"),  # the largest code below 1 is 1 - 0.9 / 64 / 2, by hand
+    [(True, -0.99296875, 0.55), (False, 0, 0.325)],  # the middle of (0.1, 1), or of its lower half
+)
+def test_there_are_256_different_codes_from_the_smallest_decade_to_1(signed: bool, lowest, smallest) -> None:
     values = code_values(signed, CPU)
     assert len(values.unique()) == 256
     assert values.max() == 1
-    assert values.min() == pytest.approx(-0.99296875 if signed else 0)  # 1 - 0.9 / 64 / 2, by hand
-    smallest = values[values > 0].min()
-    assert smallest == pytest.approx(1e-6 * (0.55 if signed else 0.325))  # the middle of (0.1, 1), or of its lower half
+    assert values.min() == pytest.approx(lowest)
+    assert values[values > 0].min() == pytest.approx(1e-6 * smallest)
 
 
 @pytest.mark.parametrize("signed", [True, False])

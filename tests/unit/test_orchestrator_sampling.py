@@ -29,10 +29,7 @@ def test_everything_that_is_given_reaches_the_engine():
 def test_the_runs_sampling_wins_over_the_environments():
     theirs = {"temperature": 0.1, "max_tokens": 5, "stop": ["x"], "n": 1, "logprobs": True, "seed": 7, "top_p": None}
     assert of_turn(Sampling(max_tokens=9), theirs) == {"temperature": 1.0, "max_tokens": 9, "stop": ["x"]}
-
-
-def test_openais_newer_name_for_the_longest_answer_is_understood():
-    assert of_turn(Sampling(), {"max_completion_tokens": 5})["max_tokens"] == 5
+    assert of_turn(Sampling(), {"max_completion_tokens": 5})["max_tokens"] == 5  # OpenAI's newer name
 
 
 def test_a_seed_depends_on_the_rollout_its_attempt_and_its_turn():
@@ -62,14 +59,15 @@ def test_where_the_sampler_is_cut_all_that_it_may_keep_is_asked_for(sampling, th
     assert top_k < arguments["logprobs"] == slots_for(top_k) <= max_logprobs(config)
 
 
-def test_no_more_tokens_are_asked_for_than_there_are():
-    assert of_turn(Sampling(top_k=90), vocab_size=100)["logprobs"] == 100
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=-1), Sampling(temperature=0.0, top_k=5)])
-def test_where_it_is_not_cut_nothing_more_is_asked_for(sampling):
-    assert "logprobs" not in of_turn(sampling)
-
-
-def test_what_is_not_trained_on_is_not_asked_about():
-    assert "logprobs" not in of_turn(Sampling(top_p=0.5), trained=False)
+@pytest.mark.parametrize(
+    ("sampling", "more", "expected"),
+    [
+        (Sampling(top_k=90), {"vocab_size": 100}, 100),  # no more than there are
+        (Sampling(), {}, None),
+        (Sampling(top_k=-1), {}, None),
+        (Sampling(temperature=0.0, top_k=5), {}, None),
+        (Sampling(top_p=0.5), {"trained": False}, None),
+    ],
+)
+def test_logprobs_are_asked_for_only_where_they_are_needed(sampling, more, expected):
+    assert of_turn(sampling, **more).get("logprobs") == expected
