@@ -16,25 +16,11 @@ from trireme.trainer.activations import KEPT
 from trireme.trainer.samples_apart import ARGUMENT, ApartRow, attend_apart, can_attend_apart, row_given
 
 TOKENS = 256
-SMALL = {
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 48,
-    "intermediate_size": 272,
-    "vocab_size": 64,
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48}
+SMALL = {"hidden_size": 128, "intermediate_size": 272, "vocab_size": 64, **HEADS}
 EXPERTS = {"num_experts_per_tok": 2, "num_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 80}
-CASES = [
-    ("llama", "sdpa"),
-    ("qwen2", "sdpa"),
-    ("qwen3", "sdpa"),
-    ("mistral", "sdpa"),
-    ("gemma3_text", "sdpa"),
-    ("qwen3_moe", "sdpa"),
-    ("llama", "eager"),
-    ("gpt_oss", "eager"),
-]
+CASES = [(kind, "sdpa") for kind in ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe")]
+CASES += [("llama", "eager"), ("gpt_oss", "eager")]
 
 
 def config_of(kind: str, layers: int) -> dict[str, Any]:
@@ -95,21 +81,16 @@ def test_short_samples_keep_what_the_plan_says_in_float32_too(monkeypatch: pytes
     test_a_layer_keeps_what_the_plan_says("qwen3", "sdpa", torch.float32, packed=True, frozen=False)
 
 
-def test_flash_attention_keeps_nothing_that_grows_with_the_square_of_a_row() -> None:
+def test_flash_attention_keeps_nothing_that_grows_with_the_square_of_a_row_and_ranks_share_it() -> None:
     model = architecture_of(config_of("qwen3", 1))
-    short, long = (
-        kept_by_layer(model, model.layers[0], Pass(tokens, 2, "flash_attention_2")) for tokens in (1000, 4000)
-    )
-    assert long == 4 * short
-    apart, masked = (kept_by_layer(model, model.layers[0], Pass(4000, 2, "sdpa", cp=cp)) for cp in (1, 2))
-    assert apart < 1.1 * long
-    assert masked > 2 * 4000**2
 
+    def planned(tokens: int, attention: Any, cp: int = 1) -> float:
+        return kept_by_layer(model, model.layers[0], Pass(tokens, 2, attention, cp=cp))
 
-def test_ranks_that_share_a_row_share_its_activations() -> None:
-    model = architecture_of(config_of("qwen3", 1))
-    alone, shared = (kept_by_layer(model, model.layers[0], Pass(4096, 2, "flash_attention_2", cp=cp)) for cp in (1, 2))
-    assert shared == alone / 2
+    long = planned(4000, "flash_attention_2")
+    assert long == 4 * planned(1000, "flash_attention_2") == 2 * planned(4000, "flash_attention_2", cp=2)
+    assert planned(4000, "sdpa") < 1.1 * long
+    assert planned(4000, "sdpa", cp=2) > 2 * 4000**2  # which needs a mask
 
 
 class Products(TorchDispatchMode):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from families import ATTENTION, backward, build_config, row, save_family
 from tiny import are_equal, largest_difference, take_gradients
@@ -57,48 +60,30 @@ def test_gradients_are_the_same(checkpoints: dict[str, Path], kind: str, way: st
     assert are_equal(found, expected) or ("offload" in way and largest_difference(found, expected) < 1e-5)
 
 
-def saved_bytes(folder: Path, world: World, **settings: object) -> int:
-    """What the backward pass of three blocks keeps beside parameters, each memory counted once."""
-    model = load_model(TrainerModel().model_copy(update=settings), str(folder), world)
-    parameters = {parameter.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = {}
+class Operations(TorchDispatchMode):
+    """How often each operation is done."""
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        backward(model, *row(40))
-    return sum(kept.values())
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[function.name()] += 1
+        return function(*args, **(kwargs or {}))
 
 
-def test_full_keeps_the_inputs_of_blocks_and_every_other_keeps_more(checkpoints: dict[str, Path], world: World) -> None:
-    plain, other, full = (
-        saved_bytes(checkpoints["qwen3"], world, **settings) for settings in ({}, WAYS["every other"], WAYS["full"])
-    )
-    assert full < other < plain
-
-
-def counted(operations: dict[str, int]) -> torch.utils._python_dispatch.TorchDispatchMode:
-    class Counted(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            operations[function.name()] = operations.get(function.name(), 0) + 1
-            return function(*args, **(kwargs or {}))
-
-    return Counted()
-
-
-def test_selective_computes_no_matrix_product_twice(checkpoints: dict[str, Path], world: World) -> None:
-    found: dict[str, dict[str, int]] = {}
-    for name in ("plain", "selective", "full"):
+def test_full_computes_blocks_twice_every_other_fewer_and_selective_no_matrix_product(
+    checkpoints: dict[str, Path], world: World
+) -> None:
+    mm, rsqrt = {}, {}
+    for name in ("plain", "selective", "every other", "full"):
         model = load_model(TrainerModel().model_copy(update=WAYS.get(name, {})), str(checkpoints["qwen3"]), world)
         backward(model, *row(23))
-        with counted(found.setdefault(name, {})):
+        with Operations() as done:
             backward(model, *row(23))
-    assert found["selective"]["aten::mm"] == found["plain"]["aten::mm"] < found["full"]["aten::mm"]
-    assert found["selective"]["aten::rsqrt"] == found["full"]["aten::rsqrt"] > found["plain"]["aten::rsqrt"]
+        mm[name], rsqrt[name] = done.counts["aten::mm"], done.counts["aten::rsqrt"]
+    assert mm["selective"] == mm["plain"] < mm["every other"] < mm["full"]
+    assert rsqrt["selective"] == rsqrt["full"] > rsqrt["every other"] > rsqrt["plain"]
 
 
 def test_only_activations_of_some_size_are_moved_and_each_once() -> None:
@@ -114,11 +99,6 @@ def test_only_activations_of_some_size_are_moved_and_each_once() -> None:
     moved = offload.around(forward, layer, is_first=True)(inputs)
     assert offload.num_bytes == inputs.nbytes
     assert torch.equal(*(torch.autograd.grad(each.sum(), inputs)[0] for each in (moved, forward(inputs))))
-
-
-def test_nothing_is_moved_where_there_is_no_backward_pass() -> None:
-    layer = torch.nn.Linear(64, 64)
-    offload = Offload(torch.device("cpu"), smallest_bytes=1)
-    with torch.no_grad():
-        offload.around(layer.forward, layer, is_first=True)(torch.randn(8, 64))
-    assert offload.num_bytes == 0
+    with torch.no_grad():  # no backward pass needs them
+        offload.around(forward, layer, is_first=True)(inputs)
+    assert offload.num_bytes == inputs.nbytes

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow
 import pytest
+from pyarrow.parquet import write_table
 
 from trireme.base.errors import ConfigError
 from trireme.config.sft import Source
@@ -24,9 +27,6 @@ def write_lines(path: Path, *lines: object) -> Path:
 
 
 def write_parquet(path: Path, *rows: dict[str, Any]) -> Path:
-    import pyarrow
-    from pyarrow.parquet import write_table
-
     write_table(pyarrow.Table.from_pylist(list(rows)), path)
     return path
 
@@ -40,22 +40,18 @@ def messages(found: list[Conversation | Completion]) -> list[list[Any]]:
 
 
 def test_a_folders_conversations_come_in_the_order_of_their_files(tmp_path: Path) -> None:
-    write_lines(tmp_path / "b.jsonl", {"messages": GREETING})
-    write_lines(tmp_path / "a.jsonl", {"messages": GREETING[::-1]}, "", {"messages": GREETING})
-    write_parquet(tmp_path / "c.parquet", {"messages": GREETING})
-    (tmp_path / "d.json").write_text(json.dumps([{"messages": GREETING[::-1]}]))
-    (tmp_path / "e.json").write_text(json.dumps({"data": [{"messages": GREETING}]}))
-    (tmp_path / "README.md").write_text("# not data")
-    assert messages(read(tmp_path)) == [GREETING[::-1], GREETING, GREETING, GREETING, GREETING[::-1], GREETING]
-
-
-def test_every_character_that_json_allows_in_a_text_stays_in_it(tmp_path: Path) -> None:
+    """With every character that JSON allows in a text."""
     text = "line\u2028separator, next\u0085line, form\x0cfeed, é, 漢, 🙂"
-    entry = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
-    line = json.dumps(entry, ensure_ascii=False)
-    (tmp_path / "data.jsonl").write_bytes((line + "\r\n" + line).encode())
-    write_parquet(tmp_path / "data.parquet", entry)
-    assert [found[1]["content"] for found in messages(read(tmp_path))] == [text, text, text]
+    turned, strange = {"messages": GREETING[::-1]}, {"messages": [GREETING[0], {"role": "assistant", "content": text}]}
+    write_lines(tmp_path / "b.jsonl", {"messages": GREETING})
+    write_lines(tmp_path / "a.jsonl", turned, "", {"messages": GREETING})
+    write_parquet(tmp_path / "c.parquet", strange)
+    (tmp_path / "d.json").write_text(json.dumps([turned]))
+    (tmp_path / "e.json").write_text(json.dumps({"data": [{"messages": GREETING}]}))
+    (tmp_path / "f.jsonl").write_bytes("\r\n".join(2 * [json.dumps(strange, ensure_ascii=False)]).encode())
+    (tmp_path / "README.md").write_text("# not data")
+    expected = [GREETING[::-1], GREETING, GREETING, strange["messages"], GREETING[::-1], GREETING]
+    assert messages(read(tmp_path)) == [*expected, *2 * [strange["messages"]]]
 
 
 def test_a_program_can_make_the_conversations(tmp_path: Path) -> None:
@@ -100,20 +96,17 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> N
 
 
 def test_the_forms_of_one_conversation_are_one() -> None:
-    expected = to_conversation({"messages": GREETING}, "")
     sharegpt = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}
-    assert to_conversation(sharegpt, "") == expected
-    assert to_conversation({"conversations": GREETING}, "") == expected
+    for other in (sharegpt, {"conversations": GREETING}):
+        assert to_conversation(other, "") == to_conversation({"messages": GREETING}, "")
     assert to_conversation({"prompt": "a", "completion": "b"}, "x") == Completion("a", "b", "x")
     call, silent = ({"role": "assistant", "tool_calls": [CALL]} | more for more in ({"content": None}, {}))
-    (turns,) = messages([to_conversation({"messages": [GREETING[0], call, silent]}, "")])
-    assert turns == [GREETING[0], call, silent]
+    assert messages([to_conversation({"messages": [GREETING[0], call, silent]}, "")]) == [[GREETING[0], call, silent]]
     with pytest.raises(ConfigError, match=r"its keys are instruction, output"):
         to_conversation({"instruction": "a", "output": "b"}, "here")
     pair = to_conversation({"prompt": GREETING[:1], "completion": GREETING[1:]}, "")
-    assert isinstance(pair, Conversation)
-    assert list(pair.messages) == GREETING
-    assert [pair.is_learned(index, ("user", "assistant")) for index in range(2)] == [False, True]
+    assert messages([pair]) == [GREETING]
+    assert [pair.is_learned(index, ("user", "assistant")) for index in range(2)] == [False, True]  # type: ignore[union-attr]
 
 
 def test_sharegpts_system_tools_and_calls_are_understood() -> None:
@@ -138,11 +131,9 @@ def test_sharegpts_system_tools_and_calls_are_understood() -> None:
 def test_columns_that_an_entry_never_had_are_not_in_it(tmp_path: Path) -> None:
     """A column of parquet gives every message all keys that any message has, and every call all arguments."""
     other = {"type": "function", "function": {"name": "g", "arguments": {"y": "z"}}}
-    rows = [
-        {"messages": [GREETING[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}], "tools": [TOOL]},
-        {"messages": [GREETING[0], {"role": "assistant", "content": "", "tool_calls": [other]}], "tools": None},
-        {"messages": GREETING, "tools": None},
-    ]
+    calls = [[GREETING[0], {"role": "assistant", "content": "", "tool_calls": [call]}] for call in (CALL, other)]
+    tools = [[TOOL], None, None]
+    rows = [{"messages": each, "tools": given} for each, given in zip([*calls, GREETING], tools, strict=True)]
     found = read(write_parquet(tmp_path / "data.parquet", *rows))
     assert messages(found) == [row["messages"] for row in rows]
     assert [one.tools for one in found if isinstance(one, Conversation)] == [(TOOL,), None, None]
@@ -161,19 +152,14 @@ def test_data_that_cannot_be_read_is_refused_before_anything_starts(tmp_path: Pa
 
 
 def test_a_data_set_of_a_hub_is_read_by_its_subset_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    asked = []
-
     def load_dataset(name: str, subset: str | None, *, split: str) -> Any:
-        asked.append((name, subset, split))
         if subset is None:
             raise ConnectionError("Couldn't reach 'owner/name' on the Hub")
+        assert (name, subset, split) == ("owner/name", "en", "train[:2]")
         return datasets.Dataset.from_list([{"messages": GREETING}, {"messages": GREETING[::-1]}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     found = list(read_conversations(Source(data="owner/name", subset="en", split="train[:2]")))
-    assert asked == [("owner/name", "en", "train[:2]")]
     assert messages(found) == [GREETING, GREETING[::-1]]
     with pytest.raises(ConfigError, match=r"(?s)'owner/name' .*Couldn't reach.*download its parquet files elsewhere"):
         read("owner/name")

@@ -20,6 +20,16 @@ def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(write_tokenizer(tmp_path_factory.mktemp("qwen") / "t", QWEN_3))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", LLAMA_3))
+
+
 def said(role: str, content: str, **more: object) -> dict[str, object]:
     return {"role": role, "content": content} | more
 
@@ -40,6 +50,10 @@ def rendered(
     return shown(tokenizer, sample)
 
 
+def counting(found: list[tuple[str, int]]) -> list[str]:
+    return [token for token, counts in found if counts]
+
+
 def learned(tokenizer: PreTrainedTokenizerBase, sample: Tokenized) -> str:
     return tokenizer.decode([token for token, counts in zip(sample.ids, sample.mask, strict=True) if counts])
 
@@ -55,10 +69,46 @@ def test_each_answer_counts_with_its_end_of_turn_and_nothing_between_or_after(
     assert rendered(tokenizer, *GREETING) == expected
     assert rendered(tokenizer, *GREETING, said("user", "bye")) == expected
     found = rendered(tokenizer, said("system", "x"), *GREETING, said("user", "b"), said("assistant", "c"))
-    assert [token for token, counts in found if counts] == ["y", "o", END, "c", END]
-    between = [START, "user\n", "b", END, "\n", START, "assistant\n"]
+    assert counting(found) == ["y", "o", END, "c", END]
+    between = ["\n", START, "user\n", "b", END, "\n", START, "assistant\n"]
     first = found.index(("y", 1))
-    assert found[first + 3 : first + 12] == [(token, 0) for token in ["\n", *between]] + [("c", 1)]
+    assert found[first + 3 : first + 12] == [(token, 0) for token in between] + [("c", 1)]
+
+
+def test_other_roles_and_marked_messages_count_with_all_that_the_template_writes_for_them(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    found = rendered(tokenizer, *GREETING, said("user", "b"), said("assistant", "c"), roles=("user",))
+    assert counting(found) == [START, "user\n", "h", "i", END, START, "user\n", "b", END]
+    both = rendered(tokenizer, *GREETING, roles=("user", "assistant"))
+    assert [token for token, counts in both if not counts] == ["\n", START, "assistant\n", "\n"]
+    for mark in ({"train": False}, {"weight": 0}):
+        found = rendered(tokenizer, GREETING[0], said("assistant", "no", **mark), *GREETING)
+        assert counting(found) == ["y", "o", END]
+        assert ("n", 0) in found
+    found = rendered(tokenizer, said("user", "hi", train=True), said("assistant", "yo", train=False))
+    assert counting(found) == [START, "user\n", "h", "i", END]
+
+
+def test_a_template_that_drops_earlier_thinking_makes_a_sample_of_each_turn_of_another_question(
+    thinking: PreTrainedTokenizerBase,
+) -> None:
+    """In each, the model sees what it will see: no earlier thinking, and its own in full."""
+    turns = [said("user", "a"), said("assistant", "<think>x</think>b"), said("user", "c"), said("assistant", "d")]
+    samples = Renderer(thinking).samples(conversation(*turns))
+    assert [learned(thinking, sample) for sample in samples] == [f"<think>x</think>b{END}", f"d{END}"]
+    for sample, number in zip(samples, (1, 3), strict=True):
+        asked = thinking.apply_chat_template(turns[:number], tokenize=False, add_generation_prompt=True)
+        prompt = [token for token, counts in zip(sample.ids, sample.mask, strict=True) if not counts][:-1]  # "\n"
+        assert thinking.decode(prompt) == asked
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    calling = said("assistant", "<think>1</think>", tool_calls=[call])
+    turns = [said("user", "a"), calling, said("tool", "2"), said("assistant", "<think>3</think>4")]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    (sample,) = Renderer(thinking).samples(conversation(*turns, tools=tools))
+    written = '\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    assert learned(thinking, sample) == f"<think>1</think>{written}{END}<think>3</think>4{END}"
+    assert '"name": "f"' in thinking.decode(sample.ids).partition("# Tools\n<tools>\n")[2].partition("</tools>")[0]
 
 
 def test_only_the_completion_of_a_prompt_counts(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -74,62 +124,31 @@ def test_only_the_completion_of_a_prompt_counts(tokenizer: PreTrainedTokenizerBa
     assert shown(tokenizer, mixed) == rendered(tokenizer, *GREETING)
 
 
-def test_other_roles_count_with_all_that_the_template_writes_for_them(tokenizer: PreTrainedTokenizerBase) -> None:
-    found = rendered(tokenizer, *GREETING, said("user", "b"), said("assistant", "c"), roles=("user",))
-    assert [token for token, counts in found if counts] == [START, "user\n", "h", "i", END, START, "user\n", "b", END]
-    both = rendered(tokenizer, *GREETING, roles=("user", "assistant"))
-    assert [token for token, counts in both if not counts] == ["\n", START, "assistant\n", "\n"]
-
-
-def test_a_message_may_say_itself_whether_it_counts(tokenizer: PreTrainedTokenizerBase) -> None:
-    for mark in ({"train": False}, {"weight": 0}):
-        found = rendered(tokenizer, GREETING[0], said("assistant", "no", **mark), *GREETING)
-        assert [token for token, counts in found if counts] == ["y", "o", END]
-        assert ("n", 0) in found
-    found = rendered(tokenizer, said("user", "hi", train=True), said("assistant", "yo", train=False))
-    assert [token for token, counts in found if counts] == [START, "user\n", "h", "i", END]
-
-
-def test_a_template_that_drops_earlier_thinking_makes_a_sample_of_each_turn(tmp_path: Path) -> None:
-    """In each, the model sees what it will see: no earlier thinking, and its own in full."""
-    thinking = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", QWEN_3))
-    turns = [said("user", "a"), said("assistant", "<think>x</think>b"), said("user", "c"), said("assistant", "d")]
-    samples = Renderer(thinking).samples(conversation(*turns))
-    assert [learned(thinking, sample) for sample in samples] == [f"<think>x</think>b{END}", f"d{END}"]
-    for sample, number in zip(samples, (1, 3), strict=True):
-        asked = thinking.apply_chat_template(turns[:number], tokenize=False, add_generation_prompt=True)
-        prompt = [token for token, counts in zip(sample.ids, sample.mask, strict=True) if not counts][:-1]  # "\n"
-        assert thinking.decode(prompt) == asked
-
-
-def test_turns_of_one_question_stay_one_sample_though_the_template_drops_thinking(tmp_path: Path) -> None:
-    thinking = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", QWEN_3))
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    messages = [
-        said("user", "a"),
-        said("assistant", "<think>1</think>", tool_calls=[call]),
-        said("tool", "2"),
-        said("assistant", "<think>3</think>4"),
-    ]
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    (sample,) = Renderer(thinking).samples(conversation(*messages, tools=[tool]))
-    assert learned(thinking, sample) == (
-        '<think>1</think>\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-        f"{END}<think>3</think>4{END}"
-    )
-    assert "# Tools\n<tools>\n" in thinking.decode(sample.ids)
-    assert '"name": "f"' in thinking.decode(sample.ids).split("</tools>")[0]
-
-
-def test_an_end_of_turn_that_is_not_the_tokenizers_end_counts_and_nothing_behind_it(tmp_path: Path) -> None:
+def test_an_end_of_turn_that_is_not_the_tokenizers_end_counts_and_nothing_behind_it(
+    llama: PreTrainedTokenizerBase,
+) -> None:
     """Llama and Gemma end turns with another token than texts."""
-    llama = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", LLAMA_3))
     llama.eos_token = "<|endoftext|>"
     llama.add_special_tokens({"additional_special_tokens": ["<|eot|>", "<|header|>"]})
     llama.chat_template = LLAMA_3.replace("| trim + '<|eot|>'", "| trim + '<|eot|>\n'")
     (sample,) = Renderer(llama).samples(conversation(*GREETING))
     assert learned(llama, sample) == "yo<|eot|>"
     assert sample.mask[-1] == 0
+
+
+def test_what_a_template_begins_otherwise_or_refuses_is_told_with_its_place(
+    tiny_model: Path, llama: PreTrainedTokenizerBase
+) -> None:
+    opening = AutoTokenizer.from_pretrained(tiny_model)
+    opening.chat_template = opening.chat_template.replace("assistant\n' }}", "assistant\n<think>' }}")
+    with pytest.raises(ConfigError, match=r"here: before an answer .*<think>.*enable_thinking"):
+        Renderer(opening).samples(conversation(*GREETING))
+    assert Renderer(opening).samples(conversation(GREETING[0], said("assistant", "<think>yo")))
+    with pytest.raises(ConfigError, match=r"here: the chat template cannot render .*Only one system message"):
+        Renderer(llama).samples(conversation(said("robot", "x"), *GREETING))
+    llama.chat_template = None
+    with pytest.raises(ConfigError, match=r"cannot render .*set `chat_template`"):
+        Renderer(llama).samples(conversation(*GREETING))
 
 
 def test_marks_of_a_template_change_nothing_and_its_arguments_reach_it(tmp_path: Path) -> None:
@@ -142,23 +161,6 @@ def test_marks_of_a_template_change_nothing_and_its_arguments_reach_it(tmp_path:
     marked.chat_template = "{{ mood }}" + marked.chat_template
     (asked,) = Renderer(marked, template_kwargs=(("mood", "m"),)).samples(conversation(*GREETING))
     assert asked.ids == [*marked("m")["input_ids"], *sample.ids]
-
-
-def test_an_answer_that_the_template_begins_otherwise_is_refused(tiny_model: Path) -> None:
-    opening = AutoTokenizer.from_pretrained(tiny_model)
-    opening.chat_template = opening.chat_template.replace("assistant\n' }}", "assistant\n<think>' }}")
-    with pytest.raises(ConfigError, match=r"here: before an answer .*<think>.*enable_thinking"):
-        Renderer(opening).samples(conversation(*GREETING))
-    assert Renderer(opening).samples(conversation(GREETING[0], said("assistant", "<think>yo")))
-
-
-def test_what_a_template_refuses_is_told_with_its_place(tmp_path: Path) -> None:
-    llama = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", LLAMA_3))
-    with pytest.raises(ConfigError, match=r"here: the chat template cannot render .*Only one system message"):
-        Renderer(llama).samples(conversation(said("robot", "x"), *GREETING))
-    llama.chat_template = None
-    with pytest.raises(ConfigError, match=r"cannot render .*set `chat_template`"):
-        Renderer(llama).samples(conversation(*GREETING))
 
 
 def test_a_token_that_reaches_over_the_border_of_an_answer_is_split_there(tmp_path: Path) -> None:
