@@ -141,18 +141,6 @@ def test_a_finished_search_is_shown_again_and_a_larger_budget_goes_on(endpoint, 
         search(endpoint, "--max-calls", "20")
 
 
-def test_a_search_that_found_nothing_new_any_more_asks_again_with_a_larger_budget(endpoint):
-    helpful = endpoint.minds["reflector"]
-    endpoint.minds["reflector"] = lambda messages: "```\nUse capitals.\n```"
-    search(endpoint)
-    assert "5 reflections in a row gave no new prompt" in summary()["why"]
-    assert summary()["num_prompts"] == 2
-    endpoint.minds["reflector"] = helpful
-    search(endpoint, "--max-calls", "501")
-    assert summary()["validation"]["after"] == 1
-    assert summary()["calls"]["total"] == len(endpoint.asked("follower"))
-
-
 def test_other_settings_are_not_mixed_with_what_lies_there(endpoint):
     search(endpoint, "--max-calls", "12")
     with pytest.raises(ConfigError, match=r"other settings: seed was 0, is 1 - .*--fresh"):
@@ -193,6 +181,20 @@ def test_ctrl_c_ends_it_with_what_was_found_and_the_same_command_goes_on(endpoin
 # what goes wrong
 
 
+def test_rewards_that_fail_always_or_compare_a_group_and_a_second_search_are_refused(endpoint):
+    rewards = CODE + "\ndef reward(completion):\n    return 1 / 0\n"
+    Path("harbour.py").write_text(rewards)
+    with pytest.raises(Refused, match=r"all 4 rollouts of the first evaluation failed.*division by zero"):
+        search(endpoint)
+    Path("harbour.py").write_text(rewards.replace("(completion)", "(completions)"))
+    with pytest.raises(ConfigError, match="compare the rollouts of a group"):
+        search(endpoint)
+    Path("harbour.py").write_text(CODE)
+    with hold_folder(RunPaths(OUTPUT)), pytest.raises(ConfigError, match="another search is at work in outputs/gepa"):
+        search(endpoint)
+    assert search(endpoint) == 0, "no score was left behind"
+
+
 def test_rollouts_that_fail_count_as_nothing_and_the_error_is_told(endpoint):
     Path("harbour.py").write_text(
         CODE + "\nscore = reward\n\n\ndef reward(completion, answer, example):\n"
@@ -209,21 +211,18 @@ def test_rollouts_that_fail_count_as_nothing_and_the_error_is_told(endpoint):
     assert record["Inputs"].startswith("user: Say: ")
 
 
-def test_a_first_evaluation_of_errors_alone_ends_the_search_and_leaves_no_score_behind(endpoint):
-    Path("harbour.py").write_text(CODE + "\ndef reward(completion):\n    return 1 / 0\n")
-    with pytest.raises(Refused, match=r"all 4 rollouts of the first evaluation failed.*division by zero"):
-        search(endpoint)
-    Path("harbour.py").write_text(CODE)
-    assert search(endpoint) == 0
-
-
 @pytest.mark.parametrize("answer", ["", "```\n```", "```\nYou are a parrot.\n```"])
 def test_reflections_that_give_no_new_prompt_cost_no_rollouts_of_it_and_end_the_search(endpoint, answer):
+    """A larger budget asks for more of them."""
+    helpful = endpoint.minds["reflector"]
     endpoint.minds["reflector"] = lambda messages: answer
     with pytest.raises(Refused, match="gave no new prompt 5 times in a row"):
         search(endpoint)
     assert len(endpoint.asked("follower")) == 4 + 5 * 2
     assert (best(), lines_of("reflections.jsonl")) == ("You are a parrot.\n", [])
+    endpoint.minds["reflector"] = helpful
+    search(endpoint, "--max-calls", "501")
+    assert summary()["validation"]["after"] == 1
 
 
 def test_a_reflection_model_that_refuses_ends_the_search_at_once_with_what_was_found(endpoint):
@@ -295,19 +294,6 @@ def test_what_cannot_work_is_refused_before_any_model_is_asked(endpoint, words, 
     assert endpoint.requests == []
 
 
-def test_rewards_that_compare_a_group_are_refused(endpoint):
-    Path("harbour.py").write_text(CODE + "\ndef reward(completions):\n    return [0.0 for each in completions]\n")
-    with pytest.raises(ConfigError, match="compare the rollouts of a group"):
-        search(endpoint)
-
-
-def test_one_search_at_a_time_in_a_folder(endpoint):
-    with hold_folder(RunPaths(OUTPUT)):
-        with pytest.raises(ConfigError, match="another search is at work in outputs/gepa/harbour"):
-            search(endpoint)
-    assert endpoint.requests == []
-
-
 def test_examples_with_prompts_of_their_own_need_one_to_begin_with(endpoint):
     Path("harbour.py").write_text(CODE.replace("[*said, {", '[{"role": "system", "content": word}, {'))
     with pytest.raises(ConfigError, match=r"different system prompts, such as .*--initial-prompt FILE"):
@@ -346,10 +332,8 @@ def test_a_model_in_a_folder_answers_and_reflects_by_one_engine_each_with_its_ow
     assert (sum(one[0] == 0.25 for one in asked), asked.count((1.0, 9)), len(asked)) == (8, 1, 9)
     assert summary()["calls"]["total"] == 8
     assert "by an engine of this search" in summary()["teacher"]
-
-
-def test_two_models_in_folders_have_an_engine_each(engines):
-    assert gepa([*LOCAL, "4096", "-M", OTHER]) == 0
+    engines.clear()
+    assert gepa([*LOCAL, "4096", "-M", OTHER, "--fresh"]) == 0
     assert [len(engine.requests) for engine in engines] == [8 + 1, 1 + 1]  # each was greeted
 
 

@@ -6,37 +6,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "trl"))
 from cells import Cell, Results, cells_of
-from models import Spread, num_parameters, write_countdown
 from summary import rate, reached
-from task import dataset
-
-
-def test_a_countdown_model_answers_with_the_lengths_of_its_prompt(tmp_path):
-    fixed, spread = Spread(0.0, mean=7, longest=24), Spread(0.8, mean=6, longest=24)
-    folder = write_countdown(tmp_path / "model", [fixed, spread], hidden=64, layers=2, heads=2)
-    assert lengths_of(folder, fixed, count=16) == [8] * 16  # the end is a token too
-    found = lengths_of(folder, spread, count=300)
-    lengths = np.arange(1, 25)
-    deviation = spread.true_variation() * 6
-    assert np.mean(found) - 1 == pytest.approx((spread.shares() * lengths).sum(), abs=4 * deviation / 300**0.5)
-
-
-def lengths_of(folder: Path, spread: Spread, *, count: int) -> list[int]:
-    torch.manual_seed(0)
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    assert num_parameters(folder) == sum(parameter.numel() for parameter in model.parameters())
-    prompt = dataset("countdown", spread=spread.word)[0]["prompt"]
-    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    given = ids["input_ids"].repeat(count, 1)
-    out = model.generate(given, do_sample=True, top_k=0, max_new_tokens=spread.longest + 1)
-    return (out[:, given.shape[1] :] != tokenizer.pad_token_id).sum(1).tolist()
 
 
 def test_a_measurement_goes_on_where_it_stopped_unless_the_cell_is_another(tmp_path):
