@@ -25,10 +25,9 @@ def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
     rng = random.Random(seed)
     for step in range(steps):
         learned = step / max(1, steps - 1)
-        yield {
-            "step": step,
+        when = {"step": step, "time_s": 1.7e9 + step}
+        yield when | {
             "process": "orchestrator",
-            "time_s": 1.7e9 + step,
             "reward/mean": 0.2 + 0.6 * learned + rng.gauss(0, 0.05),
             "reward/std": 0.3 + rng.gauss(0, 0.03),
             "groups/signal_frac": 0.8 - 0.4 * learned,
@@ -40,10 +39,8 @@ def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
             "lag/beyond_frac": 0.1,
             "tokens/completion_mean": 100 + rng.gauss(0, 10),
         }
-        yield {
-            "step": step,
+        yield when | {
             "process": "trainer",
-            "time_s": 1.7e9 + step,
             "loss": rng.gauss(0, 0.05),
             "grad_norm": 1.0 * math.exp(rng.gauss(0, 0.5)),
             "skipped_update": 0.0,
@@ -175,8 +172,8 @@ def test_no_row_and_no_broken_sign_stops_the_watch() -> None:
 
 
 def test_the_orchestrator_logs_a_warning_and_writes_it_down_once(tmp_path, caplog):
-    path = tmp_path / "metrics.jsonl"
-    watcher = Watcher(MetricsFile(path, "orchestrator"))
+    path, now = tmp_path / "metrics.jsonl", {}
+    watcher = Watcher(MetricsFile(path, "orchestrator"), lambda: now)
     for row in run_that_turns("trainer", {"loss": None}):
         numbers = {name: math.nan if value is None else value for name, value in row.items()}
         MetricsFile(path, numbers.pop("process")).append(numbers.pop("step"), numbers)
@@ -189,17 +186,11 @@ def test_the_orchestrator_logs_a_warning_and_writes_it_down_once(tmp_path, caplo
     assert [one.name for one in watcher.lasting] == [one.name for one in restarted.lasting] == ["not_finite"]
     rows = [row for row in read_metrics(path)[0] if any(name.startswith("warnings/") for name in row)]
     assert [(row["step"], row["process"], row["warnings/not_finite"]) for row in rows] == [(50, "orchestrator", 1.0)]
-
-
-def test_rollouts_that_all_fail_are_said_though_no_batch_becomes_full(tmp_path):
-    now: dict[str, Any] = {"step": 7, "process": "now"}
-    watcher = Watcher(MetricsFile(tmp_path / "metrics.jsonl", "orchestrator"), lambda: now)
-    watcher.look()
-    assert watcher.lasting == []
-    now |= {"env/x/error_rate": 1.0, "rollouts/error_rate": 1.0}
+    # rollouts that all fail are said though no batch becomes full
+    now |= {"step": 51, "process": "now", "env/x/error_rate": 1.0, "rollouts/error_rate": 1.0}
     watcher.look()
     watcher.look()
-    assert [(one.name, one.step) for one in watcher.lasting] == [("rollouts_failing", 7)]
+    assert [(one.name, one.step) for one in watcher.lasting] == [("not_finite", 50), ("rollouts_failing", 51)]
 
 
 def test_the_summary_tells_each_kind_once_and_of_this_session_only(tmp_path):

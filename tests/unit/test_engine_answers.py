@@ -1,7 +1,8 @@
-"""What a cut sampler chose from, as an engine tells it: whole, or not believed."""
+"""What is asked of an engine, and what engines and environments answer: whole, or not believed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -9,9 +10,16 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 
+from trireme.config.kept import MOST_KEPT, max_logprobs, slots_for
+from trireme.config.orchestrator import Sampling
+from trireme.config.run import RunConfig
 from trireme.orchestrator.engine_answers import BadAnswer, Choice, choice_of, kept_of, read_message, read_response
+from trireme.orchestrator.environments import wire
+from trireme.orchestrator.environments.wire import Error, Garbage, Held, RunTask
+from trireme.orchestrator.sampling import TurnSampling, seed_of
 
 VOCABULARY = 10
 
@@ -84,3 +92,101 @@ def test_whatever_is_kept_holds_what_was_sampled_or_is_not_believed():
 def test_what_is_no_message_is_bad(data):
     with pytest.raises(BadAnswer, match="no parsed message"):
         read_message(data)
+
+
+def of_turn(sampling: Sampling, theirs: dict | None = None, *, run_seed: int | None = None, **more) -> dict:
+    given = {"key": "3-1", "attempt": 0, "trained": True, "vocab_size": 1000} | more
+    return TurnSampling(sampling, run_seed=run_seed, **given).of_turn(2, theirs or {})
+
+
+def test_everything_that_is_given_reaches_the_engine():
+    sampling = Sampling(
+        max_tokens=9, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
+        frequency_penalty=0.3, min_tokens=2, stop=("a", "b"), extra_body={"stop_token_ids": [7]},
+    )  # fmt: skip
+    assert of_turn(sampling, trained=False) == {
+        "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1,
+        "presence_penalty": 0.2, "frequency_penalty": 0.3, "min_tokens": 2, "stop": ["a", "b"], "stop_token_ids": [7],
+    }  # fmt: skip
+
+
+def test_the_runs_sampling_wins_over_the_environments():
+    theirs = {"temperature": 0.1, "max_tokens": 5, "stop": ["x"], "n": 1, "logprobs": True, "seed": 7, "top_p": None}
+    assert of_turn(Sampling(max_tokens=9), theirs) == {"temperature": 1.0, "max_tokens": 9, "stop": ["x"]}
+    assert of_turn(Sampling(), {"max_completion_tokens": 5})["max_tokens"] == 5  # OpenAI's newer name
+
+
+def test_a_seed_depends_on_the_rollout_its_attempt_and_its_turn():
+    assert of_turn(Sampling(), run_seed=7)["seed"] == seed_of(7, "3-1", 0, 2)
+    assert of_turn(Sampling(seed=8), run_seed=7)["seed"] == seed_of(8, "3-1", 0, 2)
+    assert len({seed_of(7, key, attempt, turn) for key in "ab" for attempt in (0, 1) for turn in (1, 2)}) == 8
+    assert "seed" not in of_turn(Sampling(temperature=0.0), run_seed=7)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "theirs", "top_k"),
+    [
+        (Sampling(top_k=5), {}, 5),
+        (Sampling(top_k=100), {}, 100),
+        (Sampling(top_p=0.9), {}, MOST_KEPT),
+        (Sampling(min_p=0.1), {}, MOST_KEPT),
+        (Sampling(top_k=5), {"top_k": 20}, 5),
+        (Sampling(), {"top_k": 20}, 20),
+        (Sampling(), {"top_p": 0.5}, MOST_KEPT),
+        (Sampling(), {"top_k": 100_000}, MOST_KEPT),
+    ],
+)
+def test_where_the_sampler_is_cut_all_that_it_may_keep_is_asked_for(sampling, theirs, top_k):
+    arguments = of_turn(sampling, theirs)
+    config = RunConfig.model_validate({"orchestrator": {"sampling": sampling.model_dump()}})
+    assert arguments["top_k"] == top_k
+    assert top_k < arguments["logprobs"] == slots_for(top_k) <= max_logprobs(config)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "more", "expected"),
+    [
+        (Sampling(top_k=90), {"vocab_size": 100}, 100),  # no more than there are
+        (Sampling(), {}, None),
+        (Sampling(top_k=-1), {}, None),
+        (Sampling(temperature=0.0, top_k=5), {}, None),
+        (Sampling(top_p=0.5), {"trained": False}, None),
+    ],
+)
+def test_logprobs_are_asked_for_only_where_they_are_needed(sampling, more, expected):
+    assert of_turn(sampling, **more).get("logprobs") == expected
+
+
+DONE = {"type": "done", "task": "r1.0", "reward": 1, "metrics": {}, "prompt": [], "completion": [], "example_id": 3}
+
+
+def line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode()
+
+
+@pytest.mark.parametrize("turn_rewards", [[], [[]], [[0.5], [], [1, 2, -3.5]], [[1e30], [-1e30]]])
+def test_rewards_of_turns_come_as_they_were_sent(turn_rewards):
+    assert wire.decode(line(DONE | {"turn_rewards": turn_rewards})).turn_rewards == turn_rewards
+
+
+@pytest.mark.parametrize(
+    "turn_rewards", [None, 0.5, [0.5], [None], [[None]], [["1"]], [[1e31]], [[0.5], [-1e31]], [[[0.5]]], {"0": [1]}]
+)
+def test_rewards_of_turns_that_break_the_form_cost_their_rollout_and_nothing_else(turn_rewards):
+    error = wire.decode(line(DONE | {"turn_rewards": turn_rewards}))
+    assert (type(error), error.task, error.stage) == (Error, "r1.0", "rollout")
+
+
+def test_no_number_that_is_not_finite_gets_through():
+    for number in ("NaN", "Infinity", "1e999"):
+        data = line(DONE | {"turn_rewards": [["x"]]}).replace(b'"x"', number.encode())
+        with contextlib.suppress(Garbage):
+            assert isinstance(wire.decode(data), Error)
+
+
+def test_messages_of_workers_with_and_without_the_newer_fields_are_understood():
+    ready = wire.decode(line({"type": "ready", "num_train": 1, "num_eval": 0, "name": "x", "versions": {}}))
+    assert (wire.decode(line(DONE)).turn_rewards, ready.group_rewards) == ([], False)
+    assert wire.decode(b'{"type":"held","task":"r1.0"}') == Held(task="r1.0")
+    sent = msgspec.json.decode(wire.encode(RunTask(task="17-3.0", index=4, group="17", group_size=16)))
+    assert (sent["type"], sent["group"], sent["group_size"]) == ("run", "17", 16)

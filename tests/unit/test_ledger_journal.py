@@ -1,4 +1,4 @@
-"""Files of a run: an entry is whole or not there, nothing written is ever lost, and whatever is torn is refused."""
+"""Files of a run: an entry is whole or not there, what is torn is refused, and going back deletes nothing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import os
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trireme.base.errors import JournalCorrupt
+from trireme.base.paths import RunPaths, step_folder, step_of
+from trireme.launch.folder import prepare_folder
+from trireme.launch.rewind import rewind
 from trireme.ledger.entry import read_entry
 from trireme.ledger.journal import Journal
 from trireme.ledger.manifest import complete_steps, find_damage
@@ -60,11 +64,18 @@ def exit_code_of_fork(act: Callable[[], Any]) -> int:
 
 
 def test_an_entry_comes_back_as_it_was_written(journal: Journal, tmp_path: Path) -> None:
-    for step in range(3):
-        assert encode(reopened(journal).read(step)) == encode(record(step))
-    assert reopened(journal).steps() == [0, 1, 2]
-    assert reopened(journal).head_state() == record(2).state
+    again = reopened(journal)
+    assert [encode(again.read(step)) for step in again.steps()] == [encode(record(step)) for step in range(3)]
+    assert again.head_state() == record(2).state
     assert Journal(tmp_path / "new").head_state() == State()
+    # a number beyond 64 bits in what an environment says is kept as text
+    entry = record(3)
+    said = {"role": "tool", "content": "ok", "ids": [2**63, 2**64 - 1, -(2**63)], "raw": {"n": [2**64, -(2**70)]}}
+    entry.rollouts[0].prompt = entry.rollouts[0].completion = [said]
+    journal.append(entry)
+    (rollout,) = reopened(journal).read(3).rollouts
+    expected = said | {"raw": {"n": [str(2**64), str(-(2**70))]}}
+    assert (rollout.prompt, rollout.completion, rollout.reward) == ([expected], [expected], 0.75)
 
 
 def test_a_crash_before_the_rename_leaves_nothing_under_the_name(journal: Journal, monkeypatch) -> None:
@@ -110,19 +121,6 @@ def test_a_rewound_journal_continues_from_before_and_deletes_nothing(journal: Jo
     assert reopened(journal).head_state().next_batch == 1
 
 
-def test_a_number_beyond_64_bits_in_what_an_environment_says_is_kept_as_text(tmp_path: Path) -> None:
-    entry = record(0)
-    said = {"role": "tool", "content": "ok", "ids": [2**63, 2**64 - 1, -(2**63)], "raw": {"n": [2**64, -(2**70)]}}
-    entry.rollouts[0].prompt = [said]
-    entry.rollouts[0].completion = [said]
-    journal = Journal(tmp_path / "journal")
-    journal.append(entry)
-    (rollout,) = reopened(journal).read(0).rollouts
-    expected = said | {"raw": {"n": [str(2**64), str(-(2**70))]}}
-    assert (rollout.prompt, rollout.completion) == ([expected], [expected])
-    assert rollout.reward == 0.75
-
-
 def test_a_wrong_or_missing_entry_is_named(journal: Journal) -> None:
     newest = journal.path(2)
     content = newest.read_bytes()
@@ -143,10 +141,11 @@ def test_an_entry_cut_off_changed_or_added_to_anywhere_is_refused(tmp_path: Path
     Versions(tmp_path).record(7, ["http://127.0.0.1:8000"], {"w": "00ff"}, 1e-7)
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
-    damaged = [content[:length] for length in range(len(content))]
+    damaged, header = [content[:length] for length in range(len(content))], content.index(b"\n")
     for place, byte in enumerate(content):
-        damaged += [content[:place] + bytes([byte ^ 1 << bit]) + content[place + 1 :] for bit in range(8)]
-        damaged += [content[:place] + more + content[place:] for more in (b"\0", b"\n", b"\xff", b"x" * 100)]
+        bits = range(8) if place <= header else [place % 8]  # behind it, everything is under one checksum
+        damaged += [content[:place] + bytes([byte ^ 1 << bit]) + content[place + 1 :] for bit in bits]
+        damaged += [content[:place] + more + content[place:] for more in (b"\0", b"\n", b"x" * 100)]
     for each in [*damaged, content + b"\0", content + b"\n"]:
         path.write_bytes(each)
         with pytest.raises(JournalCorrupt) as caught:
@@ -192,3 +191,103 @@ def test_a_checkpoint_with_a_file_cut_off_or_changed_anywhere_is_damaged(tmp_pat
         path.write_bytes(content)
     assert complete_steps(tmp_path) == [2]
     assert find_damage(folder) is None
+
+
+LAST = 6
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    """A run of six steps, with a checkpoint, weights and an evaluation of every second version."""
+    paths = RunPaths(tmp_path / "run")
+    journal, versions = Journal(paths.journal), Versions(paths.journal)
+    for step in range(LAST):
+        journal.append(BatchRecord(step, [], [], State(next_batch=step + 1)))
+    for version in range(LAST + 1):
+        versions.record(version, ["http://e"], {"w": str(version)}, 0.0)
+    for version in (2, 4, 6):
+        write_checkpoint(step_folder(paths.checkpoints, version), version)
+        step_folder(paths.weights, version).mkdir(parents=True)
+    for version in (0, 2, 4, 6):
+        step_folder(paths.evals, version).mkdir(parents=True)
+    paths.metrics.write_text("{}")
+    return paths
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(step for entry in folder.iterdir() if (step := step_of(entry)) is not None)
+
+
+def left(paths: RunPaths) -> dict[str, list[int]]:
+    """What counts, by kind."""
+    kinds = {"checkpoints": paths.checkpoints, "weights": paths.weights, "evals": paths.evals}
+    in_ledger = {"batches": Journal(paths.journal).steps(), "versions": Versions(paths.journal).known()}
+    return in_ledger | {kind: steps_in(folder) for kind, folder in kinds.items()}
+
+
+AT_2 = {"batches": [0, 1], "versions": [0, 1, 2], "checkpoints": [2], "weights": [2], "evals": [0, 2]}
+AT_0 = {"batches": [], "versions": [0], "checkpoints": [], "weights": [], "evals": [0]}
+
+
+@pytest.mark.parametrize(("version", "expected"), [(2, AT_2), (0, AT_0)])
+def test_what_came_after_a_version_is_set_aside_and_nothing_is_deleted(paths: RunPaths, version, expected) -> None:
+    def files() -> list[str]:
+        return sorted(path.name for path in paths.root.rglob("*") if not path.name.startswith("set_aside"))
+
+    before = files()
+    for _ in range(2):  # the second time there is nothing to do
+        prepare_folder(paths, resume=False, resume_step=version)
+        assert left(paths) == expected
+    assert files() == before
+    assert len(list(paths.root.rglob("set_aside*"))) == 5  # one for each kind
+
+
+def test_the_newest_checkpoint_sets_nothing_aside_and_a_half_one_goes_too(paths: RunPaths) -> None:
+    before = left(paths)
+    for resume_step in (-1, None):
+        prepare_folder(paths, resume=True, resume_step=resume_step)
+        assert left(paths) == before
+    step_folder(paths.checkpoints, 5).mkdir()  # half a checkpoint of the old way
+    rewind(paths, 4)
+    assert steps_in(paths.checkpoints) == [2, 4]
+
+
+class Killed(BaseException):
+    """Stands for `kill -9` of the launcher."""
+
+
+NUM_MOVES = 4 + 4 + 2 + 2 + 2
+
+
+@pytest.mark.parametrize("after", range(NUM_MOVES + 1))
+def test_a_launcher_killed_anywhere_leaves_a_run_that_either_way_can_go_on(paths: RunPaths, monkeypatch, after) -> None:
+    moves, rename = [], Path.rename
+
+    def counted(self: Path, target: Path) -> Path:
+        if len(moves) == after:
+            raise Killed
+        moves.append(target)
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, suppress(Killed):
+        patch.setattr(Path, "rename", counted)
+        rewind(paths, 2)
+    now = left(paths)
+    assert len(moves) == after
+    for kind in ("batches", "versions"):
+        assert now[kind] == list(range(len(now[kind]))), "a gap"
+    assert len(now["batches"]) >= max(now["checkpoints"]), "a checkpoint whose batches are gone"
+    assert len(now["batches"]) >= max(now["versions"]), "a version that cannot be trained again"
+    assert max(now["checkpoints"]) <= max(now["versions"]), "a checkpoint of a version that nobody confirmed"
+    if len(now["batches"]) < LAST:
+        assert now | {"batches": [0, 1]} == AT_2, "batches go last"
+    rewind(paths, 2)
+    assert left(paths) == AT_2
+
+
+def test_moves_of_one_rewind_do_not_meet_those_of_another(paths: RunPaths) -> None:
+    rewind(paths, 4)
+    write_checkpoint(step_folder(paths.checkpoints, 6), 6)
+    rewind(paths, 4)
+    asides = sorted(path for path in paths.checkpoints.iterdir() if path.name.startswith("set_aside"))
+    assert [os.listdir(aside) for aside in asides] == [["step_6"], ["step_6"]]

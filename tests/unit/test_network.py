@@ -29,19 +29,12 @@ NOBODYS = "203.0.113.1"
 DEADLINE_S = 10.0
 
 
-def test_loopback_is_known_by_its_looks() -> None:
+def test_a_machine_knows_its_own_addresses_and_the_interface_that_has_them() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "localhost", "::1")))
     assert not any(map(is_loopback, ("10.0.0.1", "0.0.0.0", "node-1", "", "127.0.0.1.example.org")))
-
-
-def test_a_machine_knows_its_own_addresses_and_the_interface_that_has_them() -> None:
-    assert is_here("127.0.0.5")
-    assert is_here("localhost")
-    assert not is_here(NOBODYS)
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of(NOBODYS) is None
-    assert listening_address("127.0.0.5") == "127.0.0.5"
-    assert listening_address(NOBODYS) == EVERYWHERE, "where it has no such address"
+    assert list(map(is_here, ("127.0.0.5", "localhost", NOBODYS))) == [True, True, False]
+    assert list(map(interface_of, ("127.0.0.1", NOBODYS))) == ["lo", None]
+    assert list(map(listening_address, ("127.0.0.5", NOBODYS))) == ["127.0.0.5", EVERYWHERE]
     assert own_address("localhost", peer=NOBODYS) == "127.0.0.1"
     assert own_address(NOBODYS, peer="127.0.0.1") == "127.0.0.1", "by the way there"
 
@@ -52,22 +45,17 @@ def options_of(connection: socket.socket) -> list[int]:
     return [connection.getsockopt(*option) for option in options]
 
 
-def test_a_watched_connection_is_asked_after_by_the_kernel_within_seconds() -> None:
+def test_the_kernel_asks_after_watched_connections_and_leaves_those_within_the_machine_alone(tmp_path: Path) -> None:
     with watched_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("10.0.0.1", 1))) as made:
         kept, idle_s, unacknowledged_ms = options_of(made)
     assert (kept, unacknowledged_ms) == (1, SILENCE_S * 1000)
     assert idle_s < SILENCE_S <= 20
-
-
-def test_connections_within_the_machine_are_left_alone_and_no_descriptor_leaks(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
-        before = options_of(client)
-        open_before = len(os.listdir("/proc/self/fd"))
+        before, open_before = options_of(client), len(os.listdir("/proc/self/fd"))
         with open(tmp_path / "file", "w"), socket.socket():
             for _ in range(20):
                 watch_connections()
-        assert options_of(client) == before
-        assert len(os.listdir("/proc/self/fd")) == open_before
+        assert (options_of(client), len(os.listdir("/proc/self/fd"))) == (before, open_before), "no descriptor leaks"
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")
@@ -94,24 +82,19 @@ def test_who_has_no_token_looks_for_the_engines_under_other_names(monkeypatch: p
     assert ours.check(["here/1"])
 
 
-def test_what_is_derived_of_a_token_is_told_apart_by_its_purpose_and_by_the_token() -> None:
+def test_what_is_derived_of_a_token_is_told_apart_by_its_purpose_and_by_the_token(monkeypatch) -> None:
     derived = {derive(token, purpose) for token in ("one", "two") for purpose in ("asker", "server")}
     assert len(derived) == 4
-    # RFC 4231's construction, worked by another library
-    made = hmac.HMAC(b"one", hashes.SHA256())
+    made = hmac.HMAC(b"one", hashes.SHA256())  # RFC 4231's construction, worked by another library
     made.update(b"trireme asker")
     assert derive("one", "asker") == made.finalize()
-
-
-def test_names_are_sealed_only_where_there_is_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
     assert (sealed("weights"), bearer()) == ("weights", {})
     monkeypatch.setenv(TOKEN, "a-token-for-tests-0123456789")
     assert sealed("weights").startswith("weights/")
     assert sealed("weights") != sealed("others").replace("others", "weights")
     assert bearer() == {"Authorization": "Bearer a-token-for-tests-0123456789"}
-    assert is_same("a", "a")
-    assert not is_same("a", "ab")
+    assert (is_same("a", "a"), is_same("a", "ab")) == (True, False)
 
 
 def test_a_port_is_chosen_that_no_connection_will_be_given_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,25 @@
-"""No wait without a name and an end; a full disk is a wait, not an end."""
+"""No wait without a name and an end; a full disk is a wait, not an end; and an event loop comes back soon."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import gc
 import os
 import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from beats import with_beats
 from limits import fill, small_disk
 from tiny_tokenizer import write_tokenizer
 from trireme.base.disk import is_full, require_room, when_there_is_room
 from trireme.base.errors import DeadlineExceeded
+from trireme.base.garbage import MANY, collecting_rarely
+from trireme.base.turns import Turns, by_turns
 from trireme.base.waiting import DISK, Wait, Waits
 
 
@@ -143,3 +149,77 @@ def test_more_than_there_is_room_for_is_not_begun(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=f"No space left on device for {2**40} MiB") as error:
         require_room(tmp_path, 2**60)
     assert is_full(error.value)
+
+
+def test_a_thousand_calls_are_made_in_their_order_and_others_have_their_turns_in_between():
+    async def main() -> tuple[list[int], list[int]]:
+        made: list[int] = []
+        turns = Turns(at_once=10)
+        for number in range(1000):
+            turns.call(made.append, number)
+        seen = [0, len(made)]  # the first call, alone, is made at once
+        while len(made) < 1000:
+            await asyncio.sleep(0)
+            seen.append(len(made))
+        return made, seen
+
+    made, seen = asyncio.run(main())
+    assert made == list(range(1000))
+    assert seen[1] > 0
+    assert max(after - before for before, after in pairwise(seen)) <= 10
+
+
+def test_calls_made_by_calls_wait_behind_those_that_were_made_before():
+    async def main() -> list[int]:
+        made: list[int] = []
+        turns = Turns(at_once=1)
+
+        def act(number: int) -> None:
+            made.append(number)
+            if number < 3:
+                turns.call(act, number + 10)
+
+        for number in range(5):
+            turns.call(act, number)
+        while len(made) < 8:
+            await asyncio.sleep(0)
+        return made
+
+    assert asyncio.run(main()) == [0, 10, 1, 2, 3, 4, 11, 12]
+
+
+def test_whatever_is_left_can_be_finished_at_once():
+    async def main() -> list[int]:
+        made: list[int] = []
+        turns = Turns(at_once=2)
+        for number in range(9):
+            turns.call(made.append, number)
+        assert made == [0, 1]
+        turns.finish()
+        return made
+
+    assert asyncio.run(main()) == list(range(9))
+
+
+def test_items_come_by_turns_in_their_order():
+    async def collected() -> list[int]:
+        return [item async for item in by_turns(range(100), 10)]
+
+    items, beats = asyncio.run(with_beats(collected()))
+    assert items == list(range(100))
+    assert beats >= 10
+
+
+def test_collecting_rarely_leaves_the_collector_as_it_was():
+    gc.unfreeze()  # what a test before may have set aside
+    before = gc.get_threshold()
+    with collecting_rarely():
+        assert gc.get_threshold()[0] == MANY
+        assert gc.get_freeze_count() > 0
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with collecting_rarely():
+        pass
+    assert gc.get_freeze_count() >= frozen, "what was set aside before stays so"
+    gc.unfreeze()
