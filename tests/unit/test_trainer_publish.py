@@ -1,35 +1,43 @@
-"""The trainer publishes its weights to an orchestrator with one engine, whole or as a delta."""
+"""The trainer publishes its weights to an orchestrator with one engine, whole or as a delta.
+
+The last tests are of transfers that only GPUs make, as far as a CPU can tell.
+"""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from weakref import finalize
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from answering import DEADLINE_S, answering
+from live_bytes import LiveBytes
 from tiny import open_state, save_tiny_model, weights_of
 from trireme.algo.digest import tensor_digest
+from trireme.algo.memory import Training
 from trireme.algo.probe import probe_ids
 from trireme.base.errors import PeerDied, Refused
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceConfig, InferenceModel
 from trireme.config.run import Ports, RunConfig, WeightBroadcast
+from trireme.launch.sizes import read_sizes, training_of
 from trireme.messages import Again, GetNewest, Go, Live, Newest, PolicyReady, PolicySent, Refusal, Reply, Request
 from trireme.trainer import publish
 from trireme.trainer.mesh import World
 from trireme.trainer.publish import PROBE_TOKENS, Publisher
 from trireme.trainer.served import served_tensors
 from trireme.transport.control import ControlClient
+from trireme.transport.weights import collective, ipc
+from trireme.transport.weights.collective import WeightGroup
+from trireme.transport.weights.ipc import IpcSender
 from trireme.transport.weights.kinds import Receiver, open_receiver
 
 KINDS = ["gloo", "filesystem"]
@@ -113,6 +121,7 @@ class Stand:
 
     def __init__(self, publisher: Publisher, model: PreTrainedModel, orchestrator: Orchestrator) -> None:
         self.publisher, self.model, self.orchestrator = publisher, model, orchestrator
+        self.served_bytes = sum(tensor.nbytes for _, tensor in served_tensors(model, torch.bfloat16))
         self._version = -1
 
     def publish(self) -> dict[str, float]:
@@ -126,74 +135,66 @@ class Stand:
         with torch.no_grad():
             next(self.model.parameters()).to_local().view(-1)[:count].neg_()
 
-    @property
-    def served_bytes(self) -> int:
-        return sum(tensor.nbytes for _, tensor in served_tensors(self.model, torch.bfloat16))
 
-
-@contextmanager
-def open_stand(
-    folder: Path,
-    model: PreTrainedModel,
-    world: World,
-    kind: str = "filesystem",
-    *,
-    intercept: Callable[[Request], Reply | None] = lambda _: None,
-    dtype: str = "auto",
-    delta: bool = False,
-    timeout_s: float = DEADLINE_S,
-    max_async_level: int = 1,
-) -> Iterator[Stand]:
-    broadcast = WeightBroadcast(type=kind, timeout_s=timeout_s, delta=delta, bucket_mib=1)  # type: ignore[arg-type]
-    config = RunConfig(
-        output_dir=folder,
-        device="cpu",
-        max_async_level=max_async_level,
-        ports=Ports(weights=free_port()),
-        weight_broadcast=broadcast,
-        inference=InferenceConfig(model=InferenceModel(dtype=dtype)),
-    )
-    orchestrator = Orchestrator(config, intercept)
-    with answering(orchestrator) as address:
-        control = ControlClient(address, Waits("trainer"))
-        publisher = Publisher(config, model, world, control)
-        try:
-            yield Stand(publisher, model, orchestrator)
-        finally:
-            publisher.close()
-            orchestrator.close()
-            control.close()
+OpenStand = Callable[..., Stand]
 
 
 @pytest.fixture
-def model(tiny_model: Path, world: World) -> PreTrainedModel:
-    return open_state(tiny_model, world).model
+def open_stand(tmp_path: Path, tiny_model: Path, world: World) -> Iterator[OpenStand]:
+    with ExitStack() as stack:
+
+        def opened(
+            kind: Any = "filesystem",
+            *,
+            model: PreTrainedModel | None = None,
+            intercept: Callable[[Request], Reply | None] = lambda _: None,
+            dtype: str = "auto",
+            delta: bool = False,
+            timeout_s: float = DEADLINE_S,
+            max_async_level: int = 1,
+        ) -> Stand:
+            config = RunConfig(
+                output_dir=tmp_path,
+                device="cpu",
+                max_async_level=max_async_level,
+                ports=Ports(weights=free_port()),
+                weight_broadcast=WeightBroadcast(type=kind, timeout_s=timeout_s, delta=delta, bucket_mib=1),
+                inference=InferenceConfig(model=InferenceModel(dtype=dtype)),
+            )
+            orchestrator = Orchestrator(config, intercept)
+            control = ControlClient(stack.enter_context(answering(orchestrator)), Waits("trainer"))
+            stack.callback(control.close)
+            stack.callback(orchestrator.close)
+            model = model or open_state(tiny_model, world).model
+            publisher = Publisher(config, model, world, control)
+            stack.callback(publisher.close)
+            return Stand(publisher, model, orchestrator)
+
+        yield opened
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engines_receive_the_trainers_weights_in_their_dtype(
-    tmp_path: Path, model: PreTrainedModel, world: World, kind: str, dtype: str
-) -> None:
-    with open_stand(tmp_path, model, world, kind, dtype=dtype) as stand:
-        stand.publisher.publish(3)
+def test_engines_receive_the_trainers_weights_in_their_dtype(open_stand: OpenStand, kind: str, dtype: str) -> None:
+    stand = open_stand(kind, dtype=dtype)
+    stand.publisher.publish(3)
     ready, sent = stand.orchestrator.asked
     assert (ready.version, sent.version) == (3, 3)
-    served = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights_of(model).items()}
+    served = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights_of(stand.model).items()}
     expected = {name: tensor_digest(tensor) for name, tensor in served.items()}
     assert stand.orchestrator.received == sent.digests == expected
 
 
 def test_the_probe_has_the_logprobs_of_the_weights_and_is_computed_before_the_announcement(
-    tmp_path: Path, model: PreTrainedModel, world: World, tiny_model: Path
+    open_stand: OpenStand, tiny_model: Path
 ) -> None:
     num_asked_before: list[int] = []
-    with open_stand(tmp_path, model, world, "gloo") as stand:
-        hook = model.get_input_embeddings().register_forward_hook(
-            lambda *_: num_asked_before.append(len(stand.orchestrator.asked))
-        )
-        stand.publisher.publish(0)
-        hook.remove()
+    stand = open_stand("gloo")
+    hook = stand.model.get_input_embeddings().register_forward_hook(
+        lambda *_: num_asked_before.append(len(stand.orchestrator.asked))
+    )
+    stand.publisher.publish(0)
+    hook.remove()
     assert set(num_asked_before) == {0}
     probe = stand.orchestrator.asked[-1].probe
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -211,19 +212,14 @@ def test_the_probe_is_fixed_and_spread_over_the_vocabulary(vocabulary: int) -> N
     assert len(set(ids)) == min(vocabulary, len(ids))
 
 
-# attempts that fail
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "PAUSE_S", 0.01)
+    monkeypatch.setattr(publish, "LONGEST_PAUSE_S", 0.01)
 
 
 @pytest.mark.parametrize("died", [False, True])
-@pytest.mark.usefixtures("_short_pauses")
-def test_the_trainer_repeats_a_transfer_that_an_engine_does_not_join(
-    tmp_path: Path, model: PreTrainedModel, world: World, died: bool
-) -> None:
+def test_the_trainer_repeats_a_transfer_that_an_engine_does_not_join(open_stand: OpenStand, died: bool) -> None:
     """After the timeout or, when the orchestrator knows that the engine died, long before."""
 
     def answer(request: Request) -> Reply | None:
@@ -232,101 +228,73 @@ def test_the_trainer_repeats_a_transfer_that_an_engine_does_not_join(
         is_repeated = is_first and bool(stand.orchestrator.attempts)
         return Again(reason="the engine died before it joined") if died and is_repeated else None
 
-    timeout_s = 10 * DEADLINE_S if died else 1.0
-    with open_stand(tmp_path, model, world, "gloo", intercept=answer, timeout_s=timeout_s) as stand:
-        stand.publisher.publish(3)
+    stand = open_stand("gloo", intercept=answer, timeout_s=10 * DEADLINE_S if died else 1.0)
+    stand.publisher.publish(3)
     asked = [(type(request).__name__, request.attempt) for request in stand.orchestrator.asked]
     assert list(dict.fromkeys(asked)) == [("PolicyReady", 1), ("PolicyReady", 2), ("PolicySent", 2)]
 
 
 @pytest.mark.parametrize("at", [PolicyReady, PolicySent])
-@pytest.mark.usefixtures("_short_pauses")
-def test_the_trainer_repeats_an_attempt_that_the_orchestrator_gave_up(
-    tmp_path: Path, model: PreTrainedModel, world: World, at: type
-) -> None:
-    def answer(request: Request) -> Reply | None:
-        return Again(reason="an engine died") if isinstance(request, at) and request.attempt < 3 else None
-
-    with open_stand(tmp_path, model, world, intercept=answer) as stand:
-        stand.publisher.publish(3)
+def test_the_trainer_repeats_an_attempt_that_the_orchestrator_gave_up(open_stand: OpenStand, at: type) -> None:
+    again = Again(reason="an engine died")
+    stand = open_stand(intercept=lambda request: again if isinstance(request, at) and request.attempt < 3 else None)
+    stand.publisher.publish(3)
     assert stand.orchestrator.asked[-1].attempt == 3
 
 
-@pytest.mark.usefixtures("_short_pauses")
-def test_the_trainer_gives_up_after_20_failed_attempts(
-    tmp_path: Path, model: PreTrainedModel, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publish, "LONGEST_PAUSE_S", 0.01)
-    with open_stand(tmp_path, model, world, intercept=lambda _: Again(reason="an engine died")) as stand:
-        with pytest.raises(PeerDied, match="Version 3 was sent 20 times"):
-            stand.publisher.publish(3)
+def test_the_trainer_gives_up_after_20_failed_attempts(open_stand: OpenStand) -> None:
+    stand = open_stand(intercept=lambda _: Again(reason="an engine died"))
+    with pytest.raises(PeerDied, match="Version 3 was sent 20 times"):
+        stand.publisher.publish(3)
     assert [request.attempt for request in stand.orchestrator.asked] == list(range(1, 21))
 
 
-def test_weights_that_an_engine_refused_are_not_sent_again(
-    tmp_path: Path, model: PreTrainedModel, world: World
-) -> None:
-    def answer(request: Request) -> Reply | None:
-        return Refusal(error="model.norm.weight has another digest") if isinstance(request, PolicySent) else None
-
-    with open_stand(tmp_path, model, world, intercept=answer) as stand:
-        with pytest.raises(Refused, match=r"model.norm.weight"):
-            stand.publisher.publish(3)
+def test_weights_that_an_engine_refused_are_not_sent_again(open_stand: OpenStand) -> None:
+    refusal = Refusal(error="model.norm.weight has another digest")
+    stand = open_stand(intercept=lambda request: refusal if isinstance(request, PolicySent) else None)
+    with pytest.raises(Refused, match=r"model.norm.weight"):
+        stand.publisher.publish(3)
     assert [type(request) for request in stand.orchestrator.asked] == [PolicyReady, PolicySent]
 
 
-# versions
-
-
-def test_versions_that_engines_confirmed_are_published_only_if_they_differ(
-    tmp_path: Path, model: PreTrainedModel, world: World
-) -> None:
-    same = {name: tensor_digest(tensor) for name, tensor in weights_of(model).items()}
+def test_versions_that_engines_confirmed_are_published_only_if_they_differ(open_stand: OpenStand) -> None:
+    stand = open_stand(intercept=lambda request: newest if isinstance(request, GetNewest) else None)
+    publisher, orchestrator = stand.publisher, stand.orchestrator
+    same = {name: tensor_digest(tensor) for name, tensor in weights_of(stand.model).items()}
     newest = Newest(version=5, digests=same)
-
-    def answer(request: Request) -> Reply | None:
-        return newest if isinstance(request, GetNewest) else None
-
-    with open_stand(tmp_path, model, world, intercept=answer) as stand:
-        publisher, orchestrator = stand.publisher, stand.orchestrator
-        assert publisher.look_back() == 5
-        for version in (3, 4, 5):
-            publisher.send_if_new(version)
-        assert orchestrator.attempts == []
-        newest = Newest(version=5, digests=same | {"model.norm.weight": "another"})
-        publisher.look_back()
-        for version in (4, 5, 6):
-            publisher.send_if_new(version)
-            publisher.confirm()
+    assert publisher.look_back() == 5
+    for version in (3, 4, 5):
+        publisher.send_if_new(version)
+    assert orchestrator.attempts == []
+    newest = Newest(version=5, digests=same | {"model.norm.weight": "another"})
+    publisher.look_back()
+    for version in (4, 5, 6):
+        publisher.send_if_new(version)
+        publisher.confirm()
     assert [ready.version for ready in orchestrator.attempts] == [5, 6]
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_engines_confirm_while_the_trainer_computes_unless_on_a_cpu_the_next_batch_waits_for_them(
-    tmp_path: Path, model: PreTrainedModel, world: World, level: int
+    open_stand: OpenStand, level: int
 ) -> None:
-    with open_stand(tmp_path, model, world, max_async_level=level) as stand:
-        stand.publisher.send(3)
-        assert stand.publisher.is_confirming == (level > 1)
-        stand.publisher.confirm()
-        assert not stand.publisher.is_confirming
+    stand = open_stand(max_async_level=level)
+    stand.publisher.send(3)
+    assert stand.publisher.is_confirming == (level > 1)
+    stand.publisher.confirm()
+    assert not stand.publisher.is_confirming
     first, *sent = stand.orchestrator.asked
     assert isinstance(first, PolicyReady)
     assert len(sent) == (2 if level > 1 else 1)
     assert sent[0] == sent[-1]  # the same question, so it has the same answer
 
 
-# deltas
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_the_first_version_only_changes_are_sent(
-    tmp_path: Path, model: PreTrainedModel, world: World, kind: str
-) -> None:
-    with open_stand(tmp_path, model, world, kind, dtype="bfloat16", delta=True) as stand:
-        first = stand.publish()
-        stand.negate(100)
-        second, third = stand.publish(), stand.publish()
+def test_after_the_first_version_only_changes_are_sent(open_stand: OpenStand, kind: str) -> None:
+    stand = open_stand(kind, dtype="bfloat16", delta=True)
+    first = stand.publish()
+    stand.negate(100)
+    second, third = stand.publish(), stand.publish()
     num_values = stand.served_bytes / 2
     assert first == {"weights/sent_bytes": stand.served_bytes, "weights/changed_frac": 1.0}
     assert second == {"weights/sent_bytes": 100 * (2 + 2), "weights/changed_frac": 100 / num_values}
@@ -334,101 +302,111 @@ def test_after_the_first_version_only_changes_are_sent(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("_short_pauses")
-def test_everything_is_sent_to_a_new_engine_and_after_a_failed_transfer(
-    tmp_path: Path, model: PreTrainedModel, world: World, kind: str
-) -> None:
-    fails = False
-
-    def answer(request: Request) -> Reply | None:
-        nonlocal fails
-        if not (fails and isinstance(request, PolicySent)):
-            return None
-        fails = False
-        return Again(reason="the engine died")
-
-    with open_stand(tmp_path, model, world, kind, dtype="bfloat16", delta=True, intercept=answer) as stand:
-        stand.publish()
-        stand.negate(100)
-        stand.orchestrator.is_replaced = True
-        assert stand.publish()["weights/sent_bytes"] == stand.served_bytes
-        stand.negate(7)
-        assert stand.publish()["weights/sent_bytes"] == 7 * 4
-        stand.negate(7)
-        fails = True
-        assert stand.publish()["weights/sent_bytes"] == stand.served_bytes
-        assert [ready.version for ready in stand.orchestrator.attempts] == [0, 1, 2, 3, 3]
-
-
-def test_without_delta_everything_is_sent_every_time(tmp_path: Path, model: PreTrainedModel, world: World) -> None:
-    with open_stand(tmp_path, model, world, "gloo", dtype="bfloat16") as stand:
-        for _ in range(2):
-            assert stand.publish() == {"weights/sent_bytes": stand.served_bytes}
-
-
-# memory
-
-
-class LiveBytes(TorchDispatchMode):
-    """Measure the peak of the bytes of all tensors that this thread makes, each storage counted once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self._now = 0
-        self._holders: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
-            _storage(tensor).data_ptr() for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)
-        }
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor, given)
-        return result
-
-    def _note(self, tensor: torch.Tensor, given: set[int]) -> None:
-        storage = _storage(tensor)
-        place, size = storage.data_ptr(), storage.nbytes()
-        if not size or (place in given and place not in self._holders):
-            return  # a view of what was there before
-        if place not in self._holders:
-            self._holders[place] = 0
-            self._now += size
-            self.peak = max(self.peak, self._now)
-        self._holders[place] += 1
-        finalize(tensor, self._release, place, size)
-
-    def _release(self, place: int, size: int) -> None:
-        self._holders[place] -= 1
-        if not self._holders[place]:
-            del self._holders[place]
-            self._now -= size
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
-
-
-@pytest.fixture(scope="module")
-def larger_model(tmp_path_factory: pytest.TempPathFactory, world: World) -> PreTrainedModel:
-    folder = save_tiny_model(tmp_path_factory.mktemp("larger") / "model", hidden=320, layers=6)
-    return open_state(folder, world).model
+def test_everything_is_sent_to_a_new_engine_and_after_a_failed_transfer(open_stand: OpenStand, kind: str) -> None:
+    failures: list[Reply] = []
+    fail = lambda request: failures.pop() if failures and isinstance(request, PolicySent) else None  # noqa: E731
+    stand = open_stand(kind, dtype="bfloat16", delta=True, intercept=fail)
+    stand.publish()
+    stand.negate(100)
+    stand.orchestrator.is_replaced = True
+    assert stand.publish()["weights/sent_bytes"] == stand.served_bytes
+    stand.negate(7)
+    assert stand.publish()["weights/sent_bytes"] == 7 * 4
+    stand.negate(7)
+    failures.append(Again(reason="the engine died"))
+    assert stand.publish()["weights/sent_bytes"] == stand.served_bytes
+    assert [ready.version for ready in stand.orchestrator.attempts] == [0, 1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("delta", [False, True])
 def test_a_transfer_needs_the_memory_of_two_buckets_and_one_tensor(
-    tmp_path: Path, larger_model: PreTrainedModel, world: World, delta: bool
+    open_stand: OpenStand, tmp_path: Path, world: World, delta: bool
 ) -> None:
     """A tensor exists as it is trained and as it is served. There is no second copy of the model."""
-    largest = max(parameter.numel() for parameter in larger_model.parameters())
-    with open_stand(tmp_path, larger_model, world, "gloo", dtype="bfloat16", delta=delta) as stand:
-        stand.publish()  # what is kept from here on is the copy of `delta`, in host memory
-        stand.negate(100)
-        with LiveBytes() as live:
-            stand.publish()
-        with LiveBytes() as all_held:
-            second_model = list(served_tensors(larger_model, torch.bfloat16))
-        assert all_held.peak >= stand.served_bytes > 10 * MIB
-        assert second_model
+    model = open_state(save_tiny_model(tmp_path / "model", hidden=320, layers=6), world).model
+    largest = max(parameter.numel() for parameter in model.parameters())
+    stand = open_stand("gloo", model=model, dtype="bfloat16", delta=delta)
+    stand.publish()  # what is kept from here on is the copy of `delta`, in host memory
+    stand.negate(100)
+    with LiveBytes() as live:
+        metrics = stand.publish()
+    with LiveBytes() as all_held:
+        second_model = list(served_tensors(model, torch.bfloat16))
+    assert all_held.peak >= stand.served_bytes > 10 * MIB
+    assert second_model
     assert live.peak < 2 * MIB + largest * (4 + 2) + MIB / 2
+    assert metrics["weights/sent_bytes"] == (100 * (2 + 2) if delta else stand.served_bytes)
+
+
+def test_a_slow_broadcast_is_awaited_and_a_peer_that_is_gone_is_an_error_that_leaves_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So the transfer begins again with the peers that are there: the process does not end."""
+    group: Any = WeightGroup.__new__(WeightGroup)  # of NCCL, without a GPU
+    aborted: list[bool] = []
+    group._kind, group._timeout_s, group._is_aborted = "nccl", 0.2, False
+    group._group = SimpleNamespace(abort=lambda: aborted.append(True))
+    looks = iter([False, False, False, True])
+    is_done = lambda: next(looks, False)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=is_done))
+    group._await(SimpleNamespace(wait=lambda: None), torch.zeros(1))
+    assert aborted == []
+    with pytest.raises(RuntimeError, match=r"took no part in a broadcast for 0\.2 s"):
+        group._await(SimpleNamespace(wait=lambda: None), torch.zeros(1))
+    assert aborted == [True]
+    group.close()
+    assert "_group" not in vars(group)
+
+
+def test_nccls_own_watchdog_which_ends_the_process_comes_after_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {}
+    monkeypatch.setattr(collective, "_process_group", lambda kind, *_: limits.setdefault(kind, _[-1].total_seconds()))
+    monkeypatch.setattr(collective, "Flats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: store)
+    for kind in ("gloo", "nccl"):
+        WeightGroup(kind, None, epoch="1", rank=0, world_size=2, timeout_s=10)  # type: ignore[arg-type]
+    assert limits == {"gloo": 10, "nccl": 30}
+
+
+@pytest.mark.parametrize("replies", [[Live(version=3)], [Again(reason="an engine died"), Live(version=3)]])
+def test_memory_that_engines_read_is_let_go_as_soon_as_they_have_confirmed(
+    tmp_path: Path, tiny_model: Path, world: World, monkeypatch: pytest.MonkeyPatch, replies: list[Reply]
+) -> None:
+    held: list[weakref.ref] = []
+    alive: list[int] = []
+    answers = iter(replies)
+
+    def note(tensor: torch.Tensor) -> list[Any]:
+        held.append(weakref.ref(tensor))
+        return []
+
+    def answer(request: Request) -> Reply:
+        if isinstance(request, PolicyReady):
+            return Go(version=3, epoch=str(request.attempt), world_size=2)
+        alive.append(sum(tensor() is not None for tensor in held))
+        return next(answers)
+
+    monkeypatch.setattr(ipc, "_to_handle", note)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(publish, "open_sender", lambda *_, **__: IpcSender())
+    config = RunConfig(output_dir=tmp_path, device="cpu", weight_broadcast=WeightBroadcast(type="ipc"))
+    with answering(answer) as address:
+        control = ControlClient(address, Waits("trainer"))
+        publisher = Publisher(config, open_state(tiny_model, world).model, world, control)
+        publisher.publish(3)
+        control.close()
+    num_tensors = len(held) // len(replies)
+    assert alive == [num_tensors] * len(replies)  # while they are asked to confirm, one copy, never two
+    assert not any(tensor() is not None for tensor in held)
+
+
+def test_a_plan_counts_the_copy_that_engines_on_the_same_gpus_read(tmp_path: Path) -> None:
+    def planned(kind: str) -> Training:
+        config = RunConfig(output_dir=tmp_path, device="cuda", weight_broadcast=WeightBroadcast(type=kind))
+        return training_of(config, read_sizes("Qwen/Qwen3-0.6B").architecture, rows=2)
+
+    shared, apart = planned("ipc"), planned("nccl")
+    transfers = [training.memory.moments["publish"]["transfers"] for training in (shared, apart)]
+    assert transfers[0] - transfers[1] == 2 * shared.model.num_parameters - 2 * (64 << 20)  # without two buckets
