@@ -12,23 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trireme.algo import digest
+from trireme.algo import digest, patch
 from trireme.algo.codes import code_values, decode, encode
 from trireme.algo.compare import first_difference
 from trireme.algo.digest import model_digest, tensor_digest
-from trireme.algo.patch import (
-    Form,
-    Patch,
-    apply_patch,
-    build_patch,
-    changed,
-    pack_bits,
-    sizes_of,
-    to_bytes,
-    to_integers,
-    unpack_bits,
-    whole_patch,
-)
+from trireme.algo.patch import Form, Patch, apply_patch, build_patch, changed, to_bytes, to_integers, whole_patch
 
 DTYPES = [torch.uint8, torch.bool, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
@@ -46,10 +34,10 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(to_bytes(one), to_bytes(other))
 
 
-def patched(before: torch.Tensor, patch: Patch, times: int = 1) -> torch.Tensor:
+def patched(before: torch.Tensor, made: Patch, times: int = 1) -> torch.Tensor:
     found = before.clone()
     for _ in range(times):
-        apply_patch(patch, found)
+        apply_patch(made, found)
     return found
 
 
@@ -65,11 +53,11 @@ def test_a_patch_brings_every_bit(shape: list[int], dtype: torch.dtype, share: f
     generator = torch.Generator().manual_seed(seed)
     is_fresh = (torch.rand(shape, generator=generator) < share).view(-1)
     after = torch.where(is_fresh, to_integers(fresh), to_integers(before)).view(dtype).view(shape)
-    patch = build_patch(after, changed(after, before))
-    assert same_bits(patched(before, patch, times), after)
-    assert patch.num_bytes <= after.nbytes
-    assert (patch.where.numel(), patch.values.numel()) == sizes_of(patch.form, patch.num_changed, after)
-    assert patch.num_changed == int((to_integers(before) != to_integers(after)).sum())
+    made = build_patch(after, changed(after, before))
+    assert same_bits(patched(before, made, times), after)
+    assert made.num_bytes <= after.nbytes
+    assert (made.where.numel(), made.values.numel()) == patch.sizes_of(made.form, made.num_changed, after)
+    assert made.num_changed == int((to_integers(before) != to_integers(after)).sum())
 
 
 def test_a_nan_that_stayed_is_unchanged_and_one_with_another_payload_is_not() -> None:
@@ -94,26 +82,26 @@ def test_a_nan_that_stayed_is_unchanged_and_one_with_another_payload_is_not() ->
 def test_the_form_with_the_fewest_bytes_is_taken(num_values, places, form, num_bytes) -> None:
     mask = torch.zeros(num_values, dtype=torch.bool)
     mask[places] = True
-    patch = build_patch(torch.ones(num_values, dtype=torch.bfloat16), mask)
-    assert (patch.form, patch.num_bytes, patch.num_changed) == (form, num_bytes, len(places))
+    made = build_patch(torch.ones(num_values, dtype=torch.bfloat16), mask)
+    assert (made.form, made.num_bytes, made.num_changed) == (form, num_bytes, len(places))
 
 
 def test_the_longest_gap_that_two_bytes_hold_arrives_and_so_does_a_tensor_that_is_not_contiguous() -> None:
     before, after = torch.zeros(200_000), torch.zeros(200_000)
     after[[65_535, 131_070]] = 1.0
-    patch = build_patch(after, changed(after, before))
-    assert patch.form is Form.GAPS
-    assert same_bits(patched(before, patch), after)
+    made = build_patch(after, changed(after, before))
+    assert made.form is Form.GAPS
+    assert same_bits(patched(before, made), after)
     before, after = torch.zeros(4, 6), torch.arange(24.0).view(6, 4).T
-    for patch in (build_patch(after, changed(after, before)), whole_patch(after)):
-        assert same_bits(patched(before, patch), after.contiguous())
+    for made in (build_patch(after, changed(after, before)), whole_patch(after)):
+        assert same_bits(patched(before, made), after.contiguous())
 
 
 @given(st.lists(st.booleans(), max_size=70))
 def test_bits_unpack_to_what_was_packed(values: list[bool]) -> None:
     mask = torch.tensor(values, dtype=torch.bool)
-    packed = pack_bits(mask)
-    assert unpack_bits(packed, len(values)).tolist() == values
+    packed = patch.pack_bits(mask)
+    assert patch.unpack_bits(packed, len(values)).tolist() == values
     by_hand = [sum(2**j for j, value in enumerate(values[i : i + 8]) if value) for i in range(0, len(values), 8)]
     assert packed.tolist() == by_hand
 

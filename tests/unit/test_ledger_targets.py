@@ -24,20 +24,12 @@ from trireme.algo.length_penalty import LengthPenalty
 from trireme.base.errors import ConfigError
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import TrainerConfig, TrainerModel
+from trireme.ledger import targets
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord, Rollout, State
 from trireme.ledger.rules import Rules, rules_of
 from trireme.ledger.shares import Shares, cost_of_model, row_capacity, row_cost, share_of
-from trireme.ledger.targets import (
-    advantages_of,
-    estimator_of,
-    flaws_of,
-    is_zero,
-    outcome_of,
-    scores_of,
-    why_not_worth_it,
-    with_advantages,
-)
+from trireme.ledger.targets import advantages_of, estimator_of
 from trireme.messages import BatchReply, Kept, Tokens, build_tokens, encode
 from written_run import build_rich_config
 
@@ -62,7 +54,7 @@ def rollout_of(reward: float, *masks: list[int], group: int = 0, place: int = 0,
 def test_rewards_are_cut_before_lengths_are_punished() -> None:
     penalty = LengthPenalty(type="linear", max_length=4, buffer=1, weight=0.5)
     group = [rollout_of(5.0, [1, 1, 0]), rollout_of(-5.0, [1], place=1)]
-    scored = scores_of(group, order_rules(reward_clip=(-1.0, 2.0), length_penalty=penalty))
+    scored = targets.scores_of(group, order_rules(reward_clip=(-1.0, 2.0), length_penalty=penalty))
     assert scored.rewards.tolist() == [2.0 - 0.5 * 2 / 4, -1.0 - 0.5 * 1 / 4]
     assert scored.lengths.tolist() == [2, 1]
 
@@ -122,9 +114,9 @@ def test_each_token_gets_what_a_loop_over_tokens_gives_it(rollouts, clip, reward
 def test_new_advantages_keep_what_a_cut_sampler_could_choose_from() -> None:
     kept = Kept(np.array([0, 2], dtype=np.int32), np.array([1, 4], dtype=np.int32))
     sample = msgspec.structs.replace(sample_of([0, 1]), kept=kept)
-    assert with_advantages(sample, np.array([0.0, 1.0], dtype=np.float32)).kept is kept
-    assert is_zero([np.zeros(3), np.zeros(2)])
-    assert not is_zero([np.zeros(3), np.array([0.0, 1e-7])])
+    assert targets.with_advantages(sample, np.array([0.0, 1.0], dtype=np.float32)).kept is kept
+    assert targets.is_zero([np.zeros(3), np.zeros(2)])
+    assert not targets.is_zero([np.zeros(3), np.array([0.0, 1e-7])])
 
 
 @pytest.mark.parametrize(
@@ -144,8 +136,8 @@ def test_a_group_without_enough_signal_is_not_worth_it(rewards, steps, fields, w
     group = [rollout_of(reward, place=place) for place, reward in enumerate(rewards)]
     for rollout, step in zip(group, steps or (), strict=False):
         rollout.token_rewards = [np.array([NAN, NAN, step], dtype=np.float32)]
-    assert why_not_worth_it(group, order_rules(**fields)) == words
-    outcome = outcome_of(group)
+    assert targets.why_not_worth_it(group, order_rules(**fields)) == words
+    outcome = targets.outcome_of(group)
     assert (outcome.env, outcome.group, outcome.example) == ("a", 0, 7)
     assert outcome.mean == np.mean(rewards)
 
@@ -155,9 +147,9 @@ def test_flaws_are_read_off_each_turn_of_each_sample() -> None:
     rules = order_rules(filters=filters)
     rollout = rollout_of(0.0, truncated=True)
     rollout.samples = [sample_of([0, 1, 1, 0, 1, 1], ids=[5, 5, 5, 5, 5, 5])]
-    assert flaws_of(rollout, rules) == ["truncated"]
+    assert targets.flaws_of(rollout, rules) == ["truncated"]
     rollout.samples.append(sample_of([1, 1, 1, 1], ids=[5, 5, 5, 5], logprob=-3.0))
-    assert flaws_of(rollout, rules) == ["truncated", "repetition", "gibberish"]
+    assert targets.flaws_of(rollout, rules) == ["truncated", "repetition", "gibberish"]
 
 
 def test_a_custom_function_is_called_with_its_arguments_and_its_failure_is_explained(tmp_path: Path) -> None:

@@ -9,17 +9,8 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import hashes, hmac
 
-from trireme.base.network import (
-    EVERYWHERE,
-    SILENCE_S,
-    interface_of,
-    is_here,
-    is_loopback,
-    listening_address,
-    own_address,
-    watch_connections,
-    watched_socket,
-)
+from trireme.base import network
+from trireme.base.network import EVERYWHERE, SILENCE_S, own_address
 from trireme.base.processes import free_port, port_is_free
 from trireme.base.token import TOKEN, bearer, derive, is_same, sealed
 from trireme.transport.weights.collective import open_store
@@ -30,11 +21,11 @@ DEADLINE_S = 10.0
 
 
 def test_a_machine_knows_its_own_addresses_and_the_interface_that_has_them() -> None:
-    assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "localhost", "::1")))
-    assert not any(map(is_loopback, ("10.0.0.1", "0.0.0.0", "node-1", "", "127.0.0.1.example.org")))
-    assert list(map(is_here, ("127.0.0.5", "localhost", NOBODYS))) == [True, True, False]
-    assert list(map(interface_of, ("127.0.0.1", NOBODYS))) == ["lo", None]
-    assert list(map(listening_address, ("127.0.0.5", NOBODYS))) == ["127.0.0.5", EVERYWHERE]
+    assert all(map(network.is_loopback, ("127.0.0.1", "127.8.8.8", "localhost", "::1")))
+    assert not any(map(network.is_loopback, ("10.0.0.1", "0.0.0.0", "node-1", "", "127.0.0.1.example.org")))
+    assert list(map(network.is_here, ("127.0.0.5", "localhost", NOBODYS))) == [True, True, False]
+    assert list(map(network.interface_of, ("127.0.0.1", NOBODYS))) == ["lo", None]
+    assert list(map(network.listening_address, ("127.0.0.5", NOBODYS))) == ["127.0.0.5", EVERYWHERE]
     assert own_address("localhost", peer=NOBODYS) == "127.0.0.1"
     assert own_address(NOBODYS, peer="127.0.0.1") == "127.0.0.1", "by the way there"
 
@@ -46,7 +37,7 @@ def options_of(connection: socket.socket) -> list[int]:
 
 
 def test_the_kernel_asks_after_watched_connections_and_leaves_those_within_the_machine_alone(tmp_path: Path) -> None:
-    with watched_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("10.0.0.1", 1))) as made:
+    with network.watched_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("10.0.0.1", 1))) as made:
         kept, idle_s, unacknowledged_ms = options_of(made)
     assert (kept, unacknowledged_ms) == (1, SILENCE_S * 1000)
     assert idle_s < SILENCE_S <= 20
@@ -54,7 +45,7 @@ def test_the_kernel_asks_after_watched_connections_and_leaves_those_within_the_m
         before, open_before = options_of(client), len(os.listdir("/proc/self/fd"))
         with open(tmp_path / "file", "w"), socket.socket():
             for _ in range(20):
-                watch_connections()
+                network.watch_connections()
         assert (options_of(client), len(os.listdir("/proc/self/fd"))) == (before, open_before), "no descriptor leaks"
 
 
