@@ -1,32 +1,37 @@
-"""How a version becomes live, what keeps it from it, and what becomes of an engine that dies meanwhile."""
+"""How a version becomes live and what keeps it from it; requests to engines that drop, refuse, freeze, or die."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from aiohttp import web
 
 from fake_engine import FakeEngine, WeightWire, digests_of, open_fake_engine, ready_message, sent_message
-from trireme.base.errors import WeightsMismatch
+from trireme.base.errors import DeadlineExceeded, WeightsMismatch
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.ledger.versions import Versions
 from trireme.messages import Again, GetBatch, Go, Live, NotYet, Refusal
 from trireme.orchestrator.answers import Answers, Peers
 from trireme.orchestrator.engine_keeper import keep_engines
-from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
+from trireme.orchestrator.inference_pool import KEEP_IDLE_S, InferencePool, OverlongPrompt, open_inference_pool
 from trireme.orchestrator.policy import Policy
 from whole_run import build_config, run
 
+END = 2
 ASKED = [5, 6], {"max_tokens": 4}
+SAYS_7 = {"answer": lambda asked: [7, END]}
 SHORT_S = 0.5  # to come up
 
 
@@ -98,13 +103,14 @@ def hold_probe(engine: FakeEngine) -> asyncio.Event:
 
 @asynccontextmanager
 async def open_policy(
-    config: RunConfig, urls: list[str], *, offers: bool = False, start_timeout_s: float = 20
+    config: RunConfig, urls: list[str], *, offers: bool = False, start_timeout_s: float = 20, max_concurrent: int = 64
 ) -> AsyncIterator[tuple[InferencePool, Policy, asyncio.Task]]:
     """As an orchestrator has it that has just been started."""
     waits = Waits("orchestrator")
-    async with open_inference_pool(urls, waits=waits, max_model_len=64, timeout_s=20, max_concurrent=64) as pool:
+    sizes = {"max_model_len": 64, "timeout_s": 20, "max_concurrent": max_concurrent}
+    async with open_inference_pool(urls, waits=waits, **sizes) as pool:  # type: ignore[arg-type]
         policy = Policy(pool, config.weight_broadcast, waits, Versions(config.paths.journal), offers=offers)
-        pool.retry_s = pool.health_interval_s = 0.02
+        pool.retry_s = pool.health_interval_s = 0.01
         keeping = asyncio.create_task(keep_engines(pool, policy.judge, start_timeout_s=start_timeout_s))
         yield pool, policy, keeping
         keeping.cancel()
@@ -117,10 +123,11 @@ def on_stage(
     *,
     kind: str = "gloo",
     num_engines: int = 1,
-    offers: bool = False,
-    start_timeout_s: float = 20,
+    is_live: bool = True,
+    policy: dict[str, Any] | None = None,
     **knobs: Any,
 ) -> Any:
+    """Plays once version 0 is live. `knobs` are those of engines."""
     config = build_config(folder, weight_broadcast={"type": kind})
 
     async def main() -> Any:
@@ -129,10 +136,11 @@ def on_stage(
             for _ in range(num_engines):
                 life = await stack.enter_async_context(AsyncExitStack())
                 engines.append(await life.enter_async_context(open_fake_engine(wire, **knobs)))
-            opened = open_policy(
-                config, [engine.url for engine in engines], offers=offers, start_timeout_s=start_timeout_s
-            )
-            return await play(Stage(config, wire, engines, life, *await stack.enter_async_context(opened)))
+            opened = open_policy(config, [engine.url for engine in engines], **(policy or {}))
+            stage = Stage(config, wire, engines, life, *await stack.enter_async_context(opened))
+            if is_live:
+                assert await stage.publish(0) == Live(version=0)
+            return await play(stage)
 
     return asyncio.run(main())
 
@@ -158,13 +166,12 @@ def test_a_version_is_live_once_it_is_sent_and_confirmed_and_not_before(tmp_path
         assert took["time/update_weights"] > took["time/engines_paused"] > took["time/engines_load"] > 0
         assert set(stage.policy.take_seconds().values()) == {0.0}
 
-    on_stage(tmp_path, play, kind=kind, has_room=has_room)
+    on_stage(tmp_path, play, is_live=False, kind=kind, has_room=has_room)
 
 
 @pytest.mark.parametrize("offers", [True, False])
 def test_before_a_version_is_confirmed_requests_wait_in_the_engine_or_in_a_synchronous_run_outside(tmp_path, offers):
     async def play(stage):
-        await stage.publish(0)
         release = hold_probe(stage.engine)
         sending = asyncio.create_task(stage.publish(1))
         await until(lambda: stage.engine.calls.count("resume") == 2)
@@ -178,7 +185,7 @@ def test_before_a_version_is_confirmed_requests_wait_in_the_engine_or_in_a_synch
         assert await sending == Live(version=1)
         assert (stage.policy.version, stage.policy.offered) == (1, 1)
 
-    on_stage(tmp_path, play, offers=offers)
+    on_stage(tmp_path, play, policy={"offers": offers})
 
 
 @pytest.mark.parametrize(
@@ -191,7 +198,6 @@ def test_an_engine_that_fails_a_transfer_is_named_and_requests_are_answered_afte
     """Nothing is loaded into one that does not pause."""
 
     async def play(stage):
-        await stage.publish(0)
         stage.engine.calls.clear()
         stage.engine.failing_route = route
         reply = await stage.publish(1)
@@ -208,12 +214,11 @@ def test_an_engine_that_fails_a_transfer_is_named_and_requests_are_answered_afte
         assert await stage.publish(1) == Live(version=1)
         assert set((await asking).versions) == {1}
 
-    on_stage(tmp_path, play, offers=True, has_room=has_room)
+    on_stage(tmp_path, play, policy={"offers": True}, has_room=has_room)
 
 
 def test_an_engine_that_died_with_what_it_had_taken_in_makes_the_trainer_begin_again(tmp_path):
     async def play(stage):
-        await stage.publish(0)
         await stage.announce(1, attempt=2)
         stage.engine.dead = True
         await until(lambda: stage.pool.engines[0].state == "starting")
@@ -239,7 +244,7 @@ def test_a_question_that_is_asked_twice_gets_the_same_answer_and_does_nothing_tw
         assert await stage.send(once) == Live(version=1)
         return stage.engine.calls
 
-    calls = on_stage(tmp_path, play)
+    calls = on_stage(tmp_path, play, is_live=False)
     twice = ("pause", "start_weight_update", "update_weights", "finish_weight_update", "resume")
     expected = dict.fromkeys(twice, 2) | {"init_weight_transfer_engine": 1, "collective_rpc": 4}
     assert {route: calls.count(route) for route in calls} == expected
@@ -263,7 +268,7 @@ def test_weights_that_are_not_the_trainers_are_refused_and_never_live(tmp_path, 
             await stage.policy.failure
         return reply.error
 
-    assert "127.0.0.1" in on_stage(tmp_path, play, **knobs)
+    assert "127.0.0.1" in on_stage(tmp_path, play, is_live=False, **knobs)
 
 
 def test_a_probe_with_a_number_that_is_none_is_refused(tmp_path):
@@ -274,7 +279,7 @@ def test_a_probe_with_a_number_that_is_none_is_refused(tmp_path):
         probe = msgspec.structs.replace(sent.probe, logprobs=[*sent.probe.logprobs[:-1], math.nan])
         return await stage.policy.sent(msgspec.structs.replace(sent, probe=probe))
 
-    assert "by up to nan" in on_stage(tmp_path, play).error
+    assert "by up to nan" in on_stage(tmp_path, play, is_live=False).error
 
 
 def test_no_rollout_of_a_version_that_is_found_wrong_gets_into_the_journal(tmp_path):
@@ -292,7 +297,6 @@ def test_no_rollout_of_a_version_that_is_found_wrong_gets_into_the_journal(tmp_p
 
 def test_a_held_version_stays_until_it_is_let_go(tmp_path):
     async def play(stage):
-        await stage.publish(0)
         async with stage.policy.held() as version:
             announcing = asyncio.create_task(stage.announce(1))
             reply = await stage.policy.ready(ready_message(stage.config, 1))
@@ -309,7 +313,6 @@ def test_a_transfer_that_broke_is_begun_anew_with_other_peers_and_no_evaluation_
             async with stage.policy.held() as version:
                 return version, stage.engine.paused
 
-        await stage.publish(0)
         broken = await stage.announce(1)
         evaluating = asyncio.create_task(evaluate())
         again = await stage.announce(1, attempt=2)
@@ -332,7 +335,7 @@ def test_another_trainer_process_joins_anew_and_the_same_one_does_not(tmp_path):
             assert await stage.publish(version, incarnation=incarnation) == Live(version=version)
         return [epoch for epoch in stage.engine.epochs if not epoch.startswith("zero/")]
 
-    one, two = on_stage(tmp_path, play)
+    one, two = on_stage(tmp_path, play, is_live=False)
     assert (one.partition("/")[0], two.partition("/")[0]) == ("one", "two")
 
 
@@ -343,7 +346,6 @@ def test_after_a_transfer_that_failed_and_whose_trainer_died_the_next_one_is_ask
     """The engine died too. Its successor is given version 0, so that batches can be made while it is gone on from."""
 
     async def play(stage):
-        await stage.publish(0)
         go = await stage.announce(1, 2)
         stage.engine.failing_route = "finish_weight_update"
         sending = asyncio.create_task(stage.send(go, 2))
@@ -366,7 +368,7 @@ def test_what_an_orchestrator_that_is_no_more_had_begun_is_asked_for_again_and_i
         assert await stage.publish(5) == Live(version=5)
         assert not stage.engine.paused
 
-    on_stage(tmp_path, play)
+    on_stage(tmp_path, play, is_live=False)
 
 
 def test_the_trainer_of_another_run_is_refused_with_both_names(tmp_path):
@@ -386,7 +388,6 @@ def test_the_trainer_of_another_run_is_refused_with_both_names(tmp_path):
 
 def test_an_engine_may_stay_away_for_long_also_during_an_update_and_across_a_restart_of_the_orchestrator(tmp_path):
     async def play(stage):
-        assert await stage.publish(0) == Live(version=0)
         await stage.kill()
         await asyncio.sleep(2 * SHORT_S)
         assert await stage.publish(1, pause_s=2 * SHORT_S) == Live(version=1)
@@ -402,7 +403,8 @@ def test_an_engine_may_stay_away_for_long_also_during_an_update_and_across_a_res
             assert stage.states == [("live", 2), ("starting", None)]
 
     # without room for two versions, it is updated for as long as they come
-    on_stage(tmp_path, play, num_engines=2, start_timeout_s=SHORT_S, offers=True, has_room=False)
+    short = {"start_timeout_s": SHORT_S, "offers": True}
+    on_stage(tmp_path, play, num_engines=2, policy=short, has_room=False)
 
 
 def test_a_run_begins_with_all_of_its_engines_or_says_which_one_is_missing(tmp_path):
@@ -413,7 +415,7 @@ def test_a_run_begins_with_all_of_its_engines_or_says_which_one_is_missing(tmp_p
             await asyncio.wait([keeping])
             assert f"{urls[1]} to come up" in str(keeping.exception().exceptions[0])
 
-    on_stage(tmp_path, play, num_engines=2)
+    on_stage(tmp_path, play, num_engines=2, is_live=False)
 
 
 @pytest.mark.parametrize("is_probed", [True, False])
@@ -422,7 +424,6 @@ def test_an_engine_that_dies_before_the_confirmation_does_not_go_live_and_its_re
 ):
     async def play(stage):
         other, mortal = stage.engines
-        assert await stage.publish(0) == Live(version=0)
         may_answer = asyncio.Event()
         other.delay = mortal.delay = lambda asked: may_answer.wait()
         asking = [asyncio.create_task(stage.pool.generate(*ASKED)) for _ in range(2)]
@@ -445,4 +446,192 @@ def test_an_engine_that_dies_before_the_confirmation_does_not_go_live_and_its_re
         answers = await asyncio.gather(*(stage.pool.generate(*ASKED) for _ in range(4)))
         assert all(set(answer.versions) == {1} for answer in answers)
 
-    on_stage(tmp_path, play, num_engines=2, offers=True)
+    on_stage(tmp_path, play, num_engines=2, policy={"offers": True})
+
+
+# requests
+
+
+def test_a_turn_comes_back_as_the_engine_gave_it(tmp_path):
+    async def play(stage):
+        turn = await stage.pool.generate([5, 6], {"temperature": 0.5, "max_tokens": 3})
+        (asked,) = stage.engine.requests
+        assert (asked.ids, asked.sampling["temperature"], asked.sampling["max_tokens"]) == ([5, 6], 0.5, 3)
+        return turn
+
+    turn = on_stage(tmp_path, play, answer=lambda asked: [7, 8, END])
+    assert (turn.ids, turn.spoken, turn.versions, len(turn.logprobs)) == ([7, 8, END], [7, 8], [0, 0, 0], 3)
+    assert (turn.finish_reason, turn.cut) == ("stop", None)
+
+
+def test_a_prompt_leaves_the_rest_of_the_context_and_it_is_known_what_a_turn_ran_out_of(tmp_path):
+    async def play(stage):
+        with pytest.raises(OverlongPrompt, match="64 tokens, the model takes 64"):
+            await stage.pool.generate([5] * 64, {})
+        cuts = []
+        for length, sampling in [(63, 10), (62, None), (62, 9), (62, 2), (62, 1)]:
+            cuts.append((await stage.pool.generate([5] * length, {"max_tokens": sampling})).cut)
+        return [(asked.sampling["max_tokens"], cut) for asked, cut in zip(stage.engine.requests, cuts, strict=True)]
+
+    full = "context_full"
+    found = on_stage(tmp_path, play, answer=lambda asked: [7] * 4)
+    assert found == [(1, full), (2, full), (2, full), (2, full), (1, "max_tokens")]
+
+
+def test_a_request_that_the_engine_drops_or_aborts_is_sent_again(tmp_path):
+    """What it had sampled by then is no turn."""
+    endings = iter(["abort", "stop"])
+
+    def end(response: dict) -> dict:
+        response["choices"][0]["finish_reason"] = next(endings)
+        return response
+
+    async def play(stage):
+        return await stage.pool.generate([5], {"max_tokens": 9}), len(stage.engine.requests)
+
+    turn, num_requests = on_stage(tmp_path, play, drop_next=2, mangle=end, **SAYS_7)
+    assert (turn.ids, turn.finish_reason, num_requests) == ([7, END], "stop", 4)
+
+
+def test_a_request_that_is_dropped_again_and_again_ends_with_the_engines_name(tmp_path):
+    async def play(stage):
+        stage.pool.timeout_s = 0.2
+        with pytest.raises(DeadlineExceeded, match=f"{stage.engine.url} to answer a request that it dropped again and"):
+            await stage.pool.generate([5], {})
+
+    on_stage(tmp_path, play, drop_next=1_000_000)
+
+
+def test_a_request_that_was_long_under_way_before_it_was_dropped_for_the_first_time_is_sent_again(tmp_path):
+    async def slow_and_in_vain(asked):
+        if asked.number == 0:
+            await asyncio.sleep(0.3)
+            raise web.HTTPBadGateway
+
+    async def play(stage):
+        stage.pool.timeout_s = 0.2
+        return (await stage.pool.generate([5], {})).ids, len(stage.engine.requests)
+
+    assert on_stage(tmp_path, play, delay=slow_and_in_vain, **SAYS_7) == ([7, END], 2)
+
+
+def test_a_request_that_the_engine_refuses_is_not_tried_again(tmp_path):
+    async def play(stage):
+        with pytest.raises(ValueError, match=r"refused a request \(400\).*refused with 400"):
+            await stage.pool.generate([5], {})
+        return len(stage.engine.requests)
+
+    assert on_stage(tmp_path, play, refuse=lambda asked: 400) == 1
+
+
+def test_versions_are_told_for_each_token_of_a_turn_that_an_update_interrupts(tmp_path):
+    async def play(stage):
+        turn = asyncio.create_task(stage.pool.generate([5], {}))
+        await until(lambda: stage.engine.requests)
+        await asyncio.sleep(0.05)
+        await stage.publish(1)
+        return (await turn).versions
+
+    versions = on_stage(tmp_path, play, answer=lambda asked: list(range(10, 25)), token_s=0.02)
+    assert (len(versions), versions) == (15, sorted(versions))
+    assert set(versions) == {0, 1}
+
+
+def test_nothing_is_asked_of_an_engine_that_has_confirmed_nothing_and_the_time_is_not_its_fault(tmp_path):
+    async def play(stage):
+        stage.pool.timeout_s = 0.1
+        turn = asyncio.create_task(stage.pool.generate([5], {}))
+        await asyncio.sleep(0.2)
+        unconfirmed = f"{stage.engine.url} is quarantined"
+        assert (turn.done(), stage.engine.requests, stage.pool.describe()) == (False, [], unconfirmed)
+        await stage.publish(0)
+        return (await turn).ids
+
+    assert on_stage(tmp_path, play, is_live=False, **SAYS_7) == [7, END]
+
+
+def test_no_more_requests_are_under_way_than_allowed_and_they_spread_over_the_engines(tmp_path):
+    async def play(stage):
+        await asyncio.gather(*(stage.pool.generate([5], {}) for _ in range(20)))
+        return [(len(engine.requests), engine.most_at_once) for engine in stage.engines]
+
+    few = {"max_concurrent": 4}
+    assert on_stage(tmp_path, play, num_engines=2, policy=few, token_s=0.01, **SAYS_7) == [(10, 2), (10, 2)]
+
+
+def test_an_engine_whose_core_is_dead_is_asked_nothing_though_its_server_stands(tmp_path):
+    async def play(stage):
+        stage.engine.dead = True
+        await until(lambda: stage.states == [("starting", None)])
+        turn = asyncio.create_task(stage.pool.generate([5], {}))
+        await asyncio.sleep(0.05)
+        assert stage.engine.requests == []
+        stage.engine.dead = False
+        return (await turn).ids
+
+    assert on_stage(tmp_path, play, **SAYS_7) == [7, END]
+
+
+def test_an_engine_that_is_unwell_for_a_moment_is_not_given_up(tmp_path):
+    async def play(stage):
+        for _ in range(10):
+            stage.engine.dead = not stage.engine.dead
+            await asyncio.sleep(0.015)
+        stage.engine.dead = False
+        await asyncio.sleep(0.05)
+        return stage.pool.engines[0].life, stage.states
+
+    assert on_stage(tmp_path, play) == (1, [("live", 0)])
+
+
+def test_an_answer_by_weights_that_nobody_confirmed_is_thrown_away_and_asked_for_again(tmp_path):
+    async def play(stage):
+        stage.pool.health_interval_s = 60.0
+        await asyncio.sleep(0.05)
+        stage.engine.version = -1  # a successor that holds the base model
+        turn = asyncio.create_task(stage.pool.generate([5], {}))
+        await until(lambda: stage.pool.engines[0].life == 2)  # suspected at once, whatever the interval
+        assert (len(stage.engine.requests), stage.pool.interruptions) == (1, 1)
+        await until(lambda: stage.policy.needs_weights(0))
+        await stage.publish(0)
+        return (await turn).versions
+
+    assert on_stage(tmp_path, play, **SAYS_7) == [0, 0]
+
+
+def test_an_engine_that_is_replaced_between_two_looks_is_noticed_by_the_version_that_it_does_not_know(tmp_path):
+    async def play(stage):
+        stage.engine.version = -1
+        await until(lambda: stage.pool.engines[0].life == 2)
+
+    on_stage(tmp_path, play)
+
+
+def test_an_answer_of_an_earlier_life_is_not_taken_for_one_of_the_weights_confirmed_since(tmp_path):
+    async def play(stage):
+        hold = asyncio.Event()
+        stage.engine.delay = lambda asked: hold.wait()
+        turn = asyncio.create_task(stage.pool.generate([5], {}))
+        await until(lambda: stage.engine.requests)
+        (engine,) = stage.pool.engines
+        stage.pool.quarantine(engine)
+        hold.set()
+        await until(lambda: not engine.in_flight)
+        engine.life += 1
+        stage.pool.go_live(engine, 0)
+        await turn
+        return len(stage.engine.requests)
+
+    assert on_stage(tmp_path, play, **SAYS_7) == 2
+
+
+def test_no_request_goes_out_on_a_connection_that_the_engine_is_about_to_close(tmp_path):
+    """An engine closes what was idle for so long; the request that comes just then is lost, and costs a second."""
+    settings = Path(find_spec("vllm").submodule_search_locations[0]) / "envs.py"
+    closes_after_s = re.search(r"VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int = (\d+)", settings.read_text())[1]
+    assert int(closes_after_s) > KEEP_IDLE_S
+
+    async def play(stage):
+        return stage.pool.session.connector._keepalive_timeout
+
+    assert on_stage(tmp_path, play) == KEEP_IDLE_S
