@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.waiting import Waits
@@ -22,44 +23,32 @@ from trireme.orchestrator.teacher import open_teacher
 TOKENIZER = open_chat_tokenizer("models/reverse-text-tiny")
 
 
-class FakeTeacher:
-    """vLLM's three routes; the logprob of token t is -t / 100."""
+def fake_teacher(asked: list[dict[str, Any]], *, failures: int, shift: int) -> web.Application:
+    """vLLM's three routes; the logprob of token t is -t / 100, and the first so many questions about tokens fail.
 
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.failures = 0  # of the next questions
-        self.shift = 0  # of token ids: another tokenizer
+    Args:
+        shift: of token ids, as of another tokenizer.
+    """
 
-    async def __aenter__(self) -> FakeTeacher:
-        app = web.Application()
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_post("/tokenize", self.tokenize)
-        app.router.add_post("/v1/completions", self.completions)
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
-
-    async def models(self, _: web.Request) -> web.Response:
+    async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "big"}]})
 
-    async def tokenize(self, request: web.Request) -> web.Response:
+    async def tokenize(request: web.Request) -> web.Response:
         ids = TOKENIZER.encode((await request.json())["prompt"])
-        return web.json_response({"tokens": [token + self.shift for token in ids]})
+        return web.json_response({"tokens": [token + shift for token in ids]})
 
-    async def completions(self, request: web.Request) -> web.Response:
+    async def completions(request: web.Request) -> web.Response:
         body = await request.json()
-        self.asked.append(body)
-        if self.failures:
-            self.failures -= 1
+        asked.append(body)
+        if len(asked) <= failures:
             return web.json_response({"error": "busy"}, status=503)
         entries = [None, *({str(token): {"logprob": -token / 100}} for token in body["prompt"][1:])]
         return web.json_response({"choices": [{"text": "", "prompt_logprobs": entries}]})
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.post("/tokenize", tokenize)])
+    app.add_routes([web.post("/v1/completions", completions)])
+    return app
 
 
 @pytest.fixture(autouse=True)
@@ -78,16 +67,16 @@ def rollout() -> Rollout:
 def score(tmp_path: Path, one: Rollout, *, failures: int = 0, shift: int = 0) -> list[dict[str, Any]]:
     """Have a teacher judge a rollout; returns what it was asked."""
 
-    async def go() -> list[dict[str, Any]]:
-        async with FakeTeacher() as fake:
-            fake.shift = shift
-            config = TeacherConfig(base_url=fake.url)
-            async with open_teacher(config, TOKENIZER, Waits("orchestrator", tmp_path)) as teacher:
-                fake.failures = failures
-                await teacher.score([one])
-            return fake.asked
+    asked: list[dict[str, Any]] = []
 
-    return asyncio.run(go())
+    async def go() -> None:
+        async with TestServer(fake_teacher(asked, failures=failures, shift=shift)) as server:
+            config = TeacherConfig(base_url=str(server.make_url("/v1")))
+            async with open_teacher(config, TOKENIZER, Waits("orchestrator", tmp_path)) as teacher:
+                await teacher.score([one])
+
+    asyncio.run(go())
+    return asked
 
 
 def test_each_sampled_token_gets_the_teachers_logprob_and_no_other_token_any(tmp_path: Path) -> None:
