@@ -22,6 +22,7 @@ from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 
 PACKAGES, SHIPPED = Path(__file__).parent / "environments", Path(__file__).parents[1] / "environments"
 SHIPPED_OF_V0 = ("alphabet_sort", "gsm8k", "math_python", "reverse_text", "wiki_search", "wordle")
+GROUP_NUMBERS = itertools.count()
 Use = Callable[[Environment], Awaitable[Any]]
 ECHO = """
     def dataset(size=20):
@@ -156,9 +157,9 @@ async def run_one(environment: Environment, ask: Callable[[Ask], Awaitable[Reply
     return await environment.run(RunTask(**{"task": "r", "index": index} | task), ask)
 
 
-async def run_group(environment: Environment, contents: list[str], *, index: int = 0, name: str = "g") -> list[Any]:
-    """One rollout for each of the answers, as a group."""
-    size = len(contents)
+async def run_group(environment: Environment, contents: list[str], *, index: int = 0, name: str = "") -> list[Any]:
+    """One rollout for each of the answers, as a group. Without a name it gets one that no other has."""
+    size, name = len(contents), name or f"group{next(GROUP_NUMBERS)}"
     tasks = [RunTask(task=f"{name}-{i}", index=index, group=name, group_size=size) for i in range(size)]
     rollouts = [environment.run(task, says(content)) for task, content in zip(tasks, contents, strict=True)]
     return await asyncio.gather(*rollouts, return_exceptions=True)

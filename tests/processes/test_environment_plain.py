@@ -13,6 +13,9 @@ from trireme.orchestrator.environments.wire import Ask, Reply
 from trireme.orchestrator.environments.worker_process import RolloutFailed
 
 
+pytestmark = pytest.mark.xdist_group("plain environments")  # one process, so that tests share workers
+
+
 @pytest.fixture(scope="module")
 def on(tmp_path_factory):
     with shared_toys(tmp_path_factory.mktemp("toys")) as on:
