@@ -15,21 +15,16 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tiny_tokenizer import write_tokenizer
-from trireme.base.errors import ConfigError
-from trireme.ledger.journal import Journal
 from trireme.ledger.records import Rollout
 from trireme.messages import build_tokens
 from trireme.monitor.eval_view.batches import mean_advantage
 from trireme.monitor.eval_view.conversation import Block, blocks, last_said, messages_of, searchable
 from trireme.monitor.eval_view.filters import parse
 from trireme.monitor.eval_view.found import Source, find, neighbours
-from trireme.monitor.eval_view.listing import ROLLOUTS, fitting
-from trireme.monitor.eval_view.pictures import clean, decimal, histogram, one_line
 from trireme.monitor.eval_view.reading import page
 from trireme.monitor.eval_view.results import CHUNK, ResultsFile
-from trireme.monitor.eval_view.rewards import Rewards
 from trireme.monitor.eval_view.rows import PREVIEW, Row, as_json, by_example, in_order, record_of
-from trireme.monitor.eval_view.tokens import PART, WINDOW, describe, find_decoder, pieces, style_of, window_of
+from trireme.monitor.eval_view.tokens import PART, describe, find_decoder, pieces
 from trireme.orchestrator.eval_results import Answer, write_answers
 from viewing import answer, write_evaluations, write_results
 from written_run import write_whole_run
@@ -119,21 +114,6 @@ def test_runs_evaluations_and_files_are_found_by_name_and_nothing_is_looked_for_
     assert neighbours(gone, homes) == [gone]
 
 
-def test_mean_rewards_come_from_metrics_for_training_and_from_files_for_evaluations(tmp_path):
-    journal = Journal(write_whole_run(tmp_path / "run", batches=2).paths.journal)
-    write_evaluations(tmp_path / "run", versions=(0,))
-    homes, rewards = find([tmp_path]), Rewards()
-    assert any(list(rewards.look(homes)))
-    training, say = (homes[0].shelves[name].sources for name in ("training", "say"))
-    means = [np.mean([rollout.reward for rollout in journal.read(n).rollouts]) for n in range(2)]
-    assert [rewards.known[source.path] for source in training] == pytest.approx(means)
-    assert rewards.known[say[0].path] == pytest.approx((0.0 + 0.0 + 0.2 + 0.3) / 4)
-    assert not any(list(rewards.look(homes)))
-    write_evaluations(tmp_path / "run", versions=(0,), examples=2)
-    assert any(list(rewards.look(homes)))
-    assert rewards.trend(say) == [0.0]
-
-
 def test_a_conversation_is_taken_apart_in_the_order_in_which_it_was_said():
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "Look."}, {"type": "image_url", "image_url": {}}]},
@@ -215,54 +195,6 @@ def test_a_filter_means_what_it_says(line, expected):
     assert [row.number for row in ROWS if chosen.passes(row) and chosen.says(said)] == expected
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("rewrad<1", "Did you mean reward<1"),
-        ("reward<high", "'high' is no number"),
-        ("reward~1", "reward is a number"),
-        ("env<b", "env is a name"),
-        ("is:odd", "is:truncated, is:failed, is:flawed"),
-    ],
-)
-def test_a_filter_that_cannot_be_meant_is_refused_with_what_can(line, said):
-    with pytest.raises(ConfigError, match=said):
-        parse(line)
-
-
-@given(st.text())
-def test_no_text_breaks_a_filter_or_is_a_command_or_loses_lines_when_it_is_cleaned(text):
-    try:
-        chosen = parse(text)
-        assert chosen.passes(ROWS[0]) in (True, False)
-        assert chosen.says(text) in (True, False)
-    except ConfigError:
-        pass
-    shown = clean(text)
-    assert not any(ord(letter) < 32 and letter != "\n" for letter in shown)
-    assert shown.count("\n") == text.count("\n")
-    assert "\n" not in one_line(text, 20)
-    assert len(one_line(text, 20)) <= 40
-
-
-def test_what_has_no_value_is_last_either_way_round_and_numbers_are_not_words():
-    values = [("10", None), ("9", 0.2), ("b", 0.1)]
-    rows = [Row(number=n, example=e, rollout=0, reward=r) for n, (e, r) in enumerate(values)]
-    assert [row.example for row in in_order(rows, "example", backwards=False)] == ["9", "10", "b"]
-    assert [row.reward for row in in_order(rows, "reward", backwards=False)] == [0.1, 0.2, None]
-    assert [row.reward for row in in_order(rows, "reward", backwards=True)] == [0.2, 0.1, None]
-
-
-def test_columns_give_way_before_the_last_words_do_and_numbers_and_histograms_are_short():
-    names = {width: [column.name for column in fitting(ROLLOUTS, width)] for width in (50, 20)}
-    assert fitting(ROLLOUTS, 120) == ROLLOUTS
-    assert names == {50: ["example", "rollout", "reward", "stop", "said"], 20: ["example", "reward", "said"]}
-    numbers = [decimal(value) for value in (None, float("nan"), 0.5, -1, 123456.0)]
-    assert numbers == ["-", "-", "0.500", "-1.000", "1.23e+05"]
-    drawn = [histogram(values, width=3) for values in ([0, 0, 0, 0.5, 1], [2.0] * 4, [])]
-    assert drawn == ["█▃▃", "█  ", ""]
-
-
 def sample_of(ids, **columns):
     zeros = {name: [0] * len(ids) for name in ("loss_mask", "logprobs", "advantages", "versions")}
     return build_tokens(ids=ids, **zeros | columns)
@@ -299,24 +231,3 @@ def test_a_token_says_all_that_the_journal_knows_of_it():
     rollout = Rollout(group=0, place=0, attempt=0, env="a", example=0, reward=0, samples=[three], temperature=1.0)
     assert mean_advantage(rollout) == 1.5
     assert mean_advantage(msgspec.structs.replace(rollout, samples=[])) is None
-
-
-def test_colours_follow_sign_and_size_and_leave_what_was_given_alone():
-    columns = {"logprobs": [0, 0, -5, -9, -2.5], "advantages": [0, 1, -1, 0, 0.5], "versions": [-1, 3, 4, 3, 3]}
-    sample = sample_of([1] * 5, loss_mask=[0, 1, 1, 1, 1], **columns)
-    logprob, advantage, version = (
-        [style_of(sample, place, colour, scale=1.0).bgcolor for place in range(5)]
-        for colour in ("logprob", "advantage", "version")
-    )
-    assert logprob[0] is logprob[1] is None
-    assert logprob[2] == logprob[3] != logprob[4]
-    assert len({str(colour) for colour in advantage}) == 4  # none twice: what was given, and an advantage of 0
-    assert version[1] == version[3] != version[2]
-    assert style_of(sample, 0, "version", scale=1.0).dim
-
-
-def test_windows_follow_each_other_without_gap_or_overlap():
-    end = 2 * WINDOW + 5
-    windows = [window_of(place, end) for place in (WINDOW - 1, WINDOW, end - 1)]
-    assert windows == [range(WINDOW), range(WINDOW, 2 * WINDOW), range(2 * WINDOW, end)]
-    assert window_of(0, 10) == range(10)
