@@ -135,11 +135,16 @@ class FakeEngine:
     def paused(self) -> bool:
         return not self.running.is_set()
 
+    @property
+    def version_name(self) -> str:
+        """As vLLM: `default` is no version."""
+        return str(self.version) if self.version >= 0 else "default"
+
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=503 if self.dead else 200)
 
     async def weight_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": str(self.version) if self.version >= 0 else "default"})
+        return web.json_response({"weight_version": self.version_name})
 
     async def world_size(self, request: web.Request) -> web.Response:
         return web.json_response({"world_size": 1})
@@ -149,14 +154,9 @@ class FakeEngine:
         sampling = body["sampling_params"]
         if "prompt_logprobs" in sampling:
             return await self._probe(body["token_ids"])
-        asked = Asked(
-            number=len(self.requests),
-            ids=body["token_ids"],
-            sampling=sampling,
-            version=self.version,
-            rng=random.Random(str((sampling.get("seed", len(self.requests)), body["token_ids"], self.version))),
-            end=self.end,
-        )
+        number, ids = len(self.requests), body["token_ids"]
+        rng = random.Random(str((sampling.get("seed", number), ids, self.version)))
+        asked = Asked(number, ids, sampling, self.version, rng, self.end)
         self.requests.append(asked)
         if self.drop_next > 0:
             self.drop_next -= 1
@@ -181,9 +181,8 @@ class FakeEngine:
             if self.token_s:
                 await asyncio.sleep(self.token_s)
             await self.running.wait()
-            version = str(self.version) if self.version >= 0 else "default"
-            if not spans or spans[-1]["version"] != version:
-                spans.append({"version": version, "start": place, "end": place})
+            if not spans or spans[-1]["version"] != self.version_name:
+                spans.append({"version": self.version_name, "start": place, "end": place})
             spans[-1]["end"] = place + 1
             logprobs.append({"logprob": logprob_of(token, place, self.version), "token": str(token)})
         choice = {
@@ -200,21 +199,20 @@ class FakeEngine:
     async def _probe(self, ids: list[int]) -> web.Response:
         await self.running.wait()
         await asyncio.sleep(self.probe_s)
-        entries: list[dict | None] = [None]
-        for place, token in enumerate(ids[1:]):
-            logprob = logprob_of(token, place, self.version) + self.probe_error
-            entries.append({str(token): {"logprob": logprob, "rank": 1}})
+        logprobs = [logprob_of(token, place, self.version) + self.probe_error for place, token in enumerate(ids[1:])]
+        known = [{str(token): {"logprob": found, "rank": 1}} for token, found in zip(ids[1:], logprobs, strict=True)]
         choice = {"token_ids": [7], "finish_reason": "length", "logprobs": {"content": [{"logprob": -1.0}]}}
         choice["weight_versions"] = [{"version": str(self.version), "start": 0, "end": 1}]
-        return web.json_response({"choices": [choice], "prompt_logprobs": entries})
+        return web.json_response({"choices": [choice], "prompt_logprobs": [None, *known]})
 
     async def control(self, request: web.Request) -> web.Response:
         route = request.path.strip("/")
+        if (handler := getattr(self, f"_{route}", None)) is None:
+            return web.Response(status=404)
         self.calls.append(route)
         body = await request.json() if request.can_read_body else {}
         if route == self.failing_route:
             return web.json_response({"error": f"{route} broke"}, status=500)
-        handler = getattr(self, f"_{route}")
         return web.json_response(await handler(body) or {})
 
     async def _pause(self, body: dict) -> None:
@@ -267,30 +265,37 @@ def door_keeper(secret: str | None, shown: set[str]) -> Any:
     return keep
 
 
-@asynccontextmanager
-async def open_fake_engine(
-    wire: WeightWire | None = None, *, kind: type[FakeEngine] | None = None, **knobs: Any
-) -> AsyncIterator[FakeEngine]:
-    """Serves in the running event loop."""
-    engine = (kind or FakeEngine)(wire or WeightWire(), **knobs)
-    app = web.Application(middlewares=[door_keeper(engine.token, engine.shown)])
-    app.router.add_get("/health", engine.health)
-    app.router.add_get("/get_world_size", engine.world_size)
-    app.router.add_get("/weight_info", engine.weight_info)
-    app.router.add_get("/is_paused", engine.is_paused)
+def build_app(engine: FakeEngine, *middlewares: Any) -> web.Application:
+    """With the routes of vLLM that a run uses."""
+    app = web.Application(client_max_size=1 << 26, middlewares=middlewares)
+    gets = {"health": engine.health, "get_world_size": engine.world_size, "weight_info": engine.weight_info}
+    for path, handler in (gets | {"is_paused": engine.is_paused}).items():
+        app.router.add_get(f"/{path}", handler)
     app.router.add_post("/inference/v1/generate", engine.generate)
-    for route in ("pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights"):
-        app.router.add_post(f"/{route}", engine.control)
-    for route in ("finish_weight_update", "collective_rpc"):
-        app.router.add_post(f"/{route}", engine.control)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)  # vLLM aborts what nobody waits for
+    app.router.add_post("/{route}", engine.control)
+    return app
+
+
+@asynccontextmanager
+async def serving(app: web.Application, port: int, host: str = "127.0.0.1") -> AsyncIterator[None]:
+    """Serve in the running event loop. As vLLM, requests that nobody waits for are aborted."""
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", engine.port).start()
+    await web.TCPSite(runner, host, port).start()
     try:
-        yield engine
+        yield
     finally:
-        engine.running.set()
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def open_fake_engine(wire: WeightWire | None = None, **knobs: Any) -> AsyncIterator[FakeEngine]:
+    engine = FakeEngine(wire or WeightWire(), **knobs)
+    async with serving(build_app(engine, door_keeper(engine.token, engine.shown)), engine.port):
+        try:
+            yield engine
+        finally:
+            engine.running.set()
 
 
 # the trainer
@@ -312,7 +317,6 @@ class FakeTrainer:
         self.newest = -1
         self.attempt = 0
         self.unconfirmed: PolicySent | None = None
-        self.breaks: set[int] = set()  # versions whose first transfer breaks
         self.before_step: Callable[[int], None] = lambda version: None
         self.patience_s = PATIENCE_S
         self.stop = threading.Event()
@@ -336,7 +340,7 @@ class FakeTrainer:
             self.confirm()
             if self.version == self._config.max_steps:
                 while isinstance(self.ask(Done(run_id=self._config.run_id, version=self.version), what="bye"), Publish):
-                    self.publish(everywhere=False)
+                    self.publish()
 
     def connect(self) -> None:
         """In the thread that asks."""
@@ -350,7 +354,7 @@ class FakeTrainer:
                 self.confirm()
             else:
                 self.asked_to_publish.append(self.version)
-                self.publish(everywhere=False)
+                self.publish()
         assert isinstance(reply, BatchReply), reply
         return reply
 
@@ -360,13 +364,26 @@ class FakeTrainer:
             if self.unconfirmed is not None:
                 self.control.tell(self.unconfirmed)
 
-    def publish(self, *, everywhere: bool = True) -> None:
-        self.send(everywhere=everywhere)
-        self.confirm(everywhere=everywhere)
+    def publish(self) -> None:
+        """To engines that lack the version."""
+        self.send(everywhere=False)
+        self.confirm(everywhere=False)
 
     def send(self, *, everywhere: bool = True) -> None:
-        while not self._attempt(everywhere):
-            pass
+        """Until the engines are ready for it; they confirm it later."""
+        while True:
+            self.attempt += 1
+            told = {"incarnation": self.incarnation, "everywhere": everywhere}
+            go = self.ask(ready_message(self._config, self.version, self.attempt, **told), what="the engines")
+            if isinstance(go, Live):
+                self.published.append(self.version)
+                return
+            if isinstance(go, Go):
+                break
+        sent = sent_message(self._config, self.version, self.attempt)
+        if not sent.payload:
+            self._wire.send(go.epoch, sent.digests)
+        self.unconfirmed = sent
 
     def confirm(self, *, everywhere: bool = True) -> None:
         while (sent := self.unconfirmed) is not None:
@@ -378,26 +395,8 @@ class FakeTrainer:
             else:
                 self.send(everywhere=everywhere)
 
-    def _attempt(self, everywhere: bool) -> bool:
-        self.attempt += 1
-        ready = ready_message(
-            self._config, self.version, self.attempt, incarnation=self.incarnation, everywhere=everywhere
-        )
-        go = self.ask(ready, what="the engines")
-        if isinstance(go, Live):
-            self.published.append(self.version)
-        if not isinstance(go, Go) or self.version in self.breaks:
-            self.breaks.discard(self.version)
-            return isinstance(go, Live)
-        sent = sent_message(self._config, self.version, self.attempt)
-        if not sent.payload:
-            self._wire.send(go.epoch, sent.digests)
-        self.unconfirmed = sent
-        return True
-
     def beat(self, state: str, waits: list[str]) -> None:
-        beat = Heartbeat(run_id=self._config.run_id, process="trainer", state=state, version=self.version, waits=waits)
-        self.ask(beat, what="its heartbeat")
+        self.ask(Heartbeat(self._config.run_id, "trainer", state, self.version, waits), what="its heartbeat")
 
     def ask(self, request: Any, *, what: str) -> Any:
         if self.stop.is_set():  # whoever listens there by now is the next run's
@@ -408,27 +407,15 @@ class FakeTrainer:
 def ready_message(
     config: RunConfig, version: int, attempt: int = 1, *, incarnation: str = "one", everywhere: bool = True
 ) -> PolicyReady:
-    return PolicyReady(
-        run_id=config.run_id,
-        version=version,
-        incarnation=incarnation,
-        attempt=attempt,
-        everywhere=everywhere,
-        specs=[TensorSpec(name=name, dtype="float32", shape=[4]) for name in TENSORS],
-        kind=config.weight_broadcast.type,
-        host="127.0.0.1",
-        port=0,
-    )
+    specs = [TensorSpec(name=name, dtype="float32", shape=[4]) for name in TENSORS]
+    address = {"kind": config.weight_broadcast.type, "host": "127.0.0.1", "port": 0}
+    about = {"run_id": config.run_id, "version": version, "attempt": attempt}
+    return PolicyReady(**about, **address, incarnation=incarnation, everywhere=everywhere, specs=specs)
 
 
 def sent_message(config: RunConfig, version: int, attempt: int = 1) -> PolicySent:
-    logprobs = [logprob_of(token, place, version) for place, token in enumerate(PROBE_IDS[1:])]
     digests = digests_of(version)
-    return PolicySent(
-        run_id=config.run_id,
-        version=version,
-        attempt=attempt,
-        digests=digests,
-        probe=Probe(ids=PROBE_IDS, logprobs=logprobs),
-        payload={"digests": digests} if config.weight_broadcast.type == "filesystem" else {},
-    )
+    probe = Probe(PROBE_IDS, [logprob_of(token, place, version) for place, token in enumerate(PROBE_IDS[1:])])
+    payload = {"digests": digests} if config.weight_broadcast.type == "filesystem" else {}
+    about = {"run_id": config.run_id, "version": version, "attempt": attempt}
+    return PolicySent(**about, digests=digests, probe=probe, payload=payload)
