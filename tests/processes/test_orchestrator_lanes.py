@@ -19,12 +19,12 @@ from fake_engine import Asked
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
-from trireme.monitor.lanes import OTHER, joined, lanes_of, reasons, shares
+from trireme.monitor.lanes import OTHER, joined, lanes_of, shares
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import Span, SpansFile, read_spans, reason_of
 from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
 from trireme.orchestrator.lanes import Lanes, engine_lane
-from whole_run import SAY, Running, block_until, build_config, run
+from whole_run import Running, block_until, build_config, run
 
 STEPS = 4
 TOUCH_S = 2e-6
@@ -102,15 +102,6 @@ def test_every_version_is_a_transfer_every_batch_is_written_once_in_order_and_wa
     assert "max_async_level 1: the trainer is at batch 1" in waits
     known = {"", "no weights yet", "max_async_level 1", "the orchestrator", "environments are working", "evaluation"}
     assert {reason_of(why) for why in waits} <= known | {"every batch is full"}
-
-
-def test_environments_that_hold_the_engine_are_named(tmp_path: Path) -> None:
-    slow = SAY.replace("return (", "__import__('time').sleep(0.1)\n        return (")
-    config = build_config(tmp_path, slow, max_steps=1)
-    assert run(config).error is None
-    spans = by_lane(config)["engine"]
-    held = dict(reasons(spans, spans[0].lane, spans[0].begin_s, spans[-1].end_s))
-    assert held["environments are working"] > 0.09
 
 
 def test_a_run_that_is_resumed_goes_on_in_the_same_lanes(tmp_path: Path) -> None:

@@ -91,11 +91,6 @@ def test_how_a_rollout_ended_is_known_and_it_is_trained_on(tmp_path, code, seq_l
     assert all(sample.length <= seq_len for rollout in record.rollouts for sample in rollout.samples)
 
 
-def test_a_prompt_that_is_too_long_from_the_start_says_so(tmp_path):
-    long = "def dataset():\n    return [{'prompt': 'x' * 300}]\n\ndef reward(completion):\n    return 1.0\n"
-    assert "the model takes 256" in str(run(build_config(tmp_path, long, max_steps=1)).error)
-
-
 def test_a_template_that_drops_thinking_ends_a_run_of_several_turns_with_advice_that_works(tmp_path):
     def attempt(name: str, code: str, **orchestrator: Any) -> Outcome:
         how = {"sampling": {"max_tokens": 40}} | orchestrator
