@@ -7,6 +7,7 @@ import json
 import math
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -22,8 +23,7 @@ from trireme.algo.cost import LINEAR, cost_of
 from trireme.algo.filters import FilterRules
 from trireme.algo.length_penalty import LengthPenalty
 from trireme.base.errors import ConfigError
-from trireme.config.run import Model, RunConfig
-from trireme.config.trainer import TrainerConfig, TrainerModel
+from trireme.config.run import RunConfig
 from trireme.ledger import targets
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord, Rollout, State
@@ -235,7 +235,7 @@ def journal(tmp_path: Path) -> Journal:
 
 
 def test_all_ranks_get_their_share_of_one_reading(journal: Journal, model: str) -> None:
-    config = RunConfig(seq_len=48, model=Model(name=model))
+    config = RunConfig.model_validate({"seq_len": 48, "model": {"name": model}})
     shares = Shares(journal, config)
     with patch.object(journal, "read", wraps=journal.read) as reading:
         for step, rank in product(range(2), range(3)):
@@ -249,16 +249,16 @@ def test_all_ranks_get_their_share_of_one_reading(journal: Journal, model: str) 
 
 
 def test_a_row_costs_by_the_sizes_of_the_trained_model_and_has_its_capacity(tmp_path: Path, model: str) -> None:
-    trainer = TrainerConfig(model=TrainerModel(attn="flash_attention_2"))
-    config = RunConfig(model=Model(name=model), trainer=trainer)
-    assert row_cost(config) == cost_of(SHAPE, attention="flash_attention_2") != LINEAR
-    other = TrainerConfig(model=TrainerModel(name=model))
-    assert row_cost(RunConfig(model=Model(name="other"), trainer=other)) == cost_of(SHAPE, attention="sdpa")
+    def config(name: str = "other", **trainer: Any) -> RunConfig:
+        return RunConfig.model_validate({"seq_len": 64, "model": {"name": name}, "trainer": trainer})
+
+    flash = cost_of(SHAPE, attention="flash_attention_2")
+    assert row_cost(config(model, model={"attn": "flash_attention_2"})) == flash != LINEAR
+    assert row_cost(config(model={"name": model})) == cost_of(SHAPE, attention="sdpa")
     for name in (None, str(tmp_path / "nothing"), "nobody/has-downloaded-it"):
         assert cost_of_model(name, attention="sdpa") == LINEAR
-    # the capacity of a row is shared by the ranks that share the row
-    assert row_capacity(RunConfig(seq_len=64, trainer=TrainerConfig(model=TrainerModel(cp=4)))) == 64
-    assert row_capacity(RunConfig(seq_len=64, trainer=TrainerConfig(micro_batch_tokens=128))) == 128
+    assert row_capacity(config(model={"cp": 4})) == 64  # shared by the ranks that share the row
+    assert row_capacity(config(micro_batch_tokens=128)) == 128
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -73,8 +73,7 @@ def test_the_request_is_what_http_says_and_carries_the_token():
 
 def test_one_after_the_other_need_one_connection_and_many_at_once_one_each():
     async def use(posts: Posts, server: Server) -> tuple[int, int]:
-        for _ in range(5):
-            await posts.post(server.url, "ask", b"{}")
+        await twice(posts, server)
         alone = server.num_connections
         await asyncio.gather(*(posts.post(server.url, "ask", b"{}") for _ in range(20)))
         return alone, server.num_connections
@@ -82,30 +81,25 @@ def test_one_after_the_other_need_one_connection_and_many_at_once_one_each():
     assert ask([], use) == (1, 20)
 
 
+CHUNKED = b"HTTP/1.1 503 No\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
 STRAY = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nstray"
+LAST = OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
 
 
 @pytest.mark.parametrize(
-    ("first", "expected"),
+    ("first", "expected", "num_connections"),
     [
-        (
-            b"HTTP/1.1 503 No\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n",
-            (503, b"abcde", b"hi"),
-        ),
-        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, (200, b"hi", b"hi")),
-        (OK + STRAY, (200, b"hi", b"hi")),  # more than an answer is no part of the next
+        (CHUNKED, (503, b"abcde", b"hi"), 1),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, (200, b"hi", b"hi"), 1),
+        (OK + STRAY, (200, b"hi", b"hi"), 2),  # more than an answer is no part of the next
+        (LAST, (200, b"hi", b"hi"), 2),  # the server will not keep the connection
     ],
 )
-def test_an_answer_is_read_to_its_end_and_no_further(first, expected):
-    assert ask([first], twice) == expected
+def test_an_answer_is_read_to_its_end_and_no_further(first, expected, num_connections):
+    async def use(posts: Posts, server: Server) -> tuple:
+        return await twice(posts, server), server.num_connections
 
-
-def test_a_connection_that_the_server_will_not_keep_is_not_used_again():
-    async def use(posts: Posts, server: Server) -> int:
-        assert await twice(posts, server) == (200, b"hi", b"hi")
-        return server.num_connections
-
-    assert ask([OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")], use) == 2
+    assert ask([first], use) == (expected, num_connections)
 
 
 @pytest.mark.parametrize(

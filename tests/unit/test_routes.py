@@ -17,8 +17,7 @@ from tiny_tokenizer import CHATML, END, write_tokenizer
 from trireme.algo.packing import Sample, micro_batches_of_rank
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
-from trireme.config.run import Model, RunConfig
-from trireme.config.trainer import Experts, TrainerConfig, TrainerModel
+from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord, Rollout, State
 from trireme.messages import COLUMNS, Routed, Tokens, build_tokens, concat_tokens, decode_as, encode
@@ -99,7 +98,7 @@ def test_what_cannot_be_the_experts_of_these_tokens_is_not_believed(given: str |
 )
 def test_the_experts_to_replay_are_read_from_the_models_configuration(config, expected) -> None:
     plain, replaying = (
-        RunConfig(model=Model(name="dense"), trainer=TrainerConfig(model=TrainerModel(moe=Experts(router_replay=it))))
+        RunConfig.model_validate({"model": {"name": "dense"}, "trainer": {"model": {"moe": {"router_replay": it}}}})
         for it in (False, True)
     )
     assert expert_shape(config) == expected

@@ -61,12 +61,15 @@ def test_a_digest_of_files_changes_with_any_file_and_not_with_byte_code(tmp_path
     assert len(set(seen)) == len(seen)
 
 
-def test_gpus_are_named_as_their_driver_names_them(tmp_path: Path) -> None:
+def test_gpus_and_packages_of_an_environment_are_named_as_they_lie_on_disk(tmp_path: Path) -> None:
     for number, model in enumerate(["NVIDIA H200", "NVIDIA A100"]):
         folder = tmp_path / f"0000:0{number}:00.0"
         folder.mkdir()
         (folder / "information").write_text(f"Model: \t {model}\nIRQ:   \t 11\n")
     assert gpu_names(tmp_path) == ["NVIDIA H200", "NVIDIA A100"]
+    for name in ("verifiers-0.1.9.dist-info", "datasets-4.0.0.dist-info", "idna-3.1.dist-info", "verifiers"):
+        (tmp_path / "venv" / "lib" / "python3.11" / "site-packages" / name).mkdir(parents=True)
+    assert of_environment(None, tmp_path / "venv/bin/python") == {"verifiers": "0.1.9", "datasets": "4.0.0"}
 
 
 def test_a_run_notes_the_code_of_its_environments_where_it_is_found(tmp_path: Path) -> None:
@@ -80,12 +83,3 @@ def test_a_run_notes_the_code_of_its_environments_where_it_is_found(tmp_path: Pa
     config = RunConfig.model_validate(gone)
     note_surroundings(config, Devices(cores=2))
     assert read_surroundings(config.paths)["environments"] == {"not-installed": {}, "gone.py": {}}
-
-
-def test_an_environment_s_own_packages_are_named(tmp_path: Path) -> None:
-    """By what lies where its interpreter looks."""
-    python = tmp_path / "venv" / "bin" / "python"
-    packages = tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
-    for name in ("verifiers-0.1.9.dist-info", "datasets-4.0.0.dist-info", "idna-3.1.dist-info", "verifiers"):
-        (packages / name).mkdir(parents=True)
-    assert of_environment(None, python) == {"verifiers": "0.1.9", "datasets": "4.0.0"}
