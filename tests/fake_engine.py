@@ -308,8 +308,8 @@ class Stopped(Exception):
 class FakeTrainer:
     """Asks what the real one asks, in its order, over the real wire. Its training is to count."""
 
-    def __init__(self, config: RunConfig, wire: WeightWire, *, version: int = 0, until: int | None = None) -> None:
-        self.version = version
+    def __init__(self, config: RunConfig, wire: WeightWire, *, until: int | None = None, **knobs: Any) -> None:
+        self.version = 0
         self.incarnation = uuid.uuid4().hex
         self.batches: list[BatchReply] = []
         self.published: list[int] = []
@@ -324,6 +324,8 @@ class FakeTrainer:
         self._wire = wire
         self._until = config.max_steps if until is None else until
         self._waits = Waits("trainer")
+        for name, value in knobs.items():
+            setattr(self, name, value)
 
     def train(self) -> None:
         """In a thread. Raises: Refused, DeadlineExceeded."""
