@@ -34,7 +34,6 @@ from trireme.monitor.diff.compare import compare_runs
 from trireme.monitor.diff.configuration import compare_configurations
 from trireme.monitor.diff.differences import ASPECTS, Difference
 from trireme.monitor.diff.meaning import meaning_of
-from trireme.monitor.diff.report import as_text
 from trireme.monitor.metrics import MetricsFile
 from written_run import build_config, rewrite_version, write_whole_run
 
@@ -286,14 +285,6 @@ def test_keys_of_lists_of_tables_and_keys_that_one_file_lacks_are_told() -> None
     assert told == ['env.1.id: "y" in A, "z" in B', "old: true in A, not there in B"]
 
 
-def test_a_run_that_ends_earlier_is_the_same_as_far_as_it_goes(tmp_path: Path) -> None:
-    for name, batches in (("short", 3), ("long", 5)):
-        write_whole_run(tmp_path / name, batches=batches)
-    compared = compare_runs(tmp_path / "short", tmp_path / "long")
-    assert compared.same
-    assert "as far as A goes: to 3, B to 5" in as_text(compared, everything=False)
-
-
 def test_weights_that_no_engine_confirmed_are_compared_as_they_were_exported(tmp_path: Path) -> None:
     """Runs of supervised training: no journal, no engine."""
     for name in "ab":
@@ -322,27 +313,6 @@ def test_an_evaluation_is_named_first_only_where_nothing_else_differs(
     assert str(first) == "version 0, eval/a/reward: 0.5 in A, 0.25 in B"
     CHANGES["rewards"](3)(copy)
     assert first_difference(evaluated.root, copy.paths.root).aspect == "rewards"
-
-
-@pytest.mark.parametrize(
-    ("aspect", "step", "seed", "words"),
-    [
-        ("weights", 3, None, "from the same batch and the same weights: the arithmetic is not the same"),
-        ("weights", 3, None, "Before version 3 everything that both runs wrote down is the same."),
-        ("weights", 0, None, "They began from other weights"),
-        ("tokens", STEP, None, "turns have no seeds of their own"),
-        ("tokens", STEP, 7, "although each turn has its seed"),
-        ("versions", STEP, None, "`--max-async-level 0` is the way that repeats to the bit"),
-    ],
-)
-def test_what_a_difference_means_follows_from_where_it_is_and_how_turns_are_sampled(
-    aspect: str, step: int, seed: int | None, words: str, whole: Path, copy: RunConfig, tmp_path: Path
-) -> None:
-    ours = copied(whole, tmp_path / "seeded").paths
-    for paths in (ours, copy.paths):
-        configure(paths, orchestrator__sampling__seed=seed)
-    CHANGES[aspect](step)(copy)
-    assert words in " ".join(meaning_of(compare_runs(ours.root, copy.paths.root)))
 
 
 def test_what_is_no_run_or_is_damaged_is_an_error_and_no_difference(

@@ -7,7 +7,6 @@ import re
 import shutil
 import tomllib
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -31,9 +30,9 @@ from trireme.ledger.surroundings import write_surroundings
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.report.choices import OWN, choices_of
 from trireme.monitor.report.html import to_html
-from trireme.monitor.report.markdown import fenced, to_markdown
-from trireme.monitor.report.page import Code, Conversation, Figure, Message, Page, Section, Table, Words
-from trireme.monitor.report.plots import Line, line_figure, share_words, shares_figure, smooth, thinned
+from trireme.monitor.report.markdown import to_markdown
+from trireme.monitor.report.page import Conversation, Figure, Message, Page, Table, Words
+from trireme.monitor.report.plots import Line, line_figure, smooth, thinned
 from trireme.monitor.report.sections import build_page
 from trireme.monitor.spans import Span
 from viewing import write_evaluations
@@ -277,17 +276,6 @@ def test_a_line_goes_through_its_values() -> None:
         assert np.abs(np.polyval([scale, zero], wanted) - corners[:, column]).max() < 0.01
 
 
-def test_gaps_names_and_shares_are_drawn_as_they_are() -> None:
-    points = [(0.0, 1.0), (1.0, 2.0), (2.0, float("nan")), (3.0, 2.0), (4.0, 3.0)]
-    names = ["x", "cost$5$", "海", "a_b^c"]
-    figure = line_figure("x", "X", [Line(name, points) for name in names])
-    assert "nan" not in figure.svg.lower()
-    assert figure.alt.startswith("x from 1 to 3 over steps 0 to 4")
-    assert {text.text for text in ElementTree.fromstring(figure.svg).iter(f"{SVG}text")} >= set(names)
-    assert share_words({"wait": 0.38, "train": 0.62, "save": 0.001}) == "train 62 %, wait 38 %"
-    assert "unheard of" in shares_figure("t", "T", {"trainer": {"train": 0.5, "unheard of": 0.5}}).svg
-
-
 def test_a_long_run_is_drawn_with_as_many_points_as_can_be_seen() -> None:
     points = [(float(step), step % 2.0) for step in range(100_000)]
     few = thinned(points, 800)
@@ -297,25 +285,3 @@ def test_a_long_run_is_drawn_with_as_many_points_as_can_be_seen() -> None:
     assert len(line_figure("x", "X", [Line("x", points)]).svg) < 100_000
     assert smooth([0, 3, 6, 0, 3], 3) == [0, 3, 3, 3, 3]
     assert smooth([1, float("nan"), 3], 3)[1] == 2
-
-
-@pytest.mark.parametrize("values", [[0.01, 1.0, 300.0], [0.3, 0.4, 0.6]], ids=["decades", "less than one"])
-def test_a_scale_of_powers_is_in_plain_numbers(values: list[float]) -> None:
-    figure = line_figure("x", "X", [Line("x", [(float(n), value) for n, value in enumerate(values)])], log=True)
-    drawn = [text.text or "" for text in ElementTree.fromstring(figure.svg).iter(f"{SVG}text")]
-    assert not any("$" in text for text in drawn)
-    assert sum(values[0] <= float(text) <= values[-1] for text in drawn if re.fullmatch(r"[\d.]+", text)) >= 3
-
-
-def test_texts_cells_and_code_stay_what_they_are_in_markdown() -> None:
-    for text in ("a", "```", "x\n````\ny", "`" * 7):
-        (token,) = parsed(fenced(text))
-        assert (token.type, token.content) == ("fence", text + "\n")
-    said = "a <b>*bold*</b> [x](y) `<c>*` and a_b_c"
-    children = parsed(to_markdown(Page("t", said, [])))[-2].children or []
-    assert [child.type for child in children if child.type != "text"] == ["code_inline"]
-    assert "".join(child.content for child in children) == said.replace("`", "")
-    page = Page("t", "l", [Section("s", [Table([("a|b", "c\nd")], head=("x",)), Code("1")])])
-    tokens = parsed(to_markdown(page))
-    cells = [token.content for before, token in pairwise(tokens) if before.type == "td_open"]
-    assert cells == ["a|b", "c d"]
