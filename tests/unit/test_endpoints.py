@@ -23,12 +23,11 @@ ENDPOINTS = {
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("EXAMPLE_KEY", "SMALL_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "configs").mkdir()
-    return tmp_path
 
 
 def write(text: str, name: str = "configs/endpoints.py") -> Path:
@@ -56,8 +55,8 @@ def test_both_ways_to_write_an_entry_are_read(monkeypatch: pytest.MonkeyPatch) -
 )  # fmt: skip
 def test_toml_says_the_same_and_a_key_in_capitals_names_its_variable(text: str, monkeypatch) -> None:
     monkeypatch.setenv("EXAMPLE_KEY", "secret")
-    path = write(text, "configs/endpoints.toml")
-    assert read_endpoints(path) == {"small/one": Endpoint("small/one", "m", "http://h/v1", "secret")}
+    found = read_endpoints(write(text, "configs/endpoints.toml"))
+    assert found == {"small/one": Endpoint("small/one", "m", "http://h/v1", "secret")}
 
 
 def test_names_and_f_strings_of_literals_are_read_and_nothing_is_run() -> None:

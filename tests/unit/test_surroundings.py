@@ -14,14 +14,9 @@ from trireme.cli.surroundings import note_surroundings
 from trireme.config.load import load_run_config
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.ledger.surroundings import (
-    digest_of_files,
-    gpu_names,
-    look_around,
-    of_environment,
-    read_surroundings,
-    write_surroundings,
-)
+from trireme.ledger.surroundings import digest_of_files, gpu_names, look_around, of_environment
+from trireme.ledger.surroundings import read_surroundings as read
+from trireme.ledger.surroundings import write_surroundings as write
 
 
 def test_surroundings_say_what_runs_here(tmp_path: Path) -> None:
@@ -32,20 +27,20 @@ def test_surroundings_say_what_runs_here(tmp_path: Path) -> None:
     assert around["command"] == ["rl", "@", "x.toml"]
     assert around["environments"]["say"]["files"] == digest_of_files(tmp_path)
     paths = RunPaths(tmp_path / "run")
-    write_surroundings(paths, around)
-    assert read_surroundings(paths) == around
+    write(paths, around)
+    assert read(paths) == around
 
 
 def test_surroundings_of_before_a_resumption_stay_and_what_cannot_be_read_is_as_if_it_were_not_there(tmp_path) -> None:
     paths = RunPaths(tmp_path)
-    assert read_surroundings(paths) == {}
+    assert read(paths) == {}
     for number in (1, 1, 2, 3):
-        write_surroundings(paths, {"python": str(number)})
+        write(paths, {"python": str(number)})
     kept = sorted(path.name for path in paths.configs.iterdir())
     assert kept == ["surroundings.earlier-1.json", "surroundings.earlier-2.json", "surroundings.json"]
-    assert read_surroundings(paths) == {"python": "3"}
+    assert read(paths) == {"python": "3"}
     (paths.configs / "surroundings.json").write_text('{"python": ')
-    assert read_surroundings(paths) == {}
+    assert read(paths) == {}
 
 
 def test_a_digest_of_files_changes_with_any_file_and_not_with_byte_code(tmp_path: Path) -> None:
@@ -76,10 +71,10 @@ def test_a_run_notes_the_code_of_its_environments_where_it_is_found(tmp_path: Pa
     config = load_run_config(["@", "configs/reverse-text/rl.toml"], program="rl")[0]
     config = updated(config, {"output_dir": tmp_path / "known"})
     note_surroundings(config, Devices(cores=2))
-    noted = read_surroundings(config.paths)
+    noted = read(config.paths)
     assert noted["environments"]["reverse-text"]["files"] == digest_of_files(Path("environments/reverse_text"))
     assert noted["packages"]["transformers"] == version("transformers")
     gone = {"output_dir": str(tmp_path), "orchestrator": {"env": [{"id": "not-installed"}, {"id": "gone.py"}]}}
     config = RunConfig.model_validate(gone)
     note_surroundings(config, Devices(cores=2))
-    assert read_surroundings(config.paths)["environments"] == {"not-installed": {}, "gone.py": {}}
+    assert read(config.paths)["environments"] == {"not-installed": {}, "gone.py": {}}
