@@ -15,7 +15,6 @@ from rich.console import Console
 
 from stage import until
 from trireme.config.run import RunConfig
-from trireme.monitor.in_words import sparkline
 from trireme.monitor.logs import last_words, startup_phase
 from trireme.monitor.plain_view import PlainView
 from trireme.monitor.progress import EngineStatus, ProcessState, Progress, Status, StatusWait
@@ -213,20 +212,6 @@ def test_the_summary_tells_what_was_learned_and_where_it_lies(stage: Stage) -> N
     ):
         assert part in text
     assert " restart" not in summary(progress, stage.config, 1.0, {"trainer": 0})
-
-
-def test_the_time_left_follows_the_newest_pace() -> None:
-    progress = Progress(100)
-    progress.begin_session()
-    progress.add([{"step": 0, "process": "trainer", "time_s": 0.0}])
-    assert progress.eta_s() is None
-    progress.add({"step": step, "process": "trainer", "time_s": 100.0 + 2 * step} for step in range(1, 40))
-    assert progress.eta_s() == pytest.approx(2 * 60)
-
-
-def test_a_sparkline_has_its_lowest_and_highest_value_at_the_ends() -> None:
-    assert [sparkline([0, 1, 2, 3], 60), sparkline([1.0] * 3, 60)] == ["▁▃▆█", "▁▁▁"]
-    assert len(sparkline(list(range(1000)), 60)) == 60
 
 
 def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> None:

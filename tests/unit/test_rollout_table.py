@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
@@ -72,27 +70,10 @@ def found_by_the_viewer(run: RunConfig, line: str) -> list[tuple[int, int]]:
         *("example=3", "example!=3", "example~1", "example>=4", "-example=3", "env=a", "env~B", "-env=a"),
         *("stop=length", "stop~en", "-stop~en", "stop!=done", "error~timeout", "-error~timeout", "flaws~trunc"),
         *("is:truncated", "-is:truncated", "is:failed", "-is:failed", "is:flawed", "-is:flawed"),
-        *("reward<2 env=a is:truncated", "größe -is:truncated reward>0.5"),
+        *("reward<=1.3 rollout>1", "reward<2 env=a is:truncated", "größe -is:truncated reward>0.5"),
     ],
 )
 def test_a_search_finds_what_the_viewer_finds(run: RunConfig, table: RolloutTable, line: str) -> None:
-    assert found(table, line) == found_by_the_viewer(run, line)
-
-
-TERMS = st.builds(
-    "".join,
-    st.tuples(
-        st.sampled_from(["", "-"]),
-        st.sampled_from(["reward", "advantage", "tokens", "turns", "rollout"]),
-        st.sampled_from(["<", "<=", "=", "!=", ">=", ">"]),
-        st.sampled_from(["0", "1", "2", "-0.5", "0.9", "1.25", "4"]),
-    ),
-)
-
-
-@given(st.lists(TERMS, max_size=3))
-def test_any_comparisons_find_what_the_viewer_finds(run: RunConfig, table: RolloutTable, terms: list[str]) -> None:
-    line = " ".join(terms)
     assert found(table, line) == found_by_the_viewer(run, line)
 
 
@@ -194,20 +175,6 @@ def test_an_example_tells_the_fate_of_each_of_its_groups(run: RunConfig, table: 
     assert len(decided) == len(set(decided))
     begun = Journal(run.paths.journal).head_state().next_group
     assert set(decided) | still | {id for id, _, _ in open_groups(table)} == set(range(begun))
-
-
-def test_first_and_last_reward_of_an_example_are_those_of_its_first_and_last_group(
-    run: RunConfig, table: RolloutTable
-) -> None:
-    journal = Journal(run.paths.journal)
-    rollouts = [rollout for step in journal.steps() for rollout in journal.read(step).rollouts]
-    for row in examples(table, limit=EVERYTHING).rows:
-        mine = [one for one in rollouts if (one.env, one.example) == (row["env"], row["example"])]
-        if not mine:
-            assert row["first_reward"] is row["last_reward"] is None
-            continue
-        ends = [[one.reward for one in mine if one.group == mine[place].group] for place in (0, -1)]
-        assert [row["first_reward"], row["last_reward"]] == pytest.approx([sum(end) / len(end) for end in ends])
 
 
 def test_a_table_lies_in_the_users_cache_until_it_is_old_one_of_each_run(

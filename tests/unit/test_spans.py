@@ -149,18 +149,6 @@ def test_of_a_killed_process_all_that_was_written_stays_and_its_successor_adds_t
     assert offset < path.stat().st_size  # the torn line waits for its rest
 
 
-def test_reading_goes_on_where_it_stopped_and_skips_what_is_no_span(tmp_path: Path) -> None:
-    path = tmp_path / "spans.jsonl"
-    assert read_spans(path) == ([], 0)
-    line = '{"lane":"trainer","what":"train","begin_s":1.5,"seconds":0.25,"step":2}\n'
-    path.write_text(line + 'nonsense\n{"lane":"trainer"}\n[1]\n' + line[:20])
-    spans, offset = read_spans(path)
-    assert spans == [Span("trainer", "train", 1.5, 0.25, 2)]
-    with open(path, "a") as file:
-        file.write(line[20:].replace('"train"', '"dream"'))  # a word of a later version
-    assert read_spans(path, offset)[0] == [Span("trainer", "dream", 1.5, 0.25, 2)]
-
-
 def test_a_full_disk_loses_no_span_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full, path = tmp_path / "full", tmp_path / "spans.jsonl"
     full.touch()
