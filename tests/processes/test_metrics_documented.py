@@ -85,13 +85,3 @@ def test_every_documented_metric_is_one_that_the_source_writes():
         starred = PLACEHOLDER.sub("*", name)
         last = starred.rsplit("/", 1)[-1]  # of a name that is put together
         assert words & {starred, last, last.removesuffix("_frac")}, name
-
-
-def test_every_warning_is_documented_with_its_very_words():
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \| (.+) \|$", DOCUMENT.read_text().split("## Warnings")[1], re.M)
-    assert [(name, meaning, advice) for name, _, meaning, advice in rows] == [
-        (sign.name, sign.meaning, sign.advice) for sign in SIGNS
-    ]
-    for name, seen, _, _ in rows:
-        (sign,) = (sign for sign in SIGNS if sign.name == name)
-        assert "error_rate" in seen or {f"`{watched}`" for watched in sign.watched} & set(re.findall(r"`[^`]+`", seen))

@@ -57,15 +57,6 @@ def test_later_files_win_and_flags_win_over_files():
     assert value_at(load("@ c.toml"), "orchestrator.eval.num_examples") is None
 
 
-def test_the_example_of_the_guide_loads_as_written():
-    config = load(f"@ {DATA / 'guide_example.toml'}")
-    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ((0, 1, 2), (3,))
-    assert config.trainer.model.ac is not None
-    assert value_at(config, "trainer.model.lora.alpha") == 32
-    assert config.orchestrator.env[0].args == {"dataset_name": "train", "difficulty": "hard"}
-    assert config.inference.model.tool_call_parser == "hermes"
-
-
 def test_each_process_may_have_its_file():
     write("t.toml", 'max_steps = 7\n[optim]\nlr = 0.1\n[model]\nname = "a/b"')
     write("o.toml", 'batch_size = 32\n[[env]]\nid = "x"')
@@ -135,12 +126,6 @@ def test_flags_can_begin_an_array_add_to_it_and_change_one_item():
     assert "--orchestrator.env.0.weight" in refusal(f"@ a.toml {env}.weight 3")
 
 
-def test_the_commands_own_flags_are_no_part_of_the_configuration():
-    config, invocation = load_run_config(["--dry-run", "--max-steps", "3"], program="rl")
-    assert (invocation.dry_run, invocation.run) == (True, None)
-    assert config == load("--max-steps 3")
-
-
 # a process's own command
 
 
@@ -202,6 +187,9 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists(root, pointers, rename
         ("--orchestrator.env.0.idd x", "--orchestrator.env.id"),
         ("--vllm-server-port 1", "--inference.server.port"),
         ("--supervisor.max-restart 3", "--supervisor.max-restarts"),
+        ("--beta 1", "--trainer.loss.beta"),
+        ("--epsilon 1", "--trainer.loss.clip-low"),
+        ("--trainer.epsilon-high 1", "--trainer.loss.clip-high"),
     ],
 )
 def test_an_unknown_flag_is_refused_with_the_likeliest_one(flags, suggestion):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from resolved_runs import CPU, prefixed, refusals, resolved
-from trireme.config.load import load_run_config
 from trireme.config.losses import LOSSES, Loss, recipe_of
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
@@ -90,20 +89,6 @@ def test_a_loss_that_would_not_do_what_is_written_is_refused(flags, words):
 @pytest.mark.parametrize("flags", ["--type custom --path a.py:b", "--ratio-low 7.9", "--type ppo --correction none"])
 def test_a_loss_whose_keys_are_all_read_is_accepted(flags):
     assert refusals(prefixed(TABLE, flags)) == []
-
-
-@pytest.mark.parametrize(
-    ("typed", "ours"),
-    [
-        ("--beta", "--trainer.loss.beta"),
-        ("--num-iterations", "--trainer.num-iterations"),
-        ("--epsilon", "--trainer.loss.clip-low"),
-        ("--trainer.epsilon-high", "--trainer.loss.clip-high"),
-    ],
-)
-def test_names_from_elsewhere_are_pointed_to_ours(typed, ours):
-    with pytest.raises(ValueError, match=ours):
-        load_run_config([typed, "1"], program="rl")
 
 
 def test_the_documentation_has_every_recipe_with_its_values_and_every_key():

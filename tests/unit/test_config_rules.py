@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from resolved_runs import CPU, ENV, GPUS, prefixed, refusals, resolved
+from resolved_runs import CPU, GPUS, prefixed, refusals, resolved
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config import engine_names, rules_optim
@@ -187,12 +187,6 @@ def test_a_run_needs_an_environment_but_a_trainer_alone_does_not():
     with pytest.raises(ConfigError, match="no environment is configured"):
         check(resolved(), CPU)
     check(resolved(section="trainer"), CPU, section="trainer")
-
-
-def test_all_contradictions_are_shown_together():
-    config = resolved(f"{ENV} --orchestrator.batch-size 100 --seq-len 64 --inference.model.max-model-len 128")
-    with pytest.raises(ConfigError, match=r"^2 problems in the configuration.\n1. batch_size must be"):
-        check(config, CPU)
 
 
 def test_names_of_parsers_are_left_to_the_engine_where_vllm_is_not_installed(monkeypatch):

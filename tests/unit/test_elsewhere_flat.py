@@ -77,16 +77,6 @@ def check(translation: Translation, devices: Devices, expected: dict[str, Any]) 
             {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]},
         ),
         ({}, CPU, {"device": "cpu"}),
-        (
-            {"use_lora": True, "lora_rank": 64, "lora_alpha": 128},
-            EIGHT,
-            {"trainer.model.lora.rank": 64, "trainer.model.lora.alpha": 128},
-        ),
-        (
-            {"use_difficulty_filtering": True, "difficulty_threshold": 0.3},
-            EIGHT,
-            {"orchestrator.buffer.use_difficulty_filtering": True, "orchestrator.buffer.difficulty_threshold": 0.3},
-        ),
         # the learning rate begins where the guide does
         ({"learning_rate": None, "use_lora": False}, CPU, {"trainer.optim.lr": 1e-6}),
         ({"learning_rate": None, "use_lora": True}, CPU, {"trainer.optim.lr": 1e-5}),

@@ -124,14 +124,6 @@ def test_each_command_sends_other_formats_on(flat_file, vf_file):
         vf_rl([])
 
 
-def test_help_lists_every_key_with_its_default(capsys):
-    with pytest.raises(SystemExit):
-        vf_rl(["--help"])
-    shown = capsys.readouterr().out
-    assert "--trainer.args.lora-rank  <integer > 0>  (default: 16)" in shown
-    assert "--session" in shown
-
-
 def test_keys_of_an_env_file_reach_the_run_and_the_shell_counts_more(tmp_path, monkeypatch):
     (tmp_path / "secrets.env").write_text("# keys\nMY_TEST_KEY=abc\nMY_OTHER_KEY='d e'\n")
     monkeypatch.setenv("MY_OTHER_KEY", "mine")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.cli.login import login, services
+from trireme.cli.login import services
 
 SECRET = "sk-the-secret-itself"
 NAMES = ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "TRIREME_TOKEN")
@@ -23,14 +23,6 @@ def test_keys_that_are_set_are_named_and_never_shown(tmp_path):
     lines = services(dict.fromkeys(NAMES, SECRET), tmp_path)
     assert SECRET not in "\n".join(lines)
     assert [name for name in NAMES if not any(name in line and "set" in line.split(name)[-1] for line in lines)] == []
-
-
-def test_without_any_it_says_where_they_would_go(tmp_path, capsys):
-    assert login([]) == 0
-    written = capsys.readouterr().out
-    told = ("nothing to log in to", "`hf auth login`", "`wandb login`", "`trireme lab setup` writes one")
-    assert [words for words in told if words not in written] == []
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_logins_of_other_tools_count_and_endpoints_whose_key_is_missing_are_named(tmp_path):
