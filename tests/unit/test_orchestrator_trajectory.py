@@ -191,6 +191,9 @@ def test_rewards_of_turns_lie_on_the_tokens_of_those_turns_or_where_each_ends(tm
     np.testing.assert_array_equal(two, [nan] * len(second) + [0.25, -1.0])
     assert talk.token_rewards([[], []]) == []
     assert talk.num_turns == 2
+    for rewards in ([[1.0, 2.0]], [[], [1.0]]):  # for tokens that there are not
+        with pytest.raises(ValueError, match="expected one reward for the whole turn, or one per token"):
+            talk.token_rewards(rewards)
     talk = Talk(tmp_path / "interleaved")
     prompt = talk.answer([ASK], "4<|im_end|>")
     longer = talk.answer([ASK, says("4"), MORE], [END])
@@ -198,14 +201,6 @@ def test_rewards_of_turns_lie_on_the_tokens_of_those_turns_or_where_each_ends(tm
     expected = np.full(len(longer) + 1, nan)
     expected[[len(prompt) + 1, len(longer)]] = [1.0, 2.0]
     np.testing.assert_array_equal(column, expected)
-
-
-@pytest.mark.parametrize("rewards", [[[1.0, 2.0]], [[], [1.0]]])
-def test_rewards_for_tokens_that_there_are_not_are_refused(tmp_path, rewards):
-    talk = Talk(tmp_path)
-    talk.answer([ASK], [10, 11, END])
-    with pytest.raises(ValueError, match="expected one reward for the whole turn, or one per token"):
-        talk.token_rewards(rewards)
 
 
 def test_turns_that_are_asked_for_at_once_do_not_mix(tmp_path):
