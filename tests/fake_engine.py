@@ -17,24 +17,10 @@ from typing import Any
 
 from aiohttp import web
 
+from trireme import messages
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.messages import (
-    Again,
-    BatchReply,
-    Done,
-    GetBatch,
-    GetNewest,
-    Go,
-    Heartbeat,
-    Live,
-    PolicyReady,
-    PolicySent,
-    Probe,
-    Publish,
-    TensorSpec,
-)
 from trireme.transport.bearer import may_enter
 from trireme.transport.control import ControlClient
 
@@ -56,9 +42,6 @@ def answer_at_random(asked: Asked) -> list[int]:
     return [asked.rng.randrange(20, 40) for _ in range(asked.rng.randrange(1, 7))] + [asked.end]
 
 
-# the wire between trainer and engine
-
-
 class WeightWire:
     """What gloo is in a real run: a group per epoch, in which the trainer's tensors reach the engines."""
 
@@ -72,9 +55,6 @@ class WeightWire:
     def send(self, epoch: str, digests: dict[str, str]) -> None:
         """From any thread."""
         self._loop.call_soon_threadsafe(lambda: self.group(epoch).put_nowait(digests))
-
-
-# the engine
 
 
 @dataclass
@@ -298,9 +278,6 @@ async def open_fake_engine(wire: WeightWire | None = None, **knobs: Any) -> Asyn
             engine.running.set()
 
 
-# the trainer
-
-
 class Stopped(Exception):
     """A trainer that nobody waits for any more."""
 
@@ -311,12 +288,12 @@ class FakeTrainer:
     def __init__(self, config: RunConfig, wire: WeightWire, *, until: int | None = None, **knobs: Any) -> None:
         self.version = 0
         self.incarnation = uuid.uuid4().hex
-        self.batches: list[BatchReply] = []
+        self.batches: list[messages.BatchReply] = []
         self.published: list[int] = []
         self.asked_to_publish: list[int] = []
         self.newest = -1
         self.attempt = 0
-        self.unconfirmed: PolicySent | None = None
+        self.unconfirmed: messages.PolicySent | None = None
         self.before_step: Callable[[int], None] = lambda version: None
         self.patience_s = PATIENCE_S
         self.stop = threading.Event()
@@ -331,7 +308,7 @@ class FakeTrainer:
         """In a thread. Raises: Refused, DeadlineExceeded."""
         self.connect()
         with suppress(Stopped), closing(self.control):
-            self.newest = self.ask(GetNewest(run_id=self._config.run_id), what="how far the run had come").version
+            self.newest = self.ask(messages.GetNewest(self._config.run_id), what="how far the run had come").version
             self.publish_if_new()
             while self.version < self._until and not self.stop.is_set():
                 self.batches.append(self.get_batch(self.version))
@@ -341,7 +318,8 @@ class FakeTrainer:
                 self.publish_if_new()
             self.confirm()
             if self.version == self._config.max_steps:
-                while isinstance(self.ask(Done(run_id=self._config.run_id, version=self.version), what="bye"), Publish):
+                done = messages.Done(self._config.run_id, self.version)
+                while isinstance(self.ask(done, what="bye"), messages.Publish):
                     self.publish()
 
     def connect(self) -> None:
@@ -349,15 +327,15 @@ class FakeTrainer:
         address = f"tcp://{self._config.hosts.orchestrator}:{self._config.ports.batches}"
         self.control = ControlClient(address, self._waits)
 
-    def get_batch(self, step: int, *, rank: int = 0, world: int = 1) -> BatchReply:
-        request = GetBatch(run_id=self._config.run_id, step=step, rank=rank, world=world)
-        while isinstance(reply := self.ask(request, what=f"batch {step}"), Publish):
+    def get_batch(self, step: int, *, rank: int = 0, world: int = 1) -> messages.BatchReply:
+        request = messages.GetBatch(run_id=self._config.run_id, step=step, rank=rank, world=world)
+        while isinstance(reply := self.ask(request, what=f"batch {step}"), messages.Publish):
             if self.unconfirmed is not None:
                 self.confirm()
             else:
                 self.asked_to_publish.append(self.version)
                 self.publish()
-        assert isinstance(reply, BatchReply), reply
+        assert isinstance(reply, messages.BatchReply), reply
         return reply
 
     def publish_if_new(self) -> None:
@@ -377,10 +355,10 @@ class FakeTrainer:
             self.attempt += 1
             told = {"incarnation": self.incarnation, "everywhere": everywhere}
             go = self.ask(ready_message(self._config, self.version, self.attempt, **told), what="the engines")
-            if isinstance(go, Live):
+            if isinstance(go, messages.Live):
                 self.published.append(self.version)
                 return
-            if isinstance(go, Go):
+            if isinstance(go, messages.Go):
                 break
         sent = sent_message(self._config, self.version, self.attempt)
         if not sent.payload:
@@ -391,14 +369,14 @@ class FakeTrainer:
         while (sent := self.unconfirmed) is not None:
             self.unconfirmed = None
             reply = self.ask(sent, what=f"version {self.version} live")
-            assert isinstance(reply, (Live, Again)), reply
-            if isinstance(reply, Live):
+            assert isinstance(reply, (messages.Live, messages.Again)), reply
+            if isinstance(reply, messages.Live):
                 self.published.append(self.version)
             else:
                 self.send(everywhere=everywhere)
 
     def beat(self, state: str, waits: list[str]) -> None:
-        self.ask(Heartbeat(self._config.run_id, "trainer", state, self.version, waits), what="its heartbeat")
+        self.ask(messages.Heartbeat(self._config.run_id, "trainer", state, self.version, waits), what="its heartbeat")
 
     def ask(self, request: Any, *, what: str) -> Any:
         if self.stop.is_set():  # whoever listens there by now is the next run's
@@ -408,16 +386,16 @@ class FakeTrainer:
 
 def ready_message(
     config: RunConfig, version: int, attempt: int = 1, *, incarnation: str = "one", everywhere: bool = True
-) -> PolicyReady:
-    specs = [TensorSpec(name=name, dtype="float32", shape=[4]) for name in TENSORS]
+) -> messages.PolicyReady:
+    specs = [messages.TensorSpec(name=name, dtype="float32", shape=[4]) for name in TENSORS]
     address = {"kind": config.weight_broadcast.type, "host": "127.0.0.1", "port": 0}
     about = {"run_id": config.run_id, "version": version, "attempt": attempt}
-    return PolicyReady(**about, **address, incarnation=incarnation, everywhere=everywhere, specs=specs)
+    return messages.PolicyReady(**about, **address, incarnation=incarnation, everywhere=everywhere, specs=specs)
 
 
-def sent_message(config: RunConfig, version: int, attempt: int = 1) -> PolicySent:
+def sent_message(config: RunConfig, version: int, attempt: int = 1) -> messages.PolicySent:
     digests = digests_of(version)
-    probe = Probe(PROBE_IDS, [logprob_of(token, place, version) for place, token in enumerate(PROBE_IDS[1:])])
+    probe = messages.Probe(PROBE_IDS, [logprob_of(token, place, version) for place, token in enumerate(PROBE_IDS[1:])])
     payload = {"digests": digests} if config.weight_broadcast.type == "filesystem" else {}
     about = {"run_id": config.run_id, "version": version, "attempt": attempt}
-    return PolicySent(**about, digests=digests, probe=probe, payload=payload)
+    return messages.PolicySent(**about, digests=digests, probe=probe, payload=payload)

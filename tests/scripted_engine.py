@@ -56,9 +56,6 @@ def main() -> None:
     run_door("inference", serve)
 
 
-# the API server
-
-
 def serve(argv: list[str]) -> int:
     opened = open_process("inference", argv)
     assert opened is not None
@@ -114,9 +111,6 @@ class ApiServer:
                 return web.Response(status=response.status, body=content, content_type="application/json")
         except aiohttp.ClientError as error:
             return web.json_response({"error": f"EngineCore encountered an issue: {error}"}, status=500)
-
-
-# the engine core
 
 
 def core(argv: list[str]) -> None:

@@ -170,9 +170,6 @@ def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(h
         assert found.label == "default"  # given back all the same
 
 
-# who else is there
-
-
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [({"label": "40"}, "serves version 40 of a training run"), ({"num_busy": 3}, "answering 3 requests"),
@@ -238,9 +235,6 @@ def test_an_engine_that_does_not_confirm_what_it_was_given_is_asked_nothing(
         assert found.label.endswith("-loading")
 
 
-# what can be refused before anything is asked
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [(lambda file: file.write_bytes(file.read_bytes()[:-9]), r"step_10/model\.safetensors is damaged"),
@@ -285,9 +279,6 @@ def test_a_port_without_a_server_and_a_server_without_our_weight_path_are_told_a
         eval_command([*where, f"http://127.0.0.1:{free_port()}/v1"])
     with FakeChat().running() as chat, pytest.raises(ConfigError, match="no engine that can be given weights"):
         eval_command([*where, chat.url])
-
-
-# the run that the checkpoints are of
 
 
 def write_run_beside() -> RunConfig:

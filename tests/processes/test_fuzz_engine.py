@@ -114,9 +114,6 @@ def test_what_is_not_what_was_asked_for_is_bad(read: Callable[[Any], Any], answe
     assert ([world_size_of({"world_size": size}) for size in (1, 65536)], text_of({"n": "x"}, "n")) == ([1, 65536], "x")
 
 
-# whole runs
-
-
 def test_a_run_whose_engine_answers_nonsense_now_and_then_ends_well(tmp_path) -> None:
     """Two answers in three are changed somewhere; rollouts are tried again, and no batch holds a token that is odd."""
     rng = random.Random(1)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import random
 import re
 import signal
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import zmq
@@ -64,11 +62,9 @@ READY = PolicyReady(**TRANSFER, **ADDRESS, incarnation="one", everywhere=True, s
 SENT = PolicySent(**TRANSFER, digests={NORM.name: "9f"}, probe=PROBE, payload=PAYLOAD)
 BATCH = GetBatch(run_id="run", step=3, rank=0, world=2)
 BEAT = Heartbeat(run_id="run", process="trainer", state="running", version=3, waits=["trainer waits 3 s"])
-REQUESTS: list[Request] = [READY, SENT, BATCH, BEAT, Done(run_id="run", version=9), GetNewest(run_id="run")]
+DONE = Done(run_id="run", version=9)
+REQUESTS: list[Request] = [READY, SENT, BATCH, BEAT, DONE, GetNewest(run_id="run")]
 FIRST = b"%d:1" % WIRE_VERSION
-
-
-# the control socket
 
 
 def test_whatever_bytes_come_are_a_request_or_no_question_and_nothing_else() -> None:
@@ -210,63 +206,46 @@ def test_nonsense_does_nothing_to_the_trainers_rendezvous_for_weights() -> None:
     assert ours.get("key") == b"value"
 
 
-# requests that are well-formed and make no sense
+def tensor(**fields: Any) -> dict[str, Any]:
+    return {"specs": [msgspec.structs.replace(NORM, **fields)]}
 
 
-def changed(request: Request, **fields: Any) -> Request:
-    return msgspec.structs.replace(request, **fields)
+def probe(ids: list[int], *logprobs: float) -> dict[str, Any]:
+    return {"probe": Probe(ids=ids, logprobs=list(logprobs))}
 
 
-ABSURD = [
-    changed(BATCH, step=-5),
-    changed(BATCH, step=10),  # of a run of 10 steps
-    changed(BATCH, step=7),  # 6 is the batch being filled
-    changed(BATCH, world=0),
-    changed(BATCH, world=10**12),
-    changed(BATCH, rank=2),
-    changed(BATCH, rank=-1),
-    changed(READY, version=-3),
-    changed(READY, version=11),
-    changed(READY, version=7),
-    changed(READY, specs=[]),
-    changed(READY, specs=[NORM, NORM]),
-    changed(READY, specs=[TensorSpec(name="a", dtype="float32", shape=[-1, -4])]),
-    changed(READY, specs=[TensorSpec(name="a", dtype="float32", shape=[2**62])]),
-    changed(READY, specs=[TensorSpec(name="a", dtype="__import__('os')", shape=[4])]),
-    changed(READY, kind="pigeon"),
-    changed(READY, port=-1),
-    changed(READY, host=""),
-    changed(READY, attempt=-1),
-    changed(SENT, version=10**18),
-    changed(SENT, digests={}),
-    changed(SENT, digests={"a": "\n"}),
-    changed(SENT, probe=Probe(ids=[1, 2], logprobs=[float("nan")])),
-    changed(SENT, probe=Probe(ids=[1, 2], logprobs=[float("-inf")])),
-    changed(SENT, probe=Probe(ids=[1, 2], logprobs=[5.0])),
-    changed(SENT, probe=Probe(ids=[1, 2], logprobs=[])),
-    changed(SENT, probe=Probe(ids=[], logprobs=[])),
-    changed(SENT, probe=Probe(ids=[1, -2], logprobs=[-1.0])),
-    changed(BEAT, version=-(2**40)),
-    changed(BEAT, process="x" * 1000),
-    changed(BEAT, waits=["x"] * 10_000),
-    Done(run_id="run", version=-1),
+ABSURD: list[tuple[Request, int, list[dict[str, Any]]]] = [  # with how many batches are in the journal
+    (BATCH, 20, [{"step": -1}, {"step": 10}, {"world": 0}, {"world": 2**16 + 1}, {"rank": 2}, {"rank": -1}]),
+    (BATCH, 6, [{"step": 7}]),
+    (READY, 20, [{"version": -1}, {"version": 11}, {"attempt": -1}, {"port": -1}, {"port": 65536}]),
+    (READY, 6, [{"version": 7}, {"kind": "pigeon"}, {"host": ""}, {"host": "x" * 257}, {"incarnation": ""}]),
+    (READY, 6, [{"specs": []}, {"specs": [NORM, NORM]}, tensor(dtype="__import__('os')"), tensor(dtype="f")]),
+    (READY, 6, [tensor(shape=[-1, -4]), tensor(shape=[0]), tensor(shape=[2**48]), tensor(shape=[1] * 9)]),
+    (SENT, 20, [{"version": -1}, {"version": 11}, {"attempt": -1}, {"digests": {}}, {"digests": {"a": "\n"}}]),
+    (SENT, 6, [probe([1, 2], float("nan")), probe([1, 2], float("-inf")), probe([1, 2], 0.002)]),
+    (SENT, 6, [{"version": 7}, probe([1, 2]), probe([]), probe([1]), probe([1, -2], -1.0), probe([1, 2**31], -1.0)]),
+    (BEAT, 6, [{"version": -2}, {"version": 11}, {"process": ""}, {"process": "x" * 65}, {"state": "x" * 4097}]),
+    (BEAT, 6, [{"waits": ["x"] * 1025}, {"waits": ["x" * 4097]}]),
+    (DONE, 6, [{"version": -1}, {"version": 7}]),
+    (DONE, 20, [{"version": 11}]),
 ]
 
 
 def test_what_a_trainer_asks_makes_sense_and_what_does_not_is_named_with_what_was_expected() -> None:
     assert [check_request(request, max_steps=10, num_batches=9) for request in REQUESTS] == [None] * len(REQUESTS)
-    for absurd in ABSURD:
-        problem = str(check_request(absurd, max_steps=10, num_batches=6))
-        assert problem.startswith(type(absurd).__name__), absurd
-        assert "expected" in problem
+    for request, num_batches, changes in ABSURD:
+        for fields in changes:
+            absurd = msgspec.structs.replace(request, **fields)
+            problem = str(check_request(absurd, max_steps=10, num_batches=num_batches))
+            assert problem.startswith(type(absurd).__name__), absurd
+            assert "expected" in problem
 
 
 def test_digests_must_be_those_of_the_announced_tensors() -> None:
     assert check_digests(READY, SENT) is None
-    assert f"lm_head.weight, {NORM.name}" in str(check_digests(READY, changed(SENT, digests={"lm_head.weight": "9f"})))
+    other = msgspec.structs.replace(SENT, digests={"lm_head.weight": "9f"})
+    assert f"lm_head.weight, {NORM.name}" in str(check_digests(READY, other))
 
-
-# the socket of an environment worker
 
 LINES = [
     b'{"type":"ready","num_train":5,"num_eval":0,"name":"toy","versions":{"python":"3.11"}}\n',
@@ -391,16 +370,8 @@ def test_a_frozen_worker_is_killed_and_its_rollouts_go_elsewhere(tmp_path: Path,
     assert with_environment(tmp_path, write(tmp_path, ECHO), use, rollout_timeout_s=1.0, num_workers=num_workers) == 1
 
 
-# the status server
-
-
-def fetch(port: int, path: str, *, method: str = "GET", body: bytes | None = None) -> tuple[int, bytes]:
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method, data=body)
-    try:
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
+def fetch(port: int, path: str, method: str = "GET", **body: bytes) -> httpx.Response:
+    return httpx.request(method, f"http://127.0.0.1:{port}{path}", timeout=DEADLINE_S, **body)
 
 
 @pytest.fixture
@@ -416,14 +387,14 @@ def test_the_status_server_refuses_what_it_does_not_know_and_goes_on(served: tup
     for _ in range(100):
         path = "/" + "".join(rng.choice("ahelstu/.%?&=0;") for _ in range(rng.randrange(30)))
         method = rng.choice(["GET", "POST", "PUT", "DELETE", "BREW"])
-        code, _ = fetch(port, path, method=method, body=rng.randbytes(rng.randrange(3000)))
-        assert code in (200, 307, 400, 404, 405)
+        response = fetch(port, path, method, content=rng.randbytes(rng.randrange(3000)))
+        assert response.status_code in (200, 307, 400, 404, 405)
     talk_nonsense(port)
-    assert json.loads(fetch(port, "/status")[1])["state"] == "starting"
+    assert fetch(port, "/status").json()["state"] == "starting"
     for number in range(3_000):  # heartbeats that come while they are read break no answer
         status.peers.note(msgspec.structs.replace(BEAT, process=f"trainer {number}"))
         if number % 300 == 0:
-            assert (fetch(port, "/status")[0], fetch(port, "/metrics")[0]) == (200, 200)
+            assert [fetch(port, path).status_code for path in ("/status", "/metrics")] == [200, 200]
 
 
 def test_an_event_loop_that_no_longer_turns_makes_health_say_so(served: tuple[Status, int]) -> None:
@@ -433,11 +404,11 @@ def test_an_event_loop_that_no_longer_turns_makes_health_say_so(served: tuple[St
         beating.cancel()
 
     status, port = served
-    assert fetch(port, "/health")[0] == 200
+    assert fetch(port, "/health").status_code == 200
     asyncio.run(beat_once())
-    assert fetch(port, "/health")[0] == 200
+    assert fetch(port, "/health").status_code == 200
     assert status.beat_at is not None
     status.beat_at -= STUCK_S + 1
-    code, body = fetch(port, "/health")
-    assert code == 503
-    assert "has not turned for 3" in json.loads(body)["reason"]
+    stuck = fetch(port, "/health")
+    assert stuck.status_code == 503
+    assert "has not turned for 3" in stuck.json()["reason"]

@@ -276,9 +276,6 @@ def test_what_cannot_be_replayed_is_refused(run: Recorded, tmp_path: Path) -> No
         replay_command([str(tmp_path)])
 
 
-# the command
-
-
 def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "trireme.cli.trireme", "replay", *map(str, words)],

@@ -39,9 +39,6 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         os.kill(pid, signal.SIGKILL)
 
 
-# who dies is started again
-
-
 def test_who_dies_is_started_again_alone(
     stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,9 +149,6 @@ def test_the_whole_family_is_gone_before_its_successor_starts(stage: Stage, fami
     plan = stage.plan(trainer=f"{body}{first}{OVER}", orchestrator=DONE)
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
     assert (len(stage.runs_of("trainer")), len(stage.pids()), stage.alive()) == (2, 6, [])
-
-
-# who is frozen or silent is killed
 
 
 def test_a_frozen_process_is_killed_and_started_again_and_a_frozen_child_is_killed(

@@ -167,8 +167,6 @@ def test_kill_9_of_launcher_and_guard_leaves_nobody_who_asked_to_die_with_its_pa
     until(lambda: stage.alive() == [])
 
 
-# several trainer ranks below one process
-
 RANKS = """
 import os, time
 from pathlib import Path
@@ -219,8 +217,6 @@ def test_how_ranks_fail_is_how_their_group_fails_and_none_is_left_without_it(
     until(lambda: all(process is None or process.zombie for process in map(read_process, ranks)), patience_s)
     assert told in (tmp_path / "log").read_text()
 
-
-# one server for as long as it is needed
 
 SERVES = """
 from http.server import BaseHTTPRequestHandler, HTTPServer
