@@ -1,4 +1,4 @@
-"""An answering end of the control wire, in a thread of its own, for whoever asks in the test."""
+"""An answering end of the control wire, in a thread of its own."""
 
 from __future__ import annotations
 
