@@ -62,9 +62,6 @@ def best(folder: Path = OUTPUT) -> str:
     return (folder / "best_prompt.txt").read_text()
 
 
-# what comes out
-
-
 def test_a_prompt_becomes_better_on_examples_that_nothing_has_seen(endpoint, capsys):
     """By hand: each of three rules is a third of the reward, and each reflection finds one of them."""
     assert search(endpoint, "--num-test", "3", "--max-calls", "100") == 0
@@ -106,9 +103,6 @@ def test_the_reflection_model_is_told_what_was_asked_said_and_earned_and_the_sta
     assert [part for part in (*told, f"### heard\n{word}") if part not in question] == []
     said = capsys.readouterr().err
     assert "--state-columns gess: no rollout had one. The environment's state has: answer, heard, prompt" in said
-
-
-# resuming
 
 
 def test_a_search_that_is_stopped_anywhere_ends_as_if_it_had_not_been(endpoint):
@@ -176,9 +170,6 @@ def test_ctrl_c_ends_it_with_what_was_found_and_the_same_command_goes_on(endpoin
     assert search(endpoint) == 0
     assert best() == f"{BEST}\n"
     assert len(lines_of("rollouts.jsonl")) == 28 > num_before
-
-
-# what goes wrong
 
 
 def test_rewards_that_fail_always_or_compare_a_group_and_a_second_search_are_refused(endpoint):
@@ -301,9 +292,6 @@ def test_examples_with_prompts_of_their_own_need_one_to_begin_with(endpoint):
     Path("first.txt").write_text("You are a parrot.\n")
     search(endpoint, "--initial-prompt", "first.txt")
     assert best() == f"{BEST}\n"
-
-
-# an engine of ours
 
 
 @pytest.fixture

@@ -229,9 +229,6 @@ def test_a_launcher_that_does_not_end_is_named(run):
         end_launcher(RunPaths(run), wait_s=0.2)
 
 
-# on a cluster
-
-
 def record(run: Path, identity: str = "20260102-030405-ab12", scheduler: Any = "slurm", **more: Any) -> Path:
     """A submission's folder."""
     folder = submissions_of(run) / identity

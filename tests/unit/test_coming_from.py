@@ -142,9 +142,6 @@ def rows(*kinds: str) -> Any:
     return pytest.mark.parametrize("row", found, ids=lambda row: f"{row.document} {row.lines[0]}-{row.lines[-1]}")
 
 
-# nothing is left out
-
-
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_line_every_name_and_every_toml_block_of_a_document_has_a_row(document):
     listed = DOCUMENTS[document]
@@ -187,9 +184,6 @@ def test_commands_of_the_tutorial_are_typed_with_flags_that_there_are(call):
         assert code == 0, manual
         flags = [word for word in words if re.match(r"--?[a-z]", word)]
         assert [flag for flag in flags if not is_in(flag, manual)] == [], words
-
-
-# what rows say
 
 
 @rows(*SMALL)
@@ -368,9 +362,6 @@ def test_the_test_that_a_row_names_exists(row):
     name, _, function = row.means.partition("::")
     (file,) = (path for path in REPOSITORY.glob(f"tests/*/{name}"))
     assert not function or re.search(rf"^(async )?def {function}\(", file.read_text(), re.MULTILINE)
-
-
-# tests of their own, which rows name
 
 
 def test_variables_of_the_shell_reach_every_process(tmp_path, monkeypatch):

@@ -38,9 +38,6 @@ def refusal(flags: str, **options: Any) -> str:
     return str(error.value)
 
 
-# files
-
-
 def test_later_files_win_and_flags_win_over_files():
     """Tables merge, lists are replaced."""
     assert load() == RunConfig()
@@ -72,9 +69,6 @@ def test_a_file_can_fill_any_table():
     write("lora.toml", "rank = 4")
     assert value_at(load("--trainer.model.lora @ lora.toml"), "trainer.model.lora.rank") == 4
     assert "a file can fill a table" in refusal("--max-steps @ lora.toml")
-
-
-# flags
 
 
 @pytest.mark.parametrize(
@@ -126,9 +120,6 @@ def test_flags_can_begin_an_array_add_to_it_and_change_one_item():
     assert "--orchestrator.env.0.weight" in refusal(f"@ a.toml {env}.weight 3")
 
 
-# a process's own command
-
-
 @pytest.mark.parametrize(
     ("flags", "max_steps", "run_model", "trainer_model"),
     [
@@ -156,9 +147,6 @@ def test_the_older_name_of_the_environment_table_is_accepted_alone():
     assert value_at(alone, "orchestrator.env.0.args.max_concurrent") == 512
     write("o.toml", '[[env]]\nid = "x"\n[environment]\nid = "y"')
     assert "two names of one key" in refusal("@ o.toml", section="orchestrator")
-
-
-# refusals
 
 
 @pytest.mark.parametrize(

@@ -214,9 +214,6 @@ def test_sampling_that_biases_the_importance_ratio_gets_a_note(sampling, words):
     assert words is None or words in notes[0]
 
 
-# at launch only
-
-
 @pytest.fixture
 def busy_port() -> Iterator[int]:
     with socket.socket() as listener:

@@ -53,9 +53,6 @@ def not_ready(flags: str = "", section: Room | None = None) -> str:
     return "\n".join(launch_problems(resolved(flags, section), CPU, section=section))
 
 
-# addresses
-
-
 def test_without_hosts_everything_is_on_loopback_and_no_token_is_needed():
     config = resolved()
     assert config.hosts.are_loopback
@@ -127,9 +124,6 @@ def test_addresses_are_read_with_and_without_a_port():
             place_of(wrong)
 
 
-# tokens
-
-
 @pytest.mark.parametrize(
     ("flags", "section", "words"),
     [
@@ -165,9 +159,6 @@ def test_a_token_may_lie_in_a_file_and_the_environment_comes_first(tmp_path, mon
         assert os.environ[TOKEN] == (given or SECRET)
     assert SECRET not in resolved(flags).model_dump_json()
     monkeypatch.delenv(TOKEN)
-
-
-# the machines
 
 
 def test_rl_says_what_to_type_on_which_machine():

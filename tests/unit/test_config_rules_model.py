@@ -122,9 +122,6 @@ def test_rl_and_sft_refuse_alike(folder, tmp_path):
         check_sft(sft, CPU)
 
 
-# adapters
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -166,9 +163,6 @@ def test_supervised_training_has_neither_engines_nor_routes():
     assert len([*expert_problems_of_sft(TrainerModel(moe=Experts(router_replay=True)))]) == 1
     assert next(expert_problems_of_sft(TrainerModel(ep=2))).startswith("model.ep = 2")
     assert [*expert_problems_of_sft(TrainerModel())] == []
-
-
-# experts
 
 
 def test_router_replay_needs_the_engines_prefix_cache_and_a_model_with_experts(folder):

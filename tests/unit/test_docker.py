@@ -134,9 +134,6 @@ def test_one_variable_chooses_image_engine_and_machine_with_gpus_of_their_own():
     assert devices == {"inference": ["0"], "trainer": ["1"]}
 
 
-# health checks
-
-
 @contextmanager
 def answering(path: str, code: int, body: object) -> Iterator[str]:
     """A server that answers those who have the token."""

@@ -37,9 +37,6 @@ def check(translation: Translation, devices: Devices, expected: dict[str, Any]) 
     assert problems(config, devices) == []
 
 
-# vf-rl
-
-
 def vf(args: dict[str, Any], gpus: tuple[int, int] = (1, 1), engine: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
         "model": "owner/model",

@@ -168,9 +168,6 @@ def test_a_tensor_is_let_go_of_before_the_next_is_asked_for(tmp_path):
     assert len(alive) == len(specs)
 
 
-# adapters
-
-
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """A model whose experts transformers holds in one tensor, and its files one by one."""

@@ -133,9 +133,6 @@ def test_keys_of_an_env_file_reach_the_run_and_the_shell_counts_more(tmp_path, m
     assert (os.environ["MY_TEST_KEY"], os.environ["MY_OTHER_KEY"]) == ("abc", "mine")
 
 
-# the vf- names
-
-
 def test_flags_of_vllm_become_flags_of_inference():
     argv = ["--model", "m", "--port", "8007", "--max-model-len", "1024", "--enforce-eager", "--disable-log-requests"]
     flags = list(elsewhere.engine_flags([*argv, "--max-num-batched-tokens", "4096", "--dry-run"]))

@@ -64,9 +64,6 @@ def test_health_checks_use_an_address_that_this_machine_reaches():
     assert the_plan.process("trainer").health is None
 
 
-# the commands themselves
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -122,9 +119,6 @@ def test_a_dry_run_of_a_run_that_would_not_start_says_why_and_exits_with_2(argv,
         example = str(DATA / "guide_example.toml")
         assert command(monkeypatch, "rl", "@", example, "--dry-run", "--device", "cpu", *argv) == 2
         assert words in capsys.readouterr().out
-
-
-# the run folder
 
 
 @pytest.fixture

@@ -167,9 +167,6 @@ def test_samples_are_of_many_examples_are_cut_and_say_who_said_what():
     assert conversation_text(turns).splitlines() == ['[assistant] python({"code": "1+1"})', "[tool] 2"]
 
 
-# folders
-
-
 def write_checkpoint(stage: Stage, step: int, content: bytes = b"weights") -> Path:
     """As the trainer leaves one: weights first, then the checkpoint with its manifest."""
     paths = stage.config.paths
