@@ -214,12 +214,9 @@ def test_environments_come_by_their_weights_in_the_long_run() -> None:
     assert shares == pytest.approx([0.6, 0.3, 0.1, 0.0], abs=0.02)  # four standard deviations
     names, shares = names_and_shares({"b": 1.0, "a": 3.0})
     assert (names, list(shares)) == (["a", "b"], [0.75, 0.25])
-
-
-def test_environments_without_weight_are_never_drawn() -> None:
     for shares in ([0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.5, 0.0, 0.5], [0.1] * 3 + [0.7, 0.0]):
         drawn = {environment_of(group, 0, np.array(shares)) for group in range(300)}
-        assert drawn == set(np.flatnonzero(shares).tolist())
+        assert drawn == set(np.flatnonzero(shares).tolist()), "no environment without weight"
 
 
 def test_the_order_is_the_one_that_runs_on_disk_have() -> None:

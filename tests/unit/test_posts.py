@@ -122,11 +122,8 @@ def test_whatever_a_server_does_instead_is_said(answer, words):
 
 
 def test_nobody_there_is_a_connection_error():
-    async def main() -> None:
-        with open_posts(timeout_s=1.0, watched=True) as posts, pytest.raises(ConnectionError, match="cannot connect"):
-            await posts.post(f"http://127.0.0.1:{free_port()}", "ask", b"{}")
-
-    asyncio.run(main())
+    with open_posts(timeout_s=1.0, watched=True) as posts, pytest.raises(ConnectionError, match="cannot connect"):
+        asyncio.run(posts.post(f"http://127.0.0.1:{free_port()}", "ask", b"{}"))
 
 
 def test_whoever_is_cancelled_hangs_up_so_that_the_engine_stops():
