@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from contextlib import suppress
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,32 +19,15 @@ from safetensors.torch import load_file
 
 from answering import DEADLINE_S, answering
 from tiny import num_loss_tokens, random_samples
+from trireme import messages
+from trireme.algo.cost import Cost
 from trireme.algo.digest import tensor_digest
-from trireme.algo.packing import micro_batches_of_rank
-from trireme.base.errors import Refused
+from trireme.algo.packing import micro_batches_of_rank, rows_of
+from trireme.base.errors import DeadlineExceeded, Refused
 from trireme.base.waiting import Waits
 from trireme.config.losses import Loss
 from trireme.config.run import Model, Ports, RunConfig, WeightBroadcast
 from trireme.config.trainer import Checkpoints, Optimizer, TrainerConfig
-from trireme.messages import (
-    Again,
-    BatchReply,
-    Done,
-    GetBatch,
-    GetNewest,
-    Go,
-    Heartbeat,
-    Live,
-    Newest,
-    NotYet,
-    Ok,
-    PolicyReady,
-    PolicySent,
-    Publish,
-    Refusal,
-    Reply,
-    Request,
-)
 from trireme.monitor.lanes import joined, shares, steady
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import read_spans
@@ -49,6 +35,9 @@ from trireme.trainer import heartbeat as heartbeat_module
 from trireme.trainer.checkpoint import complete_steps
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.loop import train
+from trireme.trainer.mesh import World
+from trireme.trainer.prefetch import Prefetch
+from trireme.trainer.rows import given_to_team, packing_metrics
 
 STEPS = 4
 TOUCH_S = 1e-4  # between two clocks that are read one after the other
@@ -59,49 +48,52 @@ class FakeOrchestrator:
     """Hands out the same batches to every trainer, until it is told to refuse one."""
 
     refuses: int | None = None
-    newest: Newest = field(default_factory=lambda: Newest(version=-1, digests={}))
+    newest: messages.Newest = field(default_factory=lambda: messages.Newest(version=-1, digests={}))
     engine_lost_at: set[int] = field(default_factory=set)  # steps before which an engine needs weights
     transfer_lost_at: set[int] = field(default_factory=set)  # versions that engines lose when they are first sent
     says_so: bool = False  # that one was lost, when it is asked for a batch
-    asked: list[Request] = field(default_factory=list)
+    asked: list[messages.Request] = field(default_factory=list)
 
-    def __call__(self, request: Request) -> Reply:
-        if isinstance(request, Heartbeat):
-            return Ok()
+    def __call__(self, request: messages.Request) -> messages.Reply:
+        if isinstance(request, messages.Heartbeat):
+            return messages.Ok()
         self.asked.append(request)
         match request:
-            case GetNewest():
+            case messages.GetNewest():
                 return self.newest
-            case GetBatch(step=step) if step in self.engine_lost_at and not self._was_sent_to_some(step):
-                return Publish(reason="an engine came up without weights")
-            case GetBatch(step=step) if step == self.refuses:
-                return Refusal(error="the end of this trainer")
-            case GetBatch(step=step) if self.says_so and step in self.transfer_lost_at and self._attempts(step) == 1:
-                return Publish(reason=f"version {step} was not confirmed")
-            case GetBatch(step=step):
+            case messages.GetBatch(step=step) if step in self.engine_lost_at and not self._was_sent_to_some(step):
+                return messages.Publish(reason="an engine came up without weights")
+            case messages.GetBatch(step=step) if step == self.refuses:
+                return messages.Refusal(error="the end of this trainer")
+            case messages.GetBatch(step=step) if (
+                self.says_so and step in self.transfer_lost_at and self._attempts(step) == 1
+            ):
+                return messages.Publish(reason=f"version {step} was not confirmed")
+            case messages.GetBatch(step=step):
                 samples = random_samples([30, 20, 12, 40], seed=step)
                 rows = micro_batches_of_rank(samples, capacity=64, rank=request.rank, world=request.world)
                 count = num_loss_tokens(samples)
-                return BatchReply(step=step, micro_batches=rows, loss_tokens=count, num_rollouts=len(samples))
-            case PolicyReady(version=version):
-                return Go(version=version, epoch="1", world_size=2)
-            case PolicySent(version=version) if version < STEPS and ("GetBatch", version) not in self.story():
-                return NotYet(note="engines load")
-            case PolicySent(version=version) if version in self.transfer_lost_at and self._attempts(version) == 1:
-                return Again(reason="an engine died")
-            case PolicySent(version=version):
-                return Live(version=version)
-        return Ok()
+                return messages.BatchReply(step=step, micro_batches=rows, loss_tokens=count, num_rollouts=len(samples))
+            case messages.PolicyReady(version=version):
+                return messages.Go(version=version, epoch="1", world_size=2)
+            case messages.PolicySent(version=version) if version < STEPS and ("GetBatch", version) not in self.story():
+                return messages.NotYet(note="engines load")
+            case messages.PolicySent(version=version) if (
+                version in self.transfer_lost_at and self._attempts(version) == 1
+            ):
+                return messages.Again(reason="an engine died")
+            case messages.PolicySent(version=version):
+                return messages.Live(version=version)
+        return messages.Ok()
 
-    def ready(self) -> list[PolicyReady]:
-        return [request for request in self.asked if isinstance(request, PolicyReady)]
+    def ready(self) -> list[messages.PolicyReady]:
+        return [request for request in self.asked if isinstance(request, messages.PolicyReady)]
 
     def _was_sent_to_some(self, version: int) -> bool:
         return any(request.version == version and not request.everywhere for request in self.ready())
 
     def _attempts(self, version: int) -> int:
-        """At sending it."""
-        sent = (request for request in self.asked if isinstance(request, PolicySent))
+        sent = (request for request in self.asked if isinstance(request, messages.PolicySent))
         return len({request.attempt for request in sent if request.version == version})
 
     def story(self) -> list[tuple[str, int]]:
@@ -111,7 +103,7 @@ class FakeOrchestrator:
         ]
 
     def digests(self) -> dict[int, dict[str, str]]:
-        return {request.version: request.digests for request in self.asked if isinstance(request, PolicySent)}
+        return {request.version: request.digests for request in self.asked if isinstance(request, messages.PolicySent)}
 
 
 def run(
@@ -164,7 +156,7 @@ def test_every_version_is_confirmed_before_the_next_is_made(straight: FakeOrches
         expected += [("PolicyReady", step), ("PolicySent", step), ("GetBatch", step), ("PolicySent", step)]
     last = [("PolicyReady", STEPS), ("PolicySent", STEPS), ("PolicySent", STEPS), ("Done", STEPS)]
     assert straight.story() == [*expected, *last]
-    assert isinstance(straight.asked[-1], Done)
+    assert isinstance(straight.asked[-1], messages.Done)
     assert len({str(digests) for digests in straight.digests().values()}) == STEPS + 1  # each step changes the weights
 
 
@@ -181,9 +173,7 @@ def test_a_version_that_engines_lose_while_gradients_are_made_is_sent_again_and_
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
 
 
-def test_memory_that_does_not_suffice_for_a_full_row_is_missed_before_anything_is_asked(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_too_little_memory_for_a_full_row_is_noticed_first(tiny_model: Path, tmp_path: Path) -> None:
     """Rows of these batches have 64 tokens; `seq_len` is 2,048, and a row as long comes some day."""
     (tmp_path / "large.py").write_text(
         "import torch\n\n\ndef loss(columns):\n    if len(columns.mask) > 1000:\n"
@@ -197,9 +187,7 @@ def test_memory_that_does_not_suffice_for_a_full_row_is_missed_before_anything_i
     assert orchestrator.story() == []
 
 
-def test_a_run_leaves_checkpoints_what_was_served_and_one_line_of_metrics_per_step(
-    straight: FakeOrchestrator, folder: Path
-) -> None:
+def test_a_run_leaves_what_was_served_and_a_row_of_metrics_per_step(straight: FakeOrchestrator, folder: Path) -> None:
     assert complete_steps(folder / "checkpoints") == [2, 4]
     for step in (2, 4):
         exported = load_file(folder / f"weights/step_{step}/model.safetensors")
@@ -225,23 +213,22 @@ def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight: FakeO
     assert sum(of_steps.values()) == 1.0
     assert {"train", "transfer", "save", "wait"} <= of_steps.keys()
     for row, after in pairwise(read_metrics(folder / "metrics.jsonl")[0]):
-        seconds = defaultdict(float)
+        step = row["step"]
+        seconds = Counter({(span.what, span.step): 0.0 for span in spans})
         for span in spans:
-            if (span.what, span.step) in [("train", row["step"]), ("transfer", row["step"] + 1), ("wait", row["step"])]:
-                seconds[span.what] += span.seconds
-        assert seconds["train"] >= row["time/forward_backward"] + row["time/optimizer"] - TOUCH_S
-        moved_s = row["time/publish"] + after["time/confirm"]
-        assert seconds["transfer"] <= moved_s + TOUCH_S  # without the wait for engines to get ready
-        assert seconds["wait"] > 0
+            seconds[span.what, span.step] += span.seconds
+        assert seconds["train", step] >= row["time/forward_backward"] + row["time/optimizer"] - TOUCH_S
+        # without the wait for engines to get ready
+        assert seconds["transfer", step + 1] <= row["time/publish"] + after["time/confirm"] + TOUCH_S
         assert 0 < row["time/idle"] <= row["time/wait_for_batch"] + row["time/publish"] + TOUCH_S
 
 
-def test_a_trainer_that_died_goes_on_in_its_lane_to_the_same_weights_to_the_bit(
+def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(
     straight: FakeOrchestrator, tiny_model: Path, tmp_path: Path
 ) -> None:
     died = run(tmp_path, tiny_model, refuses=3)
     assert died.story()[-1] == ("GetBatch", 3)
-    again = run(tmp_path, tiny_model, resume=True, newest=Newest(version=3, digests=died.digests()[3]))
+    again = run(tmp_path, tiny_model, resume=True, newest=messages.Newest(version=3, digests=died.digests()[3]))
     assert again.story()[:4] == [("GetNewest", 0), ("GetBatch", 2), ("GetBatch", 3), ("PolicyReady", 4)]
     assert again.digests() == {4: straight.digests()[4]}
     spans = spans_of(tmp_path)
@@ -266,14 +253,114 @@ def test_a_heart_beats_what_the_trainer_does_and_waits_for(monkeypatch: pytest.M
     monkeypatch.setattr(heartbeat_module, "INTERVAL_S", 0.01)
     beats: Queue[Any] = Queue()
 
-    def listen(request: Request) -> Reply:
+    def listen(request: messages.Request) -> messages.Reply:
         beats.put(request)
-        return Ok()
+        return messages.Ok()
 
     waits = Waits("trainer")
     with answering(listen) as address, waits.waiting("batch 3", peer="orchestrator", deadline_s=DEADLINE_S):
         with heartbeat(address, "run", waits, Activity(state="running", version=3)):
             first = beats.get(timeout=DEADLINE_S)
-    assert isinstance(first, Heartbeat)
+    assert isinstance(first, messages.Heartbeat)
     assert (first.run_id, first.process, first.state, first.version) == ("run", "trainer", "running", 3)
     assert [wait.endswith("s for batch 3 from orchestrator") for wait in first.waits] == [True]
+
+
+CAPACITY = 48
+
+
+def rank_of(rank: int = 1, cp_rank: int = 0) -> Any:
+    """One of two ranks, without the other, which adds rows of 30 and of 10 tokens to what is summed up."""
+
+    def add_up(values: dict[str, float]) -> dict[str, float]:
+        others = {"0/1": 30.0, "1/1": 10.0, "tokens": 40.0}
+        return {name: value + others.get(name, 0.0) for name, value in values.items()}
+
+    return SimpleNamespace(rank=rank, is_main=rank == 0, dp_size=2, dp_rank=rank % 2, cp_rank=cp_rank, sum=add_up)
+
+
+@dataclass
+class BatchesOnly:
+    filled: int = 9
+    asked: list[tuple[int, int, int]] = field(default_factory=list)
+    was_asked: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, request: messages.Request) -> messages.Reply:
+        assert isinstance(request, messages.GetBatch)
+        self.asked.append((request.step, request.rank, request.world))
+        self.was_asked.set()
+        if request.step >= self.filled:
+            return messages.NotYet(note="3 of 8 groups missing")
+        return messages.BatchReply(step=request.step, micro_batches=[], loss_tokens=1, num_rollouts=1)
+
+
+@contextmanager
+def prefetching(handle: Any, *, rank: Any = None, ahead: int = 1, timeout_s: float = DEADLINE_S) -> Iterator[Prefetch]:
+    config = RunConfig(max_async_level=ahead, max_steps=5, trainer=TrainerConfig(batch_timeout_s=timeout_s))
+    with answering(handle) as address:
+        prefetch = Prefetch(config, rank or rank_of(), Waits("trainer.1"), address=address)
+        try:
+            yield prefetch
+        finally:
+            prefetch.close()
+
+
+@pytest.mark.parametrize("filled", [3, 9])
+def test_the_next_batch_is_asked_for_before_its_turn_and_waited_for_in_its_turn(filled: int) -> None:
+    orchestrator = BatchesOnly(filled)
+    with prefetching(orchestrator) as prefetch:
+        assert prefetch.take(3) is None  # it was not asked for
+        prefetch.begin_if_ahead(3)
+        assert orchestrator.was_asked.wait(DEADLINE_S)
+        orchestrator.filled = 9
+        batch = prefetch.take(3)
+        assert prefetch.take(3) is None
+    assert batch is not None
+    assert batch.step == 3
+    assert set(orchestrator.asked) == {(3, 1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("rank", "ahead", "step"),
+    [
+        (rank_of(0), 1, 3),  # it may have to give an engine weights first
+        (rank_of(), 0, 3),  # the batch cannot begin before these weights are live
+        (rank_of(), 1, 5),  # there is none
+        (rank_of(3, cp_rank=1), 1, 3),  # the first of its team asks
+    ],
+)
+def test_a_rank_that_could_not_have_a_batch_early_does_not_ask_for_it(rank: Any, ahead: int, step: int) -> None:
+    orchestrator = BatchesOnly()
+    with prefetching(orchestrator, rank=rank, ahead=ahead) as prefetch:
+        prefetch.begin_if_ahead(step)
+        assert prefetch.take(step) is None
+    assert orchestrator.asked == []
+
+
+@pytest.mark.parametrize(
+    ("handle", "timeout_s", "error", "words"),
+    [
+        (lambda _: messages.Refusal(error="another run's trainer"), DEADLINE_S, Refused, "another run's trainer"),
+        (BatchesOnly(filled=0), 0.05, DeadlineExceeded, r"trainer.1 waits .* for batch 1 from orchestrator"),
+    ],
+)
+def test_a_refusal_and_a_deadline_are_raised_where_the_batch_is_wanted(
+    handle: Any, timeout_s: float, error: type[Exception], words: str
+) -> None:
+    with prefetching(handle, timeout_s=timeout_s) as prefetch:
+        prefetch.begin_if_ahead(1)
+        with pytest.raises(error, match=words):
+            prefetch.take(1)
+
+
+def test_waste_and_imbalance_by_hand(world: World) -> None:
+    batch = messages.BatchReply(step=1, micro_batches=[], loss_tokens=1, num_rollouts=1)
+    assert given_to_team(batch, world) is batch  # a rank on its own
+    rows = micro_batches_of_rank(random_samples([40, 30, 18]), capacity=CAPACITY, rank=0, world=1)
+    found = packing_metrics(rows, capacity=CAPACITY, cost=Cost(), world=world)
+    assert found == {"perf/packing_waste": pytest.approx(1 - 88 / 96), "perf/rank_imbalance": pytest.approx(0.0)}
+    rows = rows_of(random_samples([40, 18]), [[0], [1]])  # two ranks, two rounds: 40 beside 30 tokens, 18 beside 10
+    assert packing_metrics(rows, capacity=CAPACITY, cost=Cost(), world=rank_of(0)) == {
+        "perf/rank_imbalance": pytest.approx((40 + 18) / (98 / 2) - 1),  # what all wait for the slowest
+        "perf/packing_waste": pytest.approx(1 - 98 / (4 * CAPACITY)),
+    }
