@@ -8,23 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiny import (
-    are_equal,
-    content_of,
-    open_store,
-    optimizer_state_of,
-    random_samples,
-    save,
-    save_tiny_model,
-    train_step,
-    weights_of,
-)
+import tiny
 from trireme.base.errors import ConfigError, NotFinite
 from trireme.config.trainer import Optimizer, TrainerModel
 from trireme.trainer.eight_bit import AdamW8bit, block_of
 from trireme.trainer.mesh import World
 from trireme.trainer.model import load_model
-from trireme.trainer.muon import ADAMW_RMS, orthogonal, rate_of
+from trireme.trainer.muon import orthogonal, rate_of
 from trireme.trainer.optim import build_optimizer
 from trireme.trainer.state import TrainerState
 from trireme.trainer.step import optimizer_step
@@ -34,7 +24,7 @@ KINDS = ["adamw", "adamw_8bit", "muon", "sgd"]
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"), hidden=64, layers=1)
+    return tiny.save_tiny_model(tmp_path_factory.mktemp("model"), hidden=64, layers=1)
 
 
 def state_with(folder: Path, world: World, kind: str) -> TrainerState:
@@ -47,41 +37,33 @@ def layer(seed: int = 0, *, inputs: int = 128, outputs: int = 96) -> torch.nn.Li
     return torch.nn.Linear(inputs, outputs)
 
 
-def descend(kind: str, lr: float, *, steps: int) -> tuple[torch.Tensor, list[float]]:
-    """Towards a map that another layer knows: how far the weights moved, and the losses."""
+def moved_by(kind: str) -> torch.Tensor:
+    """How far ten steps move the weights towards a map that another layer knows."""
     module, taught = layer(), layer(1)
     before, inputs = module.weight.detach().clone(), torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
-    optimizer, losses = build_optimizer(module, Optimizer(type=kind, lr=lr)), []
-    for _ in range(steps):
-        loss = torch.nn.functional.mse_loss(module(inputs), taught(inputs).detach())
-        loss.backward()
+    optimizer = build_optimizer(module, Optimizer(type=kind, lr=1e-3))
+    for _ in range(10):
+        torch.nn.functional.mse_loss(module(inputs), taught(inputs).detach()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return module.weight.detach() - before, losses
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_optimizer_descends(kind: str) -> None:
-    _, losses = descend(kind, 3e-2, steps=20)
-    assert losses[-1] < (0.97 if kind == "sgd" else 0.3) * losses[0]
+    return module.weight.detach() - before
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_resumed_goes_on_to_the_same_bits(kind: str, model_folder: Path, world: World, tmp_path: Path) -> None:
     straight, resumed = saved_by(kind, tmp_path, model_folder, world), state_with(model_folder, world, kind)
-    open_store(tmp_path, world).resume(resumed, resume=True)
-    assert are_equal(content_of(straight), content_of(resumed))
+    tiny.open_store(tmp_path, world).resume(resumed, resume=True)
+    assert tiny.are_equal(tiny.content_of(straight), tiny.content_of(resumed))
     for state in (straight, resumed):
-        train_step(state, random_samples([30], seed=2), world)
-    assert are_equal(content_of(straight), content_of(resumed))
+        tiny.train_step(state, tiny.random_samples([30], seed=2), world)
+    assert tiny.are_equal(tiny.content_of(straight), tiny.content_of(resumed))
 
 
 def saved_by(kind: str, folder: Path, model_folder: Path, world: World) -> TrainerState:
     state = state_with(model_folder, world, kind)
     for seed in range(2):
-        train_step(state, random_samples([12, 20], seed=seed), world)
-    save(folder, state, world)
+        tiny.train_step(state, tiny.random_samples([12, 20], seed=seed), world)
+    tiny.save(folder, state, world)
     return state
 
 
@@ -91,14 +73,16 @@ def test_moments_in_8_bits_and_in_32_go_on_from_each_other(
 ) -> None:
     """After the switch its next step is that of the optimizer before, but for the precision of the format."""
     straight, switched = saved_by(before, tmp_path, model_folder, world), state_with(model_folder, world, after)
-    open_store(tmp_path, world).resume(switched, resume=True)
-    began, held = weights_of(switched.model), state_with(model_folder, world, after)
+    tiny.open_store(tmp_path, world).resume(switched, resume=True)
+    began, held = tiny.weights_of(switched.model), state_with(model_folder, world, after)
     for state in (straight, switched, held):
-        train_step(state, random_samples([30], seed=2), world)
-    one, other = weights_of(straight.model), weights_of(switched.model)
+        tiny.train_step(state, tiny.random_samples([30], seed=2), world)
+    one, other = tiny.weights_of(straight.model), tiny.weights_of(switched.model)
     moved = sum((one[name] - began[name]).square().sum() for name in one).sqrt()
     assert sum((one[name] - other[name]).square().sum() for name in one).sqrt() < 0.05 * moved
-    formats = [{name: tensor.dtype for name, tensor in optimizer_state_of(each).items()} for each in (switched, held)]
+    formats = [
+        {name: tensor.dtype for name, tensor in tiny.optimizer_state_of(each).items()} for each in (switched, held)
+    ]
     assert formats[0] == formats[1]
 
 
@@ -112,7 +96,7 @@ def test_another_kind_of_optimizer_is_refused_with_both_names(
     saved_by(before, tmp_path, model_folder, world)
     words = f"optimizer is '{before.removesuffix('_8bit')}', and `optim.type` is '{after}'"
     with pytest.raises(ConfigError, match=words):
-        open_store(tmp_path, world).resume(state_with(model_folder, world, after), resume=True)
+        tiny.open_store(tmp_path, world).resume(state_with(model_folder, world, after), resume=True)
 
 
 # AdamW
@@ -120,7 +104,7 @@ def test_another_kind_of_optimizer_is_refused_with_both_names(
 
 def test_fused_adamw_is_adamw(model_folder: Path, world: World) -> None:
     state = state_with(model_folder, world, "adamw")
-    plain = {name: torch.nn.Parameter(tensor) for name, tensor in weights_of(state.model).items()}
+    plain = {name: torch.nn.Parameter(tensor) for name, tensor in tiny.weights_of(state.model).items()}
     reference = torch.optim.AdamW(
         [
             {"params": [p for p in plain.values() if p.ndim > 1], "weight_decay": 0.1},
@@ -137,7 +121,7 @@ def test_fused_adamw_is_adamw(model_folder: Path, world: World) -> None:
             parameter.grad.to_local().copy_(plain[name].grad)
         state.optimizer.step()
         reference.step()
-    for name, weight in weights_of(state.model).items():
+    for name, weight in tiny.weights_of(state.model).items():
         torch.testing.assert_close(weight, plain[name].detach(), rtol=0, atol=1e-6)
 
 
@@ -145,7 +129,7 @@ def test_fused_adamw_is_adamw(model_folder: Path, world: World) -> None:
 
 
 def test_8_bits_step_as_32_do_but_for_the_last_percent() -> None:
-    exact, found = (descend(kind, 1e-3, steps=10)[0] for kind in ("adamw", "adamw_8bit"))
+    exact, found = (moved_by(kind) for kind in ("adamw", "adamw_8bit"))
     assert (found - exact).norm() / exact.norm() < 0.05
     assert not torch.equal(found, exact)
 
@@ -164,7 +148,6 @@ def test_8_bits_hold_a_code_per_value_and_a_scale_per_row() -> None:
 
 
 def test_an_orthogonal_update_keeps_the_directions_and_has_all_singular_values_near_one() -> None:
-    """Each expert is a matrix of its own."""
     for shape in ((40, 40), (64, 24), (24, 64), (3, 24, 40)):
         matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         values = torch.linalg.svdvals(orthogonal(matrix))
@@ -205,21 +188,12 @@ def test_muon_is_torchs_muon() -> None:
         reference.step()
     moved, expected = ours.weight.detach() - before, theirs.weight.detach() - before
     assert (moved - expected).norm() / expected.norm() < 0.01  # theirs is rounded to bfloat16 on the way
-
-
-def test_a_step_of_muon_is_as_large_as_one_of_adamw() -> None:
-    module = layer(inputs=256, outputs=64)
-    before = module.weight.detach().clone()
-    module.weight.grad = torch.randn(64, 256)
-    build_optimizer(module, Optimizer(type="muon", lr=1.0)).step()
-    rms = (module.weight.detach() - before).square().mean().sqrt()
-    assert float(rms) == pytest.approx(ADAMW_RMS, rel=0.15)
     assert rate_of(torch.Size([3, 64, 256])) == pytest.approx(0.2 * 16)
 
 
 def test_muon_takes_the_matrices_of_layers_and_adamw_all_the_rest(model_folder: Path, world: World) -> None:
     state = state_with(model_folder, world, "muon")
-    train_step(state, random_samples([12]), world)
+    tiny.train_step(state, tiny.random_samples([12]), world)
     keys = {name: set(state.optimizer.state[parameter]) for name, parameter in state.model.named_parameters()}
     hidden = {name for name, found in keys.items() if found == {"momentum_buffer"}}
     assert hidden == {name for name in keys if "proj" in name}
@@ -242,11 +216,11 @@ def test_the_biases_of_experts_neither_decay_nor_are_they_matrices() -> None:
 def test_a_run_ends_after_so_many_broken_steps_in_a_row_and_not_before(model_folder: Path, world: World) -> None:
     state, config = state_with(model_folder, world, "adamw"), Optimizer(max_nonfinite=3)
     assert [step_with(value, state, config) for value in (nan, nan, 1.0, nan, nan)] == [1, 2, 0, 1, 2]
-    before = weights_of(state.model)
+    before = tiny.weights_of(state.model)
     with pytest.raises(NotFinite, match=r"3 optimizer steps in a row, the last one on batch 0 \(norm nan\)") as caught:
         step_with(nan, state, config)
     assert caught.value.exit_code == 3  # which the launcher takes for final
-    assert are_equal(before, weights_of(state.model))
+    assert tiny.are_equal(before, tiny.weights_of(state.model))
     with pytest.raises(NotFinite, match="1 optimizer steps in a row"):
         step_with(nan, state_with(model_folder, world, "adamw"), Optimizer(nonfinite="stop", max_nonfinite=3))
 
@@ -255,10 +229,10 @@ def test_broken_steps_before_a_stop_count_after_it(model_folder: Path, world: Wo
     config, state = Optimizer(max_nonfinite=3), state_with(model_folder, world, "adamw")
     assert [step_with(value, state, config) for value in (1.0, nan, nan)] == [0, 1, 2]
     state.version = 1
-    save(tmp_path, state, world)
+    tiny.save(tmp_path, state, world)
     resumed = state_with(model_folder, world, "adamw")
-    open_store(tmp_path, world).resume(resumed, resume=True)
+    tiny.open_store(tmp_path, world).resume(resumed, resume=True)
     assert resumed.skipped_in_a_row == 2
-    assert are_equal(optimizer_state_of(state), optimizer_state_of(resumed))
+    assert tiny.are_equal(tiny.optimizer_state_of(state), tiny.optimizer_state_of(resumed))
     with pytest.raises(NotFinite):
         step_with(nan, resumed, config)

@@ -117,15 +117,12 @@ class Orchestrator:
 
 
 class Stand:
-    """A publisher, the model that it publishes, and the orchestrator that it asks."""
-
     def __init__(self, publisher: Publisher, model: PreTrainedModel, orchestrator: Orchestrator) -> None:
         self.publisher, self.model, self.orchestrator = publisher, model, orchestrator
         self.served_bytes = sum(tensor.nbytes for _, tensor in served_tensors(model, torch.bfloat16))
         self._version = -1
 
     def publish(self) -> dict[str, float]:
-        """Publish the next version and return its metrics."""
         self._version += 1
         self.publisher.publish(self._version)
         return self.publisher.take_metrics()
@@ -371,15 +368,11 @@ def test_nccls_own_watchdog_which_ends_the_process_comes_after_us(monkeypatch: p
 
 @pytest.mark.parametrize("replies", [[Live(version=3)], [Again(reason="an engine died"), Live(version=3)]])
 def test_memory_that_engines_read_is_let_go_as_soon_as_they_have_confirmed(
-    tmp_path: Path, tiny_model: Path, world: World, monkeypatch: pytest.MonkeyPatch, replies: list[Reply]
+    open_stand: OpenStand, monkeypatch: pytest.MonkeyPatch, replies: list[Reply]
 ) -> None:
     held: list[weakref.ref] = []
     alive: list[int] = []
     answers = iter(replies)
-
-    def note(tensor: torch.Tensor) -> list[Any]:
-        held.append(weakref.ref(tensor))
-        return []
 
     def answer(request: Request) -> Reply:
         if isinstance(request, PolicyReady):
@@ -387,16 +380,11 @@ def test_memory_that_engines_read_is_let_go_as_soon_as_they_have_confirmed(
         alive.append(sum(tensor() is not None for tensor in held))
         return next(answers)
 
-    monkeypatch.setattr(ipc, "_to_handle", note)
+    monkeypatch.setattr(ipc, "_to_handle", lambda tensor: held.append(weakref.ref(tensor)) or [])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(publish, "open_sender", lambda *_, **__: IpcSender())
-    config = RunConfig(output_dir=tmp_path, device="cpu", weight_broadcast=WeightBroadcast(type="ipc"))
-    with answering(answer) as address:
-        control = ControlClient(address, Waits("trainer"))
-        publisher = Publisher(config, open_state(tiny_model, world).model, world, control)
-        publisher.publish(3)
-        control.close()
+    open_stand("ipc", intercept=answer).publisher.publish(3)
     num_tensors = len(held) // len(replies)
     assert alive == [num_tensors] * len(replies)  # while they are asked to confirm, one copy, never two
     assert not any(tensor() is not None for tensor in held)
