@@ -128,6 +128,14 @@ def change_dropped(reason: str, how: Callable[[list[Dropped], Dropped], Any]) ->
     return plant
 
 
+def try_again(dropped: list[Dropped], drop: Dropped) -> None:
+    dropped.append(msgspec.structs.replace(drop, attempt=2))
+
+
+def forget_reason(dropped: list[Dropped], drop: Dropped) -> None:
+    drop.reason = ""
+
+
 def drop_what_was_trained(record: BatchRecord) -> None:
     rollout = record.rollouts[0]
     record.dropped.append(Dropped(rollout.group, 0, 1, rollout.env, rollout.example, "stale: x"))
@@ -138,6 +146,7 @@ def copy_checkpoint(config: RunConfig) -> None:
 
 
 remove_row = change_lines(lambda rows: rows.remove(row_of(rows, "orchestrator", 2)))
+remove_step = change_lines(lambda rows: rows.remove(row_of(rows, "trainer", 2)))
 change_metric = change_lines(lambda rows: row_of(rows, "orchestrator", 2).update({"reward/mean": 0.123}))
 add_line = change_lines(lambda rows: rows.append(row_of(rows, "trainer", 2) | {"step": 6}))
 
@@ -175,6 +184,8 @@ FAULTS: dict[str, Fault] = {
     "a group is trained again": (train_a_group_again, 3, "is trained here, and batch 1 had decided it before"),
     "a trained one is dropped": (edit(2, drop_what_was_trained), 2, "attempt 0 trained, attempt 1 dropped"),
     "a failed attempt is gone": (change_dropped("score: KeyError", list.remove), -1, "place 1 has attempt 1 trained"),
+    "one was tried too often": (change_dropped("timeout", try_again), -1, "attempt 2 dropped"),
+    "one has no reason": (change_dropped("no signal", forget_reason), -1, "dropped without a reason"),
     "an open group is forgotten": (change(3, "state.open_groups", without_last), 3, "had no fate until now"),
     "group numbers leap": (put(4, "state.next_group", 10**15), 4, "the next group is 1000000000000000"),
     "a counter is wrong": (change(3, "state.counters.trained", one_more), 3, "counts 25 rollouts trained"),
@@ -188,6 +199,7 @@ FAULTS: dict[str, Fault] = {
     "a given token has a logprob": (change_column("logprobs", -0.5, masked=False), 3, "has -0.5 in `logprobs`"),
     "an advantage is another": (change_column("advantages", 0.375), 3, "token . has 0.375 in `advantages`"),
     "a logprob is of no probability": (change_column("logprobs", 0.5), 3, "has 0.5 in `logprobs`"),
+    "a column is too short": (change(3, "rollouts.4.samples.0.logprobs", without_last), 3, "values of float32 in"),
     "a rollout has no tokens": (put(3, "rollouts.4.samples", []), 3, "has no token that is trained on"),
     "a temperature is another": (put(3, "rollouts.4.temperature", 0.5), 3, "was sampled at temperature 0.5"),
     # versions
@@ -203,6 +215,7 @@ FAULTS: dict[str, Fault] = {
     # metrics
     "a metric is another": (change_metric, 2, "metrics.jsonl says reward/mean = 0.123"),
     "a line of the orchestrator is gone": (remove_row, 2, "batch 2 has no line of the orchestrator"),
+    "a line of the trainer is gone": (remove_step, 2, "step 2 has no line of the trainer"),
     "a line is about a step that never was": (add_line, 6, "lines of the trainer for step 6; there are 5 batches"),
 }
 
