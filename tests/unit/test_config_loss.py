@@ -59,38 +59,6 @@ def test_the_constant_of_dr_grpo_is_what_may_be_sampled():
     assert loss("--type dr_grpo --normalize-length 9").normalize_length == 9
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        # a key that would change nothing
-        ("--clip-high 0.3", 'loss.clip_high = ... surrogate = "clip"'),
-        ("--type ppo --kl-tau 0.1", 'loss.kl_tau = ... surrogate = "importance"'),
-        ("--type ppo --ratio-low 0.1", 'loss.ratio_low = ... surrogate = "importance"'),
-        ("--type gspo --dual-clip 3", 'loss.dual_clip = ... surrogate = "clip"'),
-        ("--type ppo --correction-high 3", "loss.correction_high = ... correction = "),
-        ("--type tis --correction-low 0.3", 'loss.correction_low = ... correction = "token_mask"'),
-        ("--type ppo --normalize-length 3", 'loss.normalize_length = ... normalize = "constant"'),
-        ("--kl-estimator k1", "loss.kl_estimator = ... beta = 0.01"),
-        ("--reference-update-every 5", "loss.reference_update_every = ... beta = 0.01"),
-        ("--type reinforce --proximal behaviour", 'loss.proximal = ... surrogate = "clip"'),
-        ("--path a.py:b", 'loss.path = ... surrogate = "custom"'),
-        ("--type custom --path a.py:b --correction token_mask", "loss.correction = ... Remove it"),
-        # contradictions
-        ("--type tis --proximal behaviour", "expected a proximal policy of its own"),
-        ("--ratio-low 8", "every token would be masked"),
-        ("--type icepop --correction-high 0.4", "every token would be masked"),
-        ("--type custom", "without a path"),
-    ],
-)
-def test_a_loss_that_would_not_do_what_is_written_is_refused(flags, words):
-    assert len(refusals(prefixed(TABLE, flags), words)) == 1
-
-
-@pytest.mark.parametrize("flags", ["--type custom --path a.py:b", "--ratio-low 7.9", "--type ppo --correction none"])
-def test_a_loss_whose_keys_are_all_read_is_accepted(flags):
-    assert refusals(prefixed(TABLE, flags)) == []
-
-
 def test_the_documentation_has_every_recipe_with_its_values_and_every_key():
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     recipes = page.partition("\n### Recipes\n")[2].partition("\n### ")[0]

@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 SAMPLED = " --eval.sampling.temperature 1.0"
 WSD = "--scheduler.type wsd --scheduler.warmup-steps"
 MASK = "--inference.args.return-sampling-mask true"
+DELTA = "--weight-broadcast.delta --trainer.model.lora.rank 8"
+REPLAY = "--trainer.model.moe.router-replay true"
 COSINE = "--scheduler.type cosine"
 STAGES = "--curriculum [{weights={a=1.0}},{weights={a=1.0},from_step=10},{weights={b=1.0}"
 SHARED = "--inference-gpu-ids 0,1 --trainer-gpu-ids"
@@ -150,8 +152,47 @@ ORCHESTRATOR = rows(
     ("--length-penalty {max_length=50,buffer=51}", "--length-penalty {max_length=50,buffer=50}", "buffer = 51"),
 )
 
+LOSS = rows(
+    "trainer.loss",
+    CPU,
+    # a key that would change nothing
+    ("--clip-high 0.3", "--type ppo --clip-high 0.3", 'loss.clip_high = ... surrogate = "clip"'),
+    ("--type ppo --kl-tau 0.1", "", 'loss.kl_tau = ... surrogate = "importance"'),
+    ("--type ppo --ratio-low 0.1", "", 'loss.ratio_low = ... surrogate = "importance"'),
+    ("--type gspo --dual-clip 3", "", 'loss.dual_clip = ... surrogate = "clip"'),
+    ("--type ppo --correction-high 3", "", "loss.correction_high = ... correction = "),
+    ("--type tis --correction-low 0.3", "", 'loss.correction_low = ... correction = "token_mask"'),
+    ("--type ppo --normalize-length 3", "", 'loss.normalize_length = ... normalize = "constant"'),
+    ("--kl-estimator k1", "+ --beta 0.1", "loss.kl_estimator = ... beta = 0.01"),
+    ("--reference-update-every 5", "", "loss.reference_update_every = ... beta = 0.01"),
+    ("--type reinforce --proximal behaviour", "", 'loss.proximal = ... surrogate = "clip"'),
+    ("--path a.py:b", "", 'loss.path = ... surrogate = "custom"'),
+    ("--type custom --path a.py:b --correction token_mask", "", "loss.correction = ... Remove it"),
+    # contradictions
+    ("--type tis --proximal behaviour", "", "expected a proximal policy of its own"),
+    ("--ratio-low 8", "... 7.9", "every token would be masked"),
+    ("--type icepop --correction-high 0.4", "", "every token would be masked"),
+    ("--type custom", "+ --path a.py:b", "without a path"),
+)
+MODEL = rows(
+    "trainer.model",
+    CPU,
+    ("--lora.modules-to-save lm_head --lora.sync adapter", "... merged", "modules_to_save = ['lm_head']"),
+    ("--lora.target-modules all-linear --lora.sync adapter", "... merged", "all-linear in target_modules"),
+    ("--lora.target-modules q_proj,lm_head --lora.sync adapter", "... merged", "lm_head in target_modules"),
+    ("--lora.rank 513 --lora.sync adapter", "... merged", "rank = 513"),
+    ("--lora.rank 513 --lora.sync adapter", "--lora.rank 512 --lora.sync adapter", "rank = 513"),
+    ("--ep 2", "--ep 1", "trainer.model.ep = 2 - expected 1"),
+)
+MODEL += rows(
+    "",
+    CPU,
+    (f"{DELTA} --trainer.model.lora.sync adapter", DELTA, "weight_broadcast.delta"),
+    (f"{REPLAY} --inference.args.enable-prefix-caching false", REPLAY, "prefix_caching"),
+)
 
-@pytest.mark.parametrize(("refused", "accepted", "words", "on"), RUN + PLACES + TRAINER + ORCHESTRATOR)
+
+@pytest.mark.parametrize(("refused", "accepted", "words", "on"), RUN + PLACES + TRAINER + ORCHESTRATOR + LOSS + MODEL)
 def test_a_rule_refuses_what_is_wrong_and_accepts_what_is_next_to_it(refused, accepted, words, on):
     assert len(refusals(refused, words, on=on)) == 1
     assert refusals(accepted, on=on) == []
