@@ -88,14 +88,6 @@ def said(capsys: pytest.CaptureFixture[str], run: Path, *flags: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_run_that_is_at_work_answers_itself(run, capsys):
-    with answering(run):
-        out = said(capsys, run)
-    assert "state        running, version 3; 3 of 8 steps are trained" in out
-    assert "waits        orchestrator waits 12 s for rollouts" in out
-    assert "engine       http://127.0.0.1:1 live" in out
-
-
 def test_a_run_without_a_process_is_told_from_disk(run, capsys):
     """An answer about another run is not taken for this one's: ports are used again."""
     with answering(run.parent / "another"):
@@ -104,11 +96,14 @@ def test_a_run_without_a_process_is_told_from_disk(run, capsys):
     assert "reward       0.000 -> 0.200" in out
 
 
-def test_the_orchestrator_is_asked_with_the_submissions_token(run, capsys, monkeypatch):
+def test_a_run_that_is_at_work_answers_itself_to_the_submissions_token(run, capsys, monkeypatch):
     monkeypatch.delenv(TOKEN, raising=False)
     write_secrets(record(run) / "secrets.sh", {TOKEN: "a token of its own"})
     with answering(run, token="a token of its own"):
-        assert "running, version 3" in said(capsys, run)
+        out = said(capsys, run)
+    assert "state        running, version 3; 3 of 8 steps are trained" in out
+    assert "waits        orchestrator waits 12 s for rollouts" in out
+    assert "engine       http://127.0.0.1:1 live" in out
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
@@ -182,11 +177,8 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_logs_are_the_newest_lines_of_every_process_or_of_one(run, shown):
-    out = shown(str(run), "-n", "2")
-    assert [f"{process} says {number}" in out for process in ("inference", "trainer") for number in (6, 7, 8)] == [
-        *(False, True, True),
-        *(False, True, True),
-    ]
+    lines = [line for line in shown(str(run), "-n", "2").splitlines() if "says" in line]
+    assert lines == [f"{process} says {number}" for process in ("inference", "trainer") for number in (7, 8)]
     assert shown(str(run), "trainer", "-n", "1") == "trainer says 8\n"
     with pytest.raises(ConfigError, match="Did you mean `trainer`"):
         logs([str(run), "trianer"])
@@ -206,8 +198,8 @@ with hold_folder(RunPaths(Path(sys.argv[1]))):
 
 @contextmanager
 def launcher(run: Path, hearing: str) -> Iterator[subprocess.Popen[str]]:
-    words = [sys.executable, "-c", HOLDER, str(run), hearing]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", HOLDER, str(run), hearing]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "holds\n"
         try:
             yield process
@@ -215,18 +207,15 @@ def launcher(run: Path, hearing: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_cancel_ends_the_launcher_and_waits_for_it(run, capsys):
+def test_cancel_ends_the_launcher_and_waits_for_it_or_names_it(run, capsys):
     with launcher(run, "hears") as process:
         assert "coming up, or going down" in said(capsys, run)
         assert cancel([str(run)]) == 0
         assert process.wait(DEADLINE_S) == 0
-    with pytest.raises(ConfigError, match="no launcher is at work"):
-        cancel([str(run)])
-
-
-def test_a_launcher_that_does_not_end_is_named(run):
     with launcher(run, "deaf") as process, pytest.raises(DeadlineExceeded, match=f"kill -9 {process.pid}"):
         end_launcher(RunPaths(run), wait_s=0.2)
+    with pytest.raises(ConfigError, match="no launcher is at work"):
+        cancel([str(run)])
 
 
 def record(run: Path, identity: str = "20260102-030405-ab12", scheduler: Any = "slurm", **more: Any) -> Path:

@@ -18,23 +18,16 @@ TWO = {"nodes": 2, "gpus_per_node": 8}
     ("asked", "expected"),
     [
         (TWO, [[("inference", 0, ALL)], [("orchestrator", 0, ()), ("trainer", 0, ALL)]]),
-        # a machine may hold both kinds
         (
-            TWO | {"inference_gpus": 12, "trainer_gpus": 4},
-            [
-                [("inference", 0, ALL)],
-                [("orchestrator", 0, ()), ("trainer", 0, ALL[4:]), ("inference", 1, ALL[:4])],
-            ],
+            TWO | {"inference_gpus": 12, "trainer_gpus": 4},  # a machine may hold both kinds
+            [[("inference", 0, ALL)], [("orchestrator", 0, ()), ("trainer", 0, ALL[4:]), ("inference", 1, ALL[:4])]],
         ),
         # the trainer begins on a machine of its own where its shares would differ otherwise
         (
             TWO | {"inference_gpus": 6, "trainer_gpus": 8},
             [[("inference", 0, ALL[:6])], [("orchestrator", 0, ()), ("trainer", 0, ALL)]],
         ),
-        (
-            {"nodes": 2, "gpus_per_node": 0},
-            [[("inference", 0, ())], [("orchestrator", 0, ()), ("trainer", 0, ())]],
-        ),
+        (TWO | {"gpus_per_node": 0}, [[("inference", 0, ())], [("orchestrator", 0, ()), ("trainer", 0, ())]]),
     ],
 )
 def test_gpus_are_dealt_out_engines_first_in_equal_shares_of_the_trainer(asked, expected):

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from resolved_runs import value_at
 from stage import until, write_checkpoint
 from trireme.base import devices
 from trireme.base.devices import Devices
@@ -250,15 +251,6 @@ def expected(cell: str, root: type[Section]) -> dict[str, Any]:
     pairs = [quoted.partition(" = ") for quoted in quotes(cell) if re.fullmatch(r"[a-z][\w.]* = .+", quoted)]
     ours = [(key, value) for key, _, value in pairs if key.split(".")[0] in root.model_fields]
     return {key: None if value == "none" else tomllib.loads(f"x = {value}")["x"] for key, value in ours}
-
-
-def value_at(config: Section, key: str) -> Any:
-    here: Any = config.model_dump(mode="json")
-    for part in key.split("."):
-        if here is None:
-            return None
-        here = here[int(part)] if part.isdigit() else here[part]
-    return here
 
 
 @pytest.fixture
