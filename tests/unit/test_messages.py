@@ -30,44 +30,24 @@ SENT_TO = build_tokens(
     **{name: [0, 1] for name in COLUMNS},
     routed=Routed(np.array([1, 0], np.uint8), np.array([5, 2, 0, 7], np.uint8), layers=2, top_k=2),
 )
+SENT = {"run_id": "run", "version": 7, "attempt": 2}
+SPECS = [wire.TensorSpec("model.norm.weight", "bfloat16", [64]), wire.TensorSpec("scale", "float32", [])]
+PROBE = wire.Probe(ids=[1, 2, 3], logprobs=[-0.5, -1.25])
+ROWS = [
+    wire.MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7]),
+    *(wire.MicroBatch(tokens=tokens, lengths=[2], temperatures=[1.0]) for tokens in (CUT, SENT_TO)),
+]
 REQUESTS: list[Request] = [
     wire.GetNewest(run_id="run"),
     wire.GetBatch(run_id="run", step=41, rank=1, world=2),
-    wire.PolicyReady(
-        run_id="run",
-        version=7,
-        incarnation="abc",
-        attempt=2,
-        everywhere=True,
-        specs=[wire.TensorSpec("model.norm.weight", "bfloat16", [64]), wire.TensorSpec("scale", "float32", [])],
-        kind="gloo",
-        host="127.0.0.1",
-        port=5556,
-    ),
-    wire.PolicySent(
-        run_id="run",
-        version=7,
-        attempt=2,
-        digests={"model.norm.weight": "00ff"},
-        probe=wire.Probe(ids=[1, 2, 3], logprobs=[-0.5, -1.25]),
-        payload={"folder": "broadcast/3"},
-    ),
+    wire.PolicyReady(**SENT, incarnation="abc", everywhere=True, specs=SPECS, kind="gloo", host="127.0.0.1", port=5556),
+    wire.PolicySent(**SENT, digests={"model.norm.weight": "00ff"}, probe=PROBE, payload={"folder": "broadcast/3"}),
     wire.Heartbeat(run_id="run", process="trainer", state="running", version=7, waits=["trainer waits 3 s for …"]),
     wire.Done(run_id="run", version=20),
 ]
 REPLIES: list[Reply] = [
     wire.Newest(version=7, digests={"model.norm.weight": "00ff"}),
-    wire.BatchReply(
-        step=41,
-        micro_batches=[
-            wire.MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7]),
-            wire.MicroBatch(tokens=CUT, lengths=[2], temperatures=[1.0]),
-            wire.MicroBatch(tokens=SENT_TO, lengths=[2], temperatures=[1.0]),
-        ],
-        loss_tokens=3,
-        num_rollouts=3,
-        loss_samples=3,
-    ),
+    wire.BatchReply(step=41, micro_batches=ROWS, loss_tokens=3, num_rollouts=3, loss_samples=3),
     wire.Publish(reason="an engine came up without weights"),
     wire.Go(version=7, epoch="abc/3", world_size=3),
     wire.Again(reason="an engine died"),
