@@ -170,17 +170,31 @@ def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(h
         assert found.label == "default"  # given back all the same
 
 
-@pytest.mark.parametrize(
-    ("knobs", "words"),
-    [({"label": "40"}, "serves version 40 of a training run"), ({"num_busy": 3}, "answering 3 requests"),
-     ({"is_frozen": True}, "is paused")],
-)  # fmt: skip
-def test_an_engine_of_a_training_run_is_left_alone(here: Path, knobs: dict[str, Any], words: str) -> None:
+OTHERS = {
+    "serves version 40 of a training run": {"label": "40"},
+    "answering 3 requests": {"num_busy": 3},
+    "is paused": {"is_frozen": True},
+}
+FAILS = {
+    f"step_10 did not arrive .*{LETTER} has digest 0": {"digest_error": LETTER},
+    "step_10 was not loaded whole .*model.norm": {"incomplete": ("model.norm",)},
+    "update_weights broke": {"failing_route": "update_weights"},
+}
+
+
+@pytest.mark.parametrize(("words", "knobs"), (OTHERS | FAILS).items())
+def test_an_engine_of_a_training_run_or_without_the_weights_that_it_was_given_is_asked_nothing(
+    here: Path, words: str, knobs: dict[str, Any]
+) -> None:
     with engine(**knobs) as found:
-        with pytest.raises(ConfigError, match=words):
-            run_eval(found)
-        assert set(found.calls) <= {"collective_rpc"}  # it was asked what it holds, and told nothing
-        assert found.label == knobs.get("label", "default")
+        with pytest.raises(ConfigError if words in OTHERS else (WeightsMismatch, PeerDied), match=words):
+            run_eval(found, "--no-eval-base", "--no-restore-base")
+        assert found.answered == []
+        if words in OTHERS:  # it was asked what it holds, and told nothing
+            assert set(found.calls) <= {"collective_rpc"}
+            assert found.label == knobs.get("label", "default")
+        else:
+            assert found.label.endswith("-loading")
 
 
 @pytest.mark.parametrize(
@@ -217,22 +231,6 @@ def test_an_engine_that_was_left_in_the_middle_of_a_transfer_is_not_asked_for_an
         words = ["--client.base-url", f"{found.url}/v1", "--model.name", "base", "--env.id", "toy.py"]
         with pytest.raises(ConfigError, match="was given a part of some weights"):
             eval_command(words)
-
-
-@pytest.mark.parametrize(
-    ("knobs", "error", "words"),
-    [({"digest_error": LETTER}, WeightsMismatch, f"step_10 did not arrive .*{LETTER} has digest 0"),
-     ({"incomplete": ("model.norm",)}, WeightsMismatch, "step_10 was not loaded whole .*model.norm"),
-     ({"failing_route": "update_weights"}, PeerDied, "update_weights broke")],
-)  # fmt: skip
-def test_an_engine_that_does_not_confirm_what_it_was_given_is_asked_nothing(
-    here: Path, knobs: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with engine(**knobs) as found:
-        with pytest.raises(error, match=words):
-            run_eval(found, "--no-eval-base", "--no-restore-base")
-        assert found.answered == []
-        assert found.label.endswith("-loading")
 
 
 @pytest.mark.parametrize(
@@ -281,22 +279,24 @@ def test_a_port_without_a_server_and_a_server_without_our_weight_path_are_told_a
         eval_command([*where, chat.url])
 
 
-def write_run_beside() -> RunConfig:
+def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it_and_so_must_its_weights_be(here: Path) -> None:
     env, evaluation = {"id": "toy.py", "name": "of-the-run"}, {"num_examples": 3, "sampling": {"temperature": 0.5}}
     orchestrator = {"env": [env], "sampling": {"max_tokens": 7}, "eval": evaluation}
     config = RunConfig.model_validate({"output_dir": "run", "device": "cpu", "orchestrator": orchestrator})
     write_run(config, config.paths.run_config)
-    return config
-
-
-def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it(here: Path) -> None:
-    write_run_beside()
+    for step, letter, offset in ((10, "b", 0), (20, "c", 1)):
+        tensors = {LETTER: torch.full((2, 3), float(ord(letter))), "norm.weight": torch.arange(4.0) + offset}
+        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        Versions(config.paths.journal).record(step, ["http://x"], digests, 0.0)
     with engine() as found:
         where = ["--client.base-url", f"{found.url}/v1", "--weights-dir", "run/weights"]
         assert eval_command([*where, "--steps", "10"]) == 0
-        assert eval_command([*where, "--steps", "20", "--no-eval-base", "--sampling.max-tokens", "5"]) == 0
+        assert eval_command([*where, "--steps", "100", "--no-eval-base", "--sampling.max-tokens", "5"]) == 0
         sampled = [(asked.sampling["temperature"], asked.sampling["max_tokens"]) for asked in found.requests]
         assert sampled == [(0.5, 7)] * 6 + [(0.5, 5)] * 3
+        with pytest.raises(ConfigError, match=r"step_20 is not what the run's engines confirmed .*norm\.weight"):
+            eval_command([*where, "--steps", "20"])
+        assert "".join(letter for _, letter in found.answered) == "aaabbbddd"
     assert len(lines(10, "of-the-run")) == 3
 
 
@@ -310,15 +310,3 @@ def test_results_of_the_runs_own_evaluations_are_never_mixed_with_others(here: P
         assert own.read_text().count("\n") == 1
         assert run_eval(found, "--steps", 10, "--output-dir", "elsewhere") == 0
     assert len(lines(10, folder="elsewhere")) == 6
-
-
-def test_files_that_are_not_what_the_run_confirmed_are_found(here: Path) -> None:
-    versions = Versions(write_run_beside().paths.journal)
-    for step, letter, offset in ((10, "b", 0), (20, "c", 1)):
-        tensors = {LETTER: torch.full((2, 3), float(ord(letter))), "norm.weight": torch.arange(4.0) + offset}
-        versions.record(step, ["http://x"], {name: tensor_digest(tensor) for name, tensor in tensors.items()}, 0.0)
-    with engine() as found:
-        assert run_eval(found, "--steps", 10) == 0
-        with pytest.raises(ConfigError, match=r"step_20 is not what the run's engines confirmed .*norm\.weight"):
-            run_eval(found, "--steps", 20)
-        assert {letter for _, letter in found.answered} == {"a", "b"}
