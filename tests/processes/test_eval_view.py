@@ -21,12 +21,9 @@ import pytest
 from trireme.base.errors import ConfigError
 from trireme.cli.eval_view import eval_view
 from trireme.ledger.journal import Journal
-from trireme.monitor.eval_view.app import EvalView
-from trireme.monitor.eval_view.help import KEYS, Help
+from trireme.monitor.eval_view.help import Help
 from trireme.monitor.eval_view.listing import Listing, columns_for
-from trireme.monitor.eval_view.reading import Reading
 from trireme.monitor.eval_view.rows import Row
-from trireme.monitor.eval_view.shelves import Shelves
 from viewing import NARROW, WIDE, answer, view, write_evaluations, write_results
 from written_run import rewrite_batch, write_whole_run
 
@@ -69,19 +66,6 @@ def test_a_run_its_evaluations_and_a_conversation_are_each_an_enter_away(tmp_pat
         assert "version 10 says 1" in await viewer.press("[")
 
     view(tmp_path, script, size=NARROW)
-
-
-def test_tree_list_and_conversation_stand_side_by_side_where_there_is_room(tmp_path):
-    write_evaluations(tmp_path / "run")
-
-    async def script(viewer):
-        screen = await viewer.press("down", "down", "down")
-        assert all(part in screen for part in ("step 20", "4 rollouts", "version 0 says 0"))
-        alone = await viewer.press("enter", "z")
-        assert ("4 rollouts" in alone, "step 20" in alone) == (True, False)
-        assert "step 20" in await viewer.press("z")
-
-    view(tmp_path, script, size=WIDE)
 
 
 def test_reasoning_calls_of_tools_and_what_they_returned_are_read_in_order(tmp_path):
@@ -318,13 +302,3 @@ def test_in_a_real_terminal_it_comes_up_and_q_leaves_it(tmp_path):
         _, status = os.waitpid(pid, 0)
     assert b"step 20" in said
     assert os.waitstatus_to_exitcode(status) == 0
-
-
-def test_every_key_is_in_the_help():
-    told = " ".join(key for keys in KEYS.values() for key in keys)
-    told = told.replace("↑ ↓", "up down").replace("← →", "left right").split()
-    told += ["pageup", "pagedown", "home", "end"]  # named beside the arrows
-    names = {"left_square_bracket": "[", "right_square_bracket": "]", "question_mark": "?", "slash": "/"}
-    for part in (EvalView, Shelves, Listing, Reading):
-        keys = [key for binding in part.BINDINGS for key in binding.key.split(",")]
-        assert {names.get(key, key) for key in keys} <= {*told}

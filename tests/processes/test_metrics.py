@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from limits import file_size_limit, small_disk
+from limits import file_size_limit
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.monitor import wandb_mirror
@@ -83,21 +83,6 @@ def test_wherever_a_line_is_cut_nobody_takes_the_half_for_a_line_and_none_is_mis
         assert sorted({row["step"] for row in reader}) == [0, 1, 2]
         assert {row["loss"] for row in reader if row["step"] == 1} == {0.5}
         assert steps_in(metrics.path) == [row["step"] for row in reader]
-
-
-def test_a_disk_that_is_really_full_loses_no_line(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "64k") as disk:
-        metrics = MetricsFile(disk / "metrics.jsonl", "trainer")
-        ballast = disk / "ballast"
-        ballast.write_bytes(bytes(50_000))
-        for step in range(200):
-            metrics.append(step, {"loss": step / 7})
-        assert metrics.waiting > 0
-        assert steps_in(metrics.path) == list(range(200 - metrics.waiting))
-        ballast.unlink()
-        metrics.close()
-        assert sorted(set(steps_in(metrics.path))) == list(range(200))
-        assert metrics.lost == 0
 
 
 def test_when_too_many_wait_the_oldest_are_lost_and_counted_as_is_what_waits_at_the_end(

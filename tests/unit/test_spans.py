@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -96,22 +95,6 @@ def test_a_reason_that_is_learned_on_the_way_is_that_of_the_whole_wait() -> None
         Piece("wait", -1, "no batch yet: 8 of 8 groups missing", 0, 30),
         Piece("wait", -1, "an evaluation is running", 30, 40),
     ]
-
-
-def test_what_goes_on_is_written_in_pieces_that_touch(tmp_path: Path) -> None:
-    file = SpansFile(tmp_path / "spans.jsonl")
-    lane = file.lane("trainer", what="start", ago_s=5.0, words=lambda: "a reason")
-    file.flush()
-    file.flush()
-    lane.enter("wait", step=0)
-    file.close()
-    spans, _ = read_spans(file_path := tmp_path / "spans.jsonl")
-    starts = [span for span in spans if span.what == "start"]
-    assert len(starts) > 1
-    assert sum(span.seconds for span in starts) >= 5.0
-    assert all(second.begin_s == pytest.approx(first.end_s, abs=2e-6) for first, second in pairwise(spans))
-    assert {span.why for span in spans if span.what == "wait"} <= {"a reason"}
-    assert all(json.loads(line)["lane"] == "trainer" for line in file_path.read_text().splitlines())
 
 
 def test_a_process_that_goes_on_with_the_file_never_overlaps_the_one_before(tmp_path: Path) -> None:
