@@ -30,12 +30,12 @@ def test_expressions_have_the_value_that_python_gives_them(made):
         assert eval(problem.question.removeprefix("Compute ").removesuffix(".")) == problem.answer
 
 
-def prime_count(low: int, high: int) -> int:
-    sieve = bytearray([1]) * (high + 1)
-    sieve[:2] = b"\0\0"
-    for n in range(2, math.isqrt(high) + 1):
-        sieve[n * n :: n] = bytes(len(sieve[n * n :: n]))
-    return sum(sieve[low:])
+def num_divisors(n: int) -> int:
+    return sum(1 + (d * d != n) for d in range(1, math.isqrt(n) + 1) if n % d == 0)
+
+
+def is_prime(n: int) -> bool:
+    return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
 
 
 def grid_paths(width: int, height: int, column: int, row: int) -> int:
@@ -44,21 +44,10 @@ def grid_paths(width: int, height: int, column: int, row: int) -> int:
     return math.comb(width + height, width) - through
 
 
-def coin_ways(total: int, coins: list[int]) -> int:
-    if not coins:
-        return total == 0
-    return sum(coin_ways(total - used, coins[1:]) for used in range(0, total + 1, coins[0]))
-
-
-def num_divisors(n: int) -> int:
-    """Each one up to the root has a partner, but the root itself."""
-    root = math.isqrt(n)
-    return 2 * sum(n % d == 0 for d in range(1, root + 1)) - (root * root == n)
-
-
-def common_divisor(a: int, b: int) -> int:
-    """Some a / k, and k is small: the problems multiply a factor by less than 10,000."""
-    return max(a // k for k in range(1, 10_000) if a % k == 0 and b % (a // k) == 0)
+def coin_ways(total: int, *coins: int) -> int:
+    return (
+        sum(coin_ways(total - coins[0] * n, *coins[1:]) for n in range(total // coins[0] + 1)) if coins else not total
+    )
 
 
 def term_of_sequence(first: int, second: int, p: int, q: int, index: int, modulus: int) -> int:
@@ -71,16 +60,16 @@ def term_of_sequence(first: int, second: int, p: int, q: int, index: int, modulu
 SEQUENCE = r"= (\d+) and a\(2\) = (\d+); .* = (\d+)\*a.*\+ (\d+)\*a.* of a\((\d+)\) divided by (\d+)"
 SOLUTIONS = [
     (3, r"remainder of (\d+)\^(\d+) divided by (\d+)", lambda a, b, m: a**b % m),
-    (3, r"digits of (\d+)\^(\d+)\?", lambda a, b: sum(int(digit) for digit in str(a**b))),
-    (3, r"divisor of (\d+) and (\d+)\?", common_divisor),
-    (3, r"divisors does (\d+) have", num_divisors),
-    (4, r"prime numbers are there from (\d+) to (\d+)", prime_count),
-    (4, r"from 1 to (\d+) are divisible by (\d+) but not by (\d+)", lambda n, a, b: n // a - n // math.lcm(a, b)),
+    (3, r"digits of (\d+)\^(\d+)\?", lambda a, b: sum(map(int, str(a**b)))),
+    (3, r"divisor of (\d+) and (\d+)\?", math.gcd),
     (
-        4,
-        r"from (\d+) to (\d+) that read the same",
-        lambda a, b: sum(n for n in range(a, b + 1) if str(n) == str(n)[::-1]),
+        3,
+        r"divisors does (\d+) have",
+        num_divisors,
     ),
+    (4, r"prime numbers are there from (\d+) to (\d+)", lambda a, b: sum(map(is_prime, range(a, b + 1)))),
+    (4, r"from 1 to (\d+) are divisible by (\d+) but not by (\d+)", lambda n, a, b: n // a - n // math.lcm(a, b)),
+    (4, r"from (\d+) to (\d+) that read", lambda a, b: sum(n for n in range(a, b + 1) if str(n) == str(n)[::-1])),
     (5, r"to \((\d+), (\d+)\) without passing through \((\d+), (\d+)\)", grid_paths),
     (5, SEQUENCE, term_of_sequence),
 ]
@@ -96,8 +85,7 @@ def test_answers_agree_with_another_way_to_compute_them(made, difficulty, patter
 
 def test_ways_to_pay_with_coins_are_as_many_as_by_trying_all(made):
     coins = next(problem for problem in made[5] if "cents" in problem.question)
-    total, *kinds = map(int, re.findall(r"\d+", coins.question))
-    assert coin_ways(total, sorted(kinds, reverse=True)) == coins.answer
+    assert coin_ways(*sorted(map(int, re.findall(r"\d+", coins.question)), reverse=True)) == coins.answer
 
 
 def test_training_never_sees_what_is_evaluated_whatever_the_seed():
@@ -105,12 +93,9 @@ def test_training_never_sees_what_is_evaluated_whatever_the_seed():
     assert [tuple(map(len, each)) for each in sets] == [(300, 60)] * 3
     train, evaluation = ({problem.question for each in sets for problem in each[part]} for part in (0, 1))
     assert not train & evaluation
-
-
-@pytest.mark.parametrize("difficulties", [(0, 1), (3, 2), (1, 6)])
-def test_a_difficulty_that_there_is_not_is_refused(difficulties):
-    with pytest.raises(ValueError, match="expected one of 1 to 5"):
-        problems.make_problems(1, 1, difficulties=difficulties, seed=0)
+    for difficulties in [(0, 1), (3, 2), (1, 6)]:
+        with pytest.raises(ValueError, match="expected one of 1 to 5"):
+            problems.make_problems(1, 1, difficulties=difficulties, seed=0)
 
 
 def call(code: str, name: str = "python") -> str:
@@ -130,35 +115,33 @@ def test_code_runs_in_the_sandbox_and_its_output_comes_back_as_a_tool_message(tm
                 content, calls = split_tool_calls(turns[len(questions) - 1], len(questions))
                 return Reply(content=content, tool_calls=calls or None, finish_reason="tool_calls" if calls else "stop")
 
-            return await run_one(environment, ask), [question.messages[-1] for question in questions], questions[0]
+            return (
+                await run_one(environment, ask),
+                [question.messages[-1]["content"] for question in questions],
+                questions,
+            )
 
-        guess, (asked,), first = await run("\\boxed{1}")
-        expression = asked["content"].removeprefix("Compute ").removesuffix(".")
+        guess, (asked,), (first,) = await run("\\boxed{1}")
+        expression = asked.removeprefix("Compute ").removesuffix(".")
         assert (guess.reward, guess.metrics["python_calls"], guess.metrics["has_answer"]) == (0.0, 0.0, 1.0)
         prompt = tokenizer.encode(tokenizer.render(first.messages, tools=first.tools, generate=True))
         assert len(prompt) < 30  # the tool as the template shows it is one token of the tiny model; see its words.json
 
         right, heard, _ = await run(call(f"print({expression})"), f"\\boxed{{{eval(expression):,}}}")
-        assert (heard[1]["role"], heard[1]["content"]) == ("tool", right.answer)
+        assert heard[1] == right.answer
         assert (right.reward, right.metrics["python_calls"], right.metrics["tool_errors"]) == (1.0, 1.0, 0.0)
 
         connects = call("import socket; socket.create_connection(('127.0.0.1', 1))")
         failing, heard, _ = await run(call("1/0"), connects, call("", name="ruby"), "?")
-        assert re.match(r"Error: Traceback(.|\n)*ZeroDivisionError: division by zero$", heard[1]["content"])
-        assert re.search("Network is unreachable|not permitted", heard[2]["content"])
+        assert re.match(r"Error: Traceback(.|\n)*ZeroDivisionError: division by zero$", heard[1])
+        assert re.search("Network is unreachable|not permitted", heard[2])
         assert (failing.reward, failing.metrics["tool_errors"], failing.metrics["has_answer"]) == (0.0, 3.0, 0.0)
 
         _, heard, _ = await run(call("import sympy; print(sympy.factorint(91))"), "\\boxed{0}")
-        assert heard[1]["content"] == "{7: 1, 13: 1}"
+        assert heard[1] == "{7: 1, 13: 1}"
 
-    args = {
-        "difficulty": 1,
-        "num_train": 5,
-        "num_eval": 2,
-        "system_prompt": "",
-        "timeout_s": 5,
-        "max_output_chars": 200,
-    }
+    sizes = {"num_train": 5, "num_eval": 2, "max_output_chars": 200}
+    args = sizes | {"difficulty": 1, "system_prompt": "", "timeout_s": 30}
     with_package(packages_folder(tmp_path_factory), "math-python", use, **args)
 
 

@@ -35,15 +35,11 @@ def test_feedback_is_that_of_a_player_with_paper_for_every_guess_and_secret():
             assert game.feedback(guess, secret) == feedback_by_crossing_out(guess, secret), (guess, secret)
 
 
-def test_closeness_counts_a_right_letter_fully_and_one_that_belongs_elsewhere_half():
-    assert game.closeness("crane", "crane") == 1
-    assert game.closeness("eerie", "crepe") == (1 + 2 / 2) / 5
-    assert game.closeness(None, "crane") == 0
-
-
-def test_only_a_word_of_the_right_length_is_a_guess():
+def test_a_guess_is_a_word_of_the_right_length_and_a_letter_elsewhere_counts_half():
     texts = [None, "", "cran", "cranes", "cr ne", "crané", "12345", "\n CRANE "]
     assert [game.read_guess(text, 5) for text in texts] == [None] * 7 + ["crane"]
+    closeness = [game.closeness(*words) for words in (("crane", "crane"), ("eerie", "crepe"), (None, "crane"))]
+    assert closeness == [1, (1 + 2 / 2) / 5, 0]
 
 
 def test_no_word_is_both_trained_on_and_evaluated_on_whatever_the_arguments():
