@@ -56,6 +56,8 @@ def test_every_known_model_has_as_many_parameters_as_transformers_gives_it(name)
     model, ours = built(KNOWN_MODELS[name]), architecture_of(KNOWN_MODELS[name])
     assert ours.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert ours.num_parameters == PUBLISHED.get(name, ours.num_parameters)
+    assert known_config(f"{name}-Instruct") == KNOWN_MODELS[name], "a fine-tuned sibling counts as its base"
+    assert known_config("somebody/else-7B") is None
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values()))[:40])
@@ -94,8 +96,3 @@ def test_adapters_are_counted_by_hand():
     model = architecture_of(config)
     assert model.adapter_parameters(4, ("q_proj", "v_proj")) == 2 * (4 * (64 + 64) + 4 * (64 + 32))
     assert model.adapter_parameters(4, ("model.layers.0.self_attn.q_proj",)) == 2 * 4 * (64 + 64)
-
-
-def test_a_fine_tuned_sibling_counts_as_its_base():
-    assert known_config("Qwen/Qwen2.5-7B-Instruct") == KNOWN_MODELS["Qwen/Qwen2.5-7B"]
-    assert known_config("somebody/else-7B") is None

@@ -41,9 +41,7 @@ def refusal(flags: str, **options: Any) -> str:
 def test_later_files_win_and_flags_win_over_files():
     """Tables merge, lists are replaced."""
     assert load() == RunConfig()
-    tables = (
-        "[trainer.optim]\nlr = 0.1\nweight_decay = 0.5\n[[orchestrator.env]]\nid = 'x'\n[[orchestrator.env]]\nid = 'y'"
-    )
+    tables = "trainer.optim = {lr = 0.1, weight_decay = 0.5}\norchestrator.env = [{id = 'x'}, {id = 'y'}]"
     write("a.toml", f"max_steps = 1\nseed = 1\nseq_len = 1\n{tables}")
     write("b.toml", "max_steps = 2\nseq_len = 2\n[trainer.optim]\nlr = 0.2\n[[orchestrator.env]]\nid = 'z'")
     config = load("--seq-len 3 @ a.toml @b.toml")

@@ -34,17 +34,13 @@ max_tokens = 12
 FORMATS = {
     "ours": f"""
 max_steps = 7
-[model]
-name = "{MODEL}"
-[trainer.ckpt]
-interval = 5
+model.name = "{MODEL}"
+trainer.ckpt.interval = 5
 [orchestrator]
 batch_size = 16
 rollouts_per_example = 8
-[orchestrator.sampling]
-max_tokens = 12
-[[orchestrator.env]]
-id = "reverse-text"
+sampling.max_tokens = 12
+env = [{{ id = "reverse-text" }}]
 """,
     "hosted": f'model = "{MODEL}"{COMMON}[[env]]\nid = "reverse-text"\n',
     "flat": f'model_name = "{MODEL}"\nnum_gpus = 16{COMMON}[env]\nid = "reverse-text"\n',
@@ -77,9 +73,7 @@ SPREAD = ["--nodes", "2", "--gpus-per-node", "8"]
 
 
 def submitted(run: str) -> Path:
-    found = find_submission(Path(run))
-    assert found is not None
-    return found.folder
+    return find_submission(Path(run)).folder
 
 
 def loaded(file: Path, *flags: str) -> RunConfig:

@@ -185,10 +185,13 @@ def test_a_checkpoint_folder_holds_what_its_users_look_for_and_takes_no_room(sta
     for step in range(60):
         stage.train(step)
     weights = write_checkpoint(stage, 50)
-    folder = stage.config.paths.root / "checkpoint-50"
+    stage.config.paths.log("trainer").write_text("hello\n")
+    folder, runs = (stage.config.paths.root / name for name in ("checkpoint-50", "runs"))
     assert f"Saved {folder}" in stage.tick(stage.view(VfRlView))
     assert sorted(file.name for file in folder.iterdir()) == ["adapter_model.safetensors", "trainer_state.json"]
     assert (folder / "adapter_model.safetensors").samefile(weights / "adapter_model.safetensors")
+    assert (runs / "logs" / "trainer.stdout").read_text() == "hello\n"
+    assert (runs / "metrics.jsonl").samefile(stage.config.paths.metrics)
     state = json.loads((folder / "trainer_state.json").read_text())
     assert (state["step"], state["global_step"], state["max_steps"]) == (50, 50, 100)
     assert [row["step"] for row in state["log_history"]] == list(range(1, 51))
@@ -224,15 +227,6 @@ def test_a_checkpoint_that_is_not_to_be_kept_takes_its_folder_with_it(keep_last,
     shutil.rmtree(stage.config.paths.checkpoints / "step_50")
     folders.write_due()
     assert {folder.name.partition("-")[2] for folder in root.glob("checkpoint-*")} == left
-
-
-def test_runs_holds_logs_and_metrics(stage):
-    stage.train(0)
-    stage.config.paths.log("trainer").write_text("hello\n")
-    CheckpointFolders(stage.config).write_due()
-    runs = stage.config.paths.root / "runs"
-    assert (runs / "logs" / "trainer.stdout").read_text() == "hello\n"
-    assert (runs / "metrics.jsonl").read_bytes() == stage.config.paths.metrics.read_bytes()
 
 
 def test_evaluations_are_entries_of_the_step_that_they_are_of(stage):
