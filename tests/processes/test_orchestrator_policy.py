@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -145,6 +146,15 @@ def on_stage(
     return asyncio.run(main())
 
 
+def staged(**how: Any) -> Callable[[Callable[[Stage], Awaitable[None]]], Callable[[Path], None]]:
+    """Makes a test of what is to happen on such a stage."""
+
+    def made(play: Callable[[Stage], Awaitable[None]]) -> Callable[[Path], None]:
+        return lambda tmp_path: on_stage(tmp_path, play, **how)
+
+    return made
+
+
 @pytest.mark.parametrize(("kind", "has_room"), [("gloo", True), ("gloo", False), ("filesystem", True)])
 def test_a_version_is_live_once_it_is_sent_and_confirmed_and_not_before(tmp_path, kind, has_room):
     """Without room for both an engine is paused before anything is sent; else requests go on until all is there."""
@@ -192,9 +202,7 @@ def test_before_a_version_is_confirmed_requests_wait_in_the_engine_or_in_a_synch
     ("route", "has_room", "is_paused"),
     [("pause", True, False), ("pause", False, False), ("update_weights", True, True), ("resume", True, True)],
 )
-def test_an_engine_that_fails_a_transfer_is_named_and_requests_are_answered_after_the_next_attempt(
-    tmp_path, route, has_room, is_paused
-):
+def test_an_engine_that_fails_a_transfer_is_named_and_answers_after_the_next(tmp_path, route, has_room, is_paused):
     """Nothing is loaded into one that does not pause."""
 
     async def play(stage):
@@ -217,37 +225,32 @@ def test_an_engine_that_fails_a_transfer_is_named_and_requests_are_answered_afte
     on_stage(tmp_path, play, policy={"offers": True}, has_room=has_room)
 
 
-def test_an_engine_that_died_with_what_it_had_taken_in_makes_the_trainer_begin_again(tmp_path):
-    async def play(stage):
-        await stage.announce(1, attempt=2)
-        stage.engine.dead = True
-        await until(lambda: stage.pool.engines[0].state == "starting")
-        stage.engine.dead = False
-        await until(lambda: stage.pool.engines[0].state != "starting")
-        reply = await stage.announce(1, attempt=2)
-        assert isinstance(reply, Again)
-        assert "died before all was loaded" in reply.reason
-
-    on_stage(tmp_path, play)
+@staged()
+async def test_an_engine_that_died_with_what_it_had_taken_in_makes_the_trainer_begin_again(stage):
+    await stage.announce(1, attempt=2)
+    stage.engine.dead = True
+    await until(lambda: stage.pool.engines[0].state == "starting")
+    stage.engine.dead = False
+    await until(lambda: stage.pool.engines[0].state != "starting")
+    reply = await stage.announce(1, attempt=2)
+    assert isinstance(reply, Again)
+    assert "died before all was loaded" in reply.reason
 
 
-def test_a_question_that_is_asked_twice_gets_the_same_answer_and_does_nothing_twice(tmp_path):
-    async def play(stage):
-        first, second = await asyncio.gather(stage.announce(0), stage.announce(0))
-        assert first == second == await stage.announce(0)
-        again = sent_message(stage.config, 0)
-        lives = await asyncio.gather(stage.send(first), stage.policy.sent(again), stage.policy.sent(again))
-        assert [*lives, await stage.policy.sent(again)] == [Live(version=0)] * 4
-        assert await stage.announce(0) == first
-        once, twice = await asyncio.gather(stage.announce(1), stage.announce(1))
-        assert once == twice
-        assert await stage.send(once) == Live(version=1)
-        return stage.engine.calls
-
-    calls = on_stage(tmp_path, play, is_live=False)
-    twice = ("pause", "start_weight_update", "update_weights", "finish_weight_update", "resume")
-    expected = dict.fromkeys(twice, 2) | {"init_weight_transfer_engine": 1, "collective_rpc": 4}
-    assert {route: calls.count(route) for route in calls} == expected
+@staged(is_live=False)
+async def test_a_question_that_is_asked_twice_gets_the_same_answer_and_does_nothing_twice(stage):
+    first, second = await asyncio.gather(stage.announce(0), stage.announce(0))
+    assert first == second == await stage.announce(0)
+    again = sent_message(stage.config, 0)
+    lives = await asyncio.gather(stage.send(first), stage.policy.sent(again), stage.policy.sent(again))
+    assert [*lives, await stage.policy.sent(again)] == [Live(version=0)] * 4
+    assert await stage.announce(0) == first
+    once, twice = await asyncio.gather(stage.announce(1), stage.announce(1))
+    assert once == twice
+    assert await stage.send(once) == Live(version=1)
+    routes = ("pause", "start_weight_update", "update_weights", "finish_weight_update", "resume")
+    expected = dict.fromkeys(routes, 2) | {"init_weight_transfer_engine": 1, "collective_rpc": 4}
+    assert Counter(stage.engine.calls) == expected
 
 
 @pytest.mark.parametrize(
@@ -271,15 +274,12 @@ def test_weights_that_are_not_the_trainers_are_refused_and_never_live(tmp_path, 
     assert "127.0.0.1" in on_stage(tmp_path, play, is_live=False, **knobs)
 
 
-def test_a_probe_with_a_number_that_is_none_is_refused(tmp_path):
-    async def play(stage):
-        go = await stage.announce(0)
-        sent = sent_message(stage.config, 0)
-        stage.wire.send(go.epoch, sent.digests)
-        probe = msgspec.structs.replace(sent.probe, logprobs=[*sent.probe.logprobs[:-1], math.nan])
-        return await stage.policy.sent(msgspec.structs.replace(sent, probe=probe))
-
-    assert "by up to nan" in on_stage(tmp_path, play, is_live=False).error
+@staged(is_live=False)
+async def test_a_probe_with_a_number_that_is_none_is_refused(stage):
+    go, sent = await stage.announce(0), sent_message(stage.config, 0)
+    stage.wire.send(go.epoch, sent.digests)
+    probe = msgspec.structs.replace(sent.probe, logprobs=[*sent.probe.logprobs[:-1], math.nan])
+    assert "by up to nan" in (await stage.policy.sent(msgspec.structs.replace(sent, probe=probe))).error
 
 
 def test_no_rollout_of_a_version_that_is_found_wrong_gets_into_the_journal(tmp_path):
@@ -295,54 +295,46 @@ def test_no_rollout_of_a_version_that_is_found_wrong_gets_into_the_journal(tmp_p
     assert set(np.concatenate(versions)) == {-1, 0}
 
 
-def test_a_held_version_stays_until_it_is_let_go(tmp_path):
-    async def play(stage):
+@staged()
+async def test_a_held_version_stays_until_it_is_let_go(stage):
+    async with stage.policy.held() as version:
+        announcing = asyncio.create_task(stage.announce(1))
+        reply = await stage.policy.ready(ready_message(stage.config, 1))
+        assert reply == NotYet(note="an evaluation is running")
+        assert (version, stage.policy.version, stage.engine.paused) == (0, 0, False)
+    assert isinstance(await announcing, Go)
+
+
+@staged()
+async def test_a_transfer_that_broke_is_begun_anew_with_other_peers_and_no_evaluation_gets_in_between(stage):
+    async def evaluate():
         async with stage.policy.held() as version:
-            announcing = asyncio.create_task(stage.announce(1))
-            reply = await stage.policy.ready(ready_message(stage.config, 1))
-            assert reply == NotYet(note="an evaluation is running")
-            assert (version, stage.policy.version, stage.engine.paused) == (0, 0, False)
-        assert isinstance(await announcing, Go)
+            return version, stage.engine.paused
 
-    on_stage(tmp_path, play)
-
-
-def test_a_transfer_that_broke_is_begun_anew_with_other_peers_and_no_evaluation_gets_in_between(tmp_path):
-    async def play(stage):
-        async def evaluate():
-            async with stage.policy.held() as version:
-                return version, stage.engine.paused
-
-        broken = await stage.announce(1)
-        evaluating = asyncio.create_task(evaluate())
-        again = await stage.announce(1, attempt=2)
-        assert again.epoch != broken.epoch
-        assert await stage.send(again, attempt=2) == Live(version=1)
-        assert await evaluating == (1, False)
-        assert await stage.announce(1) == Refusal(error="attempt 1 at version 1 has been superseded")
-        assert isinstance(await stage.send(broken), Again)
-        assert (stage.policy.version, stage.engine.paused) == (1, False)
-        assert stage.engine.epochs[1:] == [again.epoch]
-        assert (await stage.announce(2, attempt=3)).epoch == again.epoch
-
-    on_stage(tmp_path, play)
+    broken = await stage.announce(1)
+    evaluating = asyncio.create_task(evaluate())
+    again = await stage.announce(1, attempt=2)
+    assert again.epoch != broken.epoch
+    assert await stage.send(again, attempt=2) == Live(version=1)
+    assert await evaluating == (1, False)
+    assert await stage.announce(1) == Refusal(error="attempt 1 at version 1 has been superseded")
+    assert isinstance(await stage.send(broken), Again)
+    assert (stage.policy.version, stage.engine.paused) == (1, False)
+    assert stage.engine.epochs[1:] == [again.epoch]
+    assert (await stage.announce(2, attempt=3)).epoch == again.epoch
 
 
-def test_another_trainer_process_joins_anew_and_the_same_one_does_not(tmp_path):
-    async def play(stage):
-        await stage.announce(0, incarnation="zero")  # and dies before it has sent
-        for version, incarnation in [(0, "one"), (1, "one"), (2, "one"), (2, "two"), (3, "two")]:
-            assert await stage.publish(version, incarnation=incarnation) == Live(version=version)
-        return [epoch for epoch in stage.engine.epochs if not epoch.startswith("zero/")]
-
-    one, two = on_stage(tmp_path, play, is_live=False)
-    assert (one.partition("/")[0], two.partition("/")[0]) == ("one", "two")
+@staged(is_live=False)
+async def test_another_trainer_process_joins_anew_and_the_same_one_does_not(stage):
+    await stage.announce(0, incarnation="zero")  # and dies before it has sent
+    for version, incarnation in [(0, "one"), (1, "one"), (2, "one"), (2, "two"), (3, "two")]:
+        assert await stage.publish(version, incarnation=incarnation) == Live(version=version)
+    joined = [epoch.partition("/")[0] for epoch in stage.engine.epochs]
+    assert [incarnation for incarnation in joined if incarnation != "zero"] == ["one", "two"]
 
 
 @pytest.mark.parametrize("is_told_before", [True, False])
-def test_after_a_transfer_that_failed_and_whose_trainer_died_the_next_one_is_asked_for_what_was_confirmed(
-    tmp_path, is_told_before
-):
+def test_after_a_failed_transfer_the_next_trainer_is_asked_for_what_was_confirmed(tmp_path, is_told_before):
     """The engine died too. Its successor is given version 0, so that batches can be made while it is gone on from."""
 
     async def play(stage):
@@ -360,15 +352,13 @@ def test_after_a_transfer_that_failed_and_whose_trainer_died_the_next_one_is_ask
     on_stage(tmp_path, play)
 
 
-def test_what_an_orchestrator_that_is_no_more_had_begun_is_asked_for_again_and_its_paused_engine_goes_on(tmp_path):
-    async def play(stage):
-        stage.engine.running.clear()
-        reply = await stage.policy.sent(sent_message(stage.config, 5))
-        assert reply == Again(reason="version 5 was announced to an orchestrator that is no more")
-        assert await stage.publish(5) == Live(version=5)
-        assert not stage.engine.paused
-
-    on_stage(tmp_path, play, is_live=False)
+@staged(is_live=False)
+async def test_what_an_orchestrator_that_is_no_more_had_begun_is_asked_for_again_and_its_paused_engine_goes_on(stage):
+    stage.engine.running.clear()
+    reply = await stage.policy.sent(sent_message(stage.config, 5))
+    assert reply == Again(reason="version 5 was announced to an orchestrator that is no more")
+    assert await stage.publish(5) == Live(version=5)
+    assert not stage.engine.paused
 
 
 def test_the_trainer_of_another_run_is_refused_with_both_names(tmp_path):
@@ -386,42 +376,35 @@ def test_the_trainer_of_another_run_is_refused_with_both_names(tmp_path):
 # of two engines one dies
 
 
-def test_an_engine_may_stay_away_for_long_also_during_an_update_and_across_a_restart_of_the_orchestrator(tmp_path):
-    async def play(stage):
-        await stage.kill()
+# without room for two versions, an engine is updated for as long as they come
+@staged(num_engines=2, policy={"start_timeout_s": SHORT_S, "offers": True}, has_room=False)
+async def test_an_engine_may_stay_away_for_long_also_during_an_update_and_across_a_restart_of_the_orchestrator(stage):
+    await stage.kill()
+    await asyncio.sleep(2 * SHORT_S)
+    assert await stage.publish(1, pause_s=2 * SHORT_S) == Live(version=1)
+    assert not stage.keeping.done()
+    stage.keeping.cancel()
+    urls = [engine.url for engine in stage.engines]
+    async with open_policy(stage.config, urls, start_timeout_s=SHORT_S) as opened:
+        stage.pool, stage.policy, keeping = opened
+        await until(lambda: stage.states[0] == ("live", 1))  # it serves what was confirmed
         await asyncio.sleep(2 * SHORT_S)
-        assert await stage.publish(1, pause_s=2 * SHORT_S) == Live(version=1)
-        assert not stage.keeping.done()
-        stage.keeping.cancel()
-        urls = [engine.url for engine in stage.engines]
-        async with open_policy(stage.config, urls, start_timeout_s=SHORT_S) as opened:
-            stage.pool, stage.policy, keeping = opened
-            await until(lambda: stage.states[0] == ("live", 1))  # it serves what was confirmed
-            await asyncio.sleep(2 * SHORT_S)
-            assert await stage.publish(2) == Live(version=2)
-            assert not keeping.done()
-            assert stage.states == [("live", 2), ("starting", None)]
-
-    # without room for two versions, it is updated for as long as they come
-    short = {"start_timeout_s": SHORT_S, "offers": True}
-    on_stage(tmp_path, play, num_engines=2, policy=short, has_room=False)
+        assert await stage.publish(2) == Live(version=2)
+        assert not keeping.done()
+        assert stage.states == [("live", 2), ("starting", None)]
 
 
-def test_a_run_begins_with_all_of_its_engines_or_says_which_one_is_missing(tmp_path):
-    async def play(stage):
-        await stage.kill()
-        urls = [engine.url for engine in stage.engines]
-        async with open_policy(stage.config, urls, start_timeout_s=SHORT_S) as (_, _, keeping):
-            await asyncio.wait([keeping])
-            assert f"{urls[1]} to come up" in str(keeping.exception().exceptions[0])
-
-    on_stage(tmp_path, play, num_engines=2, is_live=False)
+@staged(num_engines=2, is_live=False)
+async def test_a_run_begins_with_all_of_its_engines_or_says_which_one_is_missing(stage):
+    await stage.kill()
+    urls = [engine.url for engine in stage.engines]
+    async with open_policy(stage.config, urls, start_timeout_s=SHORT_S) as (_, _, keeping):
+        await asyncio.wait([keeping])
+        assert f"{urls[1]} to come up" in str(keeping.exception().exceptions[0])
 
 
 @pytest.mark.parametrize("is_probed", [True, False])
-def test_an_engine_that_dies_before_the_confirmation_does_not_go_live_and_its_requests_are_sent_to_the_other(
-    tmp_path, is_probed
-):
+def test_an_engine_that_dies_before_the_confirmation_leaves_its_requests_to_the_other(tmp_path, is_probed):
     async def play(stage):
         other, mortal = stage.engines
         may_answer = asyncio.Event()
@@ -452,186 +435,156 @@ def test_an_engine_that_dies_before_the_confirmation_does_not_go_live_and_its_re
 # requests
 
 
-def test_a_turn_comes_back_as_the_engine_gave_it(tmp_path):
-    async def play(stage):
-        turn = await stage.pool.generate([5, 6], {"temperature": 0.5, "max_tokens": 3})
-        (asked,) = stage.engine.requests
-        assert (asked.ids, asked.sampling["temperature"], asked.sampling["max_tokens"]) == ([5, 6], 0.5, 3)
-        return turn
-
-    turn = on_stage(tmp_path, play, answer=lambda asked: [7, 8, END])
+@staged(answer=lambda asked: [7, 8, END])
+async def test_a_turn_comes_back_as_the_engine_gave_it(stage):
+    turn = await stage.pool.generate([5, 6], {"temperature": 0.5, "max_tokens": 3})
+    (asked,) = stage.engine.requests
+    assert (asked.ids, asked.sampling["temperature"], asked.sampling["max_tokens"]) == ([5, 6], 0.5, 3)
     assert (turn.ids, turn.spoken, turn.versions, len(turn.logprobs)) == ([7, 8, END], [7, 8], [0, 0, 0], 3)
     assert (turn.finish_reason, turn.cut) == ("stop", None)
 
 
-def test_a_prompt_leaves_the_rest_of_the_context_and_it_is_known_what_a_turn_ran_out_of(tmp_path):
-    async def play(stage):
-        with pytest.raises(OverlongPrompt, match="64 tokens, the model takes 64"):
-            await stage.pool.generate([5] * 64, {})
-        cuts = []
-        for length, sampling in [(63, 10), (62, None), (62, 9), (62, 2), (62, 1)]:
-            cuts.append((await stage.pool.generate([5] * length, {"max_tokens": sampling})).cut)
-        return [(asked.sampling["max_tokens"], cut) for asked, cut in zip(stage.engine.requests, cuts, strict=True)]
+@staged(answer=lambda asked: [7] * 4)
+async def test_a_prompt_leaves_the_rest_of_the_context_and_it_is_known_what_a_turn_ran_out_of(stage):
+    with pytest.raises(OverlongPrompt, match="64 tokens, the model takes 64"):
+        await stage.pool.generate([5] * 64, {})
+    for length, max_tokens, room, cut in [
+        (63, 10, 1, "context_full"),
+        (62, None, 2, "context_full"),
+        (62, 9, 2, "context_full"),
+        (62, 2, 2, "context_full"),
+        (62, 1, 1, "max_tokens"),
+    ]:
+        turn = await stage.pool.generate([5] * length, {"max_tokens": max_tokens})
+        assert (stage.engine.requests[-1].sampling["max_tokens"], turn.cut) == (room, cut)
 
-    full = "context_full"
-    found = on_stage(tmp_path, play, answer=lambda asked: [7] * 4)
-    assert found == [(1, full), (2, full), (2, full), (2, full), (1, "max_tokens")]
 
-
-def test_a_request_that_the_engine_drops_or_aborts_is_sent_again(tmp_path):
+@staged(drop_next=2, **SAYS_7)
+async def test_a_request_that_the_engine_drops_or_aborts_is_sent_again(stage):
     """What it had sampled by then is no turn."""
-    endings = iter(["abort", "stop"])
 
-    def end(response: dict) -> dict:
-        response["choices"][0]["finish_reason"] = next(endings)
+    def abort_the_third(response: dict) -> dict:
+        response["choices"][0]["finish_reason"] = "abort" if response["request_id"] == "2" else "stop"
         return response
 
-    async def play(stage):
-        return await stage.pool.generate([5], {"max_tokens": 9}), len(stage.engine.requests)
-
-    turn, num_requests = on_stage(tmp_path, play, drop_next=2, mangle=end, **SAYS_7)
-    assert (turn.ids, turn.finish_reason, num_requests) == ([7, END], "stop", 4)
+    stage.engine.mangle = abort_the_third
+    turn = await stage.pool.generate([5], {"max_tokens": 9})
+    assert (turn.ids, turn.finish_reason, len(stage.engine.requests)) == ([7, END], "stop", 4)
 
 
-def test_a_request_that_is_dropped_again_and_again_ends_with_the_engines_name(tmp_path):
-    async def play(stage):
-        stage.pool.timeout_s = 0.2
-        with pytest.raises(DeadlineExceeded, match=f"{stage.engine.url} to answer a request that it dropped again and"):
-            await stage.pool.generate([5], {})
-
-    on_stage(tmp_path, play, drop_next=1_000_000)
+@staged(drop_next=1_000_000)
+async def test_a_request_that_is_dropped_again_and_again_ends_with_the_engines_name(stage):
+    stage.pool.timeout_s = 0.2
+    with pytest.raises(DeadlineExceeded, match=f"{stage.engine.url} to answer a request that it dropped again and"):
+        await stage.pool.generate([5], {})
 
 
-def test_a_request_that_was_long_under_way_before_it_was_dropped_for_the_first_time_is_sent_again(tmp_path):
+@staged(**SAYS_7)
+async def test_a_request_that_was_long_under_way_before_it_was_dropped_for_the_first_time_is_sent_again(stage):
     async def slow_and_in_vain(asked):
         if asked.number == 0:
             await asyncio.sleep(0.3)
             raise web.HTTPBadGateway
 
-    async def play(stage):
-        stage.pool.timeout_s = 0.2
-        return (await stage.pool.generate([5], {})).ids, len(stage.engine.requests)
-
-    assert on_stage(tmp_path, play, delay=slow_and_in_vain, **SAYS_7) == ([7, END], 2)
+    stage.engine.delay, stage.pool.timeout_s = slow_and_in_vain, 0.2
+    assert (await stage.pool.generate([5], {})).ids == [7, END]
+    assert len(stage.engine.requests) == 2
 
 
-def test_a_request_that_the_engine_refuses_is_not_tried_again(tmp_path):
-    async def play(stage):
-        with pytest.raises(ValueError, match=r"refused a request \(400\).*refused with 400"):
-            await stage.pool.generate([5], {})
-        return len(stage.engine.requests)
-
-    assert on_stage(tmp_path, play, refuse=lambda asked: 400) == 1
+@staged(refuse=lambda asked: 400)
+async def test_a_request_that_the_engine_refuses_is_not_tried_again(stage):
+    with pytest.raises(ValueError, match=r"refused a request \(400\).*refused with 400"):
+        await stage.pool.generate([5], {})
+    assert len(stage.engine.requests) == 1
 
 
-def test_versions_are_told_for_each_token_of_a_turn_that_an_update_interrupts(tmp_path):
-    async def play(stage):
-        turn = asyncio.create_task(stage.pool.generate([5], {}))
-        await until(lambda: stage.engine.requests)
-        await asyncio.sleep(0.05)
-        await stage.publish(1)
-        return (await turn).versions
-
-    versions = on_stage(tmp_path, play, answer=lambda asked: list(range(10, 25)), token_s=0.02)
+@staged(answer=lambda asked: list(range(10, 25)), token_s=0.02)
+async def test_versions_are_told_for_each_token_of_a_turn_that_an_update_interrupts(stage):
+    turn = asyncio.create_task(stage.pool.generate([5], {}))
+    await until(lambda: stage.engine.requests)
+    await asyncio.sleep(0.05)
+    await stage.publish(1)
+    versions = (await turn).versions
     assert (len(versions), versions) == (15, sorted(versions))
     assert set(versions) == {0, 1}
 
 
-def test_nothing_is_asked_of_an_engine_that_has_confirmed_nothing_and_the_time_is_not_its_fault(tmp_path):
-    async def play(stage):
-        stage.pool.timeout_s = 0.1
-        turn = asyncio.create_task(stage.pool.generate([5], {}))
-        await asyncio.sleep(0.2)
-        unconfirmed = f"{stage.engine.url} is quarantined"
-        assert (turn.done(), stage.engine.requests, stage.pool.describe()) == (False, [], unconfirmed)
-        await stage.publish(0)
-        return (await turn).ids
-
-    assert on_stage(tmp_path, play, is_live=False, **SAYS_7) == [7, END]
+@staged(is_live=False, **SAYS_7)
+async def test_nothing_is_asked_of_an_engine_that_has_confirmed_nothing_and_the_time_is_not_its_fault(stage):
+    stage.pool.timeout_s = 0.1
+    turn = asyncio.create_task(stage.pool.generate([5], {}))
+    await asyncio.sleep(0.2)
+    unconfirmed = f"{stage.engine.url} is quarantined"
+    assert (turn.done(), stage.engine.requests, stage.pool.describe()) == (False, [], unconfirmed)
+    await stage.publish(0)
+    assert (await turn).ids == [7, END]
 
 
-def test_no_more_requests_are_under_way_than_allowed_and_they_spread_over_the_engines(tmp_path):
-    async def play(stage):
-        await asyncio.gather(*(stage.pool.generate([5], {}) for _ in range(20)))
-        return [(len(engine.requests), engine.most_at_once) for engine in stage.engines]
-
-    few = {"max_concurrent": 4}
-    assert on_stage(tmp_path, play, num_engines=2, policy=few, token_s=0.01, **SAYS_7) == [(10, 2), (10, 2)]
+@staged(num_engines=2, policy={"max_concurrent": 4}, token_s=0.01, **SAYS_7)
+async def test_no_more_requests_are_under_way_than_allowed_and_they_spread_over_the_engines(stage):
+    await asyncio.gather(*(stage.pool.generate([5], {}) for _ in range(20)))
+    assert [(len(engine.requests), engine.most_at_once) for engine in stage.engines] == [(10, 2), (10, 2)]
 
 
-def test_an_engine_whose_core_is_dead_is_asked_nothing_though_its_server_stands(tmp_path):
-    async def play(stage):
-        stage.engine.dead = True
-        await until(lambda: stage.states == [("starting", None)])
-        turn = asyncio.create_task(stage.pool.generate([5], {}))
-        await asyncio.sleep(0.05)
-        assert stage.engine.requests == []
-        stage.engine.dead = False
-        return (await turn).ids
-
-    assert on_stage(tmp_path, play, **SAYS_7) == [7, END]
+@staged(**SAYS_7)
+async def test_an_engine_whose_core_is_dead_is_asked_nothing_though_its_server_stands(stage):
+    stage.engine.dead = True
+    await until(lambda: stage.states == [("starting", None)])
+    turn = asyncio.create_task(stage.pool.generate([5], {}))
+    await asyncio.sleep(0.05)
+    assert stage.engine.requests == []
+    stage.engine.dead = False
+    assert (await turn).ids == [7, END]
 
 
-def test_an_engine_that_is_unwell_for_a_moment_is_not_given_up(tmp_path):
-    async def play(stage):
-        for _ in range(10):
-            stage.engine.dead = not stage.engine.dead
-            await asyncio.sleep(0.015)
-        stage.engine.dead = False
-        await asyncio.sleep(0.05)
-        return stage.pool.engines[0].life, stage.states
-
-    assert on_stage(tmp_path, play) == (1, [("live", 0)])
+@staged()
+async def test_an_engine_that_is_unwell_for_a_moment_is_not_given_up(stage):
+    for _ in range(10):
+        stage.engine.dead = not stage.engine.dead
+        await asyncio.sleep(0.015)
+    stage.engine.dead = False
+    await asyncio.sleep(0.05)
+    assert (stage.pool.engines[0].life, stage.states) == (1, [("live", 0)])
 
 
-def test_an_answer_by_weights_that_nobody_confirmed_is_thrown_away_and_asked_for_again(tmp_path):
-    async def play(stage):
-        stage.pool.health_interval_s = 60.0
-        await asyncio.sleep(0.05)
-        stage.engine.version = -1  # a successor that holds the base model
-        turn = asyncio.create_task(stage.pool.generate([5], {}))
-        await until(lambda: stage.pool.engines[0].life == 2)  # suspected at once, whatever the interval
-        assert (len(stage.engine.requests), stage.pool.interruptions) == (1, 1)
-        await until(lambda: stage.policy.needs_weights(0))
-        await stage.publish(0)
-        return (await turn).versions
-
-    assert on_stage(tmp_path, play, **SAYS_7) == [0, 0]
+@staged(**SAYS_7)
+async def test_an_answer_by_weights_that_nobody_confirmed_is_thrown_away_and_asked_for_again(stage):
+    stage.pool.health_interval_s = 60.0
+    await asyncio.sleep(0.05)
+    stage.engine.version = -1  # a successor that holds the base model
+    turn = asyncio.create_task(stage.pool.generate([5], {}))
+    await until(lambda: stage.pool.engines[0].life == 2)  # suspected at once, whatever the interval
+    assert (len(stage.engine.requests), stage.pool.interruptions) == (1, 1)
+    await until(lambda: stage.policy.needs_weights(0))
+    await stage.publish(0)
+    assert (await turn).versions == [0, 0]
 
 
-def test_an_engine_that_is_replaced_between_two_looks_is_noticed_by_the_version_that_it_does_not_know(tmp_path):
-    async def play(stage):
-        stage.engine.version = -1
-        await until(lambda: stage.pool.engines[0].life == 2)
-
-    on_stage(tmp_path, play)
+@staged()
+async def test_an_engine_that_is_replaced_between_two_looks_is_noticed_by_the_version_that_it_does_not_know(stage):
+    stage.engine.version = -1
+    await until(lambda: stage.pool.engines[0].life == 2)
 
 
-def test_an_answer_of_an_earlier_life_is_not_taken_for_one_of_the_weights_confirmed_since(tmp_path):
-    async def play(stage):
-        hold = asyncio.Event()
-        stage.engine.delay = lambda asked: hold.wait()
-        turn = asyncio.create_task(stage.pool.generate([5], {}))
-        await until(lambda: stage.engine.requests)
-        (engine,) = stage.pool.engines
-        stage.pool.quarantine(engine)
-        hold.set()
-        await until(lambda: not engine.in_flight)
-        engine.life += 1
-        stage.pool.go_live(engine, 0)
-        await turn
-        return len(stage.engine.requests)
-
-    assert on_stage(tmp_path, play, **SAYS_7) == 2
+@staged(**SAYS_7)
+async def test_an_answer_of_an_earlier_life_is_not_taken_for_one_of_the_weights_confirmed_since(stage):
+    hold = asyncio.Event()
+    stage.engine.delay = lambda asked: hold.wait()
+    turn = asyncio.create_task(stage.pool.generate([5], {}))
+    await until(lambda: stage.engine.requests)
+    (engine,) = stage.pool.engines
+    stage.pool.quarantine(engine)
+    hold.set()
+    await until(lambda: not engine.in_flight)
+    engine.life += 1
+    stage.pool.go_live(engine, 0)
+    await turn
+    assert len(stage.engine.requests) == 2
 
 
-def test_no_request_goes_out_on_a_connection_that_the_engine_is_about_to_close(tmp_path):
+@staged()
+async def test_no_request_goes_out_on_a_connection_that_the_engine_is_about_to_close(stage):
     """An engine closes what was idle for so long; the request that comes just then is lost, and costs a second."""
     settings = Path(find_spec("vllm").submodule_search_locations[0]) / "envs.py"
     closes_after_s = re.search(r"VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int = (\d+)", settings.read_text())[1]
-    assert int(closes_after_s) > KEEP_IDLE_S
-
-    async def play(stage):
-        return stage.pool.session.connector._keepalive_timeout
-
-    assert on_stage(tmp_path, play) == KEEP_IDLE_S
+    assert stage.pool.session.connector._keepalive_timeout == KEEP_IDLE_S < int(closes_after_s)
