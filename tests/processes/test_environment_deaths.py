@@ -11,10 +11,11 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from toy_environments import ECHO, never, run_all, run_one, says, with_environment, write
+from toy_environments import ECHO, Use, never, run_all, run_one, says, with_environment, write
 from trireme.base.errors import PeerDied
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
@@ -24,10 +25,13 @@ from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.environments.worker_process import RolloutFailed
 
-ONCE = """
-    import asyncio, os, pathlib, sys, time
+TOY = (
+    ECHO
+    + """
+    import asyncio, os, pathlib, subprocess, sys, time
     once = pathlib.Path(__file__).with_name("once")
 """
+)
 SECOND_LOAD = """
     if once.exists():
         {}
@@ -35,14 +39,15 @@ SECOND_LOAD = """
 """
 
 
-def toy(folder: Path, code: str) -> str:
-    return write(folder, ECHO + ONCE + code)
+def with_toy(folder: Path, code: str, use: Use, **config: Any) -> Any:
+    return with_environment(folder, write(folder, TOY + code), use, **config)
 
 
 @pytest.fixture
 def warnings(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("trireme"), "propagate", True)
     monkeypatch.setattr(pool, "LONGEST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(pool, "PING_EVERY_S", 0.1)
     caplog.set_level("WARNING")
     return caplog
 
@@ -51,22 +56,17 @@ def test_a_worker_killed_in_mid_rollout_costs_no_rollout(tmp_path):
     asked: list[str] = []
 
     async def use(environment):
-        everyone_asked = asyncio.Event()
-
         async def ask(question: Ask) -> Reply:
             asked.append(question.task)
             if len(asked) == 10:
-                everyone_asked.set()
+                os.kill(environment._workers[0].pid, signal.SIGKILL)
             if len(asked) <= 10:
                 await never(question)  # the engine is slow; the worker's death must end this wait
             return Reply(content="x", finish_reason="stop")
 
-        running = asyncio.create_task(run_all(environment, ask, 10))
-        await everyone_asked.wait()
-        os.kill(environment._workers[0].pid, signal.SIGKILL)
-        return await asyncio.wait_for(running, 30), environment.num_restarts
+        return await asyncio.wait_for(run_all(environment, ask, 10), 30), environment.num_restarts
 
-    outcomes, num_restarts = with_environment(tmp_path, write(tmp_path, ECHO), use)
+    outcomes, num_restarts = with_toy(tmp_path, "", use)
     assert [outcome.task for outcome in outcomes] == [f"r{i}" for i in range(10)]
     assert sorted(asked) == sorted(2 * [f"r{i}" for i in range(10)])
     assert num_restarts == 1
@@ -84,7 +84,7 @@ def test_a_worker_that_dies_at_a_point_of_the_protocol_costs_no_rollout(tmp_path
             await asyncio.sleep(0.01)
         return outcomes, first, environment.num_restarts
 
-    outcomes, first, num_restarts = with_environment(tmp_path, write(tmp_path, ECHO), use)
+    outcomes, first, num_restarts = with_toy(tmp_path, "", use)
     assert (tmp_path / f"{point}.reached").read_text() == str(first)
     assert [outcome.task for outcome in outcomes] == [f"r{i}" for i in range(8)]
     assert num_restarts == 1
@@ -102,7 +102,7 @@ def test_rollouts_without_a_worker_wait_by_one_name_and_with_a_deadline(tmp_path
     code = SECOND_LOAD.format("while not once.with_name('seen').exists(): time.sleep(0.01)")
 
     async def main():
-        settings = EnvironmentConfig(id=toy(tmp_path, code), name="slow")
+        settings = EnvironmentConfig(id=write(tmp_path, TOY + code), name="slow")
         async with open_environment(settings, logs=tmp_path / "logs", load_timeout_s=60, waits=waits) as environment:
             await kill(environment)
             running = asyncio.create_task(run_all(environment, says("x"), 5))
@@ -123,31 +123,73 @@ def test_an_environment_whose_workers_never_come_back_says_so_at_the_deadline(tm
         await kill(environment)
         return await run_all(environment, says("x"), 3)
 
-    outcomes = with_environment(tmp_path, toy(tmp_path, SECOND_LOAD.format("time.sleep(30)")), use)
+    outcomes = with_toy(tmp_path, SECOND_LOAD.format("time.sleep(30)"), use)
     assert [type(outcome) for outcome in outcomes] == [PeerDied] * 3
     assert "orchestrator waits 0 s for a worker of environment" in str(outcomes[0])
 
 
-def test_a_rollout_that_kills_its_worker_is_dropped_and_those_beside_it_are_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool, "LONGEST_BACKOFF_S", 0.05)
-    code = """
+KILLS = """
+    hoard = []
+
     async def reward(completion, answer):
-        if answer == "3":
-            os._exit(7)
-        await asyncio.sleep(0.3)
+        if answer == "3" and not (SPARE and once.exists()):
+            once.touch()
+            {}
+            await asyncio.sleep(60)
+        await asyncio.sleep(0.2)
         return 1.0
-    """
+"""
+HOARDS = ("hoard.append(b'x' * (96 << 20))", {"max_memory_gib": 0.08})
 
+
+@pytest.mark.parametrize(
+    ("line", "config", "blame", "counts"),
+    [
+        ("os._exit(7)", {}, "exited with code 7", {}),
+        (*HOARDS, "GiB of memory, 0.08 are allowed (`max_memory_gib`), and was killed", {"memory": 2}),
+    ],
+)
+def test_a_rollout_that_kills_its_worker_is_dropped_and_named(tmp_path, warnings, line, config, blame, counts):
     async def use(environment):
-        alone = await asyncio.gather(run_one(environment, says("x"), 3), return_exceptions=True)
-        return alone + await run_all(environment, says("x"), 8)
+        (failure,) = await asyncio.gather(run_one(environment, says("x"), 3), return_exceptions=True)
+        return failure, await run_all(environment, says("x"), 3), environment.counts
 
-    alone, *together = with_environment(tmp_path, toy(tmp_path, code), use)
-    assert (type(alone), alone.stage) == (RolloutFailed, "worker")
-    assert "worker died twice" in alone.error
-    assert "exited with code 7" in alone.error
-    assert [i for i, outcome in enumerate(together) if isinstance(outcome, RolloutFailed)] == [3]
-    assert all(outcome.reward == 1.0 for i, outcome in enumerate(together) if i != 3)
+    failure, outcomes, found = with_toy(tmp_path, KILLS.format(line).replace("SPARE", "False"), use, **config)
+    assert (type(failure), failure.stage) == (RolloutFailed, "worker")
+    assert "worker died twice" in failure.error
+    assert blame in failure.error
+    assert [outcome.reward for outcome in outcomes] == [1.0] * 3
+    assert found == Counter(worker_death=2, worker_error=1, **counts)
+    assert "Under way in it: train 3." in warnings.text
+
+
+def test_a_rollout_that_kills_its_worker_does_not_take_those_beside_it_along(tmp_path, warnings):
+    code = KILLS.format("os._exit(7)").replace("SPARE", "False")
+    outcomes = with_toy(tmp_path, code, lambda environment: run_all(environment, says("x"), 8))
+    assert [getattr(outcome, "reward", outcome) for outcome in outcomes if outcome is not outcomes[3]] == [1.0] * 7
+    assert (type(outcomes[3]), outcomes[3].stage) == (RolloutFailed, "worker")
+
+
+@pytest.mark.parametrize(
+    ("line", "blame", "num_garbage"),
+    [
+        ("time.sleep(60)", "has not answered anything for", 0),
+        ("os.write(int(sys.argv[1]), b'not a message\\n')", "not a message", 1),
+    ],
+)
+def test_a_worker_that_is_blocked_or_sends_garbage_is_killed_and_named(tmp_path, warnings, line, blame, num_garbage):
+    async def use(environment):
+        (first,) = await asyncio.gather(run_one(environment, says("x"), 3), return_exceptions=True)
+        while not environment.num_restarts:
+            await asyncio.sleep(0.01)
+        return first, await run_all(environment, says("x"), 5), environment.counts
+
+    code = KILLS.format(line).replace("SPARE", "True")
+    first, outcomes, counts = with_toy(tmp_path, code, use, rollout_timeout_s=0.5)
+    assert isinstance(first, RolloutFailed | Done)  # it may have been issued again before its time was over
+    assert [outcome.reward for outcome in outcomes] == [1.0] * 5
+    assert (counts["worker_death"], counts["garbage"]) == (1, num_garbage)
+    assert blame in warnings.text
 
 
 def test_an_environment_that_cannot_be_restarted_says_so_to_all_who_wait(tmp_path, monkeypatch):
@@ -161,55 +203,9 @@ def test_an_environment_that_cannot_be_restarted_says_so_to_all_who_wait(tmp_pat
         return await run_all(environment, ask, 3)
 
     code = SECOND_LOAD.format("raise RuntimeError('no memory left')")
-    outcomes = with_environment(tmp_path, toy(tmp_path, code), use)
+    outcomes = with_toy(tmp_path, code, use)
     assert [type(outcome) for outcome in outcomes] == [PeerDied] * 3
     assert "All 1 workers" in str(outcomes[0])
-
-
-def test_an_event_loop_that_is_blocked_costs_its_worker_and_is_named(tmp_path, warnings):
-    code = """
-    def reward(completion, answer):
-        if answer == "3" and not once.exists():
-            once.touch()
-            time.sleep(60)
-        return 1.0
-    """
-
-    async def use(environment):
-        (failure,) = await asyncio.gather(run_one(environment, says("x"), 3), return_exceptions=True)
-        while not environment.num_restarts:
-            await asyncio.sleep(0.01)
-        return failure, await run_all(environment, says("x"), 5), environment.counts
-
-    failure, outcomes, counts = with_environment(tmp_path, toy(tmp_path, code), use, rollout_timeout_s=0.5)
-    assert isinstance(failure, RolloutFailed | Done)  # it may have been issued again before its time was over
-    assert [outcome.reward for outcome in outcomes] == [1.0] * 5
-    assert counts["worker_death"] == 1
-    assert "has not answered anything for" in warnings.text
-
-
-def test_a_worker_that_holds_too_much_memory_is_killed_and_its_rollouts_come_again(tmp_path, warnings, monkeypatch):
-    monkeypatch.setattr(pool, "PING_EVERY_S", 0.1)
-    code = """
-    hoard = []
-
-    async def reward(completion, answer):
-        if answer == "3":
-            hoard.append(b"x" * (96 << 20))
-            await asyncio.sleep(60)
-        return 1.0
-    """
-
-    async def use(environment):
-        (failure,) = await asyncio.gather(run_one(environment, says("x"), 3), return_exceptions=True)
-        return failure, await run_all(environment, says("x"), 3), environment.counts
-
-    failure, outcomes, counts = with_environment(tmp_path, toy(tmp_path, code), use, max_memory_gib=0.08)
-    assert (type(failure), failure.stage) == (RolloutFailed, "worker")
-    assert "GiB of memory, 0.08 are allowed (`max_memory_gib`), and was killed" in failure.error
-    assert [outcome.reward for outcome in outcomes] == [1.0] * 3
-    assert counts == Counter(worker_death=2, memory=2, worker_error=1)
-    assert "Under way in it: train 3." in warnings.text
 
 
 def test_memory_is_that_of_the_process_and_its_children_with_what_they_share_counted_once(tmp_path):
@@ -232,24 +228,6 @@ def test_memory_is_that_of_the_process_and_its_children_with_what_they_share_cou
     assert resident_gib(2**30) == 0.0
 
 
-def test_garbage_is_counted_as_the_cause_of_a_death(tmp_path, warnings):
-    code = """
-    async def reward(completion, answer):
-        if answer == "3" and not once.exists():
-            once.touch()
-            os.write(int(sys.argv[1]), b"not a message\\n")
-            await asyncio.sleep(60)
-        return 1.0
-    """
-
-    async def use(environment):
-        return await run_all(environment, says("x"), 5), environment.counts
-
-    outcomes, counts = with_environment(tmp_path, toy(tmp_path, code), use)
-    assert [outcome.reward for outcome in outcomes] == [1.0] * 5
-    assert counts == Counter(worker_death=1, garbage=1)
-
-
 def test_no_worker_and_no_child_of_it_outlives_an_orchestrator_that_is_killed(tmp_path):
     code = """
     import multiprocessing
@@ -263,7 +241,7 @@ def test_no_worker_and_no_child_of_it_outlives_an_orchestrator_that_is_killed(tm
         from toy_environments import Path, open_toy
 
         async def main():
-            async with open_toy(Path({str(tmp_path)!r}), {toy(tmp_path, code)!r}):
+            async with open_toy(Path({str(tmp_path)!r}), {write(tmp_path, TOY + code)!r}):
                 print("open", flush=True)
                 await asyncio.sleep(300)
 
@@ -283,7 +261,6 @@ def test_no_worker_and_no_child_of_it_outlives_an_orchestrator_that_is_killed(tm
 def test_programs_that_an_environment_started_end_with_their_killed_worker(tmp_path):
     """Also one in a session of its own, which no signal to the worker's group reaches."""
     code = """
-    import subprocess
     child = subprocess.Popen(["sleep", "300"], start_new_session=True)
     once.write_text(str(child.pid))
     """
@@ -294,7 +271,7 @@ def test_programs_that_an_environment_started_end_with_their_killed_worker(tmp_p
         await run_all(environment, says("x"), 1)
         return old, int((tmp_path / "once").read_text())
 
-    old, new = with_environment(tmp_path, toy(tmp_path, code), use)
+    old, new = with_toy(tmp_path, code, use)
     assert old != new
     assert [pid for pid in (old, new) if is_alive(pid)] == []
 
