@@ -176,9 +176,7 @@ def test_a_group_that_finished_but_waited_too_long_is_dropped_for_the_version_th
         (EVEN_ONES_FAIL, {"max_rollout_attempts": 2}, ("score: ZeroDivisionError: ", "group given up: "), {1}, {0}),
     ],
 )
-def test_what_has_no_signal_or_fails_is_dropped_with_its_reason_and_the_batch_is_refilled(
-    tmp_path, code, how, reasons, parities, attempts
-):
+def test_a_group_without_signal_or_that_fails_is_dropped_and_replaced(tmp_path, code, how, reasons, parities, attempts):
     """A reward that raises costs that rollout only; one that raises each time costs its group."""
 
     async def one_after_the_other(asked):

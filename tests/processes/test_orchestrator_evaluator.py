@@ -185,9 +185,7 @@ def test_an_evaluation_environment_of_its_own_is_never_trained_on_and_what_its_r
     assert evaluation_metrics("held", again, config.orchestrator.eval) == of_evaluation
 
 
-def test_a_rollout_that_failed_has_not_passed_and_has_no_part_in_the_mean_also_in_a_file_of_an_earlier_version(
-    tmp_path,
-):
+def test_a_rollout_that_failed_has_not_passed_and_has_no_part_in_the_mean_also_in_an_old_file(tmp_path):
     path = tmp_path / "say.jsonl"
     old = {"prompt": [], "completion": [], "answer": None, "info": {}, "metrics": {"length": 2.0}}
     rewards = [(7, 1.0), (7, None), ("x", 0.0), ("x", 0.25)]
@@ -233,9 +231,7 @@ def run_examples(tmp_path, runner, *, group_rewards, before=None):
 
 
 @pytest.mark.parametrize(("group_rewards", "errors", "asked_again"), [(True, 3, [0, 1, 2]), (False, 1, [1])])
-def test_rollouts_that_are_scored_together_fail_and_are_asked_again_together(
-    tmp_path, group_rewards, errors, asked_again
-):
+def test_rollouts_that_are_scored_together_are_asked_again_together(tmp_path, group_rewards, errors, asked_again):
     runner = Runner(lambda asked: asked["example"] == 1 and asked["attempt"] == 0)
     answers, _ = run_examples(tmp_path, runner, group_rewards=group_rewards)
     assert [answer.reward for answer in answers] == [1.0] * 6

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -89,9 +88,7 @@ def test_an_engine_generates_whenever_it_has_a_request(whole: SimpleNamespace) -
     assert max(fractions) > 0.0
 
 
-def test_every_version_is_a_transfer_every_batch_is_written_once_in_order_and_waits_have_reasons(
-    whole: SimpleNamespace,
-) -> None:
+def test_every_version_is_a_transfer_every_batch_is_written_once_in_order_and_waits_have_reasons(whole):
     engine, own = whole.lanes["engine"], whole.lanes["orchestrator"]
     assert engine[0].what == "start"
     versions = [span.step for span in engine if span.what == "transfer"]
@@ -170,9 +167,7 @@ async def open_lanes(path: Path) -> AsyncIterator[tuple[Lanes, InferencePool]]:
         ({"version": -1, "next_batch": 0}, False, ("wait", 0), "no weights yet: the trainer is to send them"),
     ],
 )
-def test_what_holds_an_engine_that_has_no_request(
-    tmp_path: Path, state: dict[str, Any], busy: bool, own: tuple[str, int], why: str
-) -> None:
+def test_what_holds_an_engine_that_has_no_request(tmp_path, state, busy, own, why):
     now = {"version": 3, "next_batch": 5, "num_under_way": 0, "evaluates": None} | state
 
     async def hold() -> None:

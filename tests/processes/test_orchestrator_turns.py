@@ -223,9 +223,7 @@ SURROGATE = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'  # JSO
         ),
     ],
 )
-def test_a_turn_is_read_by_the_engines_parsers_where_there_are_any_and_stays_text_where_they_cannot(
-    tokenizer, text, how, said, is_asked
-):
+def test_a_turn_is_read_by_the_engines_parsers_or_stays_text_where_they_cannot(tokenizer, text, how, said, is_asked):
     found, asked = read(tokenizer, text, **how)
     assert (found, len(asked)) == (said, int(is_asked))  # it is not asked again: the answer would be the same
 

@@ -54,7 +54,7 @@ WRONG = [
 
 @pytest.fixture(autouse=True)
 def _token(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_token(monkeypatch, SECRET)
+    monkeypatch.setenv(TOKEN, SECRET)
 
 
 def set_token(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
@@ -131,19 +131,15 @@ def test_the_orchestrator_shows_its_token_to_engines_and_does_not_give_it_to_env
     assert {rollout.reward for record in outcome.records for rollout in record.rollouts} == {1.0}
 
 
-def test_an_engine_with_another_token_never_counts_as_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_with_another_token_never_counts_as_there(monkeypatch, caplog):
     async def look() -> int | None:
         async with open_fake_engine(token=OTHER) as engine:
             sizes = {"max_model_len": 8, "timeout_s": 5.0, "max_concurrent": 1}
-            async with open_inference_pool([engine.url], waits=Waits("orchestrator"), **sizes) as pool:  # type: ignore[arg-type]
+            async with open_inference_pool([engine.url], waits=Waits("orchestrator"), **sizes) as pool:
                 return await world_size(pool, pool.engines[0])
 
-    logger = logging.getLogger("trireme")
-    logger.addHandler(caplog.handler)
-    try:
-        assert asyncio.run(look()) is None
-    finally:
-        logger.removeHandler(caplog.handler)
+    monkeypatch.setattr(logging.getLogger("trireme"), "propagate", True)
+    assert asyncio.run(look()) is None
     assert f"does not let us in: {TOKEN} is another one there" in caplog.text
 
 
@@ -171,9 +167,7 @@ def ask(address: str, *, deadline_s: float = DEADLINE_S) -> object:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(SECRET, OTHER), (SECRET, None), (None, SECRET)])
-def test_whoever_has_another_token_or_none_is_not_heard_and_is_told_what_it_may_be(
-    monkeypatch: pytest.MonkeyPatch, ours: str | None, theirs: str | None
-) -> None:
+def test_whoever_has_another_token_or_none_is_not_heard_and_is_told_what_it_may_be(monkeypatch, ours, theirs):
     set_token(monkeypatch, ours)
     with hearing() as (address, asked):
         set_token(monkeypatch, theirs)
@@ -183,9 +177,7 @@ def test_whoever_has_another_token_or_none_is_not_heard_and_is_told_what_it_may_
 
 
 @pytest.mark.parametrize("ours", [SECRET, None])
-def test_whoever_is_turned_away_does_not_knock_a_thousand_times(
-    monkeypatch: pytest.MonkeyPatch, ours: str | None
-) -> None:
+def test_whoever_is_turned_away_does_not_knock_a_thousand_times(monkeypatch, ours):
     set_token(monkeypatch, ours)
     knocks = 0
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -233,9 +225,7 @@ def test_a_stranger_who_knows_the_servers_key_alone_is_turned_away() -> None:
 
 
 @pytest.mark.parametrize("token", [SECRET, None])
-def test_what_is_said_can_be_read_on_the_way_only_where_there_is_no_token(
-    monkeypatch: pytest.MonkeyPatch, token: str | None
-) -> None:
+def test_what_is_said_can_be_read_on_the_way_only_where_there_is_no_token(monkeypatch, token):
     set_token(monkeypatch, token)
     heard = bytearray()
     with hearing() as (address, asked), tapped(address, heard) as tap:
