@@ -143,20 +143,15 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
+NAMES = {"pi": "logprobs", "mu": "behaviour", "prox": "proximal", "ref": "reference"}
+
+
 def to_columns(b: Batch) -> Columns:
-    given = {name: torch.tensor(array) for name, array in vars(b).items()}
-    return Columns(
-        logprobs=given["pi"].requires_grad_(),
-        entropies=given["entropies"].requires_grad_(),
-        behaviour=given["mu"],
-        proximal=given["prox"],
-        advantages=given["advantages"],
-        versions=torch.zeros(len(b.pi), dtype=torch.int64),
-        samples=given["samples"],
-        num_samples=len(b.slices),
-        mask=torch.ones(len(b.pi), dtype=torch.bool),
-        reference=given["ref"],
-    )
+    given = {NAMES.get(name, name): torch.tensor(array) for name, array in vars(b).items()}
+    given["logprobs"].requires_grad_()
+    given["entropies"].requires_grad_()
+    given |= {"versions": torch.zeros(len(b.pi), dtype=torch.int64), "mask": torch.ones(len(b.pi), dtype=torch.bool)}
+    return Columns(**given, num_samples=len(b.slices))
 
 
 def solved(found: Recipe, columns: Columns, totals: Totals) -> tuple[float, dict[str, float], list[float]]:
@@ -256,18 +251,10 @@ def test_the_sums_of_the_default_loss_by_hand() -> None:
     b = Batch(pi, mu, prox=mu, ref=pi, entropies=pi, advantages=np.array([2.0, 3.0, -1.0]), samples=samples)
     found = Recipe("importance", kl_tau=0.0, ratio_low=0.5, ratio_high=1.0)
     value, sums, _ = solved(found, replace(to_columns(b), reference=None), Totals(3, 1))
-    assert sums == pytest.approx(
-        {
-            "importance_ratio": 5.5,
-            "masked_frac": 1.0,
-            "capped_frac": 0.0,
-            "clip_frac/low": 0.0,
-            "clip_frac/high": 0.0,
-            "policy/kl": (4 - 1 - math.log(4)) + (0.5 - 1 - math.log(0.5)),
-            "weights": 5.5,
-            "squared_weights": 1 + 16 + 0.25,
-        }
-    )
+    none = dict.fromkeys(("capped_frac", "clip_frac/low", "clip_frac/high"), 0.0)
+    weights = {"importance_ratio": 5.5, "weights": 5.5, "squared_weights": 1 + 16 + 0.25}
+    kl = (4 - 1 - math.log(4)) + (0.5 - 1 - math.log(0.5))
+    assert sums == pytest.approx(none | weights | {"masked_frac": 1.0, "policy/kl": kl})
     assert value == pytest.approx(-(2.0 - 0.5) / 3)
     assert effective_share(weights=8.0, squared_weights=16.0, tokens=4) == 1.0
     assert effective_share(weights=3.0, squared_weights=9.0, tokens=10) == pytest.approx(0.1)

@@ -196,12 +196,11 @@ def test_the_summary_tells_each_kind_once_and_of_this_session_only(tmp_path):
     progress.add(run_that_turns("trainer", {"loss": None}))
     progress.begin_session()
     assert "warning" not in summary(progress, config, 1.0)
-    calm = [{}] * CALM
-    progress.add(run_that_turns("trainer", {"grad_norm": 60.0}, *calm, {"grad_norm": 70.0}))
+    progress.add(run_that_turns("trainer", {"grad_norm": 60.0}, *[{}] * CALM, {"grad_norm": 70.0}))
     text = summary(progress, config, 1.0)
     (line,) = (line for line in text.splitlines() if "grad_norm_spike" in line)
     assert "not_finite" not in text
-    assert line.startswith(f"warning at step {50 + CALM + 2}, grad_norm_spike: grad_norm is 70; ")
+    assert line.startswith(f"warning at step {50 + CALM + 1}, grad_norm_spike: grad_norm is 70; ")
     assert line.endswith("(the last of 2)")
 
 
