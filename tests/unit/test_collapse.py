@@ -200,7 +200,7 @@ def test_the_summary_tells_each_kind_once_and_of_this_session_only(tmp_path):
     text = summary(progress, config, 1.0)
     (line,) = (line for line in text.splitlines() if "grad_norm_spike" in line)
     assert "not_finite" not in text
-    assert line.startswith(f"warning at step {50 + CALM + 1}, grad_norm_spike: grad_norm is 70; ")
+    assert line.startswith(f"warning at step {50 + CALM + 2}, grad_norm_spike: grad_norm is 70; ")
     assert line.endswith("(the last of 2)")
 
 
