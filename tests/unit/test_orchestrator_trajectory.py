@@ -118,7 +118,7 @@ def test_what_is_not_trained_on_goes_on_in_a_second_sample(tmp_path):
     assert trained(talk) == [len(THINKING) + 1, 5]
 
 
-def test_a_template_that_loses_earlier_thinking_is_refused(tmp_path):
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
     talk = Talk(tmp_path / "rewrites", template=QWEN_3)
     talk.answer([ASK], f"{THINKING}<|im_end|>")
     with pytest.raises(Rewritten, match="hm"):
