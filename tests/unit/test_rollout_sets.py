@@ -189,13 +189,3 @@ def test_a_batch_that_is_damaged_or_gone_is_not_left_out_in_silence(run):
         rollouts([str(run), "--to", "trl"])
     assert not (run / "rollouts").exists()
     assert rollouts([str(run), "--to", "jsonl", "--steps", "2:"]) == 0
-
-
-def test_a_batch_that_comes_meanwhile_is_left_for_another_time(run, monkeypatch):
-    """The columns are known from what was there when it began."""
-    there = write.steps_of
-    seen = []
-    monkeypatch.setattr(write, "steps_of", lambda *arguments: seen.append(there(*arguments)) or seen[-1][:-1])
-    rollouts([str(run), "--to", "jsonl"])
-    assert len(seen) == 1
-    assert {line["step"] for line in lines_of(run / "rollouts/jsonl/rollouts.jsonl")} == {0, 1}
