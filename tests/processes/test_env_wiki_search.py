@@ -17,11 +17,7 @@ pytestmark = pytest.mark.xdist_group("wiki-search")
 index, wiki = import_shipped("wiki_search", "wiki_search_index"), import_shipped("wiki_search", "wiki_search_pages")
 
 
-def all_questions() -> list:
-    return [question for part in wiki.build_questions(-1, -1, seed=0) for question in part]
-
-
-def test_a_score_worked_by_hand():
+def test_searches_score_as_worked_by_hand():
     pages = [index.Page("a", "x", (("y", "cat dog"),)), index.Page("b", "x", (("y", "dog dog dog dog"),))]
     found = index.WikiIndex(pages)
     # lengths: the title counts three times, the heading once: 3 + 1 + 2 = 6 and 3 + 1 + 4 = 8, 7 on average
@@ -52,31 +48,27 @@ def test_markdown_becomes_sections_and_those_of_one_name_are_told_apart():
     assert found.section("p:works_2") == "two"
 
 
-def test_every_question_has_one_text_and_an_answer_that_stands_on_a_page():
+def test_questions_differ_have_answers_on_the_pages_and_are_never_in_both_sets():
+    sets = [wiki.build_questions(-1, -1, seed=seed) for seed in range(2)]
+    train, evaluation = ({question.text: question.answer for each in sets for question in each[p]} for p in (0, 1))
+    assert not train.keys() & evaluation.keys()
+    assert sets[0] != sets[1]
+    assert sum(map(len, sets[0])) == len(train | evaluation) > 240
+    assert [len(part) for part in wiki.build_questions(7, 3, seed=0)] == [7, 3]
     text = "\n".join(page.text for page in wiki.build_pages())
-    questions = all_questions()
-    assert len({question.text for question in questions}) == len(questions) > 240
-    assert [question for question in questions if question.answer not in text] == []
+    assert [answer for answer in (train | evaluation).values() if answer not in text] == []
 
 
 def test_a_question_of_two_steps_is_answered_by_following_its_pages():
     steps = "In which year was the town founded where the inventor of the "
     sections = {(page.title, heading): text for page in wiki.build_pages() for heading, text in page.sections}
-    asked = [question for question in all_questions() if question.text.startswith(steps)]
+    asked = [each for part in wiki.build_questions(-1, -1, seed=0) for each in part if each.text.startswith(steps)]
     assert len(asked) == 16
     for question in asked:
         work = question.text.removeprefix(steps).removesuffix(" was born?").capitalize()
         inventor = sections[work, "Invention"].removeprefix("It was made by ").partition(",")[0]
         town = sections[inventor, "Life"].partition(" was born in ")[2].split()[0]
         assert sections[town, "History"] == f"{town} was founded in the year {question.answer}."
-
-
-def test_no_question_is_in_both_sets_whatever_the_seed():
-    sets = [wiki.build_questions(-1, -1, seed=seed) for seed in range(2)]
-    train, evaluation = ({question.text for each in sets for question in each[part]} for part in (0, 1))
-    assert not train & evaluation
-    assert sets[0] != sets[1]
-    assert [len(part) for part in wiki.build_questions(7, 3, seed=0)] == [7, 3]
 
 
 @pytest.fixture(scope="module")
