@@ -41,7 +41,7 @@ def results(folder: str = "toy--grand-model") -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
-def test_the_analysis_of_the_guide_runs_on_what_is_saved(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_analysis_of_the_guide_runs_on_what_is_saved(here, capsys):
     """Every second answer of `yes` is right: of six examples three always, three never."""
     with FakeChat().running() as chat:
         words = ["toy.py", "-m", "grand-model", "-b", chat.url, "-n", "6", "-r", "5", "-s"]
@@ -64,8 +64,8 @@ def test_the_analysis_of_the_guide_runs_on_what_is_saved(here: Path, capsys: pyt
 
 
 def test_a_model_is_asked_as_the_endpoints_file_and_the_flags_say_and_without_s_nothing_is_saved(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    here, monkeypatch, capsys
+):
     monkeypatch.setenv("MY_KEY", "secret-words")
     sampling = ["-S", '{"top_p": 0.5, "logit_bias": {"7": -1}}', "-t", "9", "-T", "0.25"]
     expected = {"model": "grand", "top_p": 0.5, "logit_bias": {"7": -1}, "max_tokens": 9, "temperature": 0.25}
@@ -87,9 +87,7 @@ def test_a_model_is_asked_as_the_endpoints_file_and_the_flags_say_and_without_s_
 ONE_BY_ONE = ["toy.py", "-m", "grand-model", "-n", "8", "-r", "1", "-s", "-c", "1", "-b"]
 
 
-def test_an_endpoint_that_goes_away_is_named_and_the_rest_is_asked_later(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_endpoint_that_goes_away_is_named_and_the_rest_is_asked_later(here, capsys):
     chat = FakeChat()
     words = ["run", *ONE_BY_ONE, chat.url]
     with chat.running():
@@ -112,7 +110,7 @@ def test_an_endpoint_that_goes_away_is_named_and_the_rest_is_asked_later(
     assert [len(each) for each in results()] == [8, 8]
 
 
-def test_ctrl_c_keeps_what_was_answered(here: Path) -> None:
+def test_ctrl_c_keeps_what_was_answered(here):
     chat = FakeChat()
     with chat.running():
         command = [sys.executable, "-m", "trireme.cli.trireme", "eval", "run", *ONE_BY_ONE, chat.url]
@@ -132,9 +130,7 @@ def test_ctrl_c_keeps_what_was_answered(here: Path) -> None:
     assert [len(file.read_text().splitlines()) for file in here.glob("outputs/**/results.jsonl.partial")] == [3]
 
 
-def test_rollouts_that_fail_are_counted_and_only_they_are_tried_again(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rollouts_that_fail_are_counted_and_only_they_are_tried_again(here, capsys):
     unlucky = """
     from pathlib import Path
 
@@ -166,13 +162,13 @@ def test_rollouts_that_fail_are_counted_and_only_they_are_tried_again(
      (["toy.py", "-b", "http://h/v1", "-S", '{"temperature": 1}', "-T", "0.5"], "expected one of the two"),
      (["toy.py", "-b", "http://h/v1", "-T", "0"], "would all be the same")],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_before_anything_starts(here: Path, words: list[str], problem: str) -> None:
+def test_what_cannot_work_is_refused_before_anything_starts(here, words, problem):
     with pytest.raises(ConfigError, match=problem):
         eval_command(["run", *words])
     assert not (here / "outputs").exists()
 
 
-def test_a_verb_that_does_not_exist_is_answered_with_one_that_does() -> None:
+def test_a_verb_that_does_not_exist_is_answered_with_one_that_does():
     with pytest.raises(ConfigError, match=r"Did you mean `eval run`"):
         eval_command(["rnu", "wordle"])
     with pytest.raises(ConfigError, match=r"trireme eval run wordle -m MODEL"):

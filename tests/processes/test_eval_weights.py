@@ -78,9 +78,7 @@ def letters(found: WeighedEngine) -> str:
     return answered[::6]
 
 
-def test_each_checkpoint_answers_for_itself_and_the_base_model_is_given_back(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_checkpoint_answers_for_itself_and_the_base_model_is_given_back(here, capsys):
     with engine() as found:
         assert run_eval(found, "--dry-run") == 0
         assert "base, step_10, step_20, step_100" in capsys.readouterr().out
@@ -105,7 +103,7 @@ def test_each_checkpoint_answers_for_itself_and_the_base_model_is_given_back(
         (("--steps", "20", "--transfer", "gloo"), "ac"),
     ],
 )
-def test_chosen_steps_come_in_order_over_either_wire(here: Path, words: tuple[str, ...], answered: str) -> None:
+def test_chosen_steps_come_in_order_over_either_wire(here, words, answered):
     with engine() as found:
         assert run_eval(found, *words) == 0
         assert letters(found) == answered
@@ -113,7 +111,7 @@ def test_chosen_steps_come_in_order_over_either_wire(here: Path, words: tuple[st
     assert not Path("run/evals/.transfer").exists()
 
 
-def test_several_rollouts_and_environments_are_measured_each_for_itself(here: Path) -> None:
+def test_several_rollouts_and_environments_are_measured_each_for_itself(here):
     Path("other.py").write_text(TOY.replace("range(6)", "range(2)"))
     with engine() as found:
         words = ["--env.id", "other.py", "--rollouts-per-example", 4, "--pass-threshold", "0.25", "--pass-at", "[1, 4]"]
@@ -126,9 +124,7 @@ def test_several_rollouts_and_environments_are_measured_each_for_itself(here: Pa
     assert summary["step_20", "other"]["avg@4"] == pytest.approx(0.3)
 
 
-def test_an_engine_that_dies_is_named_and_only_what_is_missing_or_was_torn_is_asked_again(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_dies_is_named_and_only_what_is_missing_or_was_torn_is_asked_again(here, capsys):
     one_by_one = ("--max-concurrent", 1, "--num-examples", 5)
     with engine(gone_after=8) as found:  # 5 of the base model, 3 of step 10
         with pytest.raises(PeerDied, match=f"{found.url} is gone"):
@@ -155,7 +151,7 @@ def test_an_engine_that_dies_is_named_and_only_what_is_missing_or_was_torn_is_as
         assert (found.answered, "update_weights" in found.calls) == ([], False)
 
 
-def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(here: Path) -> None:
+def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(here):
     with engine() as found:
         assert run_eval(found, "--steps", 10, "--num-examples", 2) == 0
         assert run_eval(found, "--steps", 10, "--num-examples", 5) == 0
@@ -183,9 +179,7 @@ FAILS = {
 
 
 @pytest.mark.parametrize(("words", "knobs"), (OTHERS | FAILS).items())
-def test_an_engine_of_a_training_run_or_without_the_weights_that_it_was_given_is_asked_nothing(
-    here: Path, words: str, knobs: dict[str, Any]
-) -> None:
+def test_an_engine_of_a_training_run_or_without_the_weights_that_it_was_given_is_asked_nothing(here, words, knobs):
     with engine(**knobs) as found:
         with pytest.raises(ConfigError if words in OTHERS else (WeightsMismatch, PeerDied), match=words):
             run_eval(found, "--no-eval-base", "--no-restore-base")
@@ -202,8 +196,8 @@ def test_an_engine_of_a_training_run_or_without_the_weights_that_it_was_given_is
     [("40", False, 3, ["--take-over"]), ("eval-0a1b2c-base", True, 0, []), ("eval-0a1b2c-loading", True, 3, [])],
 )  # fmt: skip
 def test_an_engine_that_is_free_again_is_taken_and_gets_its_base_model_where_it_holds_another(
-    here: Path, label: str, is_frozen: bool, offset: int, words: list[str]
-) -> None:
+    here, label, is_frozen, offset, words
+):
     """Its run is over, or an evaluation left it paused, or in the middle of a transfer."""
     with engine(label=label, is_frozen=is_frozen) as found:
         found.loaded[LETTER] += offset
@@ -216,8 +210,8 @@ def test_an_engine_that_is_free_again_is_taken_and_gets_its_base_model_where_it_
     [(8, "41", "answered with weights '41'", [6, 2]), (6, "0", "serves '0' now", [6, 0])],
 )  # fmt: skip
 def test_a_training_run_that_gives_the_engine_weights_meanwhile_ends_the_evaluation_and_is_left_alone(
-    here: Path, after: int, label: str, words: str, kept: list[int]
-) -> None:
+    here, after, label, words, kept
+):
     with engine(label_after=(after, label)) as found:
         with pytest.raises(WeightsReplaced, match=words):
             run_eval(found, "--max-concurrent", 1)
@@ -226,7 +220,7 @@ def test_a_training_run_that_gives_the_engine_weights_meanwhile_ends_the_evaluat
     assert [len(lines(0)), len(partial.read_text().splitlines()) if partial.exists() else 0] == kept
 
 
-def test_an_engine_that_was_left_in_the_middle_of_a_transfer_is_not_asked_for_answers(here: Path) -> None:
+def test_an_engine_that_was_left_in_the_middle_of_a_transfer_is_not_asked_for_answers(here):
     with engine(label="eval-0a1b2c-loading") as found:
         words = ["--client.base-url", f"{found.url}/v1", "--model.name", "base", "--env.id", "toy.py"]
         with pytest.raises(ConfigError, match="was given a part of some weights"):
@@ -240,9 +234,7 @@ def test_an_engine_that_was_left_in_the_middle_of_a_transfer_is_not_asked_for_an
      (lambda file: write_weights(file.parent, "b", rows=5), r"letter\.weight has shape \[5, 3\], expected \[2, 3\]"),
      (lambda file: save_file({LETTER: torch.zeros(2, 3)}, file), r"step_10 is no .* of the model .*norm.* is missing")],
 )  # fmt: skip
-def test_a_checkpoint_that_cannot_be_loaded_is_found_before_anything_is_asked(
-    here: Path, change: Any, words: str
-) -> None:
+def test_a_checkpoint_that_cannot_be_loaded_is_found_before_anything_is_asked(here, change, words):
     change(Path("run/weights/step_10/model.safetensors"))
     with engine() as found:
         with pytest.raises(ConfigError, match=words):
@@ -264,14 +256,14 @@ def test_a_checkpoint_that_cannot_be_loaded_is_found_before_anything_is_asked(
      (["--client.api-key-var", "NO_SUCH_KEY"], "this variable is not set"),
      (["@", "gone.toml"], "gone.toml does not exist")],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_before_anything_starts(here: Path, words: list[str], problem: str) -> None:
+def test_what_cannot_work_is_refused_before_anything_starts(here, words, problem):
     with engine() as found:
         with pytest.raises(ConfigError, match=problem):
             run_eval(found, *words)
         assert (found.calls, Path("run/evals").exists()) == ([], False)
 
 
-def test_a_port_without_a_server_and_a_server_without_our_weight_path_are_told_apart(here: Path) -> None:
+def test_a_port_without_a_server_and_a_server_without_our_weight_path_are_told_apart(here):
     where = ["--weights-dir", "run/weights", "--env.id", "toy.py", "--client.base-url"]
     with pytest.raises(ConfigError, match="nobody answers at"):
         eval_command([*where, f"http://127.0.0.1:{free_port()}/v1"])
@@ -279,7 +271,7 @@ def test_a_port_without_a_server_and_a_server_without_our_weight_path_are_told_a
         eval_command([*where, chat.url])
 
 
-def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it_and_so_must_its_weights_be(here: Path) -> None:
+def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it_and_so_must_its_weights_be(here):
     env, evaluation = {"id": "toy.py", "name": "of-the-run"}, {"num_examples": 3, "sampling": {"temperature": 0.5}}
     orchestrator = {"env": [env], "sampling": {"max_tokens": 7}, "eval": evaluation}
     config = RunConfig.model_validate({"output_dir": "run", "device": "cpu", "orchestrator": orchestrator})
@@ -300,7 +292,7 @@ def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it_and_so_must_it
     assert len(lines(10, "of-the-run")) == 3
 
 
-def test_results_of_the_runs_own_evaluations_are_never_mixed_with_others(here: Path) -> None:
+def test_results_of_the_runs_own_evaluations_are_never_mixed_with_others(here):
     own = Path("run/evals/step_10/toy.jsonl")
     own.parent.mkdir(parents=True)
     own.write_text('{"example_id": 0, "reward": 1.0, "example": 0, "rollout": 0}\n')

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,7 +67,7 @@ def is_whole(response: Response, ids: list[int]) -> bool:
     return True
 
 
-def test_whatever_bytes_and_shapes_an_engine_answers_they_are_whole_or_bad() -> None:
+def test_whatever_bytes_and_shapes_an_engine_answers_they_are_whole_or_bad():
     assert prompt_logprobs_of(read_response(ENCODED[1]), [3, 4, 5]) == [-0.5, -0.25]
     rng = random.Random(0)
     shapes = (json.dumps(changed(rng.choice([ANSWER, PROBED]), rng)).encode() for _ in range(10_000))
@@ -107,14 +106,14 @@ REPORTS = [[], [None], [{"digests": {"a": 1}, "incomplete": []}], [REPORT, REPOR
         (lambda answer: text_of(answer, "n"), [*NOTHING, {"n": None}, {"n": []}, "n"], "`n` was expected"),
     ],
 )
-def test_what_is_not_what_was_asked_for_is_bad(read: Callable[[Any], Any], answers: list[Any], words: str) -> None:
+def test_what_is_not_what_was_asked_for_is_bad(read, answers, words):
     for answer in answers:
         with pytest.raises(BadAnswer, match=words or None):
             read(answer)
     assert ([world_size_of({"world_size": size}) for size in (1, 65536)], text_of({"n": "x"}, "n")) == ([1, 65536], "x")
 
 
-def test_a_run_whose_engine_answers_nonsense_now_and_then_ends_well(tmp_path) -> None:
+def test_a_run_whose_engine_answers_nonsense_now_and_then_ends_well(tmp_path):
     """Two answers in three are changed somewhere; rollouts are tried again, and no batch holds a token that is odd."""
     rng = random.Random(1)
     outcome = run(
@@ -131,7 +130,7 @@ def test_a_run_whose_engine_answers_nonsense_now_and_then_ends_well(tmp_path) ->
     assert all("The engine" in reason for reason in reasons)
 
 
-def test_a_report_of_weights_that_makes_no_sense_confirms_nothing_and_the_trainer_sends_again(tmp_path) -> None:
+def test_a_report_of_weights_that_makes_no_sense_confirms_nothing_and_the_trainer_sends_again(tmp_path):
     garbage: list[Any] = [{"results": []}, {"results": None}, {"results": [{"digests": None}]}, {}]
 
     async def meanwhile(running: Running) -> None:

@@ -67,7 +67,7 @@ REQUESTS: list[Request] = [READY, SENT, BATCH, BEAT, DONE, GetNewest(run_id="run
 FIRST = b"%d:1" % WIRE_VERSION
 
 
-def test_whatever_bytes_come_are_a_request_or_no_question_and_nothing_else() -> None:
+def test_whatever_bytes_come_are_a_request_or_no_question_and_nothing_else():
     requests, refusals = [], []
     for number, data in enumerate(mutations([encode(request) for request in REQUESTS], 20_000)):
         try:
@@ -83,7 +83,7 @@ def test_whatever_bytes_come_are_a_request_or_no_question_and_nothing_else() -> 
 
 @pytest.mark.parametrize("depth", [1_000, 1_000_000])
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1x", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff\xa1x"])
-def test_deep_nests_and_huge_promises_cost_nothing(opening: bytes, depth: int) -> None:
+def test_deep_nests_and_huge_promises_cost_nothing(opening, depth):
     whole = encode(msgspec.structs.replace(SENT, payload={"x": 1}))
     with pytest.raises(NoQuestion):
         read_question([FIRST, whole[: whole.index(b"\xa1x") + 2] + opening * depth])
@@ -122,7 +122,7 @@ def talk_nonsense(port: int) -> None:
                 continue
 
 
-def test_an_orchestrator_under_garbage_answers_the_trainer() -> None:
+def test_an_orchestrator_under_garbage_answers_the_trainer():
     rng = random.Random(1)
     with answering(answer) as address, open_stranger(address) as stranger:
         for data in mutations([encode(request) for request in REQUESTS], 3_000, seed=1):
@@ -145,9 +145,7 @@ STRANGE = [
 ]
 
 
-def test_a_stranger_is_told_what_was_expected_and_a_thousand_refusals_are_a_few_lines_in_the_log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stranger_is_told_what_was_expected_and_a_thousand_refusals_are_a_few_lines_in_the_log(caplog, monkeypatch):
     monkeypatch.setattr(control.sparingly, "_said_at", {})
     monkeypatch.setattr(logging.getLogger("trireme"), "propagate", True)
     with answering(answer) as address, open_stranger(address) as stranger:
@@ -166,7 +164,7 @@ def test_a_stranger_is_told_what_was_expected_and_a_thousand_refusals_are_a_few_
     assert len(caplog.records) < 20
 
 
-def test_a_stranger_with_many_questions_is_answered_a_few_at_a_time() -> None:
+def test_a_stranger_with_many_questions_is_answered_a_few_at_a_time():
     """A refused message after them is answered in its turn: all of them were read by then."""
 
     async def main() -> None:
@@ -197,7 +195,7 @@ def test_a_stranger_with_many_questions_is_answered_a_few_at_a_time() -> None:
     asyncio.run(main())
 
 
-def test_nonsense_does_nothing_to_the_trainers_rendezvous_for_weights() -> None:
+def test_nonsense_does_nothing_to_the_trainers_rendezvous_for_weights():
     port = free_port()
     ours = open_store("127.0.0.1", port, is_sender=True, timeout_s=DEADLINE_S)
     talk_nonsense(port)
@@ -231,7 +229,7 @@ ABSURD: list[tuple[Request, int, list[dict[str, Any]]]] = [  # with how many bat
 ]
 
 
-def test_what_a_trainer_asks_makes_sense_and_what_does_not_is_named_with_what_was_expected() -> None:
+def test_what_a_trainer_asks_makes_sense_and_what_does_not_is_named_with_what_was_expected():
     assert [check_request(request, max_steps=10, num_batches=9) for request in REQUESTS] == [None] * len(REQUESTS)
     for request, num_batches, changes in ABSURD:
         for fields in changes:
@@ -241,7 +239,7 @@ def test_what_a_trainer_asks_makes_sense_and_what_does_not_is_named_with_what_wa
             assert "expected" in problem
 
 
-def test_digests_must_be_those_of_the_announced_tensors() -> None:
+def test_digests_must_be_those_of_the_announced_tensors():
     assert check_digests(READY, SENT) is None
     other = msgspec.structs.replace(SENT, digests={"lm_head.weight": "9f"})
     assert f"lm_head.weight, {NORM.name}" in str(check_digests(READY, other))
@@ -255,7 +253,7 @@ LINES = [
 ]
 
 
-def test_whatever_bytes_come_from_a_worker_are_messages_or_garbage_and_nothing_else() -> None:
+def test_whatever_bytes_come_from_a_worker_are_messages_or_garbage_and_nothing_else():
     messages: list[wire.FromWorker] = []
     garbage: list[str] = []
     for data in mutations(LINES, 20_000):
@@ -268,7 +266,7 @@ def test_whatever_bytes_come_from_a_worker_are_messages_or_garbage_and_nothing_e
     assert {type(message) for message in messages} == {wire.Ready, wire.Ask, wire.Done, wire.Error, wire.Pong}
 
 
-def test_a_line_without_an_end_is_garbage_before_it_fills_the_memory(monkeypatch) -> None:
+def test_a_line_without_an_end_is_garbage_before_it_fills_the_memory(monkeypatch):
     monkeypatch.setattr(wire, "LONGEST_LINE", 1000)
     reader = wire.LineReader(lambda message: None)
     reader.feed(b"x" * 900)
@@ -286,7 +284,7 @@ def test_a_line_without_an_end_is_garbage_before_it_fills_the_memory(monkeypatch
         LINES[2].replace(b'"example_id":3', b'"info":{"x":' + b"9" * 5000 + b'},"example_id":3'),
     ],
 )
-def test_an_answer_that_breaks_the_form_is_an_error_of_its_rollout(line: bytes) -> None:
+def test_an_answer_that_breaks_the_form_is_an_error_of_its_rollout(line):
     message = wire.decode(line)
     assert isinstance(message, wire.Error)
     assert (message.task, message.stage) == ("r1.0", "rollout")
@@ -319,8 +317,8 @@ def reward(completion, answer):
 
 
 def test_a_worker_that_sends_garbage_is_started_again_and_a_rollout_is_lost_only_if_it_always_does(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch
-) -> None:
+    tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr(logging.getLogger("trireme"), "propagate", True)
 
     async def use(environment: Environment) -> None:
@@ -336,7 +334,7 @@ def test_a_worker_that_sends_garbage_is_started_again_and_a_rollout_is_lost_only
     assert ", and was killed (log: " in caplog.text
 
 
-def test_neither_cancelled_rollouts_nor_a_slow_engine_cost_a_worker(tmp_path: Path) -> None:
+def test_neither_cancelled_rollouts_nor_a_slow_engine_cost_a_worker(tmp_path):
     async def use(environment: Environment) -> None:
         asked = asyncio.Event()
 
@@ -358,7 +356,7 @@ def test_neither_cancelled_rollouts_nor_a_slow_engine_cost_a_worker(tmp_path: Pa
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_frozen_worker_is_killed_and_its_rollouts_go_elsewhere(tmp_path: Path, num_workers: int) -> None:
+def test_a_frozen_worker_is_killed_and_its_rollouts_go_elsewhere(tmp_path, num_workers):
     async def use(environment: Environment) -> int:
         os.kill(environment._workers[0].pid, signal.SIGSTOP)
         for _ in range(40):  # those that were given to the frozen worker first may run out of their time
@@ -381,7 +379,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Status, int]]:
         yield status, port
 
 
-def test_the_status_server_refuses_what_it_does_not_know_and_goes_on(served: tuple[Status, int]) -> None:
+def test_the_status_server_refuses_what_it_does_not_know_and_goes_on(served):
     rng = random.Random(0)
     status, port = served
     for _ in range(100):
@@ -397,7 +395,7 @@ def test_the_status_server_refuses_what_it_does_not_know_and_goes_on(served: tup
             assert [fetch(port, path).status_code for path in ("/status", "/metrics")] == [200, 200]
 
 
-def test_an_event_loop_that_no_longer_turns_makes_health_say_so(served: tuple[Status, int]) -> None:
+def test_an_event_loop_that_no_longer_turns_makes_health_say_so(served):
     async def beat_once() -> None:
         beating = asyncio.create_task(status.keep_beating())
         await asyncio.sleep(0)

@@ -153,9 +153,7 @@ def change_metrics(run: Recorded, row: int, **values: float) -> dict[str, Any]:
     return was
 
 
-def test_the_journal_alone_gives_every_version_to_the_bit_and_nothing_is_changed(
-    run: Recorded, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_journal_alone_gives_every_version_to_the_bit_and_nothing_is_changed(run, capsys):
     """A line of metrics that is older than the confirmation does not count: the step was trained again after a rewind
     and not noted again yet."""
     change_metrics(run, -1, grad_norm=0.5, time_s=run.versions.read(STEPS).confirmations[0].time - 60)
@@ -170,9 +168,7 @@ def test_the_journal_alone_gives_every_version_to_the_bit_and_nothing_is_changed
     assert contents(run.config.paths.root) == before
 
 
-def test_one_changed_token_shows_at_the_very_next_version_and_at_all_after_it(
-    run: Recorded, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_changed_token_shows_at_the_very_next_version_and_at_all_after_it(run, capsys):
     run.change_batch(2)
     assert run.replay(last=2) == 0
     assert capsys.readouterr().out.splitlines()[1:-1] == run.identical(0, 2)
@@ -190,7 +186,7 @@ def test_one_changed_token_shows_at_the_very_next_version_and_at_all_after_it(
     assert "2 steps trained again from the journal: the first difference is at version 3." in told
 
 
-def test_whatever_was_recorded_and_differs_is_named(run: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatever_was_recorded_and_differs_is_named(run, capsys):
     paths = run.config.paths
     confirmed = run.versions.read(0).digests
     absent, *others = confirmed
@@ -219,7 +215,7 @@ def test_whatever_was_recorded_and_differs_is_named(run: Recorded, capsys: pytes
     assert "Nothing was trained yet: look at the model that it starts from" in capsys.readouterr().out
 
 
-def test_another_learning_rate_is_named_as_the_cause(run: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_learning_rate_is_named_as_the_cause(run, capsys):
     """The schedule ends at `max_steps`: a run that was lengthened was another one before."""
     assert run.replay(max_steps=2 * STEPS) == 1
     told = capsys.readouterr().out
@@ -227,7 +223,7 @@ def test_another_learning_rate_is_named_as_the_cause(run: Recorded, capsys: pyte
     assert "the first difference is at version 2." in told
 
 
-def test_a_batch_that_is_missing_or_damaged_is_named(run: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_that_is_missing_or_damaged_is_named(run, capsys):
     """A missing one before anything is trained, and the last one too, for its version was confirmed."""
     run.journal.path(STEPS - 1).unlink()
     with pytest.raises(JournalCorrupt, match=r"batch_000003\.msgpack is not there"):
@@ -241,9 +237,7 @@ def test_a_batch_that_is_missing_or_damaged_is_named(run: Recorded, capsys: pyte
         run.replay(last=2)
 
 
-def test_versions_that_nobody_confirmed_are_trained_and_said_to_be_unknown(
-    run: Recorded, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_versions_that_nobody_confirmed_are_trained_and_said_to_be_unknown(run, capsys):
     """A run that was killed: its journal is ahead of what was published."""
     for version in (3, 4):
         run.versions.path(version).unlink()
@@ -255,7 +249,7 @@ def test_versions_that_nobody_confirmed_are_trained_and_said_to_be_unknown(
     assert told[-1].endswith("the digests that the engines confirmed (no engine confirmed 3, 4)")
 
 
-def test_what_cannot_be_replayed_is_refused(run: Recorded, tmp_path: Path) -> None:
+def test_what_cannot_be_replayed_is_refused(run, tmp_path):
     refused: list[tuple[dict[str, Any], str]] = [
         ({"first": 3}, r"no whole checkpoint of step 3 in .*it has \[2, 4\]"),
         ({"last": 9}, r"Versions 0 to 9 were asked for, .* has 0 to 4\."),
@@ -286,9 +280,7 @@ def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_from_a_checkpoint_of_a_folder_that_was_moved_come_the_same_bits_without_the_batches_before_it(
-    run: Recorded,
-) -> None:
+def test_from_a_checkpoint_of_a_folder_that_was_moved_come_the_same_bits_without_the_batches_before_it(run):
     run.journal.path(0).unlink()
     done = command(run.config.paths.root, "--from", str(SAVED_EVERY), "--until", "3")
     assert done.returncode == 0, done.stderr
@@ -298,9 +290,7 @@ def test_from_a_checkpoint_of_a_folder_that_was_moved_come_the_same_bits_without
 
 
 @pytest.mark.e2e  # two real ranks, twice
-def test_two_ranks_replay_what_two_ranks_have_trained_until_a_batch_is_another(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_two_ranks_replay_what_two_ranks_have_trained_until_a_batch_is_another(tmp_path, tiny_model):
     with ready_to_train(tmp_path / "run", tiny_model, num_ranks=2) as run:
         words = [sys.executable, "-m", "trireme.cli.trainer", "--run", str(run.config.paths.run_config)]
         trained = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
@@ -314,7 +304,7 @@ def test_two_ranks_replay_what_two_ranks_have_trained_until_a_batch_is_another(
     assert f"the first difference is at version {STEPS}." in versions[-1]
 
 
-def test_a_run_on_gpus_is_not_replayed_on_fewer(run: Recorded) -> None:
+def test_a_run_on_gpus_is_not_replayed_on_fewer(run):
     paths = run.config.paths
     table = json.loads(paths.run_config.read_text()) | {"device": "cuda", "trainer_gpu_ids": [3]}
     paths.run_config.write_text(json.dumps(table))

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
 
 from stage import FAMILIES, GRACE_S, SLEEP, STUBBORN, Stage, child_of, looked, until
+from trireme.base.errors import DeadlineExceeded, PeerDied
 from trireme.base.processes import free_port
+from trireme.base.waiting import Waits
 from trireme.config.supervisor import Supervisor
 from trireme.launch.children import open_crew
 from trireme.launch.descendants import read_processes
 from trireme.launch.endings import Done
+from trireme.launch.engine import open_server
 from trireme.launch.frozen import FrozenWatch
 from trireme.launch.health import HealthWatch
 from trireme.launch.restarts import LEAVE_S, Restarts
@@ -39,9 +43,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_who_dies_is_started_again_alone(
-    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_dies_is_started_again_alone(stage, capsys, monkeypatch):
     """And the launcher reaches its points, where a test may hold it."""
     faults = stage.folder / "faults"
     faults.mkdir()
@@ -64,16 +66,14 @@ def test_who_dies_is_started_again_alone(
     assert [(row["restarts/trainer"], row["restarts/total"]) for row in rows] == [(1, 1)]
 
 
-def test_several_that_die_together_or_leave_too_early_are_each_started_again(stage: Stage) -> None:
+def test_several_that_die_together_or_leave_too_early_are_each_started_again(stage):
     dies = "all_are_here(3)\nif RUN == 0: sys.exit(NAME != 'inference')\n"
     over = "until(lambda: all(starts(name) == 2 for name in ('inference', 'orchestrator', 'trainer')))"
     plan = stage.plan(inference=dies + SLEEP, orchestrator=dies + over, trainer=dies + over)
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
 
 
-def test_a_process_that_cannot_stay_alive_is_given_up_and_its_last_words_are_told(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_that_cannot_stay_alive_is_given_up_and_its_last_words_are_told(stage, capsys):
     """To train the same step again is no progress."""
     stage = stage.set(max_restarts=3)
     plan = stage.plan(trainer="train(7)\nraise ValueError('boom')")
@@ -88,16 +88,14 @@ def test_a_process_that_cannot_stay_alive_is_given_up_and_its_last_words_are_tol
     assert stage.alive() == []
 
 
-def test_a_newly_trained_step_gives_new_patience(stage: Stage) -> None:
+def test_a_newly_trained_step_gives_new_patience(stage):
     stage = stage.set(max_restarts=1)
     plan = stage.plan(trainer=f"train(RUN)\nif RUN < 3: sys.exit(1)\n{OVER}", orchestrator=DONE)
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
     assert len(stage.runs_of("trainer")) == 4
 
 
-def test_once_the_orchestrator_is_done_a_trainer_that_dies_does_not_matter(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_once_the_orchestrator_is_done_a_trainer_that_dies_does_not_matter(stage, capsys):
     left = "until(lambda: runs('orchestrator') and read_process(runs('orchestrator')[0]).zombie); time.sleep(0.2)"
     plan = stage.plan(orchestrator="all_are_here(3)", trainer=f"{left}; sys.exit(1)")
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
@@ -105,7 +103,7 @@ def test_once_the_orchestrator_is_done_a_trainer_that_dies_does_not_matter(
     assert "after the orchestrator had finished" in capsys.readouterr().out
 
 
-def test_a_trainer_that_does_not_leave_after_the_end_is_waited_for_and_then_stopped(stage: Stage) -> None:
+def test_a_trainer_that_does_not_leave_after_the_end_is_waited_for_and_then_stopped(stage):
     said: list[str] = []
     now = [0.0]
     policy = Restarts(stage.config.supervisor, stage.config.paths.metrics, said.append, clock=lambda: now[0])
@@ -117,7 +115,7 @@ def test_a_trainer_that_does_not_leave_after_the_end_is_waited_for_and_then_stop
     assert stage.alive() == []
 
 
-def test_each_restart_in_a_row_waits_twice_as_long_and_the_others_are_looked_after_meanwhile(stage: Stage) -> None:
+def test_each_restart_in_a_row_waits_twice_as_long_and_the_others_are_looked_after_meanwhile(stage):
     now = [0.0]
     config = Supervisor(backoff_s=10, longest_backoff_s=30)
     policy = Restarts(config, stage.config.paths.metrics, lambda _: None, clock=lambda: now[0])
@@ -139,7 +137,7 @@ def test_each_restart_in_a_row_waits_twice_as_long_and_the_others_are_looked_aft
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_whole_family_is_gone_before_its_successor_starts(stage: Stage, family: str) -> None:
+def test_the_whole_family_is_gone_before_its_successor_starts(stage, family):
     """Each one's own children hold a port that the next one needs; one leaves the session at the last moment."""
     last_moment = f"subprocess.run([sys.executable, '-c', {LEAVE_SESSION!r}, HERE + {STUBBORN!r}])"
     listen = f"listener = socket.create_server(('127.0.0.1', {free_port()}))"
@@ -151,9 +149,7 @@ def test_the_whole_family_is_gone_before_its_successor_starts(stage: Stage, fami
     assert (len(stage.runs_of("trainer")), len(stage.pids()), stage.alive()) == (2, 6, [])
 
 
-def test_a_frozen_process_is_killed_and_started_again_and_a_frozen_child_is_killed(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_frozen_process_is_killed_and_started_again_and_a_frozen_child_is_killed(stage, capsys):
     stage = stage.set(frozen_after_s=1)
     child = f"child = grandchild({FREEZE!r})\n    assert child.wait() == -9"
     plan = stage.plan(trainer=f"if RUN == 0:\n    {child}\n    {FREEZE}\n{OVER}", orchestrator=DONE)
@@ -164,7 +160,7 @@ def test_a_frozen_process_is_killed_and_started_again_and_a_frozen_child_is_kill
     assert "killed by SIGKILL: it had been stopped" in out
 
 
-def test_only_time_in_which_it_is_stopped_and_the_launcher_itself_awake_counts(stage: Stage) -> None:
+def test_only_time_in_which_it_is_stopped_and_the_launcher_itself_awake_counts(stage):
     now = [0.0]
     watch = FrozenWatch(5, clock=lambda: now[0])
     with open_crew(stage.plan().processes, lambda: False, GRACE_S) as crew:
@@ -205,9 +201,7 @@ def server_of(stage: Stage) -> str:
     return SERVER.replace("PORT", str(port))
 
 
-def test_a_server_that_fell_silent_is_killed_and_started_again(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_fell_silent_is_killed_and_started_again(stage, capsys):
     stage = stage.set(unhealthy_after_s=1)
     makes_sick = "until(lambda: (FOLDER / 'asked').exists()); (FOLDER / 'sick').touch()\n"
     plan = stage.plan(inference=server_of(stage), trainer=makes_sick + DONE, orchestrator=DONE)
@@ -216,9 +210,7 @@ def test_a_server_that_fell_silent_is_killed_and_started_again(
     assert re.search(r"inference killed: http://\S+/health had not answered for \d s", capsys.readouterr().out)
 
 
-def test_a_server_is_silent_once_it_was_well_and_one_that_listens_no_more_is_not_given_the_time_of_a_slow_one(
-    stage: Stage,
-) -> None:
+def test_a_server_is_silent_once_it_was_well_and_one_that_listens_no_more_is_not_given_the_time_of_a_slow_one(stage):
     sick, asked = stage.folder / "sick", stage.folder / "asked"
     sick.touch()
     with open_crew(stage.plan(inference=server_of(stage)).processes, lambda: False, GRACE_S) as crew:
@@ -243,9 +235,7 @@ def test_a_server_is_silent_once_it_was_well_and_one_that_listens_no_more_is_not
     assert "nobody listens there" in lines[0]
 
 
-def test_without_restarts_the_first_death_is_the_end_and_nobody_frozen_is_killed(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_restarts_the_first_death_is_the_end_and_nobody_frozen_is_killed(stage, capsys):
     stage = stage.set(restart=False, frozen_after_s=1)
     body = f"child = grandchild({FREEZE!r})\ntime.sleep(3)\nassert child.poll() is None\nsys.exit(7)"
     assert supervise(stage.plan(orchestrator=body), stage.config, grace_s=GRACE_S) == 1
@@ -255,8 +245,8 @@ def test_without_restarts_the_first_death_is_the_end_and_nobody_frozen_is_killed
 
 @pytest.mark.parametrize(("name", "inference"), [("t", []), ("t" * 70, ["inference_0", "inference_1"])])
 def test_what_engines_leave_where_temporary_files_are_goes_with_the_run_and_what_others_leave_stays(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, name: str, inference: list[str]
-) -> None:
+    stage, monkeypatch, name, inference
+):
     """Also what the first life of one has left. Where a folder of its own would make paths of sockets too long, an
     engine has the folder of all."""
     leave = "import tempfile; Path(tempfile.gettempdir(), f'{NAME}_{RUN}').touch(); all_are_here(3)\n"
@@ -270,3 +260,37 @@ def test_what_engines_leave_where_temporary_files_are_goes_with_the_run_and_what
         assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
         assert sorted(path.name for path in temporary.iterdir()) == [*inference, "orchestrator_0", "trainer_0"]
     assert len(stage.runs_of("inference")) == 2
+
+
+FAMILY = "grandchild('import time; time.sleep(600)', start_new_session=True)\nall_are_here(2)\n"
+
+
+async def use_server(stage: Stage, body: str, deadline_s: float = 60, fail: BaseException | None = None) -> None:
+    """As `env check --model` does, for as long as it is needed."""
+    waits = Waits("the check", stage.config.paths.logs)
+    stage.health.setdefault("inference", "http://127.0.0.1:1/health")
+    spec = stage.plan(inference=body).process("inference")
+    async with open_server(spec, waits, deadline_s=deadline_s, grace_s=0.2) as url:
+        assert (f"{url}/health", len(stage.alive())) == (spec.health, 2)
+        if fail:
+            raise fail
+
+
+@pytest.mark.parametrize("fail", [None, KeyError("in the check"), asyncio.CancelledError()])
+def test_a_server_is_there_while_it_is_needed_and_no_longer(stage, fail):
+    with pytest.raises(type(fail)) if fail else nullcontext():
+        asyncio.run(use_server(stage, FAMILY + server_of(stage), fail=fail))
+    assert (len(stage.pids()), stage.alive()) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "told"),
+    [
+        ("print('no such model'); sys.exit(3)", PeerDied, r"came up \(exit code 3\).*no such model.*inference.stdout"),
+        (SLEEP, DeadlineExceeded, r"the check waits .* for it to come up from inference, .*inference.stdout"),
+    ],
+)
+def test_a_server_that_does_not_come_up_is_named_with_its_log_and_ended(stage, body, error, told):
+    with pytest.raises(error, match=f"(?s){told}"):
+        asyncio.run(use_server(stage, body, deadline_s=1.0 if body == SLEEP else 60))
+    assert stage.alive() == []

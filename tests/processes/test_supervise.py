@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from stage import COOPERATE, DEADLINE_S, FAMILIES, GRACE_S, SLEEP, STUBBORN, Stage, launch, until, write_checkpoint
-from trireme.base.errors import DeadlineExceeded, PeerDied, TriremeError
-from trireme.base.processes import free_port
-from trireme.base.waiting import Waits
+from trireme.base.errors import TriremeError
 from trireme.launch.descendants import read_process, read_processes
-from trireme.launch.engine import open_server
 from trireme.launch.folder import hold_folder
 from trireme.launch.plan import Plan, ProcessSpec
 from trireme.launch.supervise import supervise
@@ -35,9 +30,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_run_is_done_when_orchestrator_and_trainer_have_left_and_then_inference_ends(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_done_when_orchestrator_and_trainer_have_left_and_then_inference_ends(stage, capsys):
     plan = stage.plan(orchestrator="all_are_here(3)", trainer="all_are_here(3); print(os.environ['PART'])")
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
     assert (len(stage.pids()), stage.alive()) == (3, [])
@@ -47,9 +40,7 @@ def test_a_run_is_done_when_orchestrator_and_trainer_have_left_and_then_inferenc
     assert "died" not in out
 
 
-def test_who_dies_first_is_named_with_its_last_words_and_nobody_is_left(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_dies_first_is_named_with_its_last_words_and_nobody_is_left(stage, capsys):
     log = stage.config.paths.log("trainer")
     log.parent.mkdir(parents=True)
     log.write_text("Traceback (most recent call last):\nValueError: of yesterday\n")
@@ -80,8 +71,8 @@ def test_who_dies_first_is_named_with_its_last_words_and_nobody_is_left(
     ],
 )
 def test_what_would_only_be_repeated_or_may_not_be_restarted_ends_the_run_and_is_named(
-    stage: Stage, capsys: pytest.CaptureFixture[str], restart: bool, body: str, code: int, told: list[str]
-) -> None:
+    stage, capsys, restart, body, code, told
+):
     stage = stage.set(restart=restart)
     assert supervise(stage.plan(inference=body), stage.config, grace_s=GRACE_S) == code
     assert len(stage.runs_of("inference")) == 1
@@ -89,7 +80,7 @@ def test_what_would_only_be_repeated_or_may_not_be_restarted_ends_the_run_and_is
     assert [words for words in told if words not in out] == []
 
 
-def test_a_program_that_does_not_exist_is_named_and_nobody_is_left(stage: Stage) -> None:
+def test_a_program_that_does_not_exist_is_named_and_nobody_is_left(stage):
     plan = stage.plan()
     missing = ProcessSpec(name="trainer", argv=("/no/such",), env={}, log=stage.folder / "log", gpus=(), ports={})
     with pytest.raises(TriremeError, match="trainer could not be started"):
@@ -98,7 +89,7 @@ def test_a_program_that_does_not_exist_is_named_and_nobody_is_left(stage: Stage)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_children_of_children_do_not_outlive_a_failed_run(stage: Stage, family: str) -> None:
+def test_children_of_children_do_not_outlive_a_failed_run(stage, family):
     stage = stage.set(restart=False)
     plan = stage.plan(orchestrator=f"{FAMILIES[family]}; sys.exit(1)")
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 1
@@ -106,7 +97,7 @@ def test_children_of_children_do_not_outlive_a_failed_run(stage: Stage, family: 
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_everything(stage: Stage, number: signal.Signals, code: int) -> None:
+def test_a_signal_stops_everything(stage, number, code):
     launcher = launch(stage, GRACE_S, orchestrator=f"grandchild({STUBBORN!r}, start_new_session=True)\n{SLEEP}")
     until(lambda: len(stage.pids()) == 4)
     launcher.send_signal(number)
@@ -115,7 +106,7 @@ def test_a_signal_stops_everything(stage: Stage, number: signal.Signals, code: i
     assert stage.alive() == []
 
 
-def test_a_second_signal_does_not_wait(stage: Stage) -> None:
+def test_a_second_signal_does_not_wait(stage):
     launcher = launch(stage, 10 * DEADLINE_S, trainer=f"{DEAF}; (FOLDER / 'deaf').touch(); {SLEEP}")
     until(lambda: len(stage.pids()) == 3 and (stage.folder / "deaf").exists())
     launcher.send_signal(signal.SIGINT)
@@ -125,7 +116,7 @@ def test_a_second_signal_does_not_wait(stage: Stage) -> None:
     assert stage.alive() == []
 
 
-def test_kill_9_of_the_launcher_leaves_nobody_and_the_folder_is_held_until_they_are_gone(stage: Stage) -> None:
+def test_kill_9_of_the_launcher_leaves_nobody_and_the_folder_is_held_until_they_are_gone(stage):
     """Even where nobody cooperates, and after a restart."""
     deaf = f"grandchild({STUBBORN!r}, start_new_session=True)\n{DEAF}"
     body = f"{deaf}\nall_are_here(4)\nif RUN == 0: sys.exit(1)\n{SLEEP}"
@@ -137,7 +128,7 @@ def test_kill_9_of_the_launcher_leaves_nobody_and_the_folder_is_held_until_they_
         assert stage.alive() == []
 
 
-def test_a_session_that_is_stopped_as_a_whole_goes_on_as_a_whole(stage: Stage) -> None:
+def test_a_session_that_is_stopped_as_a_whole_goes_on_as_a_whole(stage):
     stage = stage.set(frozen_after_s=1)
     launcher = launch(stage, GRACE_S)
     until(lambda: len(stage.pids()) == 3)
@@ -152,7 +143,7 @@ def test_a_session_that_is_stopped_as_a_whole_goes_on_as_a_whole(stage: Stage) -
     assert "killed" not in stage.launcher_said()
 
 
-def test_kill_9_of_launcher_and_guard_leaves_nobody_who_asked_to_die_with_its_parent(stage: Stage) -> None:
+def test_kill_9_of_launcher_and_guard_leaves_nobody_who_asked_to_die_with_its_parent(stage):
     tied = f"import pathlib; pathlib.Path({str(stage.folder / 'tied')!r}).touch(); import time; {SLEEP}"
     grandchild = f"from trireme.base.processes import die_with_parent; die_with_parent(); {tied}"
     bodies = dict.fromkeys(("inference", "trainer"), COOPERATE + SLEEP)
@@ -198,9 +189,7 @@ if __name__ == "__main__":
         ("", lambda group, ranks: group.kill(), -signal.SIGKILL, ""),
     ],
 )
-def test_how_ranks_fail_is_how_their_group_fails_and_none_is_left_without_it(
-    tmp_path: Path, wish: str, end: Callable[[subprocess.Popen, list[int]], None] | None, code: int, told: str
-) -> None:
+def test_how_ranks_fail_is_how_their_group_fails_and_none_is_left_without_it(tmp_path, wish, end, code, told):
     (tmp_path / "door.py").write_text(RANKS)
     (tmp_path / (wish or "sleep")).touch()
     environment = os.environ | {"TRIREME_PARENT": str(os.getpid()), "OMP_NUM_THREADS": "1"}
@@ -216,53 +205,3 @@ def test_how_ranks_fail_is_how_their_group_fails_and_none_is_left_without_it(
     patience_s = DEADLINE_S if code == -signal.SIGKILL else 0  # without it they take a moment
     until(lambda: all(process is None or process.zombie for process in map(read_process, ranks)), patience_s)
     assert told in (tmp_path / "log").read_text()
-
-
-SERVES = """
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-class Well(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-grandchild("import time; time.sleep(600)", start_new_session=True)
-all_are_here(2)
-HTTPServer(("127.0.0.1", PORT), Well).serve_forever()
-"""
-
-
-async def use_server(stage: Stage, body: str, *, deadline_s: float = 60, fail: BaseException | None = None) -> None:
-    port = free_port()
-    spec = stage.plan(inference=body.replace("PORT", str(port))).process("inference")
-    spec = replace(spec, health=f"http://127.0.0.1:{port}/health")
-    waits = Waits("the check", stage.config.paths.logs)
-    async with open_server(spec, waits, deadline_s=deadline_s, grace_s=0.2) as url:
-        assert (url, len(stage.alive())) == (f"http://127.0.0.1:{port}", 2)
-        if fail:
-            raise fail
-
-
-@pytest.mark.parametrize("fail", [None, KeyError("in the check"), asyncio.CancelledError()])
-def test_a_server_is_there_while_it_is_needed_and_no_longer(stage: Stage, fail: BaseException | None) -> None:
-    if fail is None:
-        asyncio.run(use_server(stage, SERVES))
-    else:
-        with pytest.raises(type(fail)):
-            asyncio.run(use_server(stage, SERVES, fail=fail))
-    assert (len(stage.pids()), stage.alive()) == (2, [])
-
-
-@pytest.mark.parametrize(
-    ("body", "error", "told"),
-    [
-        ("print('no such model'); sys.exit(3)", PeerDied, r"came up \(exit code 3\).*no such model.*inference.stdout"),
-        (SLEEP, DeadlineExceeded, r"the check waits .* for it to come up from inference, .*inference.stdout"),
-    ],
-)
-def test_a_server_that_does_not_come_up_is_named_with_its_log_and_ended(
-    stage: Stage, body: str, error: type[Exception], told: str
-) -> None:
-    with pytest.raises(error, match=f"(?s){told}"):
-        asyncio.run(use_server(stage, body, deadline_s=1.0 if body == SLEEP else 60))
-    assert stage.alive() == []

@@ -29,7 +29,7 @@ MODEL = MODELS[0]
 PATIENCE_S = 3.0  # with a receiver that does not come
 
 
-def test_every_tensor_arrives_at_every_receiver_to_the_bit_over_old_connections_and_new_ones() -> None:
+def test_every_tensor_arrives_at_every_receiver_to_the_bit_over_old_connections_and_new_ones():
     with closing(Ends(2, timeout_s=DEADLINE_S)) as ends:
         for model, epoch, join in zip(MODELS, ("a/1", "a/1", "a/2", "a/3"), (True, False, True, True), strict=True):
             futures = ends.send(model, epoch=epoch, receivers=ends.receivers, join=join)
@@ -39,7 +39,7 @@ def test_every_tensor_arrives_at_every_receiver_to_the_bit_over_old_connections_
 
 
 @pytest.mark.parametrize("has_joined", [False, True], ids=["it never joins", "it dies between two versions"])
-def test_a_receiver_that_is_missing_makes_the_sender_fail_and_the_next_epoch_heals(has_joined: bool) -> None:
+def test_a_receiver_that_is_missing_makes_the_sender_fail_and_the_next_epoch_heals(has_joined):
     with closing(Ends(2, timeout_s=PATIENCE_S)) as ends:
         if has_joined:
             outcome(ends.send(MODEL, epoch="a/1", receivers=ends.receivers))
@@ -56,7 +56,7 @@ def _through_files(folder: Path) -> tuple[Sender, Receiver]:
     return sender, open_receiver("filesystem", device=torch.device("cpu"), **options)
 
 
-def test_files_bring_every_tensor_to_the_bit_and_those_of_the_last_two_versions_stay(tmp_path: Path) -> None:
+def test_files_bring_every_tensor_to_the_bit_and_those_of_the_last_two_versions_stay(tmp_path):
     sender, receiver = _through_files(tmp_path)
     payloads = [sender.send(specs_of(model), iter(model.values())) for model in MODELS]
     folders = [Path(payload["folder"]) for payload in payloads]
@@ -65,14 +65,14 @@ def test_files_bring_every_tensor_to_the_bit_and_those_of_the_last_two_versions_
     assert len(list(folders[3].iterdir())) == len(split_into_buckets(specs_of(MODEL), BUCKET_BYTES)) > 1
 
 
-def test_a_restarted_sender_does_not_write_over_what_an_engine_may_be_reading(tmp_path: Path) -> None:
+def test_a_restarted_sender_does_not_write_over_what_an_engine_may_be_reading(tmp_path):
     first = _through_files(tmp_path)[0].send(specs_of(MODEL), iter(MODEL.values()))
     restarted, receiver = _through_files(tmp_path)
     assert restarted.send(specs_of(MODEL), iter(MODEL.values())) != first
     assert receive(receiver, MODEL, first) == digests_of(MODEL)
 
 
-def test_buckets_by_hand() -> None:
+def test_buckets_by_hand():
     sizes = {"a": 10, "b": 16, "c": 17, "d": 100, "e": 1}  # bytes; aligned to 16: 16, 16, 32, 112, 16
     specs = [TensorSpec(name=name, dtype="uint8", shape=[size]) for name, size in sizes.items()]
     buckets = split_into_buckets(specs, 64)
@@ -82,7 +82,7 @@ def test_buckets_by_hand() -> None:
     assert (spec, num_bytes(spec)) == (TensorSpec(name="norm", dtype="bfloat16", shape=[3, 5]), 30)
 
 
-def test_a_bucket_unpacks_to_what_was_packed_and_stays_as_it_is_while_the_next_one_is_filled() -> None:
+def test_a_bucket_unpacks_to_what_was_packed_and_stays_as_it_is_while_the_next_one_is_filled():
     flats = Flats(torch.device("cpu"))
     specs = specs_of(MODEL)
     flat = pack_bucket(specs, MODEL.values(), flats)
