@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import tomllib
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -35,7 +34,7 @@ from trireme.monitor.report.page import Conversation, Figure, Message, Page, Tab
 from trireme.monitor.report.plots import Line, line_figure, smooth, thinned
 from trireme.monitor.report.sections import build_page
 from trireme.monitor.spans import Span
-from viewing import write_evaluations
+from viewing import Reader, write_evaluations
 from written_run import rewrite_batch, write_whole_run
 
 EVIL = (
@@ -78,22 +77,6 @@ def supervised_run(folder: Path, more: dict[str, float]) -> Path:
     return folder
 
 
-class Reader(HTMLParser):
-    """As a browser reads it: elements with what they have, and text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
 def blocks_of(page: Page, title: str) -> list[Any]:
     return next(section.blocks for section in page.sections if section.title == title)
 
@@ -111,7 +94,7 @@ def test_html_loads_nothing_and_what_a_model_wrote_is_text(page: Page) -> None:
     as_html = to_html(page)
     reader = Reader(as_html)
     forbidden = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "audio"}
-    assert {tag for tag, _ in reader.elements}.isdisjoint(forbidden)
+    assert reader.tags.isdisjoint(forbidden)
     for tag, attributes in reader.elements:
         for name, value in attributes.items():
             assert not name.startswith("on"), (tag, name)

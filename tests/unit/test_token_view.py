@@ -6,7 +6,6 @@ import dataclasses
 import html
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
@@ -33,6 +32,7 @@ from trireme.monitor.dashboard.token_view import (
     token_html,
 )
 from trireme.monitor.eval_view.rows import Record, Row
+from viewing import Reader
 from written_run import rewrite_batch, write_whole_run
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x1b[31m"
@@ -170,24 +170,6 @@ def test_one_span_of_each_token_and_its_text_is_the_tokens(run: RunConfig) -> No
     assert [rollout.group for _, rollout in loaded.group] == [loaded.rollout.group] * 3
 
 
-class Seen(HTMLParser):
-    """What a browser would make of a page."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.attributes: set[str] = set()
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_what_a_model_wrote_is_never_markup() -> None:
     said = [
         {"role": "user", "content": EVIL},
@@ -197,10 +179,10 @@ def test_what_a_model_wrote_is_never_markup() -> None:
     record = Record(row=Row(0, "1", 0, 1.0), prompt=said, completion=said, answer=EVIL, info={EVIL: EVIL})
     evil = dataclasses.replace(columns(), texts=[EVIL] * 5)
     page = conversation_html(record) + components_html({EVIL: 1.0}, 0.5) + token_html(evil, "engine", range(5), step=5)
-    seen = Seen(page)
+    seen = Reader(page)
     assert seen.tags <= {"div", "span", "b", "h3", "i", "br"}
-    assert seen.attributes <= {"class", "style", "data-t"}
-    assert seen.text.count("<script>alert(1)</script>") >= 15
+    assert {name for _, attributes in seen.elements for name in attributes} <= {"class", "style", "data-t"}
+    assert "".join(seen.texts).count("<script>alert(1)</script>") >= 15
     assert "\x1b" not in page
 
 
