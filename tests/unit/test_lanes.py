@@ -196,23 +196,13 @@ def test_the_status_of_a_run_tells_both_sides_and_what_to_change(tmp_path: Path)
     assert [line for line in lines if line.startswith("time ")] == ["time         trainer: train 100%"]
 
 
-# as the dashboard draws them
-
-
 LANES = ("trainer", "orchestrator", "engine 127.0.0.1:8000", "engine 127.0.0.1:8001")
 
 
 def mixed(num: int) -> list[Span]:
-    """Lanes that do something most of the time, mixed as processes write them."""
-    rng, spans = random.Random(0), []
-    for lane in LANES:
-        now = 1e9
-        for step in range(num):
-            now += rng.choice([0.0, 0.0, rng.random()])
-            seconds = 0.01 + rng.random()
-            spans.append(Span(lane, rng.choice(["train", "wait", "generate"]), now, seconds, step, "why: not"))
-            now += seconds
-    return sorted(spans, key=lambda span: span.end_s)
+    """Lanes mixed as processes write them."""
+    lanes = [random_lane(seed, lane, count=num) for seed, lane in enumerate(LANES)]
+    return sorted((span for lane in lanes for span in lane), key=lambda span: span.end_s)
 
 
 def stored(path: Path, spans: list[Span]) -> SpanStore:
