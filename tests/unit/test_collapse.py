@@ -139,10 +139,9 @@ def test_an_episode_is_reported_once_lasts_until_calm_and_a_new_one_is_reported_
     assert steps == [50, 50 + 4 + CALM]
     assert [one.step for one in warned(run_that_turns("trainer", spike, *calm[1:], spike))] == [50]
     watch = Watch()
-    for row in run_that_turns("trainer", spike):
+    others = [{"step": version, "process": "trainer", "eval/x/reward": 0.5} for version in range(2 * CALM)]
+    for row in [*run_that_turns("trainer", spike), *others]:
         watch.take(row)
-    for version in range(2 * CALM):  # rows of another kind
-        watch.take({"step": version, "process": "trainer", "eval/x/reward": 0.5})
     assert list(watch.lasting) == ["grad_norm_spike"]
     for row in healthy(CALM):
         watch.take(row)
@@ -154,15 +153,14 @@ def test_no_row_and_no_broken_sign_stops_the_watch() -> None:
         raise ZeroDivisionError
 
     watch = Watch([Sign("broken", ("loss",), broken, "", ""), *SIGNS])
-    for row in (
+    odd: list[dict[str, Any]] = [
         {},
         {"step": "x", "process": 3, "reward/std": "much"},
         {"step": 1, "process": "trainer", "loss": [], "grad_norm": {}, "policy/entropy": True},
         {"process": "trainer", "loss": None, "grad_norm": None},
         {"step": 1, "process": "orchestrator", "reward/mean": math.inf, "env//error_rate": math.nan},
-    ):
-        watch.take(row)
-    for row in healthy(CALM):
+    ]
+    for row in [*odd, *healthy(CALM)]:
         watch.take(row)
     found = [one.name for row in run_that_turns("trainer", {"loss": None}) for one in watch.take(row)]
     assert found == ["not_finite"]

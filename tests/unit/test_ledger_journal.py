@@ -263,24 +263,17 @@ def test_the_newest_checkpoint_sets_nothing_aside_and_a_half_one_goes_too(paths:
     assert steps_in(paths.checkpoints) == [2, 4]
 
 
-class Killed(BaseException):
-    """Stands for `kill -9` of the launcher."""
-
-
-NUM_MOVES = 4 + 4 + 2 + 2 + 2
-
-
-@pytest.mark.parametrize("after", range(NUM_MOVES + 1))
+@pytest.mark.parametrize("after", range(4 + 4 + 2 + 2 + 2 + 1))  # moves of each kind
 def test_a_launcher_killed_anywhere_leaves_a_run_that_either_way_can_go_on(paths: RunPaths, monkeypatch, after) -> None:
     moves, rename = [], Path.rename
 
     def counted(self: Path, target: Path) -> Path:
         if len(moves) == after:
-            raise Killed
+            raise KeyboardInterrupt  # stands for `kill -9`
         moves.append(target)
         return rename(self, target)
 
-    with monkeypatch.context() as patch, suppress(Killed):
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
         patch.setattr(Path, "rename", counted)
         rewind(paths, 2)
     now = left(paths)

@@ -94,22 +94,19 @@ def test_a_long_prompt_is_not_cut_whatever_the_file_says(tmp_path):
     assert [len(tokenizer.encode("x" * length)) for length in (2, 9, 40)] == [2, 9, 40]
 
 
-def test_a_template_in_a_file_of_its_own_comes_first_then_the_default_one_of_several(tmp_path):
-    folder = write_tokenizer(tmp_path)
+def test_a_template_in_a_file_of_its_own_comes_first_then_the_default_one_and_what_a_folder_lacks_is_named(tmp_path):
+    folder = write_tokenizer(tmp_path, "")
+    with pytest.raises(ConfigError, match="has no chat template"):
+        open_chat_tokenizer(str(folder))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert ChatTokenizer(folder).render([], tools=None, generate=True) == "yes"
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     assert ChatTokenizer(folder).render([QUESTION], tools=None, generate=True) == "1 + 2?!"
-
-
-def test_what_a_folder_lacks_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="has no chat template"):
-        open_chat_tokenizer(str(write_tokenizer(tmp_path, "")))
-    (tmp_path / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="fast form was expected"):
-        open_chat_tokenizer(str(tmp_path))
+        open_chat_tokenizer(str(folder))
 
 
 def test_what_runs_without_a_model_loads_no_large_library():

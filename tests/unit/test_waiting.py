@@ -146,9 +146,8 @@ def test_every_library_that_writes_for_us_is_understood_when_the_disk_is_full(tm
 
 def test_more_than_there_is_room_for_is_not_begun(tmp_path: Path) -> None:
     require_room(tmp_path / "not" / "there" / "yet", 1)
-    with pytest.raises(OSError, match=f"No space left on device for {2**40} MiB") as error:
+    with pytest.raises(OSError, match=f"No space left on device for {2**40} MiB"):
         require_room(tmp_path, 2**60)
-    assert is_full(error.value)
 
 
 def test_a_thousand_calls_are_made_in_their_order_and_others_have_their_turns_in_between():
@@ -174,8 +173,9 @@ def test_a_thousand_calls_are_made_in_their_order_and_others_have_their_turns_in
 
 
 def test_calls_made_by_calls_wait_behind_those_that_were_made_before():
-    async def main() -> list[int]:
-        made: list[int] = []
+    made: list[int] = []
+
+    async def main() -> None:
         turns = Turns(at_once=1)
 
         def act(number: int) -> None:
@@ -187,9 +187,9 @@ def test_calls_made_by_calls_wait_behind_those_that_were_made_before():
             turns.call(act, number)
         while len(made) < 8:
             await asyncio.sleep(0)
-        return made
 
-    assert asyncio.run(main()) == [0, 10, 1, 2, 3, 4, 11, 12]
+    asyncio.run(main())
+    assert made == [0, 10, 1, 2, 3, 4, 11, 12]
 
 
 def test_items_come_by_turns_in_their_order():
