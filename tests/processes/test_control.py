@@ -13,29 +13,15 @@ import pytest
 import zmq
 
 from answering import DEADLINE_S, answering
+from trireme import messages
 from trireme.base.errors import DeadlineExceeded, Refused, TriremeError
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
-from trireme.messages import (
-    WIRE_VERSION,
-    Done,
-    GetBatch,
-    GetNewest,
-    Heartbeat,
-    Live,
-    NotYet,
-    Ok,
-    PolicySent,
-    Probe,
-    Refusal,
-    Reply,
-    Request,
-    encode,
-)
+from trireme.messages import Live, NotYet, Ok, PolicySent, Reply, Request, encode
 from trireme.transport.control import ControlClient
 
-QUESTION = PolicySent(run_id="run", version=3, attempt=1, digests={}, probe=Probe(ids=[1], logprobs=[]))
-BEAT = Heartbeat(run_id="run", process="trainer", state="running", version=1, waits=[])
+QUESTION = PolicySent(run_id="run", version=3, attempt=1, digests={}, probe=messages.Probe(ids=[1], logprobs=[]))
+BEAT = messages.Heartbeat(run_id="run", process="trainer", state="running", version=1, waits=[])
 SOON_S = 0.1
 
 
@@ -80,15 +66,15 @@ def test_a_question_is_asked_again_until_there_is_something_to_tell_and_what_was
 
 def test_a_refusal_is_raised_with_its_words_and_the_server_goes_on():
     def answer(request: Request) -> Reply:
-        if isinstance(request, Done):
+        if isinstance(request, messages.Done):
             raise TriremeError("no such version")
-        return Refusal(error="another run") if isinstance(request, GetNewest) else Live(version=3)
+        return messages.Refusal(error="another run") if isinstance(request, messages.GetNewest) else Live(version=3)
 
     refused = {
-        GetNewest(run_id="run"): "another run",
-        Done(run_id="run", version=1): "TriremeError: no such version",
+        messages.GetNewest(run_id="run"): "another run",
+        messages.Done(run_id="run", version=1): "TriremeError: no such version",
         Live(version=1): "ValidationError",  # no question
-        GetBatch(run_id="run", step=3, rank=0, world=1): "answered GetBatch with Live - BatchReply or Publish was exp",
+        messages.GetBatch("run", step=3, rank=0, world=1): "answered GetBatch with Live - BatchReply or Publish was",
     }
     with answering(answer) as address, open_client(address) as client:
         for request, words in refused.items():
@@ -190,7 +176,7 @@ def test_a_peer_that_is_gone_for_thousands_of_questions_blocks_nobody_and_is_not
                 questions.add(number)
                 server.send_multipart([peer, number, encode(Live(version=3))])
     assert replies == [Live(version=3)]
-    assert questions.isdisjoint({b"%d:0" % WIRE_VERSION, b"%d:1" % WIRE_VERSION})
+    assert questions.isdisjoint({b"%d:0" % messages.WIRE_VERSION, b"%d:1" % messages.WIRE_VERSION})
 
 
 def test_an_orchestrator_that_comes_back_is_asked_again():

@@ -260,24 +260,37 @@ def test_a_checkpoint_that_cannot_be_loaded_is_found_before_anything_is_asked(he
         assert run_eval(found, "--steps", "20") == 0  # the others are as they were
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [(["--steps", "10,50"], "has no step 50 - it has 10, 20, 100"),
-     (["--weights-dir", "run/wieghts"], "run/wieghts is no folder"),
-     (["--weights-dir", "run"], "has no `step_N` folders"),
-     (["--env.id", "tyo.py"], "tyo.py"),
-     (["--env.id", "run/../toy.py"], "2 of them are called 'toy'"),
-     (["--rolouts-per-example", "3"], "--rollouts-per-example"),
-     (["--rollouts-per-example", "2", "--sampling.temperature", "0"], "would all be the same"),
-     (["--pass-at", "8"], "pass@8 takes at least 8"),
-     (["--client.api-key-var", "NO_SUCH_KEY"], "this variable is not set"),
-     (["@", "gone.toml"], "gone.toml does not exist")],
-)  # fmt: skip
+REFUSED = [
+    (["--steps", "10,50"], "has no step 50 - it has 10, 20, 100"),
+    (["--weights-dir", "run/wieghts"], "run/wieghts is no folder"),
+    (["--weights-dir", "run"], "has no `step_N` folders"),
+    (["--env.id", "tyo.py"], "tyo.py"),
+    (["--env.id", "run/../toy.py"], "2 of them are called 'toy'"),
+    (["--rolouts-per-example", "3"], "--rollouts-per-example"),
+    (["--rollouts-per-example", "2", "--sampling.temperature", "0"], "would all be the same"),
+    (["--pass-at", "8"], "pass@8 takes at least 8"),
+    (["--client.api-key-var", "NO_SUCH_KEY"], "this variable is not set"),
+    (["@", "gone.toml"], "gone.toml does not exist"),
+    (["run", "tyo.py", "-b", "http://127.0.0.1:9/v1"], r"tyo\.py"),
+    (["run", "say.py"], "no model is named"),
+    (["run", "say.py", "-m", "grand"], r"there is no configs/endpoints\.py"),
+    (["run", "say.py", "-m", "grand", "-b", "http://127.0.0.1:9/v1"], "nobody answers at"),
+    (["run", "say.py", "-m", "grand", "-b", "localhost"], "is no address"),
+    (["run", "say.py", "-b", "http://h/v1", "-k", "NO_SUCH_KEY"], "this variable is not set"),
+    (["run", "say.py", "-b", "http://h/v1", "-S", '{"top_p": 7}'], "sampling-args: top_p = 7"),
+    (["run", "say.py", "-b", "http://h/v1", "-S", '{"temperature": 1}', "-T", "0.5"], "expected one of the two"),
+    (["run", "say.py", "-b", "http://h/v1", "-T", "0"], "would all be the same"),
+    (["rnu", "wordle"], "Did you mean `eval run`"),
+    (["wordle"], "trireme eval run wordle -m MODEL"),
+]
+
+
+@pytest.mark.parametrize(("words", "problem"), REFUSED)
 def test_what_cannot_work_is_refused_before_anything_starts(here, words, problem):
     with engine() as found:
         with pytest.raises(ConfigError, match=problem):
-            run_eval(found, *words)
-        assert (found.calls, Path("run/evals").exists()) == ([], False)
+            run_eval(found, *words) if words[0].startswith(("-", "@")) else eval_command(words)
+        assert (found.calls, Path("run/evals").exists(), Path("outputs").exists()) == ([], False, False)
 
 
 def test_a_port_without_a_server_and_a_server_without_our_weight_path_are_told_apart(here):
@@ -433,28 +446,3 @@ def test_rollouts_that_fail_are_counted_and_only_they_are_tried_again(here, caps
         assert len(chat.requests) == 8 + 2
     rollouts = [json.loads(line) for line in Path("o/say--m/mine/results.jsonl").read_text().splitlines()]
     assert [line["reward"] for line in rollouts] == [1.0] * 4
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [(["tyo.py", "-b", "http://127.0.0.1:9/v1"], r"tyo\.py"),
-     (["say.py"], "no model is named"),
-     (["say.py", "-m", "grand"], r"there is no configs/endpoints\.py"),
-     (["say.py", "-m", "grand", "-b", "http://127.0.0.1:9/v1"], "nobody answers at"),
-     (["say.py", "-m", "grand", "-b", "localhost"], "is no address"),
-     (["say.py", "-b", "http://h/v1", "-k", "NO_SUCH_KEY"], "this variable is not set"),
-     (["say.py", "-b", "http://h/v1", "-S", '{"top_p": 7}'], "sampling-args: top_p = 7"),
-     (["say.py", "-b", "http://h/v1", "-S", '{"temperature": 1}', "-T", "0.5"], "expected one of the two"),
-     (["say.py", "-b", "http://h/v1", "-T", "0"], "would all be the same")],
-)  # fmt: skip
-def test_a_model_that_cannot_be_asked_is_refused_before_anything_starts(here, words, problem):
-    with pytest.raises(ConfigError, match=problem):
-        eval_command(["run", *words])
-    assert not (here / "outputs").exists()
-
-
-def test_a_verb_that_does_not_exist_is_answered_with_one_that_does():
-    with pytest.raises(ConfigError, match=r"Did you mean `eval run`"):
-        eval_command(["rnu", "wordle"])
-    with pytest.raises(ConfigError, match=r"trireme eval run wordle -m MODEL"):
-        eval_command(["wordle"])

@@ -22,27 +22,12 @@ import zmq
 from answering import DEADLINE_S, answering
 from mutations import mutations
 from toy_environments import ECHO, run_all, run_one, says, with_environment, write
+from trireme import messages
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
-from trireme.messages import (
-    WIRE_VERSION,
-    Done,
-    GetBatch,
-    GetNewest,
-    Heartbeat,
-    Live,
-    Ok,
-    PolicyReady,
-    PolicySent,
-    Probe,
-    Refusal,
-    Request,
-    TensorSpec,
-    decode_reply,
-    encode,
-)
+from trireme.messages import Live, Ok, PolicyReady, PolicySent, Probe, Request, TensorSpec, encode
 from trireme.orchestrator.answers import Peers
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.pool import Environment
@@ -60,11 +45,12 @@ PAYLOAD = {"folder": "broadcast", "nested": {"handles": [b"abc", 1.5, None]}}
 PROBE = Probe(ids=[3, 1, 4], logprobs=[-0.5, -1.5])
 READY = PolicyReady(**TRANSFER, **ADDRESS, incarnation="one", everywhere=True, specs=[NORM])
 SENT = PolicySent(**TRANSFER, digests={NORM.name: "9f"}, probe=PROBE, payload=PAYLOAD)
-BATCH = GetBatch(run_id="run", step=3, rank=0, world=2)
-BEAT = Heartbeat(run_id="run", process="trainer", state="running", version=3, waits=["trainer waits 3 s"])
-DONE = Done(run_id="run", version=9)
-REQUESTS: list[Request] = [READY, SENT, BATCH, BEAT, DONE, GetNewest(run_id="run")]
-FIRST = b"%d:1" % WIRE_VERSION
+BATCH = messages.GetBatch(run_id="run", step=3, rank=0, world=2)
+BEAT = messages.Heartbeat(run_id="run", process="trainer", state="running", version=3, waits=["trainer waits 3 s"])
+DONE = messages.Done(run_id="run", version=9)
+REQUESTS: list[Request] = [READY, SENT, BATCH, BEAT, DONE, messages.GetNewest(run_id="run")]
+WIRE = messages.WIRE_VERSION
+FIRST = b"%d:1" % WIRE
 
 
 def test_whatever_bytes_come_are_a_request_or_no_question_and_nothing_else():
@@ -138,10 +124,10 @@ STRANGE = [
     ([FIRST], "1 frames - two were expected"),
     ([FIRST, b"a", b"b"], "3 frames - two were expected"),
     ([b"", b"x"], "`VERSION:NUMBER` was expected"),
-    ([FIRST, b"\xc1"], f"one of GetNewest, GetBatch, .* in wire version {WIRE_VERSION}"),
+    ([FIRST, b"\xc1"], f"one of GetNewest, GetBatch, .* in wire version {WIRE}"),
     ([FIRST, encode(Live(version=3))], "Invalid value 'Live'"),
-    ([b"999:1", encode(BATCH)], f"speaks wire version {WIRE_VERSION}, the trainer 999 .* the same version of Trireme"),
-    ([b"7", encode(BATCH)], f"speaks wire version {WIRE_VERSION}, the trainer an earlier one"),
+    ([b"999:1", encode(BATCH)], f"speaks wire version {WIRE}, the trainer 999 .* the same version of Trireme"),
+    ([b"7", encode(BATCH)], f"speaks wire version {WIRE}, the trainer an earlier one"),
 ]
 
 
@@ -152,9 +138,9 @@ def test_a_stranger_is_told_what_was_expected_and_a_thousand_refusals_are_a_few_
         for frames, words in STRANGE:
             stranger.send_multipart(frames)
             first, reply = stranger.recv_multipart()
-            refusal = decode_reply(reply)
+            refusal = messages.decode_reply(reply)
             assert first == frames[0]
-            assert isinstance(refusal, Refusal)
+            assert isinstance(refusal, messages.Refusal)
             assert re.search(words, refusal.error), refusal.error
         for _ in range(1000):
             stranger.send_multipart([FIRST, b"\xc1"])
@@ -254,16 +240,16 @@ LINES = [
 
 
 def test_whatever_bytes_come_from_a_worker_are_messages_or_garbage_and_nothing_else():
-    messages: list[wire.FromWorker] = []
+    read: list[wire.FromWorker] = []
     garbage: list[str] = []
     for data in mutations(LINES, 20_000):
         try:
-            wire.LineReader(messages.append).feed(data)
+            wire.LineReader(read.append).feed(data)
         except wire.Garbage as error:
             garbage.append(str(error))
     assert len(garbage) > 3_000
     assert max(map(len, garbage)) < 1000
-    assert {type(message) for message in messages} == {wire.Ready, wire.Ask, wire.Done, wire.Error, wire.Pong}
+    assert {type(message) for message in read} == {wire.Ready, wire.Ask, wire.Done, wire.Error, wire.Pong}
 
 
 def test_a_line_without_an_end_is_garbage_before_it_fills_the_memory(monkeypatch):
