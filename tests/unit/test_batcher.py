@@ -109,13 +109,9 @@ def test_a_group_is_dropped_for_the_reason_that_befell_it(fate: str) -> None:
     assert {drop.reason for drop in filled.dropped} == {REASONS[fate]}
 
 
-def test_where_nothing_is_filtered_only_stale_and_failed_groups_go() -> None:
+def test_where_nothing_is_dropped_flaws_are_counted_and_masked_as_configured(caplog) -> None:
     filled, queue = fill(config_of(), list(map(group_of, range(4), ["given up", "stale", "flat", "truncated"])))
-    assert not queue.groups
-    assert {rollout.group for rollout in filled.rollouts} == {2, 3}
-
-
-def test_flaws_are_counted_and_masked_as_configured(caplog) -> None:
+    assert (queue.groups, {rollout.group for rollout in filled.rollouts}) == ([], {2, 3})
     groups = [group_of(0, "flat"), group_of(1, "truncated")]
     filled, _ = fill(config_of(filters={"truncated": "mask", "zero_advantage": "mask"}), groups)
     # the truncated one has the group's mean as its reward: advantage 0, but it was truncated first
@@ -194,20 +190,16 @@ def test_the_metrics_of_a_batch_by_hand() -> None:
     )
 
 
-def test_groups_solved_or_hopeless_are_counted_where_they_were_dropped_too() -> None:
+def test_hopeless_groups_count_where_they_were_dropped_too_and_no_advantage_is_no_signal() -> None:
     outcomes = [Outcome(group, "a", group, mean) for group, mean in ((1, 0.5), (3, 0.0), (6, 0.0), (7, 1.0))]
     found = batch_metrics(5, ROLLOUTS, DROPPED, config=RunConfig(), outcomes=outcomes)
     assert (found["env/a/solve_none"], found["env/a/solve_all"]) == (0.5, 0.25)
     assert found["env/b/solve_all"] == 1  # it has no outcomes: the batch's groups count
-
-
-def test_no_advantage_is_no_signal_and_an_environments_own_number_wins() -> None:
-    still = rollout(1, 0.5, [5], metrics={"tokens_mean": 99.0})
+    still = rollout(1, 0.5, [5], metrics={"tokens_mean": 99.0})  # an environment's own number wins
     still.samples = [sample([5], advantage=0.0)]
-    metrics = batch_metrics(5, [still, rollout(1, 0.5, [5])], [], config=RunConfig())
-    assert (metrics["rollouts/trained"], metrics["rollouts/with_signal"]) == (2, 1)
-    assert metrics["groups/signal_frac"] == 0
-    assert metrics["env/a/tokens_mean"] == 99.0
+    found = batch_metrics(5, [still, rollout(1, 0.5, [5])], [], config=RunConfig())
+    assert (found["rollouts/trained"], found["rollouts/with_signal"], found["groups/signal_frac"]) == (2, 1, 0)
+    assert found["env/a/tokens_mean"] == 99.0
 
 
 def test_epochs_difficulty_and_curriculum_by_hand() -> None:
