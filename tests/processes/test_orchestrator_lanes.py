@@ -101,22 +101,6 @@ def test_every_version_is_a_transfer_every_batch_is_written_once_in_order_and_wa
     assert {reason_of(why) for why in waits} <= known | {"every batch is full"}
 
 
-def test_a_run_that_is_resumed_goes_on_in_the_same_lanes(tmp_path: Path) -> None:
-    async def until_two(running: Running) -> None:
-        await running.until(lambda: running.trainer.version >= 2, "two steps")
-
-    config = build_config(tmp_path, max_steps=STEPS, resume=True)
-    run(config, meanwhile=until_two, stop_after_meanwhile=True)
-    before = len(read_spans(config.paths.spans)[0])
-    assert run(config).error is None
-    assert 0 < before < len(read_spans(config.paths.spans)[0])
-    lanes = by_lane(config)
-    for mine in lanes.values():
-        assert all(second.begin_s >= first.end_s - TOUCH_S for first, second in pairwise(mine))
-        assert [span.what for span in mine].count("start") == 2
-    assert {span.step for span in lanes["orchestrator"] if span.what == "journal"} == set(range(STEPS))
-
-
 def test_an_engine_that_dies_starts_again_in_its_lane(tmp_path: Path) -> None:
     is_back = threading.Event()
 

@@ -560,12 +560,6 @@ async def test_an_answer_by_weights_that_nobody_confirmed_is_thrown_away_and_ask
     assert (await turn).versions == [0, 0]
 
 
-@staged()
-async def test_an_engine_that_is_replaced_between_two_looks_is_noticed_by_the_version_that_it_does_not_know(stage):
-    stage.engine.version = -1
-    await until(lambda: stage.pool.engines[0].life == 2)
-
-
 @staged(**SAYS_7)
 async def test_an_answer_of_an_earlier_life_is_not_taken_for_one_of_the_weights_confirmed_since(stage):
     hold = asyncio.Event()

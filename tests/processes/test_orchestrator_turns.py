@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,12 +109,11 @@ def test_a_template_that_drops_thinking_ends_a_run_of_several_turns_with_advice_
 
 def test_what_a_cut_sampler_chose_from_reaches_the_journal(tmp_path):
     def with_candidates(response: dict) -> dict:
-        for choice in response["choices"]:
-            for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
-                entry |= {"token_id": token, "logprob": float(np.log(0.75))}
-                other = {"token_id": token + 1, "logprob": float(np.log(0.25))}
-                out = {"token_id": 3, "logprob": -9999.0}
-                entry["top_logprobs"] = [{"token_id": token, "logprob": entry["logprob"]}, other, out]
+        (choice,) = response["choices"]
+        for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+            logprobs = {token: float(np.log(0.75)), token + 1: float(np.log(0.25)), 9: -9999.0}
+            entry |= {"token_id": token, "logprob": logprobs[token]}
+            entry["top_logprobs"] = [{"token_id": one, "logprob": logprob} for one, logprob in logprobs.items()]
         return response
 
     config = build_config(tmp_path, max_steps=1, orchestrator={"sampling": {"max_tokens": 8, "top_p": 0.9}})
@@ -296,13 +294,6 @@ def write_byte_tokenizer(folder: Path, template: str) -> Path:
     return folder
 
 
-def write_character_tokenizer(folder: Path, template: str) -> Path:
-    return write_tokenizer(folder, template, extra_words=("hello", "hel", "</think>", "12"))
-
-
-WRITERS: dict[str, Callable[[Path, str], Path]] = {"bytes": write_byte_tokenizer, "letters": write_character_tokenizer}
-
-
 @dataclass
 class RandomPolicy:
     """Samples anything: text, tool calls, thinking, half a letter, no end of turn. Remembers what it gave."""
@@ -365,9 +356,8 @@ class RandomPolicy:
         thinking, end, content = rest.partition("</think>")
         reasoning, content = (thinking, begin + content) if end else (None, text)
         content, calls = split_tool_calls(content, 0) if "tools" in body["chat_request"] else (content, [])
-        return Message(
-            content or None, reasoning, [Called(CalledFunction(call.name, call.arguments)) for call in calls]
-        )
+        called = [Called(CalledFunction(call.name, call.arguments)) for call in calls]
+        return Message(content or None, reasoning, called)
 
 
 @dataclass
@@ -394,7 +384,10 @@ class RandomConversation:
             if rng.random() < 0.05:
                 said = {"role": "assistant", "content": "something else"}
                 self.is_plain = False
-            messages = [*messages, said, *self._answer(said)]
+            calls = said.get("tool_calls", [])
+            answers = [{"role": "tool", "content": f"{place} ä", "tool_call_id": "c"} for place, _ in enumerate(calls)]
+            more = {"role": "user", "content": rng.choice(["sure?", "ok  ", "“why”\n"])}
+            messages = [*messages, said, *(answers or [more])]
         return Done(task="t", reward=1.0, metrics={}, prompt=[], completion=[], example_id=0)
 
     async def _ask(self, ask: Any, messages: list[dict]) -> Reply | None:
@@ -412,11 +405,6 @@ class RandomConversation:
         assert reply.error_kind == "overlong_prompt", reply
         self.num_refused += 1
         return None
-
-    def _answer(self, said: dict) -> list[dict]:
-        if calls := said.get("tool_calls"):
-            return [{"role": "tool", "content": f"{place} ä", "tool_call_id": "c"} for place, _ in enumerate(calls)]
-        return [{"role": "user", "content": self.rng.choice(["sure?", "ok  ", "“why”\n"])}]
 
 
 def _message(reply: Reply) -> dict[str, Any]:
@@ -458,11 +446,8 @@ def check(conversation: RandomConversation, policy: RandomPolicy, finished: Fini
 
 def test_over_many_random_rollouts_the_tokens_trained_on_are_exactly_those_that_were_sampled(tmp_path):
     """Counts at the end: each kind of trouble did occur."""
-    tokenizers = {
-        (kind, name): ChatTokenizer(write(tmp_path / f"{kind}-{name}", template))
-        for kind, write in WRITERS.items()
-        for name, template in TEMPLATES.items()
-    }
+    folders = {name: write_byte_tokenizer(tmp_path / name, template) for name, template in TEMPLATES.items()}
+    tokenizers = {name: ChatTokenizer(folder) for name, folder in folders.items()}
     happened, refusals = asyncio.run(many_rollouts(tokenizers))
     assert all("became" in words or "is no longer there" in words for words in refusals)
     assert happened["refused interleaved keeps thinking"] == 0
@@ -472,19 +457,19 @@ def test_over_many_random_rollouts_the_tokens_trained_on_are_exactly_those_that_
     assert {name for name in rare if happened[name] < 20} == set(), happened
 
 
-async def many_rollouts(tokenizers: dict[tuple[str, str], ChatTokenizer]) -> tuple[Counter[str], list[str]]:
+async def many_rollouts(tokenizers: dict[str, ChatTokenizer]) -> tuple[Counter[str], list[str]]:
     rng = random.Random(0)
     happened: Counter[str] = Counter()
     refusals: list[str] = []
     for number in range(NUM_ROLLOUTS):
-        kind, name = rng.choice(sorted(tokenizers))
+        name = rng.choice(sorted(tokenizers))
         strategy = rng.choice(["interleaved", "branching"])
         parsed, tools = rng.random() < 0.5, rng.random() < 0.5 and name != "llama-3"
-        policy = RandomPolicy(tokenizers[kind, name], rng, thinks=parsed or rng.random() < 0.3, calls=tools)
+        policy = RandomPolicy(tokenizers[name], rng, thinks=parsed or rng.random() < 0.3, calls=tools)
         conversation = RandomConversation(rng, TOOLS if tools else None)
         parsers = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"} if parsed else {}
         config = {"inference": {"model": parsers}, "orchestrator": {"trajectory_strategy": strategy}}
-        runner = RolloutRunner(RunConfig.model_validate(config), policy, tokenizers[kind, name])  # type: ignore[arg-type]
+        runner = RolloutRunner(RunConfig.model_validate(config), policy, tokenizers[name])  # type: ignore[arg-type]
         asked = {"key": "0-0", "split": "train", "example": 0, "attempt": 0, "sampling": Sampling()}
         try:
             finished = await runner.run(conversation, **asked)  # type: ignore[arg-type]
@@ -495,7 +480,7 @@ async def many_rollouts(tokenizers: dict[tuple[str, str], ChatTokenizer]) -> tup
         try:
             check(conversation, policy, finished, strategy=strategy)
         except AssertionError as error:
-            case = f"rollout {number}: {kind}, {name}, {strategy}, parsed={parsed}, tools={tools}"
+            case = f"rollout {number}: {name}, {strategy}, parsed={parsed}, tools={tools}"
             raise AssertionError(case) from error
         happened += _what_happened(conversation, policy, finished)
     return happened, refusals
