@@ -104,9 +104,8 @@ def gspo(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
     return clipped(ratio ** (1 / length), b.advantages[t], 3e-4, 4e-4)
 
 
-def importance(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
-    r = math.exp(x[t] - b.mu[t])
-    return r * b.advantages[t] if 0.125 <= r <= 8 else 0.0
+def banded(value: float, low: float, high: float) -> float:
+    return value if low <= value <= high else 0.0
 
 
 def weighted(weight_of: Callable[[Batch, int], float]) -> Gain:
@@ -118,17 +117,8 @@ def tis(cap: float) -> Gain:
     return weighted(lambda b, t: min(math.exp(b.prox[t] - b.mu[t]), cap))
 
 
-def inside(value: float, low: float, high: float) -> bool:
-    return low <= value <= high
-
-
-def icepop_weight(b: Batch, t: int) -> float:
-    k = math.exp(b.prox[t] - b.mu[t])
-    return k if inside(k, 0.5, 5) else 0.0
-
-
 OBJECTIVES: dict[str, Objective] = {
-    "importance": over_tokens(importance),
+    "importance": over_tokens(lambda x, fz, b, t: banded(math.exp(x[t] - b.mu[t]), 0.125, 8) * b.advantages[t]),
     "grpo": over_samples(ppo()),
     "ppo": over_tokens(ppo()),
     "dr_grpo": over_a_constant(ppo()),
@@ -137,7 +127,7 @@ OBJECTIVES: dict[str, Objective] = {
     "cispo": over_tokens(lambda x, fz, b, t: min(max(math.exp(fz[t] - b.mu[t]), 0), 5) * b.advantages[t] * x[t]),
     "reinforce": over_tokens(lambda x, frozen, b, t: b.advantages[t] * x[t]),
     "tis": over_tokens(tis(cap=2.0)),
-    "icepop": over_samples(weighted(icepop_weight)),
+    "icepop": over_samples(weighted(lambda b, t: banded(math.exp(b.prox[t] - b.mu[t]), 0.5, 5))),
     "decoupled": over_tokens(tis(cap=math.inf)),
     "cross_entropy": over_tokens(lambda x, frozen, b, t: x[t] if b.advantages[t] > 0 else 0.0),
 }
@@ -192,8 +182,8 @@ def test_a_recipe_has_the_value_and_the_gradient_of_its_formula(name: str, seed:
     ("kind", "low", "high", "weight"),
     [
         ("sequence_truncate", 0.0, 2.0, lambda product, length: min(product, 2.0)),
-        ("sequence_mask", 0.5, 2.0, lambda product, length: product * inside(product, 0.5, 2.0)),
-        ("geometric_mask", 0.8, 1.25, lambda product, length: inside(product ** (1 / length), 0.8, 1.25)),
+        ("sequence_mask", 0.5, 2.0, lambda product, length: banded(product, 0.5, 2.0)),
+        ("geometric_mask", 0.8, 1.25, lambda product, length: 0.8 <= product ** (1 / length) <= 1.25),
     ],
 )
 def test_a_correction_by_sequence_has_the_value_and_the_gradient_of_its_formula(kind, low, high, weight) -> None:
