@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import resource
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from doctoring import build_case, findings, the_one
-from limits import fill, small_disk
+from limits import fill, limited, small_disk
 from trireme.base.devices import Devices
 from trireme.launch.doctor import resources, software
 from trireme.launch.doctor.clocks import clock, file_system_ahead, is_set, of_clock
@@ -20,17 +18,6 @@ from trireme.launch.doctor.programs import run_program
 from trireme.launch.doctor.resources import available, limits, memory, needs_of, of_shared_memory, shared_memory
 
 GIB = 1 << 30
-
-
-@contextmanager
-def limited(which: int, soft: int) -> Iterator[None]:
-    """For this process; its hard limit stays, so that it can be lifted again."""
-    before = resource.getrlimit(which)
-    resource.setrlimit(which, (soft, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(which, before)
 
 
 @pytest.mark.parametrize(
