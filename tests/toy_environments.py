@@ -74,7 +74,7 @@ def sharing(open_one: Callable[..., AbstractAsyncContextManager[Environment]]) -
     last: Any = None
     with ExitStack() as stack:
 
-        def run_on(which: str, use: Use, **config: Any) -> Any:
+        def run_on(which: str, use: Use, /, **config: Any) -> Any:
             nonlocal last
             if last is None or last[0] != (which, config):
                 last = stack.close()
@@ -89,7 +89,7 @@ def shared_toys(folder: Path) -> Iterator[Callable[..., Any]]:
     """As `sharing`; `which` is the code of a toy environment."""
     numbers = itertools.count()
 
-    def open_one(code: str, **config: Any) -> AbstractAsyncContextManager[Environment]:
+    def open_one(code: str, /, **config: Any) -> AbstractAsyncContextManager[Environment]:
         return open_toy(folder, write(folder, code, f"toy{next(numbers)}.py"), **config)
 
     with sharing(open_one) as run_on:
@@ -135,6 +135,14 @@ def _write_v0_packages(folder: Path) -> None:
 def with_package(folder: Path, package: str, use: Use, /, **args: Any) -> Any:
     with running(open_package(folder, package, **args)) as run:
         return run(use)
+
+
+@contextmanager
+def shared_packages(tmp_path_factory: Any) -> Iterator[Callable[..., Any]]:
+    """As `sharing`; `which` is a package."""
+    folder = packages_folder(tmp_path_factory)
+    with sharing(lambda package, **args: open_package(folder, package, **args)) as run_on:
+        yield run_on
 
 
 def packages_folder(tmp_path_factory: Any) -> Path:

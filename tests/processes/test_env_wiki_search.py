@@ -9,7 +9,7 @@ import re
 import pytest
 
 from fake_chat import FakeChat, completion
-from toy_environments import import_shipped, open_package, packages_folder, run_one, says, sharing
+from toy_environments import import_shipped, run_one, says, shared_packages
 from trireme.orchestrator.environments.wire import Ask, Reply, ToolCall
 from trireme.orchestrator.environments.worker_process import RolloutFailed
 
@@ -73,8 +73,7 @@ def test_a_question_of_two_steps_is_answered_by_following_its_pages():
 
 @pytest.fixture(scope="module")
 def on(tmp_path_factory):
-    folder = packages_folder(tmp_path_factory)
-    with sharing(lambda package, **args: open_package(folder, package, **args)) as on:
+    with shared_packages(tmp_path_factory) as on:
         yield on
 
 

@@ -7,18 +7,7 @@ import asyncio
 import pytest
 
 from fake_chat import FakeChat, completion
-from toy_environments import (
-    never,
-    open_package,
-    packages_folder,
-    refuses,
-    run_all,
-    run_group,
-    run_one,
-    says,
-    sharing,
-    with_package,
-)
+from toy_environments import never, refuses, run_all, run_group, run_one, says, shared_packages
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, ToolCall
 from trireme.orchestrator.environments.worker_process import RolloutFailed
 
@@ -28,11 +17,15 @@ pytestmark = pytest.mark.xdist_group(
 
 
 @pytest.fixture(scope="module")
-def toys(tmp_path_factory):
+def on(tmp_path_factory):
+    with shared_packages(tmp_path_factory) as on:
+        yield on
+
+
+@pytest.fixture(scope="module")
+def toys(on):
     """Runs `use` on one of the toy environments."""
-    folder = packages_folder(tmp_path_factory)
-    with sharing(lambda which, **args: open_package(folder, "trireme-toys", which=which, **args)) as toys:
-        yield toys
+    return lambda which, use, **args: on("trireme-toys", use, which=which, **args)
 
 
 def test_verifiers_swallows_what_a_reward_raises_and_we_do_not(toys):
@@ -152,7 +145,7 @@ def test_an_environment_that_stops_waiting_for_a_turn_ends_the_turn(toys):
     assert (done.stop, done.reward) == ("timeout_reached", 0.25)
 
 
-def test_the_reverse_text_package_rewards_the_reversed_text(tmp_path_factory):
+def test_the_reverse_text_package_rewards_the_reversed_text(on):
     async def use(environment):
         async def ask(question: Ask) -> Reply:
             text = question.messages[-1]["content"]
@@ -161,7 +154,7 @@ def test_the_reverse_text_package_rewards_the_reversed_text(tmp_path_factory):
         assert (environment.num_train, environment.num_eval) == (50, 10)
         return await run_one(environment, ask, 49), await run_one(environment, says("<reversed_text>"), 9, split="eval")
 
-    right, wrong = with_package(packages_folder(tmp_path_factory), "reverse-text", use, num_train=50, num_eval=10)
+    right, wrong = on("reverse-text", use, num_train=50, num_eval=10)
     assert (right.reward, right.metrics["exact_match"], right.answer) == (1.0, 1.0, right.prompt[-1]["content"][::-1])
     assert wrong.reward == 0.0
 
@@ -226,7 +219,8 @@ def test_in_a_group_of_environments_each_keeps_its_own_way_of_scoring(toys):
     assert set(outcomes[0].metrics) == set(outcomes[3].metrics) == names
 
 
-def test_a_judge_at_an_openai_endpoint_gives_the_reward_and_costs_the_rollout_where_it_does_not_answer(toys):
+def test_a_judge_at_an_openai_endpoint_gives_the_reward(toys):
+    """Where it does not answer, the rollout fails."""
     judge, asked = FakeChat(), []
 
     def verdict(number: int) -> tuple[int, dict]:

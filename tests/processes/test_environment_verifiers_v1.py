@@ -6,17 +6,7 @@ import asyncio
 
 import pytest
 
-from toy_environments import (
-    never,
-    open_package,
-    packages_folder,
-    refuses,
-    run_all,
-    run_one,
-    says,
-    sharing,
-    with_package,
-)
+from toy_environments import never, open_package, packages_folder, refuses, run_all, run_one, says, shared_packages
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.environments.worker_process import RolloutFailed
@@ -26,13 +16,8 @@ WORD, LONGER, OFTEN, UNJUDGEABLE, NAN, TWICE = range(6)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return packages_folder(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def on(folder):
-    with sharing(lambda package: open_package(folder, package)) as on:
+def on(tmp_path_factory):
+    with shared_packages(tmp_path_factory) as on:
         yield on
 
 
@@ -41,12 +26,12 @@ async def echo(question: Ask) -> Reply:
     return Reply(content=text, finish_reason="stop", prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0])
 
 
-def test_a_v1_environment_runs_beside_a_v0_one(folder):
+def test_a_v1_environment_runs_beside_a_v0_one(tmp_path_factory):
+    folder = packages_folder(tmp_path_factory)
+
     async def main() -> tuple[dict, dict, list, Done]:
-        async with (
-            open_package(folder, "v1-echo", system="be brief") as new,
-            open_package(folder, "trireme-toys", which="raising") as old,
-        ):
+        opening = open_package(folder, "v1-echo", system="be brief")
+        async with opening as new, open_package(folder, "trireme-toys", which="raising") as old:
             assert (new.num_train, old.num_train, new.group_rewards) == (6, 20, False)
             of_new = [run_one(new, echo, i % 2, task=f"r{i}") for i in range(8)]
             *new_outcomes, old_outcome = await asyncio.gather(*of_new, run_one(old, echo, 3))
@@ -118,6 +103,6 @@ def test_trouble_in_v1_costs_its_rollout_and_is_no_zero(on):
     assert after.reward == 1.5
 
 
-def test_what_of_v1_cannot_be_supported_is_refused_at_load(folder):
+def test_what_of_v1_cannot_be_supported_is_refused_at_load(on):
     with pytest.raises(ConfigError, match=r"agents assistant, user, of which the policy would play assistant, user"):
-        with_package(folder, "v1-echo", lambda environment: None, id="user-sim")
+        on("v1-echo", lambda environment: None, id="user-sim")
