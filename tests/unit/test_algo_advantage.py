@@ -33,7 +33,6 @@ from trireme.config.orchestrator import Advantage, DifficultyPools, Filters, Len
 from trireme.config.orchestrator import Stage as StageSection
 
 KINDS = [*OF_GROUP, "ema", "batch", "group_batch"]
-NAN = math.nan
 
 rewards = st.floats(-3, 3, allow_nan=False, width=32)
 
@@ -95,7 +94,7 @@ def test_a_running_mean_by_hand() -> None:
         ([["a", "b"]], "expected"),
         ([[1.0]], r"\[\(1,\)\] - \[\(2,\)\]"),
         ([[1.0, 2.0], [3.0, 4.0]], r"\[\(2,\), \(2,\)\]"),
-        ([[1.0, NAN]], "not finite"),
+        ([[1.0, math.nan]], "not finite"),
     ],
 )
 def test_a_custom_function_must_return_one_finite_number_per_rollout(found: object, words: str) -> None:

@@ -228,8 +228,7 @@ def test_the_default_loss_pulls_towards_the_behaviour_policy() -> None:
         return r * (b.advantages[t] - 0.3 * math.log(r)) * x[t] if 0.5 <= r <= 2 else 0.0
 
     b = behaving("importance", batch_of(drift=0.8))
-    r = np.exp(b.pi - b.mu)
-    value = -(r * b.advantages * (r >= 0.5) * (r <= 2)).mean()
+    value = -np.mean([banded(r, 0.5, 2) * a for r, a in zip(np.exp(b.pi - b.mu), b.advantages, strict=True)])
     sums = check(recipe("importance", kl_tau=0.3, ratio_low=0.5, ratio_high=2.0), over_tokens(gain), b, value)
     assert 0 < sums["masked_frac"] < len(b.pi)
 
