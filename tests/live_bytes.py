@@ -20,19 +20,18 @@ class LiveBytes(TorchDispatchMode):
         self._holders: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage.data_ptr() for storage in _storages((args, kwargs))}
+        given = {tensor.untyped_storage().data_ptr() for tensor in _locals((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            for storage in _storages(tensor):
-                place, size = storage.data_ptr(), storage.nbytes()
-                if not size or (place in given and place not in self._holders):
-                    continue  # a view of what was there before
-                if place not in self._holders:
-                    self._holders[place] = 0
-                    self._now += size
-                    self.peak = max(self.peak, self._now)
-                self._holders[place] += 1
-                weakref.finalize(tensor, self._release, place, size)
+        for tensor in _locals(result):
+            place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+            if not size or (place in given and place not in self._holders):
+                continue  # a view of what was there before
+            if place not in self._holders:
+                self._holders[place] = 0
+                self._now += size
+                self.peak = max(self.peak, self._now)
+            self._holders[place] += 1
+            weakref.finalize(tensor, self._release, place, size)
         return result
 
     def _release(self, place: int, size: int) -> None:
@@ -42,6 +41,6 @@ class LiveBytes(TorchDispatchMode):
             self._now -= size
 
 
-def _storages(values: Any) -> list[torch.UntypedStorage]:
+def _locals(values: Any) -> list[torch.Tensor]:
     tensors = (each.to_local() if isinstance(each, DTensor) else each for each in tree_iter(values))
-    return [each.untyped_storage() for each in tensors if isinstance(each, torch.Tensor) and each.device.type != "meta"]
+    return [each for each in tensors if isinstance(each, torch.Tensor) and each.device.type != "meta"]

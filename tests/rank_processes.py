@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any
 
 import torch
 
@@ -57,7 +57,6 @@ def _start(script: str, arguments: Sequence[Path], told: dict[str, str]) -> Rank
 
 
 def require_success(ranks: Ranks) -> None:
-    """Wait for all of them."""
     for rank in ranks:
         code = rank.process.wait(DEADLINE_S)
         rank.log.seek(0)
@@ -83,38 +82,21 @@ def run_rank(work: Callable[..., Any]) -> None:
         torch.save(work(*arguments, world), arguments[-1] / f"result_{world.rank}.pt")
 
 
-class Stage(Protocol):
-    """Something that the first of the ranks do together."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ranks(self) -> int: ...
-
-
-AnyStage = TypeVar("AnyStage", bound=Stage)
-
-
-def stages_of_this_rank(stages: Sequence[AnyStage], folder: Path) -> Iterator[AnyStage]:
-    """Those in which it takes part, one after the other; during the rest it waits, for who does it."""
+def stages_of_this_rank(stages: Sequence[Any], folder: Path) -> Iterator[Any]:
+    """The stages (of a `name` and so many `ranks`) in which it takes part, one by one; it waits while others work."""
     rank, ports = int(os.environ["RANK"]), os.environ["PORTS"].split(",")
     for stage, port in zip(stages, ports, strict=True):
         over = folder / stage.name / "over"
         if rank >= stage.ranks:
-            _wait_for(over, stage.name)
+            give_up = time.monotonic() + DEADLINE_S
+            while not over.exists():
+                assert time.monotonic() < give_up, f"the ranks of {stage.name!r} were not done within {DEADLINE_S} s"
+                time.sleep(0.01)
             continue
         os.environ |= {"WORLD_SIZE": str(stage.ranks), "MASTER_PORT": port}
         yield stage
         if rank == 0:
             over.touch()
-
-
-def _wait_for(path: Path, stage: str) -> None:
-    give_up = time.monotonic() + DEADLINE_S
-    while not path.exists():
-        if time.monotonic() > give_up:
-            raise TimeoutError(f"the ranks of {stage!r} were not done within {DEADLINE_S} s: {path} is not there")
-        time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from moe import NUM_EXPERTS, TOP_K, save_moe
+from moe import routed, save_moe
 from rank_processes import require_success, results_of, started_ranks
 from tiny import num_loss_samples, num_loss_tokens, random_samples, take_gradients
-from trireme.algo.packing import Sample, micro_batches_of_rank
+from trireme.algo.packing import micro_batches_of_rank
 from trireme.config.trainer import ActivationCheckpointing, Experts, Loss, TrainerModel
-from trireme.messages import COLUMNS, Routed, build_tokens
 from trireme.trainer.mesh import World, open_world
 from trireme.trainer.model import load_model
 from trireme.trainer.moe import expert_metrics
@@ -26,30 +24,13 @@ pytestmark = pytest.mark.e2e
 
 CAPACITY = 41
 LENGTHS = [31, 18, 23, 9]
-LAYERS = 2
 TEAMS = (1, 2)  # ranks that share a row
 
 
-def routed_samples() -> list[Sample]:
-    """Sent anywhere: the trainer's own routers would hardly ever choose so."""
-    rng = np.random.default_rng(1)
-    found = []
-    for sample in random_samples(LENGTHS):
-        tokens = sample.tokens
-        chosen = [rng.permutation(NUM_EXPERTS)[:TOP_K] for _ in range((tokens.length - 1) * LAYERS)]
-        known = np.ones(tokens.length, np.uint8)
-        known[-1] = 0
-        routed = Routed(known, np.concatenate(chosen).astype(np.uint8), LAYERS, TOP_K)
-        columns = {name: getattr(tokens, name) for name in COLUMNS}
-        found.append(Sample(build_tokens(**columns, routed=routed), sample.temperature))
-    return found
-
-
 def train(folder: Path, world: World) -> dict[str, Any]:
-    """Gradients of one batch, and what is said of its experts."""
     config = TrainerModel(cp=world.cp_size, ac=ActivationCheckpointing(), moe=Experts(router_replay=True))
     model = load_model(config, str(folder), world)
-    samples = routed_samples()
+    samples = routed(random_samples(LENGTHS))
     metrics = forward_backward(
         model,
         micro_batches_of_rank(samples, capacity=CAPACITY, rank=world.dp_rank, world=world.dp_size),
@@ -72,9 +53,7 @@ def main() -> None:
     torch.save(found, folder / f"result_{os.environ['RANK']}.pt")
 
 
-def test_two_ranks_send_tokens_where_one_does_with_rows_of_their_own_and_with_a_part_of_each_row(
-    tmp_path: Path, world: World
-) -> None:
+def test_two_ranks_send_tokens_where_one_does(tmp_path: Path, world: World) -> None:
     model = save_moe(tmp_path / "model", num_key_value_heads=2)
     with started_ranks(__file__, model, tmp_path, num_ports=len(TEAMS)) as processes:
         require_success(processes)

@@ -53,27 +53,12 @@ def test_training_on_does_not_change_what_is_written(
     assert complete_steps(tmp_path / "c") == []
     (faults / "checkpoint.begun.go").touch()
     store.wait()
-
     resumed = open_state(tiny_model, world)
     open_store(tmp_path / "c", world).resume(resumed, resume=True)
     assert resumed.version == 1
     assert are_equal(content_of(resumed), expected)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "w" / "step_1")
     assert all(torch.equal(parameter, expected[name]) for name, parameter in exported.named_parameters())
-
-
-def test_weights_are_exported_before_a_checkpoint_is_complete(
-    tmp_path: Path, tiny_model: Path, world: World, faults: Path
-) -> None:
-    (faults / "checkpoint.before_rename").write_text("hold")
-    store = open_store(tmp_path / "c", world, exporter=open_exporter(tmp_path / "w", tiny_model, world))
-    store.save(open_state(tiny_model, world))
-    until((faults / "checkpoint.before_rename.reached").exists)
-    assert complete_steps(tmp_path / "c") == []
-    assert (tmp_path / "w" / "step_0" / "model.safetensors").exists()
-    (faults / "checkpoint.before_rename.go").touch()
-    store.wait()
-    assert complete_steps(tmp_path / "c") == [0]
 
 
 def test_a_failed_write_is_raised_at_the_next_call_of_the_store(tmp_path: Path, tiny_model: Path, world: World) -> None:
@@ -152,7 +137,6 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint_complete(
     assert are_equal(content_of(state), content_of(train_until(open_state(tiny_model, world), world, until=version)))
     assert (folder / "weights" / f"step_{version}").is_dir()
     assert not list(folder.rglob(".step_*"))  # nothing is left over
-
     store.save(train_until(state, world, until=3))
     store.wait()
     assert complete_steps(folder / "checkpoints") == [*range(1, version + 1), 3]
