@@ -79,8 +79,7 @@ def test_who_has_no_token_looks_for_the_engines_under_other_names(monkeypatch: p
 
 
 def test_what_is_derived_of_a_token_is_told_apart_by_its_purpose_and_by_the_token(monkeypatch) -> None:
-    derived = {derive(token, purpose) for token in ("one", "two") for purpose in ("asker", "server")}
-    assert len(derived) == 4
+    assert len({derive(token, purpose) for token in ("one", "two") for purpose in ("asker", "server")}) == 4
     made = hmac.HMAC(b"one", hashes.SHA256())  # RFC 4231's construction, worked by another library
     made.update(b"trireme asker")
     assert derive("one", "asker") == made.finalize()
