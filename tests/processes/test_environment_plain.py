@@ -12,7 +12,6 @@ from toy_environments import ECHO, never, open_toy, refuses, run_all, run_one, r
 from trireme.orchestrator.environments.wire import Ask, Reply
 from trireme.orchestrator.environments.worker_process import RolloutFailed
 
-
 pytestmark = pytest.mark.xdist_group("plain environments")  # one process, so that tests share workers
 
 

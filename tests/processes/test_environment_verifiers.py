@@ -114,12 +114,6 @@ def test_tool_calls_are_converted_both_ways(toys):
     assert (done.reward, done.metrics["add_calls"], done.stop) == (1.0, 1.0, "no_tools_called")
 
 
-def test_a_group_of_environments_scores_each_example_with_its_own_rubric(toys):
-    outcomes = toys("group", lambda environment: run_all(environment, says("x"), environment.num_train))
-    expected = [(1.0, "first"), (1.0, "first"), (2.0, "second"), (2.0, "second")]
-    assert [(outcome.reward, outcome.info["env_id"]) for outcome in outcomes] == expected
-
-
 def test_an_image_in_a_prompt_is_refused_in_words(toys):
     with pytest.raises(RolloutFailed, match="a part of type 'image_url' - expected text only"):
         toys("picture", lambda environment: run_one(environment, says("x")))
