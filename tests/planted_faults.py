@@ -204,12 +204,14 @@ FAULTS: dict[str, Fault] = {
     "a temperature is another": (put(3, "rollouts.4.temperature", 0.5), 3, "was sampled at temperature 0.5"),
     # versions
     "a version is gone": (remove("journal/version_000002.msgpack"), 2, "version 2 has no record"),
+    "the newest version is gone": (remove("journal/version_000005.msgpack"), 4, "version 4 is the newest"),
     "a version is torn": (damage("journal/version_000002.msgpack", flip_last), 2, "do not match"),
     "a version was never confirmed": (forget_confirmations, 2, "version 2 was recorded without digests"),
     "a version was confirmed as two things": (confirm_otherwise, 3, "2. confirmation says that model.norm.weight has"),
     "a version comes before its batch": (confirm_too_early, 5, "version 7 was confirmed, and there are 5 batches"),
     # checkpoints
     "a byte is flipped": (damage("checkpoints/step_4/rank_0.safetensors", flip_last), 4, "its manifest says"),
+    "a file is gone": (remove("checkpoints/step_2/random_0.safetensors"), 2, "random_0.safetensors is missing"),
     "a manifest is gone": (remove(f"checkpoints/step_2/{MANIFEST}"), 2, "it is half a checkpoint"),
     "a checkpoint is too new": (copy_checkpoint, 5, "checkpoint 9 is there, and metrics.jsonl has no line .* step 5"),
     # metrics

@@ -129,7 +129,11 @@ def test_rollouts_of_training_show_each_token_and_why_it_is_not_trained_on(tmp_p
     sample, place = first.samples[0], int(first.samples[0].loss_mask.argmax())
 
     number = batch.rollouts.index(first)
-    rewrite_batch(config, 1, lambda record: setattr(record.rollouts[number], "masked", "truncated"))
+
+    def mask(record):
+        record.rollouts[number].masked, record.rollouts[number].flaws = "truncated", ["truncated"]
+
+    rewrite_batch(config, 1, mask)
 
     async def script(viewer):
         tree = await viewer.press("down", "down", "right", "down", "down")

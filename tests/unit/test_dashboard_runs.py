@@ -264,7 +264,7 @@ def test_a_zoom_goes_on_to_the_edge_and_hours_are_counted_from_the_first_report(
 
 def test_a_picture_can_be_sent_whatever_was_measured_and_marks_where_a_run_went_back_once() -> None:
     columns = columns_of([None, 1.0, None, 1e300, 0.0])
-    lines = [Line("a", "#123456", curve(columns, "loss", Frame(smoothing=0.5)))]
+    lines = [Line("a", "#123456", curve(columns, "loss", Frame(smoothing=weight))) for weight in (0.0, 0.5)]
     chart = line_chart(lines, Frame(), marks=[7, 7, 9])
     json.dumps(chart, allow_nan=False)
     assert chart["series"][0]["markLine"]["data"] == [{"xAxis": 7}, {"xAxis": 9}]

@@ -259,6 +259,7 @@ def test_a_key_is_named_before_anything_that_happened(
     assert told["first_key"] == {"key": "trainer.optim.lr", "a": "1e-06", "b": "3e-06"}
     assert (told["first"]["aspect"], told["first"]["step"]) == ("weights", 3)
     assert told["meaning"][0].startswith("It may follow from `trainer.optim.lr`")
+    assert "Before version 3 everything that both runs wrote down is the same." in " ".join(told["meaning"])
 
 
 def test_where_a_run_lies_and_on_which_machine_is_no_difference(whole: Path, copy: RunConfig, tmp_path: Path) -> None:

@@ -261,6 +261,7 @@ def test_the_start_counts_in_no_advice_and_without_spans_the_trainers_metrics_gi
     assert view.shares["trainer"] == pytest.approx({"wait": 0.7, "train": 0.3, "other": 0.0}, abs=1e-5)
     assert "more GPUs to inference" in view.advice
     assert view.held_by["trainer"] == [("no batch yet", pytest.approx(0.7))]
+    assert look(store, 61.5, 62.0).shares["trainer"] == pytest.approx({"wait": 1.0, "other": 0.0}, abs=1e-5)
     rows = [
         {"time/step": 2.0, "time/wait_for_batch": 1.0, "time/forward_backward": 0.5, "time/optimizer": 0.25},
         {"time/step": 2.0, "time/wait_for_batch": 1.0, "time/publish": 0.5, "time/forward_backward": None},
