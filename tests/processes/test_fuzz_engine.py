@@ -131,18 +131,20 @@ def test_a_run_whose_engine_answers_nonsense_now_and_then_ends_well(tmp_path):
 
 
 def test_a_report_of_weights_that_makes_no_sense_confirms_nothing_and_the_trainer_sends_again(tmp_path):
-    garbage: list[Any] = [{"results": []}, {"results": None}, {"results": [{"digests": None}]}, {}]
+    answers: list[Any] = [{"results": []}, {"results": None}, {"results": [{"digests": None}]}, {}]
+    garbage = {"trireme_receive_ahead": answers[:1], "trireme_weight_report": answers[:]}
 
     async def meanwhile(running: Running) -> None:
         honest = running.engine._collective_rpc
 
         async def report(body: dict) -> dict:
-            return garbage.pop() if garbage else await honest(body)
+            left = garbage[body["method"]]
+            return left.pop() if left else await honest(body)
 
         running.engine._collective_rpc = report  # type: ignore[method-assign]
 
     outcome = run(build_config(tmp_path, max_steps=1), meanwhile=meanwhile)
     assert outcome.error is None
-    assert garbage == []
+    assert list(garbage.values()) == [[], []]
     assert outcome.trainer.attempt > 4
     assert outcome.engine.weights == digests_of(1)
