@@ -95,16 +95,6 @@ def test_the_budget_is_never_passed_and_what_is_left_is_too_little(endpoint, max
     assert "one more prompt may take 8" in summary()["why"]
 
 
-def test_the_reflection_model_is_told_what_was_asked_said_and_earned_and_the_state(endpoint, capsys):
-    search(endpoint, "--state-columns", "heard", "gess", "--max-calls", "12")
-    question = endpoint.asked("reflector")[0]["messages"][-1]["content"]
-    word = lines_of("rollouts.jsonl")[4]["answer"]
-    told = ("```\nYou are a parrot.\n```", f"user: Say: {word}", f"assistant: {word}", "0 of 1", "#### capitals\n0")
-    assert [part for part in (*told, f"### heard\n{word}") if part not in question] == []
-    said = capsys.readouterr().err
-    assert "--state-columns gess: no rollout had one. The environment's state has: answer, heard, prompt" in said
-
-
 def test_a_search_that_is_stopped_anywhere_ends_as_if_it_had_not_been(endpoint):
     """Stopped again and again, by an endpoint that refuses the key now and then."""
     whole, parts = Path("whole"), Path("parts")
@@ -186,22 +176,6 @@ def test_rewards_that_fail_always_or_compare_a_group_and_a_second_search_are_ref
     assert search(endpoint) == 0, "no score was left behind"
 
 
-def test_rollouts_that_fail_count_as_nothing_and_the_error_is_told(endpoint):
-    Path("harbour.py").write_text(
-        CODE + "\nscore = reward\n\n\ndef reward(completion, answer, example):\n"
-        "    if completion.islower() and len(answer) == 3:\n        raise ValueError('too quiet')\n"
-        "    return score(completion, answer, example)\n"
-    )
-    search(endpoint, "--max-calls", "60", "-n", "24")
-    failed = [line for line in lines_of("rollouts.jsonl") if line["error"]]
-    assert all(line["reward"] is None and "too quiet" in line["error"] for line in failed)
-    assert summary()["num_failed"] == len(failed) > 0
-    record = feedback_on(Scored(**failed[0]), columns=(), perfect_score=1, longest=4000)
-    assert record["Feedback"]["Reward"] == "0, because the rollout failed"
-    assert "too quiet" in record["Feedback"]["Error"]
-    assert record["Inputs"].startswith("user: Say: ")
-
-
 @pytest.mark.parametrize("answer", ["", "```\n```", "```\nYou are a parrot.\n```"])
 def test_reflections_that_give_no_new_prompt_cost_no_rollouts_of_it_and_end_the_search(endpoint, answer):
     """A larger budget asks for more of them."""
@@ -233,33 +207,6 @@ def test_a_reflection_model_that_refuses_ends_the_search_at_once_with_what_was_f
     assert (summary()["state"], summary()["num_prompts"]) == ("stopped", 3)
 
 
-def test_a_model_that_never_answers_is_named_when_its_time_is_over(endpoint):
-    endpoint.before = lambda body: time.sleep(1.0)
-    with pytest.raises(DeadlineExceeded, match=f"the search waits .* for an answer from {endpoint.url}"):
-        search(endpoint, "--request-timeout-s", "0.2")
-
-
-def test_a_question_that_is_too_long_is_asked_again_with_shorter_texts(endpoint):
-    Path("harbour.py").write_text(CODE.replace('f"Say: {word}"', "f\"{'la ' * 900}Say: {word}\""))
-    endpoint.minds["follower"] = lambda messages: str(messages[-1]["content"])[-4:]
-    refused: list[int] = []
-
-    def status(body: dict[str, Any]) -> int:
-        length = len(body["messages"][-1]["content"])
-        if body["model"] == "follower" or length < 4000:
-            return 200
-        refused.append(length)
-        return 400
-
-    endpoint.status, endpoint.refusal = status, "this is longer than the maximum context"
-    search(endpoint, "--max-calls", "12")
-    lines = lines_of("reflections.jsonl")
-    assert refused == sorted(refused, reverse=True)
-    assert [line["error"] is None for line in lines] == [False, False, True]
-    assert len(refused) == 2
-    assert "characters left out" in lines[-1]["question"]
-
-
 FOLLOWER = ["harbour.py", "-m", "follower", "-b", "URL"]
 
 
@@ -283,15 +230,6 @@ def test_what_cannot_work_is_refused_before_any_model_is_asked(endpoint, words, 
     with pytest.raises(ConfigError, match=f"(?s){problem}"):
         gepa([endpoint.url if word == "URL" else word for word in words])
     assert endpoint.requests == []
-
-
-def test_examples_with_prompts_of_their_own_need_one_to_begin_with(endpoint):
-    Path("harbour.py").write_text(CODE.replace("[*said, {", '[{"role": "system", "content": word}, {'))
-    with pytest.raises(ConfigError, match=r"different system prompts, such as .*--initial-prompt FILE"):
-        search(endpoint)
-    Path("first.txt").write_text("You are a parrot.\n")
-    search(endpoint, "--initial-prompt", "first.txt")
-    assert best() == f"{BEST}\n"
 
 
 @pytest.fixture
@@ -323,8 +261,3 @@ def test_a_model_in_a_folder_answers_and_reflects_by_one_engine_each_with_its_ow
     engines.clear()
     assert gepa([*LOCAL, "4096", "-M", OTHER, "--fresh"]) == 0
     assert [len(engine.requests) for engine in engines] == [8 + 1, 1 + 1]  # each was greeted
-
-
-def test_a_reflection_model_whose_context_is_too_short_is_told_so(engines):
-    with pytest.raises(Refused, match="does not fit into its context, even with texts of 250 characters"):
-        gepa([*LOCAL, "512"])

@@ -125,13 +125,6 @@ def test_steps_are_followed_as_they_come_until_somebody_asks_it_to_end(run):
     assert next(line.split()[:2] for line in lines if line.startswith("step")) == ["step", "4/8"]
 
 
-def test_follow_waits_for_a_run_that_was_only_just_started(run, monkeypatch):
-    file = RunPaths(run).run_config
-    later = file.rename(run / "later")
-    monkeypatch.setattr(status_module, "time", SimpleNamespace(sleep=lambda _: later.rename(file)))
-    assert status_module._wait_for_config(run).max_steps == 8
-
-
 def test_to_follow_a_run_that_is_over_or_deserted_tells_how_it_stands(run, capsys, monkeypatch):
     monkeypatch.setattr(status_module, "DESERTED_S", 0.1)
     assert "its orchestrator does not answer here; 3 of 8 steps are trained" in said(capsys, run, "--follow")
@@ -139,28 +132,6 @@ def test_to_follow_a_run_that_is_over_or_deserted_tells_how_it_stands(run, capsy
     out = said(capsys, run, "--follow")
     assert "finished; 8 of 8 steps are trained" in out
     assert "starting" not in out
-
-
-def test_a_run_elsewhere_is_followed_until_its_orchestrator_has_been_there_and_is_gone(run, monkeypatch):
-    """It may be resumed with more steps than those that it has: a follower may be there before its orchestrator."""
-    clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
-    monkeypatch.setattr(status_module, "time", clock)
-
-    def goes_on(watch: status_module._Watch, num_done: int, status: str | None = None) -> bool:
-        return watch.goes_on(SimpleNamespace(progress=SimpleNamespace(num_done=num_done), status=status))
-
-    assert not goes_on(status_module._Watch(run, 8, is_far=False), 8)
-    watch, waiting, deserted = (status_module._Watch(run, 8, is_far=True) for _ in range(3))
-    assert goes_on(watch, 8)
-    assert goes_on(watch, 8, status="running")
-    assert not goes_on(watch, 8)
-    assert goes_on(waiting, 3)
-    assert goes_on(deserted, 8)
-    clock.now = status_module.DESERTED_S
-    assert goes_on(deserted, 8)
-    clock.now += 0.01
-    assert goes_on(waiting, 3)  # the user, who knows whether it will come, ends this
-    assert not goes_on(deserted, 8)
 
 
 @pytest.fixture
@@ -254,15 +225,6 @@ def test_slurm_is_asked_where_it_still_knows_the_job(run, scheduler, capsys, ans
     for name, text in answers.items():
         (scheduler / f"{name}.says").write_text(text)
     assert said(capsys, run).startswith(f"job          slurm 7: {state}\n")
-
-
-def test_the_newest_submission_counts_and_a_damaged_record_is_named(run):
-    older = record(run)
-    newer = record(run, "20260103-000000-0000")
-    assert [find_submission(folder).folder for folder in (run, older)] == [newer, older]
-    (newer / "submission.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"submission\.json cannot be read"):
-        status([str(run)])
 
 
 def test_a_submitted_runs_logs_are_its_jobs_or_a_processs(run, shown):

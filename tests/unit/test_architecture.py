@@ -74,12 +74,6 @@ def test_every_family_is_counted_exactly_whatever_its_settings(variant):
         assert [layer.window is not None for layer in ours.layers] == windowed
 
 
-def test_a_model_that_also_sees_is_counted_by_its_language_model():
-    text = SMALL | {"head_dim": 16, "sliding_window": 64}
-    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}}
-    assert architecture_of(whole) == architecture_of(text | {"model_type": "gemma3_text"})
-
-
 def test_of_a_mixture_of_experts_a_token_meets_those_it_is_sent_to():
     # 30.5B in all; embedding 0.31B, and of 48 layers' 128 experts of 3 * 2048 * 768 each, 8
     model = architecture_of(KNOWN_MODELS["Qwen/Qwen3-30B-A3B"])
@@ -88,11 +82,3 @@ def test_of_a_mixture_of_experts_a_token_meets_those_it_is_sent_to():
     routers, head = 48 * 2048 * 128, 151936 * 2048
     assert model.active_parameters == experts + attention + routers + head
     assert 3.0e9 < model.active_parameters < 3.4e9
-
-
-def test_adapters_are_counted_by_hand():
-    # q and v of 2 layers, rank 4: 4 * (64 + 64) and 4 * (64 + 32) each
-    config = SMALL | {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = architecture_of(config)
-    assert model.adapter_parameters(4, ("q_proj", "v_proj")) == 2 * (4 * (64 + 64) + 4 * (64 + 32))
-    assert model.adapter_parameters(4, ("model.layers.0.self_attn.q_proj",)) == 2 * 4 * (64 + 64)

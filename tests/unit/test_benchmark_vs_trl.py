@@ -9,19 +9,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "trl"))
-from cells import Cell, Results, cells_of
+from cells import Cell, cells_of
 from summary import rate, reached
-
-
-def test_a_measurement_goes_on_where_it_stopped_unless_the_cell_is_another(tmp_path):
-    cells = cells_of([0, 1], tmp_path, quick=True, rows="bcde")
-    assert len({cell.key for cell in cells}) == len(cells)
-    assert [cell.side for cell in cells[:2]] != [cell.side for cell in cells if cell.seed == 1][:2]  # by turns
-    Results(tmp_path / "results.json").put(cells[0], {"steps": []})
-    again = Results(tmp_path / "results.json")
-    assert again.get(cells[0]) == {"steps": []}
-    assert again.get(cells[1]) is None
-    assert again.get(replace(cells[0], lr=1e-4)) is None
 
 
 def test_both_sides_run_the_same_settings(tmp_path):

@@ -73,20 +73,6 @@ def test_every_manifest_is_valid_by_kubernetes_own_schema(version, nodes, gpus):
         kubernetes_validate.validate(found["Job"], version, strict=True)
 
 
-def test_pods_are_machines_with_names_that_stay():
-    given = job(3)
-    found = rendered(given)
-    name = name_of(given)
-    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)
-    assert len(f"{name}-{99}") <= 63
-    assert addresses_of(given) == [f"{name}-{index}.{name}" for index in range(3)]
-    spec, pod = found["Job"]["spec"], found["Job"]["spec"]["template"]
-    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
-    assert {pod["spec"]["subdomain"], *(found[kind]["metadata"]["name"] for kind in ("Service", "Job"))} == {name}
-    assert found["Service"]["spec"]["publishNotReadyAddresses"]
-    assert found["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-
-
 def test_a_pods_command_names_its_own_number_and_all_addresses():
     given = job(2)
     found = rendered(given)
@@ -167,12 +153,3 @@ def test_all_is_made_at_once_with_secrets_through_a_pipe_and_taken_back_where_th
 )
 def test_a_jobs_status_in_words(status, said):
     assert describe_status(status) == said
-
-
-def test_logs_of_one_process_are_those_of_its_machine():
-    given = job(3)
-    record = Submission(given.id, "kubernetes", name_of(given), str(given.run), given.plan.by_name)
-    command = log_command(record, machine=record.processes["inference.1"], lines=5, follow=True)
-    assert "trireme-submission=20260102-030405-ab12,batch.kubernetes.io/job-completion-index=1" in command
-    assert command[-1] == "--follow"
-    assert replace(record, namespace="lab").leader == 2

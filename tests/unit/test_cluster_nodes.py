@@ -53,21 +53,13 @@ def test_an_odd_machine_is_an_engines_and_processes_of_a_kind_are_numbered(asked
     assert plan.is_single == (asked["nodes"] == 1)
 
 
-def test_a_side_without_a_number_takes_what_the_other_leaves():
-    common = {"nodes": 4, "gpus_per_node": 4, "trainer_gpus": 8}
-    assert plan_nodes(Wanted(**common)) == plan_nodes(Wanted(**common, inference_gpus=8))
-    assert plan_nodes(Wanted(nodes=1, gpus_per_node=8)).describe() == ["machine 0  rl on 8 GPUs"]
-
-
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
         (TWO | {"inference_gpus": 8, "trainer_gpus": 12}, "at most 16 together"),
-        (TWO | {"inference_gpus": 16}, "at least one each"),
         (TWO | {"nodes": 3, "inference_gpus": 8, "trainer_gpus": 8}, "Write `--nodes 2`"),
         (TWO | {"inference_gpus": 4, "trainer_gpus": 12}, r"4 \+ 8"),
         (TWO | {"inference_gpus": 6, "trainer_gpus": 8, "tp": 4}, "machine 0 has 6 GPUs"),
-        (TWO | {"inference_nodes": 2}, "at most 1"),
     ],
 )
 def test_gpus_that_do_not_divide_are_refused_with_a_way_out(asked, said):

@@ -31,9 +31,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(text: str, name: str = "configs/endpoints.py") -> Path:
-    path = Path(name)
-    path.write_text(text)
-    return path
+    Path(name).write_text(text)
+    return Path(name)
 
 
 def test_both_ways_to_write_an_entry_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +49,6 @@ def test_both_ways_to_write_an_entry_are_read(monkeypatch: pytest.MonkeyPatch) -
     "text",
     ['["small/one"]\nmodel = "m"\nurl = "http://h/v1"\nkey = "EXAMPLE_KEY"\n',
      '[endpoints."small/one"]\nmodel = "m"\nbase_url = "http://h/v1"\napi_key = "EXAMPLE_KEY"\n',
-     '[[endpoint]]\nname = "small/one"\nmodel = "m"\nurl = "http://h/v1"\nkey = "EXAMPLE_KEY"\n',
      '[[endpoint]]\nendpoint_id = "small/one"\nmodel = "m"\nurl = "http://h/v1"\nkey = "EXAMPLE_KEY"\n'],
 )  # fmt: skip
 def test_toml_says_the_same_and_a_key_in_capitals_names_its_variable(text: str, monkeypatch) -> None:
@@ -88,9 +86,7 @@ def test_a_model_is_found_by_the_name_of_its_entry_by_its_own_and_else_at_the_de
     ("text", "words"),
     [("ENDPOINTS = {'a': {'url': helper()}}", r"line 1: `helper\(\)` is no literal"),
      ("ENDPOINTS = {'a': {'ulr': 'http://h'}}", "'ulr' .*Did you mean 'url'"),
-     ("ENDPOINTS = {'a': {'url': 'h:1'}}", "address 'h:1'"),
-     ("ENDPOINTS = {'a': 'http://h'}", "endpoint 'a' is 'http://h'"),
-     ("ENDPOINTS = ['a']", "is no literal"), ("OTHER = {}", "has no ENDPOINTS"),
+     ("OTHER = {}", "has no ENDPOINTS"),
      ("ENDPOINTS = {", "cannot be read as Python")],
 )  # fmt: skip
 def test_a_file_that_says_something_else_is_refused_with_what_it_says(text: str, words: str) -> None:

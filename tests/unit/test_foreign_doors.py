@@ -103,10 +103,8 @@ def test_a_dry_run_starts_nothing_and_shows_the_plan(vf_file, tmp_path, capsys):
     ("flags", "words"),
     [
         (["--trainer.args.temprature", "0.9"], "--trainer.args.temperature"),
-        (["--sesion", "mine"], "--session"),
         (["--trainer.args.batch-size", "100"], "`orchestrator.batch_size` is `trainer.args.batch_size` in FILE"),
         (["--inference.args.dtype", "fp3"], "`inference.model.dtype` is `inference.args.dtype`"),
-        (["--inference.args.dtype", "fp3"], "bfloat16"),
     ],
 )
 def test_what_is_wrong_is_said_in_the_words_of_the_file(flags, words, vf_file):
@@ -173,9 +171,6 @@ def test_a_file_can_be_served_by_one_command_and_trained_by_another(vf_file, tmp
     assert engine.model.name == config.model.name
 
 
-# panes
-
-
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 
 
@@ -202,18 +197,6 @@ def test_logs_are_above_the_run_and_the_run_has_this_shells_environment(tmux, tm
     assert "tmux attach -t mine" in capsys.readouterr().out
     assert listed("=mine", "#{pane_title}") == ["inference", "run"]
     until(lambda: wrote.exists() and wrote.read_text() == "a 'b' c\n")
-
-
-@needs_tmux
-def test_a_session_at_work_is_left_alone_and_one_that_is_over_is_replaced(tmux, tmp_path):
-    paths = RunPaths(tmp_path)
-    panes.open_panes("mine", paths, ["inference"], ["sleep", "600"])
-    with pytest.raises(ConfigError, match="-s mine-2"):
-        panes.open_panes("mine", paths, ["inference"], ["sleep", "600"])
-    panes.open_panes("mine-2", paths, ["inference", "orchestrator"], ["true"])
-    until(lambda: "run 1" in listed("=mine-2", "#{pane_title} #{pane_dead}"))
-    panes.open_panes("mine-2", paths, [], ["sleep", "600"])
-    assert listed("=mine-2", "#{pane_title} #{pane_dead}") == ["run 0"]
 
 
 def test_without_tmux_or_a_terminal_there_is_one_terminal(monkeypatch):

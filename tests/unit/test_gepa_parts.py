@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import textwrap
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,21 +20,10 @@ from trireme.config.load import load_config
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 from trireme.orchestrator.gepa.examples import Example, draw_examples
-from trireme.orchestrator.gepa.feedback import feedback_on, has_column, state_column
-from trireme.orchestrator.gepa.journal import Journal, Reflected, Scored
-from trireme.orchestrator.gepa.prompted import PromptedEnvironment, own_prompt, system_of, with_system
+from trireme.orchestrator.gepa.journal import Journal, Reflected
+from trireme.orchestrator.gepa.prompted import PromptedEnvironment, own_prompt, with_system
 
 REPOSITORY = Path(__file__).parents[2]
-WORKER = REPOSITORY / "src" / "trireme" / "orchestrator" / "environments" / "worker"
-
-
-def test_the_system_message_is_exchanged_and_nothing_else():
-    user = {"role": "user", "content": "hello"}
-    given = [{"role": "developer", "content": "old"}, user]
-    assert with_system(given, "new") == [{"role": "developer", "content": "new"}, user]
-    assert with_system([user], "new") == [{"role": "system", "content": "new"}, user]
-    assert with_system(given, "") == with_system([user], "") == [user]
-    assert (system_of(given), system_of([user]), system_of([])) == ("old", "", "")
 
 
 def test_an_environment_is_asked_with_the_candidate_as_if_it_had_been_loaded_with_it(tmp_path, monkeypatch):
@@ -60,36 +47,6 @@ def test_an_environment_is_asked_with_the_candidate_as_if_it_had_been_loaded_wit
     monkeypatch.chdir(tmp_path)
     Path("harbour.py").write_text(textwrap.dedent(ENVIRONMENT))
     with_environment(tmp_path, "harbour.py", use, args={"system_prompt": "Be quiet."})
-
-
-def test_the_workers_tell_fields_of_any_kind_of_state_and_what_there_is_where_one_is_missing(monkeypatch):
-    monkeypatch.syspath_prepend(str(WORKER))
-    columns_of = importlib.import_module("trireme_columns").columns_of
-    parser = SimpleNamespace(parse_answer=lambda completion: completion[0]["content"].strip("<>"))
-    adapter = SimpleNamespace(_environment=SimpleNamespace(parser=parser))
-    state = {"guesses": [1, 2], "completion": [{"role": "assistant", "content": "<7>"}]}
-    played = SimpleNamespace(state=state)
-    found = {"guesses": [1, 2], "parsed_answer": "7"}
-    assert columns_of(adapter, played, []) == {}
-    assert columns_of(adapter, played, ["parsed_answer", "guesses"]) == {"columns": found}
-    assert columns_of(adapter, played, ["gess"]) == {"columns": {}, "state_keys": ["completion", "guesses"]}
-    parser.parse_answer = lambda completion: 1 / 0
-    assert "ZeroDivisionError" in columns_of(adapter, played, ["parsed_answer"])["columns"]["parsed_answer"]
-    assert columns_of(None, SimpleNamespace(example={"heard": "x"}), ["heard"]) == {"columns": {"heard": "x"}}
-    assert columns_of(None, {"info": {"agent": "a"}}, ["info"]) == {"columns": {"info": {"agent": "a"}}}
-
-
-def test_calls_of_tools_are_seen_where_the_state_has_none():
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    said = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "2"}]
-    facts: dict[str, Any] = {"purpose": "train", "split": "train", "prompt_name": "p", "nth": 0, "truncated": True}
-    scored = Scored(example_id=0, reward=0.5, completion=said, metrics={"right": 0.25}, **facts)
-    assert state_column(scored, "tool_calls") == [call]
-    assert has_column(scored, "tool_calls")
-    record = feedback_on(scored, columns=["tool_calls"], perfect_score=None, longest=4000)
-    assert record["Generated Outputs"] == 'assistant: [calls add({"a": 1})]\n\ntool: 2'
-    assert record["Feedback"]["Components of the reward"] == {"right": "0.25"}
-    assert "ran out of tokens" in record["Feedback"]["Cut off"]
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from trireme.algo.chips import CHIPS, chip_called
-from trireme.algo.pace import assumed_mfu, possible_splits
+from trireme.algo.pace import possible_splits
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.cli.plan import plan
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.launch.advice import advise
-from trireme.launch.estimate import Estimate, estimate_run, rows_of_rank
+from trireme.launch.estimate import Estimate, estimate_run
 from trireme.launch.fit import fit_warnings
 from trireme.launch.lengths import lengths_of
-from trireme.launch.machine import describe_machine, find_chip, host_memory
+from trireme.launch.machine import describe_machine, find_chip
 from trireme.launch.sizes import read_sizes
 
 
@@ -102,16 +102,6 @@ def test_a_supervised_configuration_is_seen_by_its_keys(tmp_path, capsys):
     assert said["batch"]["epochs"] == 100 * 32 / 320
 
 
-def test_the_batch_by_hand(config_file):
-    """64 rollouts of 1,000 + 3,000 tokens: four to a row of 16,384, on 4 ranks."""
-    flags = ["--model.name", "Qwen/Qwen3-4B", "--orchestrator.batch-size", "64", "--trainer-gpus", "4"]
-    batch = estimated(config_file, *flags, prompt=1000.0, sampled=3000.0, examples=40).batch
-    assert (batch.groups, batch.tokens) == (4, 64 * 4000)
-    assert batch.rows == 64 / 4 / 4
-    assert batch.epochs == 100 * 4 / 40
-    assert rows_of_rank([10, 10, 10], 20, 2) == 1
-
-
 def test_splits_are_of_whole_engines_and_teams_and_the_shortest_step_that_fits_is_marked(config_file, capsys):
     flags = ["@", str(config_file), "--model.name", "Qwen/Qwen3-4B", "--trainer.model.optimization-dtype", "bfloat16"]
     flags += ["--trainer.model.ac.freq", "1", "--gpu", "h200", "--gpus", "8"]
@@ -138,18 +128,6 @@ def test_rates_that_are_given_take_the_place_of_assumed_ones(config_file, capsys
     assert step["engines_idle"] == pytest.approx(1 - step["sampling_s"] / step["step_s"])
     _, said = told(capsys, "@", str(config_file), *flags, "--max-async-level", "0")
     assert said["step"]["step_s"] == pytest.approx(sum(step[name] for name in ("sampling_s", "training_s", "update_s")))
-
-
-def test_the_assumed_rate_goes_through_the_published_points():
-    """Work of a row: 6 per parameter and token, and attention's 6 * layers * width * length / 2."""
-    small, large = 6 * 0.6e9, 6 * 4.0e9
-    points = [
-        (16384 * (small + 6 * 28 * 2048 * 8192), 0.111),
-        (65536 * (small + 6 * 28 * 2048 * 32768), 0.268),
-        (65536 * (large + 6 * 36 * 4096 * 32768), 0.361),
-    ]
-    for flops, share in points:
-        assert assumed_mfu(flops) == pytest.approx(share, abs=0.015)
 
 
 @pytest.mark.parametrize(
@@ -187,13 +165,6 @@ def write_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str)
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-
-def test_a_containers_limit_is_the_machines_memory(tmp_path):
-    (tmp_path / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 5 kB\n")
-    (tmp_path / "max").write_text("512000\n")
-    assert host_memory(tmp_path / "meminfo", tmp_path / "max") == 512_000
-    assert host_memory(tmp_path / "meminfo", tmp_path / "none") == 1_024_000
 
 
 def test_a_launch_on_gpus_that_are_too_small_is_warned_and_one_on_cpu_never_asks(config_file, tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ import pytest
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.cli.submit import submit
-from trireme.cli.train import train
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import problems
@@ -181,7 +180,7 @@ def test_secrets_are_their_owners_alone(folder):
         assert read[3] not in file.read_text()
 
 
-@pytest.mark.parametrize("line", ["s3cret", "1A=s3cret", "A B=s3cret", "A='s3cret"])
+@pytest.mark.parametrize("line", ["1A=s3cret", "A='s3cret"])
 def test_a_line_that_is_no_variable_is_named_without_what_it_says(tmp_path, line):
     file = tmp_path / "keys.env"
     file.write_text(f"GOOD=1\n{line}\n")
@@ -190,28 +189,17 @@ def test_a_line_that_is_no_variable_is_named_without_what_it_says(tmp_path, line
     assert "s3cret" not in str(refused.value)
 
 
-KUBERNETES = ["--on", "kubernetes"]
-NO_MODEL = ["--model.name", "models/none"]
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["ours.toml"], "`--gpus-per-node 8`, or 0"),
-        (["ours.toml", "--partiton", "x", *SPREAD], "Did you mean `--partition`"),
-        (["--nodes", "2"], "expected the file of the run"),
         (["ours.toml", "--time", "4h", *SPREAD], "4h"),
-        (["ours.toml", "--memory-per-node", "lots", "--gpus-per-node", "1"], "--memory-per-node 500G"),
         (["ours.toml", "--cpus-per-node", "4", *SPREAD], "want the same ports"),
         (["flat.toml", "--nodes", "1", "--gpus-per-node", "8"], "Write `--nodes 2`"),
         (["ours.toml", "--inference-gpu-ids", "0", *SPREAD], "dealt out by number"),
-        (["ours.toml", "--hosts.orchestrator", "10.0.0.1", *SPREAD], "`[hosts]`"),
-        (["ours.toml", "--resume", *SPREAD], "there is no run in"),
-        (["ours.toml", "--env-file", "none.env", *SPREAD], "env_file"),
-        (["ours.toml", *KUBERNETES, "--storage", "1Gi", *SPREAD], "no image was named"),
-        (["ours.toml", *KUBERNETES, "--image", "i", *SPREAD], "--volume CLAIM"),
+        (["ours.toml", "--on", "kubernetes", "--storage", "1Gi", *SPREAD], "no image was named"),
         (["ours.toml", "--orchestrator.batch-size", "17", *SPREAD], "batch_size must be divisible"),
-        (["ours.toml", *NO_MODEL, *SPREAD], "does not exist"),
+        (["ours.toml", "--model.name", "models/none", *SPREAD], "does not exist"),
         (["ours.toml", "--name", "there", *SPREAD], "Add --resume"),
     ],
 )
@@ -222,20 +210,3 @@ def test_what_cannot_be_submitted_says_what_to_type(folder, argv, words):
         submit(argv)
     assert str(refused.value).count(words) == 1
     assert not (folder / "words").exists()
-
-
-def test_a_run_that_is_there_is_resumed_and_a_model_in_an_image_is_not_looked_for(folder):
-    (folder / "outputs/there").mkdir(parents=True)
-    (folder / "outputs/there/metrics.jsonl").touch()
-    assert train(["submit", "ours.toml", "--name", "there", "--resume", *SPREAD]) == 0
-    assert submit(["ours.toml", *NO_MODEL, *KUBERNETES, "--dry-run", "--storage", "1Gi", *SPREAD]) == 0
-    with pytest.raises(ConfigError, match="Did you mean `trireme train submit`"):
-        train(["sumbit", "hosted.toml"])
-
-
-def test_without_a_schedulers_commands_it_has_to_be_named(folder):
-    (folder / "bin/sbatch").unlink()
-    for flags, words in (([], "neither `sbatch` nor `kubectl`"), (["--on", "slurm"], "no `sbatch` in PATH")):
-        with pytest.raises(ConfigError, match=words):
-            submit(["ours.toml", *flags, *SPREAD])
-    assert submit(["ours.toml", "--on", "slurm", "--dry-run", *SPREAD]) == 0

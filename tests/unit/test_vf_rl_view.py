@@ -17,10 +17,9 @@ from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
 from trireme.ledger.manifest import MANIFEST, FileEntry, Manifest, describe_file
 from trireme.ledger.records import BatchRecord, Rollout, State
-from trireme.monitor.checkpoint_folders import CheckpointFolders, trainer_state
+from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.plain_view import PlainView
 from trireme.monitor.progress import EngineStatus, ProcessState, Status
-from trireme.monitor.samples import choose, conversation_text, sample_text
 from trireme.monitor.terminal_view import TerminalView
 from trireme.monitor.vf_rl_view import VfRlView
 from trireme.monitor.view import StatusPoller, View
@@ -97,17 +96,6 @@ def test_the_start_is_told_in_the_order_in_which_it_happens(stage):
     assert stage.tick(view) == ""
 
 
-@pytest.mark.parametrize("final", [False, True])
-def test_a_step_is_never_told_before_the_server_that_it_was_sampled_with(stage, final):
-    """The orchestrator's answer may come later than its rows: nobody looks at it more than once a second."""
-    view = stage.view(VfRlView)
-    stage.tick(view)
-    stage.train(0)
-    first, second, *rest = stage.tick(view, final=final).splitlines()
-    assert (first, second) == ("vLLM server is ready", "Loading environment owner/reverse-text...")
-    assert rest[-1].startswith("Step 1/100")
-
-
 def test_a_step_is_a_row_of_the_trainer_and_a_line(stage):
     """2 groups a step of 200 examples: the first step is a hundredth of an epoch."""
     view = stage.view(VfRlView)
@@ -135,15 +123,6 @@ def test_samples_come_with_every_fifth_step(stage):
     assert "Sample" not in shown
 
 
-@pytest.mark.parametrize("kind", [PlainView, TerminalView])
-def test_samples_can_be_had_in_our_own_lines_and_in_the_live_picture_too(kind, tmp_path):
-    stage = Stage(tmp_path, samples_every=1)
-    view = stage.view(kind)
-    stage.sample(0)
-    assert "Completion: olleh" in stage.tick(view)
-    view.close()
-
-
 def test_lines_may_come_every_few_steps_and_always_at_the_end(tmp_path):
     stage = Stage(tmp_path, every=40)
     view = stage.view(PlainView)
@@ -151,20 +130,6 @@ def test_lines_may_come_every_few_steps_and_always_at_the_end(tmp_path):
         stage.train(step)
     lines = stage.tick(view, final=True).splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["40/100", "80/100", "100/100"]
-
-
-def test_samples_are_of_many_examples_are_cut_and_say_who_said_what():
-    groups = [rollout(group, place) for group in (0, 1) for place in (0, 1)]
-    assert [(each.group, each.place) for each in choose(groups, 3)] == [(0, 0), (1, 0), (0, 1)]
-    text = sample_text(0, rollout(completion="x" * 5000, reward=0.25))
-    assert "(3000 more characters)" in text
-    assert text.endswith("Reward: 0.25")
-    call = {"function": {"name": "python", "arguments": '{"code": "1+1"}'}}
-    turns = [
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": [{"type": "text", "text": "2"}]},
-    ]
-    assert conversation_text(turns).splitlines() == ['[assistant] python({"code": "1+1"})', "[tool] 2"]
 
 
 def write_checkpoint(stage: Stage, step: int, content: bytes = b"weights") -> Path:
@@ -227,14 +192,3 @@ def test_a_checkpoint_that_is_not_to_be_kept_takes_its_folder_with_it(keep_last,
     shutil.rmtree(stage.config.paths.checkpoints / "step_50")
     folders.write_due()
     assert {folder.name.partition("-")[2] for folder in root.glob("checkpoint-*")} == left
-
-
-def test_evaluations_are_entries_of_the_step_that_they_are_of(stage):
-    stage.train(0, **{"eval/e/reward": 0.1})
-    stage.train(1)
-    with open(stage.config.paths.metrics, "a") as file:
-        file.write(json.dumps({"step": 2, "process": "orchestrator", "time_s": 2.0, "eval/e/reward": 0.9}) + "\n")
-    history = trainer_state(stage.config.paths.metrics, 2, 100)["log_history"]
-    evaluated = [(row["step"], row["eval/e/reward"]) for row in history if "eval/e/reward" in row]
-    assert evaluated == [(0, 0.1), (2, 0.9)]
-    assert [row["step"] for row in history if "loss" in row] == [1, 2]

@@ -102,19 +102,6 @@ def test_each_kind_of_examples_comes_when_it_is_asked_for(lab_folder):
         lab(["setup", "--vf-rl", "--prime-rl"])
 
 
-def test_data_is_linked_so_that_there_is_one_copy_and_copied_where_that_is_asked_for(tmp_path):
-    shipped = find_shipped()
-    linked = Workspace(tmp_path / "linked", shipped, copies=False)
-    copied = Workspace(tmp_path / "copied", shipped, copies=True)
-    for workspace in (linked, copied):
-        workspace.root.mkdir()
-        assert (workspace.bring_environments(), workspace.bring_models()) == (7, 4)
-    for part in ("environments/wordle", "models/wordle-tiny"):
-        assert (linked.root / part).resolve() == ROOT / part
-        assert not (copied.root / part).is_symlink()
-        assert (copied.root / part).is_dir()
-
-
 def test_environments_are_copied_out_of_an_installed_package(tmp_path):
     """The package is not to be written in, and results of an environment are written beside it."""
     package = tmp_path / "site-packages" / "trireme"
@@ -140,17 +127,6 @@ def test_what_cannot_be_set_up_is_refused_with_what_to_do(tmp_path):
         find_shipped(tmp_path / "lib" / "python" / "trireme")
 
 
-def test_a_link_to_what_is_gone_is_made_anew(lab_folder):
-    for name in (".venv", "models/wordle-tiny", "environments/wordle"):
-        link = lab_folder / name
-        link.parent.mkdir(exist_ok=True)
-        link.symlink_to(lab_folder / "gone")
-    lab(["setup"])
-    assert (lab_folder / "models" / "wordle-tiny" / "config.json").is_file()
-    assert (lab_folder / "environments" / "wordle" / "pyproject.toml").is_file()
-    assert (lab_folder / ".venv").resolve() == Path(sys.prefix).resolve()
-
-
 @pytest.mark.parametrize("is_synced", [False, True])
 def test_a_project_that_is_there_never_gets_a_link_that_its_own_sync_would_follow(is_synced, lab_folder, capsys):
     project, venv = lab_folder / "pyproject.toml", lab_folder / ".venv"
@@ -163,11 +139,6 @@ def test_a_project_that_is_there_never_gets_a_link_that_its_own_sync_would_follo
     assert venv.exists() == is_synced
     said = capsys.readouterr().out
     assert f"✓ Kept the Python project that was here: `uv run` uses that. Trireme is in {sys.prefix}" in said
-
-
-def test_trireme_in_no_virtual_environment_is_found_without_a_project(tmp_path):
-    assert Workspace(tmp_path, find_shipped(), copies=False).link_python(tmp_path / "usr") == "needless"
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("size", "told"), [("cpu", False), ("eight-gpus", True)])
