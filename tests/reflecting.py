@@ -61,7 +61,6 @@ class Endpoint:
         self.port = free_port()
         self.requests: list[dict[str, Any]] = []
         self.answered: list[dict[str, Any]] = []
-        self.keys: set[str | None] = set()
         self.minds: dict[str, Callable[[list[dict[str, Any]]], str]] = {"follower": follow, "reflector": reflect}
         self.status: Callable[[dict[str, Any]], int] = lambda body: 200
         self.refusal = "no"
@@ -77,9 +76,7 @@ class Endpoint:
         return [body for body in bodies if "Answer with one word" not in str(body["messages"])]
 
     async def chat(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.requests.append(body)
-        self.keys.add(request.headers.get("Authorization"))
+        self.requests.append(body := await request.json())
         await asyncio.to_thread(self.before, body)
         if (status := self.status(body)) != 200:
             return web.json_response({"error": self.refusal}, status=status)

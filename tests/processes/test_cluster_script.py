@@ -157,11 +157,19 @@ def test_what_a_dead_process_leaves_behind_is_killed_before_its_successor_starts
     assert not left.exists() or left.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+def test_a_trainer_that_has_finished_does_not_end_the_machine(machine):
+    code, said = machine.run(1, trainer=[0], orchestrator=["outlive"])
+    assert (code, machine.ended("orchestrator")) == (0, ""), said
+
+
 def test_a_job_that_starts_again_resumes_from_what_it_had(machine):
-    """A requeued job, or a pod in another's place: the marks are on disk."""
+    """A requeued job, or a pod in another's place: the marks are on disk. What a process prints is in its log, and in
+    a pod in the terminal too."""
     machine.job = replace(machine.job, goes_back=True)
-    machine.run(inference=[2])
-    machine.run(inference=[2])
+    for to_terminal in (False, True):
+        _, shown = machine.run(to_terminal=to_terminal, inference=[2])
+        assert ("says inference\n" in shown) == to_terminal
+    assert (machine.job.run / "logs" / "inference.stdout").read_text() == "says inference\n" * 2
     first, second = machine.argv("inference")
     assert "--resume" not in first
     assert second[-3:] == ["--resume", "--trainer.ckpt.resume-step", "none"]
@@ -209,11 +217,6 @@ def test_a_machine_that_is_asked_to_end_asks_each_process_once_and_waits(machine
         assert not Path(f"/proc/{machine.notes(name)[0]['pid']}").exists()
 
 
-def test_a_trainer_that_has_finished_does_not_end_the_machine(machine):
-    code, said = machine.run(1, trainer=[0], orchestrator=["outlive"])
-    assert (code, machine.ended("orchestrator")) == (0, ""), said
-
-
 def test_secrets_reach_the_processes_and_no_script(machine):
     write_secrets(machine.job.state / SECRETS, {"API_KEY": "it's $HOME `x`", "TRIREME_TOKEN": "t0k3n"})
     machine.run()
@@ -230,10 +233,3 @@ def test_scripts_are_written_as_a_shell_reads_them(machine, wanted):
     for script in (batch, node_script(machine.job), node_script(machine.job, to_terminal=True)):
         checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=DEADLINE_S)
         assert (checked.returncode, checked.stderr) == (0, "")
-
-
-def test_what_a_process_prints_is_in_its_log_and_in_a_pod_in_the_terminal_too(machine):
-    for to_terminal in (False, True):
-        _, shown = machine.run(to_terminal=to_terminal)
-        assert ("says inference\n" in shown) == to_terminal
-    assert (machine.job.run / "logs" / "inference.stdout").read_text() == "says inference\n" * 2

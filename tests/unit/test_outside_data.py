@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import quote
 
 import msgspec
@@ -154,3 +155,57 @@ def test_the_status_server_answers_or_refuses(path: str, name: str, data: bytes)
 
 
 CLIENT = TestClient(build_app(Status(RunConfig(), Waits("orchestrator"), Peers())), base_url="http://127.0.0.1")
+
+
+# messages of workers
+
+DONE = {"type": "done", "task": "r1.0", "reward": 1, "metrics": {}, "prompt": [], "completion": [], "example_id": 3}
+ASK = {"type": "ask", "task": "r1.0", "call": "1", "messages": [], "sampling": {}}
+USER = {"role": "user", "content": "hello"}
+
+
+def nested(levels: int) -> list:
+    return [nested(levels - 1)] if levels > 1 else []
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        ASK | {"messages": [USER | {"role": 0}]},
+        ASK | {"messages": [USER | {"role": ""}]},
+        ASK | {"messages": [USER | {"role": "x" * 65}]},
+        ASK | {"messages": [USER | {"content": 5}]},
+        ASK | {"messages": [USER | {"content": ["a"]}]},
+        ASK | {"messages": [USER | {"content": {}}]},
+        ASK | {"messages": [{"content": "no role"}]},
+        ASK | {"messages": [USER | {"tool_calls": "add(1)"}]},
+        ASK | {"messages": [USER | {"tool_calls": [5]}]},
+        ASK | {"messages": [USER | {"tool_calls": [{"function": None}]}]},
+        ASK | {"messages": [USER | {"tool_calls": [{"function": {"name": 5}}]}]},
+        ASK | {"tools": [{"a": nested(32)}]},
+        DONE | {"info": {"deep": nested(32)}},
+        DONE | {"completion": [{"role": "user", "content": nested(31)}]},
+        DONE | {"metrics": {'a" :data-x="alert()" b="': 1.0}},
+        DONE | {"metrics": {"": 1.0}},
+        DONE | {"metrics": {"x" * 201: 1.0}},
+        DONE | {"metrics": {str(number): 1.0 for number in range(501)}},
+    ],
+)
+def test_a_message_that_no_reader_expects_costs_its_rollout(odd):
+    error = wire.decode(in_json(odd))
+    assert isinstance(error, wire.Error)
+    assert error.task == "r1.0"
+
+
+def test_what_readers_expect_gets_through():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER | {"tool_calls": None}]
+    assert wire.decode(in_json(ASK | {"messages": messages})).messages == messages
+    info, metrics = {"deep": nested(31)}, {"a/b@2:c+d-e f_g.h": 1.0} | {str(number): 1.0 for number in range(499)}
+    done = wire.decode(in_json(DONE | {"info": info, "metrics": metrics}))
+    assert (done.info, done.metrics) == (info, metrics)
+
+
+def test_an_answer_too_deep_for_the_decoder_costs_its_rollout_and_not_its_worker():
+    text = in_json(DONE).replace(b'"metrics": {}', b'"info": ' + b"[" * 100_000 + b"]" * 100_000)
+    assert wire.decode(text) == wire.Error(task="r1.0", stage="rollout", error=mock.ANY, traceback="")

@@ -239,7 +239,7 @@ def _build(venv: Path, source: EnvironmentSource, *, uv: str, log_file: Path) ->
         (Path(aside) / "uv.toml").touch()
         cwd = Path(aside)
         _run_uv([uv, "venv", "--no-project", "--python", sys.executable, str(venv)], source, cwd=cwd, log_file=log_file)
-        # Not `--compile-bytecode`: it compiles 12,000 files while the run waits. Workers compile the few that they import.
+        # Not `--compile-bytecode`: 12,000 files, while the run waits. Workers compile what they import.
         install = [uv, "pip", "install", "--python", str(_python(venv))]
         # uv keeps what it once built of a folder, and builds anew only when that folder's pyproject.toml changes.
         anew = [word for name in copied_neighbours(source.folder) for word in ("--reinstall-package", name)]

@@ -1,0 +1,194 @@
+"""Tensors in bytes, to the bit: what changed in them, their fingerprint, and numbers in 8 bits."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trireme.algo import digest, patch
+from trireme.algo.codes import code_values, decode, encode
+from trireme.algo.compare import first_difference
+from trireme.algo.digest import model_digest, tensor_digest
+from trireme.algo.patch import Form, Patch, apply_patch, build_patch, changed, to_bytes, to_integers, whole_patch
+
+DTYPES = [torch.uint8, torch.bool, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
+
+
+def random_bits(shape: list[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Any bits whatever: NaNs of all kinds, infinities, numbers below the smallest normal one."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.empty(shape, dtype=dtype).nbytes
+    high = 2 if dtype is torch.bool else 256
+    return torch.randint(0, high, (size,), generator=generator, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(to_bytes(one), to_bytes(other))
+
+
+def patched(before: torch.Tensor, made: Patch, times: int = 1) -> torch.Tensor:
+    found = before.clone()
+    for _ in range(times):
+        apply_patch(made, found)
+    return found
+
+
+@given(
+    shape=st.sampled_from([[], [0], [0, 4], [1], [7], [8], [3, 5], [257], [40, 33]]),
+    dtype=st.sampled_from(DTYPES),
+    share=st.sampled_from([0.0, 0.001, 0.01, 0.05, 0.3, 0.95, 1.0]),
+    seed=st.integers(0, 1000),
+    times=st.sampled_from([1, 2]),
+)
+def test_a_patch_brings_every_bit(shape: list[int], dtype: torch.dtype, share: float, seed: int, times: int) -> None:
+    before, fresh = random_bits(shape, dtype, seed), random_bits(shape, dtype, seed + 1)
+    generator = torch.Generator().manual_seed(seed)
+    is_fresh = (torch.rand(shape, generator=generator) < share).view(-1)
+    after = torch.where(is_fresh, to_integers(fresh), to_integers(before)).view(dtype).view(shape)
+    made = build_patch(after, changed(after, before))
+    assert same_bits(patched(before, made, times), after)
+    assert made.num_bytes <= after.nbytes
+    assert (made.where.numel(), made.values.numel()) == patch.sizes_of(made.form, made.num_changed, after)
+    assert made.num_changed == int((to_integers(before) != to_integers(after)).sum())
+
+
+def test_a_nan_that_stayed_is_unchanged_and_one_with_another_payload_is_not() -> None:
+    before = torch.tensor([0x7FC0, 0x7FC0, 0x0000, 0x0000], dtype=torch.int16).view(torch.bfloat16)
+    after = torch.tensor([0x7FC0, 0x7FC1, -0x8000, 0x0000], dtype=torch.int16).view(torch.bfloat16)
+    assert changed(after, before).tolist() == [False, True, True, False]  # the third: 0.0 became -0.0
+    assert same_bits(patched(before, build_patch(after, changed(after, before))), after)
+
+
+@pytest.mark.parametrize(
+    ("num_values", "places", "form", "num_bytes"),
+    [
+        (1000, [], Form.GAPS, 0),
+        (1000, [3, 7], Form.GAPS, 2 * (2 + 2)),
+        (100_000, [99_999], Form.PLACES, 4 + 2),  # farther than two bytes can say
+        (800, [*range(0, 800, 10)], Form.BITS, 100 + 2 * 80),
+        (800, [*range(800)], Form.WHOLE, 1600),
+        (800, [*range(750)], Form.WHOLE, 1600),  # bits and values: 100 + 1500, which is no less
+        (800, [*range(749)], Form.BITS, 100 + 1498),
+    ],
+)
+def test_the_form_with_the_fewest_bytes_is_taken(num_values, places, form, num_bytes) -> None:
+    mask = torch.zeros(num_values, dtype=torch.bool)
+    mask[places] = True
+    made = build_patch(torch.ones(num_values, dtype=torch.bfloat16), mask)
+    assert (made.form, made.num_bytes, made.num_changed) == (form, num_bytes, len(places))
+
+
+def test_the_longest_gap_that_two_bytes_hold_arrives_and_so_does_a_tensor_that_is_not_contiguous() -> None:
+    before, after = torch.zeros(200_000), torch.zeros(200_000)
+    after[[65_535, 131_070]] = 1.0
+    made = build_patch(after, changed(after, before))
+    assert made.form is Form.GAPS
+    assert same_bits(patched(before, made), after)
+    before, after = torch.zeros(4, 6), torch.arange(24.0).view(6, 4).T
+    for made in (build_patch(after, changed(after, before)), whole_patch(after)):
+        assert same_bits(patched(before, made), after.contiguous())
+
+
+@given(st.lists(st.booleans(), max_size=70))
+def test_bits_unpack_to_what_was_packed(values: list[bool]) -> None:
+    mask = torch.tensor(values, dtype=torch.bool)
+    packed = patch.pack_bits(mask)
+    assert patch.unpack_bits(packed, len(values)).tolist() == values
+    by_hand = [sum(2**j for j, value in enumerate(values[i : i + 8]) if value) for i in range(0, len(values), 8)]
+    assert packed.tolist() == by_hand
+
+
+def digest_by_the_formula(tensor: torch.Tensor) -> str:
+    """By numpy, whose unsigned integers wrap by themselves; the weights are splitmix64 of 0, 1, 2, …"""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    words = np.frombuffer(raw + bytes(-len(raw) % 8), dtype=np.int64)
+    row, k = np.divmod(np.arange(len(words), dtype=np.uint64), np.uint64(digest.ROW))
+    z = (k + 1) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> 27)) * np.uint64(0x94D049BB133111EB)
+    weights = (z ^ (z >> 31)) | 1
+    total = int(((words ^ (words >> 29)).astype(np.uint64) * weights * (2 * row + 1)).sum())
+    return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} {total}".encode()).hexdigest()[:32]
+
+
+def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return (100 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 7), (1,), (), (0, 3)], ids=str)
+def test_a_digest_is_the_documented_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = random_tensor(dtype, *shape)
+    assert tensor_digest(tensor) == digest_by_the_formula(tensor)
+
+
+def test_a_digest_does_not_depend_on_how_much_is_summed_at_once_nor_on_where_values_lie(monkeypatch) -> None:
+    tensor = random_tensor(torch.float32, 4 * digest.ROW + 5)
+    expected = digest_by_the_formula(tensor)
+    assert tensor_digest(tensor) == expected
+    monkeypatch.setattr(digest, "_ROWS_AT_ONCE", {"cpu": 3})
+    assert tensor_digest(tensor) == expected
+    tensor = random_tensor(torch.float32, 8, 6)
+    strided = tensor.t().contiguous().t()
+    assert not strided.is_contiguous()
+    assert tensor_digest(strided) == tensor_digest(tensor) == tensor_digest(tensor.clone().requires_grad_())
+    for start in range(1, 5):
+        part = random_tensor(torch.bfloat16, 21)[start : start + 16]
+        assert tensor_digest(part) == tensor_digest(part.clone())
+
+
+def test_a_models_digest_depends_on_names_and_not_on_their_order_and_a_difference_is_named() -> None:
+    digests = {"a": "1", "b": "2"}
+    assert model_digest(digests) == model_digest({"b": "2", "a": "1"})
+    assert len({model_digest(d) for d in [digests, {"a": "2", "b": "1"}, {"a": "1"}, {"a": "1", "c": "2"}]}) == 4
+    assert first_difference(digests, dict(digests)) is None
+    assert first_difference(digests, {"a": "x", "b": "y"}) == "a has digest x, expected 1"
+    assert first_difference(digests, {"b": "2"}) == "a is missing"
+    assert first_difference(digests, digests | {"c": "3"}) == "c was not sent"
+
+
+@pytest.mark.parametrize(
+    ("signed", "lowest", "smallest"),  # the largest code below 1 is 1 - 0.9 / 64 / 2, by hand
+    [(True, -0.99296875, 0.55), (False, 0, 0.325)],  # the middle of (0.1, 1), or of its lower half
+)
+def test_there_are_256_different_codes_from_the_smallest_decade_to_1(signed: bool, lowest, smallest) -> None:
+    values = code_values(signed, torch.device("cpu"))
+    assert len(values.unique()) == 256
+    assert values.max() == 1
+    assert values.min() == pytest.approx(lowest)
+    assert values[values > 0].min() == pytest.approx(1e-6 * smallest)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_each_number_gets_the_nearest_code_of_its_block(signed: bool) -> None:
+    rng = np.random.default_rng(0)
+    numbers = rng.standard_normal((3, 128)) * 10.0 ** rng.integers(-6, 3, (3, 128))
+    numbers = numbers if signed else np.abs(numbers)
+    values = code_values(signed, torch.device("cpu"))
+    codes, scale = encode(torch.from_numpy(numbers).float(), 4, values)
+    for row, block in np.ndindex(3, 4):
+        part = numbers[row, 32 * block : 32 * block + 32]
+        largest = np.abs(part).max()
+        nearest = np.abs(values.double().numpy()[None] - (part / largest)[:, None]).min(1)
+        found = values[codes[row, 32 * block : 32 * block + 32].int()].double().numpy()
+        np.testing.assert_allclose(np.abs(found - part / largest), nearest, rtol=0, atol=1e-6)
+        assert scale[row, block] == pytest.approx(largest)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_what_was_decoded_is_encoded_to_the_same_codes(signed: bool) -> None:
+    values = code_values(signed, torch.device("cpu"))
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    codes[:, 0] = 255  # each block has its largest value
+    codes[:, 64] = 255
+    scale = torch.tensor([[1.0, 3.0], [0.5, 7.0]])
+    again, same_scale = encode(decode(codes, scale, values), 2, values)
+    assert torch.equal(again, codes)
+    assert torch.equal(same_scale, scale)
+    assert not decode(*encode(torch.zeros(1, 64), 2, values), values).any(), "a block of zeros stays one"
