@@ -354,3 +354,8 @@ PRINTS = "a, b = map(int, input().split())\nprint(a + b, ' ')\n"
 )
 def test_the_score_of_code_is_the_fraction_of_tests_that_it_passes(code, tests, score):
     assert asyncio.run(sandbox.score_code(code, tests, timeout_s=5)) == pytest.approx(score)
+
+
+def test_a_score_without_tests_is_refused():
+    with pytest.raises(ValueError, match="No tests were given"):
+        asyncio.run(sandbox.score_code("pass", []))
