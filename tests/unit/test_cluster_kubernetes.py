@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,13 @@ import pytest
 import yaml
 
 from trireme.base.errors import ConfigError
-from trireme.launch.cluster.job import Job, Resources, Submission
+from trireme.launch.cluster.job import Job, Resources
 from trireme.launch.cluster.kubernetes import (
     Manifest,
     Options,
     addresses_of,
     describe_status,
     hide,
-    log_command,
     manifests,
     name_of,
     on_volume,
@@ -144,7 +141,6 @@ def test_all_is_made_at_once_with_secrets_through_a_pipe_and_taken_back_where_th
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        ({}, "PENDING, 0 of 0 pods ready"),
         ({"active": 3, "ready": 2, "failed": 1}, "RUNNING, 2 of 3 pods ready, 1 replaced"),
         ({"conditions": [{"type": "Complete", "status": "True"}]}, "COMPLETED"),
         ({"conditions": [{"type": "Failed", "status": "True", "message": "no"}]}, "FAILED (no)"),

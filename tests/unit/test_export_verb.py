@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -149,23 +148,6 @@ def test_files_of_the_most_allowed_size_hold_all_tensors_once(tmp_path):
         found |= load_file(tmp_path / file)
     assert found.keys() == tensors.keys() == index["weight_map"].keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-
-
-def test_a_tensor_is_let_go_of_before_the_next_is_asked_for(tmp_path):
-    """So that memory for one is enough, however many there are."""
-    specs = [TensorSpec(name=f"t{number}", dtype="float32", shape=[8]) for number in range(5)]
-    alive: list[weakref.ref[torch.Tensor]] = []
-
-    def coming() -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in specs:
-            assert all(tensor() is None for tensor in alive)
-            tensor = torch.ones(8)
-            alive.append(weakref.ref(tensor))
-            yield spec.name, tensor
-            del tensor
-
-    write_model(tmp_path, specs, coming(), max_file_bytes=64)
-    assert len(alive) == len(specs)
 
 
 @pytest.fixture(scope="module")

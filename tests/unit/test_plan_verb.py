@@ -65,8 +65,6 @@ def test_the_advice_fits_when_it_is_followed(config_file, capsys):
     shown = capsys.readouterr().out
     assert "ac.freq = 1 saves" in shown
     assert "First that fits: " in shown
-    fits = advise(estimated(config_file, "--model.name", "Qwen/Qwen3-0.6B", "--seq-len", "2048"))
-    assert (fits.together, fits.then, fits.engine) == ((), None, ())
     flags = ["--model.name", "meta-llama/Llama-3.1-70B", "--gpu", "h100", "--gpus", "8", "--inference-gpus", "4"]
     code, said = told(capsys, "@", str(config_file), *flags)
     assert (code, said["engine"]["fits"]) == (1, False)
@@ -126,8 +124,6 @@ def test_rates_that_are_given_take_the_place_of_assumed_ones(config_file, capsys
     assert step["training_s"] == pytest.approx(128 * 2000 / 8000)
     assert step["step_s"] == pytest.approx(step["training_s"] + step["update_s"])
     assert step["engines_idle"] == pytest.approx(1 - step["sampling_s"] / step["step_s"])
-    _, said = told(capsys, "@", str(config_file), *flags, "--max-async-level", "0")
-    assert said["step"]["step_s"] == pytest.approx(sum(step[name] for name in ("sampling_s", "training_s", "update_s")))
 
 
 @pytest.mark.parametrize(
@@ -144,12 +140,7 @@ def test_a_plan_of_something_unknown_or_wrong_is_refused(config_file, flags, wor
 
 
 def test_the_chip_is_that_of_the_drivers_name(tmp_path, monkeypatch, capsys):
-    names = {
-        "H100 80GB HBM3": "h100",
-        "A100-SXM4-40GB": "a100-40",
-        "A100-SXM4-80GB": "a100",
-        "GeForce RTX 4090": "4090",
-    }
+    names = {"H100 80GB HBM3": "h100", "A100-SXM4-40GB": "a100-40", "A100-SXM4-80GB": "a100"}
     assert [chip_called(f"NVIDIA {name}") for name in names] == [CHIPS[chip] for chip in names.values()]
     assert chip_called("Something Else") is None
     write_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771'")

@@ -18,7 +18,6 @@ from trireme.ledger.journal import Journal
 from trireme.ledger.manifest import MANIFEST, FileEntry, Manifest, describe_file
 from trireme.ledger.records import BatchRecord, Rollout, State
 from trireme.monitor.checkpoint_folders import CheckpointFolders
-from trireme.monitor.plain_view import PlainView
 from trireme.monitor.progress import EngineStatus, ProcessState, Status
 from trireme.monitor.terminal_view import TerminalView
 from trireme.monitor.vf_rl_view import VfRlView
@@ -121,15 +120,6 @@ def test_samples_come_with_every_fifth_step(stage):
     shown = stage.tick(view)
     assert "Step 10/100" in shown
     assert "Sample" not in shown
-
-
-def test_lines_may_come_every_few_steps_and_always_at_the_end(tmp_path):
-    stage = Stage(tmp_path, every=40)
-    view = stage.view(PlainView)
-    for step in range(100):
-        stage.train(step)
-    lines = stage.tick(view, final=True).splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("step")] == ["40/100", "80/100", "100/100"]
 
 
 def write_checkpoint(stage: Stage, step: int, content: bytes = b"weights") -> Path:
