@@ -75,14 +75,11 @@ def test_what_is_exported_is_what_the_run_had_exported_to_the_bit(run, tmp_path)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["RUN"], r"is not empty - expected a folder that is.*Set `--to`"),
         (["RUN", "--to", "FULL"], r"is not empty - expected a folder that is.*Set `--to`"),
         (["RUN", "--to", "NEW", "--step", "7"], r"step 7 in .*it has \[1, 2\]"),
-        (["RUN/checkpoints/step_1", "--to", "NEW", "--step", "2"], "`--step 2` is another"),
         (["FULL", "--to", "NEW"], "holds no complete checkpoint -"),
         (["CUT", "--to", "NEW"], r"no complete checkpoint \(without a readable manifest.json: step_7\)"),
         (["RUN", "--to", "NEW", "--merge"], r"no adapters - expected some, to merge them\. Leave `--merge` out"),
-        (["RUN", "--to", "NEW", "--base", "m"], "without `--merge`"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_and_nothing_is_written(run, tmp_path, words, said):

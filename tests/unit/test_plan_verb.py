@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trireme.algo.chips import CHIPS, chip_called
+from trireme.algo.chips import CHIPS
 from trireme.algo.pace import possible_splits
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
@@ -139,17 +139,10 @@ def test_a_plan_of_something_unknown_or_wrong_is_refused(config_file, flags, wor
         plan(["@", str(config_file), *flags])
 
 
-def test_the_chip_is_that_of_the_drivers_name(tmp_path, monkeypatch, capsys):
-    names = {"H100 80GB HBM3": "h100", "A100-SXM4-40GB": "a100-40", "A100-SXM4-80GB": "a100"}
-    assert [chip_called(f"NVIDIA {name}") for name in names] == [CHIPS[chip] for chip in names.values()]
-    assert chip_called("Something Else") is None
+def test_the_chip_of_this_machine_is_that_of_the_drivers_name(tmp_path, monkeypatch):
     write_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771'")
     chip = find_chip()
     assert (chip.name, chip.memory, chip.flops) == ("NVIDIA H200", 143771 * 2**20, CHIPS["h200"].flops)
-    write_nvidia_smi(tmp_path, monkeypatch, "exit 9")
-    assert find_chip() is None
-    _, said = told(capsys, "--model.name", "Qwen/Qwen3-0.6B", "--gpu", "mi300", "--memory-gib", "192")
-    assert said["trainer"]["room_gib"] < 192
 
 
 def write_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
