@@ -111,26 +111,20 @@ def test_a_search_that_is_stopped_anywhere_ends_as_if_it_had_not_been(endpoint):
     assert [len(endpoint.asked(model)) for model in ("follower", "reflector")] == [2 * num for num in num_asked]
 
 
-def test_a_finished_search_is_shown_again_and_a_larger_budget_goes_on(endpoint, capsys):
-    search(endpoint, "--max-calls", "12")
-    num_asked = len(endpoint.requests)
-    search(endpoint, "--max-calls", "12")
-    assert len(endpoint.requests) == num_asked
+def test_a_finished_search_is_shown_again_goes_on_with_a_larger_budget_and_is_not_mixed_with_other_settings(
+    endpoint, capsys
+):
+    for _ in range(2):
+        search(endpoint, "--max-calls", "12")
+    assert len(endpoint.asked("follower")) == 12
     assert "it was finished before" in capsys.readouterr().out
     search(endpoint, "--max-calls", "100")
     assert (len(endpoint.asked("follower")), summary()["validation"]["after"]) == (28, 1)
     with pytest.raises(ConfigError, match="28 rollouts were made already"):
         search(endpoint, "--max-calls", "20")
-
-
-def test_other_settings_are_not_mixed_with_what_lies_there(endpoint):
-    search(endpoint, "--max-calls", "12")
     with pytest.raises(ConfigError, match=r"other settings: seed was 0, is 1 - .*--fresh"):
-        search(endpoint, "--max-calls", "12", "--seed", "1")
-    Path("harbour.py").write_text(CODE.replace("a parrot", "a crow"))
-    with pytest.raises(ConfigError, match=r"first_prompt was .*a parrot.*, is .*a crow"):
-        search(endpoint, "--max-calls", "40")
-    search(endpoint, "--max-calls", "12", "--fresh")
+        search(endpoint, "--seed", "1")
+    search(endpoint, "--max-calls", "12", "--seed", "1", "--fresh")
     assert best(OUTPUT.with_name("harbour.earlier-1"))
 
 

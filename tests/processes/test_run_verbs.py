@@ -61,8 +61,7 @@ def add_steps(run: Path, first: int, end: int) -> None:
 def answering(run: Path, token: str = "") -> Iterator[None]:
     """An orchestrator, as far as it answers."""
     wait = {"who": "orchestrator", "text": "orchestrator waits 12 s for rollouts"}
-    engines = [{"url": "http://127.0.0.1:1", "state": "live"}]
-    body = {"run": str(run), "state": "running", "version": 3, "max_steps": 8, "waits": [wait], "engines": engines}
+    body = {"run": str(run), "state": "running", "version": 3, "max_steps": 8, "waits": [wait]}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -102,7 +101,6 @@ def test_a_run_that_is_at_work_answers_itself_to_the_submissions_token(run, caps
         out = said(capsys, run)
     assert "state        running, version 3; 3 of 8 steps are trained" in out
     assert "waits        orchestrator waits 12 s for rollouts" in out
-    assert "engine       http://127.0.0.1:1 live" in out
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
@@ -159,8 +157,7 @@ with hold_folder(RunPaths(Path(sys.argv[1]))):
 
 @contextmanager
 def launcher(run: Path, hearing: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", HOLDER, str(run), hearing]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, run, hearing], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "holds\n"
         try:
             yield process
@@ -204,7 +201,6 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("answers", "state"),
     [
         ({"squeue": "RUNNING|n[1-2]"}, "RUNNING on n[1-2]"),
-        ({"squeue": "PENDING|(Priority)"}, "PENDING (Priority)"),
         ({"scontrol": "JobId=7 JobState=TIMEOUT Reason=None"}, "TIMEOUT"),
         ({"sacct": "  COMPLETED \n"}, "COMPLETED"),
         ({}, "ended with exit code 3"),
