@@ -63,7 +63,6 @@ class Endpoint:
         self.answered: list[dict[str, Any]] = []
         self.minds: dict[str, Callable[[list[dict[str, Any]]], str]] = {"follower": follow, "reflector": reflect}
         self.status: Callable[[dict[str, Any]], int] = lambda body: 200
-        self.refusal = "no"
         self.before: Callable[[dict[str, Any]], None] = lambda body: None
 
     @property
@@ -79,7 +78,7 @@ class Endpoint:
         self.requests.append(body := await request.json())
         await asyncio.to_thread(self.before, body)
         if (status := self.status(body)) != 200:
-            return web.json_response({"error": self.refusal}, status=status)
+            return web.json_response({"error": "no"}, status=status)
         self.answered.append(body)
         message = {"role": "assistant", "content": self.minds[body["model"]](body["messages"])}
         usage = {"prompt_tokens": 10, "completion_tokens": 2}

@@ -356,6 +356,11 @@ def test_the_score_of_code_is_the_fraction_of_tests_that_it_passes(code, tests, 
     assert asyncio.run(sandbox.score_code(code, tests, timeout_s=5)) == pytest.approx(score)
 
 
+def test_a_score_without_tests_is_refused():
+    with pytest.raises(ValueError, match="No tests were given"):
+        asyncio.run(sandbox.score_code("pass", []))
+
+
 # what it may see of its caller, and of others
 
 

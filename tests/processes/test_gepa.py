@@ -111,26 +111,20 @@ def test_a_search_that_is_stopped_anywhere_ends_as_if_it_had_not_been(endpoint):
     assert [len(endpoint.asked(model)) for model in ("follower", "reflector")] == [2 * num for num in num_asked]
 
 
-def test_a_finished_search_is_shown_again_and_a_larger_budget_goes_on(endpoint, capsys):
-    search(endpoint, "--max-calls", "12")
-    num_asked = len(endpoint.requests)
-    search(endpoint, "--max-calls", "12")
-    assert len(endpoint.requests) == num_asked
+def test_a_finished_search_is_shown_again_goes_on_with_a_larger_budget_and_is_not_mixed_with_other_settings(
+    endpoint, capsys
+):
+    for _ in range(2):
+        search(endpoint, "--max-calls", "12")
+    assert len(endpoint.asked("follower")) == 12
     assert "it was finished before" in capsys.readouterr().out
     search(endpoint, "--max-calls", "100")
     assert (len(endpoint.asked("follower")), summary()["validation"]["after"]) == (28, 1)
     with pytest.raises(ConfigError, match="28 rollouts were made already"):
         search(endpoint, "--max-calls", "20")
-
-
-def test_other_settings_are_not_mixed_with_what_lies_there(endpoint):
-    search(endpoint, "--max-calls", "12")
     with pytest.raises(ConfigError, match=r"other settings: seed was 0, is 1 - .*--fresh"):
-        search(endpoint, "--max-calls", "12", "--seed", "1")
-    Path("harbour.py").write_text(CODE.replace("a parrot", "a crow"))
-    with pytest.raises(ConfigError, match=r"first_prompt was .*a parrot.*, is .*a crow"):
-        search(endpoint, "--max-calls", "40")
-    search(endpoint, "--max-calls", "12", "--fresh")
+        search(endpoint, "--seed", "1")
+    search(endpoint, "--max-calls", "12", "--seed", "1", "--fresh")
     assert best(OUTPUT.with_name("harbour.earlier-1"))
 
 
@@ -174,35 +168,20 @@ def test_rewards_that_fail_always_or_compare_a_group_and_a_second_search_are_ref
     assert search(endpoint) == 0, "no score was left behind"
 
 
-@pytest.mark.parametrize("answer", ["", "```\n```", "```\nYou are a parrot.\n```"])
-def test_reflections_that_give_no_new_prompt_cost_no_rollouts_of_it_and_end_the_search(endpoint, answer):
-    """A larger budget asks for more of them."""
-    helpful = endpoint.minds["reflector"]
-    endpoint.minds["reflector"] = lambda messages: answer
-    with pytest.raises(Refused, match="gave no new prompt 5 times in a row"):
-        search(endpoint)
-    assert len(endpoint.asked("follower")) == 4 + 5 * 2
-    assert (best(), lines_of("reflections.jsonl")) == ("You are a parrot.\n", [])
-    endpoint.minds["reflector"] = helpful
-    search(endpoint, "--max-calls", "501")
-    assert summary()["validation"]["after"] == 1
-
-
-def test_a_reflection_model_that_refuses_ends_the_search_at_once_with_what_was_found(endpoint):
-    """Before any rollout, where it refuses the first question; it is not asked again after its second answer."""
+def test_a_reflection_model_that_refuses_or_has_nothing_new_ends_the_search_with_what_was_found(endpoint):
     endpoint.status = lambda body: 401 if body["model"] == "reflector" else 200
     with pytest.raises(ConfigError, match="401 to a question for 'reflector'"):
         search(endpoint)
-    assert [body["model"] for body in endpoint.requests if body["model"] == "reflector"] == ["reflector"]
+    assert sum(body["model"] == "reflector" for body in endpoint.requests) == 1
     assert endpoint.asked("follower") == []
-    endpoint.requests.clear()
-    endpoint.status = lambda body: (
-        403 if body["model"] == "reflector" and len(endpoint.asked("reflector")) == 2 else 200
-    )
+    endpoint.status = lambda body: 403 if body["model"] == "reflector" and endpoint.asked("reflector") else 200
     with pytest.raises(ConfigError, match="403 to a question for 'reflector'"):
         search(endpoint)
-    assert sum(body["model"] == "reflector" for body in endpoint.requests) == 1 + 2 + 1
-    assert (summary()["state"], summary()["num_prompts"]) == ("stopped", 3)
+    assert (summary()["state"], summary()["num_prompts"]) == ("stopped", 2)
+    endpoint.status = lambda body: 200
+    endpoint.minds["reflector"] = lambda messages: "```\nYou are a parrot.\n```"
+    with pytest.raises(Refused, match="gave no new prompt 5 times in a row"):
+        search(endpoint, "--fresh")
 
 
 FOLLOWER = ["harbour.py", "-m", "follower", "-b", "URL"]
@@ -212,16 +191,11 @@ FOLLOWER = ["harbour.py", "-m", "follower", "-b", "URL"]
     ("words", "problem"),
     [
         (["gone.py", "-m", "follower", "-b", "URL"], "names a file that does not exist"),
-        (["harbour.py", "-b", "URL"], "model"),
         (["harbour.py", "-m", "follower"], "nothing says where 'follower' is asked"),
         (["harbour.py", "-m", "follower", "-b", "http://127.0.0.1:9/v1"], "nobody answers at"),
         ([*FOLLOWER, "-k", "NO_SUCH_KEY"], "NO_SUCH_KEY: this variable is not set"),
-        ([*FOLLOWER, "--max-cals", "9"], "max_calls|max-calls"),
-        (["gone.toml"], "gone.toml does not exist"),
         ([*FOLLOWER, "-n", "40", "-N", "9"], "48 to train on and 0 held out"),
         ([*FOLLOWER, "-B", "30"], "too few for a single new prompt.*expected 38"),
-        ([*FOLLOWER, "--initial-prompt", "gone.txt"], "gone.txt cannot be read"),
-        ([*FOLLOWER, "-n", "2"], "minibatch-size 3 is more than the 2"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_model_is_asked(endpoint, words, problem):

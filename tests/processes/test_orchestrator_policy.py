@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,11 +20,12 @@ import pytest
 from aiohttp import web
 
 from fake_engine import FakeEngine, WeightWire, digests_of, open_fake_engine, ready_message, sent_message
-from trireme.base.errors import DeadlineExceeded, WeightsMismatch
+from trireme.base.errors import DeadlineExceeded, PeerDied, WeightsMismatch
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
+from trireme.ledger.journal import Journal
 from trireme.ledger.versions import Versions
-from trireme.messages import Again, GetBatch, Go, Live, NotYet, Refusal
+from trireme.messages import Again, Done, GetBatch, Go, Live, NotYet, Publish, Refusal
 from trireme.orchestrator.answers import Answers, Peers
 from trireme.orchestrator.engine_keeper import keep_engines
 from trireme.orchestrator.inference_pool import KEEP_IDLE_S, InferencePool, OverlongPrompt, open_inference_pool
@@ -180,8 +182,11 @@ def test_a_version_is_live_once_it_is_sent_and_confirmed_and_not_before(tmp_path
 
 
 @pytest.mark.parametrize("offers", [True, False])
-def test_before_a_version_is_confirmed_requests_wait_in_the_engine_or_in_a_synchronous_run_outside(tmp_path, offers):
+def test_before_a_version_is_confirmed_requests_wait_in_engines_or_in_synchronous_runs_outside(
+    tmp_path, monkeypatch, offers
+):
     async def play(stage):
+        monkeypatch.setattr("trireme.transport.control.PATIENCE_S", 0.1)
         release = hold_probe(stage.engine)
         sending = asyncio.create_task(stage.publish(1))
         await until(lambda: stage.engine.calls.count("resume") == 2)
@@ -189,6 +194,8 @@ def test_before_a_version_is_confirmed_requests_wait_in_the_engine_or_in_a_synch
         await until(lambda: not offers or stage.engine.requests)
         await asyncio.sleep(0.02)
         assert len(stage.engine.requests) == stage.policy.offered == (1 if offers else 0)
+        reply = await stage.policy.sent(sent_message(stage.config, 1, stage.attempts))
+        assert reply == NotYet(note="engines are probed")
         assert (stage.policy.version, sending.done(), asking.done()) == (0, False, False)
         release.set()
         assert set((await asking).versions) == {1}
@@ -361,16 +368,16 @@ async def test_what_an_orchestrator_that_is_no_more_had_begun_is_asked_for_again
     assert not stage.engine.paused
 
 
-def test_the_trainer_of_another_run_is_refused_with_both_names(tmp_path):
-    config = build_config(tmp_path)
-
-    async def ask():
-        answers = Answers(config, None, None, None, Peers(), Waits("orchestrator"))
-        return await answers(GetBatch(run_id="/runs/other", step=0, rank=0, world=1))
-
-    error = asyncio.run(ask()).error
+@staged()
+async def test_a_trainer_stays_while_an_engine_lacks_its_weights_and_that_of_another_run_is_refused(stage):
+    journal, scheduler = Journal(stage.config.paths.journal), SimpleNamespace(next_batch=3)
+    answers = Answers(stage.config, journal, stage.policy, scheduler, Peers(), Waits("orchestrator"))
+    stage.engine.version = -1
+    await until(lambda: stage.policy.needs_weights(0))
+    assert isinstance(await answers(Done(run_id=stage.config.run_id, version=0)), Publish)
+    error = (await answers(GetBatch(run_id="/runs/other", step=0, rank=0, world=1))).error
     assert "/runs/other" in error
-    assert str(tmp_path / "run") in error
+    assert stage.config.run_id in error
 
 
 # of two engines one dies
@@ -419,6 +426,8 @@ def test_an_engine_that_dies_before_the_confirmation_leaves_its_requests_to_the_
         await until(lambda: [engine.in_flight for engine in stage.pool.engines] == [is_probed, not is_probed])
         assert not update.done()
         await stage.kill()
+        with pytest.raises(PeerDied, match="got no answer"):
+            await stage.pool.post(stage.pool.engines[1], "resume")
         release.set()
         if not is_probed:
             assert isinstance(await update, Again)

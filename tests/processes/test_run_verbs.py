@@ -61,8 +61,7 @@ def add_steps(run: Path, first: int, end: int) -> None:
 def answering(run: Path, token: str = "") -> Iterator[None]:
     """An orchestrator, as far as it answers."""
     wait = {"who": "orchestrator", "text": "orchestrator waits 12 s for rollouts"}
-    engines = [{"url": "http://127.0.0.1:1", "state": "live"}]
-    body = {"run": str(run), "state": "running", "version": 3, "max_steps": 8, "waits": [wait], "engines": engines}
+    body = {"run": str(run), "state": "running", "version": 3, "max_steps": 8, "waits": [wait]}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -102,7 +101,6 @@ def test_a_run_that_is_at_work_answers_itself_to_the_submissions_token(run, caps
         out = said(capsys, run)
     assert "state        running, version 3; 3 of 8 steps are trained" in out
     assert "waits        orchestrator waits 12 s for rollouts" in out
-    assert "engine       http://127.0.0.1:1 live" in out
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
@@ -124,15 +122,6 @@ def test_steps_are_followed_as_they_come_until_somebody_asks_it_to_end(run):
     assert next(line.split()[:2] for line in lines if line.startswith("step")) == ["step", "4/8"]
 
 
-def test_to_follow_a_run_that_is_over_or_deserted_tells_how_it_stands(run, capsys, monkeypatch):
-    monkeypatch.setattr(status_module, "DESERTED_S", 0.1)
-    assert "its orchestrator does not answer here; 3 of 8 steps are trained" in said(capsys, run, "--follow")
-    add_steps(run, 3, 8)
-    out = said(capsys, run, "--follow")
-    assert "finished; 8 of 8 steps are trained" in out
-    assert "starting" not in out
-
-
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the program prints that `logs` becomes."""
@@ -147,8 +136,8 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_logs_are_the_newest_lines_of_every_process_or_of_one(run, shown):
-    lines = [line for line in shown(str(run), "-n", "2").splitlines() if "says" in line]
-    assert lines == [f"{process} says {number}" for process in ("inference", "trainer") for number in (7, 8)]
+    lines = [line for line in shown(str(run), "-n", "1").splitlines() if "says" in line]
+    assert lines == ["inference says 8", "trainer says 8"]
     assert shown(str(run), "trainer", "-n", "1") == "trainer says 8\n"
     with pytest.raises(ConfigError, match="Did you mean `trainer`"):
         logs([str(run), "trianer"])
@@ -168,8 +157,7 @@ with hold_folder(RunPaths(Path(sys.argv[1]))):
 
 @contextmanager
 def launcher(run: Path, hearing: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", HOLDER, str(run), hearing]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, run, hearing], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "holds\n"
         try:
             yield process
@@ -213,7 +201,6 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("answers", "state"),
     [
         ({"squeue": "RUNNING|n[1-2]"}, "RUNNING on n[1-2]"),
-        ({"squeue": "PENDING|(Priority)"}, "PENDING (Priority)"),
         ({"scontrol": "JobId=7 JobState=TIMEOUT Reason=None"}, "TIMEOUT"),
         ({"sacct": "  COMPLETED \n"}, "COMPLETED"),
         ({}, "ended with exit code 3"),
@@ -226,14 +213,10 @@ def test_slurm_is_asked_where_it_still_knows_the_job(run, scheduler, capsys, ans
     assert said(capsys, run).startswith(f"job          slurm 7: {state}\n")
 
 
-def test_a_submitted_runs_logs_are_its_jobs_or_a_processs(run, shown):
-    (record(run) / "slurm-7.log").write_text("step 1\n")
-    assert shown(str(run)) == "step 1\n"
-    assert shown(str(run), "trainer", "-n", "1") == "trainer says 8\n"
-
-
-def test_a_cancelled_job_leaves_a_mark_and_no_secrets(run, scheduler):
+def test_a_submitted_runs_log_is_its_jobs_and_a_cancelled_job_leaves_a_mark_and_no_secrets(run, shown, scheduler):
     folder = record(run)
+    (folder / "slurm-7.log").write_text("step 1\n")
+    assert shown(str(run)) == "step 1\n"
     write_secrets(folder / "secrets.sh", {"A": "1"})
     assert cancel([str(run)]) == 0
     assert (scheduler / "words").read_text() == "scancel 7\n"

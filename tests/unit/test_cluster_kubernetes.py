@@ -20,7 +20,6 @@ from trireme.launch.cluster.kubernetes import (
     hide,
     manifests,
     name_of,
-    on_volume,
     submit,
     to_yaml,
 )
@@ -32,15 +31,10 @@ SECRETS = {"API_KEY": "s3cret", "TRIREME_TOKEN": "t0k3n"}
 
 
 def job(nodes: int, gpus_per_node: int = 8) -> Job:
-    return Job(
-        id="20260102-030405-ab12",
-        name="Qwen3 30B_wiki!",
-        plan=plan_nodes(Wanted(nodes=nodes, gpus_per_node=gpus_per_node)),
-        run=Path("/runs/outputs/wiki"),
-        state=Path("/runs/outputs/wiki.submissions/20260102-030405-ab12"),
-        folder=Path("outputs/wiki.submissions/20260102-030405-ab12"),
-        run_toml='max_steps = 3\nname = "a: b"\n\n[model]\nname = "m"\n',
-    )
+    plan, run = plan_nodes(Wanted(nodes=nodes, gpus_per_node=gpus_per_node)), Path("/runs/outputs/wiki")
+    state, folder = (Path(root, "outputs/wiki.submissions/20260102-030405-ab12") for root in ("/runs", ""))
+    toml = 'max_steps = 3\nname = "a: b"\n\n[model]\nname = "m"\n'
+    return Job("20260102-030405-ab12", "Qwen3 30B_wiki!", plan, run, state, folder, toml)
 
 
 def made(given: Job, options: Options, **resources: Any) -> list[Manifest]:
@@ -93,16 +87,6 @@ def test_the_run_succeeds_with_the_orchestrators_pod_and_fails_with_any():
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
 
 
-def test_output_lies_on_a_volume_that_exists_or_that_as_many_pods_may_write_to_as_there_are():
-    modes = [rendered(job(nodes))["PersistentVolumeClaim"]["spec"]["accessModes"] for nodes in (1, 2)]
-    assert modes == [["ReadWriteOnce"], ["ReadWriteMany"]]
-    found = rendered(job(2), Options("i", claim="lab-data"))
-    assert "PersistentVolumeClaim" not in found
-    volumes = {volume["name"]: volume for volume in found["Job"]["spec"]["template"]["spec"]["volumes"]}
-    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == "lab-data"
-    assert [on_volume(Path(name)) for name in ("outputs", "/mnt/lab")] == [Path("/runs/outputs"), Path("/mnt/lab")]
-
-
 def test_secrets_are_in_the_secret_alone_and_never_shown():
     found = made(job(2), STORAGE)
     assert [manifest["kind"] for manifest in found if "s3cret" in to_yaml([manifest])] == ["Secret"]
@@ -141,7 +125,6 @@ def test_all_is_made_at_once_with_secrets_through_a_pipe_and_taken_back_where_th
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        ({}, "PENDING, 0 of 0 pods ready"),
         ({"active": 3, "ready": 2, "failed": 1}, "RUNNING, 2 of 3 pods ready, 1 replaced"),
         ({"conditions": [{"type": "Complete", "status": "True"}]}, "COMPLETED"),
         ({"conditions": [{"type": "Failed", "status": "True", "message": "no"}]}, "FAILED (no)"),

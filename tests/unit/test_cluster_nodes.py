@@ -39,10 +39,7 @@ def test_gpus_are_dealt_out_engines_first_in_equal_shares_of_the_trainer(asked, 
     ("asked", "expected"),
     [
         ({"nodes": 3}, {"inference.0": 0, "inference.1": 1, "orchestrator": 2, "trainer": 2}),
-        (
-            {"nodes": 4, "inference_nodes": 1},
-            {"inference": 0, "orchestrator": 1, "trainer.0": 1, "trainer.1": 2, "trainer.2": 3},
-        ),
+        ({"nodes": 3, "inference_nodes": 1}, {"inference": 0, "orchestrator": 1, "trainer.0": 1, "trainer.1": 2}),
         ({"nodes": 1}, {"rl": 0}),
     ],
 )
@@ -57,6 +54,8 @@ def test_an_odd_machine_is_an_engines_and_processes_of_a_kind_are_numbered(asked
     ("asked", "said"),
     [
         (TWO | {"inference_gpus": 8, "trainer_gpus": 12}, "at most 16 together"),
+        (TWO | {"inference_gpus": 16}, "at least one each"),
+        (TWO | {"inference_nodes": 2}, "at most 1"),
         (TWO | {"nodes": 3, "inference_gpus": 8, "trainer_gpus": 8}, "Write `--nodes 2`"),
         (TWO | {"inference_gpus": 4, "trainer_gpus": 12}, r"4 \+ 8"),
         (TWO | {"inference_gpus": 6, "trainer_gpus": 8, "tp": 4}, "machine 0 has 6 GPUs"),

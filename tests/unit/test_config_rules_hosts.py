@@ -19,7 +19,6 @@ from trireme.config.resolve import resolve
 from trireme.config.rules import launch_problems, problems
 from trireme.config.run import RunConfig
 from trireme.config.written import Room
-from trireme.launch.plan import describe, plan
 
 SECRET = "a-token-for-tests-0123456789"
 MODEL = f"{resolved_runs.ENV} --model.name a/b "
@@ -168,14 +167,6 @@ def test_rl_says_what_to_type_on_which_machine():
     two_servers = "--device cpu --hosts.inference 203.0.113.1 203.0.113.1:8010"
     assert "--node 1   # on 203.0.113.1:8010" in not_ready(two_servers)
     assert "rl` starts" not in not_ready(ALL, "orchestrator")
-
-
-def test_a_plan_names_the_machines():
-    config = resolved(ALL, "trainer")
-    shown = describe(plan(config, Path("run.json"), CPU), config, only="trainer")
-    assert "inference 203.0.113.1, 203.0.113.2; orchestrator 203.0.113.3; trainer 203.0.113.3" in shown
-    here = resolved()
-    assert "hosts " not in describe(plan(here, Path("run.json"), CPU), here)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ def load(flags: str, devices: Devices = CPU) -> SftConfig:
     ("flags", "words"),
     [
         ("", "no data is given"),
-        ("--data heer.jsonl", 'data = "heer.jsonl" does not exist'),
         ("--data heer.jsonl", "Near it: here.jsonl."),
         ("--data empty", "a folder without data"),
         ("--data data.csv", "expected one of .jsonl, .json, .parquet, .py"),
@@ -45,7 +44,6 @@ def load(flags: str, devices: Devices = CPU) -> SftConfig:
         ("--data here.jsonl --loss-on []", "loss_on = []"),
         ("--data here.jsonl --chat-template none.jinja", 'chat_template = "none.jinja" is no file'),
         ("--data here.jsonl --micro-batch-tokens 8", "room for the longest sample"),
-        ("--data here.jsonl --name a/b", "plain name of a folder"),
         ("""--source '[{data = "none.json"}]'""", 'source[0].data = "none.json" does not exist'),
     ],
 )

@@ -45,14 +45,12 @@ def vf(args: dict[str, Any], gpus: tuple[int, int] = (1, 1), engine: dict[str, A
     }
 
 
-PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3}
-SAMPLING = {"max_tokens": 99, "temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.05} | PENALTIES
+SAMPLING = {"max_tokens": 99, "temperature": 0.8, "top_k": 50, "min_p": 0.05, "repetition_penalty": 1.1}
 
 
 def test_what_the_reference_gives_as_defaults_holds():
     lora = {"rank": 16, "alpha": 16, "dropout": 0.0, "use_rslora": False, "modules_to_save": []}
     sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": None, "min_p": 0.0, "max_tokens": None}
-    sampling |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     expected = {f"trainer.model.lora.{key}": value for key, value in lora.items()}
     expected |= {f"orchestrator.sampling.{key}": value for key, value in sampling.items()}
     expected |= {"orchestrator.batch_size": 512, "orchestrator.rollouts_per_example": 16, "seq_len": 2048}
@@ -75,19 +73,10 @@ def test_what_the_reference_gives_as_defaults_holds():
             {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 100},
             {"trainer.loss.beta": 0.1, "trainer.loss.reference_update_every": 100},
         ),
-        ({"use_lora": False, "learning_rate": 1e-6}, {"trainer.model.lora": None}),
         # attention costs by the square of a row on a CPU: 512 tokens, or the longest sample where that is longer
         ({"max_seq_len": 16, "micro_batch_size": 16}, {"trainer.micro_batch_tokens": 256}),
         ({"max_seq_len": 128, "micro_batch_size": 16}, {"trainer.micro_batch_tokens": 512}),
-        (
-            {"vllm_server_timeout": 1200.0},  # of the orchestrator too
-            {"inference.start_timeout_s": 1200.0, "orchestrator.engine_timeout_s": 1200.0},
-        ),
         ({"wandb": {"project": "p"}}, {"wandb.project": "p"}),
-        (
-            {"num_completions_to_print": 5, "logging_steps": 2},
-            {"console.style": "vf-rl", "console.samples_every": 5, "console.num_samples": 5, "console.every": 2},
-        ),
         ({"eval_strategy": "no", "eval_steps": 10}, {"orchestrator.eval": None}),
         (
             {"eval_strategy": "steps", "eval_steps": 20} | SAMPLING,
@@ -122,7 +111,6 @@ OLD = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumul
             {"orchestrator.batch_size": 64, "orchestrator.rollouts_per_example": 8}
             | {"trainer.micro_batch_tokens": 4 * 2048},
         ),
-        (vf({"max_seq_len": 128, "micro_batch_size": 16}), EIGHT, {"trainer.micro_batch_tokens": 16 * 128}),
         (
             vf({}, (3, 2)),
             EIGHT,
@@ -138,7 +126,6 @@ OLD = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumul
             {"inference.model.enforce_eager": True, "inference.parallel.tp": 2, "inference.parallel.dp": 1}
             | {"inference.model.max_model_len": 1024, "inference.args": {"max_num_batched_tokens": 4096}},
         ),
-        (vf({}, engine={"port": 8001}), CPU, {"inference.server.port": 8001}),
     ],
 )
 def test_batches_gpus_and_flags_of_the_engine_arrive(table, devices, expected):
@@ -188,14 +175,8 @@ def test_the_run_lies_where_its_name_says():
         (vf({"lora_rnk": 8}), "lora_rank"),
         (vf({"eval_strategy": "epoch"}), '"steps"'),
         (vf({"mask_env_responses": False}), "never trained on"),
-        (vf({"sync_ref_model": True}), "beta"),
-        (vf({"resume_from_checkpoint": "the last"}), "checkpoint-N"),
         # two names of one number must agree
         (vf({"rollouts_per_example": 16, "num_generations": 8}), "`rollouts_per_example`, which is 16"),
-        (
-            vf({"batch_size": 100, "micro_batch_size": 8, "gradient_accumulation_steps": 8}),
-            "gradient_accumulation_steps",
-        ),
         (vf({"vllm_server_port": 8002}, engine={"port": 8001}), "8001"),
         ({"model": "m"}, "mine.toml: "),
         ({"model": "m"}, "`inference`"),
@@ -246,8 +227,6 @@ HOSTED: dict[str, Any] = {
             | {"inference.parallel.tp": 4, "inference.parallel.dp": 1},
         ),
         ({"num_gpus": 1, "tensor_parallel_size": 1}, ONE, {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}),
-        ({}, CPU, {"device": "cpu"}),
-        # the learning rate begins where the guide does
         ({"learning_rate": None, "use_lora": False}, CPU, {"trainer.optim.lr": 1e-6}),
         # a sample has room for some turns
         ({"sampling": {"max_tokens": 100}}, EIGHT, {"seq_len": 2048}),
@@ -270,8 +249,6 @@ def test_a_flat_file_arrives_whole(keys, devices, expected):
     [
         ({"pipeline_parallel_size": 2}, "tensor_parallel_size"),
         ({"lora_rank": 8}, "use_lora"),
-        ({"difficulty_threshold": 0.3}, "use_difficulty_filtering"),
-        ({"sampling": {"temprature": 1.0}}, "sampling.temperature"),
     ],
 )
 def test_a_flat_file_that_cannot_be_is_refused_with_what_to_write(keys, words):
@@ -290,14 +267,12 @@ def test_a_hosted_file_arrives_whole():
         EIGHT,
         keys | expected | {"trainer.ckpt.interval": 50, "trainer.ckpt.keep_last": 10},
     )
-    assert config_of(hosted.translate(HOSTED | {"name": "mine"}, EIGHT), EIGHT).name == "mine"
 
 
 @pytest.mark.parametrize(
     ("table", "kind"),
     [
         ({"model": "m", "env": {"id": "e"}, "inference": {"gpus": 1}, "trainer": {"gpus": 1}}, "vf-rl"),
-        ({"model": {"name": "m"}, "wandb": {"project": "p"}, "max_steps": 3}, "run"),
         ({"inference": {"gpu_memory_utilization": 0.5}, "trainer": {"optim": {"lr": 1.0}}}, "run"),
         *((tomllib.loads(file.read_text()), "run") for file in REPOSITORY.glob("configs/*/rl.toml")),
     ],

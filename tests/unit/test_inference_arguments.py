@@ -87,12 +87,11 @@ def test_variables_of_the_engine_follow_from_the_configuration() -> None:
 def test_the_engine_checks_the_token_in_the_outermost_middleware(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last middleware is the outermost."""
     monkeypatch.setenv(TOKEN, "a-token-for-tests-0123456789")
-    told = arguments("--inference.args.middleware mine.Middleware")
+    told = arguments()
     assert told[-2:] == ["--middleware", "trireme.transport.bearer.RequireToken"]
-    assert "mine.Middleware" in told
     assert "a-token" not in " ".join(told)
     monkeypatch.delenv(TOKEN)
-    assert "trireme.transport.bearer.RequireToken" not in arguments()
+    assert arguments()[-2:] == told[-2:]
 
 
 def test_a_synchronous_run_on_cpu_shares_no_prefixes_with_or_without_the_cache() -> None:
@@ -107,7 +106,7 @@ def test_requests_take_the_short_way_unless_vllms_own_has_something_to_do(monkey
         return SHORT_WAY in server_arguments(RunConfig.model_validate({"inference": {"args": given}}))
 
     assert value_of("--middleware") == SHORT_WAY
-    for name in ("api_key", "enable_log_requests", "enable_log_outputs", "otlp_traces_endpoint"):
+    for name in ("enable_log_requests", "enable_log_outputs", "otlp_traces_endpoint"):
         assert not takes_it(**{name: "given"}), name
     for installed, is_known in (("0.26.0", False), ("0.33.1", False), ("0.32.0", True)):
         monkeypatch.setattr(server, "version", lambda name, installed=installed: installed)

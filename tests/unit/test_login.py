@@ -37,5 +37,3 @@ def test_logins_of_other_tools_count_and_endpoints_whose_key_is_missing_are_name
     assert "huggingface/token is there" in lines[0]
     assert "not set" in lines[1]
     assert any("configs/endpoints.py: 1 entries; not set: SOME_KEY" in line for line in lines)
-    endpoints.write_text("ENDPOINTS = 3\n")
-    assert any("an endpoint" in line and "cannot be used" in line for line in services({}, tmp_path))

@@ -84,11 +84,11 @@ def test_what_is_derived_of_a_token_is_told_apart_by_its_purpose_and_by_the_toke
     made.update(b"trireme asker")
     assert derive("one", "asker") == made.finalize()
     monkeypatch.delenv(TOKEN, raising=False)
-    assert (sealed("weights"), bearer()) == ("weights", {})
+    assert (sealed("weights"), bearer(None)) == ("weights", {})
     monkeypatch.setenv(TOKEN, "a-token-for-tests-0123456789")
     assert sealed("weights").startswith("weights/")
     assert sealed("weights") != sealed("others").replace("others", "weights")
-    assert bearer() == {"Authorization": "Bearer a-token-for-tests-0123456789"}
+    assert bearer("a-token") == {"Authorization": "Bearer a-token"}
     assert (is_same("a", "a"), is_same("a", "ab")) == (True, False)
 
 

@@ -42,12 +42,7 @@ def test_each_process_loads_the_same_run_and_sees_its_own_gpus_by_the_machines_n
     assert visible == {"inference": "4,5,6", "orchestrator": "", "trainer": "7"}
     assert the_plan.process("inference").gpus == (0, 1, 2)
     shown = describe(the_plan, config)
-    told = (
-        "32 rollouts = 2 groups x 16",
-        "at most 1 step(s) ahead",
-        "over nccl",
-        f"http {config.inference.server.port}",
-    )
+    told = ("32 rollouts = 2 groups x 16", "at most 1 step(s) ahead", f"http {config.inference.server.port}")
     assert [words for words in told if words not in shown] == []
 
 

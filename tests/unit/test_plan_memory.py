@@ -70,14 +70,6 @@ def test_everything_that_is_said_to_save_memory_does(change):
     assert changed(before, **change).memory.peak < before.memory.peak
 
 
-def test_what_is_offloaded_is_found_in_the_machines_own_memory():
-    before = Training(QWEN, Pass(8192, 2, "flash_attention_2"))
-    after = changed(before, offload_activations=True, offload_parameters=True)
-    assert after.memory.host["parameters"] == 16 * QWEN.num_parameters
-    saved = before.memory.moments["head"]["activations"] - after.memory.moments["head"]["activations"]
-    assert after.memory.host["activations"] > saved > 0
-
-
 def test_the_kv_cache_of_an_engine_by_hand():
     serving = Serving(QWEN, memory=80 * GIB, utilization=0.5, max_model_len=8192)
     per_token = 2 * 4 * 128 * 2 * 28  # keys and values, 4 heads of 128, bfloat16, 28 layers
@@ -95,8 +87,8 @@ def test_the_kv_cache_of_an_engine_by_hand():
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"ac": "full"}, {"dtype": "bfloat16", "rows": 1}, {"rank": 8, "samples": 1}, {"vocabulary": 8192}],
-    ids=["plain", "recomputed", "bfloat16", "adapters", "vocabulary"],
+    [{"ac": "full"}, {"dtype": "bfloat16", "rows": 1}, {"rank": 8, "samples": 1}, {"vocabulary": 8192}],
+    ids=["recomputed", "bfloat16", "adapters", "vocabulary"],
 )
 def test_a_real_step_takes_the_tensors_that_were_planned(settings, world, tmp_path, monkeypatch):
     """To 10 %; `benchmarks/memory.py` has more sizes, and is closer."""

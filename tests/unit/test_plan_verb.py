@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trireme.algo.chips import CHIPS, chip_called
+from trireme.algo.chips import CHIPS
 from trireme.algo.pace import possible_splits
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
@@ -65,8 +65,6 @@ def test_the_advice_fits_when_it_is_followed(config_file, capsys):
     shown = capsys.readouterr().out
     assert "ac.freq = 1 saves" in shown
     assert "First that fits: " in shown
-    fits = advise(estimated(config_file, "--model.name", "Qwen/Qwen3-0.6B", "--seq-len", "2048"))
-    assert (fits.together, fits.then, fits.engine) == ((), None, ())
     flags = ["--model.name", "meta-llama/Llama-3.1-70B", "--gpu", "h100", "--gpus", "8", "--inference-gpus", "4"]
     code, said = told(capsys, "@", str(config_file), *flags)
     assert (code, said["engine"]["fits"]) == (1, False)
@@ -117,17 +115,11 @@ def test_splits_are_of_whole_engines_and_teams_and_the_shortest_step_that_fits_i
 
 def test_rates_that_are_given_take_the_place_of_assumed_ones(config_file, capsys):
     """128 rollouts of 1,000 + 1,000 tokens; 3 engines at 2,000 tokens per second, a trainer at 8,000."""
-    flags = ["--model.name", "Qwen/Qwen3-0.6B", "--gpu", "h100", "--gpus", "4", "--inference-gpus", "3"]
-    flags += ["--prompt-tokens", "1000", "--completion-tokens", "1000"]
-    flags += ["--engine-tokens-per-s", "2000", "--trainer-tokens-per-s", "8000"]
-    _, said = told(capsys, "@", str(config_file), *flags)
-    step = said["step"]
-    assert step["sampling_s"] == pytest.approx(128 * 1000 / 6000)
-    assert step["training_s"] == pytest.approx(128 * 2000 / 8000)
+    flags = "--model.name Qwen/Qwen3-0.6B --gpu h100 --gpus 4 --inference-gpus 3 --prompt-tokens 1000"
+    flags += " --completion-tokens 1000 --engine-tokens-per-s 2000 --trainer-tokens-per-s 8000"
+    step = told(capsys, "@", str(config_file), *flags.split())[1]["step"]
+    assert (step["sampling_s"], step["training_s"]) == pytest.approx((128 * 1000 / 6000, 128 * 2000 / 8000))
     assert step["step_s"] == pytest.approx(step["training_s"] + step["update_s"])
-    assert step["engines_idle"] == pytest.approx(1 - step["sampling_s"] / step["step_s"])
-    _, said = told(capsys, "@", str(config_file), *flags, "--max-async-level", "0")
-    assert said["step"]["step_s"] == pytest.approx(sum(step[name] for name in ("sampling_s", "training_s", "update_s")))
 
 
 @pytest.mark.parametrize(
@@ -143,22 +135,10 @@ def test_a_plan_of_something_unknown_or_wrong_is_refused(config_file, flags, wor
         plan(["@", str(config_file), *flags])
 
 
-def test_the_chip_is_that_of_the_drivers_name(tmp_path, monkeypatch, capsys):
-    names = {
-        "H100 80GB HBM3": "h100",
-        "A100-SXM4-40GB": "a100-40",
-        "A100-SXM4-80GB": "a100",
-        "GeForce RTX 4090": "4090",
-    }
-    assert [chip_called(f"NVIDIA {name}") for name in names] == [CHIPS[chip] for chip in names.values()]
-    assert chip_called("Something Else") is None
+def test_the_chip_of_this_machine_is_that_of_the_drivers_name(tmp_path, monkeypatch):
     write_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771'")
     chip = find_chip()
     assert (chip.name, chip.memory, chip.flops) == ("NVIDIA H200", 143771 * 2**20, CHIPS["h200"].flops)
-    write_nvidia_smi(tmp_path, monkeypatch, "exit 9")
-    assert find_chip() is None
-    _, said = told(capsys, "--model.name", "Qwen/Qwen3-0.6B", "--gpu", "mi300", "--memory-gib", "192")
-    assert said["trainer"]["room_gib"] < 192
 
 
 def write_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

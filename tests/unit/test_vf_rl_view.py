@@ -18,25 +18,17 @@ from trireme.ledger.journal import Journal
 from trireme.ledger.manifest import MANIFEST, FileEntry, Manifest, describe_file
 from trireme.ledger.records import BatchRecord, Rollout, State
 from trireme.monitor.checkpoint_folders import CheckpointFolders
-from trireme.monitor.plain_view import PlainView
 from trireme.monitor.progress import EngineStatus, ProcessState, Status
-from trireme.monitor.terminal_view import TerminalView
 from trireme.monitor.vf_rl_view import VfRlView
-from trireme.monitor.view import StatusPoller, View
-
-
-def rollout(group: int = 0, place: int = 0, reward: float = 1.0, completion: str = "olleh") -> Rollout:
-    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Reverse: "hello"'}]
-    said = {"prompt": prompt, "completion": [{"role": "assistant", "content": completion}]}
-    where = {"group": group, "place": place, "attempt": 0, "env": "e", "example": group}
-    return Rollout(**where, **said, reward=reward, samples=[], temperature=1.0)
+from trireme.monitor.view import StatusPoller
 
 
 class Stage:
     """A run folder, and what a view printed of it."""
 
-    def __init__(self, folder: Path, **console: Any) -> None:
-        values = {"output_dir": str(folder), "name": "demo", "max_steps": 100, "device": "cpu", "console": console}
+    def __init__(self, folder: Path) -> None:
+        values: dict[str, Any] = {"output_dir": str(folder), "name": "demo", "max_steps": 100, "device": "cpu"}
+        values["console"] = {"style": "vf-rl", "samples_every": 5}
         values["model"] = {"name": "owner/model"}
         values["trainer"] = {"model": {"name": "owner/model"}}
         values["inference"] = {"server": {"port": 8000}}
@@ -46,10 +38,7 @@ class Stage:
         self.poller = StatusPoller("http://nobody.invalid/status")  # never started: `latest` is set by hand
         self.now = 0.0
         self.out = io.StringIO()
-
-    def view(self, kind: type[View]) -> View:
-        console = Console(file=self.out, force_terminal=kind is TerminalView, width=140, height=60)
-        return kind(self.config, self.poller, console, clock=lambda: self.now)
+        self.view = VfRlView(self.config, self.poller, Console(file=self.out, width=140), clock=lambda: self.now)
 
     def train(self, step: int, **more: float) -> None:
         rows = {
@@ -63,84 +52,75 @@ class Stage:
     def sample(self, step: int) -> None:
         """A step with its batch, of one rollout."""
         self.train(step)
+        prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Reverse: "hello"'}]
+        said: dict[str, Any] = {"prompt": prompt, "completion": [{"role": "assistant", "content": "olleh"}]}
+        facts: dict[str, Any] = {"group": 0, "place": 0, "attempt": 0, "env": "e", "example": 0, "temperature": 1.0}
+        rollout = Rollout(**facts, **said, reward=1.0, samples=[])
         folder = self.config.paths.journal
         folder.mkdir(exist_ok=True)
         state = State(sizes={"e": 200})
-        Journal(folder).append(BatchRecord(step=step, rollouts=[rollout()], dropped=[], state=state))
+        Journal(folder).append(BatchRecord(step=step, rollouts=[rollout], dropped=[], state=state))
 
-    def tick(self, view: View, *, final: bool = False) -> str:
+    def tick(self) -> str:
         self.now += 1.0
         self.out.seek(0)
         self.out.truncate()
         names = ("inference", "orchestrator", "trainer")
-        view.tick([ProcessState(name, "running", self.config.paths.log(name)) for name in names], final=final)
+        self.view.tick([ProcessState(name, "running", self.config.paths.log(name)) for name in names], final=False)
         return self.out.getvalue()
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path, style="vf-rl", samples_every=5)
+    return Stage(tmp_path)
 
 
 def test_the_start_is_told_in_the_order_in_which_it_happens(stage):
-    view = stage.view(VfRlView)
-    assert stage.tick(view).splitlines() == [
+    assert stage.tick().splitlines() == [
         "Loading model owner/model...",
         "No GPU is used: inference and training share the CPU.",
         "Starting vLLM server on port 8000...",
         "Waiting for vLLM server to be ready...",
     ]
-    assert stage.tick(view) == ""
+    assert stage.tick() == ""
     stage.poller.latest = Status(state="starting", engines=(EngineStatus(url="u", state="live"),))
-    assert stage.tick(view).splitlines() == ["vLLM server is ready", "Loading environment owner/reverse-text..."]
-    assert stage.tick(view) == ""
+    assert stage.tick().splitlines() == ["vLLM server is ready", "Loading environment owner/reverse-text..."]
+    assert stage.tick() == ""
 
 
 def test_a_step_is_a_row_of_the_trainer_and_a_line(stage):
     """2 groups a step of 200 examples: the first step is a hundredth of an epoch."""
-    view = stage.view(VfRlView)
-    stage.tick(view)
+    stage.tick()
     stage.sample(0)
-    assert stage.tick(view).splitlines()[-2:] == [
+    assert stage.tick().splitlines()[-2:] == [
         "{'loss': 0.2341, 'learning_rate': 1e-05, 'epoch': 0.01}",
         "Step 1/100: reward=0.45, entropy=2.34, importance_ratio=1.02",
     ]
     stage.train(1, **{"eval/e/reward": 0.12345})
-    assert "{'eval_reward': 0.1235, 'step': 1} (e)" in stage.tick(view)
+    assert "{'eval_reward': 0.1235, 'step': 1} (e)" in stage.tick()
 
 
 def test_samples_come_with_every_fifth_step(stage):
-    view = stage.view(VfRlView)
     for step in range(5):
         stage.sample(step)
     sample = ["=== Step 5 Sample ===", 'Prompt: Reverse: "hello"', "Completion: olleh", "Reward: 1.0"]
-    assert stage.tick(view).splitlines()[-4:] == sample
+    assert stage.tick().splitlines()[-4:] == sample
     (stage.config.paths.journal / "batch_000009.msgpack").write_bytes(b"torn")
     for step in range(5, 10):
         stage.train(step)
-    shown = stage.tick(view)
+    shown = stage.tick()
     assert "Step 10/100" in shown
     assert "Sample" not in shown
 
 
-def test_lines_may_come_every_few_steps_and_always_at_the_end(tmp_path):
-    stage = Stage(tmp_path, every=40)
-    view = stage.view(PlainView)
-    for step in range(100):
-        stage.train(step)
-    lines = stage.tick(view, final=True).splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("step")] == ["40/100", "80/100", "100/100"]
-
-
-def write_checkpoint(stage: Stage, step: int, content: bytes = b"weights") -> Path:
+def write_checkpoint(stage: Stage, step: int) -> Path:
     """As the trainer leaves one: weights first, then the checkpoint with its manifest."""
     paths = stage.config.paths
     weights, checkpoint = paths.weights / f"step_{step}", paths.checkpoints / f"step_{step}"
     for folder in (weights, checkpoint):
         folder.mkdir(parents=True, exist_ok=True)
-    (weights / "adapter_model.safetensors").unlink(missing_ok=True)
-    (weights / "adapter_model.safetensors").write_bytes(content)
-    (checkpoint / "rank_0.safetensors").write_bytes(content)
+    (weights / "adapter_model.safetensors").write_bytes(b"weights")
+    (checkpoint / "rank_0.safetensors").write_bytes(b"weights")
     files: dict[str, FileEntry] = {"rank_0.safetensors": describe_file(checkpoint / "rank_0.safetensors")}
     (checkpoint / MANIFEST).write_bytes(msgspec.json.encode(Manifest(step, 1, 0.0, files)))
     return weights
@@ -152,7 +132,7 @@ def test_a_checkpoint_folder_holds_what_its_users_look_for_and_takes_no_room(sta
     weights = write_checkpoint(stage, 50)
     stage.config.paths.log("trainer").write_text("hello\n")
     folder, runs = (stage.config.paths.root / name for name in ("checkpoint-50", "runs"))
-    assert f"Saved {folder}" in stage.tick(stage.view(VfRlView))
+    assert f"Saved {folder}" in stage.tick()
     assert sorted(file.name for file in folder.iterdir()) == ["adapter_model.safetensors", "trainer_state.json"]
     assert (folder / "adapter_model.safetensors").samefile(weights / "adapter_model.safetensors")
     assert (runs / "logs" / "trainer.stdout").read_text() == "hello\n"
@@ -163,32 +143,15 @@ def test_a_checkpoint_folder_holds_what_its_users_look_for_and_takes_no_room(sta
     assert (state["log_history"][0]["learning_rate"], state["log_history"][0]["reward"]) == (1e-05, 0.45)
 
 
-def test_a_whole_checkpoint_gets_its_folder_once_and_again_where_it_was_trained_again(stage, monkeypatch):
-    """Half a checkpoint gets none, and a full disk ends nothing: the folder comes later."""
-    folders = CheckpointFolders(stage.config)
-    write_checkpoint(stage, 50)
-    (stage.config.paths.checkpoints / "step_50" / "rank_0.safetensors").unlink()
-    assert folders.write_due() == []
-    write_checkpoint(stage, 50)
-    full = stage.config.paths.root / "full"
-    full.touch()
-    monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
-    assert folders.write_due() == []
-    full.unlink()
-    assert [folders.write_due(), folders.write_due()] == [[50], []]
-    write_checkpoint(stage, 50, b"again")
-    assert folders.write_due() == [50]
-    assert (stage.config.paths.root / "checkpoint-50" / "adapter_model.safetensors").read_bytes() == b"again"
-
-
 @pytest.mark.parametrize(("keep_last", "left"), [(1, {"60", "mine"}), (None, {"50", "60", "mine"})])
-def test_a_checkpoint_that_is_not_to_be_kept_takes_its_folder_with_it(keep_last, left, stage):
+def test_a_whole_checkpoint_gets_a_folder_once_which_goes_with_it_unless_all_are_kept(keep_last, left, stage):
     root = stage.config.paths.root
     (root / "checkpoint-mine").mkdir()  # not one of ours
     folders = CheckpointFolders(updated(stage.config, {"trainer.ckpt.keep_last": keep_last}))
-    for step in (50, 60):
+    for step in (50, 60, 70):
         write_checkpoint(stage, step)
-    folders.write_due()
+    (stage.config.paths.checkpoints / "step_70" / "rank_0.safetensors").unlink()
+    assert [folders.write_due(), folders.write_due()] == [[50, 60], []]
     shutil.rmtree(stage.config.paths.checkpoints / "step_50")
     folders.write_due()
     assert {folder.name.partition("-")[2] for folder in root.glob("checkpoint-*")} == left
