@@ -110,7 +110,7 @@ def with_environment(folder: Path, id: str, use: Use, **config: Any) -> Any:
 
 def open_package(folder: Path, package: str, /, **args: Any) -> AbstractAsyncContextManager[Environment]:
     """A package of `tests/environments`, or one that is shipped. Those of verifiers v0 share a virtual environment."""
-    if package != "v1-echo":
+    if not package.startswith("v1-"):
         _write_v0_packages(folder)
         package, root, args = "v0-packages", folder, {"package": package.replace("-", "_")} | args
     else:

@@ -25,7 +25,7 @@ from fake_engine import open_fake_engine
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.network import SILENCE_S
 from trireme.base.processes import free_port
-from trireme.base.token import TOKEN, bearer
+from trireme.base.token import TOKEN
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.messages import WIRE_VERSION, Done, Ok, Request, encode
