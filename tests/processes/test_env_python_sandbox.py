@@ -399,7 +399,8 @@ def test_the_code_of_an_ordinary_user_sees_no_file_of_that_user(tmp_path: Path) 
         assert "stdout='[]\\n'" in ran.stdout, ran.stdout + ran.stderr
 
 
-def test_all_processes_together_use_no_more_memory_than_two_may(namespaces: str) -> None:
+@only_namespaces
+def test_all_processes_together_use_no_more_memory_than_two_may(confinement) -> None:
     code = """
         import os, time
         for _ in range(4):
@@ -408,6 +409,6 @@ def test_all_processes_together_use_no_more_memory_than_two_may(namespaces: str)
                 time.sleep(30)
         time.sleep(30)
     """
-    result = run(code, limits=Limits(timeout_s=20, memory_mib=128), confinement=namespaces)
+    result = run(code, limits=Limits(timeout_s=20, memory_mib=128), confinement=confinement)
     assert result.reason == "memory"
-    assert run("held = bytearray(90 << 20)", memory_mib=128, confinement=namespaces).is_done
+    assert run("held = bytearray(90 << 20)", memory_mib=128, confinement=confinement).is_done
