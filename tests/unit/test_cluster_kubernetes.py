@@ -59,9 +59,6 @@ def test_every_manifest_is_valid_by_kubernetes_own_schema(version, nodes, gpus):
     for manifest in found.values():
         kubernetes_validate.validate(manifest, version, strict=True)
         assert manifest["metadata"]["namespace"] == "lab"
-    found["Job"]["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
-    with pytest.raises(kubernetes_validate.ValidationError):  # it sees what is inside a pod, too
-        kubernetes_validate.validate(found["Job"], version, strict=True)
 
 
 def test_a_pods_command_names_its_own_number_and_all_addresses():

@@ -118,7 +118,6 @@ def test_a_service_has_a_token_and_no_rights_is_watched_and_started_again(servic
 
 @contextmanager
 def answering(path: str, body: object) -> Iterator[str]:
-    """A server that answers those who have the token."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

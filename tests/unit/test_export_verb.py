@@ -41,7 +41,6 @@ from trireme.trainer.weights_folder import open_source
 
 @pytest.fixture(scope="module")
 def run(tiny_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the checkpoints of two steps, and their weights."""
     folder = tmp_path_factory.mktemp("run")
     state = open_state(tiny_model, world)
     store = open_store(folder / "checkpoints", world, exporter=open_exporter(folder / "weights", tiny_model, world))

@@ -103,7 +103,6 @@ def test_models_are_found_in_the_file_of_endpoints_and_their_keys_stay_there(tmp
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "configs" / "gepa").glob("*.toml")), ids=lambda file: file.name)
 def test_every_shipped_file_loads(file, monkeypatch, capsys):
-    """With the endpoints that come along, and with one that is named."""
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("OPENAI_API_KEY", "a key")
     for named in ([], ["-b", f"http://127.0.0.1:{free_port()}/v1"]):

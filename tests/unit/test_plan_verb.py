@@ -72,7 +72,6 @@ def test_the_advice_fits_when_it_is_followed(config_file, capsys):
 
 
 def test_following_one_line_of_the_advice_saves_what_it_said(config_file):
-    """As settings of a configuration, typed as the advice has them."""
     flags = ["--model.name", "Qwen/Qwen2.5-7B", "--trainer.model.optimization-dtype", "bfloat16"]
     before = estimated(config_file, *flags, gpus=2, prompt=1000.0, sampled=3000.0)
     savings = {saving.alternative.words: saving.saved for saving in advise(before).savings}

@@ -89,7 +89,6 @@ def test_one_machine_gets_exactly_what_was_typed(folder):
 
 @pytest.mark.parametrize("room", ["inference", "orchestrator", "trainer"])
 def test_every_process_can_load_what_its_machine_is_given(folder, room):
-    """The very words of `node.sh`, read by the command that they start."""
     submit(["flat.toml", "--name", "x", *SPREAD])
     script = (submitted("outputs/x") / "node.sh").read_text()
     line = next(line for line in script.splitlines() if line.strip().startswith(f"start {room} "))

@@ -50,7 +50,6 @@ class Stage:
                 file.write(json.dumps({"step": step, "process": process, "time_s": float(step)} | numbers) + "\n")
 
     def sample(self, step: int) -> None:
-        """A step with its batch, of one rollout."""
         self.train(step)
         prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Reverse: "hello"'}]
         said: dict[str, Any] = {"prompt": prompt, "completion": [{"role": "assistant", "content": "olleh"}]}
@@ -114,7 +113,6 @@ def test_samples_come_with_every_fifth_step(stage):
 
 
 def write_checkpoint(stage: Stage, step: int) -> Path:
-    """As the trainer leaves one: weights first, then the checkpoint with its manifest."""
     paths = stage.config.paths
     weights, checkpoint = paths.weights / f"step_{step}", paths.checkpoints / f"step_{step}"
     for folder in (weights, checkpoint):

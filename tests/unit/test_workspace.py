@@ -23,7 +23,6 @@ ENVIRONMENTS = {"alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-s
 
 @pytest.fixture
 def lab_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that commands are typed in."""
     folder = tmp_path / "My Lab"
     folder.mkdir()
     monkeypatch.chdir(folder)
