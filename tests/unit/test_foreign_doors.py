@@ -27,19 +27,10 @@ from trireme.launch.plan import Plan
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = Devices((), 4)
 
-VF = """
-model = "models/reverse-text-tiny"
-env = { id = "reverse-text" }
-inference = { gpus = 1 }
-trainer = { gpus = 1, args = { batch_size = 64, max_tokens = 16, max_seq_len = 128 } }
-"""
-FLAT = """
-model_name = "models/reverse-text-tiny"
-num_gpus = 2
-max_steps = 10
-env = { id = "reverse-text" }
-sampling = { max_tokens = 16 }
-"""
+ENV = 'env = { id = "reverse-text" }\n'
+VF = f'model = "models/reverse-text-tiny"\n{ENV}inference = {{ gpus = 1 }}\n'
+VF += "trainer = { gpus = 1, args = { batch_size = 64, max_tokens = 16, max_seq_len = 128 } }\n"
+FLAT = f'model_name = "models/reverse-text-tiny"\nnum_gpus = 2\n{ENV}sampling = {{ max_tokens = 16 }}\n'
 
 
 @pytest.fixture(autouse=True)
