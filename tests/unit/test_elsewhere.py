@@ -193,28 +193,14 @@ def test_what_cannot_be_is_refused_with_what_to_write(table, words):
     assert words in str(caught.value)
 
 
-FLAT: dict[str, Any] = {
-    "model_name": "owner/model",
-    "num_gpus": 8,
-    "tensor_parallel_size": 4,
-    "max_steps": 1000,
-    "batch_size": 512,
-    "rollouts_per_example": 16,
-    "learning_rate": 1e-5,
-    "env": {"id": "wiki-search", "args": {"max_turns": 10}},
-    "sampling": {"max_tokens": 1024, "temperature": 1.0, "top_p": 0.9},
-    "wandb": {"project": "wiki-search", "name": "first"},
-}
-HOSTED: dict[str, Any] = {
-    "model": "owner/model",
-    "max_steps": 500,
-    "batch_size": 256,
-    "rollouts_per_example": 8,
-    "sampling": {"max_tokens": 512},
-    "env": [{"id": "gsm8k"}, {"id": "owner/reverse-text", "weight": 0.5, "args": {"num_train": 9}}],
-    "env_file": ["secrets.env"],
-    "checkpointing": {"save_every_n_steps": 50, "keep_n_checkpoints": 10},
-}
+FLAT: dict[str, Any] = {"model_name": "owner/model", "num_gpus": 8, "tensor_parallel_size": 4, "learning_rate": 1e-5}
+FLAT |= {"max_steps": 1000, "batch_size": 512, "rollouts_per_example": 16}
+FLAT |= {"env": {"id": "wiki-search", "args": {"max_turns": 10}}, "wandb": {"project": "wiki-search", "name": "first"}}
+FLAT |= {"sampling": {"max_tokens": 1024, "temperature": 1.0, "top_p": 0.9}}
+HOSTED: dict[str, Any] = {"model": "owner/model", "max_steps": 500, "batch_size": 256, "rollouts_per_example": 8}
+HOSTED |= {"env": [{"id": "gsm8k"}, {"id": "owner/reverse-text", "weight": 0.5, "args": {"num_train": 9}}]}
+HOSTED |= {"sampling": {"max_tokens": 512}, "env_file": ["secrets.env"]}
+HOSTED |= {"checkpointing": {"save_every_n_steps": 50, "keep_n_checkpoints": 10}}
 
 
 @pytest.mark.parametrize(

@@ -104,12 +104,6 @@ def test_samples_come_with_every_fifth_step(stage):
         stage.sample(step)
     sample = ["=== Step 5 Sample ===", 'Prompt: Reverse: "hello"', "Completion: olleh", "Reward: 1.0"]
     assert stage.tick().splitlines()[-4:] == sample
-    (stage.config.paths.journal / "batch_000009.msgpack").write_bytes(b"torn")
-    for step in range(5, 10):
-        stage.train(step)
-    shown = stage.tick()
-    assert "Step 10/100" in shown
-    assert "Sample" not in shown
 
 
 def write_checkpoint(stage: Stage, step: int) -> Path:

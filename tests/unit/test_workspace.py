@@ -114,8 +114,6 @@ def test_what_cannot_be_set_up_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file cannot be set up: .* expected a folder .* Name another by `--path`"):
         lab(["setup", "--path", str(tmp_path / "file")])
-    with pytest.raises(ConfigError, match=r"no `trireme lab setpu` - expected setup. Did you mean `trireme lab setup`"):
-        lab(["setpu"])
     with pytest.raises(ConfigError, match=r"in none of .* expected configs, environments, models .* Install it again"):
         find_shipped(tmp_path / "lib" / "python" / "trireme")
 
