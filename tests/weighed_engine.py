@@ -42,9 +42,9 @@ class WeighedEngine(FakeEngine):
     model: Path = Path()
     label: str = "default"  # what it calls its weights
     is_frozen: bool = False  # paused from the beginning
-    num_busy: int = 0  # requests of somebody else
-    label_after: tuple[int, str] | None = None  # so many answers: then somebody else has given it weights
-    gone_after: int | None = None  # requests for tokens: then nobody listens any more
+    num_busy: int = 0  # requests of another client
+    label_after: tuple[int, str] | None = None  # so many answers: then another client has given it weights
+    gone_after: int | None = None  # requests for tokens: then it stops listening
     digests: dict[str, str] = field(default_factory=dict)
     loaded: dict[str, torch.Tensor] = field(default_factory=dict)
     answered: list[tuple[str, str]] = field(default_factory=list)  # label and letter

@@ -59,7 +59,6 @@ def add_steps(run: Path, first: int, end: int) -> None:
 
 @contextmanager
 def answering(run: Path, token: str = "") -> Iterator[None]:
-    """An orchestrator, as far as it answers."""
     wait = {"who": "orchestrator", "text": "orchestrator waits 12 s for rollouts"}
     body = {"run": str(run), "state": "running", "version": 3, "max_steps": 8, "waits": [wait]}
 
@@ -122,9 +121,15 @@ def test_steps_are_followed_as_they_come_until_somebody_asks_it_to_end(run):
     assert next(line.split()[:2] for line in lines if line.startswith("step")) == ["step", "4/8"]
 
 
+def test_to_follow_a_run_that_is_over_or_deserted_tells_how_it_stands(run, capsys, monkeypatch):
+    monkeypatch.setattr(status_module, "DESERTED_S", 0.1)
+    assert "3 of 8 steps are trained" in said(capsys, run, "--follow")
+    add_steps(run, 3, 8)
+    assert "finished; 8 of 8 steps are trained" in said(capsys, run, "--follow")
+
+
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the program prints that `logs` becomes."""
     monkeypatch.setattr(os, "execvp", lambda _, command: outputs.append(subprocess.check_output(command, text=True)))
     outputs: list[str] = []
 
@@ -177,7 +182,6 @@ def test_cancel_ends_the_launcher_and_waits_for_it_or_names_it(run, capsys):
 
 
 def record(run: Path, identity: str = "20260102-030405-ab12", scheduler: Any = "slurm", **more: Any) -> Path:
-    """A submission's folder."""
     folder = submissions_of(run) / identity
     folder.mkdir(parents=True)
     Submission(identity, scheduler, "7", str(run), {"rl": 0}, folder=folder, **more).write()

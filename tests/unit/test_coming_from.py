@@ -43,7 +43,6 @@ from trireme.orchestrator.eval_results import Answer, write_answers
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "coming-from.md"
 EIGHT_GPUS = Devices(gpus=tuple("01234567"), cores=64)
-"""What the documents' authors have in mind."""
 
 TITLES = {
     "The tutorial of vf.RLTrainer": "tutorial",
@@ -95,7 +94,6 @@ class Row(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The command, as it is typed here."""
         place = self.there if self.here.startswith("works as written") else self.here
         found = [quoted for quoted in quotes(place) + quotes(self.here) if is_command(quoted)]
         return shlex.split(found[0].removeprefix("uv run "))
@@ -110,7 +108,6 @@ def is_command(quoted: str) -> bool:
 
 
 def verbs(words: list[str]) -> list[str]:
-    """The program, and the verbs after it."""
     if words[0] != "trireme":
         return words[:1]
     return words[:3] if words[2:3] and words[2] in NESTED else words[:2]
@@ -135,7 +132,6 @@ def at(document: str, line: int) -> list[Row]:
 
 
 def rows(*kinds: str) -> Any:
-    """A test's rows: those that are shown in one of these ways."""
     found = [row for row in ROWS if row.means in kinds or row.means.partition("_")[0] in kinds]
     return pytest.mark.parametrize("row", found, ids=lambda row: f"{row.document} {row.lines[0]}-{row.lines[-1]}")
 
@@ -166,7 +162,6 @@ def test_every_row_is_well_formed():
     "name", sorted({*VfArgs.model_fields, *Flat.model_fields, *Hosted.model_fields} - RunConfig.model_fields.keys())
 )
 def test_a_key_of_another_format_is_answered_in_a_file_of_rl(name, tmp_path):
-    """The refusal names one of ours, or says what to do."""
     (tmp_path / "rl.toml").write_text(f'orchestrator.env = {{ id = "x" }}\n{name} = 1\n')
     with pytest.raises(ConfigError, match=f"unknown key `{name}`") as caught:
         load_run_config(["@", str(tmp_path / "rl.toml")], program="rl")
@@ -174,7 +169,6 @@ def test_a_key_of_another_format_is_answered_in_a_file_of_rl(name, tmp_path):
 
 
 def test_commands_of_the_tutorial_are_typed_with_flags_that_there_are(call):
-    """Its page has what they print."""
     commands = re.findall(r"^\$ uv run (.+)$", PAGE.with_name("tutorial.md").read_text(), re.MULTILINE)
     assert len(commands) >= 8
     for words in map(shlex.split, commands):
@@ -199,10 +193,7 @@ def test_toml_means_what_the_row_says(row, tmp_path):
 
 
 def load(row: Row, folder: Path) -> Section:
-    """As the command does, up to what it would start.
-
-    Raises: ConfigError
-    """
+    """Load the row's TOML as its command does, up to what it would start."""
     if row.shown_by.endswith(" block"):
         (typed,) = (block for first, block in DOCUMENTS[row.document]["toml"].items() if int(first) in row.lines)
     else:
@@ -241,7 +232,6 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def expected(cell: str, root: type[Section]) -> dict[str, Any]:
-    """The keys of ours that a cell gives a value to."""
     pairs = [quoted.partition(" = ") for quoted in quotes(cell) if re.fullmatch(r"[a-z][\w.]* = .+", quoted)]
     ours = [(key, value) for key, _, value in pairs if key.split(".")[0] in root.model_fields]
     return {key: None if value == "none" else tomllib.loads(f"x = {value}")["x"] for key, value in ours}
@@ -350,7 +340,6 @@ def test_the_test_that_a_row_names_exists(row):
 
 
 def test_variables_of_the_shell_reach_every_process(tmp_path, monkeypatch):
-    """A process of a run, started by what starts all of them."""
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     said = "import os; print(os.environ['NCCL_P2P_DISABLE'])"
     spec = ProcessSpec("trainer", (sys.executable, "-c", said), {}, tmp_path / "log", gpus=(), ports={})
@@ -381,7 +370,6 @@ def test_the_table_of_memory_is_what_a_plan_says(call, workspace):
 
 
 def test_the_script_of_the_guide_reads_our_results(tmp_path):
-    """Its steps: lines, groups by example, deviation of the rewards within each."""
     rewards = [(0, 0.0), (0, 1.0), (7, 0.5), (7, 0.5)]
     answers = (Answer(example_id=id, reward=reward, example=id, rollout=n) for n, (id, reward) in enumerate(rewards))
     write_answers(tmp_path / "results.jsonl", answers)

@@ -205,6 +205,7 @@ def test_a_mistake_in_a_file_is_named_with_the_file_and_the_remedy(text, words):
         ("-s session", "flags begin with two dashes"),
         ("@", "expected a file after it"),
         ("--max-steps", "came without a value - expected integer > 0"),
+        ("--max-steps 1 2", "`--max-steps 1 2` - expected integer > 0"),
         ("--no-max-steps", "takes integer > 0"),
         ("--seed --resume", "`--seed` came without a value"),
         ("--trainer.optim.betas 0.9", "`--trainer.optim.betas [0.9]` - expected list of 2 x number"),

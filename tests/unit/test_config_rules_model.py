@@ -26,7 +26,6 @@ FLASH = {"attn": "flash_attention_2", "optimization_dtype": "bfloat16"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model, as far as rules look at it."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors").touch()

@@ -26,7 +26,6 @@ from trireme.cli.trainer import trainer
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
-BIN = Path(sys.executable).parent
 SERVICES = ("inference", "orchestrator", "trainer")
 COMMANDS = {"inference": inference, "orchestrator": orchestrator, "trainer": trainer, "rl": rl}
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -52,12 +51,8 @@ def compose(file: str = "compose.yaml", **variables: str) -> dict[str, Any]:
     return yaml.safe_load(re.sub(r"\$\{(\w+):([-?])([^}]*)\}", fill, (DOCKER / file).read_text()))
 
 
-def services(**variables: str) -> dict[str, dict[str, Any]]:
-    return compose(TRIREME_TOKEN=SECRET, **variables)["services"]
-
-
 def test_the_linter_of_dockerfiles_finds_nothing():
-    command = [BIN / "hadolint", DOCKER / "Dockerfile"]
+    command = [Path(sys.executable).with_name("hadolint"), DOCKER / "Dockerfile"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (done.stdout, done.returncode) == ("", 0)
 
@@ -90,7 +85,8 @@ def test_the_command_of_an_image_is_ready_to_run(monkeypatch, capsys, tmp_path):
 def test_the_command_of_each_service_is_a_process_of_one_run(service, name, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv(TOKEN, SECRET)
-    program, *argv = services(TRIREME_RUN=f"configs/{name}/rl.toml")[service]["command"]
+    found = compose(TRIREME_TOKEN=SECRET, TRIREME_RUN=f"configs/{name}/rl.toml")["services"][service]
+    program, *argv = found["command"]
     assert program == service
     assert "--resume" in argv, "a container that is started again resumes its run"
     COMMANDS[program]([*argv, "--dry-run", "--output-dir", str(tmp_path)])
@@ -98,12 +94,12 @@ def test_the_command_of_each_service_is_a_process_of_one_run(service, name, monk
     ports = {"inference": "http 8000", "orchestrator": "status 8001, batches 5555", "trainer": "weights 5556"}[service]
     assert f"{name}\n" in said
     assert f"{service}  on CPU; ports: {ports}" in said
-    assert all(f" {port.split(':')[2]}" in ports for port in services()[service].get("ports", []))
+    assert all(f" {port.split(':')[2]}" in ports for port in found.get("ports", []))
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_service_has_a_token_and_no_rights_is_watched_and_started_again(service):
-    found = services()[service]
+    found = compose(TRIREME_TOKEN=SECRET)["services"][service]
     assert f"{TOKEN}={SECRET}" in found["environment"]
     assert all(port.startswith("127.0.0.1:") for port in found.get("ports", []))
     assert found["cap_drop"] == ["ALL"]
@@ -118,7 +114,6 @@ def test_a_service_has_a_token_and_no_rights_is_watched_and_started_again(servic
 
 @contextmanager
 def answering(path: str, body: object) -> Iterator[str]:
-    """A server that answers those who have the token."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -138,8 +133,8 @@ def answering(path: str, body: object) -> Iterator[str]:
         thread.join()
 
 
-def processes(**heard_s_ago: float) -> dict[str, Any]:
-    return {"processes": {name.replace("_", "."): {"heard_s_ago": ago} for name, ago in heard_s_ago.items()}}
+def heard(**s_ago: float) -> dict[str, Any]:
+    return {"processes": {name.replace("_", "."): {"heard_s_ago": ago} for name, ago in s_ago.items()}}
 
 
 @pytest.mark.parametrize(
@@ -147,9 +142,9 @@ def processes(**heard_s_ago: float) -> dict[str, Any]:
     [
         ("/health", {}, None, SECRET, None),
         ("/health", {}, None, "another", "401"),
-        ("/status", processes(orchestrator=99.0, trainer=0.4), "trainer", SECRET, None),
-        ("/status", processes(trainer=0.4, trainer_1=90.0), "trainer", SECRET, "not been heard of for 90 s"),
-        ("/status", processes(), "trainer", SECRET, "trainer has not been heard of yet"),
+        ("/status", heard(orchestrator=99.0, trainer=0.4), "trainer", SECRET, None),
+        ("/status", heard(trainer=0.4, trainer_1=90.0), "trainer", SECRET, "not been heard of for 90 s"),
+        ("/status", heard(), "trainer", SECRET, "trainer has not been heard of yet"),
     ],
 )
 def test_a_health_check_tells_by_its_exit_code_and_needs_nothing_installed(path, body, process, token, why):

@@ -75,6 +75,7 @@ def test_what_the_reference_gives_as_defaults_holds():
         ),
         # attention costs by the square of a row on a CPU: 512 tokens, or the longest sample where that is longer
         ({"max_seq_len": 16, "micro_batch_size": 16}, {"trainer.micro_batch_tokens": 256}),
+        ({"vllm_server_timeout": 999.0}, {"inference.start_timeout_s": 999.0, "orchestrator.engine_timeout_s": 999.0}),
         ({"max_seq_len": 128, "micro_batch_size": 16}, {"trainer.micro_batch_tokens": 512}),
         ({"wandb": {"project": "p"}}, {"wandb.project": "p"}),
         ({"eval_strategy": "no", "eval_steps": 10}, {"orchestrator.eval": None}),
@@ -118,7 +119,7 @@ OLD = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumul
             | {"trainer.model.optimization_dtype": "bfloat16"},
         ),
         (vf({}), ONE, {"inference_gpu_ids": [0], "trainer_gpu_ids": [0], "weight_broadcast.type": "ipc"}),
-        (vf({}, (3, 5)), CPU, {"device": "cpu"}),
+        (vf({}, (3, 5), {"port": 8001}), CPU, {"device": "cpu", "inference.server.port": 8001}),
         # flags of vLLM that have keys of their own, and one that is passed through
         (
             vf({}, (2, 1), VLLM),
@@ -155,7 +156,6 @@ OTHER: dict[str, Any] = {
 
 @pytest.mark.parametrize("key", sorted(VfArgs.model_fields))
 def test_no_key_that_was_given_goes_without_a_word(key):
-    """It is in a note, or refused by its name."""
     try:
         told = translate(vf({key: OTHER[key]}), CPU).notes
     except ConfigError as error:
@@ -175,8 +175,13 @@ def test_the_run_lies_where_its_name_says():
         (vf({"lora_rnk": 8}), "lora_rank"),
         (vf({"eval_strategy": "epoch"}), '"steps"'),
         (vf({"mask_env_responses": False}), "never trained on"),
+        (vf({"sync_ref_model": True}), "beta"),
         # two names of one number must agree
         (vf({"rollouts_per_example": 16, "num_generations": 8}), "`rollouts_per_example`, which is 16"),
+        (
+            vf({"batch_size": 100, "micro_batch_size": 8, "gradient_accumulation_steps": 8}),
+            "gradient_accumulation_steps",
+        ),
         (vf({"vllm_server_port": 8002}, engine={"port": 8001}), "8001"),
         ({"model": "m"}, "mine.toml: "),
         ({"model": "m"}, "`inference`"),
@@ -188,28 +193,14 @@ def test_what_cannot_be_is_refused_with_what_to_write(table, words):
     assert words in str(caught.value)
 
 
-FLAT: dict[str, Any] = {
-    "model_name": "owner/model",
-    "num_gpus": 8,
-    "tensor_parallel_size": 4,
-    "max_steps": 1000,
-    "batch_size": 512,
-    "rollouts_per_example": 16,
-    "learning_rate": 1e-5,
-    "env": {"id": "wiki-search", "args": {"max_turns": 10}},
-    "sampling": {"max_tokens": 1024, "temperature": 1.0, "top_p": 0.9},
-    "wandb": {"project": "wiki-search", "name": "first"},
-}
-HOSTED: dict[str, Any] = {
-    "model": "owner/model",
-    "max_steps": 500,
-    "batch_size": 256,
-    "rollouts_per_example": 8,
-    "sampling": {"max_tokens": 512},
-    "env": [{"id": "gsm8k"}, {"id": "owner/reverse-text", "weight": 0.5, "args": {"num_train": 9}}],
-    "env_file": ["secrets.env"],
-    "checkpointing": {"save_every_n_steps": 50, "keep_n_checkpoints": 10},
-}
+FLAT: dict[str, Any] = {"model_name": "owner/model", "num_gpus": 8, "tensor_parallel_size": 4, "learning_rate": 1e-5}
+FLAT |= {"max_steps": 1000, "batch_size": 512, "rollouts_per_example": 16}
+FLAT |= {"env": {"id": "wiki-search", "args": {"max_turns": 10}}, "wandb": {"project": "wiki-search", "name": "first"}}
+FLAT |= {"sampling": {"max_tokens": 1024, "temperature": 1.0, "top_p": 0.9}}
+HOSTED: dict[str, Any] = {"model": "owner/model", "max_steps": 500, "batch_size": 256, "rollouts_per_example": 8}
+HOSTED |= {"env": [{"id": "gsm8k"}, {"id": "owner/reverse-text", "weight": 0.5, "args": {"num_train": 9}}]}
+HOSTED |= {"sampling": {"max_tokens": 512}, "env_file": ["secrets.env"]}
+HOSTED |= {"checkpointing": {"save_every_n_steps": 50, "keep_n_checkpoints": 10}}
 
 
 @pytest.mark.parametrize(
@@ -257,7 +248,6 @@ def test_a_flat_file_that_cannot_be_is_refused_with_what_to_write(keys, words):
 
 
 def test_a_hosted_file_arrives_whole():
-    """With keys that the format has no word for, too."""
     keys = {"output_dir": "there", "seed": 4096, "max_async_level": 3, "seq_len": 4095}
     expected = {"orchestrator.env.0.id": "gsm8k", "orchestrator.env.0.weight": 1.0, "max_steps": 500, "name": "gsm8k"}
     expected |= {"orchestrator.env.1.id": "owner/reverse-text", "orchestrator.env.1.weight": 0.5}

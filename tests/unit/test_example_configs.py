@@ -101,30 +101,6 @@ def without_empty_tables(table: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if value != {}}
 
 
-EXAMPLE = """\
-# CPU: small.
-# One GPU: larger.
-
-model = "tiny" # likes a large rate #| "small" | "large"
-threads = 1 #| - | -
-
-[parallel]
-# tp = - #| - | 4
-"""
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        ("cpu", '# CPU: small.\n\nmodel = "tiny" # likes a large rate\nthreads = 1\n'),
-        ("one-gpu", '# One GPU: larger.\n\nmodel = "small"\n'),
-        ("eight-gpus", 'model = "large"\n\n[parallel]\ntp = 4\n'),
-    ],
-)
-def test_a_size_has_its_values_alone(size, expected):
-    assert sized(EXAMPLE, size) == expected
-
-
 def test_a_machine_gets_the_largest_examples_that_it_can_run():
     sizes = {0: "cpu", 1: "one-gpu", 7: "one-gpu", 8: "eight-gpus", 16: "eight-gpus"}
     assert {count: size_of(Devices(gpus=tuple("g" * count))) for count in sizes} == sizes

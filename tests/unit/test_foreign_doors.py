@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tomllib
@@ -16,7 +17,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.processes import free_port
 from trireme.cli import elsewhere, panes
-from trireme.cli.foreign import as_run, read_foreign
+from trireme.cli.foreign import as_run, read_foreign, set_variables
 from trireme.cli.prime_rl import prime_rl
 from trireme.cli.vf_rl import vf_rl
 from trireme.config.load import load_run_config, read_as
@@ -26,19 +27,10 @@ from trireme.launch.plan import Plan
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = Devices((), 4)
 
-VF = """
-model = "models/reverse-text-tiny"
-env = { id = "reverse-text" }
-inference = { gpus = 1 }
-trainer = { gpus = 1, args = { batch_size = 64, max_tokens = 16, max_seq_len = 128 } }
-"""
-FLAT = """
-model_name = "models/reverse-text-tiny"
-num_gpus = 2
-max_steps = 10
-env = { id = "reverse-text" }
-sampling = { max_tokens = 16 }
-"""
+ENV = 'env = { id = "reverse-text" }\n'
+VF = f'model = "models/reverse-text-tiny"\n{ENV}inference = {{ gpus = 1 }}\n'
+VF += "trainer = { gpus = 1, args = { batch_size = 64, max_tokens = 16, max_seq_len = 128 } }\n"
+FLAT = f'model_name = "models/reverse-text-tiny"\nnum_gpus = 2\n{ENV}sampling = {{ max_tokens = 16 }}\n'
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +80,6 @@ def test_a_flat_file_needs_no_at_sign_and_a_flag_that_both_formats_have_is_their
 
 
 def test_a_dry_run_starts_nothing_and_shows_the_plan(vf_file, tmp_path, capsys):
-    """`prime-rl` takes files of `rl`, too."""
     assert vf_rl(["@", vf_file, "--dry-run", "--output-dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "64 rollouts = 4 groups x 16" in shown
@@ -119,6 +110,14 @@ def test_each_command_sends_other_formats_on(flat_file, vf_file):
         prime_rl([vf_file])
     with pytest.raises(ConfigError, match="takes one"):
         vf_rl([])
+
+
+def test_keys_of_an_env_file_reach_the_run_and_the_shell_counts_more(tmp_path, monkeypatch):
+    (tmp_path / "secrets.env").write_text("# keys\nMY_TEST_KEY=abc\nMY_OTHER_KEY='d e'\n")
+    environ = {"MY_OTHER_KEY": "mine"}
+    monkeypatch.setattr(os, "environ", environ)
+    set_variables([tmp_path / "secrets.env"])
+    assert environ == {"MY_TEST_KEY": "abc", "MY_OTHER_KEY": "mine"}
 
 
 def test_flags_of_vllm_become_flags_of_inference():

@@ -104,7 +104,6 @@ def test_models_are_found_in_the_file_of_endpoints_and_their_keys_stay_there(tmp
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "configs" / "gepa").glob("*.toml")), ids=lambda file: file.name)
 def test_every_shipped_file_loads(file, monkeypatch, capsys):
-    """With the endpoints that come along, and with one that is named."""
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("OPENAI_API_KEY", "a key")
     for named in ([], ["-b", f"http://127.0.0.1:{free_port()}/v1"]):
@@ -115,16 +114,11 @@ def test_every_shipped_file_loads(file, monkeypatch, capsys):
 
 def test_a_line_that_was_not_written_to_its_end_is_done_again(tmp_path):
     journal = Journal(tmp_path)
-    said = [Reflected(question_name=name, nth=0, question="q", answer=name) for name in "abc"]
-    for each in said:
-        journal.add_reflection(each)
+    for name in "abc":
+        journal.add_reflection(Reflected(question_name=name, nth=0, question="q", answer=name))
     file = tmp_path / "reflections.jsonl"
     file.write_bytes(file.read_bytes()[:-5])
-    again = Journal(tmp_path)
-    assert list(again.reflections) == [("a", 0), ("b", 0)]
-    again.add_reflection(said[2])
-    again.forget(said[:1])
-    assert list(Journal(tmp_path).reflections) == [("b", 0), ("c", 0)]
+    assert list(Journal(tmp_path).reflections) == [("a", 0), ("b", 0)]
     file.write_text("{}\n" + file.read_text())
     with pytest.raises(ConfigError, match="line 1 cannot be read"):
         Journal(tmp_path)

@@ -1,18 +1,21 @@
-"""The plan's memory against a published table, against what it must obey, and against a real step."""
+"""The plan's parameters against transformers, and its memory against a published table and a real step."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.algo.activations import Pass
-from trireme.algo.architecture import architecture_of
+from trireme.algo.architecture import architecture_of, is_known
 from trireme.algo.memory import Training, changed
 from trireme.algo.serving import GIB, Serving
 from trireme.launch.estimate import CUDA_BYTES, GPU_SCATTERED, scattered_bytes
-from trireme.launch.known_models import KNOWN_MODELS
+from trireme.launch.known_models import KNOWN_MODELS, known_config
 
 QWEN = architecture_of(KNOWN_MODELS["Qwen/Qwen2.5-7B"])
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -98,3 +101,69 @@ def test_a_real_step_takes_the_tensors_that_were_planned(settings, world, tmp_pa
     config = memory.run_config(case, tmp_path)
     measured, _ = memory.measured_bytes(case, config, world)
     assert memory.planned_bytes(case, config)[0] == pytest.approx(measured, rel=0.10)
+
+
+PUBLISHED = {
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "google/gemma-3-1b": 999_885_952,
+    "openai/gpt-oss-120b": 116_829_156_672,
+}
+"""What their makers' files hold."""
+
+SMALL = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 2}
+SMALL |= {"intermediate_size": 160, "vocab_size": 200}
+VARIANTS: list[dict[str, Any]] = [
+    {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 20},
+    {"model_type": "mistral", "sliding_window": 64},
+    {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+    {"model_type": "qwen3", "attention_bias": True},
+    {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+    {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24}
+    | {"decoder_sparse_step": 2, "num_experts_per_tok": 2},
+    {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    {"model_type": "gemma", "head_dim": 16},
+    {"model_type": "gemma2", "head_dim": 16, "sliding_window": 64},
+    {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 64},
+    {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
+]
+
+
+def built(config: dict[str, Any]) -> torch.nn.Module:
+    values = dict(config)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_every_known_model_has_as_many_parameters_as_transformers_gives_it(name):
+    model, ours = built(KNOWN_MODELS[name]), architecture_of(KNOWN_MODELS[name])
+    assert ours.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert ours.num_parameters == PUBLISHED.get(name, ours.num_parameters)
+    assert known_config(f"{name}-Instruct") == KNOWN_MODELS[name], "a fine-tuned sibling counts as its base"
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values()))[:40])
+def test_every_family_is_counted_exactly_whatever_its_settings(variant):
+    config = SMALL | variant
+    model, ours = built(config), architecture_of(config)
+    assert is_known(config)
+    assert ours.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert architecture_of(model.config.to_dict()).num_parameters == ours.num_parameters, (
+        "a file that was written whole"
+    )
+    windowed = [kind == "sliding_attention" for kind in getattr(model.config, "layer_types", None) or []]
+    if windowed:
+        assert [layer.window is not None for layer in ours.layers] == windowed
+
+
+def test_of_a_mixture_of_experts_a_token_meets_those_it_is_sent_to():
+    # 30.5B in all; embedding 0.31B, and of 48 layers' 128 experts of 3 * 2048 * 768 each, 8
+    model = architecture_of(KNOWN_MODELS["Qwen/Qwen3-30B-A3B"])
+    experts = 48 * 8 * 3 * 2048 * 768
+    attention = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512)
+    routers, head = 48 * 2048 * 128, 151936 * 2048
+    assert model.active_parameters == experts + attention + routers + head
+    assert 3.0e9 < model.active_parameters < 3.4e9

@@ -89,7 +89,6 @@ def test_one_machine_gets_exactly_what_was_typed(folder):
 
 @pytest.mark.parametrize("room", ["inference", "orchestrator", "trainer"])
 def test_every_process_can_load_what_its_machine_is_given(folder, room):
-    """The very words of `node.sh`, read by the command that they start."""
     submit(["flat.toml", "--name", "x", *SPREAD])
     script = (submitted("outputs/x") / "node.sh").read_text()
     line = next(line for line in script.splitlines() if line.strip().startswith(f"start {room} "))
@@ -160,10 +159,9 @@ def test_secrets_are_their_owners_alone(folder):
         assert read[3] not in file.read_text()
 
 
-@pytest.mark.parametrize("line", ["1A=s3cret", "A='s3cret"])
-def test_a_line_that_is_no_variable_is_named_without_what_it_says(tmp_path, line):
+def test_a_line_that_is_no_variable_is_named_without_what_it_says(tmp_path):
     file = tmp_path / "keys.env"
-    file.write_text(f"GOOD=1\n{line}\n")
+    file.write_text("GOOD=1\nA='s3cret\n")
     with pytest.raises(ConfigError, match=r"keys\.env, line 2") as refused:
         read_env_files([file])
     assert "s3cret" not in str(refused.value)

@@ -50,7 +50,6 @@ class Stage:
                 file.write(json.dumps({"step": step, "process": process, "time_s": float(step)} | numbers) + "\n")
 
     def sample(self, step: int) -> None:
-        """A step with its batch, of one rollout."""
         self.train(step)
         prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Reverse: "hello"'}]
         said: dict[str, Any] = {"prompt": prompt, "completion": [{"role": "assistant", "content": "olleh"}]}
@@ -105,16 +104,9 @@ def test_samples_come_with_every_fifth_step(stage):
         stage.sample(step)
     sample = ["=== Step 5 Sample ===", 'Prompt: Reverse: "hello"', "Completion: olleh", "Reward: 1.0"]
     assert stage.tick().splitlines()[-4:] == sample
-    (stage.config.paths.journal / "batch_000009.msgpack").write_bytes(b"torn")
-    for step in range(5, 10):
-        stage.train(step)
-    shown = stage.tick()
-    assert "Step 10/100" in shown
-    assert "Sample" not in shown
 
 
 def write_checkpoint(stage: Stage, step: int) -> Path:
-    """As the trainer leaves one: weights first, then the checkpoint with its manifest."""
     paths = stage.config.paths
     weights, checkpoint = paths.weights / f"step_{step}", paths.checkpoints / f"step_{step}"
     for folder in (weights, checkpoint):

@@ -23,7 +23,6 @@ ENVIRONMENTS = {"alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-s
 
 @pytest.fixture
 def lab_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that commands are typed in."""
     folder = tmp_path / "My Lab"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -75,9 +74,6 @@ def test_nothing_that_is_there_is_written_over(lab_folder, capsys):
 
     lab(["setup", "--vf-rl", "--size", "cpu"])
     before = files()
-    lab(["setup", "--vf-rl", "--size", "cpu"])
-    assert files() == before
-    assert "kept" not in capsys.readouterr().out
     Path("configs/vf-rl/wordle.toml").write_text("# mine\n")
     Path("configs/vf-rl/gsm8k.toml").unlink()
     lab(["setup", "--vf-rl", "--size", "cpu"])
@@ -118,8 +114,6 @@ def test_what_cannot_be_set_up_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file cannot be set up: .* expected a folder .* Name another by `--path`"):
         lab(["setup", "--path", str(tmp_path / "file")])
-    with pytest.raises(ConfigError, match=r"no `trireme lab setpu` - expected setup. Did you mean `trireme lab setup`"):
-        lab(["setpu"])
     with pytest.raises(ConfigError, match=r"in none of .* expected configs, environments, models .* Install it again"):
         find_shipped(tmp_path / "lib" / "python" / "trireme")
 
