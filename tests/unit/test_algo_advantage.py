@@ -107,6 +107,16 @@ def test_advantages_by_hand(kind: str, groups: list[list[float]], expected: list
     assert [*map(list, found)] == [pytest.approx(values, rel=1e-5) for values in expected]
 
 
+@pytest.mark.parametrize("kind", sorted({*OF_GROUP, "batch", "group_batch"} - {"none"}))
+@pytest.mark.parametrize("reward", [0.07, 0.1, 0.55, 0.6, 0.99])
+def test_equal_rewards_give_no_advantage_whatever_their_number(kind: str, reward: float) -> None:
+    """In floating point the mean of three rewards of 0.1 is not 0.1, and 0.3 is not 0.1 + 0.2."""
+    for number in range(2, 65):
+        group = [reward] * (number - 1) + [reward - 0.2 + 0.2]
+        (found,), _ = estimate(kind, scores_of([group]), {}, decay=0.9)
+        assert not found.any()
+
+
 def test_a_running_mean_by_hand() -> None:
     groups = [np.array([0.0, 1.0]), np.array([2.0, 4.0])]
     before = {"a": 0.25, "absent": 5.0}

@@ -89,6 +89,7 @@ def test_the_first_flaw_with_an_action_is_the_reason() -> None:
         ([0.5, 0.5], [1.0, 1.0], False),
         ([0.5, 0.5], [1.0, 0.0], True),
         ([1.0], [], False),
+        ([0.3, 0.1 + 0.2], [0.3, 0.1 + 0.2], False),
     ],
 )
 def test_a_group_has_signal_where_rewards_or_rewards_of_steps_differ(rewards, steps, expected) -> None:

@@ -109,8 +109,10 @@ def in_float32(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[
     """Likewise, as AdamW holds it."""
     if (ranges := saved.get(RANGE)) is None:
         return saved
-    codes, rows = [_local(saved[key]) for key in MOMENTS], _own_region(parameter)[:-1]
-    moments = decode(*codes, ranges[rows].to(codes[0].device)) if codes[0].numel() else [each.float() for each in codes]
+    mean, square = (_local(saved[key]) for key in MOMENTS)
+    moments = mean.float(), square.float()
+    if mean.numel():
+        moments = decode(mean, square, ranges[_own_region(parameter)[:-1]].to(mean.device))
     held = {key: _filled(parameter, each) for key, each in zip(MOMENTS, moments, strict=True)}
     return {key: value for key, value in saved.items() if key != RANGE} | held
 
