@@ -35,6 +35,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _HEADS),
     "mistral": ("MistralConfig", _HEADS | _WINDOW),
     "gemma2": ("Gemma2Config", _GEMMA),
+    "vaultgemma": ("VaultGemmaConfig", _GEMMA),
     "gemma3_text": ("Gemma3TextConfig", _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
     "phi3": ("Phi3Config", {}),
     "glm4": ("Glm4Config", _HEADS),
@@ -60,8 +61,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By `model_type`: transformers' class, and what is special."""
 
-ATTENTION = {"gpt_oss": "eager"}
-"""Where it is not sdpa: gpt-oss has sinks."""
+ATTENTION = {"gpt_oss": "eager", "gemma2": "eager", "vaultgemma": "eager"}
+"""Where it is not sdpa: gpt-oss has sinks, two Gemmas cap their attention scores."""
 
 NOT_FOR_PACKED_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2Config", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}),

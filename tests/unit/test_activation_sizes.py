@@ -34,12 +34,13 @@ CASES = [
     ("qwen3_moe", "sdpa"),
     ("llama", "eager"),
     ("gpt_oss", "eager"),
+    ("gemma2", "eager"),
 ]
 
 
 def config_of(kind: str, layers: int) -> dict[str, Any]:
     experts = EXPERTS if kind in ("qwen3_moe", "gpt_oss") else {}
-    full = {"layer_types": ["full_attention"] * layers} if kind in ("gemma3_text", "gpt_oss") else {}
+    full = {"layer_types": ["full_attention"] * layers} if kind in ("gemma2", "gemma3_text", "gpt_oss") else {}
     window = {"sliding_window": 64} if full else {"sliding_window": None}
     return {"model_type": kind, "num_hidden_layers": layers, **window, **SMALL, **experts, **full}
 

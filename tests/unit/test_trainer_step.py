@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from families import build_config, save_family
 from tiny import (
+    VOCABULARY,
     backward,
     largest_difference,
     num_loss_tokens,
@@ -24,6 +26,7 @@ from trireme.algo.loss import cross_entropy
 from trireme.algo.packing import Sample, empty_micro_batch, micro_batches_of_rank
 from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, Scheduler, TrainerModel
 from trireme.messages import MicroBatch, Tokens, build_tokens
+from trireme.trainer.forward import compute_columns
 from trireme.trainer.mesh import World
 from trireme.trainer.model import load_model
 from trireme.trainer.optim import build_optimizer, set_lr
@@ -42,6 +45,13 @@ def gradients(
     state = open_state(folder, world, attn=attn)
     metrics = backward(state, samples, world, capacity=capacity, loss=LOSS)
     return metrics, take_gradients(state.model)
+
+
+@pytest.fixture(scope="module", params=["gemma2", "vaultgemma"])
+def capped_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose attention scores are capped, low enough to matter."""
+    config = build_config(request.param, vocab_size=VOCABULARY, attn_logit_softcapping=2.0, initializer_range=0.5)
+    return save_family(tmp_path_factory.mktemp(request.param), config)
 
 
 def padded_logprobs(folder: Path, samples: list[Sample], attn: str) -> tuple[torch.nn.Module, list[torch.Tensor]]:
@@ -86,6 +96,25 @@ def test_a_packed_batch_has_the_gradients_of_the_padded_one(tiny_model: Path, wo
     metrics, found = gradients(tiny_model, world, samples, capacity=80, attn=attn)
     assert largest_difference(expected, found) < 1e-5
     assert 0 < metrics["masked_frac"] < 0.5
+
+
+def test_attention_scores_that_a_model_caps_are_capped_in_training_too(
+    capped_model: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = random_samples(LENGTHS)
+    plain, logprobs = padded_logprobs(capped_model, samples, "eager")
+    naive_loss(samples, logprobs).backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    with caplog.at_level("INFO"):
+        model = load_model(TrainerModel(), str(capped_model), world)
+    assert "attn_logit_softcapping" in caplog.text
+    for sample, theirs in zip(samples, logprobs, strict=True):
+        row = micro_batches_of_rank([sample], capacity=64, rank=0, world=1)[0]
+        ours = compute_columns(model, row, torch.device("cpu")).logprobs
+        torch.testing.assert_close(ours, theirs[torch.from_numpy(sample.tokens.loss_mask == 1)], rtol=0, atol=1e-4)
+    _, found = gradients(capped_model, world, samples, capacity=80)
+    assert largest_difference(expected, found) < 1e-4
+    assert (padded_logprobs(capped_model, samples, "sdpa")[1][0] - logprobs[0]).abs().max() > 0.01
 
 
 def test_a_packed_batch_has_the_cross_entropy_of_the_padded_one(tiny_model: Path, world: World) -> None:

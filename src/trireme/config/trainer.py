@@ -61,7 +61,8 @@ class TrainerModel(Section):
     from_scratch: bool = False
     """Read only `config.json` and start from random weights, drawn with the run's seed."""
     attn: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
-    """Attention implementation of transformers."""
+    """Attention implementation of transformers; where this is not given and the model caps its attention scores (Gemma
+    2, VaultGemma), which sdpa does not, it is eager."""
     optimization_dtype: Dtype = "float32"
     """Precision of the forward and backward pass. Parameters and optimizer state are always float32."""
     reduce_dtype: Dtype = "float32"
