@@ -168,6 +168,9 @@ def test_a_teachers_term_by_hand() -> None:
     teacher = np.array([NAN, -1.0, -3.0], dtype=np.float32)
     logprobs = np.array([0.0, -2.0, -0.5], dtype=np.float32)
     assert distillation_term(teacher, logprobs, 0.5).tolist() == [0.0, 0.5, -1.25]
+    # vLLM's floor; what it says no number for; and a token that the policy's own logprob rules out
+    impossible, logprobs = np.array([-9999.0, -math.inf, -1.0, -math.inf]), np.array([-1.0, -1.0, -math.inf, -math.inf])
+    assert distillation_term(impossible, logprobs, 0.5).tolist() == [-10.0, -10.0, 10.0, 0.0]
 
 
 def test_everything_that_may_be_configured_is_implemented_and_documented() -> None:

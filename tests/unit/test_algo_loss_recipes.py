@@ -393,6 +393,19 @@ def test_tokens_that_do_not_count_change_nothing(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("kl_tau", [0.0, 0.1])
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+def test_a_token_that_the_policy_rules_out_is_pulled_nowhere(kl_tau: float, advantage: float) -> None:
+    """With `ratio_low = 0` its ratio of 0 is within the band; r (A - kl_tau log r) is 0 in the limit."""
+    pi = torch.tensor([-math.inf, -1.0], requires_grad=True)
+    columns = columns_of(pi, behaviour=torch.tensor([-1.0, -2.0]), advantages=torch.full((2,), advantage))
+    terms = policy_loss(columns, Totals(2, 1), recipe("importance", ratio_low=0.0, kl_tau=kl_tau))
+    terms.loss.backward()
+    assert pi.grad is not None
+    assert pi.grad.tolist() == pytest.approx([0.0, -math.e * (advantage - kl_tau) / 2])
+    assert math.isfinite(terms.value)
+
+
 @pytest.mark.parametrize("name", [name for name in ALL if LOSSES[name].has_ratio])
 @pytest.mark.parametrize("log_ratio", [-100.0, 100.0])
 def test_a_ratio_out_of_all_bounds_gives_no_nan(name: str, log_ratio: float) -> None:

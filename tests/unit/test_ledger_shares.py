@@ -11,12 +11,14 @@ import pytest
 from beats import with_beats
 from tiny import num_loss_samples, num_loss_tokens, random_samples
 from trireme.algo.cost import LINEAR, cost_of
+from trireme.algo.packing import Sample, num_learned
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import TrainerConfig, TrainerModel
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord, Rollout, State
 from trireme.ledger.shares import Shares, cost_of_model, row_capacity, row_cost, share_of
-from trireme.messages import BatchReply, encode
+from trireme.messages import BatchReply, build_tokens, encode
+from trireme.trainer.forward import places_of
 
 LENGTHS = [40, 30, 18, 33, 15, 44, 20, 9, 13]
 SHAPE = {
@@ -75,6 +77,20 @@ def test_all_ranks_get_their_share_of_one_reading(journal: Counting, model: str)
     found = shares.of(1, rank=0, world=1)
     assert (found.loss_tokens, found.loss_samples) == (num_loss_tokens(samples), num_loss_samples(samples))
     assert sorted(length for row in found.micro_batches for length in row.lengths) == sorted(LENGTHS)
+
+
+def test_a_first_token_that_was_sampled_counts_no_more_than_it_is_trained_on() -> None:
+    """Nothing stands before it that it could be predicted from: an empty prompt."""
+    masks = [[1, 1, 1], [0, 1], [1]]
+    rows = [
+        build_tokens(ids=mask, loss_mask=mask, logprobs=[0] * len(mask), advantages=mask, versions=[0] * len(mask))
+        for mask in masks
+    ]
+    record = BatchRecord(0, [Rollout(0, 0, 0, "env", 0, 0.0, rows, 1.0)], [], State(next_batch=1))
+    found = share_of(record, rank=0, world=1, capacity=16)
+    places, _ = places_of(found.micro_batches[0])
+    assert (found.loss_tokens, found.loss_samples) == (len(places), 2) == (3, 2)
+    assert num_learned([Sample(tokens, 1.0) for tokens in rows]) == [2, 1, 0]
 
 
 def test_a_row_costs_by_the_sizes_of_the_trained_model(tmp_path: Path, model: str) -> None:

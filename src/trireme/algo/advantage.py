@@ -21,6 +21,9 @@ SAME = 1e-9
 """Rewards of a group that differ by less are the same, and so are advantages: equal rewards minus their mean are often
 some 1e-17, by the rounding of the mean."""
 
+MOST_NATS = 20.0
+"""Difference of a teacher's logprob and the policy's beyond which it makes no difference: a factor of 5e8."""
+
 Baselines = dict[str, float]
 """Per environment: its running mean reward."""
 
@@ -219,10 +222,15 @@ def _to_go(values_T: np.ndarray) -> np.ndarray:
 
 
 def distillation_term(teacher_T: np.ndarray, logprobs_T: np.ndarray, weight: float) -> np.ndarray:
-    """weight * (log q - log mu), 0 where the teacher said nothing.
+    """weight * (log q - log mu), 0 where the teacher said nothing, and the difference at most `MOST_NATS` either way.
 
     On-policy distillation (Agarwal et al. 2024, "GKD", arXiv 2306.13649; with the policy's own samples and the reverse
     KL it is a policy gradient): q is the teacher's probability of the sampled token, mu that of the policy that sampled
     it, so that the mean of the term is -KL(mu || q).
+
+    Deviation: the bound. A token that the teacher rules out has a logprob of -inf, or of -9999 from vLLM, and would
+    outweigh all others of its batch.
     """
-    return weight * np.nan_to_num(teacher_T.astype(np.float64) - logprobs_T)
+    with np.errstate(invalid="ignore"):  # both may rule it out
+        difference = teacher_T.astype(np.float64) - logprobs_T
+    return weight * np.nan_to_num(difference.clip(-MOST_NATS, MOST_NATS))

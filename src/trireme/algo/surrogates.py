@@ -31,7 +31,8 @@ def importance(columns: Columns, recipe: Recipe) -> TokenLoss:
     log_ratio = token_log_ratio(columns)
     ratio = log_ratio.exp()
     kept = columns.mask & (ratio >= recipe.ratio_low) & (ratio <= recipe.ratio_high)
-    pull = torch.where(kept, ratio * (columns.advantages - recipe.kl_tau * log_ratio), 0.0)
+    drift = recipe.kl_tau * log_ratio if recipe.kl_tau else torch.zeros_like(log_ratio)
+    pull = torch.where(kept, times(ratio, columns.advantages - drift), 0.0)  # a ratio of 0 pulls nowhere: r log r is 0
     value = -torch.where(kept, ratio * columns.advantages, 0.0)
     return TokenLoss(value, -pull, masked=columns.mask & ~kept)
 

@@ -7,10 +7,9 @@ import json
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from trireme.algo.cost import LINEAR, Cost, cost_of
-from trireme.algo.packing import Sample, deal, each_row, rows_of
+from trireme.algo.packing import Sample, deal, each_row, num_learned, rows_of
 from trireme.base.turns import by_turns
 from trireme.config.readiness import config_file
 from trireme.config.run import RunConfig
@@ -64,7 +63,7 @@ class _Batch:
         self._samples = samples_of(record.rollouts)
         lengths = [sample.tokens.length for sample in self._samples]
         self._dealt: Dealt = deal(lengths, capacity=capacity, ranks=world, cost=cost)
-        self._counts = [int(np.count_nonzero(sample.tokens.loss_mask)) for sample in self._samples]
+        self._counts = num_learned(self._samples)
         self._step = record.step
         self._num_rollouts = len(record.rollouts)
 
