@@ -82,7 +82,7 @@ def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
 
 
 def max_rl(rewards_G: np.ndarray, eps: float = EPS) -> np.ndarray:
-    """A_i = (r_i - mean(r)) / mean(r); 0 where the mean is 0.
+    """A_i = (r_i - mean(r)) / mean(r); 0 where the mean is not above `eps`.
 
     Maximum Likelihood Reinforcement Learning (Tajwar et al. 2026, arXiv 2602.02710, Algorithm 1): the gradient of the
     likelihood of a right answer, log p rather than p, to the order that G rollouts can tell.

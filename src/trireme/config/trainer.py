@@ -108,7 +108,7 @@ class Optimizer(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate; 1e-6 to 1e-5 for whole models, ten times that for adapters."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay; 0 is common for RL."""
+    """Weight decay, decoupled from the gradient (with `sgd` added to it, before momentum); 0 is common for RL."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's two moments."""
     eps: PositiveFloat = 1e-8
