@@ -187,8 +187,11 @@ def _attention(config: RunConfig) -> Values:
 
 
 def _attention_of(model: TrainerModel, name: str | None) -> str:
-    """The default, but where a model that is here caps its attention scores. With ranks that share a row, which `eager`
-    cannot, that is for `rules_model` to refuse; of a model that is still to be downloaded the trainer sees it."""
+    """Return what was asked for, or `eager` where nothing was and the model, if it is here, caps its attention scores.
+
+    With ranks that share a row, which `eager` cannot do, `rules_model` refuses the run. A model that is still to be
+    downloaded is left to the trainer.
+    """
     file = None if "attn" in model.model_fields_set or model.cp > 1 or not name else config_file(name)
     try:
         return "eager" if file and caps_scores(json.loads(file.read_text())) else model.attn

@@ -137,7 +137,7 @@ class RolloutRunner:
         return self._arguments[id(sampling)][1]
 
     def _note_distortion(self, environment: Environment, names: set[str]) -> None:
-        """Once for the same arguments of an environment; of the run's own, `sampling_notes` speaks."""
+        """Warn once per environment and set of arguments; `sampling_notes` covers the run's own."""
         if names and (environment.name, *sorted(names)) not in self._noted:
             self._noted.add((environment.name, *sorted(names)))
             log.warning(

@@ -159,8 +159,8 @@ def _take_step(
     Args:
         first: the moment's codes, whose ranges are given; without these the moment itself.
         second: likewise, of the squares.
-        rounding: of the codes of squares, another one at each step. What a step changes is a small part of the distance
-            between two codes: rounded to the nearest one it would be lost every time, and so it is not in the mean.
+        rounding: of the codes of squares, different at each step. A step changes a square by a small part of the
+            distance between two codes. Rounding to the nearest code would lose that every time; so the mean is kept.
     """
     mean, square = (first, second) if ranges is None else decode(first, second, ranges)
     mean, square = mean.lerp(gradient, 1 - betas[0]), square.lerp(gradient.square(), 1 - betas[1])

@@ -87,7 +87,8 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
 
 
 def _attention(config: TrainerModel, name: str, architecture: PretrainedConfig) -> str:
-    """A model that was not here when the run was resolved may turn out to cap its attention scores."""
+    """Return the implementation to build with: `eager` instead of `sdpa` where the model caps its attention scores,
+    which the launcher could not see of a model that was downloaded since."""
     cap = getattr(architecture.get_text_config(), SOFT_CAP, None)
     if not cap or config.attn not in ("sdpa", "eager"):
         return config.attn
