@@ -1,4 +1,4 @@
-"""An answering end of the control wire, in a thread of its own, for whoever asks in the test."""
+"""An answering end of the control wire, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ DEADLINE_S = 30
 def answering(handle: Callable[[Request], Reply], port: int | None = None) -> Iterator[str]:
     """The address where a real `ControlServer` answers with `handle`."""
     port = port or free_port()
-    ready, stop = threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
+    loop, ready = asyncio.new_event_loop(), threading.Event()
 
     async def answer(request: Request) -> Reply:
         return handle(request)
@@ -27,18 +26,18 @@ def answering(handle: Callable[[Request], Reply], port: int | None = None) -> It
     async def serve() -> None:
         server = ControlServer("127.0.0.1", port)
         ready.set()
-        serving = asyncio.create_task(server.serve(answer))
-        await stop.wait()
-        serving.cancel()
-        await asyncio.wait([serving])
-        server.close()
+        try:
+            await server.serve(answer)
+        finally:
+            server.close()
 
-    thread = threading.Thread(target=loop.run_until_complete, args=[serve()], daemon=True)
+    serving = loop.create_task(serve())
+    thread = threading.Thread(target=loop.run_until_complete, args=[asyncio.wait([serving])], daemon=True)
     thread.start()
     assert ready.wait(DEADLINE_S)
     try:
         yield f"tcp://127.0.0.1:{port}"
     finally:
-        loop.call_soon_threadsafe(stop.set)
+        loop.call_soon_threadsafe(serving.cancel)
         thread.join(DEADLINE_S)
         loop.close()

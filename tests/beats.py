@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TypeVar
-
-Result = TypeVar("Result")
+from typing import Any
 
 
-async def with_beats(work: Awaitable[Result]) -> tuple[Result, int]:
+async def with_beats(work: Awaitable[Any]) -> tuple[Any, int]:
     """What it returned, and how many turns another task had meanwhile."""
     beats = 0
 

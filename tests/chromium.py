@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
-from playwright.sync_api import BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
+from playwright.sync_api import ConsoleMessage, Page, expect, sync_playwright
 
 FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
@@ -38,23 +38,16 @@ class Watched:
         self.asked: list[str] = []  # addresses
         page.on("console", self._hear)
         page.on("pageerror", lambda error: self.troubles.append(f"script: {error}"))
-        page.on("request", self._note)
+        page.on("request", lambda request: self.asked.append(request.url))
         page.on("requestfailed", lambda request: self.troubles.append(f"failed: {request.url} {request.failure}"))
 
     def _hear(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             self.troubles.append(f"{message.type}: {message.text}")
 
-    def _note(self, request: Request) -> None:
-        self.asked.append(request.url)
-
     def elsewhere(self) -> list[str]:
         """Addresses that are not of this machine; what a page carries in itself (`data:`) is from nowhere."""
-        return [url for url in self.asked if _host(url) not in ("127.0.0.1", "localhost", "")]
-
-
-def _host(url: str) -> str:
-    return urlsplit(url).hostname or ""
+        return [url for url in self.asked if urlsplit(url).hostname not in ("127.0.0.1", "localhost", "", None)]
 
 
 @contextmanager
@@ -69,7 +62,7 @@ def open_chromium(*, size: tuple[int, int] = SIZE, dark: bool = False) -> Iterat
             "chromium is not installed - expected `chromium` on the PATH. Install it: apt-get install chromium"
         )
     with TemporaryDirectory(prefix="chromium-") as folder, sync_playwright() as playwright:
-        context: BrowserContext = playwright.chromium.launch_persistent_context(
+        context = playwright.chromium.launch_persistent_context(
             folder,
             executable_path=executable,
             headless=True,

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -115,14 +115,5 @@ def warnings(page: Page) -> None:
     expect(page.locator(".tr-main .tr-card").first).to_be_visible()
 
 
-VIEWS: dict[str, Callable[[Page], None]] = {
-    "overview": overview,
-    "metrics": metrics,
-    "lanes": lanes,
-    "rollouts": rollouts,
-    "tokens": tokens,
-    "fates": fates,
-    "logs": logs,
-    "warnings": warnings,
-}
+VIEWS = {view.__name__: view for view in (overview, metrics, lanes, rollouts, tokens, fates, logs, warnings)}
 """Every one of them, by its name: how one gets there."""

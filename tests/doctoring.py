@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +46,12 @@ def diagnosed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dic
     for answer in said["answers"]:
         by_name.setdefault(answer["name"], []).append(answer)
     return code, by_name
+
+
+@contextmanager
+def taken_port(host: str = "127.0.0.1", port: int = 0) -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of before have just been closed
+        taken.bind((host, port))
+        taken.listen()
+        yield taken.getsockname()[1]

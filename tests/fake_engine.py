@@ -17,24 +17,10 @@ from typing import Any
 
 from aiohttp import web
 
+from trireme import messages
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.messages import (
-    Again,
-    BatchReply,
-    Done,
-    GetBatch,
-    GetNewest,
-    Go,
-    Heartbeat,
-    Live,
-    PolicyReady,
-    PolicySent,
-    Probe,
-    Publish,
-    TensorSpec,
-)
 from trireme.transport.bearer import may_enter
 from trireme.transport.control import ControlClient
 
@@ -56,9 +42,6 @@ def answer_at_random(asked: Asked) -> list[int]:
     return [asked.rng.randrange(20, 40) for _ in range(asked.rng.randrange(1, 7))] + [asked.end]
 
 
-# the wire between trainer and engine
-
-
 class WeightWire:
     """What gloo is in a real run: a group per epoch, in which the trainer's tensors reach the engines."""
 
@@ -72,9 +55,6 @@ class WeightWire:
     def send(self, epoch: str, digests: dict[str, str]) -> None:
         """From any thread."""
         self._loop.call_soon_threadsafe(lambda: self.group(epoch).put_nowait(digests))
-
-
-# the engine
 
 
 @dataclass
@@ -135,11 +115,16 @@ class FakeEngine:
     def paused(self) -> bool:
         return not self.running.is_set()
 
+    @property
+    def version_name(self) -> str:
+        """As vLLM: `default` is no version."""
+        return str(self.version) if self.version >= 0 else "default"
+
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=503 if self.dead else 200)
 
     async def weight_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": str(self.version) if self.version >= 0 else "default"})
+        return web.json_response({"weight_version": self.version_name})
 
     async def world_size(self, request: web.Request) -> web.Response:
         return web.json_response({"world_size": 1})
@@ -149,14 +134,9 @@ class FakeEngine:
         sampling = body["sampling_params"]
         if "prompt_logprobs" in sampling:
             return await self._probe(body["token_ids"])
-        asked = Asked(
-            number=len(self.requests),
-            ids=body["token_ids"],
-            sampling=sampling,
-            version=self.version,
-            rng=random.Random(str((sampling.get("seed", len(self.requests)), body["token_ids"], self.version))),
-            end=self.end,
-        )
+        number, ids = len(self.requests), body["token_ids"]
+        rng = random.Random(str((sampling.get("seed", number), ids, self.version)))
+        asked = Asked(number, ids, sampling, self.version, rng, self.end)
         self.requests.append(asked)
         if self.drop_next > 0:
             self.drop_next -= 1
@@ -181,9 +161,8 @@ class FakeEngine:
             if self.token_s:
                 await asyncio.sleep(self.token_s)
             await self.running.wait()
-            version = str(self.version) if self.version >= 0 else "default"
-            if not spans or spans[-1]["version"] != version:
-                spans.append({"version": version, "start": place, "end": place})
+            if not spans or spans[-1]["version"] != self.version_name:
+                spans.append({"version": self.version_name, "start": place, "end": place})
             spans[-1]["end"] = place + 1
             logprobs.append({"logprob": logprob_of(token, place, self.version), "token": str(token)})
         choice = {
@@ -200,21 +179,20 @@ class FakeEngine:
     async def _probe(self, ids: list[int]) -> web.Response:
         await self.running.wait()
         await asyncio.sleep(self.probe_s)
-        entries: list[dict | None] = [None]
-        for place, token in enumerate(ids[1:]):
-            logprob = logprob_of(token, place, self.version) + self.probe_error
-            entries.append({str(token): {"logprob": logprob, "rank": 1}})
+        logprobs = [logprob_of(token, place, self.version) + self.probe_error for place, token in enumerate(ids[1:])]
+        known = [{str(token): {"logprob": found, "rank": 1}} for token, found in zip(ids[1:], logprobs, strict=True)]
         choice = {"token_ids": [7], "finish_reason": "length", "logprobs": {"content": [{"logprob": -1.0}]}}
         choice["weight_versions"] = [{"version": str(self.version), "start": 0, "end": 1}]
-        return web.json_response({"choices": [choice], "prompt_logprobs": entries})
+        return web.json_response({"choices": [choice], "prompt_logprobs": [None, *known]})
 
     async def control(self, request: web.Request) -> web.Response:
         route = request.path.strip("/")
+        if (handler := getattr(self, f"_{route}", None)) is None:
+            return web.Response(status=404)
         self.calls.append(route)
         body = await request.json() if request.can_read_body else {}
         if route == self.failing_route:
             return web.json_response({"error": f"{route} broke"}, status=500)
-        handler = getattr(self, f"_{route}")
         return web.json_response(await handler(body) or {})
 
     async def _pause(self, body: dict) -> None:
@@ -267,33 +245,37 @@ def door_keeper(secret: str | None, shown: set[str]) -> Any:
     return keep
 
 
-@asynccontextmanager
-async def open_fake_engine(
-    wire: WeightWire | None = None, *, kind: type[FakeEngine] | None = None, **knobs: Any
-) -> AsyncIterator[FakeEngine]:
-    """Serves in the running event loop."""
-    engine = (kind or FakeEngine)(wire or WeightWire(), **knobs)
-    app = web.Application(middlewares=[door_keeper(engine.token, engine.shown)])
-    app.router.add_get("/health", engine.health)
-    app.router.add_get("/get_world_size", engine.world_size)
-    app.router.add_get("/weight_info", engine.weight_info)
-    app.router.add_get("/is_paused", engine.is_paused)
+def build_app(engine: FakeEngine, *middlewares: Any) -> web.Application:
+    """With the routes of vLLM that a run uses."""
+    app = web.Application(client_max_size=1 << 26, middlewares=middlewares)
+    gets = {"health": engine.health, "get_world_size": engine.world_size, "weight_info": engine.weight_info}
+    for path, handler in (gets | {"is_paused": engine.is_paused}).items():
+        app.router.add_get(f"/{path}", handler)
     app.router.add_post("/inference/v1/generate", engine.generate)
-    for route in ("pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights"):
-        app.router.add_post(f"/{route}", engine.control)
-    for route in ("finish_weight_update", "collective_rpc"):
-        app.router.add_post(f"/{route}", engine.control)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)  # vLLM aborts what nobody waits for
+    app.router.add_post("/{route}", engine.control)
+    return app
+
+
+@asynccontextmanager
+async def serving(app: web.Application, port: int, host: str = "127.0.0.1") -> AsyncIterator[None]:
+    """Serve in the running event loop. As vLLM, requests that nobody waits for are aborted."""
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", engine.port).start()
+    await web.TCPSite(runner, host, port).start()
     try:
-        yield engine
+        yield
     finally:
-        engine.running.set()
         await runner.cleanup()
 
 
-# the trainer
+@asynccontextmanager
+async def open_fake_engine(wire: WeightWire | None = None, **knobs: Any) -> AsyncIterator[FakeEngine]:
+    engine = FakeEngine(wire or WeightWire(), **knobs)
+    async with serving(build_app(engine, door_keeper(engine.token, engine.shown)), engine.port):
+        try:
+            yield engine
+        finally:
+            engine.running.set()
 
 
 class Stopped(Exception):
@@ -303,16 +285,15 @@ class Stopped(Exception):
 class FakeTrainer:
     """Asks what the real one asks, in its order, over the real wire. Its training is to count."""
 
-    def __init__(self, config: RunConfig, wire: WeightWire, *, version: int = 0, until: int | None = None) -> None:
-        self.version = version
+    def __init__(self, config: RunConfig, wire: WeightWire, *, until: int | None = None, **knobs: Any) -> None:
+        self.version = 0
         self.incarnation = uuid.uuid4().hex
-        self.batches: list[BatchReply] = []
+        self.batches: list[messages.BatchReply] = []
         self.published: list[int] = []
         self.asked_to_publish: list[int] = []
         self.newest = -1
         self.attempt = 0
-        self.unconfirmed: PolicySent | None = None
-        self.breaks: set[int] = set()  # versions whose first transfer breaks
+        self.unconfirmed: messages.PolicySent | None = None
         self.before_step: Callable[[int], None] = lambda version: None
         self.patience_s = PATIENCE_S
         self.stop = threading.Event()
@@ -320,12 +301,14 @@ class FakeTrainer:
         self._wire = wire
         self._until = config.max_steps if until is None else until
         self._waits = Waits("trainer")
+        for name, value in knobs.items():
+            setattr(self, name, value)
 
     def train(self) -> None:
         """In a thread. Raises: Refused, DeadlineExceeded."""
         self.connect()
         with suppress(Stopped), closing(self.control):
-            self.newest = self.ask(GetNewest(run_id=self._config.run_id), what="how far the run had come").version
+            self.newest = self.ask(messages.GetNewest(self._config.run_id), what="how far the run had come").version
             self.publish_if_new()
             while self.version < self._until and not self.stop.is_set():
                 self.batches.append(self.get_batch(self.version))
@@ -335,23 +318,24 @@ class FakeTrainer:
                 self.publish_if_new()
             self.confirm()
             if self.version == self._config.max_steps:
-                while isinstance(self.ask(Done(run_id=self._config.run_id, version=self.version), what="bye"), Publish):
-                    self.publish(everywhere=False)
+                done = messages.Done(self._config.run_id, self.version)
+                while isinstance(self.ask(done, what="bye"), messages.Publish):
+                    self.publish()
 
     def connect(self) -> None:
         """In the thread that asks."""
         address = f"tcp://{self._config.hosts.orchestrator}:{self._config.ports.batches}"
         self.control = ControlClient(address, self._waits)
 
-    def get_batch(self, step: int, *, rank: int = 0, world: int = 1) -> BatchReply:
-        request = GetBatch(run_id=self._config.run_id, step=step, rank=rank, world=world)
-        while isinstance(reply := self.ask(request, what=f"batch {step}"), Publish):
+    def get_batch(self, step: int, *, rank: int = 0, world: int = 1) -> messages.BatchReply:
+        request = messages.GetBatch(run_id=self._config.run_id, step=step, rank=rank, world=world)
+        while isinstance(reply := self.ask(request, what=f"batch {step}"), messages.Publish):
             if self.unconfirmed is not None:
                 self.confirm()
             else:
                 self.asked_to_publish.append(self.version)
-                self.publish(everywhere=False)
-        assert isinstance(reply, BatchReply), reply
+                self.publish()
+        assert isinstance(reply, messages.BatchReply), reply
         return reply
 
     def publish_if_new(self) -> None:
@@ -360,44 +344,39 @@ class FakeTrainer:
             if self.unconfirmed is not None:
                 self.control.tell(self.unconfirmed)
 
-    def publish(self, *, everywhere: bool = True) -> None:
-        self.send(everywhere=everywhere)
-        self.confirm(everywhere=everywhere)
+    def publish(self) -> None:
+        """To engines that lack the version."""
+        self.send(everywhere=False)
+        self.confirm(everywhere=False)
 
     def send(self, *, everywhere: bool = True) -> None:
-        while not self._attempt(everywhere):
-            pass
+        """Until the engines are ready for it; they confirm it later."""
+        while True:
+            self.attempt += 1
+            told = {"incarnation": self.incarnation, "everywhere": everywhere}
+            go = self.ask(ready_message(self._config, self.version, self.attempt, **told), what="the engines")
+            if isinstance(go, messages.Live):
+                self.published.append(self.version)
+                return
+            if isinstance(go, messages.Go):
+                break
+        sent = sent_message(self._config, self.version, self.attempt)
+        if not sent.payload:
+            self._wire.send(go.epoch, sent.digests)
+        self.unconfirmed = sent
 
     def confirm(self, *, everywhere: bool = True) -> None:
         while (sent := self.unconfirmed) is not None:
             self.unconfirmed = None
             reply = self.ask(sent, what=f"version {self.version} live")
-            assert isinstance(reply, (Live, Again)), reply
-            if isinstance(reply, Live):
+            assert isinstance(reply, (messages.Live, messages.Again)), reply
+            if isinstance(reply, messages.Live):
                 self.published.append(self.version)
             else:
                 self.send(everywhere=everywhere)
 
-    def _attempt(self, everywhere: bool) -> bool:
-        self.attempt += 1
-        ready = ready_message(
-            self._config, self.version, self.attempt, incarnation=self.incarnation, everywhere=everywhere
-        )
-        go = self.ask(ready, what="the engines")
-        if isinstance(go, Live):
-            self.published.append(self.version)
-        if not isinstance(go, Go) or self.version in self.breaks:
-            self.breaks.discard(self.version)
-            return isinstance(go, Live)
-        sent = sent_message(self._config, self.version, self.attempt)
-        if not sent.payload:
-            self._wire.send(go.epoch, sent.digests)
-        self.unconfirmed = sent
-        return True
-
     def beat(self, state: str, waits: list[str]) -> None:
-        beat = Heartbeat(run_id=self._config.run_id, process="trainer", state=state, version=self.version, waits=waits)
-        self.ask(beat, what="its heartbeat")
+        self.ask(messages.Heartbeat(self._config.run_id, "trainer", state, self.version, waits), what="its heartbeat")
 
     def ask(self, request: Any, *, what: str) -> Any:
         if self.stop.is_set():  # whoever listens there by now is the next run's
@@ -407,28 +386,16 @@ class FakeTrainer:
 
 def ready_message(
     config: RunConfig, version: int, attempt: int = 1, *, incarnation: str = "one", everywhere: bool = True
-) -> PolicyReady:
-    return PolicyReady(
-        run_id=config.run_id,
-        version=version,
-        incarnation=incarnation,
-        attempt=attempt,
-        everywhere=everywhere,
-        specs=[TensorSpec(name=name, dtype="float32", shape=[4]) for name in TENSORS],
-        kind=config.weight_broadcast.type,
-        host="127.0.0.1",
-        port=0,
-    )
+) -> messages.PolicyReady:
+    specs = [messages.TensorSpec(name=name, dtype="float32", shape=[4]) for name in TENSORS]
+    address = {"kind": config.weight_broadcast.type, "host": "127.0.0.1", "port": 0}
+    about = {"run_id": config.run_id, "version": version, "attempt": attempt}
+    return messages.PolicyReady(**about, **address, incarnation=incarnation, everywhere=everywhere, specs=specs)
 
 
-def sent_message(config: RunConfig, version: int, attempt: int = 1) -> PolicySent:
-    logprobs = [logprob_of(token, place, version) for place, token in enumerate(PROBE_IDS[1:])]
+def sent_message(config: RunConfig, version: int, attempt: int = 1) -> messages.PolicySent:
     digests = digests_of(version)
-    return PolicySent(
-        run_id=config.run_id,
-        version=version,
-        attempt=attempt,
-        digests=digests,
-        probe=Probe(ids=PROBE_IDS, logprobs=logprobs),
-        payload={"digests": digests} if config.weight_broadcast.type == "filesystem" else {},
-    )
+    probe = messages.Probe(PROBE_IDS, [logprob_of(token, place, version) for place, token in enumerate(PROBE_IDS[1:])])
+    payload = {"digests": digests} if config.weight_broadcast.type == "filesystem" else {}
+    about = {"run_id": config.run_id, "version": version, "attempt": attempt}
+    return messages.PolicySent(**about, digests=digests, probe=probe, payload=payload)

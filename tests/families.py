@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, PretrainedConfig, PreTrainedModel
 
 VOCABULARY = 96
 
@@ -27,61 +26,50 @@ _SHAPE: dict[str, Any] = {
 _HEADS = {"head_dim": 8}
 _WINDOW = {"sliding_window": 5}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _GEMMA = _HEADS | _WINDOW | {"query_pre_attn_scalar": 8}
 
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("Qwen3Config", _HEADS | {"tie_word_embeddings": True}),
-    "qwen2": ("Qwen2Config", {}),
-    "llama": ("LlamaConfig", _HEADS),
-    "mistral": ("MistralConfig", _HEADS | _WINDOW),
-    "gemma2": ("Gemma2Config", _GEMMA),
-    "vaultgemma": ("VaultGemmaConfig", _GEMMA),
-    "gemma3_text": ("Gemma3TextConfig", _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
-    "phi3": ("Phi3Config", {}),
-    "glm4": ("Glm4Config", _HEADS),
-    "granite": ("GraniteConfig", {}),
-    "olmo3": ("Olmo3Config", _WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}),
-    "gpt_neox": ("GPTNeoXConfig", {}),
-    "qwen3_moe": ("Qwen3MoeConfig", _HEADS | _EXPERTS | {"num_experts": 4, "norm_topk_prob": True}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gpt_oss": (
-        "GptOssConfig",
-        _HEADS
-        | _WINDOW
-        | {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
-    "glm4_moe": (
-        "Glm4MoeConfig",
-        _HEADS | _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
-    ),
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": _HEADS | {"tie_word_embeddings": True},
+    "qwen2": {},
+    "llama": _HEADS,
+    "mistral": _HEADS | _WINDOW,
+    "gemma2": _GEMMA,
+    "vaultgemma": _GEMMA,
+    "gemma3_text": _GEMMA | _LAYERS,
+    "phi3": {},
+    "glm4": _HEADS,
+    "granite": {},
+    "olmo3": _WINDOW | _LAYERS,
+    "gpt_neox": {},
+    "qwen3_moe": _HEADS | _EXPERTS | {"num_experts": 4, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": _HEADS | _WINDOW | _ROPE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": _HEADS | _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
 }
-"""By `model_type`: transformers' class, and what is special."""
+"""By `model_type`: what is special."""
 
 ATTENTION = {"gpt_oss": "eager", "gemma2": "eager", "vaultgemma": "eager"}
 """Where it is not sdpa: gpt-oss has sinks, two Gemmas cap their attention scores."""
 
-NOT_FOR_PACKED_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mamba2": ("Mamba2Config", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}),
-    "qwen3_next": ("Qwen3NextConfig", _HEADS | {"num_experts": 4, "num_experts_per_tok": 2}),
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
-    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
+NOT_FOR_PACKED_ROWS: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+    "qwen3_next": _HEADS | {"num_experts": 4, "num_experts_per_tok": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "bloom": {"n_layer": 2, "n_head": 4},
 }
 
 
 def build_config(kind: str, **changes: Any) -> PretrainedConfig:
-    name, special = (CONFIGS | NOT_FOR_PACKED_ROWS)[kind]
-    return getattr(transformers, name)(**_SHAPE | special | changes)
+    return AutoConfig.for_model(kind, **_SHAPE | (CONFIGS | NOT_FOR_PACKED_ROWS)[kind] | changes)
 
 
 def build_vision_config() -> PretrainedConfig:
     """Gemma 3 as it is published from 4B on: a decoder within a model that sees."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
-    return transformers.Gemma3Config(text_config=_SHAPE | _GEMMA, vision_config=vision, mm_tokens_per_image=4)
+    return Gemma3Config(text_config=_SHAPE | _GEMMA, vision_config=vision, mm_tokens_per_image=4)
 
 
 def save_family(folder: Path, config: PretrainedConfig, **options: Any) -> Path:

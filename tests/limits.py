@@ -6,7 +6,7 @@ import os
 import resource
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,11 +37,16 @@ def fill(disk: Path) -> Path:
 
 
 @contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond this; a write is cut there, as on a disk with so much room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+def limited(which: int, soft: int) -> Iterator[None]:
+    """A limit of this process; its hard limit stays, so that it can be lifted again."""
+    before, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (soft, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(which, (before, hard))
+
+
+def file_size_limit(num_bytes: int) -> AbstractContextManager[None]:
+    """No file may grow beyond this; a write is cut there, as on a disk with so much room."""
+    return limited(resource.RLIMIT_FSIZE, num_bytes)

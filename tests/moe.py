@@ -5,21 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Glm4MoeConfig,
-    GptOssConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tiny import load_script
+from trireme.algo.packing import Sample
+from trireme.messages import COLUMNS, Routed, build_tokens
 
 NUM_EXPERTS = 8
 TOP_K = 2
@@ -39,30 +31,24 @@ _SHAPE: dict[str, Any] = {
 }
 _FEW = {"moe_intermediate_size": 64, "norm_topk_prob": True}
 _GROUPED = _FEW | {"n_routed_experts": NUM_EXPERTS, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
-_LATENT = {
-    "num_key_value_heads": 2,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 32,
-}
+_SIZES = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+_LATENT = _SIZES | {"num_key_value_heads": 2, "head_dim": 16}
 
-CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-    "qwen3_moe": (Qwen3MoeConfig, _FEW | {"num_experts": NUM_EXPERTS}),
-    "qwen2_moe": (Qwen2MoeConfig, _FEW | {"num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 64}),
-    "olmoe": (OlmoeConfig, {"num_experts": NUM_EXPERTS, "norm_topk_prob": True}),
-    "mixtral": (MixtralConfig, {"num_local_experts": NUM_EXPERTS}),
-    "gpt_oss": (GptOssConfig, {"num_local_experts": NUM_EXPERTS}),
-    "glm4_moe": (Glm4MoeConfig, _GROUPED | {"first_k_dense_replace": 1}),
-    "deepseek_v3": (DeepseekV3Config, _GROUPED | _LATENT | {"first_k_dense_replace": 1, "head_dim": 16}),
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _FEW | {"num_experts": NUM_EXPERTS},
+    "qwen2_moe": _FEW | {"num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 64},
+    "olmoe": {"num_experts": NUM_EXPERTS, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": NUM_EXPERTS},
+    "gpt_oss": {"num_local_experts": NUM_EXPERTS},
+    "glm4_moe": _GROUPED | {"first_k_dense_replace": 1},
+    "deepseek_v3": _GROUPED | _LATENT | {"first_k_dense_replace": 1},
 }
-"""By `model_type`: the class of its configuration, and how it is made small."""
+"""By `model_type`: how it is made small."""
 
 
 def build_config(kind: str = "qwen3_moe", *, vocab_size: int = 128, **changes: Any) -> PretrainedConfig:
-    config_class, special = CONFIGS[kind]
-    return config_class(**(_SHAPE | {"vocab_size": vocab_size, "pad_token_id": 0} | special | changes))
+    sizes = _SHAPE | {"vocab_size": vocab_size, "pad_token_id": 0} | CONFIGS[kind]
+    return AutoConfig.for_model(kind, **sizes | changes)
 
 
 def build_moe(kind: str = "qwen3_moe", *, seed: int = 0, experts: str = "eager", **changes: Any) -> PreTrainedModel:
@@ -89,3 +75,27 @@ def save_moe(folder: Path, kind: str = "qwen3_moe", **changes: Any) -> Path:
     build_moe(kind, **(config | changes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def random_routes(count: int, layers: int = 2, seed: int = 0) -> np.ndarray:
+    """[count, layers, top_k] experts: the trainer's own routers would hardly ever choose so."""
+    rng = np.random.default_rng(seed)
+    chosen = [rng.permutation(NUM_EXPERTS)[:TOP_K] for _ in range(count * layers)]
+    return np.stack(chosen).reshape(count, layers, TOP_K)
+
+
+def routed_of(routes: np.ndarray, length: int) -> Routed:
+    """Of a sample whose first tokens these are."""
+    known = (np.arange(length) < len(routes)).astype(np.uint8)
+    return Routed(known, routes.astype(np.uint8).reshape(-1), *routes.shape[1:])
+
+
+def routed(samples: list[Sample]) -> list[Sample]:
+    """Send all tokens but the last of each sample anywhere."""
+    found = []
+    for seed, sample in enumerate(samples):
+        columns = {name: getattr(sample.tokens, name) for name in COLUMNS}
+        length = sample.tokens.length
+        routes = routed_of(random_routes(length - 1, seed=seed), length)
+        found.append(Sample(build_tokens(**columns, routed=routes), sample.temperature))
+    return found

@@ -7,17 +7,7 @@ from typing import Any
 from trireme.ledger.rules import Rules
 
 
-def order_rules(weights: dict[str, float], *, seed: int = 0, shuffle: bool = True, **more: Any) -> Rules:
-    return Rules(
-        seed=seed,
-        shuffle=shuffle,
-        weights=weights,
-        batch_size=more.pop("batch_size", 8),
-        group_size=more.pop("group_size", 4),
-        max_attempts=3,
-        max_async_level=1,
-        max_off_policy_steps=8,
-        advantage=more.pop("advantage", "group_mean"),
-        temperature=1.0,
-        **more,
-    )
+def order_rules(weights: dict[str, float] | None = None, **more: Any) -> Rules:
+    given = {"seed": 0, "shuffle": True, "batch_size": 8, "group_size": 4, "max_attempts": 3, "temperature": 1.0}
+    given |= {"max_async_level": 1, "max_off_policy_steps": 8, "advantage": "group_mean"}
+    return Rules(weights=weights or {"a": 1.0}, **given | more)

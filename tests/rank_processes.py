@@ -1,19 +1,26 @@
-"""Trainer ranks as processes beside one another, for tests that compare them with a single rank."""
+"""Trainer ranks as processes beside one another, for tests that compare them with a single rank.
+
+A test module names itself (`__file__`) as what its ranks run. As `__main__`, it calls `run_rank`.
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import IO, Any
+
+import torch
 
 import forkserver
 from trireme.base.processes import free_port
+from trireme.trainer.mesh import open_world
 
 DEADLINE_S = 300
 
@@ -28,10 +35,9 @@ Ranks = list[Rank]
 
 
 @contextmanager
-def started_ranks(script: str | None, *arguments: Path, count: int = 2, num_ports: int = 1) -> Iterator[Ranks]:
+def started_ranks(script: str, *arguments: Path, count: int = 2, num_ports: int = 1) -> Iterator[Ranks]:
     """Fork `count` ranks that run `script`, told who they are as torchrun would tell them. PORTS has one for each group
     that they form. None outlives the block."""
-    assert script is not None, "a test's own module always has a file"
     ports = [str(free_port()) for _ in range(num_ports)]
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports[0], "PORTS": ",".join(ports)}
     ranks = [_start(script, arguments, shared | {"RANK": str(rank)}) for rank in range(count)]
@@ -45,41 +51,47 @@ def started_ranks(script: str | None, *arguments: Path, count: int = 2, num_port
 
 def _start(script: str, arguments: Sequence[Path], told: dict[str, str]) -> Rank:
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `started_ranks` closes it
-    argv = [sys.executable, script, *map(str, arguments)]
+    argv = [sys.executable, __file__, script, *map(str, arguments)]
     environment = os.environ | told | {"OMP_NUM_THREADS": "1"}
     return Rank(forkserver.popen(argv, output=log.fileno(), env=environment, cwd=Path.cwd()), log)
 
 
 def require_success(ranks: Ranks) -> None:
-    """Wait for all of them."""
     for rank in ranks:
         code = rank.process.wait(DEADLINE_S)
         rank.log.seek(0)
         assert code == 0, rank.log.read()
 
 
-# within a rank
+def results_of(folder: Path, count: int = 2) -> list[Any]:
+    """Return what each rank found, as `run_rank` left it."""
+    return [torch.load(folder / f"result_{rank}.pt", weights_only=True) for rank in range(count)]
 
 
-class Stage(Protocol):
-    """Something that the first of the ranks do together."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ranks(self) -> int: ...
+def run_ranks(script: str, *arguments: Path) -> list[Any]:
+    """Return what each of two ranks found, which left it in the last of the arguments, a folder."""
+    with started_ranks(script, *arguments) as ranks:
+        require_success(ranks)
+    return results_of(arguments[-1])
 
 
-AnyStage = TypeVar("AnyStage", bound=Stage)
+def run_rank(work: Callable[..., Any]) -> None:
+    """Within a rank: do the work, given the arguments of `run_ranks` and the world of ranks."""
+    arguments = [Path(argument) for argument in sys.argv[1:]]
+    with open_world("cpu", threads=1, timeout_s=240) as world:
+        torch.save(work(*arguments, world), arguments[-1] / f"result_{world.rank}.pt")
 
 
-def stages_of_this_rank(stages: Sequence[AnyStage], folder: Path) -> Iterator[AnyStage]:
-    """Those in which it takes part, one after the other; during the rest it waits, for who does it."""
+def stages_of_this_rank(stages: Sequence[Any], folder: Path) -> Iterator[Any]:
+    """The stages (of a `name` and so many `ranks`) in which it takes part, one by one; it waits while others work."""
     rank, ports = int(os.environ["RANK"]), os.environ["PORTS"].split(",")
     for stage, port in zip(stages, ports, strict=True):
         over = folder / stage.name / "over"
         if rank >= stage.ranks:
-            _wait_for(over, stage.name)
+            give_up = time.monotonic() + DEADLINE_S
+            while not over.exists():
+                assert time.monotonic() < give_up, f"the ranks of {stage.name!r} were not done within {DEADLINE_S} s"
+                time.sleep(0.01)
             continue
         os.environ |= {"WORLD_SIZE": str(stage.ranks), "MASTER_PORT": port}
         yield stage
@@ -87,9 +99,7 @@ def stages_of_this_rank(stages: Sequence[AnyStage], folder: Path) -> Iterator[An
             over.touch()
 
 
-def _wait_for(path: Path, stage: str) -> None:
-    give_up = time.monotonic() + DEADLINE_S
-    while not path.exists():
-        if time.monotonic() > give_up:
-            raise TimeoutError(f"the ranks of {stage!r} were not done within {DEADLINE_S} s: {path} is not there")
-        time.sleep(0.02)
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    os._exit(0)  # as the trainer's door does, and why, see `run_door`

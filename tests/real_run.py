@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,21 +41,21 @@ def command(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
+def run_command(name: str, *arguments: str | Path) -> str:
+    """Its standard output. It must end well."""
+    words = [command(name), *map(str, arguments)]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 class Process:
     """A command of ours, and everything that it starts."""
 
     def __init__(
-        self,
-        name: str,
-        *arguments: str | Path,
-        log: Path,
-        env: Mapping[str, str] | None = None,
-        forked: bool = False,
+        self, name: str, *arguments: str | Path, log: Path, env: Mapping[str, str] | None = None, forked: bool = False
     ) -> None:
-        """
-        Args:
-            forked: start it, and what it starts, from a process that has imported everything (see `forkserver`).
-        """
+        """`forked`: start it, and what it starts, from a process that has imported everything (see `forkserver`)."""
         self.name = name
         self.log = log
         self.family: set[psutil.Process] = set()
@@ -107,16 +107,12 @@ class Process:
     def left(self) -> list[str]:
         """What is still alive of everything that it ever started."""
         if isinstance(self._popen, forkserver.Forked):
-            return [_describe(process) for process in self._below_keeper() if process.pid != self._popen.pid]
+            with suppress(psutil.Error):
+                below = psutil.Process(self._popen.keeper_pid).children(recursive=True)
+                return [_describe(each) for each in below if _is_alive(each) and each.pid != self._popen.pid]
+            return []
         self.family.update(process for process in psutil.process_iter() if self._is_marked(process))
         return [_describe(process) for process in self.family if _is_alive(process)]
-
-    def _below_keeper(self) -> list[psutil.Process]:
-        assert isinstance(self._popen, forkserver.Forked)
-        with suppress(psutil.Error):
-            below = psutil.Process(self._popen.keeper_pid).children(recursive=True)
-            return [process for process in below if _is_alive(process)]
-        return []
 
     def _is_marked(self, process: psutil.Process) -> bool:
         try:
@@ -187,6 +183,18 @@ def wait_until(
         time.sleep(POLL_S)
 
 
+def listening_sockets(processes: Iterable[Process]) -> set[tuple[str, int]]:
+    """Addresses and ports at which these processes, or any below them, accept TCP connections."""
+    found: set[tuple[str, int]] = set()
+    for process in processes:
+        top = psutil.Process(process._popen.pid)
+        for each in (top, *top.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                sockets = each.net_connections("tcp")
+                found.update((one.laddr.ip, one.laddr.port) for one in sockets if one.status == psutil.CONN_LISTEN)
+    return found
+
+
 def free_ports(count: int) -> list[int]:
     """All different, because each is held until all are found."""
     with ExitStack() as held:
@@ -251,7 +259,8 @@ class Run:
     def evaluations(self) -> dict[int, float]:
         """Mean reward by version."""
         rows, _ = read_metrics(self.paths.metrics)
-        return {row["step"]: value for row in rows for name, value in row.items() if _is_held_out(name)}
+        held_out = {name for row in rows for name in row if name.startswith("eval/") and name.endswith("/reward")}
+        return {row["step"]: row[name] for row in rows for name in held_out & row.keys()}
 
     def batches(self) -> list[BatchRecord]:
         journal = Journal(self.paths.journal)
@@ -263,10 +272,6 @@ class Run:
     def tensors(self, step: int) -> dict[str, Any]:
         with safe_open(self.weights(step), framework="np") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-
-
-def _is_held_out(name: str) -> bool:
-    return name.startswith("eval/") and name.endswith("/reward")
 
 
 @dataclass(frozen=True)

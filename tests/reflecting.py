@@ -61,10 +61,8 @@ class Endpoint:
         self.port = free_port()
         self.requests: list[dict[str, Any]] = []
         self.answered: list[dict[str, Any]] = []
-        self.keys: set[str | None] = set()
         self.minds: dict[str, Callable[[list[dict[str, Any]]], str]] = {"follower": follow, "reflector": reflect}
         self.status: Callable[[dict[str, Any]], int] = lambda body: 200
-        self.refusal = "no"
         self.before: Callable[[dict[str, Any]], None] = lambda body: None
 
     @property
@@ -77,12 +75,10 @@ class Endpoint:
         return [body for body in bodies if "Answer with one word" not in str(body["messages"])]
 
     async def chat(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.requests.append(body)
-        self.keys.add(request.headers.get("Authorization"))
+        self.requests.append(body := await request.json())
         await asyncio.to_thread(self.before, body)
         if (status := self.status(body)) != 200:
-            return web.json_response({"error": self.refusal}, status=status)
+            return web.json_response({"error": "no"}, status=status)
         self.answered.append(body)
         message = {"role": "assistant", "content": self.minds[body["model"]](body["messages"])}
         usage = {"prompt_tokens": 10, "completion_tokens": 2}

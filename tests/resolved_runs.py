@@ -39,8 +39,8 @@ def prefixed(table: str, flags: str) -> str:
 
 
 def value_at(config: Section, key: str) -> Any:
-    """Return the value at a dotted key, as a file of JSON has it."""
+    """Return the value at a dotted key, as a file of JSON has it; None below a table that is off."""
     value: Any = config.model_dump(mode="json")
     for part in key.split("."):
-        value = value[int(part) if part.isdigit() else part]
+        value = None if value is None else value[int(part) if part.isdigit() else part]
     return value

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 from aiohttp import web
+from safetensors import safe_open
 
-from fake_engine import Asked, FakeEngine, WeightWire, door_keeper
+from fake_engine import Asked, FakeEngine, WeightWire, build_app, door_keeper, serving
 from trireme.algo.adapter_names import is_of_adapter
 from trireme.base.faults import reach
 from trireme.base.log import get_logger, start_logging
@@ -33,6 +34,7 @@ from trireme.base.token import token
 from trireme.cli.door import open_process, run_door
 from trireme.config.load import load_run_config
 from trireme.config.run import RunConfig
+from trireme.messages import TensorSpec
 
 if TYPE_CHECKING:
     from trireme.transport.weights.ahead import Ahead
@@ -52,9 +54,6 @@ def main() -> None:
         sys.argv.remove("--core")
         run_door("inference", core)
     run_door("inference", serve)
-
-
-# the API server
 
 
 def serve(argv: list[str]) -> int:
@@ -83,18 +82,13 @@ class ApiServer:
         app = web.Application(client_max_size=1 << 26, middlewares=[door_keeper(token(), set())])
         app.router.add_get("/health", self._health)
         app.router.add_route("*", "/{path:.*}", self._forward)
-        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-        await runner.setup()
         server = config.inference.server
-        timeout = aiohttp.ClientTimeout(total=None)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
-            await web.TCPSite(runner, server.host, server.port).start()
+        patiently = {"timeout": aiohttp.ClientTimeout(total=None), "connector": aiohttp.TCPConnector(limit=0)}
+        async with aiohttp.ClientSession(**patiently) as self._session, serving(app, server.port, server.host):
             while self._core.poll() is None:
                 await asyncio.sleep(0.1)
             log.error("the engine core died with code %s", self._core.returncode)
             await asyncio.sleep(WATCHDOG_S)
-            await runner.cleanup()
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self._core.poll() is None else 503)
@@ -119,9 +113,6 @@ class ApiServer:
             return web.json_response({"error": f"EngineCore encountered an issue: {error}"}, status=500)
 
 
-# the engine core
-
-
 def core(argv: list[str]) -> None:
     """Not tied to its parent: vLLM's is not either."""
     config, _ = load_run_config(argv, section="inference", program="inference")
@@ -134,36 +125,30 @@ def core(argv: list[str]) -> None:
 
 async def _run_core(config: RunConfig) -> None:
     engine = Core(config)
-    app = web.Application(client_max_size=1 << 26)
-    app.router.add_post("/inference/v1/generate", engine.generate)
+    app = build_app(engine)
     app.router.add_get("/v1/models", engine.models)
     app.router.add_post("/v1/load_lora_adapter", engine.load_lora_adapter)
-    app.router.add_get("/get_world_size", engine.world_size)
-    app.router.add_get("/weight_info", engine.weight_info)
-    app.router.add_get("/is_paused", engine.is_paused)
-    app.router.add_post("/{route}", engine.control)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", engine.port).start()
-    print(engine.port, flush=True)
-    api_server, left_at = os.getppid(), None
-    while left_at is None or time.monotonic() - left_at < ORPHAN_S:
-        await asyncio.sleep(1)
-        if left_at is None and os.getppid() != api_server:
-            left_at = time.monotonic()
+    async with serving(app, engine.port):
+        print(engine.port, flush=True)
+        api_server, left_at = os.getppid(), None
+        while left_at is None or time.monotonic() - left_at < ORPHAN_S:
+            await asyncio.sleep(1)
+            if left_at is None and os.getppid() != api_server:
+                left_at = time.monotonic()
 
 
 class Core(FakeEngine):
     """Holds digests instead of weights. What it is told about weights it does at once, and nothing else meanwhile."""
 
     def __init__(self, config: RunConfig) -> None:
-        super().__init__(WeightWire(), answer=self._answer, mangle=self._without_weights, token_s=TOKEN_S)
-        self.tensors = _tensor_names(Path(config.inference.model.name or config.model.name))
+        super().__init__(WeightWire(), answer=self._answer, mangle=self._uniform, token_s=TOKEN_S)
+        model = Path(config.inference.model.name or config.model.name)
+        with safe_open(model / "model.safetensors", framework="numpy") as file:
+            self.tensors = sorted(file.keys())
         self.loaded = dict.fromkeys(self.tensors, "base")  # tensor -> digest of what would be computed with
         self.digests: dict[str, str] = {}  # of the last update
         self.unloaded: list[str] = []
         self.names: list[str] = []  # of adapters
-        self._rank = 0
         self._receiver: Receiver | None = None
         self._ahead: Ahead[tuple[str, str]] | None = None
         self._address: tuple[Any, ...] = ()
@@ -186,17 +171,10 @@ class Core(FakeEngine):
     def fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(self.loaded, sort_keys=True).encode()).hexdigest()
 
-    def _without_weights(self, response: dict[str, Any]) -> dict[str, Any]:
-        """As vLLM: `default` is no version."""
-        for choice in response["choices"]:
-            for span in choice["weight_versions"]:
-                span["version"] = "default" if span["version"] == "-1" else span["version"]
-            for entry in choice["logprobs"]["content"]:
-                entry["logprob"] = UNIFORM + entry["logprob"] / 10
+    def _uniform(self, response: dict[str, Any]) -> dict[str, Any]:
+        for entry in response["choices"][0]["logprobs"]["content"]:
+            entry["logprob"] = UNIFORM + entry["logprob"] / 10
         return response
-
-    async def weight_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": "default" if self.version < 0 else str(self.version)})
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": name} for name in ("base", *self.names)]})
@@ -236,8 +214,6 @@ class Core(FakeEngine):
         self.unloaded = []
 
     async def _update_weights(self, body: dict[str, Any]) -> None:
-        from trireme.messages import TensorSpec
-
         assert self._receiver is not None, "update_weights before init_weight_transfer_engine"
         specs = msgspec.convert(body["update_info"]["specs"], list[TensorSpec])
         keeps_base = all(is_of_adapter(spec.name) for spec in specs)
@@ -253,7 +229,6 @@ class Core(FakeEngine):
 
     def _receive_ahead(self, specs: list[dict[str, Any]]) -> bool:
         """As vLLM's workers with our engine: a thread takes in what fits into one bucket."""
-        from trireme.messages import TensorSpec
         from trireme.transport.weights.ahead import Ahead
         from trireme.transport.weights.buckets import split_into_buckets
 
@@ -288,13 +263,6 @@ class Core(FakeEngine):
         assert body["method"] == "trireme_weight_report", body
         forgotten = sorted(adapter.keys() - self.loaded.keys())
         return {"results": [{"digests": self.digests, "incomplete": self.unloaded + forgotten}]}
-
-
-def _tensor_names(model: Path) -> list[str]:
-    """From the header of `model.safetensors`."""
-    with open(model / "model.safetensors", "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return sorted(json.loads(file.read(length)).keys() - {"__metadata__"})
 
 
 if __name__ == "__main__":

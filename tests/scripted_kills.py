@@ -1,7 +1,7 @@
 """Whole runs in which processes are killed at named points, and what must be true of them afterwards.
 
-A point is armed with `hold`: whoever reaches it waits there, the victim is killed (it may be the one that waits), and
-the one that waits is let go.
+A point is armed with `hold`: the process that reaches it waits there, the victim is killed (it may be the one that
+waits), and the one that waits is let go.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from trireme.ledger.versions import Versions
 SCRIPTED = ("python", "tests/scripted_rl.py", "@", "tests/e2e/scripted.toml")
 REAL = ("rl", "@", "tests/e2e/synchronous.toml")
 DEADLINE_S = 120.0  # for a point to be reached, and for a run to recover
+END_S = 240.0
 POLL_S = 0.01
 
 VICTIMS = (
@@ -34,9 +35,6 @@ VICTIMS = (
     "engine core",
     "environment worker",
 )
-
-
-# points
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,6 @@ class Faults:
 
     def release(self, point: str) -> None:
         (self.folder / f"{point}.go").touch()
-
-
-# victims
 
 
 def find(victim: str, launcher: int, ranks: int = 1) -> psutil.Process | None:
@@ -108,9 +103,6 @@ def _rank(process: psutil.Process, words: str) -> str | None:
     return words.rpartition(" RANK=")[2] if " RANK=" in words else process.environ().get("RANK")
 
 
-# a run
-
-
 @dataclass
 class Blow:
     """One kill and what came of it."""
@@ -135,11 +127,10 @@ class KilledRun:
     folder: Path
     flags: list[str]
     command: tuple[str, ...] = SCRIPTED
-    name: str = ""
+    name: str = "the run"
     ranks: int = 1
     patience_s: float = DEADLINE_S  # for a point to be come to, and for getting over a kill
     blows: list[Blow] = field(default_factory=list)
-    story: list[str] = field(default_factory=list)
     num_starts: int = 0
 
     def __post_init__(self) -> None:
@@ -166,11 +157,10 @@ class KilledRun:
     @property
     def version(self) -> int:
         """The newest that is confirmed."""
-        return Versions(self.run.paths.journal).newest  # anew: it remembers what it found
+        return Versions(self.run.paths.journal).newest  # opened each time: it remembers what it found
 
     def say(self, words: object) -> None:
-        self.story.append(f"[{time.monotonic() - self._began:6.1f} s] {words}")
-        print(f"{self.name} {self.story[-1]}", flush=True)
+        print(f"{self.name} [{time.monotonic() - self._began:6.1f} s] {words}", flush=True)
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         give_up = time.monotonic() + self.patience_s
@@ -194,7 +184,7 @@ class KilledRun:
         return found[0]
 
     def kill_at(self, victim: str, point: str, *, wake: str | None = None) -> None:
-        """Kills `victim` while somebody is at `point`, and sees that the run goes on.
+        """Kills `victim` while a process is at `point`, and sees that the run goes on.
 
         Args:
             wake: who is killed before, so that the point is come to at all: it lies on the way up.
@@ -215,8 +205,7 @@ class KilledRun:
         process = self.find(victim)
         began = time.monotonic()
         self.kill(victim, process)
-        blow = Blow(victim, point, self.version)
-        self.blows.append(blow)
+        self.blows.append(blow := Blow(victim, point, self.version))
         self.faults.release(point)
         self.until(lambda: self.version > blow.version, f"the run goes on after {victim} was killed at {point}")
         blow.seconds, blow.new_version = time.monotonic() - began, self.version
@@ -236,17 +225,14 @@ class KilledRun:
             if not next_reached():
                 return
             left.remove(point := next_reached()[0])
-            if (process := self._find_at_the_end(victim, point)) is not None:
+            # It may have to come up again first; but no worker does while the orchestrator waits at a point.
+            comes_up = victim != "environment worker" or not point.startswith("orchestrator.")
+            process = self.find(victim) if comes_up else find(victim, self.launcher, self.ranks)
+            if process is not None:
                 self.kill(victim, process)
                 self.blows.append(Blow(victim, point, self.version))
                 self.say(f"{victim} killed at {point}")
             self.faults.release(point)
-
-    def _find_at_the_end(self, victim: str, point: str) -> psutil.Process | None:
-        """It may have to come up again first; but no worker does while the orchestrator waits at a point."""
-        if victim == "environment worker" and point.startswith("orchestrator."):
-            return find(victim, self.launcher, self.ranks)
-        return self.find(victim)
 
     def kill(self, victim: str, process: psutil.Process | None = None) -> None:
         """A launcher is started again, by the same command with `--resume`; all others are its business."""
@@ -260,7 +246,7 @@ class KilledRun:
     def freeze(self, victim: str) -> None:
         self.find(victim).send_signal(signal.SIGSTOP)
 
-    def wait(self, deadline_s: float = DEADLINE_S) -> None:
+    def wait(self, deadline_s: float = END_S) -> None:
         """To its end, which must be a good one."""
         assert self.process.wait(deadline_s=deadline_s) == 0, self.tell()
         assert self.process.left() == [], self.tell()
@@ -268,17 +254,11 @@ class KilledRun:
     def tell(self) -> str:
         """What happened, and everybody's last words."""
         logs = sorted(self.run.paths.logs.glob("*.stdout")) if self.run.paths.logs.is_dir() else []
-        told = [
-            f"{self.name or 'the run'} in {self.folder}, version {self.version}; {len(self.blows)} kills, the last:"
-        ]
-        told += [f"    {blow}" for blow in self.blows[-3:]]
-        told += [self.process.tail(25)]
-        told += ["\n".join([f"the end of {log}:", *_last(log)]) for log in logs]
+        told = [f"{self.name} in {self.folder}, version {self.version}; {len(self.blows)} kills, the last:"]
+        told += [*(f"    {blow}" for blow in self.blows[-3:]), self.process.tail(25)]
+        for log in logs:
+            told += [f"the end of {log}:", *log.read_text(errors="replace").splitlines()[-25:]]
         return "\n".join(told)
-
-
-def _last(log: Path, count: int = 25) -> list[str]:
-    return [f"    {line}" for line in log.read_text(errors="replace").splitlines()[-count:]]
 
 
 @contextmanager
@@ -291,22 +271,38 @@ def open_run(run: KilledRun) -> Iterator[KilledRun]:
             run.process.end()
 
 
-# what must be true afterwards
-
-
-def digests(run: Run) -> dict[int, dict[str, str]]:
-    """By version and tensor."""
-    versions = Versions(run.paths.journal)
-    return {version: versions.read(version).digests for version in versions.known()}
-
-
 def first_other_version(run: Run, undisturbed: Run) -> str | None:
     """Where two runs part; None where all versions of both are the same weights."""
-    ours, theirs = digests(run), digests(undisturbed)
+    ours, theirs = (
+        {version: versions.read(version).digests for version in versions.known()}
+        for versions in (Versions(run.paths.journal), Versions(undisturbed.paths.journal))
+    )
     if ours.keys() != theirs.keys():
         return f"versions {sorted(ours.keys() ^ theirs.keys())} were confirmed in one of the runs only"
     others = [version for version in ours if ours[version] != theirs[version]]
     return f"version {others[0]} is the first of {len(others)} that are not the same weights" if others else None
+
+
+def finish_undisturbed(run: KilledRun) -> Run:
+    """Start a run of which nothing is killed, and wait for its good end."""
+    with open_run(run):
+        run.start()
+        run.wait()
+    return run.run
+
+
+def assert_same_weights(run: KilledRun, undisturbed: Run, last: int, file: str = "model.safetensors") -> None:
+    """Of all versions, and of the file that the last step has left; and the journal is audited."""
+    other = first_other_version(run.run, undisturbed)
+    assert other is None, f"{other}\n{run.tell()}"
+    ours, theirs = (each.weights(last).with_name(file) for each in (run.run, undisturbed))
+    assert ours.read_bytes() == theirs.read_bytes(), f"{ours} is not {theirs}\n{run.tell()}"
+    assert_audited(run)
+
+
+def assert_audited(run: KilledRun) -> None:
+    found = audit(run.run)
+    assert found.returncode == 0, f"{found.stdout}{found.stderr}\n{run.tell()}"
 
 
 def audit(run: Run) -> subprocess.CompletedProcess[str]:

@@ -64,10 +64,8 @@ class Cluster:
     def wait_until(self, job: str, *states: str, within_s: float = 60.0) -> str:
         give_up = time.monotonic() + within_s
         while (state := self.state(job)) not in states:
-            assert time.monotonic() < give_up, (
-                f"job {job} is {state}, not {states}\n{self.ask('scontrol', 'show', 'job', job)}"
-            )
-            time.sleep(0.2)
+            assert time.monotonic() < give_up, f"{job} is {state}: {self.ask('scontrol', 'show', 'job', job)}"
+            time.sleep(0.1)
         return state
 
 
@@ -89,15 +87,14 @@ def open_cluster(folder: Path, *, machines: int | Sequence[Machine], gpus: int =
 
 
 def _write(folder: Path, addresses: Sequence[str], gpus: int) -> None:
-    machines = len(addresses)
     host, user = socket.gethostname().partition(".")[0], getpass.getuser()
-    for name in ("state", *(f"spool-m{number}" for number in range(machines))):
+    for name in ("state", *(f"spool-m{number}" for number in range(len(addresses)))):
         (folder / name).mkdir(parents=True)
     for number in range(gpus):
         (folder / f"nvidia{number}").touch()
+    room = f"CPUs={os.cpu_count()} RealMemory=500 State=UNKNOWN{f' Gres=gpu:{gpus}' if gpus else ''}"
     nodes = [
-        f"NodeName=m{number} NodeHostname={host} NodeAddr={address} Port={free_port()} CPUs={os.cpu_count()} "
-        f"RealMemory=500 State=UNKNOWN{f' Gres=gpu:{gpus}' if gpus else ''}"
+        f"NodeName=m{number} NodeHostname={host} NodeAddr={address} Port={free_port()} {room}"
         for number, address in enumerate(addresses)
     ]
     lines = [
@@ -123,7 +120,7 @@ def _write(folder: Path, addresses: Sequence[str], gpus: int) -> None:
         "MailProg=/bin/true",
         *(["GresTypes=gpu"] if gpus else []),
         *nodes,
-        f"PartitionName=tiny Nodes=m[0-{machines - 1}] Default=YES MaxTime=30 State=UP",
+        f"PartitionName=tiny Nodes=m[0-{len(addresses) - 1}] Default=YES MaxTime=30 State=UP",
     ]
     (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
     named = [f"{address} m{number}" for number, address in enumerate(addresses)]
@@ -134,20 +131,17 @@ def _write(folder: Path, addresses: Sequence[str], gpus: int) -> None:
 
 @contextmanager
 def _daemon(cluster: Cluster, machine: int, name: str, *flags: str) -> Iterator[None]:
+    words = [*cluster.on(machine), str(shutil.which(name, path=cluster.environment["PATH"])), *flags]
     with open(cluster.folder / f"{name}{flags[-1]}.log", "w") as log:
-        path = shutil.which(name, path=cluster.environment["PATH"])
-        process = subprocess.Popen(
-            [*cluster.on(machine), str(path), *flags], env=cluster.environment, stdout=log, stderr=log
-        )
+        process = subprocess.Popen(words, env=cluster.environment, stdout=log, stderr=log)
         try:
             yield
         finally:
             process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
 
 
 def _kill_all_of(configuration: str) -> None:
@@ -163,4 +157,4 @@ def _wait_for_machines(cluster: Cluster, machines: int) -> None:
     while (states := cluster.ask("sinfo", "--noheader", "--Node", "--format=%t").split()) != ["idle"] * machines:
         said = "\n".join(log.read_text() for log in cluster.folder.glob("*.log"))
         assert time.monotonic() < give_up, f"machines are {states} after {START_S:.0f} s\n{said}"
-        time.sleep(0.2)
+        time.sleep(0.1)

@@ -38,23 +38,21 @@ def grandchild(code, **options):
     return subprocess.Popen([sys.executable, "-c", HERE + code], **options)
 
 def all_are_here(count):
-    while len(list(FOLDER.glob("pid_*"))) < count:
-        time.sleep(0.02)
+    until(lambda: len(list(FOLDER.glob("pid_*"))) >= count)
 
 def train(step):
     with open(FOLDER / "demo" / "metrics.jsonl", "a") as file:
         file.write(json.dumps({{"step": step, "process": "trainer", "time_s": 0.0}}) + chr(10))
 
 def runs(name):
-    texts = [file.read_text() for file in sorted(FOLDER.glob(f"run_*_of_{{name}}"))]
-    return [int(text) for text in texts if text]
+    return [int(file.read_text()) for file in sorted(FOLDER.glob(f"run_*_of_{{name}}")) if file.read_text()]
 
 def starts(name):
     return len(list(FOLDER.glob(f"run_*_of_{{name}}")))
 
 def until(condition):
     while not condition():
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 here()
 RUN = starts(NAME)  # how often this process was started before
@@ -86,29 +84,18 @@ class Stage:
     def _spec(self, name: str, body: str) -> ProcessSpec:
         script = self.folder / f"{name}.py"
         script.write_text(PRELUDE.format(folder=str(self.folder), name=name) + body)
-        log = self.config.paths.log(name)
-        argv = (sys.executable, str(script))
-        return ProcessSpec(
-            name=name,  # type: ignore[arg-type]
-            argv=argv,
-            env={"PART": name},
-            log=log,
-            gpus=(),
-            ports={},
-            health=self.health.get(name),
-        )
+        where = {"log": self.config.paths.log(name), "gpus": (), "ports": {}, "health": self.health.get(name)}
+        return ProcessSpec(name=name, argv=(sys.executable, str(script)), env={"PART": name}, **where)  # type: ignore
 
     def pids(self) -> list[int]:
         return [int(path.name[4:]) for path in self.folder.glob("pid_*")]
 
     def alive(self) -> list[int]:
-        processes = (read_process(pid) for pid in self.pids())
-        return [process.pid for process in processes if process is not None and not process.zombie]
+        return [pid for pid in self.pids() if (process := read_process(pid)) is not None and not process.zombie]
 
     def runs_of(self, name: str) -> list[int]:
         """The pid of each time that it was started, in order."""
-        files = sorted(self.folder.glob(f"run_*_of_{name}"))
-        return [int(file.read_text()) for file in files if file.read_text()]
+        return [int(file.read_text()) for file in sorted(self.folder.glob(f"run_*_of_{name}")) if file.read_text()]
 
     def launcher_said(self) -> str:
         return (self.folder / "launcher.out").read_text()
@@ -141,14 +128,11 @@ with hold_folder(stage.config.paths) as lock:
 
 def launch(stage: Stage, grace_s: float, **bodies: str) -> subprocess.Popen[bytes]:
     """`supervise` in a process of its own, to be interrupted and killed; what it says is in `launcher.out`."""
-    tests = [str(Path(__file__).parent)]
-    code = LAUNCHER.format(
-        tests=tests, folder=str(stage.folder), bodies=bodies, grace_s=grace_s, supervisor=stage.supervisor
-    )
+    places = {"tests": [str(Path(__file__).parent)], "folder": str(stage.folder)}
+    code = LAUNCHER.format(**places, bodies=bodies, grace_s=grace_s, supervisor=stage.supervisor)
+    argv = [sys.executable, "-c", code]
     with open(stage.folder / "launcher.out", "wb") as out:
-        return subprocess.Popen(
-            [sys.executable, "-c", code], stdout=out, stderr=subprocess.STDOUT, preexec_fn=heed_interrupts
-        )
+        return subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, preexec_fn=heed_interrupts)
 
 
 def child_of(crew: Crew, name: str) -> Child:
@@ -156,7 +140,6 @@ def child_of(crew: Crew, name: str) -> Child:
 
 
 def write_checkpoint(paths: RunPaths, step: int) -> None:
-    """A whole one, as far as its manifest tells."""
     folder = step_folder(paths.checkpoints, step)
     folder.mkdir(parents=True)
     (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(step, 1, 0.0, {})))
@@ -166,7 +149,7 @@ def until(condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"not within {deadline_s} s"
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def looked(crew: Crew) -> bool:

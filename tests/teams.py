@@ -11,22 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+import tiny
 from rank_processes import stages_of_this_rank
-from tiny import (
-    VOCABULARY,
-    batch_reply,
-    content_of,
-    num_loss_samples,
-    num_loss_tokens,
-    open_store,
-    random_samples,
-    take_gradients,
-    weights_of,
-)
-from trireme.algo.packing import Sample, empty_micro_batch, micro_batches_of_rank
+from trireme.algo.packing import empty_micro_batch, micro_batches_of_rank
 from trireme.base.errors import ConfigError
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, TrainerConfig, TrainerModel
@@ -46,8 +37,6 @@ LOSSES = {
 
 
 class Stage(NamedTuple):
-    """Ranks, and how they are divided."""
-
     name: str
     ranks: int = 1
     replicas: int = 1
@@ -69,25 +58,12 @@ EXPECTED = {"qwen3": Stage("alone"), "mistral": Stage("alone_with_windows", mode
 
 def save_models(folder: Path) -> None:
     """Eight heads of two keys; the other model looks back 12 tokens only."""
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    sizes = {"vocab_size": tiny.VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+    sizes |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)).save_pretrained(folder / "qwen3")
     MistralForCausalLM(MistralConfig(**sizes, sliding_window=12)).save_pretrained(folder / "mistral")
-
-
-def batch(step: int) -> list[Sample]:
-    return random_samples(LENGTHS, seed=step)
 
 
 def run(stage: Stage, models: Path, folder: Path, world: World) -> dict[str, Any]:
@@ -101,18 +77,18 @@ def run(stage: Stage, models: Path, folder: Path, world: World) -> dict[str, Any
 
 
 def gradients(model: Any, loss: Loss, world: World) -> dict[str, Any]:
-    samples = batch(0)
+    samples = tiny.random_samples(LENGTHS, seed=0)
     metrics = forward_backward(
         model,
         micro_batches_of_rank(samples, capacity=CAPACITY, rank=world.dp_rank, world=world.dp_size),
-        loss_tokens=num_loss_tokens(samples),
-        loss_samples=num_loss_samples(samples),
+        loss_tokens=tiny.num_loss_tokens(samples),
+        loss_samples=tiny.num_loss_samples(samples),
         step=0,
         loss_function=policy_gradient(loss),
         world=world,
         entropy_gradient=loss.entropy_bonus is not None,
     )
-    return {"metrics": metrics, "gradients": take_gradients(model)}
+    return {"metrics": metrics, "gradients": tiny.take_gradients(model)}
 
 
 def logprobs_of_an_empty_row(model: Any, world: World) -> list[bool]:
@@ -132,32 +108,31 @@ def train(model: TrainerModel, name: str, folder: Path, world: World) -> dict[st
     state = base_state(config, world)
     stepper = Stepper(config, state, world)
     metrics = [stepper.step(reply(step, world)) for step in range(2)]
-    store = open_store(folder / "checkpoints", world)
+    store = tiny.open_store(folder / "checkpoints", world)
     store.save(state)
     store.wait()
     loaded = base_state(config, world)
     store.resume(loaded, resume=True)
-    pairs = zip(content_of(state).items(), content_of(loaded).items(), strict=True)
+    pairs = zip(tiny.content_of(state).items(), tiny.content_of(loaded).items(), strict=True)
     is_back = all(one == other and torch.equal(saved, read) for (one, saved), (other, read) in pairs)
-    return {"metrics": metrics, "weights": weights_of(state.model), "is_back": is_back}
+    return {"metrics": metrics, "weights": tiny.weights_of(state.model), "is_back": is_back}
 
 
 def reply(step: int, world: World) -> Any:
-    given = batch_reply(batch(step), world, capacity=CAPACITY, step=step)
-    rows = micro_batches_of_rank(batch(step), capacity=CAPACITY, rank=world.dp_rank, world=world.dp_size)
-    return type(given)(**{name: getattr(given, name) for name in given.__struct_fields__} | {"micro_batches": rows})
+    samples = tiny.random_samples(LENGTHS, seed=step)
+    given = tiny.batch_reply(samples, world, capacity=CAPACITY, step=step)
+    rows = micro_batches_of_rank(samples, capacity=CAPACITY, rank=world.dp_rank, world=world.dp_size)
+    return msgspec.structs.replace(given, micro_batches=rows)
 
 
 def refusals(models: Path, world: World) -> list[str]:
-    """Of models that a team cannot share."""
-    found = []
-    for settings in (TrainerModel(attn="eager", cp=2),):
-        model = load_model(settings, str(models / "qwen3"), world)
-        try:
-            compute_columns(model, empty_micro_batch(), world.device)
-        except ConfigError as error:
-            found.append(str(error))
-    return found
+    """Of a model that a team cannot share."""
+    model = load_model(TrainerModel(attn="eager", cp=2), str(models / "qwen3"), world)
+    try:
+        compute_columns(model, empty_micro_batch(), world.device)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def main() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 
 import numpy as np
 import torch
+from safetensors.numpy import save_file
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trireme.algo.packing import Sample, micro_batches_of_rank
 from trireme.base.waiting import Waits
@@ -140,14 +143,8 @@ def open_store(
     exporter: Exporter | None = None,
     waits: Waits | None = None,
 ) -> CheckpointStore:
-    return CheckpointStore(
-        folder,
-        config or Checkpoints(),
-        world,
-        waits=waits or Waits("trainer"),
-        disk_timeout_s=60,
-        exporter=exporter,
-    )
+    waits = waits or Waits("trainer")
+    return CheckpointStore(folder, config or Checkpoints(), world, waits=waits, disk_timeout_s=60, exporter=exporter)
 
 
 def open_exporter(folder: Path, model: Path, world: World, dtype: torch.dtype = torch.float32) -> Exporter:
@@ -172,3 +169,14 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     """Over all tensors, relative to the largest value of each."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max() / one[name].abs().max().clamp(min=1e-12)) for name in one)
+
+
+def logprobs_of(model: Path, tensors: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
+    """[T - 1] of each token after those before it, by transformers, of the model with these tensors."""
+    with TemporaryDirectory() as folder:
+        shutil.copy(model / "config.json", folder)
+        save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        found = loaded(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return found.gather(-1, torch.tensor(ids)[1:, None])[:, 0].numpy()

@@ -42,9 +42,9 @@ class WeighedEngine(FakeEngine):
     model: Path = Path()
     label: str = "default"  # what it calls its weights
     is_frozen: bool = False  # paused from the beginning
-    num_busy: int = 0  # requests of somebody else
-    label_after: tuple[int, str] | None = None  # so many answers: then somebody else has given it weights
-    gone_after: int | None = None  # requests for tokens: then nobody listens any more
+    num_busy: int = 0  # requests of another client
+    label_after: tuple[int, str] | None = None  # so many answers: then another client has given it weights
+    gone_after: int | None = None  # requests for tokens: then it stops listening
     digests: dict[str, str] = field(default_factory=dict)
     loaded: dict[str, torch.Tensor] = field(default_factory=dict)
     answered: list[tuple[str, str]] = field(default_factory=list)  # label and letter
@@ -80,8 +80,7 @@ class WeighedEngine(FakeEngine):
         return web.json_response({"weight_version": self.label})
 
     async def models(self, request: web.Request) -> web.Response:
-        card = {"id": "weighed", "root": str(self.model), "max_model_len": 256}
-        return web.json_response({"data": [card]})
+        return web.json_response({"data": [{"id": "weighed", "root": str(self.model), "max_model_len": 256}]})
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=f'# HELP\nvllm:num_requests_running{{engine="0"}} {float(self.num_busy)}\n')
@@ -97,7 +96,6 @@ class WeighedEngine(FakeEngine):
         await asyncio.to_thread(self._receiver.join, epoch, rank, world_size)
 
     async def _update_weights(self, body: dict[str, Any]) -> None:
-        assert self._receiver is not None
         info = body["update_info"]
         specs = msgspec.convert(info["specs"], list[TensorSpec])
         tensors = await asyncio.to_thread(lambda: list(self._receiver.tensors(specs, info["payload"])))
@@ -116,15 +114,10 @@ class WeighedEngine(FakeEngine):
 async def open_weighed_engine(model: Path, **knobs: Any) -> AsyncIterator[WeighedEngine]:
     engine = WeighedEngine(WeightWire(), model=model, **knobs)
     app = web.Application(client_max_size=1 << 26)
-    for path, handler in {
-        "/health": engine.health,
-        "/get_world_size": engine.world_size,
-        "/weight_info": engine.weight_info,
-        "/v1/models": engine.models,
-        "/metrics": engine.metrics,
-        "/is_paused": engine.is_paused,
-    }.items():
-        app.router.add_get(path, handler)
+    for route in ("health", "weight_info", "metrics", "is_paused"):
+        app.router.add_get(f"/{route}", getattr(engine, route))
+    app.router.add_get("/get_world_size", engine.world_size)
+    app.router.add_get("/v1/models", engine.models)
     app.router.add_post("/inference/v1/generate", engine.generate)
     app.router.add_post("/{route}", engine.control)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)

@@ -67,11 +67,7 @@ class Ends:
         join: bool = True,
         parts: Iterable[torch.Tensor | Patch] | None = None,
     ) -> list[Future]:
-        """The sender's future first, then those of the receivers at work.
-
-        Args:
-            parts: what is sent of each tensor; all of it where nothing is said.
-        """
+        """Return the sender's future, then the receivers'. `parts` is what is sent of each tensor, where not all."""
         world_size = len(self.receivers) + 1
 
         def work_as_sender() -> None:
@@ -83,10 +79,8 @@ class Ends:
                 receiver.join(epoch, 1 + self.receivers.index(receiver), world_size)
             return receive(receiver, tensors)
 
-        return [
-            self._pool.submit(work_as_sender),
-            *(self._pool.submit(work_as_receiver, receiver) for receiver in receivers),
-        ]
+        sending = self._pool.submit(work_as_sender)
+        return [sending, *(self._pool.submit(work_as_receiver, receiver) for receiver in receivers)]
 
     def close(self) -> None:
         for end in [*self.receivers, self.sender]:

@@ -7,7 +7,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,8 @@ class Running:
         def put() -> Any:
             asker = FakeTrainer(self.orchestrator.config, self.engine.wire)
             asker.connect()
-            try:
+            with closing(asker.control):
                 return questions(asker)
-            finally:
-                asker.control.close()
 
         return await asyncio.to_thread(put)
 
@@ -109,7 +107,6 @@ class Outcome:
     trainer: FakeTrainer
     error: TriremeError | None = None  # that ended the orchestrator
     trainer_error: list[Exception] = field(default_factory=list)
-    training: threading.Thread | None = None
     found: Any = None  # what `meanwhile` returned
 
     @property
@@ -132,7 +129,7 @@ def run(
         wire = WeightWire()
         port = config.inference.server.port
         async with open_fake_engine(wire, port=port, end=END, **(engine or {})) as opened:
-            outcome = Outcome(config, opened, _build_trainer(config, wire, trainer or {}))
+            outcome = Outcome(config, opened, FakeTrainer(config, wire, **(trainer or {})))
             try:
                 await _run(outcome, meanwhile, stop_after_meanwhile)
             except asyncio.CancelledError:
@@ -140,14 +137,6 @@ def run(
             return outcome
 
     return asyncio.run(main())
-
-
-def _build_trainer(config: RunConfig, wire: WeightWire, knobs: dict[str, Any]) -> FakeTrainer:
-    built = {name: knobs[name] for name in ("version", "until") if name in knobs}
-    trainer = FakeTrainer(config, wire, **built)
-    for name in knobs.keys() - built.keys():
-        setattr(trainer, name, knobs[name])
-    return trainer
 
 
 async def _run(
@@ -159,20 +148,17 @@ async def _run(
     def train() -> None:
         try:
             outcome.trainer.train()
-        except TriremeError as error:
-            outcome.trainer_error.append(error)
         except Exception as error:
             outcome.trainer_error.append(error)
-            with suppress(RuntimeError):  # the test is over already
-                loop.call_soon_threadsafe(here.cancel)
+            if not isinstance(error, TriremeError):
+                with suppress(RuntimeError):  # the test is over already
+                    loop.call_soon_threadsafe(here.cancel)
 
-    outcome.training = threading.Thread(target=train, daemon=True)
-    outcome.training.start()
+    threading.Thread(target=train, daemon=True).start()
     try:
         async with asyncio.timeout(DEADLINE_S), open_orchestrator(outcome.config) as orchestrator:
             driving = asyncio.create_task(drive(orchestrator))
             if meanwhile is not None:
-                await asyncio.sleep(0)
                 looking = asyncio.create_task(meanwhile(Running(orchestrator, outcome.engine, outcome.trainer)))
                 await asyncio.wait([driving, looking], return_when=asyncio.FIRST_COMPLETED)
                 if driving.done() and driving.exception() is not None:
@@ -185,13 +171,10 @@ async def _run(
             if not driving.cancelled():
                 await driving
     except* TriremeError as errors:
-        outcome.error = _first(errors)
+        error: BaseException = errors
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        assert isinstance(error, TriremeError)
+        outcome.error = error
     finally:
         outcome.trainer.stop.set()
-
-
-def _first(group: BaseExceptionGroup) -> Any:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

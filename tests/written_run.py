@@ -130,7 +130,9 @@ class WrittenRun:
         MetricsFile(self.paths.metrics, "trainer").append(step, {"loss": 0.1, "grad_norm": 1.0})
         yield f"line of step {step}"
         if (step + 1) % INTERVAL == 0:
-            write_weights(self.paths.weights / f"step_{step + 1}")
+            weights = self.paths.weights / f"step_{step + 1}"
+            weights.mkdir(parents=True)
+            (weights / "model.safetensors").write_bytes(b"weights")
             yield f"export {step + 1}"
             write_checkpoint(self.paths.checkpoints / f"step_{step + 1}", step + 1)
             yield f"checkpoint {step + 1}"
@@ -152,13 +154,11 @@ class WrittenRun:
         baselines = give_advantages(rollouts, rules, before)
         outcomes = sorted([*outcomes, *map(outcome_of, trained)], key=lambda outcome: outcome.group)
         buffer.close_batch(outcomes, next_step=step + 1)
+        decided = {"trained": rollouts, "dropped": dropped}
         state = State(
             next_batch=step + 1,
             open_groups=open_groups,
-            counters={
-                "trained": before.counters.get("trained", 0) + len(rollouts),
-                "dropped": before.counters.get("dropped", 0) + len(dropped),
-            },
+            counters={name: before.counters.get(name, 0) + len(some) for name, some in decided.items()},
             baselines=baselines,
             **buffer.state(),
         )
@@ -167,12 +167,7 @@ class WrittenRun:
         return BatchRecord(step, rollouts, dropped, state, metrics, rules, outcomes)
 
     def _decide(
-        self,
-        task: OpenGroup,
-        step: int,
-        trained: list[list[Rollout]],
-        dropped: list[Dropped],
-        outcomes: list[Outcome],
+        self, task: OpenGroup, step: int, trained: list[list[Rollout]], dropped: list[Dropped], outcomes: list[Outcome]
     ) -> None:
         """One of the things that may befall a group."""
 
@@ -265,11 +260,6 @@ def give_advantages(rollouts: list[Rollout], rules: Rules, before: State) -> dic
 
 def digests_of(version: int) -> dict[str, str]:
     return {name: f"{name}@{version}" for name in ("model.embed_tokens.weight", "model.norm.weight")}
-
-
-def write_weights(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(b"weights")
 
 
 def write_checkpoint(folder: Path, version: int) -> None:

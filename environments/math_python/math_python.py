@@ -49,7 +49,7 @@ def load_environment(
         system_prompt=system_prompt or None,
         parser=parser,
         rubric=rubric,
-        tools=[python_tool(Limits(timeout_s=timeout_s, memory_mib=memory_mib), max_output_chars)],
+        tools=[python_tool(Limits(timeout_s=timeout_s, memory_mib=memory_mib, num_processes=4), max_output_chars)],
         max_turns=max_turns,
         error_formatter=lambda error: f"{ERROR}{type(error).__name__}: {error}",
     )

@@ -1,12 +1,13 @@
 """Runs untrusted Python: `result = await run_python("print(6 * 7)", timeout_s=5, memory_mib=512)`.
 
-Each run has processes, time, memory, files and output of limited size, no network, none of our environment variables,
-and nothing of it is left when the call returns. How it is confined depends on what the kernel allows; see README.md.
+Each run has processes, time, memory, files and output of limited size, no network, no view of our files, environment
+or memory, and nothing of it is left when the call returns. How it is confined depends on the kernel; see README.md.
 """
 
 import ast
 import asyncio
 import contextlib
+import logging
 import marshal
 import os
 import signal
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 __all__ = ["Confinement", "Limits", "Reason", "Result", "SandboxError", "find_confinement", "run_python", "score_code"]
+
+log = logging.getLogger("python_sandbox")
 
 Confinement = Literal["namespaces", "filter"]
 Reason = Literal["done", "error", "timeout", "cpu_time", "memory", "output", "killed"]
@@ -90,17 +93,26 @@ async def run_python(
         limits: instead of `timeout_s` and `memory_mib`, all of them.
         stdin: what the code may read with `input()`.
         packages: the packages installed beside this one can be imported (they can be read, not changed).
-        confinement: None takes the strongest that works here.
+        confinement: None takes the strongest that works here. "filter" by name also runs where the kernel cannot keep
+            the files of this user from it (Landlock): what other processes of this user have in their environment, the
+            code can read then.
 
     Raises:
         SandboxError: it cannot be confined here. Nothing has run.
     """
     limits = limits or Limits(timeout_s=timeout_s, memory_mib=memory_mib)
+    strict = confinement is None
     confinement = confinement or await find_confinement()
+    return await _run_confined(code, stdin, limits, packages, allow_network, confinement, strict=strict)
+
+
+async def _run_confined(
+    code: str, stdin: str, limits: Limits, packages: bool, network: bool, confinement: Confinement, *, strict: bool
+) -> Result:
     async with _slots():
         with tempfile.TemporaryDirectory(prefix="python-sandbox-") as folder:
-            order = _order(code, stdin, limits, folder, packages, allow_network, confinement)
-            return await _Run(limits).follow(order)
+            order = _order(code, stdin, limits, folder, packages, network, confinement)
+            return await _Run(limits).follow(order | {"strict": strict})
 
 
 def _order(
@@ -274,11 +286,14 @@ async def _try_all() -> Confinement:
     problems = []
     for confinement in _CHOICES:
         try:
-            result = await run_python("print(6 * 7)", limits=Limits(timeout_s=30), confinement=confinement)
+            limits = Limits(timeout_s=30)
+            result = await _run_confined("print(6 * 7)", "", limits, True, False, confinement, strict=True)
         except SandboxError as error:
             problems.append(f"{confinement}: {error}")
             continue
         if result.stdout == "42\n":
+            if confinement != "namespaces":
+                log.warning("Untrusted Python is confined by %s alone: %s. See the README.", confinement, problems[-1])
             return confinement
         problems.append(f"{confinement}: Python did not run in it ({result.reason}: {result.stderr.strip()[-200:]})")
     raise SandboxError(

@@ -37,7 +37,11 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "keyctl": (250, 219), "add_key": (248, 217),
     "request_key": (249, 218), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
-    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "init_module": (175, 105),
+    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+    "mq_unlink": (241, 181), "shmat": (30, 196), "shmctl": (31, 195), "semop": (65, 193),
+    "semctl": (66, 191), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187),
+    "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
+    "init_module": (175, 105),
     "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
     "kexec_file_load": (320, 294), "personality": (135, 92), "socket": (41, 198), "socketpair": (53, 199),
     "bind": (49, 200), "connect": (42, 203), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),
@@ -66,8 +70,9 @@ _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of
 KERNEL_CALLS = """
     unshare setns mount umount2 pivot_root open_tree open_tree_attr move_mount fsopen fsconfig fsmount fspick
     mount_setattr ptrace process_vm_readv process_vm_writev bpf perf_event_open userfaultfd keyctl add_key
-    request_key io_uring_setup io_uring_enter io_uring_register memfd_create memfd_secret shmget msgget semget
-    mq_open init_module finit_module delete_module kexec_load kexec_file_load personality
+    request_key io_uring_setup io_uring_enter io_uring_register memfd_create memfd_secret shmget shmat shmctl
+    msgget msgsnd msgrcv msgctl semget semop semctl mq_open mq_unlink
+    init_module finit_module delete_module kexec_load kexec_file_load personality
 """.split()  # noqa: SIM905
 SOCKET_CALLS = ["socket", "socketpair", "bind", "connect", "listen", "accept", "accept4"]
 PROCESS_CALLS = """
@@ -82,6 +87,8 @@ FILE_CALLS = """
     file_setattr chroot acct swapon swapoff reboot sethostname setdomainname settimeofday adjtimex clock_settime
     clock_adjtime quotactl quotactl_fd
 """.split()  # noqa: SIM905
+FAMILIES = (1, 2, 10)  # of sockets: AF_UNIX, AF_INET, AF_INET6. Others, such as AF_VSOCK, are in no network namespace
+AF_NETLINK = 16  # the C library looks up host names with it
 SIGNAL_OWNERS = (8, 15, 10)  # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, which make the kernel send signals for us
 IOCTLS = (0x8901, 0x8902, 0x5412, 0x541C, 0x40086602)  # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX, FS_IOC_SETFLAGS
 
@@ -154,6 +161,32 @@ def drop_privileges() -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
+# --- Landlock: which files may be read (Linux 5.13 or newer) ----------------------------------------------------------
+
+READ_FILE, READ_DIR, WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
+_PATH_BENEATH = 1
+
+
+def confine_files(readable: list[str]) -> None:
+    """Let this process, and all that it starts, read only below these paths; `PR_SET_NO_NEW_PRIVS` comes first.
+
+    That shuts /proc, where others of the same user show their environment and memory. Raises: OSError where the kernel
+    has no Landlock.
+    """
+    wanted = struct.pack("Q", READ_FILE | READ_DIR | WRITE_FILE)
+    rules = _syscall("landlock_create_ruleset", wanted, ctypes.c_size_t(len(wanted)), 0)
+    for path in readable:
+        try:
+            beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:  # not on this machine
+            continue
+        access = READ_FILE | (READ_DIR if os.path.isdir(path) else 0)
+        _syscall("landlock_add_rule", rules, _PATH_BENEATH, struct.pack("=Qi", access, beneath), 0)
+        os.close(beneath)
+    _syscall("landlock_restrict_self", rules, 0)
+    os.close(rules)
+
+
 # --- system call filters: classic BPF over (number, architecture, instruction, six arguments) -------------------------
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -171,6 +204,7 @@ def filter_calls(*, confine_all: bool, allow_network: bool) -> None:
     if confine_all:
         program += [*_refuse_all(PROCESS_CALLS + FILE_CALLS), *_refuse("openat2", errno.ENOSYS)]
         program += [] if allow_network else _refuse_all(SOCKET_CALLS)
+        program += _families(allow_network)
         program += _guard("clone", 0, [_jump(_ANY_BIT, CLONE_THREAD, 1, 0), _deny()])
         program += _guard("open", 1, [_jump(_ANY_BIT, WRITES, 0, 1), _deny()])
         program += _guard("openat", 2, [_jump(_ANY_BIT, WRITES, 0, 1), _deny()])
@@ -179,8 +213,17 @@ def filter_calls(*, confine_all: bool, allow_network: bool) -> None:
         program += _guard("fcntl", 1, _deny_values(SIGNAL_OWNERS))
         program += _guard("ioctl", 1, _deny_values(IOCTLS))
     else:
+        program += _families(allow_network)
         program += _guard("clone", 0, [_jump(_ANY_BIT, NEW_ANY, 0, 1), _deny()])
     _install([*program, _instruction(_RETURN, _ALLOW)])
+
+
+def _families(allow_network: bool) -> list[bytes]:
+    """Refuse sockets of all other families."""
+    allowed = (*FAMILIES, AF_NETLINK) if allow_network else FAMILIES
+    tests = [_jump(_EQUAL, family, len(allowed) - place, 0) for place, family in enumerate(allowed)]
+    tests.append(_deny(errno.EAFNOSUPPORT))
+    return [*_guard("socket", 0, tests), *_guard("socketpair", 0, tests)]
 
 
 def _install(program: list[bytes]) -> None:

@@ -13,6 +13,7 @@ import os
 import resource
 import select
 import sys
+import time
 
 import python_sandbox_kernel as kernel
 
@@ -21,6 +22,8 @@ HIGH_USERS = 1 << 30  # far above those of people and services
 OWN = "/sandbox"  # the folder it may write in
 CODE, INPUT = "main.py", "stdin"
 MIB = 1 << 20
+PAGE = os.sysconf("SC_PAGE_SIZE")
+LOOK_EVERY_S = 0.2  # at the memory of all processes together
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -64,8 +67,10 @@ def _report(status: int, report: dict) -> None:
 def run(order: dict, status: int) -> dict:
     """Returns what is to be reported; where there is an init, it reports the untrusted process's end."""
     has_init = order["confinement"] == "namespaces"
+    _write("/proc/self/oom_score_adj", "1000")  # where memory runs out, this ends before a trainer does
+    os.nice(5)
     child = _start_namespaces(order, status) if has_init else _start_filtered(order, status)
-    reason, ended = _watch(child, order["timeout_s"])
+    reason, ended = _watch(child, order["timeout_s"], 2 * order["memory_mib"] * MIB)
     if reason == "cancelled":
         _remove(order["folder"])
     if reason:
@@ -82,17 +87,42 @@ def _remove(folder: str) -> None:
             pass
 
 
-def _watch(child: int, timeout_s: float) -> tuple[str, int]:
-    """Until the child ends, the caller hangs up, or time is over; then nothing of it is left."""
+def _watch(child: int, timeout_s: float, memory: int) -> tuple[str, int]:
+    """Wait until the child ends, the caller hangs up, time is over, or all processes together use more than `memory`
+    bytes. Then nothing of it is left.
+
+    Returns: why it was ended, "" where it ended by itself, and the child's status.
+    """
     handle = os.pidfd_open(child)
     events = select.poll()
     events.register(handle, select.POLLIN)
     events.register(0, select.POLLHUP)
-    ready = {descriptor for descriptor, _ in events.poll(timeout_s * 1000)}
-    if handle not in ready:
+    give_up = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.0, give_up - time.monotonic())
+        ready = {descriptor for descriptor, _ in events.poll(min(left_s, LOOK_EVERY_S) * 1000)}
+        reason = "" if handle in ready else "cancelled" if ready else "timeout" if left_s <= LOOK_EVERY_S else None
+        if reason is None and _memory_of(child) > memory:
+            reason = "memory"
+        if reason is not None:
+            break
+    if reason:
         os.kill(child, kernel.SIGKILL)
     _, ended = os.waitpid(child, 0)
-    return "" if handle in ready else ("cancelled" if ready else "timeout"), ended
+    return reason, ended
+
+
+def _memory_of(pid: int) -> int:
+    """Bytes in memory of a process and all below it."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            total = int(file.read().split()[1]) * PAGE
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                total += sum(_memory_of(int(child)) for child in file.read().split())
+        return total
+    except OSError:  # it has ended meanwhile
+        return 0
 
 
 # --- confined by namespaces -------------------------------------------------------------------------------------------
@@ -226,16 +256,28 @@ def _become_untrusted(order: dict, *, folder: str) -> None:
         os.setgroups([])
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)
-    _limit(order, count_processes=has_init)
+    _limit(order, count_processes=has_init or os.geteuid() != 0)
     kernel.die_with_parent()
     kernel.drop_privileges()
+    if not has_init:
+        _confine_files(order, folder)
     kernel.filter_calls(confine_all=not has_init, allow_network=order["allow_network"])
     flags = ["-I", "-S", "-B", "-X", "utf8", "-c", BOOT.format(packages=order["packages"])]
     os.execve(order["python"], ["python", *flags], VARIABLES | {"HOME": folder, "TMPDIR": folder})
 
 
+def _confine_files(order: dict, folder: str) -> None:
+    """Raises: OSError where the kernel cannot, unless the weaker confinement was asked for by name."""
+    network = NETWORK if order["allow_network"] else ()
+    try:
+        kernel.confine_files([*SYSTEM, *order["readable"], *order["packages"], *DEVICES, *network, folder])
+    except OSError as error:
+        if order["strict"]:
+            raise OSError(error.errno, f"no Landlock to keep files of others from it ({error})") from error
+
+
 def _limit(order: dict, *, count_processes: bool) -> None:
-    """Where the filter stands alone there are no processes to count, and the count would include the caller's."""
+    """The count of processes is that of a user: where the filter stands alone, those of the caller's user are added."""
     cpu_s = max(1, int(-(-order["cpu_s"] // 1)))
     _at_most(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
     _at_most(resource.RLIMIT_AS, order["memory_mib"] * MIB)
@@ -243,7 +285,20 @@ def _limit(order: dict, *, count_processes: bool) -> None:
     _at_most(resource.RLIMIT_NOFILE, order["num_files"])
     _at_most(resource.RLIMIT_CORE, 0)
     if count_processes:
-        _at_most(resource.RLIMIT_NPROC, order["num_processes"] + 1)  # init counts where it is the same user
+        others = 1 if order["confinement"] == "namespaces" else _num_threads()  # init may be of the same user
+        _at_most(resource.RLIMIT_NPROC, order["num_processes"] + others)
+
+
+def _num_threads() -> int:
+    """Threads of this user now, all of which count against the limit of processes."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{name}").st_uid == os.geteuid():
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:  # it has ended meanwhile
+            pass
+    return count
 
 
 def _at_most(kind: int, soft: int, hard: int | None = None) -> None:

@@ -10,8 +10,6 @@ import pytest
 
 from real_run import DEADLINE_S, QUICKSTART, REPOSITORY, command, started
 
-pytestmark = pytest.mark.e2e
-
 RAISES_ON_LOAD = """
 def load_environment(**args):
     raise FileNotFoundError("the word list has not been downloaded")
@@ -19,27 +17,22 @@ def load_environment(**args):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "messages"),
     [
-        (["--trainer.optim.learning-rate", "1e-3"], "Did you mean `--trainer.optim.lr`?"),
-        (["--max-steps", "many"], "`--max-steps many` - expected integer > 0"),
-        (["--orchestrator.batch-size", "100"], "batch_size must be divisible by rollouts_per_example: 100 % 16 = 4"),
-        (["--model.name", "models/no-such-model"], '"models/no-such-model": this folder does not exist'),
-        (["--orchestrator.env.0.id", "revers-text"], "did you mean 'reverse_text'"),
-        (["--trainer.model.ac", "full"], "Write its keys one by one: `--trainer.model.ac.freq …`"),
+        (["--trainer.optim.learning-rate", "1e-3"], ["Did you mean `--trainer.optim.lr`?"]),
+        (
+            ["--max-stepz", "3", "--seq-len", "long"],
+            ["2 problems", "--max-steps", "`--seq-len long` - expected integer"],
+        ),
+        (["--orchestrator.batch-size", "100"], ["must be divisible by rollouts_per_example: 100 % 16 = 4"]),
+        (["--model.name", "models/no-such-model"], ['"models/no-such-model": this folder does not exist']),
+        (["--orchestrator.env.0.id", "revers-text"], ["did you mean 'reverse_text'"]),
+        (["--trainer.model.ac", "full"], ["Write its keys one by one: `--trainer.model.ac.freq …`"]),
     ],
-    ids=["unknown key", "wrong type", "batch size", "no model", "no environment", "a word for a table"],
 )
-def test_a_flag_that_cannot_work_is_refused(flags: list[str], message: str, tmp_path: Path) -> None:
-    assert message in refused(*flags, folder=tmp_path)
-
-
-def test_a_word_for_a_table_in_a_file_is_answered_with_the_table(tmp_path: Path) -> None:
-    file = tmp_path / "ac.toml"
-    file.write_text('[trainer.model]\nac = "full"\n')
-    message = refused("@", file, folder=tmp_path)
-    assert f'{file}: `trainer.model.ac = "full"` - expected table' in message
-    assert "[trainer.model.ac]" in message
+def test_a_flag_that_cannot_work_is_refused(flags: list[str], messages: list[str], tmp_path: Path) -> None:
+    said = refused(*flags, folder=tmp_path)
+    assert [message for message in messages if message not in said] == []
 
 
 def test_a_port_in_use_is_named_with_its_purpose(tmp_path: Path) -> None:
@@ -49,13 +42,6 @@ def test_a_port_in_use_is_named_with_its_purpose(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         message = refused("--inference.server.port", str(port), folder=tmp_path)
     assert f"port {port} on 127.0.0.1 is in use, wanted for the inference server (inference.server.port)" in message
-
-
-def test_several_problems_are_told_at_once(tmp_path: Path) -> None:
-    message = refused("--max-stepz", "3", "--seq-len", "long", folder=tmp_path)
-    assert "2 problems" in message
-    assert "--max-steps" in message
-    assert "--seq-len long" in message
 
 
 def refused(*arguments: str | Path, folder: Path) -> str:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from real_run import REPOSITORY
-
-pytestmark = pytest.mark.e2e
+from real_run import DEADLINE_S, REPOSITORY
 
 MODEL = str(REPOSITORY / "models" / "reverse-text-tiny")
 LENGTHS = [15, 17, 20, 33, 40]
-DEADLINE_S = 240
 
 ASK = """
 import json, os, sys
@@ -25,7 +20,7 @@ from trireme.config.run import RunConfig
 from trireme.inference.server import environment, server_arguments
 
 config = RunConfig.model_validate({"device": "cpu", "inference": {"server": {"port": 1}}})
-os.environ.update(environment(config) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+os.environ.update(environment(config) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"})
 words = server_arguments(config)
 block_size = int(words[words.index("--block-size") + 1])
 from vllm import LLM, SamplingParams
@@ -41,37 +36,22 @@ for request in llm.generate(asked, sampling, use_tqdm=False):
     logprobs = [place[token].logprob for place, token in zip(answer.logprobs, ids)]
     cached = request.num_cached_tokens
     found.append({"prompt": request.prompt_token_ids, "cached": cached, "ids": ids, "logprobs": logprobs})
-print("FOUND", json.dumps({"block_size": block_size, "found": found}))
+print("FOUND", json.dumps([block_size, found]))
 """
 
 
-@pytest.fixture(scope="module")
-def answers() -> dict:
+def test_a_group_shares_the_whole_blocks_of_its_prompt_and_has_the_logprobs_of_the_model() -> None:
     prompts = [[(7 * length + place) % 90 + 5 for place in range(length)] for length in LENGTHS]
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, json.dumps([MODEL, prompts])],
-        cwd=REPOSITORY,
-        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    words = [sys.executable, "-c", ASK, json.dumps([MODEL, prompts])]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.rpartition("FOUND")[2])
-
-
-def test_the_others_of_a_group_find_the_whole_blocks_of_its_prompt(answers: dict) -> None:
-    size = answers["block_size"]
+    size, found = json.loads(done.stdout.rpartition("FOUND")[2])
     assert size == (32 if torch.cpu._is_amx_tile_supported() else 16)
-    first, *others = [answers["found"][start::3] for start in range(3)]
-    assert [answer["cached"] for answer in first] == [0] * len(LENGTHS)
-    for group in others:
-        assert [answer["cached"] for answer in group] == [(length - 1) // size * size for length in LENGTHS]
-
-
-def test_what_is_shared_gives_the_logprobs_of_the_model(answers: dict) -> None:
+    shared = [(length - 1) // size * size for length in LENGTHS]
+    cached = [[answer["cached"] for answer in found[start::3]] for start in range(3)]
+    assert cached == [[0] * len(LENGTHS), shared, shared]
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    for answer in answers["found"]:
+    for answer in found:
         ids = torch.tensor([answer["prompt"] + answer["ids"]])
         with torch.no_grad():
             logprobs = model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]

@@ -11,20 +11,16 @@ import pytest
 
 from real_run import SharedEngine
 
-pytestmark = pytest.mark.e2e
-
-OWN_WAY = {"X-Request-Id": "by vLLM's own route"}
+WAYS = (None, {"X-Request-Id": "by vLLM's own route"})
 PROMPTS = [list(range(5, 25)), [7] * 40, [11, 12, 13]]
 GREEDY = {"max_tokens": 12, "temperature": 0.0, "logprobs": 0}
 
 
-def ask(engine: SharedEngine, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+def ask(
+    engine: SharedEngine, *, headers: dict[str, str] | None = None, timeout: float = 60, **body: Any
+) -> httpx.Response:
     url = f"http://127.0.0.1:{engine.port}/inference/v1/generate"
-    return httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False)
-
-
-def both(engine: SharedEngine, **body: Any) -> tuple[httpx.Response, httpx.Response]:
-    return ask(engine, **body), ask(engine, headers=OWN_WAY, **body)
+    return httpx.post(url, json=body, headers=headers, timeout=timeout, trust_env=False)
 
 
 def is_short(answer: httpx.Response) -> bool:
@@ -41,7 +37,7 @@ def is_short(answer: httpx.Response) -> bool:
 def test_both_ways_give_the_same_tokens_logprobs_versions_and_reasons(
     engine: SharedEngine, prompt: list[int], more: dict[str, Any]
 ) -> None:
-    short, own = both(engine, token_ids=prompt, sampling_params=GREEDY | more)
+    short, own = (ask(engine, headers=way, token_ids=prompt, sampling_params=GREEDY | more) for way in WAYS)
     assert is_short(short)
     assert not is_short(own)
     (choice,), (other,) = short.json()["choices"], own.json()["choices"]
@@ -53,19 +49,11 @@ def test_both_ways_give_the_same_tokens_logprobs_versions_and_reasons(
 
 
 @pytest.mark.parametrize(
-    ("name", "sampling"),
-    [
-        ("the likeliest tokens of each place", {"logprobs": 3}),
-        ("text that ends a turn", {"stop": ["a"]}),
-        ("logprobs of the prompt", {"prompt_logprobs": 0}),
-        ("several completions", {"n": 2, "temperature": 1.0}),
-    ],
+    "sampling", [{"logprobs": 3}, {"stop": ["a"]}, {"prompt_logprobs": 0}, {"n": 2, "temperature": 1.0}], ids=str
 )
-def test_what_the_short_way_does_not_know_is_left_to_vllm(
-    engine: SharedEngine, name: str, sampling: dict[str, Any]
-) -> None:
+def test_what_the_short_way_does_not_know_is_left_to_vllm(engine: SharedEngine, sampling: dict[str, Any]) -> None:
     answer = ask(engine, token_ids=PROMPTS[0], sampling_params=GREEDY | sampling)
-    assert answer.status_code == 200, name
+    assert answer.status_code == 200
     assert not is_short(answer)
 
 
@@ -86,32 +74,25 @@ def test_what_the_short_way_does_not_know_is_left_to_vllm(
     ids=lambda body: str(body)[:60],
 )
 def test_a_bad_request_is_refused_as_vllm_refuses_it(engine: SharedEngine, body: dict[str, Any]) -> None:
-    short, own = both(engine, **body)
+    short, own = (ask(engine, headers=way, **body) for way in WAYS)
     assert 400 <= short.status_code < 500
     assert (short.status_code, short.json()) == (own.status_code, own.json())
     assert ask(engine, token_ids=[5], sampling_params=GREEDY).status_code == 200  # it is as well as before
 
 
-def test_whoever_hangs_up_ends_the_request_in_the_engine(engine: SharedEngine) -> None:
+def test_a_client_that_hangs_up_ends_its_request_in_the_engine(engine: SharedEngine) -> None:
     """The last one is as long as those before it, which would be finished by then."""
-    before, errors = num_finished(engine), num_errors(engine)
+    before, errors = num_finished(engine), engine.process.output.count("Exception in ASGI application")
     body = {"token_ids": [5], "sampling_params": GREEDY | {"max_tokens": 120, "ignore_eos": True}}
     for _ in range(5):  # one may be answered before it is given up
         with suppress(httpx.ReadTimeout):
-            httpx.post(
-                f"http://127.0.0.1:{engine.port}/inference/v1/generate", json=body, timeout=0.05, trust_env=False
-            )
+            ask(engine, timeout=0.05, **body)
     assert is_short(ask(engine, **body))
     assert 1 <= num_finished(engine) - before < 6
-    assert num_errors(engine) == errors  # it happens all the time, and is none
-
-
-def num_errors(engine: SharedEngine) -> int:
-    return engine.process.output.count("Exception in ASGI application")
+    assert engine.process.output.count("Exception in ASGI application") == errors
 
 
 def num_finished(engine: SharedEngine) -> float:
     """Requests that were answered to their end."""
     text = httpx.get(f"http://127.0.0.1:{engine.port}/metrics", timeout=60, trust_env=False).text
-    found = re.findall(r"^vllm:request_success_total\{[^}]*\} (\S+)$", text, re.MULTILINE)
-    return sum(map(float, found))
+    return sum(map(float, re.findall(r"^vllm:request_success_total\{[^}]*\} (\S+)$", text, re.MULTILINE)))

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from real_run import REPOSITORY, SharedEngine, command
+from real_run import SharedEngine, run_command
 from reflecting import Endpoint
-
-pytestmark = pytest.mark.e2e
-
-DEADLINE_S = 300
 
 
 def find_out(messages: list[dict[str, Any]]) -> str:
@@ -39,10 +32,8 @@ def test_a_prompt_becomes_better_for_a_real_model_on_examples_that_nothing_has_s
     words += ["--sampling.temperature", "0", "--sampling.max-tokens", "40", "--perfect-score", "1"]
     with Endpoint().running() as endpoint:
         endpoint.minds["reflector"] = find_out
-        asked = [command("trireme"), *words, "--reflection-base-url", endpoint.url]
-        done = subprocess.run(asked, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
+        told = run_command("trireme", *words, "--reflection-base-url", endpoint.url)
     summary = json.loads((tmp_path / "gepa" / "metadata.json").read_text())["summary"]
-    assert summary["held_out"]["after"] > summary["held_out"]["before"] + 0.1, done.stdout
+    assert summary["held_out"]["after"] > summary["held_out"]["before"] + 0.1, told
     assert summary["calls"]["total"] <= 130
     assert "Reverse the text character-by-character." in (tmp_path / "gepa" / "best_prompt.txt").read_text()

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from peft import PeftModel
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
 from posted_update import Post, update, updated_by_hand
-from real_run import REPOSITORY, Run, SharedEngine, open_engine, run_apart, started
+from real_run import REPOSITORY, SharedEngine, open_engine, run_apart, started
+from tiny import logprobs_of
 from trireme.algo.adapter_names import POLICY
 from trireme.ledger.versions import Versions
-
-pytestmark = pytest.mark.e2e
 
 MODEL = REPOSITORY / "models/reverse-text-tiny"
 RANK = 4
 LORA = ("--trainer.model.lora.rank", str(RANK), "--trainer.model.lora.alpha", str(2 * RANK))
-AS_ADAPTERS = (*LORA, "--trainer.model.lora.sync", "adapter")
-LEARNING = ("--trainer.optim.lr", "5e-3")
-STEPS = 6
+STEPS = 3
+PROMPT = [(17 + 11 * place) % json.loads((MODEL / "config.json").read_text())["vocab_size"] for place in range(12)]
 
 Tensors = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
 def lora_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
-    with open_engine(tmp_path_factory.mktemp("lora_engine"), *AS_ADAPTERS) as engine:
+    with open_engine(tmp_path_factory.mktemp("lora_engine"), *LORA, "--trainer.model.lora.sync", "adapter") as engine:
         yield engine
 
 
@@ -41,40 +41,38 @@ def post(lora_engine: SharedEngine, tmp_path: Path) -> Iterator[Post]:
         yield post
 
 
-# one update after the other, by hand
-
-
 def test_a_request_that_is_under_way_goes_on_with_the_new_adapters_from_the_next_token_on(
     post: Post, tmp_path: Path
 ) -> None:
-    """Every token's logprob is that of the version that it names: what came before is computed anew, too."""
+    """Every token's logprob is that of the version that it names: what came before is computed again, too."""
     base, first, second = load_file(MODEL / "model.safetensors"), adapters(1), adapters(2)
     update(post, base | first, tmp_path, version=0, loads_adapter=True)
     post("v1/load_lora_adapter", lora_name=POLICY, lora_path=POLICY)
     post("resume")
-    answers: list[dict] = []
-    sampling = {"max_tokens": 90, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
-    ask = threading.Thread(
-        target=lambda: answers.append(
-            post("inference/v1/generate", token_ids=PROMPT, model=POLICY, sampling_params=sampling)["choices"][0]
-        )
-    )
-    ask.start()
-    wait_for_some_tokens(post)
+
+    def ask(num_tokens: int) -> dict:
+        sampling = {"max_tokens": num_tokens, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
+        return post("inference/v1/generate", token_ids=PROMPT, model=POLICY, sampling_params=sampling)["choices"][0]
+
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask, 90)
+        for _ in range(2):  # sent later, and done: the other one has as many tokens, and is not at its end
+            ask(5)
+        post("pause?mode=keep")
+        update(post, second, tmp_path, version=1, loads_adapter=True)
+        post("resume")
+        answer = asked.result()
     post("pause?mode=keep")
-    update(post, second, tmp_path, version=1, loads_adapter=True)
-    post("resume")
-    ask.join()
-    post("pause?mode=keep")
-    (answer,) = answers
     spans = {span["version"]: range(span["start"], span["end"]) for span in answer["weight_versions"]}
     assert set(spans) == {"0", "1"}
     told = np.array([entry["logprob"] for entry in answer["logprobs"]["content"]])
     ids = PROMPT + answer["token_ids"]
     for version, sent in (("0", first), ("1", second)):
-        expected = logprobs_of(merged(base, sent), ids)[len(PROMPT) - 1 :]
+        expected = logprobs_of(MODEL, merged(base, sent), ids)[len(PROMPT) - 1 :]
         assert np.abs(told - expected)[list(spans[version])].max() < 1e-4
-    assert np.abs(logprobs_of(merged(base, first), ids) - logprobs_of(merged(base, second), ids)).max() > 0.1
+    assert (
+        np.abs(logprobs_of(MODEL, merged(base, first), ids) - logprobs_of(MODEL, merged(base, second), ids)).max() > 0.1
+    )
 
 
 def test_adapters_that_are_left_out_are_named(post: Post, tmp_path: Path) -> None:
@@ -107,76 +105,24 @@ def merged(base: Tensors, sent: Tensors) -> Tensors:
     return found
 
 
-def logprobs_of(tensors: Tensors, ids: list[int]) -> np.ndarray:
-    """[T - 1] by transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    model.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, strict=False)
-    with torch.no_grad():
-        found = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    return found.gather(-1, torch.tensor(ids)[1:, None])[:, 0].numpy()
-
-
-def wait_for_some_tokens(post: Post) -> None:
-    """Requests that were sent later, and are done: the other one has as many tokens, and is not at its end."""
-    sampling = {"max_tokens": 5, "ignore_eos": True}
-    for _ in range(2):
-        post("inference/v1/generate", token_ids=PROMPT, model=POLICY, sampling_params=sampling)
-
-
-PROMPT = [(17 + 11 * place) % json.loads((MODEL / "config.json").read_text())["vocab_size"] for place in range(12)]
-
-
-# whole runs
-
-
-@pytest.fixture(scope="module")
-def as_adapters(lora_engine: SharedEngine, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_apart(lora_engine, tmp_path_factory.mktemp("as_adapters") / "run", *AS_ADAPTERS, *LEARNING)
-
-
-@pytest.fixture(scope="module")
-def as_one(lora_engine: SharedEngine, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same engine serves the merged model as its base model."""
-    return run_apart(lora_engine, tmp_path_factory.mktemp("merged") / "run", *LORA, *LEARNING)
-
-
-@pytest.mark.parametrize("which", ["as_adapters", "as_one"])
+@pytest.mark.parametrize("sync", ["adapter", "merged"])
 def test_a_run_with_adapters_is_confirmed_audited_and_replayed_to_the_bit(
-    which: str, request: pytest.FixtureRequest
+    sync: str, lora_engine: SharedEngine, tmp_path: Path
 ) -> None:
-    run: Run = request.getfixturevalue(which)
+    """The same engine serves adapters beside its base model, or the merged model as its base model; the checkpoints of
+    both are adapters that PEFT loads."""
+    flags = (*LORA, "--trainer.model.lora.sync", sync, "--trainer.optim.lr", "5e-3", "--max-steps", str(STEPS))
+    run = run_apart(lora_engine, tmp_path / "run", *flags)
     assert max(row["mismatch_kl"] for row in run.rows("trainer")) < 1e-6
     digests = [Versions(run.paths.journal).read(version).digests for version in range(STEPS + 1)]
     names = {name for one, other in pairwise(digests) for name in one if one[name] != other[name]}
     assert names
     assert all(name.endswith("_proj.weight") or ".lora_" in name for name in names)
-    assert any(".lora_" in name for name in digests[0]) is (which == "as_adapters")
+    assert any(".lora_" in name for name in digests[0]) is (sync == "adapter")
     for verb in ("audit", "replay"):
-        with started("trireme", verb, run.root, log=run.root.parent / f"{verb}.log") as process:
+        with started("trireme", verb, run.root, log=tmp_path / f"{verb}.log") as process:
             assert process.wait() == 0, process.tail()
-
-
-def test_checkpoints_leave_adapters_that_peft_loads(as_one: Run) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    folder = as_one.paths.weights / f"step_{STEPS}"
+    folder = run.weights(STEPS).parent
     assert not (folder / "model.safetensors").exists()
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL), str(folder))
     assert sum(".lora_" in name for name, _ in model.named_parameters()) == len(adapters(0))
-
-
-def test_an_engine_that_never_loads_the_adapters_ends_the_run_by_name(tmp_path: Path) -> None:
-    """Not so, tokens would come from the base model for as long as nobody looks, and seem stale."""
-    arguments = ["@", "configs/reverse-text/lora.toml", "--output-dir", tmp_path]
-    with started("rl", *arguments, log=tmp_path / "rl.log", env={"TRIREME_FAULTS": "skip_adapter=1"}) as rl:
-        assert rl.wait() == 3, rl.tail()
-        assert rl.left() == []
-        assert "Version 0 was not loaded whole by " in rl.output
-        assert "model.layers.0.mlp.down_proj (no adapter)" in rl.output
-    run = Run(tmp_path / "reverse-text-lora")
-    assert run.rows("trainer") == []
-    assert run.batches() == []

@@ -2,45 +2,71 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import moe_ranks
-from moe import save_moe
-from rank_processes import require_success, started_ranks
-from trireme.trainer.mesh import World
+from moe import routed, save_moe
+from rank_processes import require_success, results_of, started_ranks
+from tiny import num_loss_samples, num_loss_tokens, random_samples, take_gradients
+from trireme.algo.packing import micro_batches_of_rank
+from trireme.config.trainer import ActivationCheckpointing, Experts, Loss, TrainerModel
+from trireme.trainer.mesh import World, open_world
+from trireme.trainer.model import load_model
+from trireme.trainer.moe import expert_metrics
+from trireme.trainer.step import forward_backward, policy_gradient
 
 pytestmark = pytest.mark.e2e
 
+CAPACITY = 41
+LENGTHS = [31, 18, 23, 9]
+TEAMS = (1, 2)  # ranks that share a row
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_moe(tmp_path_factory.mktemp("model"), num_key_value_heads=2)
+
+def train(folder: Path, world: World) -> dict[str, Any]:
+    config = TrainerModel(cp=world.cp_size, ac=ActivationCheckpointing(), moe=Experts(router_replay=True))
+    model = load_model(config, str(folder), world)
+    samples = routed(random_samples(LENGTHS))
+    metrics = forward_backward(
+        model,
+        micro_batches_of_rank(samples, capacity=CAPACITY, rank=world.dp_rank, world=world.dp_size),
+        loss_tokens=num_loss_tokens(samples),
+        loss_samples=num_loss_samples(samples),
+        step=0,
+        loss_function=policy_gradient(Loss()),
+        world=world,
+    )
+    return {"metrics": metrics | expert_metrics(model, world), "gradients": take_gradients(model)}
 
 
-@pytest.fixture(scope="module")
-def together(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """By rank, then by stage."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    with started_ranks(moe_ranks.__file__, model, folder, num_ports=len(moe_ranks.TEAMS)) as processes:
+def main() -> None:
+    model, folder = map(Path, sys.argv[1:])
+    found = []
+    for port, team in zip(os.environ["PORTS"].split(","), TEAMS, strict=True):
+        os.environ["MASTER_PORT"] = port
+        with open_world("cpu", threads=1, timeout_s=240, cp=team) as world:
+            found.append(train(model, world))
+    torch.save(found, folder / f"result_{os.environ['RANK']}.pt")
+
+
+def test_two_ranks_send_tokens_where_one_does(tmp_path: Path, world: World) -> None:
+    model = save_moe(tmp_path / "model", num_key_value_heads=2)
+    with started_ranks(__file__, model, tmp_path, num_ports=len(TEAMS)) as processes:
         require_success(processes)
-    return [torch.load(folder / f"result_{rank}.pt") for rank in range(2)]
-
-
-@pytest.mark.parametrize("stage", range(len(moe_ranks.TEAMS)), ids=["rows of their own", "a part of each row"])
-def test_two_ranks_send_tokens_where_one_does(
-    together: list[list[dict[str, Any]]], model: Path, world: World, stage: int
-) -> None:
-    alone = moe_ranks.train(model, world)
-    first, second = (rank[stage] for rank in together)
-    assert first["metrics"] == second["metrics"]
-    for name in ("loss", "mismatch_kl", "moe/rerouted_frac", "moe/busiest_expert", "moe/idle_experts_frac"):
-        padding = 0.1 if name.startswith("moe") and stage else 0  # a part may be longer than its tokens
-        assert first["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-5 + padding, abs=1e-7), name
-    assert first["gradients"].keys() == alone["gradients"].keys()
-    for name, gradient in alone["gradients"].items():
-        torch.testing.assert_close(first["gradients"][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    alone = train(model, world)
     assert alone["metrics"]["moe/rerouted_frac"] > 0.5
+    for stage, (first, second) in enumerate(zip(*results_of(tmp_path), strict=True)):
+        assert first["metrics"] == second["metrics"]
+        for name in ("loss", "mismatch_kl", "moe/rerouted_frac", "moe/busiest_expert", "moe/idle_experts_frac"):
+            padding = 0.1 if name.startswith("moe") and stage else 0  # a part may be longer than its tokens
+            expected = pytest.approx(alone["metrics"][name], rel=1e-5 + padding, abs=1e-7)
+            assert first["metrics"][name] == expected, name
+        torch.testing.assert_close(first["gradients"], alone["gradients"], rtol=1e-4, atol=1e-6)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from moe import TOP_K, save_moe
 from posted_update import Post, update, updated_by_hand
 from real_run import Run, SharedEngine, open_engine, run_apart
-
-pytestmark = pytest.mark.e2e
+from tiny import logprobs_of
 
 CONFIG = "tests/e2e/moe.toml"
 STEPS = 3
@@ -35,12 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def moe_engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
     with open_engine(tmp_path_factory.mktemp("engine"), "--model.name", folder, config=CONFIG) as opened:
         yield opened
-
-
-@pytest.fixture(scope="module")
-def run(moe_engine: SharedEngine, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    root = tmp_path_factory.mktemp("straight") / "run"
-    return run_apart(moe_engine, root, "--model.name", folder, config=CONFIG)
 
 
 @pytest.fixture
@@ -84,16 +77,13 @@ def test_after_a_whole_update_the_engine_computes_with_it(post: Post, folder: Pa
     rng = np.random.default_rng(0)
     moved = {name: tensor + rng.normal(0, 0.05, tensor.shape).astype(tensor.dtype) for name, tensor in tensors.items()}
     assert update(post, moved, tmp_path) == []
-    save_file(moved, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     prompt = list(range(5, 40))
     post("resume")
     choice = generate(post, prompt, start=0)
     post("pause?mode=keep")
-    logprobs, _ = computed(model, prompt + choice["token_ids"])
+    expected = logprobs_of(folder, moved, prompt + choice["token_ids"])[len(prompt) - 1 :]
     said = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]])
-    assert np.abs(said - logprobs[len(prompt) - 1 :]).max() < 1e-4
+    assert np.abs(said - expected).max() < 1e-4
 
 
 def generate(post: Post, ids: list[int], *, start: int) -> dict[str, Any]:
@@ -117,25 +107,17 @@ def computed(model: Any, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return logprobs.numpy(), np.stack(went, axis=1)
 
 
-def test_a_run_trains_on_the_very_routes_that_were_sampled(run: Run) -> None:
+def test_a_run_trains_on_the_very_routes_that_were_sampled_and_publishes_every_expert(
+    moe_engine: SharedEngine, folder: Path, tmp_path: Path
+) -> None:
     """In float32 trainer and engine agree about nearly every token: replay hardly shows, and must not harm."""
+    run = run_apart(moe_engine, tmp_path / "run", "--model.name", folder, config=CONFIG)
     rows = run.rows("trainer")
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert all(row["mismatch_kl"] < 1e-8 for row in rows)
     assert all(row["moe/rerouted_frac"] < 0.01 for row in rows)
     assert all(1 < row["moe/busiest_expert"] < 8 for row in rows)
-
-
-def test_the_journal_has_the_route_of_every_token_but_the_last(run: Run) -> None:
-    samples = [sample for batch in run.batches() for rollout in batch.rollouts for sample in rollout.samples]
-    assert len(samples) == STEPS * 16
-    for sample in samples:
-        assert sample.routed is not None
-        assert sample.routed.known.tolist() == [1] * (sample.length - 1) + [0]
-        assert sample.routed.experts.shape == ((sample.length - 1) * LAYERS * TOP_K,)
-
-
-def test_what_was_trained_is_published_with_one_tensor_per_expert(run: Run, folder: Path) -> None:
+    assert assert_routed(run) == STEPS * 16
     before, after = load_file(folder / "model.safetensors"), run.tensors(STEPS)
     assert after.keys() == before.keys()
     assert all(np.abs(after[name] - before[name]).max() > 0 for name in before)
@@ -147,8 +129,15 @@ def test_answers_that_go_on_under_new_weights_keep_the_routes_of_their_tokens(
     """An update throws away what the engine had computed: all is computed again, and no token's route told twice."""
     flags = ["--model.name", folder, "--max-async-level", "2", "--orchestrator.sampling.max-tokens", "64"]
     ahead = run_apart(moe_engine, tmp_path / "run", *flags, "--max-steps", "4", config=CONFIG)
-    samples = [sample for batch in ahead.batches() for rollout in batch.rollouts for sample in rollout.samples]
+    assert_routed(ahead)
+    assert all(row["mismatch_kl"] < 1e-8 for row in ahead.rows("trainer") if "mismatch_kl" in row)
+
+
+def assert_routed(run: Run) -> int:
+    """The journal has the route of every token but the last, of so many samples."""
+    samples = [sample for batch in run.batches() for rollout in batch.rollouts for sample in rollout.samples]
     for sample in samples:
         assert sample.routed is not None
         assert sample.routed.known.tolist() == [1] * (sample.length - 1) + [0]
-    assert all(row["mismatch_kl"] < 1e-8 for row in ahead.rows("trainer") if "mismatch_kl" in row)
+        assert sample.routed.experts.shape == ((sample.length - 1) * LAYERS * TOP_K,)
+    return len(samples)

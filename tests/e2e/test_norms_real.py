@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytestmark = pytest.mark.e2e
-
 EPSILON = 1e-6
 
 
@@ -25,13 +23,14 @@ def norms():
     return {name: getattr(ir.ops, name).impls[norms.PROVIDER] for name in ("rms_norm", "fused_add_rms_norm")}
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def assert_norm(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tolerance: float = 1e-6) -> None:
     """x / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich 2019, eq. 4)."""
     x = x.double()
-    return x / (x.square().mean(-1, keepdim=True) + EPSILON).sqrt() * weight.double()
+    expected = x / (x.square().mean(-1, keepdim=True) + EPSILON).sqrt() * weight.double()
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (3 * torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))).to(dtype)
 
 
@@ -42,29 +41,24 @@ def test_a_norm_is_that_of_the_formula(norms, dtype: torch.dtype, tolerance: flo
     assert norms["rms_norm"].supports_args(x, weight, EPSILON)
     found = norms["rms_norm"].impl_fn(x, weight, EPSILON)
     assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), rms_norm(x, weight), rtol=tolerance, atol=tolerance)
+    assert_norm(found, x, weight, tolerance)
 
 
-def test_queries_and_keys_are_normed_where_they_lie_among_others(norms) -> None:
-    """As slices of what one projection made of both."""
-    both, weight = drawn(9, 6 * 32, dtype=torch.float32), drawn(32, dtype=torch.float32)
-    keys = both[:, 4 * 32 :].view(9, 2, 32)
+def test_norms_of_slices_and_of_sums_are_those_of_the_formula(norms) -> None:
+    """Keys, which lie among what one projection made; and what is added is kept for the next layer."""
+    weight = drawn(32)
+    keys = drawn(9, 6 * 32)[:, 4 * 32 :].view(9, 2, 32)
     assert not keys.is_contiguous()
-    found = norms["rms_norm"].impl_fn(keys, weight, EPSILON)
-    torch.testing.assert_close(found.double(), rms_norm(keys, weight), rtol=1e-6, atol=1e-6)
-
-
-def test_what_is_added_is_kept_for_the_next_layer(norms) -> None:
-    x, before, weight = (drawn(*shape, dtype=torch.float32) for shape in ((6, 128), (6, 128), (128,)))
-    before = before.flip(0)
+    assert_norm(norms["rms_norm"].impl_fn(keys, weight, EPSILON), keys, weight)
+    x, before, weight = drawn(6, 128), drawn(6, 128).flip(0), drawn(128)
     total = x + before
     found, residual = norms["fused_add_rms_norm"].impl_fn(x.clone(), before.clone(), weight, EPSILON)
     torch.testing.assert_close(residual, total, rtol=0, atol=0)
-    torch.testing.assert_close(found.double(), rms_norm(total, weight), rtol=1e-6, atol=1e-6)
+    assert_norm(found, total, weight)
 
 
 def test_what_the_kernels_do_not_know_is_left_to_torch(norms) -> None:
-    x, weight = drawn(6, 128, dtype=torch.float32), drawn(128, dtype=torch.float32)
+    x, weight = drawn(6, 128), drawn(128)
     assert not norms["rms_norm"].supports_args(x, None, EPSILON)
     assert not norms["rms_norm"].supports_args(x, weight.bfloat16(), EPSILON)
     assert not norms["rms_norm"].supports_args(x, weight, EPSILON, 64)

@@ -3,95 +3,115 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-import resharding
-from rank_processes import require_success, started_ranks
-from tiny import are_equal, largest_difference, load_script, weights_of
+import tiny
+from rank_processes import require_success, stages_of_this_rank, started_ranks
+from tiny import are_equal, content_of, largest_difference, open_store, random_samples, train_step
 from trireme.ledger.manifest import read_manifest
+from trireme.trainer.mesh import World, open_world
+from trireme.trainer.pieces import open_checkpoint, piece_of
+from trireme.trainer.state import load_tensors, tensors_of
 
 pytestmark = pytest.mark.e2e
 
-CONTINUED = [stage for stage in resharding.STAGES if stage.begins_with]
-RANKS = max(stage.ranks for stage in resharding.STAGES)
+CAPACITY = 48
+LENGTHS = [40, 30, 18, 33, 15, 44, 20, 9, 13]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+class Stage(NamedTuple):
+    """Ranks that go on from what others saved, for one step, and save that."""
+
+    name: str
+    ranks: int
+    replicas: int
+    begins_with: str | None  # the stage whose checkpoint it goes on from
+
+
+STAGES = (
+    Stage("one", 1, 1, None),
+    Stage("two", 2, 1, "one"),
+    Stage("four_replicated", 4, 2, "two"),
+    Stage("four", 4, 1, "four_replicated"),
+    Stage("four_copies", 4, 4, "four"),
+    Stage("one_again", 1, 1, "two"),
+)
+
+
+def run(stage: Stage, model: Path, folder: Path, world: World) -> dict[str, Any]:
+    state = tiny.open_state(model, world)
+    exporter = tiny.open_exporter(folder / stage.name / "weights", model, world)
+    loaded, num_read = {}, 0
+    if stage.begins_with:
+        open_store(folder / stage.begins_with / "checkpoints", world).resume(state, resume=True)
+        with open_checkpoint(folder / stage.begins_with / f"checkpoints/step_{state.version}") as stored:
+            load_tensors(state, stored)
+            num_read = stored.num_bytes_read
+        loaded = content_of(state)
+    metrics = train_step(state, random_samples(LENGTHS, seed=state.version), world, capacity=CAPACITY)
+    store = open_store(folder / stage.name / "checkpoints", world, exporter=exporter)
+    store.save(state)
+    store.wait()
+    held = sum(piece_of(tensor).num_bytes for tensor in tensors_of(state).values())
+    return {"loaded": loaded, "after": content_of(state), "metrics": metrics, "held": held, "read": num_read}
+
+
+def main() -> None:
+    model, folder = map(Path, sys.argv[1:])
+    for stage in stages_of_this_rank(STAGES, folder):
+        with open_world("cpu", threads=1, timeout_s=240, replicas=stage.replicas) as world:
+            result = run(stage, model, folder, world)
+            torch.save(result, folder / f"{stage.name}_{world.rank}.pt")
+            world.barrier()
+
+
+def save_odd_model(folder: Path) -> Path:
     """Nothing in it can be divided by the number of ranks, and the norms of its heads are smaller than that."""
-    folder = tmp_path_factory.mktemp("odd")
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=131,
-        hidden_size=18,
-        intermediate_size=37,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=2,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    load_script("make_tiny_model").build_tokenizer().save_pretrained(folder)
+    sizes = {"vocab_size": 131, "hidden_size": 18, "intermediate_size": 37, "num_hidden_layers": 2, "head_dim": 2}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=True)).save_pretrained(folder)
+    tiny.load_script("make_tiny_model").build_tokenizer().save_pretrained(folder)
     return folder
 
 
-@pytest.fixture(scope="module")
-def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all stages have been."""
-    folder = tmp_path_factory.mktemp("resharding")
-    with started_ranks(resharding.__file__, model, folder, count=RANKS, num_ports=len(resharding.STAGES)) as ranks:
+def size_of(folder: Path) -> int:
+    (checkpoint,) = folder.glob("checkpoints/step_*")
+    files = read_manifest(checkpoint).files
+    return sum(entry.size for file, entry in files.items() if re.fullmatch(r"rank_\d+\.safetensors", file))
+
+
+def test_every_rank_has_what_was_saved_to_the_bit_and_takes_the_same_next_step(tmp_path: Path) -> None:
+    model, ports = save_odd_model(tmp_path / "model"), len(STAGES)
+    with started_ranks(__file__, model, tmp_path, count=4, num_ports=ports) as ranks:
         require_success(ranks)
-    return folder
-
-
-def results(folder: Path, name: str) -> list[dict[str, Any]]:
-    stage = next(stage for stage in resharding.STAGES if stage.name == name)
-    return [torch.load(folder / f"{name}_{rank}.pt", weights_only=True) for rank in range(stage.ranks)]
-
-
-@pytest.mark.parametrize("stage", CONTINUED, ids=lambda stage: f"{stage.begins_with}-to-{stage.name}")
-def test_every_rank_has_what_was_saved_to_the_bit(folder: Path, stage: resharding.Stage) -> None:
-    saved = results(folder, stage.begins_with)[0]["after"]
-    assert any("exp_avg" in name for name in saved)
-    for rank in results(folder, stage.name):
-        assert are_equal(rank["loaded"], saved)
-
-
-def test_the_next_step_is_the_same_however_many_take_it(folder: Path) -> None:
-    """`one_again` and `four_replicated` both go on from `two`."""
-    (alone,), together = results(folder, "one_again"), results(folder, "four_replicated")
-    for rank in together:
+    found = {
+        stage.name: [torch.load(tmp_path / f"{stage.name}_{rank}.pt", weights_only=True) for rank in range(stage.ranks)]
+        for stage in STAGES
+    }
+    for stage in STAGES:
+        first = found[stage.name][0]["after"]
+        saved = found[stage.begins_with][0]["after"] if stage.begins_with else {}
+        assert all(are_equal(rank["loaded"], saved) for rank in found[stage.name])
+        assert any("exp_avg" in name for name in first)
+        # A checkpoint of copies is no larger than that of one rank, but for headers.
+        assert size_of(tmp_path / stage.name) == pytest.approx(size_of(tmp_path / "one"), abs=stage.ranks * 20_000)
+        (exported,) = (tmp_path / stage.name).glob("weights/step_*")
+        weights = tiny.weights_of(AutoModelForCausalLM.from_pretrained(exported))
+        assert all(torch.equal(tensor, first[name]) for name, tensor in weights.items())
+    (alone,) = found["one_again"]
+    for rank in found["four_replicated"]:  # it goes on from `two`, too
         assert largest_difference(alone["after"], rank["after"]) < 1e-4
         assert rank["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-6)
+    for rank in found["four"]:  # it holds and reads a part of what one does
+        assert rank["read"] == rank["held"] < 0.35 * alone["held"]
 
 
-@pytest.mark.parametrize("stage", [stage for stage in resharding.STAGES if stage.ranks > 1], ids=lambda s: s.name)
-def test_what_several_hold_is_written_once(folder: Path, stage: resharding.Stage) -> None:
-    """So a checkpoint of copies is no larger than that of one rank."""
-
-    def size(name: str) -> int:
-        (checkpoint,) = (folder / name / "checkpoints").glob("step_*")
-        files = read_manifest(checkpoint).files
-        return sum(entry.size for file, entry in files.items() if re.fullmatch(r"rank_\d+\.safetensors", file))
-
-    assert size(stage.name) == pytest.approx(size("one"), abs=stage.ranks * 20_000)  # headers
-
-
-def test_a_rank_of_four_holds_and_reads_a_part_of_what_one_does(folder: Path) -> None:
-    (alone,), together = results(folder, "one_again"), results(folder, "four")
-    assert max(rank["held"] for rank in together) < 0.35 * alone["held"]
-    assert [rank["read"] for rank in together] == [rank["held"] for rank in together]
-
-
-@pytest.mark.parametrize("stage", resharding.STAGES, ids=lambda stage: stage.name)
-def test_the_weights_that_come_with_it_are_what_the_ranks_held(folder: Path, stage: resharding.Stage) -> None:
-    (exported,) = (folder / stage.name / "weights").glob("step_*")
-    held = results(folder, stage.name)[0]["after"]
-    weights = weights_of(AutoModelForCausalLM.from_pretrained(exported))
-    assert all(torch.equal(tensor, held[name]) for name, tensor in weights.items())
+if __name__ == "__main__":
+    main()

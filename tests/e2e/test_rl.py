@@ -3,51 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from real_run import END_S, QUICKSTART, Process, Run, started, wait_until
 from trireme.trainer.checkpoint import complete_steps
 
-pytestmark = pytest.mark.e2e
-
 STEPS = 60
 INTERVAL = 10  # between checkpoints
 STOP_AFTER = 2 * INTERVAL + 3
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command that has ended."""
-
-    exit_code: int
-    output: str
-    left: list[str]
-
-
-@dataclass(frozen=True)
-class Stopped:
+class Stopped(NamedTuple):
     """The quickstart, stopped by Ctrl-C."""
 
-    command: Command
+    first: Process
     run: Run
     steps: int  # trained by then
     checkpoint: int  # the newest
-    folder: Path
-
-
-def quickstart(folder: Path, *more: str) -> list[str]:
-    flags = ["--max-steps", str(STEPS), "--orchestrator.eval.interval", "none"]
-    return ["@", QUICKSTART, "--output-dir", str(folder), *flags, "--trainer.ckpt.interval", str(INTERVAL), *more]
+    arguments: list[str]
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stopped]:
     folder = tmp_path_factory.mktemp("quickstart")
+    arguments = ["@", QUICKSTART, "--output-dir", str(folder), "--max-steps", str(STEPS)]
+    arguments += ["--orchestrator.eval.interval", "none", "--trainer.ckpt.interval", str(INTERVAL)]
     run = Run(folder / "reverse-text")
-    with started("rl", *quickstart(folder), log=folder / "first.log") as rl:
+    with started("rl", *arguments, log=folder / "first.log") as rl:
 
         def is_in_the_middle() -> bool:
             assert rl.poll() is None, rl.tail()
@@ -55,82 +40,62 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stopped]:
 
         wait_until(is_in_the_middle, f"step {STOP_AFTER}", [rl])
         rl.interrupt()
-        command = ended(rl, deadline_s=3 * END_S)
-        newest = complete_steps(run.paths.checkpoints)[-1]
-        yield Stopped(command, run, len(run.rows("trainer")), newest, folder)
+        assert rl.wait(deadline_s=3 * END_S) == 130, rl.tail()
+        assert rl.left() == []
+        yield Stopped(rl, run, len(run.rows("trainer")), complete_steps(run.paths.checkpoints)[-1], arguments)
 
 
 @pytest.fixture(scope="module")
-def resumed(stopped: Stopped) -> Command:
-    with started("rl", *quickstart(stopped.folder, "--resume"), log=stopped.folder / "second.log") as rl:
-        return ended(rl)
-
-
-def ended(process: Process, **deadline: float) -> Command:
-    code = process.wait(**deadline)
-    return Command(code, process.output, process.left())
+def resumed(stopped: Stopped) -> Process:
+    with started("rl", *stopped.arguments, "--resume", log=stopped.first.log.with_name("second.log")) as rl:
+        assert rl.wait() == 0, rl.tail()
+        assert rl.left() == []
+        return rl
 
 
 def test_ctrl_c_ends_everything_and_says_how_to_go_on(stopped: Stopped) -> None:
-    assert stopped.command.exit_code == 130
-    assert stopped.command.left == []
     assert stopped.checkpoint >= 2 * INTERVAL
-    assert stopped.command.output.splitlines()[-2:] == [
+    assert stopped.first.output.splitlines()[-2:] == [
         "stopped by SIGINT",
         f"To go on from step {stopped.checkpoint}: the same command with --resume",
     ]
 
 
-def test_a_stopped_run_goes_on_from_its_newest_checkpoint_to_the_end(stopped: Stopped, resumed: Command) -> None:
-    assert resumed.exit_code == 0, resumed.output
-    assert resumed.left == []
+def test_a_stopped_run_goes_on_from_its_newest_checkpoint_to_the_end(stopped: Stopped, resumed: Process) -> None:
     steps = [row["step"] for row in stopped.run.rows("trainer")]
     assert steps == [*range(stopped.steps), *range(stopped.checkpoint, STEPS)]
     assert [batch.step for batch in stopped.run.batches()] == list(range(STEPS))
-
-
-def test_the_quickstart_learns(stopped: Stopped, resumed: Command) -> None:
-    held_out = stopped.run.evaluations()
-    assert sorted(held_out) == [0, STEPS]
-    assert held_out[STEPS] - held_out[0] > 0.25
-    last = [row["reward/mean"] for row in stopped.run.rows("orchestrator")[-5:]]
-    assert sum(last) / len(last) > 0.6
-
-
-def test_generation_runs_ahead_no_further_than_allowed(stopped: Stopped, resumed: Command) -> None:
-    lags = [row["lag/max"] for row in stopped.run.rows("orchestrator")]
-    assert 1 <= max(lags) <= 8
-
-
-def test_fresh_tokens_were_sampled_from_the_very_weights_that_are_trained(stopped: Stopped, resumed: Command) -> None:
-    fresh = [row["mismatch_kl"] for row in stopped.run.rows("trainer") if "mismatch_kl" in row]
-    assert fresh
-    assert max(fresh) < 1e-6
-
-
-def test_plain_output_tells_every_step_and_ends_with_a_summary(stopped: Stopped, resumed: Command) -> None:
-    told = stopped.command.output + resumed.output
-    missing = [step for step in range(1, STEPS + 1) if f"step {step:>4}/{STEPS}  " not in told]
-    assert missing == []
+    told = stopped.first.output + resumed.output
+    assert [step for step in range(1, STEPS + 1) if f"step {step:>4}/{STEPS}  " not in told] == []
     summary = resumed.output.splitlines()[-6:]
-    assert summary[0].startswith(f"{STEPS} of {STEPS} steps (")
-    assert summary[1].startswith("reward ")
-    assert summary[2].startswith("held-out reverse-text: ")
+    begins = [f"{STEPS} of {STEPS} steps (", "reward ", "held-out reverse-text: "]
+    assert [line.startswith(begin) for line, begin in zip(summary, begins, strict=False)] == [True] * 3, summary
     assert summary[3] == f"weights      {stopped.run.weights(STEPS).parent}"
 
 
-def test_weights_that_arrive_incomplete_end_the_run_before_anything_is_trained(tmp_path: Path) -> None:
-    tensor = "model.layers.1.mlp.up_proj.weight"
-    arguments = ["@", QUICKSTART, "--output-dir", tmp_path]
-    with started("rl", *arguments, log=tmp_path / "rl.log", env={"TRIREME_FAULTS": f"skip_tensor={tensor}"}) as rl:
+def test_the_quickstart_learns_from_tokens_of_the_weights_that_it_trains(stopped: Stopped, resumed: Process) -> None:
+    """And generation runs ahead, no further than allowed."""
+    held_out = stopped.run.evaluations()
+    assert sorted(held_out) == [0, STEPS]
+    assert held_out[STEPS] - held_out[0] > 0.25
+    rows = stopped.run.rows("orchestrator")
+    assert sum(row["reward/mean"] for row in rows[-5:]) / 5 > 0.6
+    assert 1 <= max(row["lag/max"] for row in rows) <= 8
+    fresh = [row["mismatch_kl"] for row in stopped.run.rows("trainer") if "mismatch_kl" in row]
+    assert max(fresh) < 1e-6
+
+
+def test_weights_and_adapters_that_arrive_incomplete_end_the_run_before_anything_is_trained(tmp_path: Path) -> None:
+    faults = {"TRIREME_FAULTS": "skip_tensor=model.layers.1.mlp.up_proj.weight,skip_adapter=1"}
+    words = ("@", "configs/reverse-text/lora.toml", "--output-dir", tmp_path)
+    with started("rl", *words, log=tmp_path / "rl.log", env=faults) as rl:
         assert rl.wait() == 3, rl.tail()
         assert rl.left() == []
         assert "Version 0 was not loaded whole by " in rl.output
-        assert "model.layers.1.mlp.gate_up_proj (" in rl.output
-    run = Run(tmp_path / "reverse-text")
-    assert run.rows("trainer") == run.rows("orchestrator") == []
-    assert run.evaluations() == {}
-    assert run.batches() == []
+        assert "model.layers.1.mlp.gate_up_proj" in rl.output
+        assert "model.layers.0.mlp.down_proj (no adapter)" in rl.output
+    run = Run(tmp_path / "reverse-text-lora")
+    assert (run.rows("trainer"), run.rows("orchestrator"), run.evaluations(), run.batches()) == ([], [], {}, [])
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:

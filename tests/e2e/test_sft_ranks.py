@@ -10,14 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tiny import largest_difference
-from trireme.base.devices import Devices
-from trireme.config.load import load_run_config
-from trireme.config.resolve import resolve
-from trireme.config.rules import check_launch
 from trireme.ledger.manifest import complete_steps, read_manifest
 from trireme.monitor.metrics import read_metrics
 
@@ -26,63 +21,34 @@ pytestmark = pytest.mark.e2e
 DEADLINE_S = 300
 
 
-@pytest.fixture(scope="module")
-def runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`one`: four steps on one rank. `two`: three steps on two ranks, of which the last was not done as another process
-    went on from the second on one rank."""
-    folder = tmp_path_factory.mktemp("runs")
+def sft(arguments: dict[str, Any]) -> None:
+    command = [sys.executable, "-m", "trireme.cli.sft", *(str(word) for pair in arguments.items() for word in pair)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_two_ranks_and_a_stop_change_nothing_but_rounding(tiny_model: Path, tmp_path: Path) -> None:
+    """Four steps on one rank, beside two steps on two ranks that another process goes on from on one rank."""
     lines = [
         {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": letter * (number % 7 + 1)}]}
         for number, letter in enumerate("abcde" * 12)
     ]
-    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    common = {"--data": folder / "data.jsonl", "--model.name": tiny_model, "--output-dir": folder}
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = {"--data": tmp_path / "data.jsonl", "--model.name": tiny_model, "--output-dir": tmp_path}
     common |= {"--validation-fraction": 0.2, "--validation-interval": 2, "--batch-size": 12, "--seq-len": 40}
     common |= {"--optim.lr": 1e-3, "--ckpt.interval": 2, "--threads": 1, "--device": "cpu"}
     sft(common | {"--name": "one", "--max-steps": 4})
     sft(common | {"--name": "two", "--max-steps": 2, "--num-ranks": 2, "--scheduler.type": "constant"})
     sft(common | {"--name": "two", "--max-steps": 4, "--resume": "true"})
-    return folder
-
-
-def sft(arguments: dict[str, Any]) -> None:
-    words = [str(word) for pair in arguments.items() for word in pair]
-    done = subprocess.run(
-        [sys.executable, "-m", "trireme.cli.sft", *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    return read_metrics(run / "metrics.jsonl")[0]
-
-
-def test_two_ranks_and_a_stop_change_nothing_but_rounding(runs: Path) -> None:
-    one, two = rows(runs / "one"), rows(runs / "two")
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl")[0] for name in ("one", "two"))
     assert [row["step"] for row in one] == [row["step"] for row in two] == [0, 1, 2, 3]
     for ours, theirs in zip(one, two, strict=True):
         compared = {"loss", "loss_tokens", "epoch", "validation/loss", "validation/accuracy", "validation/base_loss"}
         assert (found := compared & ours.keys()) == compared & theirs.keys()
         assert {name: ours[name] for name in found} == pytest.approx({name: theirs[name] for name in found}, rel=1e-4)
-    weights = [load_file(runs / name / "weights/step_4/model.safetensors") for name in ("one", "two")]
+    weights = [load_file(tmp_path / name / "weights/step_4/model.safetensors") for name in ("one", "two")]
     assert largest_difference(*weights) < 1e-3
-
-
-def test_each_rank_wrote_its_half_and_another_number_went_on(runs: Path) -> None:
-    checkpoints = runs / "two" / "checkpoints"
+    checkpoints = tmp_path / "two" / "checkpoints"
     assert complete_steps(checkpoints) == [2, 4]
     assert [read_manifest(checkpoints / f"step_{step}").world_size for step in (2, 4)] == [2, 1]
-
-
-def test_its_result_is_a_model_that_rl_starts_from(runs: Path) -> None:
-    model = runs / "one" / "weights" / "step_4"
-    devices = Devices(cores=2)
-    config, _ = load_run_config(
-        ["--model.name", str(model), "--orchestrator.env", '[{"id": "reverse-text"}]', "--device", "cpu"], program="rl"
-    )
-    check_launch(resolve(config, devices), devices)
-    assert all(torch.isfinite(tensor).all() for tensor in load_file(model / "model.safetensors").values())

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from real_run import SharedEngine, run_apart
-
-pytestmark = pytest.mark.e2e
 
 ONE_IN_TEN_RAISES = """
 calls = 0
@@ -27,12 +23,14 @@ def reward(completion, answer):
 """
 
 
-def test_a_reward_that_raises_costs_only_its_rollout(engine: SharedEngine, tmp_path: Path) -> None:
+def test_a_reward_that_raises_costs_only_its_rollout_while_weights_travel_through_a_folder(
+    engine: SharedEngine, tmp_path: Path
+) -> None:
     environment = tmp_path / "moody.py"
     environment.write_text(ONE_IN_TEN_RAISES)
     environments = f'[{{ id = "{environment}", name = "moody" }}]'
     flags = ["--max-steps", "3", "--orchestrator.env", environments, "--no-orchestrator.eval"]
-    run = run_apart(engine, tmp_path / "run", *flags)
+    run = run_apart(engine, tmp_path / "run", *flags, "--weight-broadcast.type", "filesystem")
     assert [len(batch.rollouts) for batch in run.batches()] == [32, 32, 32]
     dropped = [drop for batch in run.batches() for drop in batch.dropped]
     assert {drop.reason for drop in dropped} == {"score: RuntimeError: the tenth is never scored"}
@@ -41,19 +39,14 @@ def test_a_reward_that_raises_costs_only_its_rollout(engine: SharedEngine, tmp_p
     rows = run.rows("orchestrator")
     assert sum(row["rollouts/dropped"] for row in rows) == len(dropped)
     assert sum(row.get("rollouts/dropped/score", 0) for row in rows) == len(dropped)
-    assert len(run.rows("trainer")) == 3
-
-
-def test_weights_travel_through_a_folder(engine: SharedEngine, tmp_path: Path) -> None:
-    run = run_apart(engine, tmp_path / "run", "--max-steps", "2", "--weight-broadcast.type", "filesystem")
-    assert [row["mismatch_kl"] < 1e-6 for row in run.rows("trainer")] == [True, True]
-    assert len(list(run.paths.broadcast.iterdir())) <= 2  # versions 1 and 2; 0 has been removed
+    assert [row["mismatch_kl"] < 1e-6 for row in run.rows("trainer")] == [True] * 3
+    assert len(list(run.paths.broadcast.iterdir())) <= 2  # versions 2 and 3; those before have been removed
 
 
 def test_weights_change_under_requests_in_flight(engine: SharedEngine, tmp_path: Path) -> None:
     """All three batches are begun by version 0, one request at a time: versions 1 and 2 come long before the last."""
     ahead = ["--max-async-level", "2", "--orchestrator.max-concurrent", "1", "--orchestrator.max-off-policy-steps", "3"]
-    small = ["--max-steps", "3", "--orchestrator.batch-size", "16", "--no-orchestrator.eval"]
+    small = ["--max-steps", "3", "--orchestrator.batch-size", "8", "--no-orchestrator.eval"]
     long = ["--orchestrator.sampling.max-tokens", "100", "--orchestrator.sampling.extra-body", '{"ignore_eos": true}']
     run = run_apart(engine, tmp_path / "run", *ahead, *small, *long)
     samples = [s for batch in run.batches() for rollout in batch.rollouts for s in rollout.samples]

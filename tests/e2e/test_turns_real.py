@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
-from real_run import REPOSITORY, SYNCHRONOUS, SharedEngine, free_ports, run_apart, started, wait_until
+from real_run import REPOSITORY, SharedEngine, run_apart
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceModel
 from trireme.config.orchestrator import Sampling
@@ -20,61 +19,27 @@ from trireme.orchestrator.inference_pool import Generation, InferencePool, open_
 from trireme.orchestrator.sampling import TurnSampling
 from trireme.orchestrator.turns import Said, TurnReader
 
-pytestmark = pytest.mark.e2e
-
-MODEL = REPOSITORY / "models" / "reverse-text-tiny"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> ChatTokenizer:
-    return ChatTokenizer(MODEL)
+    return ChatTokenizer(REPOSITORY / "models" / "reverse-text-tiny")
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An engine that parses thinking and tool calls, and gives the logprobs of the whole vocabulary where asked."""
-    folder = tmp_path_factory.mktemp("parsing")
-    (port,) = free_ports(1)
-    parsers = ["--inference.model.reasoning-parser", "qwen3", "--inference.model.tool-call-parser", "hermes"]
-    more = ["--args", '{"max-logprobs": 1000}', "--output-dir", str(folder), "--server.port", str(port)]
-    with started("inference", "@", SYNCHRONOUS, *parsers, *more, log=folder / "inference.log") as process:
-        url = f"http://127.0.0.1:{port}"
+def with_pool(engine: SharedEngine, tokenizer: ChatTokenizer, use: Callable[[InferencePool], Awaitable[Any]]) -> Any:
+    limits = {"max_model_len": 128, "timeout_s": 60, "max_concurrent": 64, "vocab_size": tokenizer.vocab_size}
 
-        def is_up() -> bool:
-            assert process.poll() is None, process.tail()
-            try:
-                return httpx.get(f"{url}/health", timeout=2, trust_env=False).status_code == 200
-            except httpx.HTTPError:
-                return False
-
-        wait_until(is_up, "the engine to come up", [process])
-        body = {"new_version": "0"}
-        httpx.post(f"{url}/update_weight_version", json=body, timeout=20, trust_env=False).raise_for_status()
-        yield url
-
-
-def with_pool(url: str, tokenizer: ChatTokenizer, use: Callable[[InferencePool], Awaitable[Any]]) -> Any:
     async def main() -> Any:
-        opened = open_inference_pool(
-            [url],
-            waits=Waits("test"),
-            max_model_len=128,
-            timeout_s=60,
-            max_concurrent=64,
-            vocab_size=tokenizer.vocab_size,
-        )
+        opened = open_inference_pool([f"http://127.0.0.1:{engine.port}"], waits=Waits("test"), **limits)
         async with opened as pool, asyncio.timeout(120):
+            url = f"{pool.engines[0].url}/update_weight_version"
+            async with pool.session.post(url, json={"new_version": "0"}) as response:
+                response.raise_for_status()
             pool.go_live(pool.engines[0], 0)
             return await use(pool)
 
     return asyncio.run(main())
-
-
-def sampling_of(sampling: Sampling, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    assert tokenizer.vocab_size is not None
-    turns = TurnSampling(sampling, run_seed=3, key="k", attempt=0, trained=True, vocab_size=tokenizer.vocab_size)
-    return turns.of_turn(1, {})
 
 
 @pytest.mark.parametrize(
@@ -86,21 +51,22 @@ def sampling_of(sampling: Sampling, tokenizer: ChatTokenizer) -> dict[str, Any]:
         Sampling(max_tokens=12, top_k=6, top_p=0.9, temperature=0.7),
     ],
 )
-def test_what_a_cut_sampler_chose_from_is_what_the_whole_distribution_says(url, tokenizer, sampling):
-    prompt = tokenizer.encode(
-        tokenizer.render([{"role": "user", "content": "Reverse: stone"}], tools=None, generate=True)
-    )
-    size = tokenizer.vocab_size
+def test_what_a_cut_sampler_chose_from_is_what_the_whole_distribution_says(engine, tokenizer, sampling):
+    """And with the same seed it chooses the same again."""
+    words = tokenizer.render([{"role": "user", "content": "Reverse: stone"}], tools=None, generate=True)
+    prompt, size = tokenizer.encode(words), tokenizer.vocab_size
+    turns = TurnSampling(sampling, run_seed=3, key="k", attempt=0, trained=True, vocab_size=size)
 
-    async def use(pool: InferencePool) -> tuple[Generation, list[dict]]:
-        turn = await pool.generate(prompt, sampling_of(sampling, tokenizer))
+    async def use(pool: InferencePool) -> tuple[Generation, Generation, list[dict]]:
+        turn, again = [await pool.generate(prompt, turns.of_turn(1, {})) for _ in range(2)]
         whole = {"max_tokens": 1, "prompt_logprobs": size, "temperature": 1.0}
         body = {"token_ids": prompt + turn.ids, "sampling_params": whole}
-        async with pool.session.post(f"{url}/inference/v1/generate", json=body) as response:
-            return turn, (await response.json())["prompt_logprobs"][len(prompt) :]
+        async with pool.session.post(f"{pool.engines[0].url}/inference/v1/generate", json=body) as response:
+            return turn, again, (await response.json())["prompt_logprobs"][len(prompt) :]
 
-    turn, whole = with_pool(url, tokenizer, use)
+    turn, again, whole = with_pool(engine, tokenizer, use)
     assert turn.kept is not None
+    assert (turn.ids, turn.kept) == (again.ids, again.kept)
     assert len(turn.ids) == len(turn.kept) == len(whole) > 1
     for token, logprob, kept, entry in zip(turn.ids, turn.logprobs, turn.kept, whole, strict=True):
         raw = np.array([entry[str(number)]["logprob"] for number in range(size)]) / sampling.temperature
@@ -120,17 +86,6 @@ def kept_by(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
     return left > 0
 
 
-def test_a_seeded_turn_is_cut_the_same_way_again(url, tokenizer):
-    prompt = tokenizer.encode("abc")
-    arguments = sampling_of(Sampling(max_tokens=20, top_k=3), tokenizer)
-
-    async def use(pool: InferencePool) -> list[Generation]:
-        return [await pool.generate(prompt, arguments) for _ in range(2)]
-
-    one, two = with_pool(url, tokenizer, use)
-    assert (one.ids, one.kept) == (two.ids, two.kept)
-
-
 def test_trainer_and_engine_agree_on_tokens_of_a_cut_sampler(engine: SharedEngine, tmp_path: Path) -> None:
     cut = ["--orchestrator.sampling.top-p", "0.8", "--orchestrator.sampling.temperature", "1.2"]
     run = run_apart(engine, tmp_path / "run", "--max-steps", "2", "--no-orchestrator.eval", *cut)
@@ -141,23 +96,21 @@ def test_trainer_and_engine_agree_on_tokens_of_a_cut_sampler(engine: SharedEngin
     assert kept.min() == 1 < kept.max() < 64
 
 
+CALLS = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>'
+NOT_JSON = '<tool_call>{"name": add}</tool_call>'
+
+
 @pytest.mark.parametrize(
     ("text", "content", "reasoning", "calls"),
     [
         ("<think>hm</think>ok", "ok", "hm", []),
         ("<think>hm", "", "hm", []),
         ('hm</think>So <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "So ", "hm", ["add"]),
-        (
-            'h</think><tool_call>{"name": "f", "arguments": {}}</tool_call>'
-            '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
-            "",
-            "h",
-            ["f", "g"],
-        ),
-        ('h</think>a <tool_call>{"name": add}</tool_call>', 'a <tool_call>{"name": add}</tool_call>', "h", []),
+        (f"h</think>{CALLS}", "", "h", ["f", "g"]),
+        (f"h</think>a {NOT_JSON}", f"a {NOT_JSON}", "h", []),
     ],
 )
-def test_a_turn_is_read_as_the_openai_route_would(url, tokenizer, text, content, reasoning, calls):
+def test_a_turn_is_read_as_the_openai_route_would(engine, tokenizer, text, content, reasoning, calls):
     ids = [*tokenizer.encode(text), *tokenizer.encode("<|im_end|>")]
     turn = Generation(ids, [-0.1] * len(ids), [0] * len(ids), "stop")
 
@@ -165,7 +118,7 @@ def test_a_turn_is_read_as_the_openai_route_would(url, tokenizer, text, content,
         model = InferenceModel(reasoning_parser="qwen3", tool_call_parser="hermes")
         return await TurnReader(model, tokenizer, pool).read(tokenizer.encode("abc"), turn, TOOLS, number=2)
 
-    said = with_pool(url, tokenizer, use)
+    said = with_pool(engine, tokenizer, use)
     assert (said.content, said.reasoning) == (content, reasoning)
-    assert [call.name for call in said.tool_calls] == calls
-    assert [call.id for call in said.tool_calls] == [f"call0020{place}" for place in range(len(calls))]
+    named = [(f"call0020{place}", name) for place, name in enumerate(calls)]
+    assert [(call.id, call.name) for call in said.tool_calls] == named

@@ -1,5 +1,5 @@
-"""Every route that the real vLLM server has, as we start it, is shut to whoever has no token: its own application, with
-our arguments, without an engine behind it."""
+"""Every route of the real vLLM server, as we start it, rejects requests without a token: its own application, with our
+arguments, without an engine behind it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ import os
 import subprocess
 import sys
 
-import pytest
-
-from real_run import REPOSITORY
+from real_run import DEADLINE_S, REPOSITORY
 from trireme.base.token import TOKEN
 
-pytestmark = pytest.mark.e2e
-
 SECRET = "a-token-for-tests-0123456789"
-DEADLINE_S = 240
 
 KNOCK_AT_ALL = """
 import json, os
@@ -48,14 +43,8 @@ print("FOUND", json.dumps({"without": found, "with": client.get("/openapi.json",
 
 
 def test_every_route_of_vllm_is_shut_without_the_token_but_for_health() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KNOCK_AT_ALL],
-        cwd=REPOSITORY,
-        env=os.environ | {TOKEN: SECRET},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    words, env = [sys.executable, "-c", KNOCK_AT_ALL], os.environ | {TOKEN: SECRET}
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.rpartition("FOUND")[2])
     answers = found["without"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,9 @@ from safetensors.numpy import load_file
 
 from posted_update import Post, update, updated_by_hand
 from real_run import REPOSITORY, SharedEngine
+from tiny import logprobs_of
 from trireme.algo.probe import probe_ids
 from trireme.trainer.publish import PROBE_TOKENS
-
-pytestmark = pytest.mark.e2e
 
 MODEL = REPOSITORY / "models/reverse-text-tiny"
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
@@ -42,42 +42,23 @@ def test_after_a_whole_update_the_engine_computes_with_it(post: Post, tmp_path: 
     tensors = load_file(MODEL / "model.safetensors")
     rng = np.random.default_rng(0)
     moved = {name: t + rng.normal(0, 0.02, t.shape).astype(t.dtype) for name, t in tensors.items()}
-    before = logprobs(post)
+    ids = probe_ids(json.loads((MODEL / "config.json").read_text())["vocab_size"], PROBE_TOKENS)
+
+    def logprobs() -> np.ndarray:
+        """[T - 1] what the engine says about the fixed prompt."""
+        post("resume")
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0}
+        entries = post("inference/v1/generate", token_ids=ids, sampling_params=sampling)["prompt_logprobs"][1:]
+        post("pause?mode=keep")
+        return np.array([entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries, strict=True)])
+
+    before = logprobs()
     assert update(post, moved, tmp_path) == []
-    after = logprobs(post)
-    assert np.abs(after - expected_logprobs(moved)).max() < 1e-4
+    after = logprobs()
+    assert np.abs(after - logprobs_of(MODEL, moved, ids)).max() < 1e-4
     assert np.abs(after - before).max() > 0.01
 
 
 def layer_of(tensor: str) -> str:
     *above, last = tensor.removesuffix(".weight").split(".")
     return ".".join([*above, FUSED.get(last, last)])
-
-
-def logprobs(post: Post) -> np.ndarray:
-    """[T - 1] what the engine says about the fixed prompt."""
-    ids = prompt()
-    post("resume")
-    sampling = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0}
-    entries = post("inference/v1/generate", token_ids=ids, sampling_params=sampling)["prompt_logprobs"][1:]
-    post("pause?mode=keep")
-    return np.array([entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries, strict=True)])
-
-
-def expected_logprobs(tensors: dict[str, np.ndarray]) -> np.ndarray:
-    """The same by transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    model.load_state_dict({name: torch.from_numpy(t) for name, t in tensors.items()}, strict=False)
-    ids = torch.tensor([prompt()])
-    with torch.no_grad():
-        all_logprobs = model(ids).logits[0, :-1].log_softmax(-1)
-    return all_logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
-
-
-def prompt() -> list[int]:
-    import json
-
-    return probe_ids(json.loads((MODEL / "config.json").read_text())["vocab_size"], PROBE_TOKENS)

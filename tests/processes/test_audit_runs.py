@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +33,16 @@ STORMY = """
 """
 
 
-def stormy_config(folder: Path, level: int) -> RunConfig:
+def stormy_config(folder: Path) -> RunConfig:
     """Rewards that raise, groups without signal, engines that refuse: two environments, one with few examples."""
-    second = folder / "second.py"
-    config = build_config(
-        folder,
-        STORMY,
-        max_async_level=level,
-        max_steps=8,
-        orchestrator={
-            "buffer": {"online_difficulty_filtering": True},
-            "max_off_policy_steps": level,
-            "max_rollout_attempts": 2,
-            "oversampling_factor": 2.0,
-        },
-    )
-    second.write_text((folder / "toy.py").read_text())
+    orchestrator = {
+        "buffer": {"online_difficulty_filtering": True},
+        "max_off_policy_steps": 2,
+        "max_rollout_attempts": 2,
+        "oversampling_factor": 2.0,
+    }
+    config = build_config(folder, STORMY, max_async_level=2, max_steps=8, orchestrator=orchestrator)
+    second = Path(shutil.copy(folder / "toy.py", folder / "second.py"))
     first = config.orchestrator.env[0]
     other = first.model_copy(update={"id": str(second), "name": "few", "weight": 0.5, "args": {"size": 3}})
     orchestrated = config.orchestrator.model_copy(update={"env": (first, other)})
@@ -100,7 +95,7 @@ def audited(config: RunConfig, *, until: int, engine: dict[str, Any], version: i
 
 
 def test_a_stormy_run_that_is_stopped_resumed_and_rewound_holds_at_every_moment(tmp_path):
-    config = stormy_config(tmp_path, 2)
+    config = stormy_config(tmp_path)
     write_run(config, config.paths.run_config)
     audited(config, until=3, engine=dict(STORM))
     assert 3 <= assert_holds(config).summary.batches < 8

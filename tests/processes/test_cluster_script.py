@@ -72,22 +72,13 @@ class Machine:
         program.chmod(0o755)
         state = folder / "it's here"
         state.mkdir()
-        self.job = Job(
-            id="20260102-030405-ab12",
-            name="run",
-            plan=plan_nodes(Wanted(nodes=2, gpus_per_node=0)),
-            run=folder / "out puts" / "run",
-            state=state,
-            folder=state,
-            run_toml="",
-            python=str(program),
-            restarts=2,
-        )
+        run, two = folder / "out puts" / "run", plan_nodes(Wanted(nodes=2, gpus_per_node=0))
+        self.job = Job("20260102-030405-ab12", "run", two, run, state, state, "", python=str(program), restarts=2)
 
     def spread(self, **wanted: int) -> None:
         self.job = replace(self.job, plan=plan_nodes(Wanted(**wanted)))
 
-    def start(self, index: int = 0, to_terminal: bool = False, **plan: list[Any]) -> subprocess.Popen[str]:
+    def start(self, index: int, to_terminal: bool = False, **plan: list[Any]) -> subprocess.Popen[str]:
         """Start machine number `index`, whose processes end as `plan` says."""
         script = self.job.state / NODE_SCRIPT
         script.write_text(node_script(self.job, to_terminal=to_terminal, pause_s=0, leave_s=0))
@@ -116,8 +107,7 @@ class Machine:
 
     def ended(self, name: str) -> str:
         """Signals that a process was sent."""
-        file = self.folder / "notes" / f"{name}.jsonl.ended"
-        return file.read_text() if file.exists() else ""
+        return "".join(file.read_text() for file in (self.folder / "notes").glob(f"{name}.jsonl.ended"))
 
 
 @pytest.fixture
@@ -157,11 +147,19 @@ def test_what_a_dead_process_leaves_behind_is_killed_before_its_successor_starts
     assert not left.exists() or left.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+def test_a_trainer_that_has_finished_does_not_end_the_machine(machine):
+    code, said = machine.run(1, trainer=[0], orchestrator=["outlive"])
+    assert (code, machine.ended("orchestrator")) == (0, ""), said
+
+
 def test_a_job_that_starts_again_resumes_from_what_it_had(machine):
-    """A requeued job, or a pod in another's place: the marks are on disk."""
+    """A requeued job, or a pod in another's place: the marks are on disk. What a process prints is in its log, and in
+    a pod in the terminal too."""
     machine.job = replace(machine.job, goes_back=True)
-    machine.run(inference=[2])
-    machine.run(inference=[2])
+    for to_terminal in (False, True):
+        _, shown = machine.run(to_terminal=to_terminal, inference=[2])
+        assert ("says inference\n" in shown) == to_terminal
+    assert (machine.job.run / "logs" / "inference.stdout").read_text() == "says inference\n" * 2
     first, second = machine.argv("inference")
     assert "--resume" not in first
     assert second[-3:] == ["--resume", "--trainer.ckpt.resume-step", "none"]
@@ -209,11 +207,6 @@ def test_a_machine_that_is_asked_to_end_asks_each_process_once_and_waits(machine
         assert not Path(f"/proc/{machine.notes(name)[0]['pid']}").exists()
 
 
-def test_a_trainer_that_has_finished_does_not_end_the_machine(machine):
-    code, said = machine.run(1, trainer=[0], orchestrator=["outlive"])
-    assert (code, machine.ended("orchestrator")) == (0, ""), said
-
-
 def test_secrets_reach_the_processes_and_no_script(machine):
     write_secrets(machine.job.state / SECRETS, {"API_KEY": "it's $HOME `x`", "TRIREME_TOKEN": "t0k3n"})
     machine.run()
@@ -223,17 +216,7 @@ def test_secrets_reach_the_processes_and_no_script(machine):
     assert "t0k3n" not in (machine.job.state / NODE_SCRIPT).read_text()
 
 
-@pytest.mark.parametrize("wanted", [{"nodes": 1, "gpus_per_node": 8}, {"nodes": 4, "gpus_per_node": 8}])
-def test_scripts_are_written_as_a_shell_reads_them(machine, wanted):
-    machine.spread(**wanted)
-    batch = batch_script(machine.job, Resources(), Options(), workdir=machine.folder)
-    for script in (batch, node_script(machine.job), node_script(machine.job, to_terminal=True)):
-        checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=DEADLINE_S)
-        assert (checked.returncode, checked.stderr) == (0, "")
-
-
-def test_what_a_process_prints_is_in_its_log_and_in_a_pod_in_the_terminal_too(machine):
-    for to_terminal in (False, True):
-        _, shown = machine.run(to_terminal=to_terminal)
-        assert ("says inference\n" in shown) == to_terminal
-    assert (machine.job.run / "logs" / "inference.stdout").read_text() == "says inference\n" * 2
+def test_a_batch_script_is_written_as_a_shell_reads_it(machine):
+    script = batch_script(machine.job, Resources(), Options(), workdir=machine.folder)
+    checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (checked.returncode, checked.stderr) == (0, "")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from doctoring import build_case, diagnosed
+from doctoring import build_case, diagnosed, taken_port
 from stage import until
 from trireme.base.errors import ConfigError
 from trireme.cli.doctor import QUESTIONS, doctor
@@ -24,6 +22,7 @@ from trireme.launch.doctor.view import text_of
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 60
+COMMAND = [sys.executable, "-m", "trireme.cli.trireme", "doctor"]
 
 
 @pytest.fixture(autouse=True)
@@ -34,31 +33,26 @@ def nothing_is_left(tmp_path, monkeypatch):
     assert sorted(tmp_path.rglob("*doctor-*")) == []
 
 
-# how it ends
-
-
-def test_a_machine_that_can_run_the_quickstart_is_told_so(capsys, tmp_path):
+def test_a_machine_that_can_run_the_quickstart_is_told_so_and_quick_starts_no_program(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(Program, "__init__", lambda *_, **__: pytest.fail("a program was started"))
     code, answers = diagnosed(capsys, "--quick")
     bad = [answer for each in answers.values() for answer in each if answer["verdict"] == "problem"]
-    assert (code, bad) == (0, [])
-    assert answers.keys() == {question.name for question in QUESTIONS}
+    assert (code, bad, list(answers)) == (0, [], [question.name for question in QUESTIONS])
+    left_out = [name for name, each in answers.items() if each[0]["found"] == "left out by `--quick`"]
+    assert left_out == [question.name for question in QUESTIONS if question.is_slow]
     assert list(tmp_path.iterdir()) == []
+    text = (REPOSITORY / "docs" / "doctor.md").read_text()
+    assert [name for name in answers if f"| `{name}` |" not in text] == []
 
 
-def test_a_problem_ends_it_with_1_and_with_what_to_do(capsys):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+def test_a_problem_ends_it_with_1_and_with_what_to_do_and_a_warning_does_not(capsys, monkeypatch):
+    with taken_port() as port:
         assert doctor(["--ports.batches", str(port), "--only", "ports", "python"]) == 1
     said = capsys.readouterr().out
     assert re.search(r"^ok +Is this a Python", said, re.MULTILINE)
     assert re.search(rf"^problem  Are the run's ports free\?\n +port {port} on 127.0.0.1 is in use", said, re.MULTILINE)
     assert f"-> `lsof -i :{port}` shows who has it" in said
     assert "1 ok, 1 problem" in said
-
-
-def test_a_warning_is_no_problem(capsys, monkeypatch):
     monkeypatch.setattr("trireme.cli.doctor.QUESTIONS", (Question("a", "Is it?", lambda _: [warning("hm", "wait")]),))
     assert doctor([]) == 0
     assert "1 warning" in capsys.readouterr().out
@@ -67,82 +61,56 @@ def test_a_warning_is_no_problem(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["@", "no-such.toml"], "no-such.toml does not exist"),
-        (["--max-steps", "many"], "expected integer > 0"),
-        (["--quik"], "Did you mean `--quick`?"),
-        (["--only", "disc"], "Did you mean `disk`?"),
-        (["--trainer.optim.learning-rate", "1"], "Did you mean `--trainer.optim.lr`?"),
+        ("@ no-such.toml", "no-such.toml does not exist"),
+        ("--max-steps many", "expected integer > 0"),
+        ("--quik", "Did you mean `--quick`?"),
+        ("--only disc", "Did you mean `disk`?"),
+        ("--trainer.optim.learning-rate 1", "Did you mean `--trainer.optim.lr`?"),
     ],
 )
 def test_what_cannot_be_read_is_refused_before_anything_is_asked(words, message, capsys):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        doctor(words)
+        doctor(words.split())
     assert capsys.readouterr().out == ""
 
 
 def test_the_command_itself_ends_with_its_code(tmp_path):
-    command = [sys.executable, "-m", "trireme.cli.trireme", "doctor", "--only", "python", "model", "--json"]
-    there = ["--model.name", str(tmp_path / "no-such-model")]
-    done = subprocess.run([*command, *there], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
+    command = [*COMMAND, "--only", "python", "model", "--json", "--model.name", str(tmp_path / "no-such-model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stderr) == (1, "")
     assert [answer["verdict"] for answer in json.loads(done.stdout)["answers"]] == ["ok", "problem"]
 
 
-@pytest.mark.parametrize("only", [["ports", "python"], ["ports,python"], ["python", "ports"]])
+@pytest.mark.parametrize("only", ["ports python", "ports,python", "python ports"])
 def test_some_questions_are_asked_in_the_usual_order_before_or_after_the_file(only, capsys, tmp_path):
     (tmp_path / "run.toml").write_text('max_steps = 3\n[[orchestrator.env]]\nid = "any"\n')
-    for words in (["--only", *only, "@", "run.toml"], ["@", "run.toml", "--only", *only]):
-        code, answers = diagnosed(capsys, *words)
+    for words in (f"--only {only} @ run.toml", f"@ run.toml --only {only}"):
+        code, answers = diagnosed(capsys, *words.split())
         assert (code, list(answers)) == (0, ["python", "ports"])
 
 
-# what it asks
-
-
-def test_quick_starts_no_program(capsys, monkeypatch):
-    monkeypatch.setattr(Program, "__init__", lambda *_, **__: pytest.fail("a program was started"))
-    _, answers = diagnosed(capsys, "--quick")
-    left_out = [name for name, each in answers.items() if each[0]["found"] == "left out by `--quick`"]
-    assert left_out == [question.name for question in QUESTIONS if question.is_slow]
-
-
 def test_the_run_itself_is_not_tried_where_a_problem_would_end_it(tmp_path):
-    asked = []
-    sick = Question("ill", "Well?", lambda _: [problem("no", "rest")])
-    last = Question("run", "Does it run?", lambda _: asked.append(1) or [ok("yes")], wants_health=True)
-    found = [answer.finding for answer in examine([sick, last], build_case(tmp_path), quick=False)]
-    assert [finding.verdict for finding in found] == ["problem", "skipped"]
-    assert "(ill)" in found[1].found
-    assert asked == []
+    """And a question that fails is a finding too."""
 
-
-def test_a_question_that_fails_is_a_finding_and_the_others_are_asked(tmp_path):
     def broken(_: Case) -> list[Finding]:
         raise RuntimeError("the driver is on fire")
 
-    questions = [Question("a", "A?", broken), Question("b", "B?", lambda _: [ok("fine")])]
-    first, second = (answer.finding for answer in examine(questions, build_case(tmp_path), quick=False))
-    assert first.verdict == "problem"
-    assert "RuntimeError: the driver is on fire" in first.found
-    assert second.verdict == "ok"
-
-
-def test_every_question_is_explained_in_the_documents():
-    text = (REPOSITORY / "docs" / "doctor.md").read_text()
-    assert [question.name for question in QUESTIONS if f"| `{question.name}` |" not in text] == []
-
-
-# what it says
-
-
-def test_our_errors_fall_into_what_was_found_and_what_to_do():
-    finding = told("port 1 is in use - expected a free one. Take another. Or wait.")
-    assert (finding.found, finding.fix) == ("port 1 is in use - expected a free one", "Take another. Or wait.")
+    questions = [
+        Question("ill", "Well?", broken),
+        Question("well", "Well?", lambda _: [ok("fine")]),
+        Question("run", "Does it run?", lambda _: pytest.fail("it was tried"), wants_health=True),
+    ]
+    answers = list(examine(questions, build_case(tmp_path), quick=False))
+    assert [answer.finding.verdict for answer in answers] == ["problem", "ok", "skipped"]
+    assert "RuntimeError: the driver is on fire" in answers[0].finding.found
+    assert "(ill)" in answers[2].finding.found
+    assert counted([answers[0], *answers, answers[1]]) == "2 ok, 2 problems, 1 skipped"
 
 
 def test_an_answer_is_one_line_where_it_fits_and_keeps_its_lines_where_it_has_several():
-    short = Answer("a", "Is it?", ok("it is"), 0.1)
-    assert text_of(short, 80) == "ok       Is it?  it is"
+    finding = told("port 1 is in use - expected a free one. Take another. Or wait.")
+    assert (finding.found, finding.fix) == ("port 1 is in use - expected a free one", "Take another. Or wait.")
+    assert text_of(Answer("a", "Is it?", ok("it is"), 0.1), 80) == "ok       Is it?  it is"
     long = Answer("a", "Is it?", problem("it is not:\n  the log\n  says so", "look at it"), 0.1)
     assert text_of(long, 80).splitlines() == [
         "problem  Is it?",
@@ -153,14 +121,6 @@ def test_an_answer_is_one_line_where_it_fits_and_keeps_its_lines_where_it_has_se
     ]
     words = Answer("a", "Is it?", warning("so many words " * 20, "do"), 0.1)
     assert max(map(len, text_of(words, 60).splitlines())) <= 60
-
-
-def test_verdicts_are_counted():
-    said = [Answer("a", "?", finding, 0.0) for finding in (ok(""), problem("", ""), problem("", ""), ok(""), ok(""))]
-    assert counted(said) == "3 ok, 2 problems"
-
-
-# programs
 
 
 def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
@@ -175,19 +135,11 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatc
     ended = Program("hangs", env={"PYTHONPATH": str(tmp_path)}).wait(1.0)
     assert ended.code is None
     assert ended.how == "was ended: it took too long"
-    assert is_gone(int(ended.output))
+    until(lambda: int(ended.output) not in running())
 
 
-def is_gone(pid: int) -> bool:
-    for _ in range(50):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return True
-        time.sleep(0.02)
-    return False
+def running() -> set[int]:
+    return {process.pid for process in psutil.process_iter(["status"]) if process.info["status"] != "zombie"}
 
 
 def test_a_program_that_dies_is_told_of_with_its_last_words(tmp_path):
@@ -200,7 +152,7 @@ def test_a_program_that_dies_is_told_of_with_its_last_words(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_doctor_that_is_asked_to_end_leaves_nothing(tmp_path, number):
     """In the midst of its rehearsal."""
-    process = subprocess.Popen([sys.executable, "-m", "trireme.cli.trireme", "doctor"], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL)
     until(lambda: [*tmp_path.glob("outputs/doctor-*/*")])
     process.send_signal(number)
     assert process.wait(DEADLINE_S) == 128 + number

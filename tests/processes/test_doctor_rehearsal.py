@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
-from pathlib import Path
-
 import pytest
 
 from doctoring import build_case, diagnosed, the_one
@@ -14,7 +10,7 @@ from trireme.base.devices import Devices
 from trireme.config.run import RunConfig
 from trireme.config.written import read_run, write_run
 from trireme.launch.doctor import rehearsal
-from trireme.launch.doctor.finding import Case, ok
+from trireme.launch.doctor.finding import ok
 from trireme.launch.doctor.programs import Ended
 from trireme.launch.doctor.rehearsal import (
     environments,
@@ -28,101 +24,70 @@ from trireme.launch.doctor.rehearsal import (
 from written_run import write_whole_run
 
 GPUS = Devices(gpus=("0", "1"), cores=4)
+TOY = """
+def dataset():
+    return [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
 
-ECHO = """
-    def dataset(size=40):
-        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(size)]
-
-    def reward(completion, answer):
-        return {"reward": float(completion == answer)}
+def reward(completion, answer):
+    return {"reward": float(completion == answer)}
 """
-FAILS = """
-    def dataset():
-        return [{"prompt": "say", "answer": "it"}]
-
-    def reward(completion, answer):
-        raise ValueError("the judge has no key")
-"""
-RAISES = """
-    def dataset():
-        raise FileNotFoundError("the word list has not been downloaded")
-
-    def reward(completion):
-        return 0.0
-"""
-
-
-# environments
-
-
-def with_environment(folder: Path, code: str, *words: str) -> Case:
-    (folder / "toy.py").write_text(textwrap.dedent(code))
-    return build_case(folder, "--orchestrator.env", f'[{{"id": "{folder / "toy.py"}"}}]', *words)
-
-
-def test_an_environment_is_loaded_and_tried_in_a_process_of_its_own(tmp_path):
-    finding = the_one(environments(with_environment(tmp_path, ECHO)))
-    assert finding.verdict == "ok"
-    assert "40 examples to train on" in finding.found
-    assert "4 rollouts" in finding.found
+SCORES = 'return {"reward": float(completion == answer)}'
+LOADS = 'return [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]'
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
-    [(RAISES, "the word list has not been downloaded"), (FAILS, "the judge has no key")],
-    ids=["does not load", "cannot score"],
+    ("what", "instead", "words"),
+    [
+        (SCORES, SCORES, None),
+        (LOADS, 'raise FileNotFoundError("the word list has not been downloaded")', "the word list has not been down"),
+        (SCORES, 'raise ValueError("the judge has no key")', "the judge has no key"),
+    ],
+    ids=["works", "does not load", "cannot score"],
 )
-def test_an_environment_that_fails_is_a_problem_in_its_own_words(code, words, tmp_path):
-    finding = the_one(environments(with_environment(tmp_path, code)))
-    assert finding.verdict == "problem"
-    assert words in finding.found
-    assert "trireme env check" in finding.fix
+def test_an_environment_is_tried_in_a_process_of_its_own_and_fails_in_its_own_words(what, instead, words, tmp_path):
+    (tmp_path / "toy.py").write_text(TOY.replace(what, instead))
+    case = build_case(tmp_path, "--orchestrator.env", f'[{{"id": "{tmp_path / "toy.py"}"}}]')
+    finding = the_one(environments(case))
+    if words is None:
+        assert finding.verdict == "ok"
+        assert "40 examples to train on" in finding.found
+        assert "4 rollouts" in finding.found
+    else:
+        assert (finding.verdict, words in finding.found) == ("problem", True)
+        assert "trireme env check" in finding.fix
 
 
-def test_the_same_environment_is_tried_once(tmp_path, monkeypatch):
+def test_the_same_environment_is_tried_once_and_a_check_that_says_nothing_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(rehearsal, "_checked", lambda *_, **__: ok("fine"))
     words = '[{"id": "a"}, {"id": "a", "name": "again"}, {"id": "a", "args": {"size": 3}}]'
     case = build_case(tmp_path, "--orchestrator.env", words)
     assert len(environments_of(case.config)) == 3
     assert [finding.found for finding in environments(case)] == ["a: fine", "a: fine"]
-
-
-def test_a_check_that_says_nothing_is_a_problem():
     finding = of_environment(Ended(-9, "", "Killed"), "trireme env check toy")
     assert (finding.verdict, finding.fix) == ("problem", "`trireme env check toy` shows all of it.")
     assert "Killed" in finding.found
 
 
-# three steps
-
-
 def test_the_small_run_is_the_large_one_in_all_but_its_size(tmp_path):
-    words = ["--trainer.optim.lr", "0.5", "--orchestrator.batch-size", "512", "--max-steps", "1000"]
-    words += ["--orchestrator.sampling.max-tokens", "1024", "--wandb.project", "x", "--trainer.ckpt.interval", "5"]
-    words += ["--orchestrator.eval.interval", "5", "--orchestrator.buffer.online-difficulty-filtering"]
-    case = build_case(tmp_path, *words)
+    words = "--trainer.optim.lr 0.5 --orchestrator.batch-size 512 --max-steps 1000 --wandb.project x "
+    words += "--orchestrator.sampling.max-tokens 1024 --trainer.ckpt.interval 5 --orchestrator.eval.interval 5 "
+    case = build_case(tmp_path, *words.split(), "--orchestrator.buffer.online-difficulty-filtering")
     config = small(case)
     assert (config.max_steps, config.orchestrator.batch_size, config.orchestrator.sampling.max_tokens) == (3, 32, 64)
     assert (config.wandb, config.orchestrator.eval, config.trainer.ckpt.interval) == (None, None, None)
     assert not config.orchestrator.buffer.online_difficulty_filtering
-    assert config.trainer.optim == case.config.trainer.optim
-    assert config.model == case.config.model
+    assert (config.trainer.optim, config.model) == (case.config.trainer.optim, case.config.model)
     assert config.paths.root == case.folder / "run"
     assert limit_of(config) > config.inference.start_timeout_s
 
 
-def test_a_share_of_a_gpu_that_nobody_set_is_derived_as_for_the_run(tmp_path):
-    """What is given and what follows are told apart up to the end."""
-    one = Devices(gpus=("0",), cores=4)
-    case = build_case(tmp_path, "--device", "cuda", devices=one)
+def test_a_run_of_shared_gpus_or_of_several_machines_is_rehearsed_on_this_one(tmp_path):
+    """A share of a GPU that the user did not set is derived as for the run."""
+    case = build_case(tmp_path, "--device", "cuda", devices=Devices(gpus=("0",), cores=4))
     assert small(case).inference.gpu_memory_utilization == case.config.inference.gpu_memory_utilization == 0.4
-
-
-def test_a_run_of_several_machines_is_rehearsed_on_this_one(tmp_path):
-    words = ["--device", "cuda", "--hosts.inference", "10.0.0.2", "--hosts.orchestrator", "10.0.0.3"]
-    config = small(build_case(tmp_path, *words, "--hosts.trainer", "10.0.0.4", "10.0.0.5", devices=GPUS))
-    assert config.hosts.are_loopback
-    assert config.trainer.num_ranks == 1
+    words = "--device cuda --hosts.inference 10.0.0.2 --hosts.orchestrator 10.0.0.3 --hosts.trainer 10.0.0.4 10.0.0.5"
+    config = small(build_case(tmp_path, *words.split(), devices=GPUS))
+    assert (config.hosts.are_loopback, config.trainer.num_ranks) == (True, 1)
     assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ((0,), (1,))
 
 
@@ -138,47 +103,24 @@ def test_a_run_that_refuses_to_start_is_a_problem_and_its_files_are_kept(tmp_pat
     assert str(kept.relative_to(tmp_path)) in answer["fix"]
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory) -> RunConfig:
-    return write_whole_run(tmp_path_factory.mktemp("written") / "run", batches=3)
-
-
-@pytest.fixture
-def config(written, tmp_path) -> RunConfig:
-    shutil.copytree(written.paths.root, tmp_path / "run")
-    return written.model_copy(update={"output_dir": tmp_path / "run"})
-
-
-DONE = Ended(0, "", "")
-
-
-def test_three_steps_with_a_clean_audit_are_ok(config):
-    finding = of_run(DONE, config, began=0.0)
+def test_of_three_steps_the_audit_and_each_log_are_told(tmp_path):
+    done = Ended(0, "", "")
+    config = write_whole_run(tmp_path / "run", batches=3)
+    finding = of_run(done, config, began=0.0)
     assert finding.verdict == "ok", finding.found
     assert finding.figures["versions_confirmed"] > 0
     assert "the audit finds no fault" in finding.found
-
-
-def test_steps_that_were_trained_on_something_else_are_a_problem(config):
     change_column("advantages", 0.375, step=1)(config)
-    finding = of_run(DONE, config, began=0.0)
-    assert finding.verdict == "problem"
-    assert "contradict each other" in finding.found
+    finding = of_run(done, config, began=0.0)
+    assert (finding.verdict, "contradict each other" in finding.found) == ("problem", True)
     assert "trireme audit" in finding.fix
-
-
-def test_a_run_that_ends_too_early_is_a_problem_with_each_log(config):
-    (config.paths.logs).mkdir()
+    assert "was ended: it took too long" in of_run(Ended(None, "", ""), config, began=0.0).found
+    config.paths.logs.mkdir()
     config.paths.log("inference").write_text("INFO all is well\nRuntimeError: no kernel image\n")
     finding = of_run(Ended(1, "", "inference died"), config, began=0.0)
-    assert finding.verdict == "problem"
-    assert "inference died" in finding.found
+    assert (finding.verdict, "inference died" in finding.found) == ("problem", True)
     assert "inference.stdout:\n  INFO all is well\n  RuntimeError: no kernel image" in finding.found
     assert str(config.paths.logs) in finding.fix
-
-
-def test_a_run_that_never_ends_is_a_problem(config):
-    assert "was ended: it took too long" in of_run(Ended(None, "", ""), config, began=0.0).found
 
 
 def test_figures_are_those_of_the_trainers_lines():

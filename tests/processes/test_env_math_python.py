@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import json
 import math
 import re
@@ -12,39 +10,32 @@ from pathlib import Path
 
 import pytest
 
-from trireme.config.orchestrator import Environment as EnvironmentConfig
+from toy_environments import import_shipped, packages_folder, run_one, with_package
 from trireme.orchestrator.chat import ChatTokenizer
-from trireme.orchestrator.environments.pool import open_environment
-from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
+from trireme.orchestrator.environments.wire import Ask, Reply
 from trireme.orchestrator.tool_calls import split_tool_calls
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENTS = ROOT / "environments"
+problems = import_shipped("math_python", "math_python_problems")
 
 
 @pytest.fixture(scope="module")
-def problems():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ENVIRONMENTS / "math_python")
-        yield importlib.import_module("math_python_problems")
+def made() -> dict[int, list]:
+    """Problems of each difficulty."""
+    return {level: problems.make_problems(150, 0, difficulties=(level, level), seed=3)[0] for level in range(1, 6)}
 
 
-def made(problems, difficulty: int, count: int = 150) -> list:
-    return problems.make_problems(count, 0, difficulties=(difficulty, difficulty), seed=3)[0]
-
-
-@pytest.mark.parametrize("difficulty", [1, 2])
-def test_expressions_have_the_value_that_python_gives_them(problems, difficulty):
-    for problem in made(problems, difficulty):
+def test_expressions_have_the_value_that_python_gives_them(made):
+    for problem in made[1] + made[2]:
         assert eval(problem.question.removeprefix("Compute ").removesuffix(".")) == problem.answer
 
 
-def prime_count(low: int, high: int) -> int:
-    sieve = bytearray([1]) * (high + 1)
-    sieve[:2] = b"\0\0"
-    for n in range(2, math.isqrt(high) + 1):
-        sieve[n * n :: n] = bytes(len(sieve[n * n :: n]))
-    return sum(sieve[low:])
+def num_divisors(n: int) -> int:
+    return sum(1 + (d * d != n) for d in range(1, math.isqrt(n) + 1) if n % d == 0)
+
+
+def is_prime(n: int) -> bool:
+    return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
 
 
 def grid_paths(width: int, height: int, column: int, row: int) -> int:
@@ -53,159 +44,117 @@ def grid_paths(width: int, height: int, column: int, row: int) -> int:
     return math.comb(width + height, width) - through
 
 
-def coin_ways(total: int, coins: list[int]) -> int:
-    if not coins:
-        return total == 0
-    return sum(coin_ways(total - used, coins[1:]) for used in range(0, total + 1, coins[0]))
+def coin_ways(total: int, *coins: int) -> int:
+    return (
+        sum(coin_ways(total - coins[0] * n, *coins[1:]) for n in range(total // coins[0] + 1)) if coins else not total
+    )
 
 
-def num_divisors(n: int) -> int:
-    """Each one up to the root has a partner, but the root itself."""
-    root = math.isqrt(n)
-    return 2 * sum(n % d == 0 for d in range(1, root + 1)) - (root * root == n)
+def term_of_sequence(first: int, second: int, p: int, q: int, index: int, modulus: int) -> int:
+    terms = [0, first, second]
+    while len(terms) <= index:
+        terms.append(p * terms[-1] + q * terms[-2])
+    return terms[index] % modulus
 
 
-def common_divisor(a: int, b: int) -> int:
-    """Some a / k, and k is small: the problems multiply a factor by less than 10,000."""
-    return max(a // k for k in range(1, 10_000) if a % k == 0 and b % (a // k) == 0)
-
-
-def palindrome_sum(low: int, high: int) -> int:
-    return sum(n for n in range(low, high + 1) if int(str(n)[::-1]) == n)
-
-
+SEQUENCE = r"= (\d+) and a\(2\) = (\d+); .* = (\d+)\*a.*\+ (\d+)\*a.* of a\((\d+)\) divided by (\d+)"
 SOLUTIONS = [
     (3, r"remainder of (\d+)\^(\d+) divided by (\d+)", lambda a, b, m: a**b % m),
-    (3, r"digits of (\d+)\^(\d+)\?", lambda a, b: sum(int(digit) for digit in str(a**b))),
-    (3, r"divisor of (\d+) and (\d+)\?", common_divisor),
-    (3, r"divisors does (\d+) have", num_divisors),
-    (4, r"prime numbers are there from (\d+) to (\d+)", prime_count),
+    (3, r"digits of (\d+)\^(\d+)\?", lambda a, b: sum(map(int, str(a**b)))),
+    (3, r"divisor of (\d+) and (\d+)\?", math.gcd),
+    (
+        3,
+        r"divisors does (\d+) have",
+        num_divisors,
+    ),
+    (4, r"prime numbers are there from (\d+) to (\d+)", lambda a, b: sum(map(is_prime, range(a, b + 1)))),
     (4, r"from 1 to (\d+) are divisible by (\d+) but not by (\d+)", lambda n, a, b: n // a - n // math.lcm(a, b)),
-    (4, r"from (\d+) to (\d+) that read the same", palindrome_sum),
+    (4, r"from (\d+) to (\d+) that read", lambda a, b: sum(n for n in range(a, b + 1) if str(n) == str(n)[::-1])),
     (5, r"to \((\d+), (\d+)\) without passing through \((\d+), (\d+)\)", grid_paths),
+    (5, SEQUENCE, term_of_sequence),
 ]
 
 
 @pytest.mark.parametrize(("difficulty", "pattern", "solve"), SOLUTIONS)
-def test_answers_agree_with_another_way_to_compute_them(problems, difficulty, pattern, solve):
-    found = [(m, p.answer) for p in made(problems, difficulty) if (m := re.search(pattern, p.question))]
+def test_answers_agree_with_another_way_to_compute_them(made, difficulty, pattern, solve):
+    found = [(m, p.answer) for p in made[difficulty] if (m := re.search(pattern, p.question))]
     assert len(found) > 10
     for match, answer in found[:10]:
         assert solve(*map(int, match.groups())) == answer, match.string
 
 
-def test_coins_and_sequences_agree_with_their_definitions(problems):
-    texts = made(problems, 5)
-    coins = next(p for p in texts if "cents" in p.question)
-    total, *kinds = map(int, re.findall(r"\d+", coins.question))
-    assert coin_ways(total, sorted(kinds, reverse=True)) == coins.answer
-    sequence = next(p for p in texts if "sequence" in p.question)
-    pattern = r"= (\d+) and a\(2\) = (\d+); .* = (\d+)\*a.*\+ (\d+)\*a.* of a\((\d+)\) divided by (\d+)"
-    numbers = re.search(pattern, sequence.question)
-    first, second, p, q, index, modulus = map(int, numbers.groups())
-    terms = [0, first, second]
-    while len(terms) <= index:
-        terms.append(p * terms[-1] + q * terms[-2])
-    assert terms[index] % modulus == sequence.answer
+def test_ways_to_pay_with_coins_are_as_many_as_by_trying_all(made):
+    coins = next(problem for problem in made[5] if "cents" in problem.question)
+    assert coin_ways(*sorted(map(int, re.findall(r"\d+", coins.question)), reverse=True)) == coins.answer
 
 
-def test_training_never_sees_what_is_evaluated_whatever_the_seed(problems):
-    train, evaluation = set(), set()
-    for seed in range(3):
-        some, other = problems.make_problems(300, 60, difficulties=(1, 5), seed=seed)
-        assert (len(some), len(other)) == (300, 60)
-        train |= {problem.question for problem in some}
-        evaluation |= {problem.question for problem in other}
+def test_training_never_sees_what_is_evaluated_whatever_the_seed():
+    sets = [problems.make_problems(300, 60, difficulties=(1, 5), seed=seed) for seed in range(3)]
+    assert [tuple(map(len, each)) for each in sets] == [(300, 60)] * 3
+    train, evaluation = ({problem.question for each in sets for problem in each[part]} for part in (0, 1))
     assert not train & evaluation
-
-
-@pytest.mark.parametrize("difficulties", [(0, 1), (3, 2), (1, 6)])
-def test_a_difficulty_that_there_is_not_is_refused(problems, difficulties):
-    with pytest.raises(ValueError, match="expected one of 1 to 5"):
-        problems.make_problems(1, 1, difficulties=difficulties, seed=0)
-
-
-def scripted(*turns: str):
-    """A policy that says these texts, whose calls are found as in a run. Keeps what it was asked."""
-    questions: list[Ask] = []
-
-    async def ask(question: Ask) -> Reply:
-        questions.append(question)
-        content, calls = split_tool_calls(turns[len(questions) - 1], len(questions))
-        return Reply(content=content, tool_calls=calls or None, finish_reason="tool_calls" if calls else "stop")
-
-    return ask, questions
+    for difficulties in [(0, 1), (3, 2), (1, 6)]:
+        with pytest.raises(ValueError, match="expected one of 1 to 5"):
+            problems.make_problems(1, 1, difficulties=difficulties, seed=0)
 
 
 def call(code: str, name: str = "python") -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'code': code}})}\n</tool_call>"
 
 
-@pytest.mark.e2e
-def test_code_runs_in_the_sandbox_and_its_output_comes_back_as_a_tool_message(tmp_path):
+def test_code_runs_in_the_sandbox_and_its_output_comes_back_as_a_tool_message(tmp_path_factory):
     tokenizer = ChatTokenizer(ROOT / "models" / "math-python-tiny")
 
-    async def main():
-        args = {
-            "difficulty": 1,
-            "num_train": 5,
-            "num_eval": 2,
-            "system_prompt": "",
-            "timeout_s": 5,
-            "max_output_chars": 200,
-        }
-        config = EnvironmentConfig(id="math-python", args=args)
-        async with open_environment(
-            config, logs=tmp_path / "logs", root=ENVIRONMENTS, cache=tmp_path / "cache", load_timeout_s=300
-        ) as environment:
+    async def use(environment):
+        async def run(*turns: str):
+            """By a policy that says these texts, whose calls are found as in a run."""
+            questions: list[Ask] = []
 
-            async def run(*turns):
-                ask, questions = scripted(*turns)
-                return await environment.run(RunTask(task="r", index=0), ask), questions
+            async def ask(question: Ask) -> Reply:
+                questions.append(question)
+                content, calls = split_tool_calls(turns[len(questions) - 1], len(questions))
+                return Reply(content=content, tool_calls=calls or None, finish_reason="tool_calls" if calls else "stop")
 
-            guess, asked = await run("\\boxed{1}")
-            expression = asked[0].messages[-1]["content"].removeprefix("Compute ").removesuffix(".")
-            prompt = tokenizer.encode(tokenizer.render(asked[0].messages, tools=asked[0].tools, generate=True))
-            right = await run(call(f"print({expression})"), f"\\boxed{{{eval(expression):,}}}")
-            failing = await run(
-                call("1/0"),
-                call("import socket; socket.create_connection(('127.0.0.1', 1))"),
-                call("", name="ruby"),
-                "?",
+            return (
+                await run_one(environment, ask),
+                [question.messages[-1]["content"] for question in questions],
+                questions,
             )
-            packages = await run(call("import sympy; print(sympy.factorint(91))"), "\\boxed{0}")
-            return guess, prompt, right, failing, packages
 
-    guess, prompt, (right, asked), (failing, failures), (_, packages) = asyncio.run(main())
-    assert (guess.reward, guess.metrics["python_calls"], guess.metrics["has_answer"]) == (0.0, 0.0, 1.0)
-    assert len(prompt) < 30  # the tool as the template shows it is one token of the tiny model; see its words.json
-    (made_call,) = asked[1].messages[-2]["tool_calls"]
-    assert asked[1].messages[-1] == {"role": "tool", "content": right.answer, "tool_call_id": made_call["id"]}
-    assert (right.reward, right.metrics["python_calls"], right.metrics["tool_errors"]) == (1.0, 1.0, 0.0)
-    contents = [question.messages[-1]["content"] for question in failures[1:]]
-    assert contents[0].startswith("Error: Traceback")
-    assert contents[0].endswith("ZeroDivisionError: division by zero")
-    assert "Network is unreachable" in contents[1] or "not permitted" in contents[1]
-    assert (failing.reward, failing.metrics["tool_errors"], failing.metrics["has_answer"]) == (0.0, 3.0, 0.0)
-    assert packages[1].messages[-1]["content"] == "{7: 1, 13: 1}"
+        guess, (asked,), (first,) = await run("\\boxed{1}")
+        expression = asked.removeprefix("Compute ").removesuffix(".")
+        assert (guess.reward, guess.metrics["python_calls"], guess.metrics["has_answer"]) == (0.0, 0.0, 1.0)
+        prompt = tokenizer.encode(tokenizer.render(first.messages, tools=first.tools, generate=True))
+        assert len(prompt) < 30  # the tool as the template shows it is one token of the tiny model; see its words.json
+
+        right, heard, _ = await run(call(f"print({expression})"), f"\\boxed{{{eval(expression):,}}}")
+        assert heard[1] == right.answer
+        assert (right.reward, right.metrics["python_calls"], right.metrics["tool_errors"]) == (1.0, 1.0, 0.0)
+
+        connects = call("import socket; socket.create_connection(('127.0.0.1', 1))")
+        failing, heard, _ = await run(call("1/0"), connects, call("", name="ruby"), "?")
+        assert re.match(r"Error: Traceback(.|\n)*ZeroDivisionError: division by zero$", heard[1])
+        assert re.search("Network is unreachable|not permitted", heard[2])
+        assert (failing.reward, failing.metrics["tool_errors"], failing.metrics["has_answer"]) == (0.0, 3.0, 0.0)
+
+        _, heard, _ = await run(call("import sympy; print(sympy.factorint(91))"), "\\boxed{0}")
+        assert heard[1] == "{7: 1, 13: 1}"
+
+    sizes = {"num_train": 5, "num_eval": 2, "max_output_chars": 200}
+    args = sizes | {"difficulty": 1, "system_prompt": "", "timeout_s": 30}
+    with_package(packages_folder(tmp_path_factory), "math-python", use, **args)
 
 
-def test_the_tiny_models_warm_up_shows_calls_as_the_parser_reads_them():
+def test_the_tiny_models_warm_up_shows_calls_as_the_parser_reads_them_and_nothing_that_is_evaluated():
     tokenizer = ChatTokenizer(ROOT / "models" / "math-python-tiny")
     data = runpy.run_path(str(ROOT / "configs" / "math-python" / "sft_data.py"))
-    conversations = [entry["messages"] for entry in data["conversations"](60)]
-    called = [messages for messages in conversations if "tool_calls" in messages[2]]
+    conversations = [entry["messages"] for entry in data["conversations"](500)]
+    assert not [messages for messages in conversations if problems.is_for_eval(messages[1]["content"])]
+    called = [messages for messages in conversations[:60] if "tool_calls" in messages[2]]
     assert 20 < len(called) < 60
     for messages in called:
         before = tokenizer.render(messages[:2], tools=None, generate=True)
-        turn = (
-            tokenizer.render(messages[:3], tools=None, generate=False).removeprefix(before).removesuffix("<|im_end|>\n")
-        )
-        content, (found,) = split_tool_calls(turn, 1)
+        after = tokenizer.render(messages[:3], tools=None, generate=False)
+        content, (found,) = split_tool_calls(after.removeprefix(before).removesuffix("<|im_end|>\n"), 1)
         assert (content, found.name) == ("", "python")
         assert json.loads(found.arguments) == messages[2]["tool_calls"][0]["function"]["arguments"]
-
-
-def test_the_tiny_models_warm_up_holds_nothing_that_is_evaluated(problems):
-    data = runpy.run_path(str(ROOT / "configs" / "math-python" / "sft_data.py"))
-    assert not [e for e in data["conversations"](500) if problems.is_for_eval(e["messages"][1]["content"])]

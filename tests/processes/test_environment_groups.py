@@ -1,194 +1,45 @@
-"""Rewards that compare the rollouts of a group, in plain environments: who waits for whom, and for how long."""
+"""Rewards that compare the rollouts of a group: who waits for whom, and for how long; and whole runs with them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from typing import Any
+from collections import Counter, defaultdict
 
 import pytest
 
-from toy_environments import ECHO, run_group, says, with_environment, write
+from toy_environments import never, refuses, run_group, run_one, says, shared_toys
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments import pool
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
 from trireme.orchestrator.environments.worker_process import RolloutFailed
+from whole_run import build_config, run
 
-SHORTEST = """
-    import os
+pytestmark = pytest.mark.xdist_group("environment groups")  # one process, so that tests share workers
+GROUPS = """
+    import asyncio, os, pathlib
 
-    def dataset():
-        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(20)]
+    def dataset(codes):
+        return [{"prompt": f"say {i}", "code": code} for i, code in enumerate(codes)]
 
-    async def reward(completions, answer):
+    def reward(completions, code):
+        return eval(code)
+
+    def shortest(completions):
         lengths = [len(completion) for completion in completions]
         return [{"reward": length == min(lengths), "rank": sorted(lengths).index(length), "pid": os.getpid()}
                 for length in lengths]
+
+    def raise_once(completions):
+        once = pathlib.Path(__file__).with_name("once")
+        if once.exists():
+            return [1.0] * len(completions)
+        once.touch()
+        raise KeyError("judge")
 """
-
-
-def member(place: int, size: int, *, attempt: int = 0, group: str = "g") -> RunTask:
-    return RunTask(task=f"{group}-{place}.{attempt}", index=3, attempt=attempt, group=group, group_size=size)
-
-
-def test_a_group_is_scored_together_once_all_of_it_is_there(tmp_path):
-    async def use(environment):
-        assert environment.group_rewards
-        return await run_group(environment, ["four", "x", "xx", "x"])
-
-    outcomes = with_environment(tmp_path, write(tmp_path, SHORTEST), use)
-    assert [outcome.reward for outcome in outcomes] == [0.0, 1.0, 0.0, 1.0]
-    assert [outcome.metrics["rank"] for outcome in outcomes] == [3.0, 0.0, 2.0, 0.0]
-
-
-def test_what_a_group_reward_is_given_does_not_depend_on_who_was_first(tmp_path):
-    code = """
-        def dataset(): return [{"prompt": "p"}]
-        def reward(completions): return list(range(len(completions)))
-    """
-
-    async def use(environment):
-        last = asyncio.Event()
-
-        async def late(question: Ask) -> Reply:
-            await last.wait()
-            return Reply(content="late", finish_reason="stop")
-
-        async def early(question: Ask) -> Reply:
-            asyncio.get_running_loop().call_later(0.05, last.set)
-            return Reply(content="early", finish_reason="stop")
-
-        asks = [late, early, early]
-        tasks = [RunTask(task=f"{place}", index=0, group="g", group_size=3) for place in range(3)]
-        return await asyncio.gather(*(environment.run(t, ask) for t, ask in zip(tasks, asks, strict=True)))
-
-    outcomes = with_environment(tmp_path, write(tmp_path, code), use)
-    assert [outcome.reward for outcome in outcomes] == [0.0, 1.0, 2.0]
-
-
-def test_a_group_stays_in_one_worker_while_others_take_the_other(tmp_path):
-    async def use(environment):
-        groups = [run_group(environment, ["x"] * 4, name=f"g{number}") for number in range(6)]
-        return await asyncio.gather(*groups)
-
-    groups = with_environment(tmp_path, write(tmp_path, SHORTEST), use, num_workers=2)
-    pids = [{done.metrics["pid"] for done in group} for group in groups]
-    assert [len(of_group) for of_group in pids] == [1] * 6
-    assert len(set.union(*pids)) == 2
-
-
-def test_a_member_that_fails_is_run_again_and_the_others_wait_for_it(tmp_path):
-    async def use(environment):
-        others = [asyncio.create_task(environment.run(member(place, 3), says("xx"))) for place in (0, 1)]
-
-        async def refuse(question: Ask) -> Reply:
-            return Reply(error="too long", error_kind="engine")
-
-        with pytest.raises(RolloutFailed, match="too long"):
-            await environment.run(member(2, 3), refuse)
-        assert not any(other.done() for other in others)
-        last = await environment.run(member(2, 3, attempt=1), says("x"))
-        return [await other for other in others] + [last]
-
-    outcomes = with_environment(tmp_path, write(tmp_path, SHORTEST), use)
-    assert [outcome.reward for outcome in outcomes] == [0.0, 0.0, 1.0]
-
-
-def test_a_cancelled_member_leaves_its_group(tmp_path):
-    async def use(environment):
-        first = asyncio.create_task(environment.run(member(0, 2), says("x")))
-        while not held(environment):
-            await asyncio.sleep(0.01)
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        return await asyncio.gather(
-            environment.run(member(0, 2, attempt=1), says("xxx")), environment.run(member(1, 2), says("xx"))
-        )
-
-    outcomes = with_environment(tmp_path, write(tmp_path, SHORTEST), use)
-    assert [outcome.reward for outcome in outcomes] == [0.0, 1.0]
-
-
-def held(environment: Environment) -> int:
-    return sum(rollout.is_held for worker in environment._workers for rollout in worker._rollouts.values())
-
-
-def test_a_group_whose_scoring_raises_fails_as_one_and_may_come_again(tmp_path):
-    code = (
-        ECHO
-        + """
-    import pathlib
-    once = pathlib.Path(__file__).with_name("once")
-
-    def reward(completions):
-        if not once.exists():
-            once.touch()
-            raise KeyError("judge")
-        return [1.0] * len(completions)
-    """
-    )
-
-    async def use(environment):
-        return await run_group(environment, ["x"] * 3), await run_group(environment, ["x"] * 3)
-
-    first, second = with_environment(tmp_path, write(tmp_path, code), use)
-    assert [(type(each), each.stage, each.error) for each in first] == [
-        (RolloutFailed, "score", "KeyError: 'judge'")
-    ] * 3
-    assert [each.reward for each in second] == [1.0] * 3
-
-
-@pytest.mark.parametrize("value", ["[1.0]", "1.0", "None", "[1.0, float('nan')]", "[1.0, '2']", "{'reward': 1}"])
-def test_a_group_reward_that_is_no_list_of_as_many_numbers_is_an_error_for_all_of_the_group(tmp_path, value):
-    code = f"def dataset(): return [{{'prompt': 'p'}}]\ndef reward(completions): return {value}\n"
-
-    async def use(environment):
-        return await run_group(environment, ["x", "y"])
-
-    outcomes = with_environment(tmp_path, write(tmp_path, code), use)
-    assert [(type(each), each.stage) for each in outcomes] == [(RolloutFailed, "score")] * 2
-    assert all("Reward function `reward` returned" in each.error for each in outcomes)
-
-
-def test_a_rollout_that_comes_after_its_group_was_scored_is_told_at_once(tmp_path):
-    async def use(environment):
-        await run_group(environment, ["x", "y"])
-        with pytest.raises(RolloutFailed, match="'g' was scored without it - expected all 2 rollouts"):
-            await environment.run(member(1, 2, attempt=1), says("x"))
-
-    with_environment(tmp_path, write(tmp_path, SHORTEST), use)
-
-
-def test_a_workers_death_costs_no_member_of_a_group(tmp_path):
-    async def use(environment):
-        first_round = asyncio.Event()
-        asked: list[str] = []
-
-        async def ask(question: Ask) -> Reply:
-            asked.append(question.task)
-            if len(asked) == 3:
-                first_round.set()
-                await asyncio.sleep(60)
-            return Reply(content="x" * len(asked), finish_reason="stop")
-
-        running = [asyncio.create_task(environment.run(member(place, 3), ask)) for place in range(3)]
-        await first_round.wait()
-        while held(environment) < 2:
-            await asyncio.sleep(0.01)
-        os.kill(environment._workers[0].pid, signal.SIGKILL)
-        return await asyncio.gather(*running), len(asked)
-
-    outcomes, num_asked = with_environment(tmp_path, write(tmp_path, SHORTEST), use, num_workers=2)
-    assert num_asked == 6
-    assert sorted(outcome.reward for outcome in outcomes) == [0.0, 0.0, 1.0]
-    assert len({outcome.metrics["pid"] for outcome in outcomes}) == 1
-
-
 DIES_WHEN_ONE_IS_TOLD = """
-    import pathlib
-
     import trireme_wire
 
     dead, send = pathlib.Path(__file__).with_name("dead"), trireme_wire.Wire.send
@@ -202,96 +53,227 @@ DIES_WHEN_ONE_IS_TOLD = """
 
     trireme_wire.Wire.send = send_and_die
 """
+BAD = ["[1.0]", "1.0", "None", "[1.0, float('nan')]", "[1.0, '2']", "{'reward': 1}"]
+SHORTEST, IN_ORDER, ONCE, SLOWLY, DEADLY = range(len(BAD), len(BAD) + 5)
+CODES = [*BAD, "shortest(completions)", "list(range(len(completions)))", "raise_once(completions)"]
+CODES += ["asyncio.sleep(0.2, shortest(completions))", "os._exit(7)"]
 
 
-def test_a_worker_that_dies_while_it_tells_a_group_its_rewards_costs_no_member_of_it(tmp_path):
+@pytest.fixture(scope="module")
+def on(tmp_path_factory):
+    """Two workers, and places for six rollouts, unless a test says otherwise."""
+    with shared_toys(tmp_path_factory.mktemp("toys")) as on:
+        usual = {"args": {"codes": CODES}, "num_workers": 2, "max_concurrent": 6}
+        yield lambda use, more="", **config: on(GROUPS + more, use, **usual | config)
+
+
+def member(place: int, size: int, *, attempt: int = 0, group: str = "g", index: int = SHORTEST) -> RunTask:
+    return RunTask(task=f"{group}-{place}.{attempt}", index=index, attempt=attempt, group=group, group_size=size)
+
+
+def held(environment: Environment) -> int:
+    return sum(rollout.is_held for worker in environment._workers for rollout in worker._rollouts.values())
+
+
+async def until_held(environment: Environment, count: int) -> None:
+    while held(environment) < count:
+        await asyncio.sleep(0.01)
+
+
+def test_a_group_is_scored_together_once_all_of_it_is_there(on):
     async def use(environment):
-        return await run_group(environment, ["four", "x", "xx"])
+        assert environment.group_rewards
+        alone = await run_one(environment, says("x"), SHORTEST)  # without a group, a rollout is its own
+        return alone, *await run_group(environment, ["four", "x", "xx", "x", "x", "x"], index=SHORTEST)
 
-    code = write(tmp_path, SHORTEST + DIES_WHEN_ONE_IS_TOLD)
-    outcomes = with_environment(tmp_path, code, use, rollout_timeout_s=5)
-    assert (tmp_path / "dead").exists()
-    assert [outcome.reward for outcome in outcomes] == [0.0, 1.0, 0.0]
-    assert len({outcome.metrics["pid"] for outcome in outcomes}) == 1
+    alone, *outcomes = on(use)
+    assert [outcome.reward for outcome in (alone, *outcomes)] == [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    assert [outcome.metrics["rank"] for outcome in outcomes] == [5.0, 0.0, 4.0, 0.0, 0.0, 0.0]
 
 
-def test_a_group_that_kills_its_worker_is_dropped_as_one_and_those_beside_it_are_not(tmp_path, monkeypatch):
+def test_what_a_group_reward_is_given_does_not_depend_on_who_was_first(on):
+    async def use(environment):
+        async def late(question: Ask) -> Reply:
+            await until_held(environment, 2)
+            return Reply(content="late", finish_reason="stop")
+
+        members = [
+            (member(place, 3, group="in order", index=IN_ORDER), ask)
+            for place, ask in enumerate([late, says("x"), says("x")])
+        ]
+        return await asyncio.gather(*(environment.run(task, ask) for task, ask in members))
+
+    assert [outcome.reward for outcome in on(use)] == [0.0, 1.0, 2.0]
+
+
+def test_groups_that_begin_in_each_others_midst_each_end_in_one_of_the_workers(on):
+    """Places for one group and a half: if those that wait kept theirs, two half groups would wait for each other."""
+
+    async def use(environment):
+        tasks = [member(place, 4, group=f"g{number}") for place in range(4) for number in range(6)]
+        return await asyncio.wait_for(asyncio.gather(*(environment.run(task, says("x")) for task in tasks)), 20)
+
+    outcomes = on(use)
+    assert [outcome.reward for outcome in outcomes] == [1.0] * 24
+    groups = Counter((done.task.partition("-")[0], done.metrics["pid"]) for done in outcomes)
+    assert set(groups.values()) == {4}
+    assert len({pid for _, pid in groups}) == 2
+
+
+def test_a_group_that_cannot_run_at_once_is_a_configuration_error(on):
+    with pytest.raises(ConfigError, match=r"compare the 7 rollouts of a group, and its `max_concurrent` is 6"):
+        on(lambda environment: environment.run(member(0, 7), says("x")))
+
+
+def test_a_member_that_fails_is_run_again_and_the_others_wait_for_it(on):
+    async def use(environment):
+        others = [asyncio.create_task(environment.run(member(place, 3), says("xx"))) for place in (0, 1)]
+        with pytest.raises(RolloutFailed, match="too long"):
+            await environment.run(member(2, 3), refuses("too long"))
+        assert not any(other.done() for other in others)
+        last = await environment.run(member(2, 3, attempt=1), says("x"))
+        with pytest.raises(RolloutFailed, match="'g' was scored without it - expected all 3 rollouts"):
+            await environment.run(member(1, 3, attempt=1), says("x"))
+        return [await other for other in others] + [last]
+
+    assert [outcome.reward for outcome in on(use)] == [0.0, 0.0, 1.0]
+
+
+def test_a_cancelled_member_leaves_its_group(on):
+    async def use(environment):
+        first = asyncio.create_task(environment.run(member(0, 2, group="c"), says("x")))
+        await until_held(environment, 1)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second, last = member(0, 2, attempt=1, group="c"), member(1, 2, group="c")
+        return await asyncio.gather(environment.run(second, says("xxx")), environment.run(last, says("xx")))
+
+    assert [outcome.reward for outcome in on(use)] == [0.0, 1.0]
+
+
+def test_a_group_whose_scoring_raises_fails_as_one_and_may_come_again(on):
+    async def use(environment):
+        return [await run_group(environment, ["x"] * 3, index=ONCE, name="again") for _ in range(2)]
+
+    first, second = on(use)
+    failures = [(type(each), each.stage, each.error) for each in first]
+    assert failures == [(RolloutFailed, "score", "KeyError: 'judge'")] * 3
+    assert [each.reward for each in second] == [1.0] * 3
+
+
+def test_a_group_reward_that_is_no_list_of_as_many_numbers_is_an_error_for_all_of_the_group(on):
+    async def use(environment):
+        return [await run_group(environment, ["x", "y"], index=i) for i in range(len(BAD))]
+
+    for outcomes in on(use):
+        assert [(type(each), each.stage) for each in outcomes] == [(RolloutFailed, "score")] * 2
+        assert all("Reward function `reward` returned" in each.error for each in outcomes)
+
+
+def test_a_group_that_kills_its_worker_is_dropped_as_one_and_those_beside_it_are_not(on, monkeypatch):
     monkeypatch.setattr(pool, "LONGEST_BACKOFF_S", 0.05)
-    code = (
-        SHORTEST
-        + """
-    innocent = reward
-
-    async def reward(completions, answer):
-        import asyncio
-        if answer == "3":
-            os._exit(7)
-        await asyncio.sleep(0.2)
-        return await innocent(completions, answer)
-    """
-    )
 
     async def use(environment):
-        return await asyncio.gather(
-            run_group(environment, ["x", "y"], index=3, name="bad"), run_group(environment, ["x", "y"], name="good")
-        )
+        bad = run_group(environment, ["x", "y"], index=DEADLY)
+        return await asyncio.gather(bad, run_group(environment, ["x", "y"], index=SLOWLY))
 
-    bad, good = with_environment(tmp_path, write(tmp_path, code), use)
+    bad, good = on(use, num_workers=1)
     assert [(type(each), each.stage) for each in bad] == [(RolloutFailed, "worker")] * 2
     assert [each.reward for each in good] == [1.0, 1.0]
 
 
-def test_groups_that_begin_in_each_others_midst_all_come_to_their_end(tmp_path):
-    """Places for one group and a half: if those that wait kept theirs, two half groups would wait for each other."""
+def test_a_workers_death_costs_no_member_of_a_group(on):
+    asked: list[str] = []
 
     async def use(environment):
-        tasks = [member(place, 4, group=f"g{number}") for place in range(4) for number in range(3)]
-        return await asyncio.wait_for(asyncio.gather(*(environment.run(task, says("x")) for task in tasks)), 20)
+        async def ask(question: Ask) -> Reply:
+            asked.append(question.task)
+            if len(asked) == 3:
+                await until_held(environment, 2)
+                (home,) = (worker for worker in environment._workers if worker.num_running)
+                os.kill(home.pid, signal.SIGKILL)
+                await never(question)
+            return Reply(content="x" * len(asked), finish_reason="stop")
 
-    outcomes = with_environment(tmp_path, write(tmp_path, SHORTEST), use, max_concurrent=6)
-    assert [outcome.reward for outcome in outcomes] == [1.0] * 12
+        return await asyncio.gather(*(environment.run(member(place, 3, group="dies"), ask) for place in range(3)))
+
+    outcomes = on(use)
+    assert len(asked) == 6
+    assert sorted(outcome.reward for outcome in outcomes) == [0.0, 0.0, 1.0]
+    assert len({outcome.metrics["pid"] for outcome in outcomes}) == 1
 
 
-def test_a_group_that_cannot_run_at_once_is_a_configuration_error(tmp_path):
+def test_a_worker_that_dies_while_it_tells_a_group_its_rewards_costs_no_member_of_it(on):
     async def use(environment):
-        with pytest.raises(ConfigError, match=r"compare the 4 rollouts of a group, and its `max_concurrent` is 3"):
-            await environment.run(member(0, 4), says("x"))
+        outcomes = await run_group(environment, ["four", "x", "xx"], index=SHORTEST)
+        return outcomes, environment.num_restarts
 
-    with_environment(tmp_path, write(tmp_path, SHORTEST), use, max_concurrent=3)
+    outcomes, num_restarts = on(use, DIES_WHEN_ONE_IS_TOLD, num_workers=1, rollout_timeout_s=5)
+    assert num_restarts == 1
+    assert [outcome.reward for outcome in outcomes] == [0.0, 1.0, 0.0]
+    assert len({outcome.metrics["pid"] for outcome in outcomes}) == 1
 
 
-def test_a_member_that_never_comes_ends_the_waiting_of_the_others(tmp_path):
+def test_a_member_that_never_comes_ends_the_waiting_of_the_others(on):
     async def use(environment):
         with pytest.raises(RolloutFailed, match="timeout: was over, and the others of its group of 2 were not"):
             await environment.run(member(0, 2), says("x"))
-        return await run_group(environment, ["x", "y"])
+        return await run_group(environment, ["x", "y"], index=SHORTEST)
 
-    outcomes = with_environment(tmp_path, write(tmp_path, SHORTEST), use, rollout_timeout_s=0.2)
-    assert all(isinstance(outcome, Done) for outcome in outcomes)
+    assert [type(outcome) for outcome in on(use, rollout_timeout_s=0.5)] == [Done] * 2
 
 
-def test_waiting_for_a_slow_member_does_not_use_up_the_time_of_the_others(tmp_path):
+def test_waiting_for_a_slow_member_does_not_use_up_the_time_of_the_others(on):
     """The slow one is as slow as it may be, twice over: it fails, and comes again."""
 
     async def use(environment):
-        quick = asyncio.create_task(environment.run(member(0, 2), says("x")))
+        quick = asyncio.create_task(environment.run(member(0, 2, group="slow"), says("x")))
+        for attempt in (0, 1):
+            with pytest.raises(RolloutFailed, match=r"not finished after 0\.5 s"):
+                await environment.run(member(1, 2, attempt=attempt, group="slow"), never)
+        return await asyncio.gather(environment.run(member(1, 2, attempt=2, group="slow"), says("xx")), quick)
 
-        async def never(question: Ask) -> Any:
-            await asyncio.sleep(60)
-
-        with pytest.raises(RolloutFailed, match=r"not finished after 0\.5 s"):
-            await environment.run(member(1, 2), never)
-        with pytest.raises(RolloutFailed, match=r"not finished after 0\.5 s"):
-            await environment.run(member(1, 2, attempt=1), never)
-        last = await environment.run(member(1, 2, attempt=2), says("xx"))
-        return await quick, last
-
-    quick, last = with_environment(tmp_path, write(tmp_path, SHORTEST), use, rollout_timeout_s=0.5)
-    assert (quick.reward, last.reward) == (1.0, 0.0)
+    assert [outcome.reward for outcome in on(use, rollout_timeout_s=0.5)] == [0.0, 1.0]
 
 
-def test_without_a_group_a_rollout_is_its_own(tmp_path):
-    async def use(environment):
-        return await environment.run(RunTask(task="alone", index=0), says("x"))
+FIRST_OF_ITS_GROUP = """
+    import os
+    import pathlib
 
-    assert with_environment(tmp_path, write(tmp_path, SHORTEST), use).reward == 1.0
+    died = pathlib.Path(__file__).with_name("died")
+    calls = 0
+
+    def dataset():
+        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
+
+    def reward(completions):
+        global calls
+        calls += 1
+        if calls == 2 and not died.exists():
+            died.touch()
+            os._exit(1)
+        first = min(completions)
+        return [{"reward": float(each == first), "size": len(completions)} for each in completions]
+"""
+
+
+@pytest.mark.parametrize("max_async_level", [0, 1])
+def test_each_group_that_is_trained_on_was_compared_within_itself(tmp_path, max_async_level):
+    """One worker's death in the middle of a group's scoring included."""
+    outcome = run(build_config(tmp_path, FIRST_OF_ITS_GROUP, max_steps=2, max_async_level=max_async_level))
+    assert (tmp_path / "died").exists()
+    assert outcome.error is None
+    groups = defaultdict(list)
+    for rollout in (rollout for record in outcome.records for rollout in record.rollouts):
+        groups[rollout.group].append(rollout)
+    assert [len(rollouts) for rollouts in groups.values()] == [4] * 2 * 2
+    for rollouts in groups.values():
+        said = [rollout.completion[0]["content"] for rollout in rollouts]
+        assert [rollout.reward for rollout in rollouts] == [float(text == min(said)) for text in said]
+        assert {rollout.metrics["size"] for rollout in rollouts} == {4.0}
+
+
+def test_a_run_whose_groups_do_not_fit_ends_in_words(tmp_path):
+    toy = {"id": str(tmp_path / "toy.py"), "name": "say", "max_concurrent": 3}
+    outcome = run(build_config(tmp_path, FIRST_OF_ITS_GROUP, orchestrator={"env": [toy]}))
+    assert "compare the 4 rollouts of a group, and its `max_concurrent` is 3" in str(outcome.error)

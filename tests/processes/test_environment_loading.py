@@ -2,66 +2,58 @@
 
 from __future__ import annotations
 
-import asyncio
-import textwrap
-
 import pytest
 
-from toy_environments import ECHO, says, with_environment, write
+from toy_environments import ECHO, run_one, says, with_environment, write
 from trireme.base.errors import ConfigError
-from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
+
+REFUSED = {
+    "raises": (
+        "def load_environment(level): raise KeyError('no such level')",
+        r"toy\.py' could not be loaded: KeyError: 'no such level'(.|\n)*\(\*\*{'level': 9}\)(.|\n)*{logs}",
+        {"args": {"level": 9}},
+    ),
+    "exits": (
+        "import os, sys\nprint('licence expired', file=sys.stderr, flush=True)\nos._exit(3)",
+        r"exited with code 3(.|\n)*licence expired",
+        {},
+    ),
+    "hangs": (
+        "import time\nprint('fetching the data', flush=True)\ntime.sleep(60)",
+        r"not loaded after 3 s(.|\n)*fetching the data(.|\n)*environment-slow-0",
+        {"name": "slow", "load_timeout_s": 3},
+    ),
+    "differs from worker to worker": (
+        "import os\ndef dataset(): return [{'prompt': 'p'}] * os.getpid()\ndef reward(completion): return 0.0",
+        "data sets of different sizes",
+        {"num_workers": 2},
+    ),
+    "has a reward that no example can feed": (
+        "def dataset(): return [{'prompt': 'p', 'answer': 'a'}]\ndef reward(completion, truth): return 0.0",
+        "`reward` asks for truth - expected parameters among answer, completion",
+        {},
+    ),
+    "is too large": (
+        "hoard = b'x' * (96 << 20)\ndef dataset(): return [{'prompt': 'p'}]\ndef reward(completion): return 0.0",
+        r"GiB of memory, 0\.08 are allowed .* as soon as it is loaded",
+        {"max_memory_gib": 0.08},
+    ),
+}
 
 
-def test_an_environment_that_raises_on_load_is_a_configuration_error_that_names_it(tmp_path):
-    code = "def load_environment(level): raise KeyError('no such level')\n"
-    with pytest.raises(ConfigError) as raised:
-        with_environment(tmp_path, write(tmp_path, code, "broken.py"), lambda environment: None, args={"level": 9})
-    message = str(raised.value)
-    assert "broken.py" in message
-    assert "KeyError: 'no such level'" in message
-    assert "load_environment(**{'level': 9})" in message
-    assert str(tmp_path / "logs") in message
-
-
-def test_an_environment_that_ends_its_process_on_load_is_a_configuration_error(tmp_path):
-    code = "import os, sys\nprint('licence expired', file=sys.stderr, flush=True)\nos._exit(3)\n"
-    with pytest.raises(ConfigError, match=r"exited with code 3(.|\n)*licence expired"):
-        with_environment(tmp_path, write(tmp_path, code), lambda environment: None)
-
-
-def test_an_environment_that_hangs_on_load_meets_its_deadline_and_its_log_is_named(tmp_path):
-    code = "import time\nprint('fetching the data', flush=True)\ntime.sleep(60)\n"
-    with pytest.raises(ConfigError, match=r"not loaded after 4 s(.|\n)*fetching the data(.|\n)*environment-slow-0"):
-        with_environment(tmp_path, write(tmp_path, code), lambda environment: None, name="slow", load_timeout_s=4)
-
-
-def test_workers_that_load_different_examples_are_refused(tmp_path):
-    code = ECHO + "\n    import os\n    def dataset(): return [{'prompt': 'p', 'answer': ''}] * os.getpid()\n"
-    with pytest.raises(ConfigError, match="data sets of different sizes"):
-        with_environment(tmp_path, write(tmp_path, code), lambda environment: None, num_workers=2)
-
-
-def test_examples_drawn_without_a_seed_are_the_same_in_every_worker(tmp_path):
-    code = ECHO + "\n    import random\n    def dataset(): return [{'prompt': 'p', 'answer': str(random.random())}]\n"
-
-    async def use(environment):
-        async def ask(question: Ask) -> Reply:
-            await asyncio.sleep(0.05)  # both at once, so that each worker gets one
-            return Reply(content="x", finish_reason="stop")
-
-        return await asyncio.gather(*(environment.run(RunTask(task=f"{i}", index=0), ask) for i in range(2)))
-
-    first, second = with_environment(tmp_path, write(tmp_path, code), use, num_workers=2)
-    assert first.answer == second.answer
+@pytest.mark.parametrize("way", REFUSED)
+def test_an_environment_that_cannot_be_used_is_a_configuration_error_that_names_it_and_why(tmp_path, way):
+    code, words, config = REFUSED[way]
+    with pytest.raises(ConfigError, match=words.replace("{logs}", str(tmp_path / "logs"))):
+        with_environment(tmp_path, write(tmp_path, code), lambda environment: None, **config)
 
 
 def test_what_an_environment_prints_goes_to_its_log_and_not_into_the_wire(tmp_path):
-    code = "import os\nprint('{\"type\":\"done\"}', flush=True)\nos.system('echo from a child')\n" + textwrap.dedent(
-        ECHO
-    )
-
-    async def use(environment):
-        return await environment.run(RunTask(task="r", index=1), says("1"))
-
-    assert with_environment(tmp_path, write(tmp_path, code), use, name="toy").reward == 1.0
+    code = """
+    import os
+    print('{"type":"done"}', flush=True)
+    os.system("echo from a child")
+    """
+    done = with_environment(tmp_path, write(tmp_path, ECHO + code), lambda e: run_one(e, says("1"), 1), name="toy")
+    assert done.reward == 1.0
     assert "from a child" in (tmp_path / "logs/environment-toy-0.stdout").read_text()

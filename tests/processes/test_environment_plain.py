@@ -1,82 +1,193 @@
-"""Plain environments: examples and a reward function in one file, in real worker processes."""
+"""Plain environments, examples and a reward function in one file, and their rollouts in real worker processes."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from toy_environments import ECHO, says, with_environment, write
-from trireme.base.errors import ConfigError
-from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
+from toy_environments import ECHO, never, open_toy, refuses, run_all, run_one, running, says, shared_toys, write
+from trireme.orchestrator.environments.wire import Ask, Reply
 from trireme.orchestrator.environments.worker_process import RolloutFailed
 
+pytestmark = pytest.mark.xdist_group("plain environments")  # one process, so that tests share workers
 
-def test_a_rollout_comes_back_scored_under_its_own_name(tmp_path):
+
+@pytest.fixture(scope="module")
+def on(tmp_path_factory):
+    with shared_toys(tmp_path_factory.mktemp("toys")) as on:
+        yield on
+
+
+OF_ANY_FORM = """
+    def load_environment(bonus):
+        async def reward(completion, answer, level):
+            return {"reward": bonus + level, "length": len(completion)}
+        messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+        info = {"x": float("nan"), 3: {1, 2}}
+        return {"dataset": [{"prompt": messages, "answer": 7, "level": 2},
+                            {"prompt": "half a pair: \\ud83d", "answer": "é", "info": info, "level": 0}],
+                "reward": reward, "eval_dataset": [{"prompt": "eval", "answer": None, "level": 0}]}
+"""
+
+
+def test_rewards_may_be_async_with_named_metrics_and_any_field_of_the_example(on):
     async def use(environment):
-        assert (environment.num_train, environment.num_eval) == (5, 0)
-        return await environment.run(RunTask(task="g1-r3", index=4), says("4"))
+        assert (environment.num_train, environment.num_eval) == (2, 1)
+        train = await run_one(environment, says("four"), task="g1-r3")
+        return train, await run_one(environment, says("four"), split="eval")
 
-    done = with_environment(tmp_path, write(tmp_path, ECHO), use, args={"size": 5})
-    assert isinstance(done, Done)
-    assert (done.task, done.reward, done.answer, done.stop, done.truncated) == ("g1-r3", 1.0, "4", "stop", False)
-    assert done.prompt == [{"role": "user", "content": "say 4"}]
-    assert done.completion == [{"role": "assistant", "content": "4"}]
-
-
-def test_rewards_may_be_async_with_named_metrics_and_any_field_of_the_example(tmp_path):
-    code = """
-        def load_environment(bonus):
-            async def reward(completion, answer, level):
-                return {"reward": bonus + level, "length": len(completion)}
-            messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-            return {"dataset": [{"prompt": messages, "answer": 7, "level": 2}], "reward": reward,
-                    "eval_dataset": [{"prompt": "eval", "answer": None, "level": 0}]}
-    """
-
-    async def use(environment):
-        train = await environment.run(RunTask(task="t", index=0), says("four"))
-        held_out = await environment.run(RunTask(task="e", split="eval", index=0), says("four"))
-        return train, held_out
-
-    train, held_out = with_environment(tmp_path, write(tmp_path, code), use, args={"bonus": 0.5})
-    assert (train.reward, train.metrics, train.answer, len(train.prompt)) == (2.5, {"length": 4.0}, "7", 2)
-    assert (held_out.reward, held_out.answer, held_out.prompt[0]["content"]) == (0.5, None, "eval")
+    train, held_out = on(OF_ANY_FORM, use, args={"bonus": 0.5})
+    assert (train.task, train.reward, train.metrics, train.answer) == ("g1-r3", 2.5, {"length": 4.0}, "7")
+    assert (train.stop, train.truncated, len(train.prompt)) == ("stop", False, 2)
+    assert (held_out.reward, held_out.answer) == (0.5, None)
+    assert held_out.prompt == [{"role": "user", "content": "eval"}]
+    assert held_out.completion == [{"role": "assistant", "content": "four"}]
 
 
-@pytest.mark.parametrize(
-    "value", ["float('nan')", "-float('inf')", "None", "'1.0'", "[1.0]", "{'reward': 1, 'm': None}"]
-)
-def test_a_reward_that_is_no_finite_number_is_an_error_and_never_a_zero(tmp_path, value):
-    code = f"def dataset(): return [{{'prompt': 'p'}}]\ndef reward(completion): return {value}\n"
-
-    async def use(environment):
-        with pytest.raises(RolloutFailed, match=r"Reward function `(reward|m)` returned .* expected a finite number"):
-            await environment.run(RunTask(task="r", index=0), says("x"))
-
-    with_environment(tmp_path, write(tmp_path, code), use)
-
-
-def test_a_reward_function_that_no_example_can_feed_is_found_at_load(tmp_path):
-    code = "def dataset(): return [{'prompt': 'p', 'answer': 'a'}]\ndef reward(completion, truth): return 0.0\n"
-    with pytest.raises(ConfigError, match="`reward` asks for truth - expected parameters among answer, completion"):
-        with_environment(tmp_path, write(tmp_path, code), lambda environment: None)
-
-
-def test_text_that_json_cannot_hold_arrives_all_the_same(tmp_path):
-    code = """
-        def dataset():
-            return [{"prompt": "half a pair: \\ud83d", "answer": "é", "info": {"x": float("nan"), 3: {1, 2}}}]
-        def reward(completion, answer):
-            return 1.0
-    """
-
-    async def use(environment):
-        return await environment.run(RunTask(task="r", index=0), says("\u2028 line \r\n separator"))
-
-    done = with_environment(tmp_path, write(tmp_path, code), use)
+def test_text_that_json_cannot_hold_arrives_all_the_same(on):
+    done = on(OF_ANY_FORM, lambda e: run_one(e, says("\u2028 line \r\n separator"), 1), args={"bonus": 0.5})
     assert done.completion[0]["content"] == "\u2028 line \r\n separator"
-    assert (done.answer, done.info["x"], done.reward) == ("é", "nan", 1.0)
+    assert (done.answer, done.info["x"], done.reward) == ("é", "nan", 0.5)
+
+
+EVALUATING = """
+    import asyncio, pathlib, sys
+
+    noted = pathlib.Path(__file__).with_name("noted")
+
+    def dataset(codes):
+        return [{"prompt": f"say {i}", "answer": str(i), "code": code} for i, code in enumerate(codes)]
+
+    async def respond(messages, example):
+        return "on" if "turn_rewards" in example["code"] and len(messages) < 6 else None
+
+    def reward(completion, answer, code):
+        return eval(code)
+
+    async def note_the_end():
+        noted.write_text("scoring")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            noted.write_text("cancelled")
+            raise
+"""
+FAILURES = {
+    "{}['no such thing']": ("score", "KeyError: 'no such thing'"),
+    "1 / 0": ("score", "ZeroDivisionError: division by zero"),
+    "sys.exit(3)": ("score", "SystemExit: 3"),
+    "asyncio.sleep(60)": ("timeout", "not finished after 1 s (`rollout_timeout_s`)"),
+    "float('nan')": ("score", "`reward` returned nan - expected a finite number"),
+    "-float('inf')": ("score", "`reward` returned -inf - expected a finite number"),
+    "None": ("score", "`reward` returned None, a NoneType - expected a finite number"),
+    "'1.0'": ("score", "`reward` returned '1.0', a str"),
+    "[1.0]": ("score", "`reward` returned [1.0], a list"),
+    "{'reward': 1, 'm': None}": ("score", "`m` returned None"),
+    "{'quality': 1.0}": ("score", "has no `reward`"),
+    "dict(reward=1, turn_rewards=[1, 2, 3, 4])": ("score", "4 turns were given rewards, and the rollout had 3"),
+    "dict(reward=1, turn_rewards=[1, [1, 2, 3]])": ("score", "Turn 1 was given 3 rewards and has 2 tokens"),
+    "dict(reward=1, turn_rewards=0.5)": ("score", "returned 0.5 as `turn_rewards` - expected a list"),
+    "dict(reward=1, turn_rewards=['0.5'])": ("score", "`reward, turn_rewards` returned '0.5', a str"),
+    "dict(reward=1, turn_rewards=[[float('inf')]])": ("score", "`reward, turn_rewards` returned inf"),
+    "dict(reward=1, turn_rewards=[1e31])": ("rollout", "a reward of 1e+31"),
+}
+RIGHT, TURNWISE, NOTING = range(len(FAILURES), len(FAILURES) + 3)
+CODES = [*FAILURES, "completion == answer", "dict(reward=2, turn_rewards=[0.5, None, [0, 0, 1.5]])", "note_the_end()"]
+EVALUATED = {"args": {"codes": CODES}, "rollout_timeout_s": 1}
+
+
+def says_in_turn(*contents: str) -> Callable[[Ask], Awaitable[Reply]]:
+    """Each turn has as many tokens as letters."""
+    left = list(contents)
+
+    async def ask(question: Ask) -> Reply:
+        text = left.pop(0)
+        if not text:
+            return Reply(error="530 tokens, the model takes 512", error_kind="overlong_prompt")
+        reason = "length" if text.endswith("...") else "stop"
+        return Reply(content=text, finish_reason=reason, completion_ids=[5] * len(text), logprobs=[-1.0] * len(text))
+
+    return ask
+
+
+def test_a_reward_that_fails_costs_its_rollout_alone_and_is_never_a_zero(on):
+    async def use(environment):
+        rollouts = [run_one(environment, says_in_turn("a", "bb", "ccc"), i, task=f"r{i}") for i in range(TURNWISE)]
+        outcomes, log = await asyncio.gather(*rollouts, return_exceptions=True), environment._workers[0].log_file
+        return outcomes, log.read_text(), environment.counts, environment.num_rollouts, environment.num_restarts
+
+    (*failures, right), log, *numbers = on(EVALUATING, use, **EVALUATED)
+    for failure, (stage, words) in zip(failures, FAILURES.values(), strict=True):
+        assert (type(failure), failure.stage) == (RolloutFailed, stage), failure
+        assert words in failure.error
+    assert "return eval(code)" in failures[0].traceback
+    assert right.reward == 0.0
+    assert [f"of train example {index} failed (score):" in log for index in (0, 1, RIGHT)] == [True, True, False]
+    assert numbers == [Counter(score_error=len(FAILURES) - 2, timeout=1, rollout_error=1), len(FAILURES) + 1, 0]
+
+
+def test_turns_and_tokens_may_have_rewards_of_their_own(on):
+    done = on(EVALUATING, lambda e: run_one(e, says_in_turn("a", "bb", "ccc"), TURNWISE), **EVALUATED)
+    assert (done.reward, done.turn_rewards, done.metrics) == (2.0, [[0.5], [], [0.0, 0.0, 1.5]], {})
+
+
+def test_a_rollout_past_its_time_is_cancelled_and_the_next_one_runs(on):
+    async def use(environment):
+        with pytest.raises(RolloutFailed, match="timeout: not finished after 1 s"):
+            await run_one(environment, never, RIGHT)
+        return await run_one(environment, says(str(RIGHT)), RIGHT)
+
+    assert on(EVALUATING, use, **EVALUATED).reward == 1.0
+
+
+def test_cancelling_the_caller_cancels_the_rollout_in_the_worker(on):
+    async def use(environment):
+        async def until(words: str) -> None:
+            noted = environment._workers[0].log_file.parents[1] / "noted"
+            while not noted.exists() or noted.read_text() != words:
+                await asyncio.sleep(0.01)
+
+        running = asyncio.create_task(run_one(environment, says("x"), NOTING))
+        await until("scoring")
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await until("cancelled")
+
+    on(EVALUATING, use, **EVALUATED | {"rollout_timeout_s": 30})
+
+
+def test_a_name_used_again_never_gets_the_answer_of_its_cancelled_first_attempt(on):
+    async def use(environment):
+        first_asked = asyncio.Event()
+
+        async def ask_first(question: Ask) -> Reply:
+            first_asked.set()
+            return await never(question)
+
+        first = asyncio.create_task(run_one(environment, ask_first, 1))
+        await first_asked.wait()
+        first.cancel()
+        return await run_one(environment, says("2"), 2, attempt=1)
+
+    assert on(ECHO, use).answer == "2"
+
+
+def test_what_ask_raises_comes_out_of_run(on):
+    async def ask(question: Ask) -> Reply:
+        raise TimeoutError("all engines are gone")
+
+    with pytest.raises(TimeoutError, match="all engines are gone"):
+        on(ECHO, lambda environment: run_one(environment, ask))
+
+
+@pytest.mark.parametrize("kind", ["engine", "overlong_prompt", "cancelled"])
+def test_a_turn_that_the_orchestrator_refuses_fails_the_rollout_with_its_words(on, kind):
+    with pytest.raises(RolloutFailed, match=r"rollout: .*the words"):
+        on(ECHO, lambda environment: run_one(environment, refuses("the words", kind)))
 
 
 GUESSING = """
@@ -95,30 +206,17 @@ GUESSING = """
 """
 
 
-def says_in_turn(*contents: str) -> Callable[[Ask], Awaitable[Reply]]:
-    """Each turn has as many tokens as letters."""
-    left = list(contents)
-
-    async def ask(question: Ask) -> Reply:
-        text = left.pop(0)
-        if not text:
-            return Reply(error="530 tokens, the model takes 512", error_kind="overlong_prompt")
-        reason = "length" if text.endswith("...") else "stop"
-        return Reply(content=text, finish_reason=reason, completion_ids=[5] * len(text), logprobs=[-1.0] * len(text))
-
-    return ask
-
-
 @pytest.mark.parametrize(
-    ("turns", "reward", "stop", "truncated"),
+    ("turns", "reward", "stop", "truncated", "num_guesses"),
     [
-        (["5", "9", "7"], 1.0, "ended_by_environment", False),
-        (["1", "2", "3", "4", "7"], 0.0, "max_turns_reached", False),
-        (["5", ""], 0.0, "prompt_too_long", True),
-        (["5", "6..."], 0.0, "length", True),
+        (["5", "9", "7"], 1.0, "ended_by_environment", False, 3),
+        (["7"], 1.0, "ended_by_environment", False, 1),  # notes in an example are the rollout's own
+        (["1", "2", "3", "4", "7"], 0.0, "max_turns_reached", False, 3),
+        (["5", ""], 0.0, "prompt_too_long", True, 1),
+        (["5", "6..."], 0.0, "length", True, 1),
     ],
 )
-def test_a_plain_environment_may_take_turns(tmp_path, turns, reward, stop, truncated):
+def test_a_plain_environment_may_take_turns(on, turns, reward, stop, truncated, num_guesses):
     questions: list[Ask] = []
     answer = says_in_turn(*turns)
 
@@ -126,73 +224,45 @@ def test_a_plain_environment_may_take_turns(tmp_path, turns, reward, stop, trunc
         questions.append(question)
         return await answer(question)
 
-    async def use(environment):
-        return await environment.run(RunTask(task="r", index=0, max_turns=4), ask)
-
-    done = with_environment(tmp_path, write(tmp_path, GUESSING), use)
-    assert (done.reward, done.stop, done.truncated) == (reward, stop, truncated)
+    done = on(GUESSING, lambda environment: run_one(environment, ask, max_turns=4))
+    assert (done.reward, done.stop, done.truncated, done.metrics) == (reward, stop, truncated, {"guesses": num_guesses})
     assert [len(question.messages) for question in questions] == list(range(1, 2 * len(questions), 2))
-    if reward:
-        said = [message["content"] for message in done.completion]
-        assert said == ["5", "higher", "9", "lower", "7"]
-        assert done.metrics == {"guesses": 3.0}
+    if len(turns) == 3:
+        assert [message["content"] for message in done.completion] == ["5", "higher", "9", "lower", "7"]
 
 
-def test_notes_in_an_example_are_the_rollouts_own(tmp_path):
-    async def use(environment):
-        first = await environment.run(RunTask(task="a", index=0), says_in_turn("5", "7"))
-        return first, await environment.run(RunTask(task="b", index=0), says_in_turn("7"))
-
-    first, second = with_environment(tmp_path, write(tmp_path, GUESSING), use)
-    assert (first.metrics["guesses"], second.metrics["guesses"]) == (2.0, 1.0)
-
-
-def test_a_respond_that_raises_costs_its_rollout(tmp_path):
+def test_a_turn_that_raises_costs_its_rollout_and_is_counted_apart(on):
     async def use(environment):
         with pytest.raises(RolloutFailed, match="rollout: ValueError: invalid literal") as raised:
-            await environment.run(RunTask(task="r", index=0), says_in_turn("seven"))
+            await run_one(environment, says("seven"))
         assert "int(completion)" in raised.value.traceback
+        return environment.counts
 
-    with_environment(tmp_path, write(tmp_path, GUESSING), use)
-
-
-TURNWISE = """
-    def dataset():
-        return [{{"prompt": "count", "answer": "3"}}]
-
-    async def respond(messages):
-        return "on" if len(messages) < 6 else None
-
-    def reward(completion):
-        return {{"reward": 2, "turn_rewards": {turn_rewards}}}
-"""
+    assert on(GUESSING, use) == Counter(rollout_error=1)
 
 
-def test_turns_and_tokens_may_have_rewards_of_their_own(tmp_path):
+def test_workers_share_as_many_rollouts_as_allowed_and_have_the_same_examples(tmp_path):
+    """Also examples that are drawn without a seed."""
+    code = """
+        import os, random
+        def dataset(): return [{"prompt": "p", "answer": str(random.random())}] * 20
+        def reward(completion): return {"reward": 1.0, "pid": os.getpid()}
+    """
+
     async def use(environment):
-        return await environment.run(RunTask(task="r", index=0), says_in_turn("a", "bb", "ccc"))
+        running = most = 0
 
-    code = TURNWISE.format(turn_rewards="[0.5, None, [0, 0, 1.5]]")
-    done = with_environment(tmp_path, write(tmp_path, code), use)
-    assert (done.reward, done.turn_rewards, done.metrics) == (2.0, [[0.5], [], [0.0, 0.0, 1.5]], {})
+        async def ask(question: Ask) -> Reply:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            assert {worker.num_running for worker in environment._workers} <= {0, 1, 2}
+            await asyncio.sleep(0.02)
+            running -= 1
+            return Reply(content="x", finish_reason="stop")
 
+        return await run_all(environment, ask, 20), most
 
-@pytest.mark.parametrize(
-    ("turn_rewards", "words"),
-    [
-        ("[1, 2, 3, 4]", "4 turns were given rewards, and the rollout had 3"),
-        ("[1, [1, 2, 3]]", "Turn 1 was given 3 rewards and has 2 tokens"),
-        ("0.5", "returned 0.5 as `turn_rewards` - expected a list"),
-        ("['0.5']", "`reward, turn_rewards` returned '0.5', a str"),
-        ("[[float('inf')]]", "`reward, turn_rewards` returned inf"),
-        ("[1e31]", "a reward of 1e+31"),
-    ],
-)
-def test_turn_rewards_of_the_wrong_shape_are_an_error_of_the_rollout(tmp_path, turn_rewards, words):
-    async def use(environment):
-        with pytest.raises(RolloutFailed) as raised:
-            await environment.run(RunTask(task="r", index=0), says_in_turn("a", "bb", "ccc"))
-        return str(raised.value)
-
-    code = TURNWISE.format(turn_rewards=turn_rewards)
-    assert words in with_environment(tmp_path, write(tmp_path, code), use)
+    with running(open_toy(tmp_path, write(tmp_path, code), max_concurrent=4, num_workers=2)) as run:
+        outcomes, most = run(use)
+    assert (most, len({done.answer for done in outcomes}), len({done.metrics["pid"] for done in outcomes})) == (4, 1, 2)

@@ -1,69 +1,57 @@
-"""verifiers v0 environments, unmodified, in a virtual environment of their own."""
+"""verifiers v0 environments, unmodified, in a virtual environment of their own: turns, tools, groups, judges."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from toy_environments import run_all, says, with_package
-from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.orchestrator.environments.pool import open_environment
+from fake_chat import FakeChat, completion
+from toy_environments import never, refuses, run_all, run_group, run_one, says, shared_packages
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, ToolCall
 from trireme.orchestrator.environments.worker_process import RolloutFailed
 
-REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group(
+    "verifiers"
+)  # one process, so that tests share workers: each takes seconds to start
 
-pytestmark = pytest.mark.e2e  # uv makes a virtual environment
+
+@pytest.fixture(scope="module")
+def on(tmp_path_factory):
+    with shared_packages(tmp_path_factory) as on:
+        yield on
 
 
-@pytest.fixture
-def toys(tmp_path_factory) -> Callable[..., Any]:
-    """Runs `use` on one of the toy environments; the first call installs them, with uv."""
-    folder = tmp_path_factory.getbasetemp() / "packages"
-    return lambda which, use, **args: with_package(folder, "trireme-toys", use, which=which, **args)
+@pytest.fixture(scope="module")
+def toys(on):
+    """Runs `use` on one of the toy environments."""
+    return lambda which, use, **args: on("trireme-toys", use, which=which, **args)
 
 
 def test_verifiers_swallows_what_a_reward_raises_and_we_do_not(toys):
     async def use(environment):
-        return await run_all(environment, says("x"), 20)
+        return await run_all(environment, says("x"), 20), await run_one(environment, says(""), 3)
 
-    outcomes = toys("raising", use)
+    outcomes, empty = toys("raising", use)
     assert [isinstance(outcome, RolloutFailed) for outcome in outcomes] == [i % 10 == 0 for i in range(20)]
     assert (outcomes[0].stage, outcomes[0].error) == ("score", "ZeroDivisionError: division by zero")
-    assert outcomes[3].reward == pytest.approx(1 / 3)
+    assert outcomes[3].reward == empty.reward == pytest.approx(1 / 3)  # an empty completion is scored
 
 
-@pytest.mark.parametrize("value", ["none", "nan", "text"])
-def test_a_verifiers_reward_that_is_no_number_is_an_error_even_with_weight_zero(toys, value):
-    async def use(environment):
-        with pytest.raises(RolloutFailed, match=r"score: RewardError: Reward function `judge` returned"):
-            await environment.run(RunTask(task="r", index=0), says("x"))
-
-    toys("returning", use, value=value)
+def test_a_verifiers_reward_that_is_no_number_is_an_error_even_with_weight_zero(toys):
+    with pytest.raises(RolloutFailed, match=r"score: RewardError: Reward function `judge` returned"):
+        toys("returning", lambda environment: run_one(environment, says("x")), value="none")
 
 
 def test_a_multi_turn_environment_runs_unmodified_and_sees_tokens_and_logprobs(toys):
     questions: list[Ask] = []
 
-    async def use(environment):
-        async def ask(question: Ask) -> Reply:
-            questions.append(question)
-            turn = len(questions)
-            return Reply(
-                content=f"turn {turn}",
-                finish_reason="stop",
-                prompt_ids=[7] * (10 * turn),
-                completion_ids=[8, 9],
-                logprobs=[-0.5, -0.25],
-            )
+    async def ask(question: Ask) -> Reply:
+        questions.append(question)
+        turn, tokens = len(questions), {"completion_ids": [8, 9], "logprobs": [-0.5, -0.25]}
+        return Reply(content=f"turn {turn}", finish_reason="stop", prompt_ids=[7] * (10 * turn), **tokens)
 
-        return await environment.run(RunTask(task="r", index=2, sampling={"temperature": 0.7}), ask)
-
-    done = toys("multi_turn", use)
+    done = toys("multi_turn", lambda environment: run_one(environment, ask, 2, sampling={"temperature": 0.7}))
     assert [len(question.messages) for question in questions] == [1, 3, 5]
     assert questions[2].messages == [
         {"role": "user", "content": "q2"},
@@ -79,73 +67,45 @@ def test_a_multi_turn_environment_runs_unmodified_and_sees_tokens_and_logprobs(t
 
 
 def test_the_runs_own_turn_limit_ends_and_scores_a_rollout(toys):
-    async def use(environment):
-        return await environment.run(RunTask(task="r", index=0, max_turns=2), says("x"))
-
-    done = toys("multi_turn", use)
+    done = toys("multi_turn", lambda environment: run_one(environment, says("x"), max_turns=2))
     assert (done.metrics["num_turns"], done.stop, done.truncated) == (2.0, "max_turns_reached", False)
 
 
 def test_a_conversation_that_outgrows_the_context_is_truncated_and_scored(toys):
-    async def use(environment):
-        async def ask(question: Ask) -> Reply:
-            if len(question.messages) > 1:
-                return Reply(error="530 tokens, the model takes 512", error_kind="overlong_prompt")
-            return Reply(content="x", finish_reason="stop", prompt_ids=[1], completion_ids=[2], logprobs=[-1.0])
+    async def ask(question: Ask) -> Reply:
+        full = refuses("530 tokens, the model takes 512", "overlong_prompt")
+        return await (full if len(question.messages) > 1 else says("x"))(question)
 
-        return await environment.run(RunTask(task="r", index=0), ask)
-
-    done = toys("multi_turn", use)
-    assert (done.stop, done.truncated, done.reward, len(done.completion)) == ("prompt_too_long", True, 0.0, 1)
+    done = toys("multi_turn", lambda environment: run_one(environment, ask))
+    assert (done.stop, done.truncated, done.reward, len(done.completion)) == ("prompt_too_long", True, 1.5, 1)
 
 
-def test_an_engine_error_in_verifiers_fails_the_rollout_unscored(toys):
-    async def use(environment):
-        async def ask(question: Ask) -> Reply:
-            return Reply(error="the engine died", error_kind="engine")
-
-        with pytest.raises(RolloutFailed, match="ModelError: the engine died") as raised:
-            await environment.run(RunTask(task="r", index=0), ask)
-        assert raised.value.stage == "rollout"
-
-    toys("multi_turn", use)
-
-
-@pytest.mark.parametrize("limit", [None, 30.0])
-def test_a_cancelled_turn_ends_a_verifiers_rollout(toys, limit):
-    async def use(environment):
-        async def ask(question: Ask) -> Reply:
-            return Reply(error="too old", error_kind="cancelled")
-
-        with pytest.raises(RolloutFailed, match="rollout: "):
-            await environment.run(RunTask(task="r", index=0), ask)
-
-    toys("multi_turn", use, timeout_seconds=limit)
-
-
-def test_an_empty_completion_is_scored(toys):
-    async def use(environment):
-        return await environment.run(RunTask(task="r", index=3), says(""))
-
-    assert toys("raising", use).reward == pytest.approx(1 / 3)
+@pytest.mark.parametrize(
+    ("kind", "words", "args"),
+    [
+        ("engine", "rollout: ModelError: no answer", {}),
+        ("cancelled", "rollout: ", {}),
+        ("cancelled", "rollout: ", {"timeout_seconds": 30.0}),
+    ],
+)
+def test_a_turn_without_an_answer_fails_the_rollout_unscored(toys, kind, words, args):
+    with pytest.raises(RolloutFailed, match=words):
+        toys("multi_turn", lambda environment: run_one(environment, refuses("no answer", kind)), **args)
 
 
 def test_tool_calls_are_converted_both_ways(toys):
     questions: list[Ask] = []
 
-    async def use(environment):
-        async def ask(question: Ask) -> Reply:
-            questions.append(question)
-            if len(questions) == 1:
-                call = ToolCall(id="c1", name="add", arguments='{"a": 1, "b": 2}')
-                return Reply(tool_calls=[call], finish_reason="tool_calls")
+    async def ask(question: Ask) -> Reply:
+        questions.append(question)
+        if len(questions) > 1:
             return Reply(content=question.messages[-1]["content"], finish_reason="stop")
+        call = ToolCall(id="c1", name="add", arguments='{"a": 1, "b": 2}')
+        return Reply(tool_calls=[call], finish_reason="tool_calls")
 
-        return await environment.run(RunTask(task="r", index=0), ask)
-
-    done = toys("tools", use)
-    assert questions[0].tools[0]["function"]["name"] == "add"
-    assert set(questions[0].tools[0]["function"]["parameters"]["properties"]) == {"a", "b"}
+    done = toys("tools", lambda environment: run_one(environment, ask))
+    function = questions[0].tools[0]["function"]
+    assert (function["name"], set(function["parameters"]["properties"])) == ("add", {"a", "b"})
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
     assert questions[1].messages[1:] == [
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -154,70 +114,120 @@ def test_tool_calls_are_converted_both_ways(toys):
     assert (done.reward, done.metrics["add_calls"], done.stop) == (1.0, 1.0, "no_tools_called")
 
 
-def test_a_group_of_environments_scores_each_example_with_its_own_rubric(toys):
-    async def use(environment):
-        assert environment.num_train == 4
-        return await run_all(environment, says("x"), 4)
-
-    outcomes = toys("group", use)
-    assert [outcome.reward for outcome in outcomes] == [1.0, 1.0, 2.0, 2.0]
-    assert [outcome.info["env_id"] for outcome in outcomes] == ["first", "first", "second", "second"]
-
-
 def test_an_image_in_a_prompt_is_refused_in_words(toys):
-    async def use(environment):
-        with pytest.raises(RolloutFailed, match="a part of type 'image_url' - expected text only"):
-            await environment.run(RunTask(task="r", index=0), says("x"))
-
-    toys("picture", use)
+    with pytest.raises(RolloutFailed, match="a part of type 'image_url' - expected text only"):
+        toys("picture", lambda environment: run_one(environment, says("x")))
 
 
 def test_turns_that_an_environment_asks_for_at_once_are_answered_at_once(toys):
-    running = most = 0
+    """None of the first three gets an answer before all of them have been asked for."""
+    num_asked, all_asked = 0, asyncio.Event()
 
-    async def use(environment):
-        async def ask(question: Ask) -> Reply:
-            nonlocal running, most
-            running += 1
-            most = max(most, running)
-            await asyncio.sleep(0.1)
-            running -= 1
-            return Reply(content=question.messages[-1]["content"], finish_reason="stop")
+    async def ask(question: Ask) -> Reply:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 3:
+            all_asked.set()
+        await all_asked.wait()
+        return Reply(content=question.messages[-1]["content"], finish_reason="stop")
 
-        return await environment.run(RunTask(task="r", index=0), ask)
-
-    assert toys("parallel", use).reward == 3.0
-    assert most == 3
+    assert toys("parallel", lambda environment: run_one(environment, ask)).reward == 3.0
 
 
 def test_an_environment_that_stops_waiting_for_a_turn_ends_the_turn(toys):
-    async def use(environment):
-        async def ask(question: Ask) -> Reply:
-            return await asyncio.sleep(60)
-
-        return await asyncio.wait_for(environment.run(RunTask(task="r", index=0), ask), 10)
-
-    done = toys("hasty", use)
+    done = toys("hasty", lambda environment: asyncio.wait_for(run_one(environment, never), 30))
     assert (done.stop, done.reward) == ("timeout_reached", 0.25)
 
 
-def test_the_reverse_text_package_rewards_the_reversed_text(tmp_path):
+def test_the_reverse_text_package_rewards_the_reversed_text(on):
     async def use(environment):
         async def ask(question: Ask) -> Reply:
             text = question.messages[-1]["content"]
             return Reply(content=f"<reversed_text>{text[::-1]}</reversed_text>", finish_reason="stop")
 
         assert (environment.num_train, environment.num_eval) == (50, 10)
-        right = await environment.run(RunTask(task="right", index=49), ask)
-        wrong = await environment.run(RunTask(task="wrong", split="eval", index=9), says("<reversed_text>"))
-        return right, wrong
+        return await run_one(environment, ask, 49), await run_one(environment, says("<reversed_text>"), 9, split="eval")
 
-    async def main():
-        config = EnvironmentConfig(id="primeintellect/reverse-text", args={"num_train": 50, "num_eval": 10})
-        root = REPOSITORY / "environments"
-        async with open_environment(config, logs=tmp_path / "logs", root=root, cache=tmp_path / "cache") as environment:
-            return await use(environment)
-
-    right, wrong = asyncio.run(main())
+    right, wrong = on("reverse-text", use, num_train=50, num_eval=10)
     assert (right.reward, right.metrics["exact_match"], right.answer) == (1.0, 1.0, right.prompt[-1]["content"][::-1])
     assert wrong.reward == 0.0
+
+
+# rewards that compare the rollouts of a group, rewards of single turns, judges
+
+
+def test_a_group_is_scored_by_its_group_rewards_and_its_own_together(toys):
+    async def use(environment):
+        assert environment.group_rewards
+        return await run_group(environment, ["5 and much more", "5", "six", "7"], index=5)
+
+    outcomes = toys("shortest", use)
+    assert [outcome.reward for outcome in outcomes] == [0.5, 1.5, 0.0, 1.0]
+    assert [outcome.metrics["rank"] for outcome in outcomes] == [3.0, 0.0, 2.0, 0.0]
+    assert [outcome.turn_rewards for outcome in outcomes] == [[]] * 4  # verifiers gives each turn the rollout's own
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("short", "returned 1 values for a group of 3 rollouts"),
+        ("nan", "returned nan - expected a finite number"),
+    ],
+)
+def test_a_group_reward_of_the_wrong_shape_fails_its_whole_group(toys, value, words):
+    outcomes = toys("bad_group", lambda environment: run_group(environment, ["a", "b", "c"]), value=value)
+    assert [(type(outcome), outcome.stage) for outcome in outcomes] == [(RolloutFailed, "score")] * 3
+    assert all(f"`judge` {words}" in outcome.error for outcome in outcomes)
+
+
+async def turn_by_turn(question: Ask) -> Reply:
+    return Reply(content="x", finish_reason="stop", prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0])
+
+
+def test_a_turns_own_reward_stands_where_that_turn_was_asked_for(toys):
+    done = toys("stepwise", lambda environment: run_one(environment, turn_by_turn))
+    assert done.turn_rewards == [[0.5], [], [1.0]]  # the second Ask was an aside, the last turn was given nothing
+    assert done.reward == 1.5
+
+
+def test_what_scoring_fills_into_turns_is_no_reward_of_theirs(toys):
+    async def use(environment):
+        tasks = [RunTask(task=f"r{i}", index=0, group="g", group_size=2) for i in range(2)]
+        return await asyncio.gather(*(environment.run(task, turn_by_turn) for task in tasks))
+
+    for done in toys("stepwise_group", use):
+        assert done.turn_rewards == [[0.5], [], [1.0], [7.0]]  # given by the environment, and by the second rubric
+        assert done.reward == 3.0
+
+
+def test_in_a_group_of_environments_each_keeps_its_own_way_of_scoring(toys):
+    async def use(environment):
+        assert environment.num_train == 40
+        compared = run_group(environment, ["long", "x"], index=3, name="a")
+        return await compared + await run_group(environment, ["long", "x"], index=23, name="b")
+
+    outcomes = toys("mixed_group", use)
+    assert [outcome.reward for outcome in outcomes] == pytest.approx([0.0, 1.0, 1 / 3, 1 / 3])
+    assert [outcome.info["env_id"] for outcome in outcomes] == ["compared"] * 2 + ["alone"] * 2
+    names = {"num_turns", "one_in_ten", "rank", "right", "shortest"}
+    assert set(outcomes[0].metrics) == set(outcomes[3].metrics) == names
+
+
+def test_a_judge_at_an_openai_endpoint_gives_the_reward(toys):
+    """Where it does not answer, the rollout fails."""
+    judge, asked = FakeChat(), []
+
+    def verdict(number: int) -> tuple[int, dict]:
+        asked.append(judge.requests[number]["messages"][-1]["content"])
+        return 200, completion("yes" if "Response:\n```\ncorrect\n```" in asked[-1] else "no")
+
+    judge.answers = verdict
+    with judge.running():
+        outcomes = toys("judged", lambda e: run_group(e, ["correct", "wrong"], index=4), base_url=judge.url)
+    assert [outcome.reward for outcome in outcomes] == [1.0, 0.0]
+    assert len(asked) == 2
+    assert all("Ground truth answer:\n```\n4\n```" in question for question in asked)
+    assert all("Question:\n```\nq4\n```" in question for question in asked)
+    (outcome,) = toys("judged", lambda environment: run_group(environment, ["x"]), base_url=judge.url)
+    assert (type(outcome), outcome.stage) == (RolloutFailed, "score")
+    assert "Judge model API error" in outcome.error

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
-from toy_environments import open_package, run_all, says, with_package
+from toy_environments import never, open_package, packages_folder, refuses, run_all, run_one, says, shared_packages
 from trireme.base.errors import ConfigError
-from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
+from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.environments.worker_process import RolloutFailed
 
-pytestmark = pytest.mark.e2e  # uv makes a virtual environment
-
+pytestmark = pytest.mark.xdist_group("verifiers v1")
 WORD, LONGER, OFTEN, UNJUDGEABLE, NAN, TWICE = range(6)
 
 
-@pytest.fixture
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.getbasetemp() / "packages"
+@pytest.fixture(scope="module")
+def on(tmp_path_factory):
+    with shared_packages(tmp_path_factory) as on:
+        yield on
 
 
 async def echo(question: Ask) -> Reply:
@@ -27,15 +26,15 @@ async def echo(question: Ask) -> Reply:
     return Reply(content=text, finish_reason="stop", prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0])
 
 
-def test_a_v1_environment_runs_beside_a_v0_one(folder):
+def test_a_v1_environment_runs_beside_a_v0_one(tmp_path_factory):
+    folder = packages_folder(tmp_path_factory)
+
     async def main() -> tuple[dict, dict, list, Done]:
-        async with (
-            open_package(folder, "v1-echo", system="be brief") as new,
-            open_package(folder, "trireme-toys", which="raising") as old,
-        ):
+        opening = open_package(folder, "v1-echo", system="be brief")
+        async with opening as new, open_package(folder, "trireme-toys", which="raising") as old:
             assert (new.num_train, old.num_train, new.group_rewards) == (6, 20, False)
-            of_new = [new.run(RunTask(task=f"r{i}", index=i % 2), echo) for i in range(8)]
-            *new_outcomes, old_outcome = await asyncio.gather(*of_new, old.run(RunTask(task="o", index=3), echo))
+            of_new = [run_one(new, echo, i % 2, task=f"r{i}") for i in range(8)]
+            *new_outcomes, old_outcome = await asyncio.gather(*of_new, run_one(old, echo, 3))
             return new.versions, old.versions, new_outcomes, old_outcome
 
     new_versions, old_versions, outcomes, old_outcome = asyncio.run(main())
@@ -45,15 +44,11 @@ def test_a_v1_environment_runs_beside_a_v0_one(folder):
     assert outcomes[1].metrics == {"echoes": 1.0, "is_short": 0.0, "length": 18.0, "num_turns": 1.0}
     assert outcomes[0].prompt == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say: word"}]
     assert outcomes[0].completion == [{"role": "assistant", "content": "word"}]
-    assert (outcomes[0].task, outcomes[0].answer, outcomes[0].example_id, outcomes[0].truncated) == (
-        "r0",
-        "word",
-        0,
-        False,
-    )
+    first = outcomes[0]
+    assert (first.task, first.answer, first.example_id, first.truncated) == ("r0", "word", 0, False)
 
 
-def test_what_v1_asks_for_arrives_as_from_any_environment_and_so_does_how_it_ends(folder):
+def test_what_v1_asks_for_arrives_as_from_any_environment_and_so_does_how_it_ends(on):
     questions: list[Ask] = []
 
     async def noted(question: Ask) -> Reply:
@@ -61,21 +56,18 @@ def test_what_v1_asks_for_arrives_as_from_any_environment_and_so_does_how_it_end
         return await echo(question)
 
     async def until_full(question: Ask) -> Reply:
-        if len(question.messages) > 1:
-            return Reply(error="530 tokens, the model takes 512", error_kind="overlong_prompt")
-        return await echo(question)
+        full = refuses("530 tokens, the model takes 512", "overlong_prompt")
+        return await (full if len(question.messages) > 1 else echo)(question)
 
     async def cut_off(question: Ask) -> Reply:
         return Reply(content="", finish_reason="length", completion_ids=[1] * 7)
 
     async def use(environment):
         sampling = {"temperature": 0.5, "top_k": 3, "max_tokens": 7}
-        full = await environment.run(RunTask(task="full", index=OFTEN), until_full)
-        cut = await environment.run(RunTask(task="cut", index=WORD), cut_off)
-        limited = await environment.run(RunTask(task="most", index=OFTEN, max_turns=3, sampling=sampling), noted)
-        return full, cut, limited
+        full, cut = await run_one(environment, until_full, OFTEN), await run_one(environment, cut_off, WORD)
+        return full, cut, await run_one(environment, noted, OFTEN, max_turns=3, sampling=sampling)
 
-    full, cut, limited = with_package(folder, "v1-echo", use)
+    full, cut, limited = on("v1-echo", use)
     assert [len(question.messages) for question in questions] == [1, 3, 5]
     assert questions[2].messages[1:] == [
         {"role": "assistant", "content": "often"},
@@ -89,30 +81,20 @@ def test_what_v1_asks_for_arrives_as_from_any_environment_and_so_does_how_it_end
     assert (cut.truncated, cut.reward, cut.completion[0]["content"]) == (True, 0.5, "")
 
 
-def test_trouble_in_v1_costs_its_rollout_and_is_no_zero(folder):
-    async def refused(question: Ask) -> Reply:
-        return Reply(error="the engine died", error_kind="engine")
-
-    async def never(question: Ask) -> Reply:
-        return await asyncio.sleep(60)
-
+def test_trouble_in_v1_costs_its_rollout_and_is_no_zero(on):
     async def use(environment):
         outcomes = await run_all(environment, says("word"), 6)
-        engine = await asyncio.gather(environment.run(RunTask(task="e", index=WORD), refused), return_exceptions=True)
-        slow = asyncio.create_task(environment.run(RunTask(task="s", index=WORD), never))
+        engine = run_one(environment, refuses("the engine died"), WORD)
+        outcomes += await asyncio.gather(engine, return_exceptions=True)
+        slow = asyncio.create_task(run_one(environment, never, WORD))
         await asyncio.sleep(0)
         slow.cancel()
-        await asyncio.gather(slow, return_exceptions=True)
-        return outcomes + engine, await environment.run(RunTask(task="after", index=WORD), echo)
+        return outcomes, await run_one(environment, echo, WORD)
 
-    outcomes, after = with_package(folder, "v1-echo", use)
+    outcomes, after = on("v1-echo", use)
     failed = {place: each for place, each in enumerate(outcomes) if isinstance(each, RolloutFailed)}
-    assert {place: each.stage for place, each in failed.items()} == {
-        UNJUDGEABLE: "score",
-        NAN: "score",
-        TWICE: "rollout",
-        6: "rollout",
-    }
+    stages = {UNJUDGEABLE: "score", NAN: "score", TWICE: "rollout", 6: "rollout"}
+    assert {place: each.stage for place, each in failed.items()} == stages
     assert "ValueError: this cannot be judged" in failed[UNJUDGEABLE].error
     assert 'raise ValueError("this cannot be judged")' in failed[UNJUDGEABLE].traceback
     assert "`echoes` returned nan - expected a finite number" in failed[NAN].error
@@ -121,6 +103,11 @@ def test_trouble_in_v1_costs_its_rollout_and_is_no_zero(folder):
     assert after.reward == 1.5
 
 
-def test_what_of_v1_cannot_be_supported_is_refused_at_load(folder):
+def test_what_of_v1_cannot_be_supported_is_refused_at_load(on):
     with pytest.raises(ConfigError, match=r"agents assistant, user, of which the policy would play assistant, user"):
-        with_package(folder, "v1-echo", lambda environment: None, id="user-sim")
+        on("v1-echo", lambda environment: None, id="user-sim")
+
+
+def test_a_harness_given_as_an_environment_is_told_where_it_belongs(on):
+    with pytest.raises(ConfigError, match=r'v1_harness is a harness of verifiers v1.*harness = \{ id = "v1_harness"'):
+        on("v1-harness", lambda environment: None)

@@ -41,7 +41,7 @@ def results(folder: str = "toy--grand-model") -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
-def test_the_analysis_of_the_guide_runs_on_what_is_saved(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_analysis_of_the_guide_runs_on_what_is_saved(here, capsys):
     """Every second answer of `yes` is right: of six examples three always, three never."""
     with FakeChat().running() as chat:
         words = ["toy.py", "-m", "grand-model", "-b", chat.url, "-n", "6", "-r", "5", "-s"]
@@ -63,46 +63,33 @@ def test_the_analysis_of_the_guide_runs_on_what_is_saved(here: Path, capsys: pyt
     assert (described["avg_reward"], described["metrics"]["pass@4"]) == (0.5, 0.5)
 
 
-def test_without_s_nothing_is_saved_and_v_shows_every_conversation(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_is_asked_as_the_endpoints_file_and_the_flags_say_and_without_s_nothing_is_saved(
+    here, monkeypatch, capsys
+):
+    monkeypatch.setenv("MY_KEY", "secret-words")
+    sampling = ["-S", '{"top_p": 0.5, "logit_bias": {"7": -1}}', "-t", "9", "-T", "0.25"]
+    expected = {"model": "grand", "top_p": 0.5, "logit_bias": {"7": -1}, "max_tokens": 9, "temperature": 0.25}
     with FakeChat().running() as chat:
-        assert eval_command(["run", "toy.py", "-b", chat.url, "-n", "2", "-r", "1", "-v"]) == 0
+        endpoint = {"model": "grand", "url": chat.url, "key": "MY_KEY"}
+        Path("configs/endpoints.py").write_text(f'ENDPOINTS = {{"big": {endpoint}}}')
+        words = ["-m", "big", "-n", "-1", "-r", "1", "-v", "-a", '{"size": 3}']
+        assert eval_command(["run", "toy.py", *words, *sampling]) == 0
+        assert not list(here.glob("outputs/**/*.json*"))
+        assert eval_command(["run", "toy.py", *words, *sampling, "-s"]) == 0
+    assert len(chat.requests) == 6
+    assert all(expected.items() <= asked.items() for asked in chat.requests)
+    assert chat.keys == {"Bearer secret-words"}
     said = capsys.readouterr().out
     assert "[user] say 0\n[assistant] yes\nanswer: 'no'\nreward 0, metrics {'length': 3.0}, stopped by" in said
-    assert not list(here.glob("outputs/**/*.json*"))
-
-
-def test_sampling_and_arguments_reach_whom_they_are_for(here: Path) -> None:
-    with FakeChat().running() as chat:
-        words = ["-S", '{"top_p": 0.5, "logit_bias": {"7": -1}}', "-t", "9", "-T", "0.25", "-a", '{"size": 3}']
-        assert eval_command(["run", "toy.py", "-b", chat.url, "-n", "-1", "-r", "1", *words]) == 0
-    assert len(chat.requests) == 3
-    asked = chat.requests[0]
-    assert {name: asked[name] for name in ("top_p", "logit_bias", "max_tokens", "temperature")} == {
-        "top_p": 0.5, "logit_bias": {"7": -1}, "max_tokens": 9, "temperature": 0.25,
-    }  # fmt: skip
-
-
-def test_a_model_is_asked_where_the_endpoints_file_says_with_its_key(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MY_KEY", "secret-words")
-    with FakeChat().running() as chat:
-        Path("configs/endpoints.py").write_text(
-            f'ENDPOINTS = {{"big": {{"model": "grand-model", "url": "{chat.url}", "key": "MY_KEY"}}}}'
-        )
-        assert eval_command(["run", "toy.py", "-m", "big", "-n", "1", "-r", "1", "-s"]) == 0
-    assert chat.keys == {"Bearer secret-words"}
-    assert chat.requests[0]["model"] == "grand-model"
     assert "secret-words" not in "".join(file.read_text() for file in here.glob("outputs/**/*.json*"))
 
 
-def test_an_endpoint_that_goes_away_is_named_and_the_rest_is_asked_later(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+ONE_BY_ONE = ["toy.py", "-m", "grand-model", "-n", "8", "-r", "1", "-s", "-c", "1", "-b"]
+
+
+def test_an_endpoint_that_goes_away_is_named_and_the_rest_is_asked_later(here, capsys):
     chat = FakeChat()
-    words = ["run", "toy.py", "-m", "grand-model", "-b", chat.url, "-n", "8", "-r", "1", "-s", "-c", "1"]
+    words = ["run", *ONE_BY_ONE, chat.url]
     with chat.running():
         chat.answers = lambda number: (200, completion("yes")) if number < 3 else leave()
 
@@ -123,11 +110,10 @@ def test_an_endpoint_that_goes_away_is_named_and_the_rest_is_asked_later(
     assert [len(each) for each in results()] == [8, 8]
 
 
-def test_ctrl_c_keeps_what_was_answered(here: Path) -> None:
+def test_ctrl_c_keeps_what_was_answered(here):
     chat = FakeChat()
-    words = ["eval", "run", "toy.py", "-m", "grand-model", "-b", chat.url, "-n", "8", "-r", "1", "-s", "-c", "1"]
     with chat.running():
-        command = [sys.executable, "-m", "trireme.cli.trireme", *words]
+        command = [sys.executable, "-m", "trireme.cli.trireme", "eval", "run", *ONE_BY_ONE, chat.url]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
         chat.answers = lambda number: (200, completion("yes")) if number < 3 else interrupt()
 
@@ -141,25 +127,21 @@ def test_ctrl_c_keeps_what_was_answered(here: Path) -> None:
             process.kill()
     assert process.returncode == 130
     assert "type the same command again" in said
-    [partial] = Path("outputs").glob("**/results.jsonl.partial")
-    assert len(partial.read_text().splitlines()) == 3
+    assert [len(file.read_text().splitlines()) for file in here.glob("outputs/**/results.jsonl.partial")] == [3]
 
 
-def test_rollouts_that_fail_are_counted_and_only_they_are_tried_again(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    unlucky = f"""
+def test_rollouts_that_fail_are_counted_and_only_they_are_tried_again(here, capsys):
+    unlucky = """
+    from pathlib import Path
+
     def reward(completion, answer):
-        from pathlib import Path
-        if answer == "no" and not Path({str(here / "mended")!r}).exists():
-            raise RuntimeError("no luck")
-        return 1.0
+        return 1 / (answer == "yes" or Path("mended").exists())
     """
     Path("toy.py").write_text(textwrap.dedent(TOY) + textwrap.dedent(unlucky))
     with FakeChat().running() as chat:
         words = ["run", "toy.py", "-m", "m", "-b", chat.url, "-n", "4", "-r", "1", "-o", "o", "-s", "--into", "mine"]
         assert eval_command(words) == 1
-        assert "2 rollouts failed: score: RuntimeError: no luck" in capsys.readouterr().out
+        assert "2 rollouts failed: score: ZeroDivisionError" in capsys.readouterr().out
         assert len(chat.requests) == 2 + 2 * 3
         Path("mended").touch()
         assert eval_command(words) == 0
@@ -180,13 +162,13 @@ def test_rollouts_that_fail_are_counted_and_only_they_are_tried_again(
      (["toy.py", "-b", "http://h/v1", "-S", '{"temperature": 1}', "-T", "0.5"], "expected one of the two"),
      (["toy.py", "-b", "http://h/v1", "-T", "0"], "would all be the same")],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_before_anything_starts(here: Path, words: list[str], problem: str) -> None:
+def test_what_cannot_work_is_refused_before_anything_starts(here, words, problem):
     with pytest.raises(ConfigError, match=problem):
         eval_command(["run", *words])
     assert not (here / "outputs").exists()
 
 
-def test_a_verb_that_does_not_exist_is_answered_with_one_that_does() -> None:
+def test_a_verb_that_does_not_exist_is_answered_with_one_that_does():
     with pytest.raises(ConfigError, match=r"Did you mean `eval run`"):
         eval_command(["rnu", "wordle"])
     with pytest.raises(ConfigError, match=r"trireme eval run wordle -m MODEL"):

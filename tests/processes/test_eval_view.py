@@ -21,17 +21,14 @@ import pytest
 from trireme.base.errors import ConfigError
 from trireme.cli.eval_view import eval_view
 from trireme.ledger.journal import Journal
-from trireme.ledger.records import Rollout
-from trireme.monitor.eval_view.app import EvalView
-from trireme.monitor.eval_view.help import KEYS, Help
+from trireme.monitor.eval_view.help import Help
 from trireme.monitor.eval_view.listing import Listing, columns_for
-from trireme.monitor.eval_view.reading import Reading
 from trireme.monitor.eval_view.rows import Row
-from trireme.monitor.eval_view.shelves import Shelves
 from viewing import NARROW, WIDE, answer, view, write_evaluations, write_results
 from written_run import rewrite_batch, write_whole_run
 
 DEADLINE_S = 60
+COMMAND = [sys.executable, "-m", "trireme.cli.trireme", "eval-view"]
 CALLS = [
     {"role": "assistant", "content": "<think>I shall compute.</think>", "reasoning_content": "", "tool_calls": [
         {"id": "a", "type": "function", "function": {"name": "python", "arguments": '{"code": "print(6*7)\\nx"}'}}
@@ -47,16 +44,12 @@ def in_order(text: str, *parts: str) -> bool:
     return re.search(".*".join(map(re.escape, parts)), text, re.DOTALL) is not None
 
 
-def first_listed(rollouts: list[Rollout]) -> Rollout:
-    return min(rollouts, key=lambda rollout: (rollout.env, rollout.example, rollout.place))
-
-
 def test_a_run_its_evaluations_and_a_conversation_are_each_an_enter_away(tmp_path):
-    write_evaluations(tmp_path / "run")
+    """And brackets go to the same example at another step, even where a filter would hide it."""
+    write_evaluations(tmp_path / "run", versions=(0, 10, 20))
 
     async def script(viewer):
-        tree = viewer.screen()
-        assert in_order(tree, "run", "say", "0.125→0.375", "step 0  0.125", "step 20  0.375")
+        assert in_order(viewer.screen(), "run", "say", "0.125→0.375", "step 0  0.125", "step 20  0.375")
         listing = await viewer.press("down", "down", "down", "enter")
         assert in_order(listing, "run › say › step 0", "4 rollouts · reward 0.125", "example", "reward", "last words")
         assert in_order(listing, "0.200", "version 0 says 2", "0.300", "version 0 says 3")
@@ -64,24 +57,15 @@ def test_a_run_its_evaluations_and_a_conversation_are_each_an_enter_away(tmp_pat
         assert in_order(conversation, "example 2, rollout 0", "reward 0.200", "exact 0.200", "answer: right")
         assert in_order(conversation, "prompt", "user", "question 2", "completion", "assistant", "version 0 says 2")
         assert "version 0 says 3" in await viewer.press("n")
-        assert "4 rollouts" in await viewer.press("escape")
-        assert "step 20" in await viewer.press("escape")
+        assert "4 rollouts" in await viewer.press("escape", "/")
+        await viewer.type("reward=0 example=1")
+        assert in_order(await viewer.press("enter"), "step 0 › example 1", "version 0 says 1")
+        assert in_order(await viewer.press("]"), "step 10 › example 1", "version 10 says 1")
+        assert in_order(await viewer.press("]"), "step 20 › example 1", "reward 1.000")
+        assert "step 20 is the last of say" in await viewer.press("]")
+        assert "version 10 says 1" in await viewer.press("[")
 
     view(tmp_path, script, size=NARROW)
-
-
-def test_tree_list_and_conversation_stand_side_by_side_where_there_is_room(tmp_path):
-    write_evaluations(tmp_path / "run")
-
-    async def script(viewer):
-        screen = await viewer.press("down", "down", "down")
-        assert all(part in screen for part in ("step 20", "4 rollouts", "version 0 says 0"))
-        alone = await viewer.press("enter", "z")
-        assert "4 rollouts" in alone
-        assert "step 20" not in alone
-        assert "step 20" in await viewer.press("z")
-
-    view(tmp_path, script, size=WIDE)
 
 
 def test_reasoning_calls_of_tools_and_what_they_returned_are_read_in_order(tmp_path):
@@ -90,8 +74,8 @@ def test_reasoning_calls_of_tools_and_what_they_returned_are_read_in_order(tmp_p
 
     async def script(viewer):
         page = await viewer.press("enter", "enter")
-        assert in_order(page, "assistant reasoning", "I shall compute.", "assistant calls python", "print(6*7)")
-        assert in_order(page, "print(6*7)", "x", "tool returned python", "42", "assistant", "It is 42.", '{"level": 3}')
+        assert in_order(page, "assistant reasoning", "I shall compute.", "assistant calls python", "print(6*7)", "x")
+        assert in_order(page, "x", "tool returned python", "42", "assistant", "It is 42.", '{"level": 3}')
 
     view(file, script, size=(90, 60))
 
@@ -106,116 +90,92 @@ def test_a_line_after_the_slash_leaves_what_it_says(tmp_path):
     file = write_results(tmp_path / "run" / "evals" / "step_5" / "towns.jsonl", answers)
 
     async def script(viewer):
-        await viewer.press("enter", "/")
-        assert "3 of 4 rollouts" not in await viewer.type("paris capital")
-        assert "2 of 4 rollouts" in viewer.screen()
-        await viewer.press("/", "ctrl+u")
-        assert in_order(await viewer.type("reward<0.95 -is:truncated"), "1 of 4 rollouts", "Paris is the capital")
-        await viewer.press("/", "ctrl+u")
-        assert in_order(await viewer.type("is:failed"), "1 of 4", "1 failed", "timeout: not finished")
-        await viewer.press("/", "ctrl+u")
-        assert in_order(await viewer.type("rewrad<1"), "there is no rewrad", "mean reward<1?")
+        await viewer.press("enter")
+        for line, *parts in (
+            ("paris capital", "2 of 4 rollouts"),
+            ("reward<0.95 -is:truncated", "1 of 4 rollouts", "Paris is the capital"),
+            ("is:failed", "1 of 4", "1 failed", "timeout: not finished"),
+            ("rewrad<1", "there is no rewrad", "mean reward<1?"),
+        ):
+            await viewer.press("/", "ctrl+u")
+            assert in_order(await viewer.type(line), *parts)
         assert "4 rollouts" in await viewer.press("escape", "escape")
 
     view(file, script)
 
 
-def test_rows_are_ordered_by_any_column_either_way_and_stand_under_the_same_cursor(tmp_path):
-    file = write_results(tmp_path / "run" / "results.jsonl", [answer(n, (n * 7 % 10) / 10, f"n{n}") for n in range(10)])
-
-    async def script(viewer):
-        rewards = re.compile(r"^\s+\d+\s+0\s+(\d\.\d{3})", re.MULTILINE)
-        await viewer.press("enter", "down", "down", "down")  # on example 3, reward 0.1
-        least_first = rewards.findall(await viewer.press("s", "s"))
-        assert least_first == sorted(least_first)
-        assert len(least_first) == 10
-        assert rewards.findall(await viewer.press("S")) == least_first[::-1]
-        assert "example 3, rollout 0" in viewer.screen()
-
-    view(file, script)
-
-
-def test_examples_are_a_line_each_with_mean_and_spread_and_open_into_their_rollouts(tmp_path):
+def test_rows_are_ordered_by_any_column_or_gathered_by_example(tmp_path):
     answers = [answer(n, reward, rollout=k) for n in (5, 6) for k, reward in enumerate((0.0, 1.0))]
-    answers.append(answer(7, 0.25))
-    file = write_results(tmp_path / "run" / "results.jsonl", answers)
+    file = write_results(tmp_path / "run" / "results.jsonl", [*answers, answer(7, 0.25)])
 
     async def script(viewer):
-        groups = await viewer.press("enter", "g")
+        rewards = re.compile(r"^\s+\d+\s+\d\s+(\d\.\d{3})", re.MULTILINE)
+        await viewer.press("enter", "down", "down", "down")
+        assert rewards.findall(await viewer.press("s", "s")) == ["0.000", "0.000", "0.250", "1.000", "1.000"]
+        assert rewards.findall(await viewer.press("S")) == ["1.000", "1.000", "0.250", "0.000", "0.000"]
+        assert "example 6, rollout 1" in viewer.screen(), "under the same cursor"
+        groups = await viewer.press("s", "g")
         assert in_order(groups, "5   2   0.500   0.500   0.000    1.000", "7   1   0.250   0.000")
-        await viewer.press("down", "enter")
+        await viewer.press("home", "down", "enter")
         assert in_order(viewer.screen(), "2 of 5 rollouts", "6   0   0.000", "6   1   1.000")
 
     view(file, script)
 
 
-def test_brackets_go_to_the_same_example_at_another_step_even_where_a_filter_would_hide_it(tmp_path):
-    write_evaluations(tmp_path / "run", versions=(0, 10, 20))
-
-    async def script(viewer):
-        await viewer.press("down", "down", "down", "enter", "/")
-        await viewer.type("reward=0 example=1")
-        assert in_order(await viewer.press("enter"), "step 0 › example 1", "version 0 says 1")
-        assert in_order(await viewer.press("]"), "step 10 › example 1", "version 10 says 1")
-        assert in_order(await viewer.press("]"), "step 20 › example 1", "reward 1.000")
-        assert "step 20 is the last of say" in await viewer.press("]")
-        assert "version 10 says 1" in await viewer.press("[")
-
-    view(tmp_path, script)
-
-
-def test_rollouts_of_training_show_each_token_with_what_the_journal_knows_of_it(tmp_path):
+def test_rollouts_of_training_show_each_token_and_why_it_is_not_trained_on(tmp_path):
     config = write_whole_run(tmp_path / "run", model={"name": str(tmp_path / "elsewhere")})
     batch = Journal(config.paths.journal).read(1)
-    sample = first_listed(batch.rollouts).samples[0]
-    place = int(sample.loss_mask.argmax())
+    first = min(batch.rollouts, key=lambda rollout: (rollout.env, rollout.example, rollout.place))
+    sample, place = first.samples[0], int(first.samples[0].loss_mask.argmax())
+
+    number = batch.rollouts.index(first)
+
+    def mask(record):
+        record.rollouts[number].masked, record.rollouts[number].flaws = "truncated", ["truncated"]
+
+    rewrite_batch(config, 1, mask)
 
     async def script(viewer):
         tree = await viewer.press("down", "down", "right", "down", "down")
         assert in_order(tree, "training", f"step 1  {batch.metrics['reward/mean']:.3f}")
-        listing = await viewer.press("enter")
-        assert f"{len(batch.rollouts) + len(batch.dropped)} rollouts" in listing
-        tokens = await viewer.press("enter", "t")
+        assert f"{len(batch.rollouts) + len(batch.dropped)} rollouts" in await viewer.press("enter")
+        assert "none of its tokens is trained on" in await viewer.press("enter")
+        tokens = await viewer.press("t")
         said = f"{int(sample.ids[place])} '{int(sample.ids[place])} ' · logprob {sample.logprobs[place]:.3f}"
-        assert f"token {place + 1}/{sample.length} · {said}" in tokens
+        assert in_order(tokens, f"token {place + 1}/{sample.length} · {said}", "tokenizer is not on this machine")
         assert f"lag {1 - int(sample.versions[place])}" in tokens
-        assert "tokenizer is not on this machine" in tokens
         assert in_order(await viewer.press("left"), f"token {place}/", "given")
         for colour in ("advantage", "version", "plain", "logprob"):
             assert f"coloured by {colour}" in await viewer.press("c")
         assert "say it" in await viewer.press("t")
+        await viewer.press("escape", "/")
+        assert in_order(await viewer.type("stop=dropped"), "rollouts", "dropped")
 
-    view(tmp_path / "run", script, size=(110, 30))
+    view(tmp_path / "run", script, size=(110, 60))
 
 
-def test_what_a_run_adds_appears_when_it_is_looked_at_again_and_the_cursor_stays(tmp_path):
-    file = write_results(tmp_path / "evals" / "step_0" / "say.jsonl", [answer(n, 0.5) for n in range(3)])
-    with open(file, "a") as growing:
-        growing.write('{"example_id": 3, "rew')
+def test_what_changes_on_disk_is_shown_when_it_is_looked_at_again_and_the_cursor_stays(tmp_path):
+    file = tmp_path / "evals" / "step_0" / "say.jsonl"
 
     async def script(viewer):
+        assert "nothing to look at below" in viewer.screen()
+        write_results(file, [answer(n, 0.5) for n in range(3)])
+        with open(file, "a") as growing:
+            growing.write('{"example_id": 3, "rew')
+        await viewer.press("r", "home", "down", "down")
         assert in_order(await viewer.press("enter", "end"), "example 2, rollout 0", "3 rollouts")
         with open(file, "a") as growing:
             growing.write('ard": 1.0}\n')
         write_evaluations(tmp_path, versions=(7,))
         assert in_order(await viewer.press("r"), "example 2, rollout 0", "4 rollouts")
-        assert in_order(await viewer.press("escape"), "step 0  0.625", "step 7")
-
-    view(tmp_path, script)
-
-
-def test_a_file_written_anew_is_read_anew_and_one_that_went_away_is_said(tmp_path):
-    file = write_results(tmp_path / "run" / "results.jsonl", [answer(n, 0.5) for n in range(5)])
-
-    async def script(viewer):
-        assert "5 rollouts" in await viewer.press("enter")
-        anew = write_results(tmp_path / "other", [answer(n, 0.5) for n in range(9)])
-        anew.replace(file)
+        write_results(tmp_path / "other", [answer(n, 0.5) for n in range(9)]).replace(file)
         assert "9 rollouts" in await viewer.press("r")
+        assert in_order(await viewer.press("escape", "r"), "step 0  0.500", "step 7")
+        await viewer.press("enter")
         file.unlink()
         assert "cannot be read: No such file" in await viewer.press("r")
 
-    view(file, script, size=(110, 24))
+    view(tmp_path, script, size=(110, 24))
 
 
 def test_damaged_lines_and_batches_are_passed_by_and_said(tmp_path):
@@ -228,7 +188,7 @@ def test_damaged_lines_and_batches_are_passed_by_and_said(tmp_path):
 
     async def script(viewer):
         assert "do not match its checksum" in await viewer.press("down", "down", "right", "down")
-        assert in_order(await viewer.press("down", "down", "down", "down", "down", "down"), "2 rollouts", "3 damaged")
+        assert in_order(await viewer.press(*["down"] * 6), "2 rollouts", "3 damaged")
         assert "(line 2, 3, 4)" in viewer.screen()
 
     view(tmp_path / "run", script, size=WIDE)
@@ -236,25 +196,14 @@ def test_damaged_lines_and_batches_are_passed_by_and_said(tmp_path):
 
 def test_nothing_that_a_model_wrote_reaches_the_terminal_as_a_command(tmp_path):
     evil = "\x1b[2J\x1b]0;title\x07 [bold]text[/bold] \u202eright to left\x9b31m\r\tend \ud800 [/nonsense]"
-    more = {
-        "completion": [{"role": "ass\x1bistant", "content": evil}],
-        "stop": evil,
-        "error": evil,
-        "info": {evil: evil},
-    }
-    write_results(tmp_path / "evals" / "step_0" / "evil\x1b.jsonl", [answer(0, 0.5) | more])
+    completion = [{"role": "ass\x1bistant", "content": evil}]
+    line = answer(0, 0.5, completion=completion, stop=evil, error=evil, info={evil: evil})
+    write_results(tmp_path / "evals" / "step_0" / "evil\x1b.jsonl", [line])
 
     async def script(viewer):
-        screens = [
-            viewer.screen(),
-            await viewer.press("down"),
-            await viewer.press("enter"),
-            await viewer.press("enter"),
-        ]
-        for screen in screens:
-            assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", screen)
-        assert "[bold]text[/bold]" in screens[-1]
-        assert "[/nonsense]" in screens[-1]
+        screens = [viewer.screen(), *[await viewer.press(key) for key in ("down", "enter", "enter")]]
+        assert not any(re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", each) for each in screens)
+        assert in_order(screens[-1], "[bold]text[/bold]", "[/nonsense]")
         viewer.app.action_copy()
 
     view(tmp_path, script, size=WIDE)
@@ -279,10 +228,9 @@ def test_of_a_million_rollouts_only_those_on_the_screen_are_drawn(tmp_path):
 
     async def script(viewer):
         await viewer.press("enter")
-        rows = Counted()
-        columns = columns_for([rows[0]], by_example=False)
-        viewer.app.query_one(Listing).show(rows, columns, sorted_by="example", backwards=False)
-        viewer.app.query_one(Listing).cursor = 999_999
+        rows, listing = Counted(), viewer.app.query_one(Listing)
+        listing.show(rows, columns_for([rows[0]], by_example=False), sorted_by="example", backwards=False)
+        listing.cursor = 999_999
         await viewer.pilot.pause()
         assert "999999" in viewer.screen()
         assert len(rows.asked) < 200
@@ -294,12 +242,11 @@ def test_of_a_million_rollouts_only_those_on_the_screen_are_drawn(tmp_path):
 def test_no_key_in_any_order_breaks_it_whatever_the_size(tmp_path, size):
     write_whole_run(tmp_path / "run")
     write_evaluations(tmp_path / "run")
-    rng = random.Random(size[0])
     keys = ["up", "down", "left", "right", "enter", "escape", "tab", "/", "end", "pagedown", "home", "."]
     keys += [*"sSgnptzrfycxja0", "[", "]", "?", "<"]
 
     async def script(viewer):
-        await viewer.press(*rng.choices(keys, k=15))
+        await viewer.press(*random.Random(size[0]).choices(keys, k=15))
         await viewer.pilot.resize_terminal(*size[::-1])
         await viewer.press(*["escape"] * 4, "?")
         assert isinstance(viewer.app.screen, Help)
@@ -307,29 +254,25 @@ def test_no_key_in_any_order_breaks_it_whatever_the_size(tmp_path, size):
     view(tmp_path, script, size=size)
 
 
-def test_an_empty_folder_says_so_and_notices_what_comes(tmp_path):
-    async def script(viewer):
-        assert "nothing to look at below" in viewer.screen()
-        write_evaluations(tmp_path)
-        assert "step 20" in await viewer.press("r")
-
-    view(tmp_path, script)
-
-
-def test_a_screen_can_be_captured_as_a_picture_that_needs_nothing_else_and_as_text(tmp_path):
-    write_evaluations(tmp_path / "run")
-    options = ["--press", "down,down,down,enter,end,enter", "--size", "90x20"]
-    assert eval_view([str(tmp_path), "--capture", str(tmp_path / "screen.svg"), *options]) == 0
-    assert eval_view([str(tmp_path), "--capture", str(tmp_path / "screen.txt"), *options]) == 0
-    picture = (tmp_path / "screen.svg").read_text()
-    ElementTree.fromstring(picture)
+def test_a_screen_can_be_captured_and_by_default_outputs_and_environments_are_looked_through(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="outputs does not exist"):
+        eval_view(["--capture", "screen.txt"])
+    write_evaluations(Path("outputs/mine"))
+    write_results(Path("environments/say/outputs/evals/say--tiny/3f/results.jsonl"), [answer(0, 0.75)])
+    assert eval_view(["--capture", "screen.txt"]) == 0
+    assert in_order(Path("screen.txt").read_text(), "environments/say/outputs", "say--tiny", "0.750", "outputs/mine")
+    assert os.listdir("outputs/mine") == ["evals"]
+    keys = ["outputs", "--press", "down,down,down,enter,end,enter", "--size", "90x20"]
+    for name in ("a.svg", "a.txt"):
+        assert eval_view(["--capture", name, *keys]) == 0
+    ElementTree.fromstring(picture := Path("a.svg").read_text())
     assert "url(" not in picture.replace("url(#", "")
-    lines = (tmp_path / "screen.txt").read_text().splitlines()
-    assert len(lines) == 20
-    assert "version 0 says 3" in "\n".join(lines)
+    assert len(Path("a.txt").read_text().splitlines()) == 20
+    assert "version 0 says 3" in Path("a.txt").read_text()
 
 
-def test_what_cannot_be_shown_is_refused_before_the_screen_is_taken(tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_shown_is_refused_before_the_screen_is_taken(tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"gone does not exist - expected .* Check the path"):
         eval_view([str(tmp_path / "gone")])
     with pytest.raises(ConfigError, match=r"screen.png: a screen is written as .svg or .txt"):
@@ -338,31 +281,17 @@ def test_what_cannot_be_shown_is_refused_before_the_screen_is_taken(tmp_path, mo
         eval_view([str(tmp_path), "--size", "huge"])
     assert "'huge' is no size of a terminal" in capsys.readouterr().err
     done = subprocess.run(
-        [sys.executable, "-m", "trireme.cli.trireme", "eval-view", str(tmp_path)],
-        capture_output=True, text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "needs a terminal" in done.stderr
-
-
-def test_by_default_outputs_and_environments_are_looked_through(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="outputs does not exist"):
-        eval_view(["--capture", "screen.txt"])
-    write_evaluations(Path("outputs/mine"))
-    write_results(Path("environments/say/outputs/evals/say--tiny/3f/results.jsonl"), [answer(0, 0.75)])
-    assert eval_view(["--capture", "screen.txt"]) == 0
-    assert in_order(Path("screen.txt").read_text(), "environments/say/outputs", "say--tiny", "0.750", "outputs/mine")
-    assert os.listdir(tmp_path / "outputs" / "mine") == ["evals"]
+        [*COMMAND, str(tmp_path)], capture_output=True, text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL
+    )
+    assert (done.returncode, "needs a terminal" in done.stderr) == (2, True)
 
 
 def test_in_a_real_terminal_it_comes_up_and_q_leaves_it(tmp_path):
     write_evaluations(tmp_path / "run")
-    command = [sys.executable, "-m", "trireme.cli.trireme", "eval-view", str(tmp_path)]
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["TERM"] = "xterm-256color"
-        os.execv(command[0], command)
+        os.execv(COMMAND[0], [*COMMAND, str(tmp_path)])
     try:
         said, give_up = b"", time.monotonic() + DEADLINE_S
         while b"step 20" not in said and time.monotonic() < give_up:
@@ -377,31 +306,3 @@ def test_in_a_real_terminal_it_comes_up_and_q_leaves_it(tmp_path):
         _, status = os.waitpid(pid, 0)
     assert b"step 20" in said
     assert os.waitstatus_to_exitcode(status) == 0
-
-
-def test_every_key_is_in_the_help():
-    told = " ".join(key for keys in KEYS.values() for key in keys)
-    told = told.replace("↑ ↓", "up down").replace("← →", "left right").split()
-    told += ["pageup", "pagedown", "home", "end"]  # named beside the arrows
-    names = {"left_square_bracket": "[", "right_square_bracket": "]", "question_mark": "?", "slash": "/"}
-    for part in (EvalView, Shelves, Listing, Reading):
-        keys = [key for binding in part.BINDINGS for key in binding.key.split(",")]
-        assert {names.get(key, key) for key in keys} <= {*told}
-
-
-def test_masked_rollouts_and_what_was_dropped_say_why(tmp_path):
-    config = write_whole_run(tmp_path / "run")
-
-    def mask(batch):
-        rollout = first_listed(batch.rollouts)
-        rollout.masked, rollout.flaws = "truncated", ["truncated"]
-
-    rewrite_batch(config, 1, mask)
-
-    async def script(viewer):
-        await viewer.press("down", "down", "right", "down", "down", "enter")
-        assert "none of its tokens is trained on" in await viewer.press("enter")
-        await viewer.press("escape", "/")
-        assert in_order(await viewer.type("stop=dropped"), "rollouts", "dropped")
-
-    view(tmp_path / "run", script, size=(110, 60))

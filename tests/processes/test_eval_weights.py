@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from safetensors.torch import save_file
 from fake_chat import FakeChat, served
 from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError, PeerDied, WeightsMismatch
-from trireme.base.paths import RunPaths
 from trireme.base.processes import free_port
 from trireme.cli.eval import eval as eval_command
 from trireme.config.run import RunConfig
@@ -67,82 +65,93 @@ def lines(step: int, name: str = "toy", folder: str = "run/evals") -> list[dict[
     return [json.loads(line) for line in Path(folder, f"step_{step}", f"{name}.jsonl").read_text().splitlines()]
 
 
-def mean(step: int) -> float:
-    rewards = [line["reward"] for line in lines(step)]
-    return sum(rewards) / len(rewards)
+def means() -> list[float]:
+    """Of the rewards of each model."""
+    found = [[line["reward"] for line in lines(step)] for step in (0, 10, 20, 100)]
+    return [sum(rewards) / len(rewards) for rewards in found]
 
 
-def test_each_checkpoint_answers_for_itself_and_the_base_model_is_given_back(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def letters(found: WeighedEngine) -> str:
+    """What was answered, one letter for each six answers in a row."""
+    answered = "".join(letter for _, letter in found.answered)
+    assert answered == "".join(6 * letter for letter in answered[::6])
+    return answered[::6]
+
+
+def test_each_checkpoint_answers_for_itself_and_the_base_model_is_given_back(here, capsys):
     with engine() as found:
+        assert run_eval(found, "--dry-run") == 0
+        assert "base, step_10, step_20, step_100" in capsys.readouterr().out
+        assert (found.calls, Path("run/evals").exists()) == ([], False)
         assert run_eval(found) == 0
-        assert [mean(step) for step in (0, 10, 20, 100)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-        assert Counter(letter for _, letter in found.answered) == dict.fromkeys("abcd", 6)
-        assert found.label == "default"
-        assert chr(int(found.loaded[LETTER][0, 0])) == "a"
-        assert not found.paused
-    assert {line["version"] for line in lines(20)} == {20}
-    assert [(line["example"], line["rollout"]) for line in lines(20)] == [(example, 0) for example in range(6)]
+        assert means() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+        assert letters(found) == "abcd"
+        assert (found.label, chr(int(found.loaded[LETTER][0, 0])), found.paused) == ("default", "a", False)
+        assert {asked.sampling["temperature"] for asked in found.requests} == {0.0}  # one answer is greedy
+    assert [(line["version"], line["example"], line["rollout"]) for line in lines(20)] == [(20, n, 0) for n in range(6)]
     described = json.loads(Path("run/evals/step_20/toy.json").read_text())
     assert (described["avg_reward"], described["finished"], described["split"]) == (pytest.approx(0.3), True, "eval")
     said = capsys.readouterr().out
     assert [row in said for row in ("base", "step_10", "step_20", "step_100")] == [True] * 4
 
 
-@pytest.mark.parametrize("words", [("--steps", "100,10"), ("--steps", "10", "100")])
-def test_chosen_steps_come_in_order_and_without_the_base_model_where_it_is_not_wanted(
-    here: Path, words: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(
+    ("words", "answered"),
+    [
+        (("--steps", "100,10", "--no-eval-base"), "bd"),
+        (("--steps", "10", "100", "--no-eval-base"), "bd"),
+        (("--steps", "20", "--transfer", "gloo"), "ac"),
+    ],
+)
+def test_chosen_steps_come_in_order_over_either_wire(here, words, answered):
     with engine() as found:
-        assert run_eval(found, *words, "--no-eval-base") == 0
-        assert [letter for _, letter in found.answered] == ["b"] * 6 + ["d"] * 6
-    assert sorted(path.name for path in Path("run/evals").glob("step_*")) == ["step_10", "step_100"]
-
-
-def test_weights_that_are_sent_over_the_wire_arrive_as_those_that_are_read(here: Path) -> None:
-    with engine() as found:
-        assert run_eval(found, "--steps", 20, "--transfer", "gloo") == 0
-        assert [letter for _, letter in found.answered] == ["a"] * 6 + ["c"] * 6
+        assert run_eval(found, *words) == 0
+        assert letters(found) == answered
+    assert len(list(Path("run/evals").glob("step_*"))) == len(answered)
     assert not Path("run/evals/.transfer").exists()
 
 
-def test_several_rollouts_and_environments_are_measured_each_for_itself(here: Path) -> None:
+def test_several_rollouts_and_environments_are_measured_each_for_itself(here):
     Path("other.py").write_text(TOY.replace("range(6)", "range(2)"))
     with engine() as found:
         words = ["--env.id", "other.py", "--rollouts-per-example", 4, "--pass-threshold", "0.25", "--pass-at", "[1, 4]"]
         assert run_eval(found, *words, "--steps", "10,20") == 0
+        assert {asked.sampling["temperature"] for asked in found.requests} == {1.0}
     assert [len(lines(10, name)) for name in ("toy", "other")] == [24, 8]
-    summary = {
-        (row["model"], row["environment"]): row for row in json.loads(Path("run/evals/summary.json").read_text())
-    }
-    assert summary["step_10", "toy"]["pass@4"] == 0
-    assert summary["step_20", "other"]["pass@4"] == 1
+    rows = json.loads(Path("run/evals/summary.json").read_text())
+    summary = {(row["model"], row["environment"]): row for row in rows}
+    assert [summary[model]["pass@4"] for model in (("step_10", "toy"), ("step_20", "other"))] == [0, 1]
     assert summary["step_20", "other"]["avg@4"] == pytest.approx(0.3)
 
 
-def test_an_engine_that_dies_is_named_and_only_what_is_missing_is_asked_again(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_dies_is_named_and_only_what_is_missing_or_was_torn_is_asked_again(here, capsys):
     one_by_one = ("--max-concurrent", 1, "--num-examples", 5)
     with engine(gone_after=8) as found:  # 5 of the base model, 3 of step 10
         with pytest.raises(PeerDied, match=f"{found.url} is gone"):
             run_eval(found, *one_by_one)
         assert found.url in capsys.readouterr().err
-    kept = Path("run/evals/step_10/toy.jsonl.partial").read_text().splitlines()
+    done = Path("run/evals/step_10/toy.jsonl")
+    kept = done.with_name("toy.jsonl.partial").read_text().splitlines()
     assert 1 <= len(kept) <= 3
-    assert not Path("run/evals/step_10/toy.jsonl").exists()
+    assert not done.exists()
     with engine() as found:
         assert run_eval(found, *one_by_one) == 0
         assert len(found.answered) == 20 - 5 - len(kept)
-        assert [mean(step) for step in (0, 10, 20, 100)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+        assert means() == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert not list(Path("run/evals").glob("**/*.partial"))
+    whole = done.read_bytes()
+    done.with_name("toy.jsonl.partial").write_bytes(whole[: len(whole) // 2])
+    done.unlink()
     with engine() as found:
-        assert run_eval(found, *one_by_one) == 0  # a third time
+        assert run_eval(found, *one_by_one) == 0
+        assert 0 < len(found.answered) < 5
+        assert done.read_bytes() == whole
+    with engine() as found:
+        assert run_eval(found, *one_by_one) == 0
         assert (found.answered, "update_weights" in found.calls) == ([], False)
 
 
-def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(here: Path) -> None:
+def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(here):
     with engine() as found:
         assert run_eval(found, "--steps", 10, "--num-examples", 2) == 0
         assert run_eval(found, "--steps", 10, "--num-examples", 5) == 0
@@ -157,77 +166,61 @@ def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(h
         assert found.label == "default"  # given back all the same
 
 
-def test_a_line_that_was_torn_by_a_kill_is_asked_again(here: Path) -> None:
-    with engine() as found:
-        assert run_eval(found, "--steps", 10, "--no-eval-base") == 0
-        done = Path("run/evals/step_10/toy.jsonl")
-        whole = done.read_bytes()
-        done.with_name("toy.jsonl.partial").write_bytes(whole[: len(whole) // 2])
-        done.unlink()
-        assert run_eval(found, "--steps", 10, "--no-eval-base") == 0
-        assert 6 < len(found.answered) < 12
-    assert done.read_bytes() == whole
+OTHERS = {
+    "serves version 40 of a training run": {"label": "40"},
+    "answering 3 requests": {"num_busy": 3},
+    "is paused": {"is_frozen": True},
+}
+FAILS = {
+    f"step_10 did not arrive .*{LETTER} has digest 0": {"digest_error": LETTER},
+    "step_10 was not loaded whole .*model.norm": {"incomplete": ("model.norm",)},
+    "update_weights broke": {"failing_route": "update_weights"},
+}
 
 
-# who else is there
+@pytest.mark.parametrize(("words", "knobs"), (OTHERS | FAILS).items())
+def test_an_engine_of_a_training_run_or_without_the_weights_that_it_was_given_is_asked_nothing(here, words, knobs):
+    with engine(**knobs) as found:
+        with pytest.raises(ConfigError if words in OTHERS else (WeightsMismatch, PeerDied), match=words):
+            run_eval(found, "--no-eval-base", "--no-restore-base")
+        assert found.answered == []
+        if words in OTHERS:  # it was asked what it holds, and told nothing
+            assert set(found.calls) <= {"collective_rpc"}
+            assert found.label == knobs.get("label", "default")
+        else:
+            assert found.label.endswith("-loading")
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
-    [({"label": "40"}, "serves version 40 of a training run"), ({"num_busy": 3}, "answering 3 requests"),
-     ({"is_frozen": True}, "is paused")],
+    ("label", "is_frozen", "offset", "words"),
+    [("40", False, 3, ["--take-over"]), ("eval-0a1b2c-base", True, 0, []), ("eval-0a1b2c-loading", True, 3, [])],
 )  # fmt: skip
-def test_an_engine_of_a_training_run_is_left_alone(here: Path, knobs: dict[str, Any], words: str) -> None:
-    with engine(**knobs) as found:
-        with pytest.raises(ConfigError, match=words):
-            run_eval(found)
-        assert set(found.calls) <= {"collective_rpc"}  # it was asked what it holds, and told nothing
-        assert found.label == knobs.get("label", "default")
+def test_an_engine_that_is_free_again_is_taken_and_gets_its_base_model_where_it_holds_another(
+    here, label, is_frozen, offset, words
+):
+    """Its run is over, or an evaluation left it paused, or in the middle of a transfer."""
+    with engine(label=label, is_frozen=is_frozen) as found:
+        found.loaded[LETTER] += offset
+        assert run_eval(found, "--steps", 10, *words) == 0
+        assert letters(found) == "ab"
 
 
-def test_an_engine_whose_run_is_over_can_be_taken_over_and_gets_its_base_model_first(here: Path) -> None:
-    with engine(label="40") as found:
-        found.loaded[LETTER] += 3
-        assert run_eval(found, "--take-over", "--steps", 10) == 0
-        assert [letter for _, letter in found.answered] == ["a"] * 6 + ["b"] * 6
-
-
-def test_an_engine_that_an_evaluation_left_paused_answers_again(here: Path) -> None:
-    with engine(label="eval-0a1b2c-base", is_frozen=True) as found:
-        assert run_eval(found, "--steps", 10) == 0
-        assert [letter for _, letter in found.answered] == ["a"] * 6 + ["b"] * 6
-
-
-def test_what_an_evaluation_left_in_the_middle_of_a_transfer_is_never_taken_for_the_base_model(here: Path) -> None:
-    with engine(label="eval-0a1b2c-loading", is_frozen=True) as found:
-        found.loaded[LETTER] += 3
-        assert run_eval(found, "--steps", 10) == 0
-        assert [letter for _, letter in found.answered] == ["a"] * 6 + ["b"] * 6
-
-
-def test_weights_that_somebody_else_puts_into_the_engine_meanwhile_end_the_evaluation(here: Path) -> None:
-    with engine() as found:
-
-        async def trained(asked: Any) -> None:
-            if asked.number == 8:
-                found.label = "41"
-
-        found.delay = trained
-        with pytest.raises(WeightsReplaced, match="answered with weights '41'"):
+@pytest.mark.parametrize(
+    ("after", "label", "words", "kept"),
+    [(8, "41", "answered with weights '41'", [6, 2]), (6, "0", "serves '0' now", [6, 0])],
+)  # fmt: skip
+def test_a_training_run_that_gives_the_engine_weights_meanwhile_ends_the_evaluation_and_is_left_alone(
+    here, after, label, words, kept
+):
+    with engine(label_after=(after, label)) as found:
+        with pytest.raises(WeightsReplaced, match=words):
             run_eval(found, "--max-concurrent", 1)
-    assert len(lines(0)) == 6
-    assert len(Path("run/evals/step_10/toy.jsonl.partial").read_text().splitlines()) == 2
+        assert (found.calls.count("update_weights"), found.label) == (kept[1] > 0, label)
+    partial = Path("run/evals/step_10/toy.jsonl.partial")
+    assert [len(lines(0)), len(partial.read_text().splitlines()) if partial.exists() else 0] == kept
 
 
-def test_a_training_run_that_begins_between_two_checkpoints_is_left_alone(here: Path) -> None:
-    with engine(label_after=(6, "0")) as found:
-        with pytest.raises(WeightsReplaced, match="serves '0' now"):
-            run_eval(found, "--max-concurrent", 1)
-        assert ("pause" in found.calls, "update_weights" in found.calls, found.label) == (False, False, "0")
-    assert len(lines(0)) == 6
-
-
-def test_an_engine_that_was_left_in_the_middle_of_a_transfer_is_not_asked_for_answers(here: Path) -> None:
+def test_an_engine_that_was_left_in_the_middle_of_a_transfer_is_not_asked_for_answers(here):
     with engine(label="eval-0a1b2c-loading") as found:
         words = ["--client.base-url", f"{found.url}/v1", "--model.name", "base", "--env.id", "toy.py"]
         with pytest.raises(ConfigError, match="was given a part of some weights"):
@@ -235,53 +228,14 @@ def test_an_engine_that_was_left_in_the_middle_of_a_transfer_is_not_asked_for_an
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
-    [({"digest_error": LETTER}, f"step_10 did not arrive .*{LETTER} has digest 0"),
-     ({"incomplete": ("model.norm",)}, "step_10 was not loaded whole .*model.norm")],
-)  # fmt: skip
-def test_an_engine_that_does_not_confirm_what_it_was_given_is_asked_nothing(
-    here: Path, knobs: dict[str, Any], words: str
-) -> None:
-    with engine(**knobs) as found:
-        with pytest.raises(WeightsMismatch, match=words):
-            run_eval(found, "--no-eval-base", "--no-restore-base")
-        assert found.answered == []
-
-
-def test_an_engine_that_refuses_weights_says_so_in_its_own_words(here: Path) -> None:
-    with engine(failing_route="update_weights") as found:
-        with pytest.raises(PeerDied, match="update_weights broke"):
-            run_eval(found, "--no-eval-base")
-        assert found.label.endswith("-loading")
-
-
-# what can be refused before anything is asked
-
-
-def damaged(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-9])
-
-
-def of_another_model(folder: Path) -> None:
-    write_weights(folder, "b", rows=5)
-
-
-def without_a_tensor(folder: Path) -> None:
-    save_file({LETTER: torch.zeros(2, 3)}, folder / "model.safetensors")
-
-
-@pytest.mark.parametrize(
     ("change", "words"),
-    [(damaged, r"step_10/model\.safetensors is damaged"),
-     (lambda folder: (folder / "model.safetensors").unlink(), r"step_10/model\.safetensors is missing"),
-     (of_another_model, r"step_10 is no checkpoint .*letter\.weight has shape \[5, 3\], expected \[2, 3\]"),
-     (without_a_tensor, r"step_10 is no checkpoint of the model .*norm\.weight is missing")],
+    [(lambda file: file.write_bytes(file.read_bytes()[:-9]), r"step_10/model\.safetensors is damaged"),
+     (Path.unlink, r"step_10/model\.safetensors is missing"),
+     (lambda file: write_weights(file.parent, "b", rows=5), r"letter\.weight has shape \[5, 3\], expected \[2, 3\]"),
+     (lambda file: save_file({LETTER: torch.zeros(2, 3)}, file), r"step_10 is no .* of the model .*norm.* is missing")],
 )  # fmt: skip
-def test_a_checkpoint_that_cannot_be_loaded_is_found_before_anything_is_asked(
-    here: Path, change: Any, words: str
-) -> None:
-    change(Path("run/weights/step_10"))
+def test_a_checkpoint_that_cannot_be_loaded_is_found_before_anything_is_asked(here, change, words):
+    change(Path("run/weights/step_10/model.safetensors"))
     with engine() as found:
         with pytest.raises(ConfigError, match=words):
             run_eval(found)
@@ -302,14 +256,14 @@ def test_a_checkpoint_that_cannot_be_loaded_is_found_before_anything_is_asked(
      (["--client.api-key-var", "NO_SUCH_KEY"], "this variable is not set"),
      (["@", "gone.toml"], "gone.toml does not exist")],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_before_anything_starts(here: Path, words: list[str], problem: str) -> None:
+def test_what_cannot_work_is_refused_before_anything_starts(here, words, problem):
     with engine() as found:
         with pytest.raises(ConfigError, match=problem):
             run_eval(found, *words)
         assert (found.calls, Path("run/evals").exists()) == ([], False)
 
 
-def test_a_port_without_a_server_and_a_server_without_our_weight_path_are_told_apart(here: Path) -> None:
+def test_a_port_without_a_server_and_a_server_without_our_weight_path_are_told_apart(here):
     where = ["--weights-dir", "run/weights", "--env.id", "toy.py", "--client.base-url"]
     with pytest.raises(ConfigError, match="nobody answers at"):
         eval_command([*where, f"http://127.0.0.1:{free_port()}/v1"])
@@ -317,50 +271,28 @@ def test_a_port_without_a_server_and_a_server_without_our_weight_path_are_told_a
         eval_command([*where, chat.url])
 
 
-# the run that the checkpoints are of
-
-
-@pytest.mark.parametrize(
-    ("words", "sampled"),
-    [((), 0.0), (("--rollouts-per-example", 2), 1.0),
-     (("--rollouts-per-example", 2, "--sampling.temperature", "0.25"), 0.25)],
-)  # fmt: skip
-def test_one_answer_is_greedy_and_several_are_sampled_where_no_temperature_is_named(
-    here: Path, words: tuple[Any, ...], sampled: float
-) -> None:
-    with engine() as found:
-        assert run_eval(found, "--steps", 10, "--num-examples", 1, "--sampling.max-tokens", 5, *words) == 0
-        asked = {(each.sampling["temperature"], each.sampling["max_tokens"]) for each in found.requests}
-    assert asked == {(sampled, 5)}
-
-
-def write_run_beside(**evaluation: Any) -> RunConfig:
-    table = {
-        "output_dir": "run",
-        "device": "cpu",
-        "orchestrator": {
-            "env": [{"id": "toy.py", "name": "of-the-run"}],
-            "sampling": {"max_tokens": 7},
-            "eval": {"num_examples": 3, "sampling": {"temperature": 0.5}, **evaluation},
-        },
-    }
-    config = RunConfig.model_validate(table)
+def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it_and_so_must_its_weights_be(here):
+    env, evaluation = {"id": "toy.py", "name": "of-the-run"}, {"num_examples": 3, "sampling": {"temperature": 0.5}}
+    orchestrator = {"env": [env], "sampling": {"max_tokens": 7}, "eval": evaluation}
+    config = RunConfig.model_validate({"output_dir": "run", "device": "cpu", "orchestrator": orchestrator})
     write_run(config, config.paths.run_config)
-    return config
-
-
-def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it(here: Path) -> None:
-    write_run_beside()
+    for step, letter, offset in ((10, "b", 0), (20, "c", 1)):
+        tensors = {LETTER: torch.full((2, 3), float(ord(letter))), "norm.weight": torch.arange(4.0) + offset}
+        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        Versions(config.paths.journal).record(step, ["http://x"], digests, 0.0)
     with engine() as found:
         where = ["--client.base-url", f"{found.url}/v1", "--weights-dir", "run/weights"]
         assert eval_command([*where, "--steps", "10"]) == 0
-        assert eval_command([*where, "--steps", "20", "--no-eval-base", "--sampling.max-tokens", "5"]) == 0
+        assert eval_command([*where, "--steps", "100", "--no-eval-base", "--sampling.max-tokens", "5"]) == 0
         sampled = [(asked.sampling["temperature"], asked.sampling["max_tokens"]) for asked in found.requests]
         assert sampled == [(0.5, 7)] * 6 + [(0.5, 5)] * 3
+        with pytest.raises(ConfigError, match=r"step_20 is not what the run's engines confirmed .*norm\.weight"):
+            eval_command([*where, "--steps", "20"])
+        assert "".join(letter for _, letter in found.answered) == "aaabbbddd"
     assert len(lines(10, "of-the-run")) == 3
 
 
-def test_results_of_the_runs_own_evaluations_are_never_mixed_with_others(here: Path) -> None:
+def test_results_of_the_runs_own_evaluations_are_never_mixed_with_others(here):
     own = Path("run/evals/step_10/toy.jsonl")
     own.parent.mkdir(parents=True)
     own.write_text('{"example_id": 0, "reward": 1.0, "example": 0, "rollout": 0}\n')
@@ -370,29 +302,3 @@ def test_results_of_the_runs_own_evaluations_are_never_mixed_with_others(here: P
         assert own.read_text().count("\n") == 1
         assert run_eval(found, "--steps", 10, "--output-dir", "elsewhere") == 0
     assert len(lines(10, folder="elsewhere")) == 6
-
-
-@pytest.mark.parametrize("is_changed", [False, True])
-def test_files_that_are_not_what_the_run_confirmed_are_found(here: Path, is_changed: bool) -> None:
-    config = write_run_beside()
-    tensors = {LETTER: torch.full((2, 3), float(ord("b"))), "norm.weight": torch.arange(4.0) + is_changed}
-    digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-    Versions(RunPaths(config.output_dir).journal).record(10, ["http://x"], digests, 0.0)
-    with engine() as found:
-        if is_changed:
-            with pytest.raises(ConfigError, match=r"step_10 is not what the run's engines confirmed .*norm\.weight"):
-                run_eval(found, "--steps", 10)
-            assert {letter for _, letter in found.answered} == {"a"}
-        else:
-            assert run_eval(found, "--steps", 10) == 0
-
-
-def test_a_dry_run_says_what_would_be_evaluated_and_leaves_everything_as_it_is(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with engine() as found:
-        assert run_eval(found, "--dry-run") == 0
-        assert found.calls == []
-    said = capsys.readouterr().out
-    assert "base, step_10, step_20, step_100" in said
-    assert not Path("run/evals").exists()

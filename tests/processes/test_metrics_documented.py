@@ -7,13 +7,10 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from parsing import parse
 from tiny import open_state, random_samples, train_step
 from trireme.monitor.collapse import SIGNS
 from trireme.monitor.metrics import read_metrics
-from trireme.trainer.mesh import World
 from whole_run import build_config, run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -51,40 +48,24 @@ def is_documented(name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
-@pytest.fixture(scope="module")
-def orchestrators_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def test_every_metric_that_a_run_writes_is_documented(tmp_path, tiny_model, world):
     sections = {
         "eval": {"rollouts_per_example": 2, "sampling": {"temperature": 1.0}},
         "buffer": {"pools": {}, "online_difficulty_filtering": True},
         "curriculum": [{"weights": {"say": 1.0}}],
     }
-    config = build_config(tmp_path_factory.mktemp("run"), CODE, max_steps=2, orchestrator=sections)
-    outcome = run(config)
-    assert outcome.error is None
-    return {name for row in read_metrics(config.paths.metrics)[0] for name in row}
+    config = build_config(tmp_path, CODE, max_steps=2, orchestrator=sections)
+    assert run(config).error is None
+    written = {name for row in read_metrics(config.paths.metrics)[0] for name in row} - {"step", "process", "time_s"}
+    assert len(written) > 40
+    written |= set(train_step(open_state(tiny_model, world), random_samples([12, 9]), world))
+    files = (REPOSITORY / "src" / "trireme" / "trainer").rglob("*.py")
+    spans = {name for file in files for name in re.findall(r"_?timer\.(?:span|add)\(\s*\"(\w+)\"", file.read_text())}
+    written |= {f"time/{span}" for span in spans} | {name for sign in SIGNS for name in sign.watched}
+    assert written >= {"loss", "time/forward_backward"}
+    assert {name for name in written if not is_documented(name) and not name.startswith("fake/")} == set()
 
 
-def test_every_metric_that_an_orchestrator_writes_is_documented(orchestrators_names):
-    ours = orchestrators_names - {"step", "process", "time_s"}
-    assert len(ours) > 40
-    assert {name for name in ours if not is_documented(name) and not name.startswith("fake/")} == set()
-
-
-def test_every_metric_of_an_optimizer_step_is_documented(tiny_model: Path, world: World):
-    state = open_state(tiny_model, world)
-    names = set(train_step(state, random_samples([12, 9]), world))
-    assert "loss" in names
-    assert {name for name in names if not is_documented(name)} == set()
-
-
-def test_what_the_guides_say_to_watch_is_written(orchestrators_names: set[str], tiny_model: Path, world: World):
-    """`docs/coming-from.md`: those who know other trainers look for these."""
-    written = orchestrators_names | set(train_step(open_state(tiny_model, world), random_samples([12, 9]), world))
-    watched = {"reward/mean", "reward/std", "policy/entropy", "policy/kl", "importance_ratio", "loss", "grad_norm"}
-    assert watched - written == set()
-
-
-@cache
 def words_of_the_source() -> set[str]:
     """Its strings; what an f-string fills in is a star."""
     words = set()
@@ -97,37 +78,10 @@ def words_of_the_source() -> set[str]:
     return words
 
 
-def test_every_span_that_is_timed_is_documented():
-    spans = {
-        name
-        for file in (REPOSITORY / "src" / "trireme" / "trainer").rglob("*.py")
-        for name in re.findall(r"_?timer\.(?:span|add)\(\s*\"(\w+)\"", file.read_text())
-    }
-    assert "forward_backward" in spans
-    assert {span for span in spans if not is_documented(f"time/{span}")} == set()
-
-
-def forms(name: str) -> set[str]:
-    """In which the source may have it: as a whole, or as the last part of a name that is put together."""
-    starred = PLACEHOLDER.sub("*", name)
-    last = starred.rsplit("/", 1)[-1]
-    return {starred, last, last.removesuffix("_frac")}
-
-
 def test_every_documented_metric_is_one_that_the_source_writes():
     assert len(documented()) > 80
-    assert {name for name in documented() if not forms(name) & words_of_the_source()} == set()
-
-
-def test_every_warning_is_documented_with_its_very_words():
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \| (.+) \|$", DOCUMENT.read_text().split("## Warnings")[1], re.M)
-    assert [(name, meaning, advice) for name, _, meaning, advice in rows] == [
-        (sign.name, sign.meaning, sign.advice) for sign in SIGNS
-    ]
-    for name, seen, _, _ in rows:
-        (sign,) = (sign for sign in SIGNS if sign.name == name)
-        assert "error_rate" in seen or {f"`{watched}`" for watched in sign.watched} & set(re.findall(r"`[^`]+`", seen))
-
-
-def test_every_metric_that_a_warning_watches_is_documented():
-    assert {name for sign in SIGNS for name in sign.watched if not is_documented(name)} == set()
+    words = words_of_the_source()
+    for name in documented():
+        starred = PLACEHOLDER.sub("*", name)
+        last = starred.rsplit("/", 1)[-1]  # of a name that is put together
+        assert words & {starred, last, last.removesuffix("_frac")}, name

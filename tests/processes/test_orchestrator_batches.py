@@ -5,55 +5,55 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fake_engine import PATIENCE_S
+from fake_engine import PATIENCE_S, Asked, answer_at_random
 from tiny_tokenizer import LLAMA_3, write_tokenizer
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
+from trireme.config.written import write_run
 from trireme.ledger.records import BatchRecord
+from trireme.ledger.shares import share_of
 from trireme.ledger.versions import Versions
+from trireme.monitor.audit.audit import audit_run
 from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.scheduler import Scheduler
-from whole_run import block_until, build_config, run
+from whole_run import Outcome, block_until, build_config, run
 
-ONE_IN_TEN_FAILS = """
-    calls = 0
+REWARD = """
+import os
+import pathlib
 
-    def dataset():
-        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
+calls = 0
+died = pathlib.Path(__file__).with_name("died")
 
-    def reward(completion, answer):
-        global calls
-        calls += 1
-        if calls % 10 == 0:
-            raise ZeroDivisionError(f"call {calls}")
-        return (len(completion) * 7 + ord(completion[0])) % 10 / 10
-"""
-EVEN_ONES_SAY_NOTHING = """
-    def dataset():
-        return [{"prompt": f"say {i}", "answer": i} for i in range(40)]
+def dataset():
+    return [{"prompt": f"say {i}", "answer": i} for i in range(40)]
 
-    def reward(completion, answer):
-        return 0.5 if answer % 2 == 0 else (len(completion) * 7 + ord(completion[0])) % 10 / 10
-"""
-ALL_FAIL = """
-    def dataset():
-        return [{"prompt": f"say {i}", "answer": i} for i in range(40)]
-
-    def reward(completion, answer):
-        return float(wings_of_the_bird)
-"""
+def reward(completion, answer):
+    global calls
+    calls += 1
+    usual = (len(completion) * 7 + ord(completion[0])) % 10 / 10
+    """
+ONE_IN_TEN_FAILS = REWARD + "return usual if calls % 10 else 1 / 0"
+EVEN_ONES_SAY_NOTHING = REWARD + "return usual if answer % 2 else 0.5"
+EVEN_ONES_FAIL = REWARD + "return usual if answer % 2 else 1 / 0"
+ALL_ALIKE = REWARD + "return 0.5"
+ALL_FAIL = REWARD + "return float(wings_of_the_bird)"
+DIES_ONCE = REWARD + "return usual if calls != 3 or died.exists() else died.touch() or os._exit(1)"
 SYSTEM_MESSAGE_LAST = """
-    def dataset():
-        return [{"prompt": [{"role": "user", "content": "hi"}, {"role": "system", "content": "be brief"}]}] * 8
+def dataset():
+    return [{"prompt": [{"role": "user", "content": "hi"}, {"role": "system", "content": "be brief"}]}] * 8
 
-    def reward(completion):
-        return 1.0
+def reward(completion):
+    return 1.0
 """
+FILTERED = {"buffer": {"online_difficulty_filtering": True}}
 
 
 def versions_in(record: BatchRecord) -> np.ndarray:
@@ -61,32 +61,40 @@ def versions_in(record: BatchRecord) -> np.ndarray:
     return versions[versions >= 0]
 
 
-def assert_every_rollout_has_one_fate(records: list[BatchRecord], config: RunConfig) -> None:
-    """Trained once, dropped once for a reason, or in a group that is still open."""
+def lags_of(outcome: Outcome) -> list[int]:
+    """Of each batch, the largest."""
+    return [int((record.step - versions_in(record)).max()) for record in outcome.records]
+
+
+def whole_batches_of(outcome: Outcome, *, reasons: tuple[str, ...]) -> list[BatchRecord]:
+    """Of a run that went well. Rollouts were dropped for reasons that begin with these, each of which occurred, and
+    had one fate each: trained once, dropped once, or in a group that is still open."""
+    assert (outcome.error, outcome.trainer_error) == (None, [])
+    records, config = outcome.records, outcome.config.orchestrator
+    assert [len(record.rollouts) for record in records] == [config.batch_size] * outcome.config.max_steps
+    given = [dropped.reason for record in records for dropped in record.dropped]
+    assert {next(begin for begin in reasons if reason.startswith(begin)) for reason in given} == set(reasons)
     fates: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
     for record in records:
         for rollout in record.rollouts:
             fates[rollout.group, rollout.place].append((rollout.attempt, "trained"))
         for dropped in record.dropped:
-            assert dropped.reason
             fates[dropped.group, dropped.place].append((dropped.attempt, "dropped"))
     last = records[-1].state
-    for attempts in fates.values():
-        attempts.sort()
     open_groups = [group.id for group in last.open_groups]
-    assert len(open_groups) == len(set(open_groups))
     decided = {group for group, _ in fates}
-    assert decided | set(open_groups) == set(range(last.next_group))
-    assert not decided & set(open_groups)
+    assert sorted([*decided, *open_groups]) == list(range(last.next_group))
     for group in decided:
-        ends = [fates[group, place][-1][1] for place in range(config.orchestrator.rollouts_per_example)]
-        assert len(set(ends)) == 1, f"group {group} was torn: {ends}"
+        ends = {max(fates[group, place])[1] for place in range(config.rollouts_per_example)}
+        assert len(ends) == 1, f"group {group} was torn: {ends}"
     for rollout, attempts in fates.items():
+        attempts.sort()
         assert [number for number, _ in attempts] == list(range(len(attempts))), f"{rollout}: {attempts}"
-        assert len(attempts) <= config.orchestrator.max_rollout_attempts, f"{rollout}: {attempts}"
+        assert len(attempts) <= config.max_rollout_attempts, f"{rollout}: {attempts}"
         assert all(fate == "dropped" for _, fate in attempts[:-1]), f"{rollout}: {attempts}"
-    assert sum(fate == "trained" for attempts in fates.values() for _, fate in attempts) == last.counters["trained"]
-    assert sum(fate == "dropped" for attempts in fates.values() for _, fate in attempts) == last.counters["dropped"]
+    counted = Counter(fate for attempts in fates.values() for _, fate in attempts)
+    assert {name: last.counters[name] for name in ("trained", "dropped")} == {"trained": 0, "dropped": 0} | counted
+    return records
 
 
 def test_in_a_synchronous_run_batch_n_is_sampled_by_version_n_once_that_is_live(tmp_path):
@@ -100,8 +108,7 @@ def test_in_a_synchronous_run_batch_n_is_sampled_by_version_n_once_that_is_live(
 
     outcome = run(build_config(tmp_path, max_async_level=0, max_steps=4), engine={"probe_s": 0.05}, meanwhile=meanwhile)
     assert outcome.error is None
-    for record in outcome.records:
-        assert set(versions_in(record)) == {record.step}
+    assert [set(versions_in(record)) for record in outcome.records] == [{0}, {1}, {2}, {3}]
     assert live_at_request == [(n, n) for n in range(4) for _ in range(8)]
 
 
@@ -114,18 +121,14 @@ def test_generation_runs_ahead_by_as_many_versions_as_allowed_and_no_further(tmp
     config = build_config(tmp_path, max_async_level=level, max_steps=5, orchestrator={"max_off_policy_steps": level})
     outcome = run(config, trainer={"before_step": wait_for_all_that_version_0_may_generate})
     assert outcome.error is None
-    lags = [record.step - versions_in(record) for record in outcome.records]
-    assert [int(lag.max()) for lag in lags[: level + 1]] == list(range(level + 1))
-    assert max(int(lag.max()) for lag in lags) == level
-    assert min(int(lag.min()) for lag in lags) >= 0
+    assert lags_of(outcome)[: level + 1] == list(range(level + 1))
+    assert max(lags_of(outcome)) == level
+    assert all((versions_in(record) <= record.step).all() for record in outcome.records)
 
 
 @pytest.mark.parametrize(("level", "factor", "groups"), [(0, 3.0, 2), (1, 1.0, 4), (1, 1.5, 6), (2, 1.0, 6)])
 def test_so_many_groups_are_under_way_at_once(tmp_path, level, factor, groups):
     release = asyncio.Event()
-
-    async def hold(asked):
-        await release.wait()
 
     async def meanwhile(running):
         await running.until(lambda: len(running.engine.requests) >= groups * 4, "as many requests as promised")
@@ -135,92 +138,65 @@ def test_so_many_groups_are_under_way_at_once(tmp_path, level, factor, groups):
         return under_way
 
     config = build_config(tmp_path, max_async_level=level, orchestrator={"oversampling_factor": factor})
-    outcome = run(config, engine={"delay": hold}, meanwhile=meanwhile, stop_after_meanwhile=True)
-    assert outcome.found == (groups, groups * 4)
+    held = {"delay": lambda asked: release.wait()}
+    assert run(config, engine=held, meanwhile=meanwhile, stop_after_meanwhile=True).found == (groups, groups * 4)
 
 
 def test_a_stale_group_never_reaches_a_batch(tmp_path):
-    async def slow_first_group(asked):
-        async with asyncio.timeout(PATIENCE_S):
-            while asked.number < 4 and engine.version < 4:
-                await asyncio.sleep(0.01)
-
     async def meanwhile(running):
-        nonlocal engine
-        engine = running.engine
-        engine.delay = slow_first_group
+        async def slow_first_group(asked):
+            async with asyncio.timeout(PATIENCE_S):
+                while asked.number < 4 and running.engine.version < 4:
+                    await asyncio.sleep(0.01)
 
-    engine = None
+        running.engine.delay = slow_first_group
+
     config = build_config(tmp_path, max_steps=6, orchestrator={"max_off_policy_steps": 1})
     outcome = run(config, meanwhile=meanwhile)
-    assert outcome.error is None
-    records = outcome.records
-    assert [len(record.rollouts) for record in records] == [8] * 6
-    assert max(int((record.step - versions_in(record)).max()) for record in records) <= 1
-    stale = [dropped for record in records for dropped in record.dropped if dropped.reason.startswith("stale")]
-    assert len(stale) % 4 == 0
-    assert stale
-    assert_every_rollout_has_one_fate(records, config)
+    records = whole_batches_of(outcome, reasons=("stale: begun under version 0",))
+    assert sum(len(record.dropped) for record in records) == 4
+    assert max(lags_of(outcome)) <= 1
 
 
 def test_a_group_that_finished_but_waited_too_long_is_dropped_for_the_version_that_sampled_it(tmp_path):
-    """Oversampled groups wait for a place; with no lag allowed, those of version 0 come too late for batch 1."""
-
-    def wait_until_all_have_come(version):
-        if version == 0:
-            block_until(lambda: len(engines[0].requests) >= 24, "requests")
-
-    engines = []
+    """Oversampled groups wait for a place; those of version 0 come too late for batch 2."""
 
     async def meanwhile(running):
-        engines.append(running.engine)
+        def wait_until_all_have_come(version):
+            if version == 0:
+                block_until(lambda: len(running.engine.requests) >= 24, "requests")
 
-    config = build_config(
-        tmp_path,
-        max_async_level=1,
-        max_steps=3,
-        orchestrator={"oversampling_factor": 1.5, "max_off_policy_steps": 1},
-    )
-    outcome = run(config, trainer={"before_step": wait_until_all_have_come}, meanwhile=meanwhile)
-    assert outcome.error is None
-    records = outcome.records
-    assert max(int((record.step - versions_in(record)).max()) for record in records) <= 1
-    reasons = {dropped.reason for record in records for dropped in record.dropped}
-    assert reasons == {"stale: version 0 sampled a part of it"}
-    assert_every_rollout_has_one_fate(records, config)
+        running.trainer.before_step = wait_until_all_have_come
+
+    config = build_config(tmp_path, orchestrator={"oversampling_factor": 1.5, "max_off_policy_steps": 1})
+    outcome = run(config, meanwhile=meanwhile)
+    whole_batches_of(outcome, reasons=("stale: version 0 sampled a part of it",))
+    assert max(lags_of(outcome)) <= 1
 
 
-def test_groups_without_signal_are_dropped_with_that_reason_and_replaced(tmp_path):
-    config = build_config(
-        tmp_path, EVEN_ONES_SAY_NOTHING, orchestrator={"buffer": {"online_difficulty_filtering": True}}
-    )
-    outcome = run(config)
-    assert outcome.error is None
-    records = outcome.records
-    assert [len(record.rollouts) for record in records] == [8, 8, 8]
-    for record in records:
-        rewards = defaultdict(set)
-        for rollout in record.rollouts:
-            rewards[rollout.group].add(rollout.reward)
-        assert all(len(values) > 1 for values in rewards.values())
-    reasons = Counter(dropped.reason for record in records for dropped in record.dropped)
-    assert reasons["no signal: all rewards of the group are equal"] >= 4
-    assert_every_rollout_has_one_fate(records, config)
+@pytest.mark.parametrize(
+    ("code", "how", "reasons", "parities", "attempts"),
+    [
+        (EVEN_ONES_SAY_NOTHING, FILTERED, ("no signal: all rewards of the group are equal",), {1}, {0}),
+        (ONE_IN_TEN_FAILS, {}, ("score: ZeroDivisionError: ",), {0, 1}, {0, 1}),
+        (EVEN_ONES_FAIL, {"max_rollout_attempts": 2}, ("score: ZeroDivisionError: ", "group given up: "), {1}, {0}),
+    ],
+)
+def test_a_group_without_signal_or_that_fails_is_dropped_and_replaced(tmp_path, code, how, reasons, parities, attempts):
+    """A reward that raises costs that rollout only; one that raises each time costs its group."""
+
+    async def one_after_the_other(asked):
+        await asyncio.sleep(0.03 * (asked.number % 4))
+
+    outcome = run(build_config(tmp_path, code, orchestrator=how), engine={"delay": one_after_the_other})
+    records = whole_batches_of(outcome, reasons=reasons)
+    rollouts = [rollout for record in records for rollout in record.rollouts]
+    assert {int(rollout.answer) % 2 for rollout in rollouts} == parities
+    assert {rollout.attempt for rollout in rollouts} == attempts
 
 
 def test_that_nothing_ever_has_signal_is_said_again_and_again(tmp_path, caplog):
     """It may change (another example, another version), so it does not end the run; but nobody must wonder."""
-    config = build_config(
-        tmp_path,
-        """
-        def dataset():
-            return [{"prompt": f"say {i}", "answer": ""} for i in range(40)]
-
-        def reward(completion, answer):
-            return 0.5
-        """,
-        orchestrator={"buffer": {"online_difficulty_filtering": True}},
-    )
 
     async def meanwhile(running):
         await running.until(lambda: "groups were dropped before it is full" in caplog.text, "a warning")
@@ -228,61 +204,33 @@ def test_that_nothing_ever_has_signal_is_said_again_and_again(tmp_path, caplog):
         await running.until(lambda: "dropped meanwhile: no signal: " in " ".join(said()), "a wait that tells it")
         return True
 
+    config = build_config(tmp_path, ALL_ALIKE, orchestrator=FILTERED)
     assert run(config, meanwhile=meanwhile, stop_after_meanwhile=True).found
 
 
-def test_a_reward_that_raises_on_one_rollout_in_ten_costs_only_those_rollouts(tmp_path):
-    config = build_config(tmp_path, ONE_IN_TEN_FAILS, max_steps=5)
-    outcome = run(config)
-    assert outcome.error is None
-    records = outcome.records
-    assert [len(record.rollouts) for record in records] == [8] * 5
-    reasons = [dropped.reason for record in records for dropped in record.dropped]
-    assert reasons
-    assert all(reason.startswith("score: ZeroDivisionError: call ") for reason in reasons)
-    assert any(rollout.attempt == 1 for record in records for rollout in record.rollouts)
-    assert_every_rollout_has_one_fate(records, config)
+def without_its_last_logprob(response: dict) -> dict:
+    response["choices"][0]["logprobs"]["content"].pop()
+    return response
 
 
-def test_a_rollout_that_fails_each_time_costs_its_group_and_the_batch_is_refilled(tmp_path):
-    code = EVEN_ONES_SAY_NOTHING.replace("return 0.5 if", "return 1 / 0 if")
-    config = build_config(tmp_path, code, orchestrator={"max_rollout_attempts": 2})
-    outcome = run(config)
-    assert outcome.error is None
-    records = outcome.records
-    assert [len(record.rollouts) for record in records] == [8, 8, 8]
-    assert all(
-        rollout.answer is not None and int(rollout.answer) % 2 for record in records for rollout in record.rollouts
-    )
-    reasons = {dropped.reason.partition(":")[0] for record in records for dropped in record.dropped}
-    assert reasons <= {"score", "group given up"}
-    assert "score" in reasons
-    assert_every_rollout_has_one_fate(records, config)
-
-
-def test_when_all_rollouts_fail_the_run_ends_with_the_environments_own_words(tmp_path):
-    outcome = run(build_config(tmp_path, ALL_FAIL))
-    assert "NameError: name 'wings_of_the_bird' is not defined" in str(outcome.error)
-    assert "Traceback (most recent call last)" in str(outcome.error)
-    assert "return float(wings_of_the_bird)" in str(outcome.error)
+@pytest.mark.parametrize(
+    ("code", "engine", "words"),
+    [
+        (ALL_FAIL, {}, ["All of the first ", "Traceback (most recent", "NameError: name 'wings_of_the_bird' is not"]),
+        (ALL_ALIKE, {"mangle": without_its_last_logprob}, ["All of the first ", "tokens but"]),
+        (ALL_ALIKE.replace('f"say {i}"', '"x" * 300'), {}, ["the model takes 256"]),
+        (SYSTEM_MESSAGE_LAST, {}, ["The chat template refuses this conversation: Only one system message"]),
+        (EVEN_ONES_SAY_NOTHING, {}, ["NameError: name 'wings' is not defined"]),
+    ],
+)
+def test_when_no_batch_can_become_full_the_run_ends_with_the_words_of_what_fails(tmp_path, code, engine, words):
+    own = tmp_path / "mine.py"
+    own.write_text("def best(groups):\n    return [wings for g in groups]\n")
+    advantage = {"advantage": {"type": "custom", "path": f"{own}:best"}}
+    model = {"name": str(write_tokenizer(tmp_path / "llama", LLAMA_3))}
+    outcome = run(build_config(tmp_path, code, model=model, orchestrator=advantage), engine=engine)
+    assert [word for word in words if word not in str(outcome.error)] == []
     assert outcome.records == []
-
-
-def test_a_conversation_that_the_chat_template_refuses_ends_the_run_with_the_templates_words(tmp_path):
-    model = write_tokenizer(tmp_path / "llama", LLAMA_3)
-    outcome = run(build_config(tmp_path, SYSTEM_MESSAGE_LAST, model={"name": str(model)}))
-    words = "The chat template refuses this conversation: Only one system message, and it comes first"
-    assert words in str(outcome.error)
-
-
-def test_an_answer_that_we_cannot_make_sense_of_ends_the_run_instead_of_hanging_it(tmp_path):
-    def without_its_last_logprob(response):
-        response["choices"][0]["logprobs"]["content"].pop()
-        return response
-
-    outcome = run(build_config(tmp_path), engine={"mangle": without_its_last_logprob})
-    assert "tokens but" in str(outcome.error)
-    assert "All of the first" in str(outcome.error)
 
 
 @pytest.mark.parametrize("level", [0, 2])
@@ -290,28 +238,22 @@ def test_over_a_stormy_run_every_rollout_has_one_fate(tmp_path, level):
     async def slow_now_and_then(asked):
         await asyncio.sleep(0.1 if asked.number % 17 == 0 else 0.0)
 
-    def refuse_now_and_then(asked):
-        return 400 if asked.number % 19 == 0 else None
+    how = {"max_off_policy_steps": level, "max_rollout_attempts": 2, "oversampling_factor": 2.0}
+    code = ONE_IN_TEN_FAILS.replace("/ 10\n", "// 8\n")
+    config = build_config(tmp_path, code, max_async_level=level, max_steps=8, orchestrator=FILTERED | how)
+    refused = {"refuse": lambda asked: 400 if asked.number % 19 == 0 else None}
+    outcome = run(config, engine={"delay": slow_now_and_then} | refused)
+    reasons = {dropped.reason.partition(":")[0] for record in outcome.records for dropped in record.dropped}
+    assert {"score", "no signal"} < reasons
+    assert any("refused with 400" in dropped.reason for record in outcome.records for dropped in record.dropped)
+    whole_batches_of(outcome, reasons=tuple(reasons))
 
-    config = build_config(
-        tmp_path,
-        ONE_IN_TEN_FAILS.replace("/ 10", "// 4"),
-        max_async_level=level,
-        max_steps=8,
-        orchestrator={
-            "buffer": {"online_difficulty_filtering": True},
-            "max_off_policy_steps": level,
-            "max_rollout_attempts": 2,
-            "oversampling_factor": 2.0,
-        },
-    )
-    outcome = run(config, engine={"delay": slow_now_and_then, "refuse": refuse_now_and_then})
-    assert outcome.error is None
-    assert not outcome.trainer_error
-    records = outcome.records
-    assert [len(record.rollouts) for record in records] == [8] * 8
-    assert any("refused with 400" in dropped.reason for record in records for dropped in record.dropped)
-    assert_every_rollout_has_one_fate(records, config)
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_rollout_that_is_issued_again_because_its_worker_died_is_trained_on_once(tmp_path, level):
+    records = whole_batches_of(run(build_config(tmp_path, DIES_ONCE, max_steps=2, max_async_level=level)), reasons=())
+    assert (tmp_path / "died").exists()
+    assert {len(rollout.samples) for record in records for rollout in record.rollouts} == {1}
 
 
 @pytest.mark.parametrize("turns", range(4))
@@ -319,10 +261,9 @@ def test_a_run_that_must_end_ends_also_when_a_group_arrives_at_that_instant(tmp_
     """So many turns of the event loop lie between the arrival and the cancellation."""
 
     async def main():
-        policy = Policy(
-            SimpleNamespace(), config.weight_broadcast, Waits("orchestrator"), Versions(config.paths.journal)
-        )
-        scheduler = Scheduler(config, {}, None, policy, None, Waits("orchestrator"), next_batch=0)
+        waits = Waits("orchestrator")
+        policy = Policy(SimpleNamespace(), config.weight_broadcast, waits, Versions(config.paths.journal))
+        scheduler = Scheduler(config, {}, None, policy, None, waits, next_batch=0)
         waiting = asyncio.create_task(scheduler.next_group())
         await asyncio.sleep(0.01)
         scheduler._arrived.set()
@@ -337,53 +278,183 @@ def test_a_run_that_must_end_ends_also_when_a_group_arrives_at_that_instant(tmp_
     assert asyncio.run(main())
 
 
-def test_advantages_are_the_rewards_minus_their_groups_mean_on_sampled_tokens_only(tmp_path):
-    record = run(build_config(tmp_path, max_steps=1)).records[0]
-    groups = defaultdict(list)
-    for rollout in record.rollouts:
-        groups[rollout.group].append(rollout)
-    assert len(groups) == 2
-    for rollouts in groups.values():
-        mean = sum(rollout.reward for rollout in rollouts) / 4
-        for rollout in rollouts:
-            (sample,) = rollout.samples
-            expected = np.where(sample.loss_mask == 1, rollout.reward - mean, 0.0)
-            np.testing.assert_allclose(sample.advantages, expected, atol=1e-6)
-
-
-def test_every_sample_of_a_batch_reaches_exactly_one_rank(tmp_path):
+def test_every_sample_of_a_batch_reaches_exactly_one_rank_with_its_reward_minus_its_groups_mean(tmp_path):
     async def meanwhile(running):
         await running.until(lambda: running.orchestrator.scheduler.next_batch > 0, "a batch")
         return await running.ask(lambda asker: [asker.get_batch(0, rank=rank, world=3) for rank in range(3)])
 
     config = build_config(tmp_path, max_steps=2, seq_len=64)
     outcome = run(config, trainer={"until": 1}, meanwhile=meanwhile, stop_after_meanwhile=True)
-    (one, two, three) = outcome.found
     assert len({len(reply.micro_batches) for reply in outcome.found}) == 1
     sent = Counter()
-    for row in [*one.micro_batches, *two.micro_batches, *three.micro_batches]:
-        starts = np.cumsum([0, *row.lengths])
-        sent.update(row.tokens.ids[start:end].tobytes() for start, end in pairwise(starts))
-    expected = Counter(sample.ids.tobytes() for rollout in outcome.records[0].rollouts for sample in rollout.samples)
-    del sent[np.zeros(1, dtype="int32").tobytes()]  # empty rows keep ranks in step
-    assert sent == expected
-    mask = sum(int(s.loss_mask.sum()) for rollout in outcome.records[0].rollouts for s in rollout.samples)
-    assert [reply.loss_tokens for reply in outcome.found] == [mask] * 3
+    for row in (row for reply in outcome.found for row in reply.micro_batches):
+        for begin, end in pairwise(np.cumsum([0, *row.lengths])):
+            sent[row.tokens.ids[begin:end].tobytes(), row.tokens.advantages[begin:end].tobytes()] += 1
+    del sent[np.zeros(1, dtype="int32").tobytes(), np.zeros(1, dtype="float32").tobytes()]  # keeps ranks in step
+    rollouts = outcome.records[0].rollouts
+    samples = [sample for rollout in rollouts for sample in rollout.samples]
+    assert sent == Counter((sample.ids.tobytes(), sample.advantages.tobytes()) for sample in samples)
+    assert [reply.loss_tokens for reply in outcome.found] == [sum(int(s.loss_mask.sum()) for s in samples)] * 3
+    assert len({rollout.group for rollout in rollouts}) == 2
+    for rollout in rollouts:
+        mean = np.mean([other.reward for other in rollouts if other.group == rollout.group])
+        (sample,) = rollout.samples
+        expected = np.where(sample.loss_mask == 1, rollout.reward - mean, 0.0)
+        np.testing.assert_allclose(sample.advantages, expected, atol=1e-6)
 
 
 def test_a_model_turn_may_take_as_long_as_its_rollout_may_and_one_that_takes_longer_ends_that_alone(tmp_path):
     """Engines are to answer everything else sooner."""
-    began = []
 
     async def slow(asked):
-        began.append(asked)
-        if len(began) in (1, 2):
-            await asyncio.sleep(2.0 if len(began) == 1 else 60.0)
+        await asyncio.sleep({0: 1.2, 1: 60.0}.get(asked.number, 0.0))
 
-    env = [{"id": str(tmp_path / "toy.py"), "name": "say", "rollout_timeout_s": 4.0}]
-    config = build_config(tmp_path, max_steps=1, orchestrator={"engine_timeout_s": 1.0, "env": env})
-    outcome = run(config, engine={"delay": slow})
+    env = [{"id": str(tmp_path / "toy.py"), "name": "say", "rollout_timeout_s": 3.0}]
+    config = build_config(tmp_path, max_steps=1, orchestrator={"engine_timeout_s": 0.6, "env": env})
+    (record,) = whole_batches_of(run(config, engine={"delay": slow}), reasons=("timeout: not finished",))
+    assert len(record.dropped) == 1
+
+
+# with pools, a curriculum, masks and advantages of each kind: audited, stopped, resumed
+
+EASY_AND_HARD = """
+    def dataset(size=12):
+        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(size)]
+
+    def reward(completion, answer):
+        number = int(answer)
+        if number % 3 == 0:
+            return 1.0  # solved by everyone
+        if number % 3 == 1:
+            return 0.0  # by nobody
+        return (len(completion) * 7 + ord(completion[0])) % 10 / 10
+"""
+EVERYTHING: dict[str, Any] = {
+    "buffer": {"pools": {"easy_weight": 0.0, "memory": 0.25}, "online_difficulty_filtering": True},
+    "filters": {"truncated": "mask", "zero_advantage": "mask"},
+    "length_penalty": {"weight": 0.25},
+    "advantage": {"type": "ema", "clip": 2.0, "reward_clip": [0.0, 0.9]},
+    "oversampling_factor": 1.5,
+}
+
+
+def curated_config(folder: Path, level: int, *, steps: int = 6, **orchestrator: Any) -> RunConfig:
+    """Two environments, the second one from batch 2 on, alone once it is worth 0.9: never."""
+    config = build_config(folder, EASY_AND_HARD, max_async_level=level, max_steps=steps, orchestrator=orchestrator)
+    second = folder / "second.py"
+    second.write_text((folder / "toy.py").read_text())
+    values = config.model_dump()
+    first = values["orchestrator"]["env"][0]
+    values["orchestrator"]["env"] = [first, first | {"id": str(second), "name": "later", "args": {"size": 5}}]
+    values["orchestrator"]["curriculum"] = [
+        {"weights": {"say": 1.0}},
+        {"weights": {"say": 1.0, "later": 0.5}, "from_step": 2},
+        {"weights": {"later": 1.0}, "from_reward": 0.95},
+    ]
+    return RunConfig.model_validate(values)
+
+
+def sometimes_without_end(asked: Asked) -> list[int]:
+    """One answer in four goes on until it is cut off."""
+    return answer_at_random(asked) if asked.rng.randrange(4) else [30] * 40
+
+
+RAMBLING = {"answer": sometimes_without_end}
+
+
+def audited(outcome: Outcome) -> Outcome:
+    """Nobody wrote the configuration or the lines of the trainer: both are done by others."""
     assert outcome.error is None
-    (record,) = outcome.records
-    assert len(record.rollouts) == 8
-    assert ["timeout" in drop.reason for drop in record.dropped] == [True]
+    write_run(outcome.config, outcome.config.paths.run_config)
+    report = audit_run(outcome.config.paths.root)
+    rooms = {one.room for one in report.findings.in_order()} - {"metrics"}
+    assert not rooms, report.text(everything=True)
+    return outcome
+
+
+def entries(config: RunConfig) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(config.paths.journal.glob("batch_*.msgpack"))]
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_run_that_goes_by_everything_at_once_and_stopped_in_the_midst_is_what_the_audit_works_out(tmp_path, level):
+    """Groups that were open are taken up again; what comes after them is chosen by what was known."""
+
+    async def until_in_the_third_batch(running):
+        await running.until(lambda: running.orchestrator.scheduler.next_batch == 2, "two batches")
+        begun = len(running.engine.requests)
+        await running.until(lambda: len(running.engine.requests) > begun, "the third batch is under way")
+
+    config = curated_config(tmp_path / "stopped", level, **EVERYTHING)
+    slow = RAMBLING | {"token_s": 0.002}
+    stopped = run(config, engine=slow, meanwhile=until_in_the_third_batch, stop_after_meanwhile=True).records
+    assert 2 <= len(stopped) < 6
+    records = audited(run(config.model_copy(update={"resume": True}), engine=RAMBLING, trainer={"version": 0})).records
+    assert [len(record.rollouts) for record in records] == [8] * 6
+    came = {(each.group, each.example) for record in records for each in (*record.rollouts, *record.dropped)}
+    assert {(group.id, group.example) for group in stopped[-1].state.open_groups} <= came
+    assert [record.state.stage for record in records] == [0, 1, 1, 1, 1, 1]
+    assert {rollout.env for rollout in records[0].rollouts} == {"say"}
+    assert "say" in records[-1].state.scores.keys() & records[-1].state.baselines.keys()
+    assert any(rollout.masked for record in records for rollout in record.rollouts)
+    for record in records:  # those that are masked are in the journal, and in no row
+        trained = [rollout for rollout in record.rollouts if rollout.masked is None]
+        reply = share_of(record, rank=0, world=1, capacity=256)
+        tokens = sum(int(sample.loss_mask.sum()) for rollout in trained for sample in rollout.samples)
+        assert sum(int(row.tokens.loss_mask.sum()) for row in reply.micro_batches) == tokens
+        assert (reply.loss_tokens, reply.num_rollouts) == (max(1, tokens), 8)
+    if config.synchronous:
+        whole = curated_config(tmp_path / "whole", level, **EVERYTHING)
+        assert run(whole, engine=RAMBLING).error is None
+        assert entries(config) == entries(whole)
+
+
+def test_examples_that_everyone_solves_come_no_more_once_that_is_known(tmp_path):
+    pools = {"buffer": {"pools": {"easy_weight": 0.0, "hard_weight": 0.0}}}
+    config = build_config(tmp_path, EASY_AND_HARD, max_async_level=0, max_steps=16, orchestrator=pools)
+    examples = [outcome.example for record in audited(run(config)).records for outcome in record.outcomes]
+    assert sorted(examples[:12]) == list(range(12))
+    assert {example % 3 for example in examples[12:]} == {2}
+    assert len(examples) == 32
+
+
+@pytest.mark.parametrize("kind", ["max_rl", "group_batch", "custom"])
+def test_advantages_of_each_kind_are_what_the_audit_works_out(tmp_path, kind):
+    own = tmp_path / "mine.py"
+    own.write_text("def best(groups, share):\n    return [g.rewards - share * g.rewards.max() for g in groups]\n")
+    advantage = {"type": kind} | ({"path": f"{own}:best", "args": {"share": 0.5}} if kind == "custom" else {})
+    outcome = audited(run(build_config(tmp_path, max_steps=2, orchestrator={"advantage": advantage})))
+    assert outcome.records[0].rollouts[0].samples[0].advantages.any()
+
+
+def test_a_run_goes_on_where_a_batch_is_masked_throughout(tmp_path, caplog):
+    code = EASY_AND_HARD.replace("number % 3", "number % 1")  # solved by everyone
+    config = build_config(tmp_path, code, max_steps=2, orchestrator={"filters": {"zero_advantage": "mask"}})
+    outcome = audited(run(config))
+    assert outcome.trainer_error == []
+    assert "all 8 rollouts are masked (zero_advantage)" in caplog.text
+    assert [reply.loss_tokens for reply in outcome.trainer.batches] == [1, 1]
+    assert not any(row.tokens.loss_mask.any() for row in outcome.trainer.batches[0].micro_batches)
+
+
+def test_a_group_with_a_truncated_rollout_is_dropped_where_the_run_says_so(tmp_path):
+    config = build_config(tmp_path, max_steps=3, orchestrator={"filters": {"truncated": "drop"}})
+    records = audited(run(config, engine=RAMBLING)).records
+    assert [len(record.rollouts) for record in records] == [8] * 3
+    assert any(drop.reason.startswith("truncated: rollout") for record in records for drop in record.dropped)
+    assert not any(rollout.truncated for record in records for rollout in record.rollouts)
+
+
+def test_the_examples_do_not_depend_on_how_fast_rollouts_come(tmp_path):
+    """Group n is decided when it is taken: what is slow comes later, and is the same."""
+
+    async def slow_now_and_then(asked):
+        await asyncio.sleep(0.05 if asked.number % 5 == 0 else 0.0)
+
+    examples = []
+    for name, engine in [("plain", {}), ("slow", {"delay": slow_now_and_then})]:
+        records = run(build_config(tmp_path / name, EASY_AND_HARD, max_steps=4), engine=engine).records
+        examples.append({rollout.group: rollout.example for record in records for rollout in record.rollouts})
+    both = examples[0].keys() & examples[1].keys()
+    assert len(both) >= 6
+    assert all(examples[0][group] == examples[1][group] for group in both)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import threading
 from types import SimpleNamespace
 
-import aiohttp
+import httpx
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tiny_tokenizer import END
 from trireme.config.orchestrator import Evaluation
 from trireme.monitor.metrics import MetricsFile, read_metrics
-from trireme.orchestrator.chat import open_chat_tokenizer
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Done
-from trireme.orchestrator.eval_results import Answer, evaluation_metrics, read_answers
+from trireme.orchestrator.eval_results import evaluation_metrics, read_answers
 from trireme.orchestrator.evaluation import EvaluationRun, places
+from trireme.orchestrator.evaluator import Evaluator
 from trireme.orchestrator.rollouts import Finished
 from whole_run import DEADLINE_S, build_config, run
 
@@ -40,92 +38,8 @@ def evaluated(config) -> list[str]:
     return sorted(path.name for path in config.paths.evals.iterdir())
 
 
-def lines(config, version: int, name: str = "say") -> list[dict]:
-    return [json.loads(line) for line in (config.paths.evals / f"step_{version}" / f"{name}.jsonl").open()]
-
-
-def test_due_versions_are_evaluated_on_held_out_examples_only_and_stay_live_meanwhile(tmp_path):
-    seen = []
-
-    async def slow_evaluation(asked):
-        is_evaluation = asked.sampling["temperature"] == 0.0
-        if is_evaluation:
-            await asyncio.sleep(0.02)
-            seen.append((asked.version, running.orchestrator.policy.version, running.engine.version))
-
-    async def meanwhile(now):
-        nonlocal running
-        running = now
-        running.engine.delay = slow_evaluation
-
-    running = None
-    config = build_config(
-        tmp_path,
-        WITH_HELD_OUT,
-        max_steps=5,
-        orchestrator={"eval": {"interval": 2, "rollouts_per_example": 2, "num_examples": 4}},
-    )
-    outcome = run(config, meanwhile=meanwhile)
-    assert outcome.error is None
-    assert evaluated(config) == ["step_0", "step_2", "step_4", "step_5"]
-    assert seen == [(version,) * 3 for version in (0, 2, 4, 5) for _ in range(8)]
-    for version in (0, 2, 4, 5):
-        rows = lines(config, version)
-        assert sorted(row["example_id"] for row in rows) == [0, 0, 1, 1, 2, 2, 3, 3]
-        assert all(row["prompt"][0]["content"] == f"held out {row['example_id']}" for row in rows)
-        assert all(set(row) >= {"reward", "completion", "answer", "info", "metrics"} for row in rows)
-    metrics = {row["step"]: row for row in read_metrics(config.paths.metrics)[0] if "eval/say/reward" in row}
-    assert sorted(metrics) == [0, 2, 4, 5]
-    mean = sum(row["reward"] for row in lines(config, 5)) / 8
-    assert metrics[5]["eval/say/reward"] == mean
-    trained = [rollout.prompt[0]["content"] for record in outcome.records for rollout in record.rollouts]
-    assert all(prompt.startswith("say") for prompt in trained)
-
-
-def test_what_was_evaluated_is_not_evaluated_again_after_a_resume_and_what_was_not_is(tmp_path):
-    config = build_config(tmp_path, WITH_HELD_OUT, max_steps=2, orchestrator={"eval": {"interval": 1}})
-    run(config, trainer={"until": 1}, meanwhile=_version_1_is_evaluated, stop_after_meanwhile=True)
-    assert evaluated(config) == ["step_0", "step_1"]
-    written = lines(config, 0)
-    (config.paths.evals / "step_1" / "say.jsonl").unlink()  # as if it had stopped in the midst of it
-    again = run(config.model_copy(update={"resume": True}), trainer={"version": 1})
-    assert again.error is None
-    assert evaluated(config) == ["step_0", "step_1", "step_2"]
-    assert lines(config, 0) == written
-    asked = [asked.version for asked in again.engine.requests if asked.sampling["temperature"] == 0.0]
-    assert asked == [1] * 5 + [2] * 5
-
-
-async def _version_1_is_evaluated(running):
-    path = running.orchestrator.config.paths.evals / "step_1" / "say.jsonl"
-    await running.until(path.exists, "version 1 evaluated")
-
-
-def test_without_an_interval_the_base_model_and_the_last_version_are_evaluated(tmp_path):
-    config = build_config(tmp_path, WITH_HELD_OUT, max_steps=2, orchestrator={"eval": {}})
-    assert run(config).error is None
-    assert evaluated(config) == ["step_0", "step_2"]
-
-
-def test_the_base_model_is_left_out_when_asked_and_a_rollout_that_fails_is_counted_and_left_out_of_the_mean(tmp_path):
-    code = WITH_HELD_OUT.replace("reward(completion, answer):", "reward(completion, answer):\n        completion[0]")
-    config = build_config(tmp_path, code, max_steps=1, orchestrator={"eval": {"eval_base": False}})
-    tokenizer = open_chat_tokenizer(config.model.name)
-    question = [{"role": "user", "content": "held out 3"}]
-    unlucky = tokenizer.encode(tokenizer.render(question, tools=None, generate=True))
-
-    def answer(asked):
-        return [END] if asked.ids == unlucky else [30, END]
-
-    assert run(config, engine={"answer": answer}).error is None
-    assert evaluated(config) == ["step_1"]
-    rows = lines(config, 1)
-    assert [row["example"] for row in rows] == [0, 1, 2, 3, 4]
-    assert [row["reward"] is None for row in rows] == [False, False, False, True, False]
-    assert rows[3]["error"] == "score: IndexError: string index out of range"
-    measured = eval_rows(config)[1]
-    assert measured["eval/say/error_rate"] == 1 - 4 / 5
-    assert measured["eval/say/reward"] == np.mean([row["reward"] for row in rows if row["reward"] is not None])
+def lines(config, version: int, name: str = "say.jsonl") -> list[dict]:
+    return [json.loads(line) for path in (config.paths.evals / f"step_{version}").glob(name) for line in path.open()]
 
 
 def eval_rows(config) -> dict[int, dict]:
@@ -133,52 +47,80 @@ def eval_rows(config) -> dict[int, dict]:
     return {row["step"]: row for row in rows if any(name.startswith("eval/") for name in row)}
 
 
+def is_evaluation(asked) -> bool:
+    return asked.sampling["temperature"] == 0.0
+
+
+def test_due_versions_are_evaluated_on_held_out_examples_only_and_stay_live_meanwhile(tmp_path):
+    seen = []
+
+    async def meanwhile(running):
+        async def slow_evaluation(asked):
+            if is_evaluation(asked):
+                await asyncio.sleep(0.02)
+                seen.append((asked.version, running.orchestrator.policy.version, running.engine.version))
+
+        running.engine.delay = slow_evaluation
+
+    every_other = {"eval": {"interval": 2, "rollouts_per_example": 2, "num_examples": 4}}
+    config = build_config(tmp_path, WITH_HELD_OUT, max_steps=5, orchestrator=every_other)
+    outcome = run(config, meanwhile=meanwhile)
+    assert outcome.error is None
+    assert evaluated(config) == ["step_0", "step_2", "step_4", "step_5"]
+    assert seen == [(version,) * 3 for version in (0, 2, 4, 5) for _ in range(8)]
+    rows = eval_rows(config)
+    assert sorted(rows) == [0, 2, 4, 5]
+    for version in rows:
+        answers = lines(config, version)
+        assert sorted(answer["example_id"] for answer in answers) == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert all(answer["prompt"][0]["content"] == f"held out {answer['example_id']}" for answer in answers)
+        assert rows[version]["eval/say/reward"] == np.mean([answer["reward"] for answer in answers])
+    trained = [rollout.prompt[0]["content"] for record in outcome.records for rollout in record.rollouts]
+    assert all(prompt.startswith("say") for prompt in trained)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "due"),
+    [
+        ({}, [0, 6]),
+        ({"interval": 3}, [0, 3, 6]),
+        ({"interval": 4, "eval_base": False}, [4, 6]),
+        ({"eval_base": False}, [6]),
+        (None, []),
+    ],
+)
+def test_so_many_versions_are_due(tmp_path, evaluation, due):
+    """Where nothing is evaluated, results of a version are those of the command `eval`."""
+    expected = []
+    policy = SimpleNamespace(expect_evaluations=expected.extend)
+    config = build_config(tmp_path, max_steps=6, orchestrator={} if evaluation is None else {"eval": evaluation})
+    path = config.paths.evals / "step_1" / "say.jsonl"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    evaluator = Evaluator(config, {"say": None}, policy, None, None, None)
+    assert evaluator.due() == expected == due
+    assert evaluator.is_done(1) is (evaluation is not None)
+
+
 def test_training_groups_finish_while_an_evaluation_goes_on(tmp_path):
     """The evaluation gets no answer before two batches are full. It could have filled every place of the engine."""
     two_batches = asyncio.Event()
 
     async def hold_evaluations(asked):
-        if asked.sampling["temperature"] == 0.0:
+        if is_evaluation(asked):
             await two_batches.wait()
 
     async def meanwhile(running):
         await running.until(lambda: running.orchestrator.scheduler.next_batch == 2, "two batches beside an evaluation")
-        at_once = running.orchestrator.policy.version, running.engine.requests
-        waiting = [asked for asked in at_once[1] if asked.sampling["temperature"] == 0.0]
+        waiting = running.orchestrator.policy.version, sum(map(is_evaluation, running.engine.requests))
         two_batches.set()
-        return at_once[0], len(waiting)
+        return waiting
 
-    config = build_config(
-        tmp_path,
-        orchestrator={"max_concurrent": 8, "eval": {"num_examples": 20}},
-    )
+    config = build_config(tmp_path, orchestrator={"max_concurrent": 8, "eval": {"num_examples": 20}})
     outcome = run(config, engine={"delay": hold_evaluations}, meanwhile=meanwhile)
     assert outcome.error is None
     assert outcome.found == (0, 2)  # a quarter of eight places, all the while
     assert [len(lines(config, version)) for version in (0, 3)] == [20, 20]
-
-
-SPLITS = """
-    def dataset(split="train"):
-        return [{"prompt": f"{split} {i}", "answer": str(i)} for i in range(6)]
-
-    def reward(completion, answer):
-        return len(completion) / 10
-"""
-
-
-def test_an_evaluation_environment_of_its_own_gives_its_own_split_and_is_never_trained_on(tmp_path):
-    config = build_config(tmp_path, SPLITS, max_steps=1)
-    entry = config.orchestrator.env[0].model_copy(update={"name": "held", "args": {"split": "validation"}})
-    evaluation = Evaluation(env=(entry,), num_examples=4)
-    orchestrator = config.orchestrator.model_copy(update={"eval": evaluation})
-    outcome = run(config.model_copy(update={"orchestrator": orchestrator}))
-    assert outcome.error is None
-    prompts = [row["prompt"][0]["content"] for row in lines(config, 1, "held")]
-    assert prompts == [f"validation {example}" for example in range(4)]
-    trained = {rollout.prompt[0]["content"] for record in outcome.records for rollout in record.rollouts}
-    assert all(prompt.startswith("train ") for prompt in trained)
-    assert "eval/held/avg@1" in eval_rows(config)[1]
 
 
 def test_an_environment_that_is_trained_on_keeps_three_quarters_of_its_own_places_for_training(tmp_path):
@@ -192,65 +134,78 @@ def test_an_environment_that_is_trained_on_keeps_three_quarters_of_its_own_place
     assert places(tight, own, num_environments=3, is_trained_on=True) == 1
 
 
-def test_what_the_row_of_an_evaluation_says_is_what_its_file_says(tmp_path):
-    sampled = {"rollouts_per_example": 4, "num_examples": 3, "pass_threshold": 0.5, "sampling": {"temperature": 1.0}}
-    config = build_config(tmp_path, WITH_HELD_OUT, max_steps=1, orchestrator={"eval": sampled})
-    assert run(config).error is None
-    (row,) = [row for step, row in eval_rows(config).items() if step == 1]
-    rows = lines(config, 1)
-    assert [(row["example"], row["rollout"], row["version"]) for row in rows] == [
-        (example, rollout, 1) for example in range(3) for rollout in range(4)
-    ]
-    rewards = np.array([row["reward"] for row in rows]).reshape(3, 4)
-    assert row["eval/say/reward"] == row["eval/say/avg@4"] == pytest.approx(rewards.mean())
-    assert row["eval/say/std"] == pytest.approx(rewards.std())
-    assert row["eval/say/pass@1"] == pytest.approx((rewards >= 0.5).mean())
-    assert row["eval/say/pass@4"] == pytest.approx((rewards >= 0.5).any(axis=1).mean())
-    assert row["eval/say/length"] == pytest.approx(np.mean([len(row["completion"][0]["content"]) for row in rows]))
-    assert row["eval/say/tokens_mean"] == pytest.approx(np.mean([row["tokens"] for row in rows]))
-    assert row["eval/say/turns_mean"] == 1
-    assert row["eval/say/error_rate"] == row["eval/say/truncated_frac"] == 0
+SPLITS = """
+    def dataset(split="train"):
+        return [{"prompt": f"{split} {i}", "answer": str(i)} for i in range(6)]
+
+    def reward(completion, messages):
+        if messages[0]["content"] == "validation 3":
+            raise IndexError("out of range")
+        return {"reward": (len(completion) * 7 + ord(completion[0])) % 10 / 10, "length": len(completion)}
+"""
+
+
+def test_an_evaluation_environment_of_its_own_is_never_trained_on_and_what_its_row_says_is_what_its_file_says(tmp_path):
+    """A rollout that fails is counted, and left out of the means."""
+    own = {"id": str(tmp_path / "toy.py"), "name": "held", "args": {"split": "validation"}}
+    how = {"env": [own], "eval_base": False, "num_examples": 4, "rollouts_per_example": 4, "pass_threshold": 0.5}
+    evaluation = how | {"sampling": {"temperature": 1.0}}
+    config = build_config(tmp_path, SPLITS, max_steps=1, orchestrator={"eval": evaluation})
+    outcome = run(config)
+    assert outcome.error is None
+    assert evaluated(config) == ["step_1"]
+    trained = {rollout.prompt[0]["content"] for record in outcome.records for rollout in record.rollouts}
+    assert all(prompt.startswith("train ") for prompt in trained)
+
+    rows = lines(config, 1, "held.jsonl")
+    expected = [(example, rollout, 1) for example in range(4) for rollout in range(4)]
+    assert [(row["example"], row["rollout"], row["version"]) for row in rows] == expected
+    scored = rows[:12]
+    assert {row["prompt"][0]["content"] for row in scored} == {f"validation {example}" for example in range(3)}
+    assert [(row["reward"], row["error"]) for row in rows[12:]] == [(None, "score: IndexError: out of range")] * 4
+    rewards = np.array([row["reward"] for row in scored]).reshape(3, 4)
+    measured = {
+        "reward": rewards.mean(),
+        "avg@4": rewards.mean(),
+        "std": rewards.std(),
+        "pass@1": (rewards >= 0.5).sum() / 16,
+        "pass@2": np.mean([1 - np.prod(1 - n / np.array([4, 3])) for n in [*(rewards >= 0.5).sum(axis=1), 0]]),
+        "pass@4": (rewards >= 0.5).any(axis=1).sum() / 4,
+        "length": np.mean([len(row["completion"][0]["content"]) for row in scored]),
+        "tokens_mean": np.mean([row["tokens"] for row in scored]),
+        "turns_mean": 1,
+        "error_rate": 4 / 16,
+        "truncated_frac": 0,
+    }
+    row = eval_rows(config)[1]
+    of_evaluation = {name: value for name, value in row.items() if name.startswith("eval/")}
+    assert of_evaluation == pytest.approx({f"eval/held/{name}": value for name, value in measured.items()})
     assert row["time/eval"] > 0
-    path = config.paths.evals / "step_1" / "say.jsonl"
-    again = evaluation_metrics("say", read_answers(path), config.orchestrator.eval)
-    assert again == {name: value for name, value in row.items() if name.startswith("eval/")}
+    again = read_answers(config.paths.evals / "step_1" / "held.jsonl")
+    assert evaluation_metrics("held", again, config.orchestrator.eval) == of_evaluation
 
 
-def test_a_file_of_an_earlier_version_is_still_read(tmp_path):
+def test_a_rollout_that_failed_has_not_passed_and_has_no_part_in_the_mean_also_in_an_old_file(tmp_path):
     path = tmp_path / "say.jsonl"
     old = {"prompt": [], "completion": [], "answer": None, "info": {}, "metrics": {"length": 2.0}}
-    rewards = {7: (0.0, 1.0), "x": (0.5, 0.5)}
-    path.write_text(
-        "".join(json.dumps({"example_id": e, "reward": r} | old) + "\n" for e in rewards for r in rewards[e])
-    )
-    measured = evaluation_metrics("say", read_answers(path), Evaluation())
-    assert measured["eval/say/avg@2"] == 0.5
-    assert (measured["eval/say/pass@1"], measured["eval/say/pass@2"]) == (0.25, 0.5)
-    assert measured["eval/say/length"] == 2.0
-
-
-def test_a_rollout_that_failed_has_not_passed_and_has_no_part_in_the_mean():
-    def answer(example, reward):
-        return Answer(example_id=example, example=example, reward=reward, error=None if reward is not None else "x: y")
-
-    answers = [answer(0, 1.0), answer(0, None), answer(1, 0.0), answer(1, 0.25)]
+    rewards = [(7, 1.0), (7, None), ("x", 0.0), ("x", 0.25)]
+    path.write_text("".join(json.dumps({"example_id": e, "reward": reward} | old) + "\n" for e, reward in rewards))
+    answers = read_answers(path)
     measured = evaluation_metrics("say", answers, Evaluation(pass_at=(2, 1)))
-    assert measured["eval/say/error_rate"] == 0.25
-    assert measured["eval/say/avg@2"] == (1.0 + 0.125) / 2
-    assert measured["eval/say/reward"] == pytest.approx(1.25 / 3)
-    assert (measured["eval/say/pass@1"], measured["eval/say/pass@2"]) == (0.25, 0.5)
-    assert evaluation_metrics("say", [answer(0, None)], Evaluation()) == {
-        "eval/say/error_rate": 1,
-        "eval/say/pass@1": 0,
-    }
+    expected = {"error_rate": 0.25, "avg@2": (1.0 + 0.125) / 2, "reward": 1.25 / 3, "pass@1": 0.25, "pass@2": 0.5}
+    expected |= {"length": 2.0}
+    assert {name: measured[f"eval/say/{name}"] for name in expected} == pytest.approx(expected)
+    all_failed = {"eval/say/error_rate": 1, "eval/say/pass@1": 0}
+    assert evaluation_metrics("say", answers[1:2], Evaluation()) == all_failed
 
 
 class Runner:
-    """Stands where rollouts are run; what each is asked for is kept."""
+    """Stands where rollouts are run; what each is asked for is kept. The first two examples are of other versions."""
 
-    def __init__(self, fails=lambda asked: False):
+    def __init__(self, fails=lambda asked: False, versions=([], [])):
         self.asked = []
         self._fails = fails
+        self._samples = [[SimpleNamespace(versions=np.array(v), loss_mask=np.ones(3))] if v else [] for v in versions]
 
     async def run(self, environment, **asked):
         self.asked.append(asked)
@@ -258,7 +213,8 @@ class Runner:
         if self._fails(asked):
             raise RolloutFailed("score", "no number")
         done = Done(task="", reward=1.0, metrics={}, prompt=[], completion=[], example_id=asked["example"])
-        return Finished(done, samples=[], token_rewards=[], num_turns=1, truncated=False, stop=None)
+        samples = self._samples[asked["example"]]
+        return Finished(done, samples=samples, token_rewards=[], num_turns=1, truncated=False, stop=None)
 
 
 def run_examples(tmp_path, runner, *, group_rewards, before=None):
@@ -274,112 +230,77 @@ def run_examples(tmp_path, runner, *, group_rewards, before=None):
     return asyncio.run(EvaluationRun(config, environment, runner, **how).run()).answers, kept
 
 
-def test_a_group_comes_under_one_name_of_its_own(tmp_path):
+@pytest.mark.parametrize(("group_rewards", "errors", "asked_again"), [(True, 3, [0, 1, 2]), (False, 1, [1])])
+def test_rollouts_that_are_scored_together_are_asked_again_together(tmp_path, group_rewards, errors, asked_again):
     runner = Runner(lambda asked: asked["example"] == 1 and asked["attempt"] == 0)
-    answers, _ = run_examples(tmp_path, runner, group_rewards=True)
-    assert [answer.reward for answer in answers] == [1.0] * 6
-    assert {asked["group_size"] for asked in runner.asked} == {3}
-    names = {example: {asked["group"] for asked in runner.asked if asked["example"] == example} for example in (0, 1)}
-    assert all(len(group) == 1 for group in names.values())
-    assert names[0] != names[1]
-    assert {asked["split"] for asked in runner.asked} == {"eval"}
-
-
-@pytest.mark.parametrize(("group_rewards", "errors"), [(True, 3), (False, 1)])
-def test_a_rollout_that_always_fails_costs_its_group_only_where_that_is_scored_as_one(tmp_path, group_rewards, errors):
-    runner = Runner(lambda asked: asked["key"] == "eval-say-1-2")
     answers, _ = run_examples(tmp_path, runner, group_rewards=group_rewards)
-    assert [answer.error for answer in answers] == [None] * (6 - errors) + ["score: no number"] * errors
+    assert [answer.reward for answer in answers] == [1.0] * 6
+    assert {(asked["group_size"], asked["split"]) for asked in runner.asked} == {(3, "eval")}
+    names = [{asked["group"] for asked in runner.asked if asked["example"] == example} for example in (0, 1)]
+    assert [len(group) for group in [*names, names[0] | names[1]]] == [1, 1, 2]
 
-
-@pytest.mark.parametrize(("group_rewards", "asked_again"), [(True, [0, 1, 2]), (False, [1])])
-def test_what_has_come_before_is_asked_again_only_for_rollouts_that_are_scored_with_it(
-    tmp_path, group_rewards, asked_again
-):
-    answers, _ = run_examples(tmp_path, Runner(), group_rewards=group_rewards)
-    before = {
-        (answer.example, answer.rollout): answer for answer in answers if (answer.example, answer.rollout) != (0, 1)
-    }
+    before = {(answer.example, answer.rollout): answer for answer in answers}
+    del before[0, 1]
     runner = Runner()
     again, kept = run_examples(tmp_path, runner, group_rewards=group_rewards, before=before)
     assert [asked["key"] for asked in runner.asked] == [f"eval-say-0-{place}" for place in asked_again]
     assert [answer.rollout for answer in kept] == asked_again
     assert again == answers
 
+    runner = Runner(lambda asked: asked["key"] == "eval-say-1-2")
+    answers, _ = run_examples(tmp_path, runner, group_rewards=group_rewards)
+    assert [answer.error for answer in answers] == [None] * (6 - errors) + ["score: no number"] * errors
+
 
 def test_an_answer_that_another_version_had_a_part_in_is_not_kept(tmp_path):
-    sampled = [
-        SimpleNamespace(versions=np.array(versions), loss_mask=np.ones(3)) for versions in ([-1, 4, 4], [-1, 4, 5])
-    ]
-
-    class Changing(Runner):
-        async def run(self, environment, **asked):
-            finished = await super().run(environment, **asked)
-            return dataclasses.replace(finished, samples=[sampled[asked["example"]]])
-
-    answers, kept = run_examples(tmp_path, Changing(), group_rewards=False)
+    runner = Runner(versions=([-1, 4, 4], [-1, 4, 5]))
+    answers, kept = run_examples(tmp_path, runner, group_rewards=False)
     assert [answer.example for answer in answers] == [0, 0, 0, 1, 1, 1]
     assert [answer.example for answer in kept] == [0, 0, 0]
 
 
 def test_an_evaluation_may_take_longer_than_the_trainer_is_waited_for(tmp_path):
-    """Each of its three answers takes a large part of the patience that others have with each other."""
+    """Each of its two answers takes a large part of the patience that others have with each other."""
 
     async def slow(asked):
-        if asked.sampling["temperature"] == 0.0:
+        if is_evaluation(asked):
             await asyncio.sleep(0.9)
 
-    config = build_config(
-        tmp_path,
-        WITH_HELD_OUT,
-        max_steps=1,
-        orchestrator={"trainer_timeout_s": 1.5, "max_concurrent": 4, "eval": {"num_examples": 3}},
-    )
+    how = {"trainer_timeout_s": 1.5, "max_concurrent": 4, "eval": {"num_examples": 2}}
+    config = build_config(tmp_path, WITH_HELD_OUT, max_steps=1, orchestrator=how)
     outcome = run(config, engine={"delay": slow}, trainer={"patience_s": 1.5})
     assert (outcome.error, outcome.trainer_error) == (None, [])
     assert evaluated(config) == ["step_0", "step_1"]
 
 
-def test_an_evaluation_that_was_cut_short_goes_on_with_the_answers_that_had_come(tmp_path):
-    config = build_config(
-        tmp_path, WITH_HELD_OUT, max_steps=1, orchestrator={"max_concurrent": 4, "eval": {"eval_base": False}}
-    )
+def test_a_resumed_run_evaluates_what_was_not_with_the_answers_that_had_come_and_leaves_those_of_the_command(tmp_path):
+    how = {"max_concurrent": 4, "eval": {"interval": 1}}  # one place for evaluations
+    config = build_config(tmp_path, WITH_HELD_OUT, max_steps=2, orchestrator=how)
 
-    async def until_three(running):
-        running.engine.delay = one_at_a_time
-        await running.until(lambda: len(come(config)) == 3, "three answers on disk")
+    async def hang_after_three_of_version_1(asked):
+        if is_evaluation(asked) and len(lines(config, 1, ".say.*.partial")) == 3:
+            await asyncio.Event().wait()
 
-    first = run(config, meanwhile=until_three, stop_after_meanwhile=True)
-    before = come(config)
-    assert first.engine.version == 1
-    again = run(config.model_copy(update={"resume": True}), trainer={"version": 1})
-    assert again.error is None
-    assert len([asked for asked in again.engine.requests if asked.sampling["temperature"] == 0.0]) == 2
-    assert [line for line in lines(config, 1) if line["example"] < 3] == before
-    assert [line["example"] for line in lines(config, 1)] == [0, 1, 2, 3, 4]
-    assert come(config) == []
+    async def until_then(running):
+        await running.until(lambda: len(lines(config, 1, ".say.*.partial")) == 3, "three answers on disk")
 
-
-async def one_at_a_time(asked):
-    if asked.sampling["temperature"] == 0.0:
-        await asyncio.sleep(0.3)
-
-
-def come(config) -> list[dict]:
-    files = (config.paths.evals / "step_1").glob(".say.*.partial")
-    return [json.loads(line) for file in files for line in file.open()]
-
-
-def test_results_of_the_command_eval_are_not_taken_for_the_runs_own_and_stay(tmp_path):
-    config = build_config(tmp_path, WITH_HELD_OUT, max_steps=1, orchestrator={"eval": {"eval_base": False}})
-    folder = config.paths.evals / "step_1"
+    held = {"delay": hang_after_three_of_version_1}
+    run(config, engine=held, trainer={"until": 1}, meanwhile=until_then, stop_after_meanwhile=True)
+    before, answers = lines(config, 0), lines(config, 1, ".say.*.partial")
+    folder = config.paths.evals / "step_2"
     folder.mkdir(parents=True)
     (folder / "say.jsonl").write_text('{"example_id": 0, "reward": 1.0}\n')
     (folder / "say.json").write_text("{}")
-    assert run(config).error is None
-    assert len(lines(config, 1)) == 5
+
+    again = run(config.model_copy(update={"resume": True}), trainer={"version": 1})
+    assert again.error is None
+    assert [asked.version for asked in filter(is_evaluation, again.engine.requests)] == [1] * 2 + [2] * 5
+    assert (len(before), lines(config, 0)) == (5, before)
+    assert (len(answers), lines(config, 1)[:3]) == (3, answers)
+    assert [[line["example"] for line in lines(config, version)] for version in (1, 2)] == [[0, 1, 2, 3, 4]] * 2
+    assert [path.name for path in (config.paths.evals / "step_1").iterdir()] == ["say.jsonl"]
     assert sorted(path.name for path in folder.iterdir()) == ["say.command.json", "say.command.jsonl", "say.jsonl"]
-    assert lines(config, 1, "say.command") == [{"example_id": 0, "reward": 1.0}]
+    assert lines(config, 2, "say.command.jsonl") == [{"example_id": 0, "reward": 1.0}]
 
 
 def test_a_running_orchestrator_tells_its_health_its_state_and_what_each_process_waits_for(tmp_path):
@@ -391,12 +312,8 @@ def test_a_running_orchestrator_tells_its_health_its_state_and_what_each_process
         running.orchestrator.watcher.look()
         await running.ask(lambda asker: asker.beat("running", ["trainer waits 3 s for batch 7 from orchestrator"]))
         base = f"http://127.0.0.1:{running.orchestrator.config.orchestrator.server.port}"
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(DEADLINE_S)) as session:
-            answers = []
-            for route in ("health", "status", "metrics"):
-                async with session.get(f"{base}/{route}") as response:
-                    assert response.status == 200
-                    answers.append(await (response.text() if route == "metrics" else response.json()))
+        routes = [f"{base}/{route}" for route in ("health", "status", "metrics")]
+        answers = await asyncio.to_thread(lambda: [httpx.get(url, trust_env=False) for url in routes])
         released.set()
         return answers
 
@@ -404,7 +321,7 @@ def test_a_running_orchestrator_tells_its_health_its_state_and_what_each_process
     held = {"before_step": lambda version: released.wait(DEADLINE_S)}
     outcome = run(config, trainer=held, meanwhile=meanwhile)
     assert outcome.error is None
-    health, status, metrics = outcome.found
+    health, status = (answer.json() for answer in outcome.found[:2])
     assert health == {"status": "ok", "state": "running"}
     assert (status["version"], status["batch"], status["max_steps"]) == (0, 2, 3)
     assert status["engines"] == [{"url": outcome.engine.url, "state": "live", "version": 0, "in_flight": 0}]
@@ -413,15 +330,10 @@ def test_a_running_orchestrator_tells_its_health_its_state_and_what_each_process
     assert "2 of 2 groups missing, none may begin before version 1 is live" in ours["text"]
     assert trainers == {"who": "trainer", "text": "trainer waits 3 s for batch 7 from orchestrator"}
     assert status["processes"]["trainer"]["state"] == "running"
-    samples = {
-        (sample.name, sample.labels.get("peer")): sample.value
-        for family in text_string_to_metric_families(metrics)
-        for sample in family.samples
-    }
-    assert samples["trireme_version", None] == 0
-    assert samples["trireme_batch", None] == 2
-    assert samples["trireme_failures", None] == 0
-    assert ("trireme_waiting_seconds", "trainer") in samples
     (warning,) = status["warnings"]
     assert (warning["name"], warning["step"]) == ("not_finite", 0)
-    assert 'trireme_warning{name="not_finite"} 1.0' in metrics
+    families = text_string_to_metric_families(outcome.found[2].text)
+    samples = {(sample.name, *sample.labels.values()): sample.value for each in families for sample in each.samples}
+    told = [("version",), ("batch",), ("failures",), ("warning", "not_finite")]
+    assert [samples[f"trireme_{name}", *labels] for name, *labels in told] == [0, 2, 0, 1]
+    assert any(name == "trireme_waiting_seconds" and "trainer" in labels for name, *labels in samples)

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from fake_engine import Asked
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
-from trireme.monitor.lanes import OTHER, joined, lanes_of, reasons, shares
+from trireme.monitor.lanes import OTHER, joined, lanes_of, shares
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import Span, SpansFile, read_spans, reason_of
 from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
@@ -28,48 +27,27 @@ from whole_run import Running, block_until, build_config, run
 
 STEPS = 4
 TOUCH_S = 2e-6
-SLOW = """
-    import time
-
-    def dataset(size=40):
-        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(size)]
-
-    def reward(completion, answer):
-        time.sleep(0.1)
-        return len(completion) % 2
-"""
-
-
-class Seen:
-    """What an engine saw itself: from when to when it had which request."""
-
-    def __init__(self) -> None:
-        self.intervals: list[tuple[float, float]] = []
-
-    async def delay(self, asked: Asked) -> None:
-        began = time.time()
-        await asyncio.sleep(0.02)
-        self.intervals.append((began, time.time()))
 
 
 def by_lane(config: RunConfig) -> dict[str, list[Span]]:
+    """Those of the engine are under `engine`."""
     lanes: dict[str, list[Span]] = defaultdict(list)
     for span in joined(read_spans(config.paths.spans)[0]):
-        lanes[span.lane].append(span)
+        lanes["engine" if span.lane == engine_lane(config.engine_urls[0]) else span.lane].append(span)
     return lanes
-
-
-def engine_of(config: RunConfig) -> str:
-    return engine_lane(config.engine_urls[0])
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A run, its lanes, and what its engine saw itself: from when to when it had which request."""
     evaluation = {"interval": 2, "num_examples": 4, "rollouts_per_example": 1, "sampling": {"temperature": 1.0}}
-    config = build_config(
-        tmp_path_factory.mktemp("run"), max_steps=STEPS, orchestrator={"eval": evaluation | {"num_examples": 4}}
-    )
-    seen, began = Seen(), time.time()
+    config = build_config(tmp_path_factory.mktemp("run"), max_steps=STEPS, orchestrator={"eval": evaluation})
+    seen, began = [], time.time()
+
+    async def delay(asked: Asked) -> None:
+        begin_s = time.time()
+        await asyncio.sleep(0.02)
+        seen.append((begin_s, time.time()))
 
     def hold(version: int) -> None:
         if version == 1:  # a long step: the engine may not run further ahead
@@ -78,65 +56,31 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trireme.monitor.spans.MOST_A_SECOND", 10_000)  # so short a run turns very often
-        outcome = run(config, engine={"delay": seen.delay}, trainer={"before_step": hold})
-    assert outcome.error is None
+        assert run(config, engine={"delay": delay}, trainer={"before_step": hold}).error is None
     return SimpleNamespace(config=config, seen=seen, began=began, ended=time.time(), lanes=by_lane(config))
 
 
 def test_the_lanes_add_up_to_the_wall_time_with_nothing_left_over(whole: SimpleNamespace) -> None:
-    assert lanes_of(read_spans(whole.config.paths.spans)[0]) == ["orchestrator", engine_of(whole.config)]
-    for lane, spans in whole.lanes.items():
+    names = ["orchestrator", engine_lane(whole.config.engine_urls[0])]
+    assert lanes_of(read_spans(whole.config.paths.spans)[0]) == names
+    for spans in whole.lanes.values():
         assert all(second.begin_s == pytest.approx(first.end_s, abs=TOUCH_S) for first, second in pairwise(spans))
         begin_s, end_s = spans[0].begin_s, spans[-1].end_s
         assert sum(span.seconds for span in spans) == pytest.approx(end_s - begin_s, abs=1e-3)
-        of_all = shares(spans, lane, begin_s, end_s)
+        of_all = shares(spans, spans[0].lane, begin_s, end_s)
         assert sum(of_all.values()) == 1.0
         assert of_all[OTHER] < 1e-3
-        assert begin_s <= whole.ended
-        assert end_s <= whole.ended + 0.01
-    assert whole.lanes[engine_of(whole.config)][0].begin_s >= whole.began - 0.01
+        assert begin_s < end_s <= whole.ended + 0.01
+    assert whole.lanes["engine"][0].begin_s >= whole.began - 0.01
 
 
 def test_an_engine_generates_whenever_it_has_a_request(whole: SimpleNamespace) -> None:
     """By its own account: what it worked on lies within what its lane calls generating, or a transfer."""
-    busy = [span for span in whole.lanes[engine_of(whole.config)] if span.what in ("generate", "transfer")]
-    assert len(whole.seen.intervals) >= STEPS * 8
-    for begin_s, end_s in whole.seen.intervals:
-        covered = sum(
-            min(span.end_s, end_s) - max(span.begin_s, begin_s) for span in busy if _touch(span, begin_s, end_s)
-        )
+    busy = [span for span in whole.lanes["engine"] if span.what in ("generate", "transfer")]
+    assert len(whole.seen) >= STEPS * 8
+    for begin_s, end_s in whole.seen:
+        covered = sum(max(0, min(span.end_s, end_s) - max(span.begin_s, begin_s)) for span in busy)
         assert covered == pytest.approx(end_s - begin_s, abs=5e-3)
-
-
-def _touch(span: Span, begin_s: float, end_s: float) -> bool:
-    return span.begin_s < end_s and span.end_s > begin_s
-
-
-def test_every_version_is_a_transfer_and_every_batch_is_written_once_in_order(whole: SimpleNamespace) -> None:
-    engine = whole.lanes[engine_of(whole.config)]
-    assert engine[0].what == "start"
-    versions = [span.step for span in engine if span.what == "transfer"]
-    assert sorted(set(versions)) == list(range(STEPS + 1))
-    assert versions == sorted(versions)
-    assert [span.step for span in whole.lanes["orchestrator"] if span.what == "journal"] == list(range(STEPS))
-    assert whole.lanes["orchestrator"][-1].what == "idle"
-
-
-def test_an_engine_that_waits_for_a_long_step_says_so(whole: SimpleNamespace) -> None:
-    waits = [span for span in whole.lanes[engine_of(whole.config)] if span.what == "wait"]
-    assert "max_async_level 1: the trainer is at batch 1" in {span.why for span in waits}
-    assert {reason_of(span.why) for span in waits} <= {
-        "",
-        "no weights yet",
-        "max_async_level 1",
-        "the orchestrator",
-        "environments are working",
-        "evaluation",
-        "every batch is full",
-    }
-
-
-def test_each_batch_says_how_idle_the_engines_were(whole: SimpleNamespace) -> None:
     rows = [row for row in read_metrics(whole.config.paths.metrics)[0] if "reward/mean" in row]
     fractions = [row["perf/engine_idle_frac"] for row in rows]
     assert len(fractions) == STEPS
@@ -144,30 +88,17 @@ def test_each_batch_says_how_idle_the_engines_were(whole: SimpleNamespace) -> No
     assert max(fractions) > 0.0
 
 
-def test_environments_that_hold_the_engine_are_named(tmp_path: Path) -> None:
-    config = build_config(tmp_path, SLOW, max_steps=1)
-    assert run(config).error is None
-    lane = engine_of(config)
-    spans = by_lane(config)[lane]
-    held = dict(reasons(spans, lane, spans[0].begin_s, spans[-1].end_s))
-    assert max(held, key=lambda why: held[why]) == "environments are working"
-
-
-def test_a_run_that_is_resumed_goes_on_in_the_same_lanes(tmp_path: Path) -> None:
-    async def until_two(running: Running) -> None:
-        await running.until(lambda: running.trainer.version >= 2, "two steps")
-
-    config = build_config(tmp_path, max_steps=STEPS, resume=True)
-    run(config, meanwhile=until_two, stop_after_meanwhile=True)
-    before = len(read_spans(config.paths.spans)[0])
-    assert run(config).error is None
-    spans, _ = read_spans(config.paths.spans)
-    assert 0 < before < len(spans)
-    for lane, mine in by_lane(config).items():
-        assert all(second.begin_s >= first.end_s - TOUCH_S for first, second in pairwise(mine)), lane
-        assert len([span for span in mine if span.what == "start"]) == 2
-    journaled = [span.step for span in by_lane(config)["orchestrator"] if span.what == "journal"]
-    assert sorted(set(journaled)) == list(range(STEPS))
+def test_every_version_is_a_transfer_every_batch_is_written_once_in_order_and_waits_have_reasons(whole):
+    engine, own = whole.lanes["engine"], whole.lanes["orchestrator"]
+    assert engine[0].what == "start"
+    versions = [span.step for span in engine if span.what == "transfer"]
+    assert (sorted(set(versions)), versions) == (list(range(STEPS + 1)), sorted(versions))
+    assert [span.step for span in own if span.what == "journal"] == list(range(STEPS))
+    assert own[-1].what == "idle"
+    waits = {span.why for span in engine if span.what == "wait"}
+    assert "max_async_level 1: the trainer is at batch 1" in waits
+    known = {"", "no weights yet", "max_async_level 1", "the orchestrator", "environments are working", "evaluation"}
+    assert {reason_of(why) for why in waits} <= known | {"every batch is full"}
 
 
 def test_an_engine_that_dies_starts_again_in_its_lane(tmp_path: Path) -> None:
@@ -185,13 +116,10 @@ def test_an_engine_that_dies_starts_again_in_its_lane(tmp_path: Path) -> None:
         await running.until(pool.live_engines, "its successor")
         is_back.set()
 
-    def hold(version: int) -> None:
-        if version == 1:
-            is_back.wait(10)
-
     config = build_config(tmp_path, max_steps=2)
-    assert run(config, meanwhile=kill, trainer={"before_step": hold}).error is None
-    starts = [span for span in by_lane(config)[engine_of(config)] if span.what == "start"]
+    held = {"before_step": lambda version: version < 1 or is_back.wait(10)}
+    assert run(config, meanwhile=kill, trainer=held).error is None
+    starts = [span for span in by_lane(config)["engine"] if span.what == "start"]
     assert [span.why for span in starts] == ["", "it is gone: its successor is waited for"]
     assert starts[1].seconds >= 0.05
 
@@ -200,25 +128,15 @@ def test_an_engine_that_dies_starts_again_in_its_lane(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def open_lanes(path: Path) -> AsyncIterator[tuple[Lanes, InferencePool, SpansFile]]:
+async def open_lanes(path: Path) -> AsyncIterator[tuple[Lanes, InferencePool]]:
     urls = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
     waits = Waits("test")
     async with open_inference_pool(urls, waits=waits, max_model_len=1, timeout_s=1, max_concurrent=1) as pool:
         for engine in pool.engines:
             pool.go_live(engine, 3)
         file = SpansFile(path)
-        yield Lanes(RunConfig(max_steps=20), file, pool), pool, file
+        yield Lanes(RunConfig(max_steps=20), file, pool), pool
         file.close()
-
-
-async def look(lanes: Lanes, state: SimpleNamespace) -> None:
-    policy = SimpleNamespace(version=state.version)
-    scheduler = SimpleNamespace(next_batch=state.next_batch, num_under_way=state.num_under_way)
-    looking = asyncio.create_task(
-        lanes.keep(policy, scheduler, SimpleNamespace(version=state.evaluates))  # type: ignore[arg-type]
-    )
-    await asyncio.sleep(0.002)
-    looking.cancel()
 
 
 @pytest.mark.parametrize(
@@ -233,41 +151,38 @@ async def look(lanes: Lanes, state: SimpleNamespace) -> None:
         ({"version": -1, "next_batch": 0}, False, ("wait", 0), "no weights yet: the trainer is to send them"),
     ],
 )
-def test_what_holds_an_engine_that_has_no_request(
-    tmp_path: Path, state: dict[str, Any], busy: bool, own: tuple[str, int], why: str
-) -> None:
+def test_what_holds_an_engine_that_has_no_request(tmp_path, state, busy, own, why):
     now = {"version": 3, "next_batch": 5, "num_under_way": 0, "evaluates": None} | state
 
     async def hold() -> None:
-        async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool, _):
+        async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool):
             if busy:
                 pool._count(pool.engines[0], 1)
-            await look(lanes, SimpleNamespace(**now))
+            policy, evaluator = SimpleNamespace(version=now["version"]), SimpleNamespace(version=now["evaluates"])
+            looking = asyncio.create_task(lanes.keep(policy, SimpleNamespace(**now), evaluator))
+            await asyncio.sleep(0.002)
+            looking.cancel()
             assert (lanes.own.now, lanes.own.step) == own
 
     asyncio.run(hold())
-    spans, _ = read_spans(tmp_path / "spans.jsonl")
-    [of_second] = [span for span in joined(spans) if span.lane == "engine 10.0.0.2:8000"]
-    assert (of_second.what, of_second.why) == ("wait", why)
-    first = [span.what for span in joined(spans) if span.lane == "engine 10.0.0.1:8000"]
-    assert first[-1] == ("generate" if busy else "wait")
+    spans = joined(read_spans(tmp_path / "spans.jsonl")[0])
+    assert [(span.what, span.why) for span in spans if span.lane == "engine 10.0.0.2:8000"] == [("wait", why)]
+    assert [span.what for span in spans if span.lane == "engine 10.0.0.1:8000"][-1] == ("generate" if busy else "wait")
 
 
 def test_a_pause_for_new_weights_is_a_transfer_though_requests_are_in_flight(tmp_path: Path) -> None:
     async def turn() -> list[tuple[str | None, int]]:
-        async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool, _):
+        async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool):
             engine, lane, told = pool.engines[0], lanes._lane(pool.engines[0]), []
-            pool._count(engine, 1)
-            told.append((lane.now, lane.step))
-            pool.is_given(engine, 7, is_paused=True)
-            pool.quarantine(engine)
-            told.append((lane.now, lane.step))
-            pool.is_given(engine, 7)  # it goes on, and is not confirmed yet
-            told.append((lane.now, lane.step))
-            pool._count(engine, -1)
-            told.append((lane.now, lane.step))
-            pool.go_live(engine, 7)
-            told.append((lane.now, lane.step))
+            for happens in [
+                lambda: pool._count(engine, 1),
+                lambda: (pool.is_given(engine, 7, is_paused=True), pool.quarantine(engine)),
+                lambda: pool.is_given(engine, 7),  # it goes on, and is not confirmed yet
+                lambda: pool._count(engine, -1),
+                lambda: pool.go_live(engine, 7),
+            ]:
+                happens()
+                told.append((lane.now, lane.step))
             return told
 
     assert asyncio.run(turn()) == [("generate", -1), ("transfer", 7), ("generate", -1), ("transfer", 7), ("wait", -1)]
@@ -275,7 +190,7 @@ def test_a_pause_for_new_weights_is_a_transfer_though_requests_are_in_flight(tmp
 
 def test_an_engine_that_has_less_than_half_of_its_requests_has_few(tmp_path: Path) -> None:
     async def turn() -> None:
-        async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool, _):
+        async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool):
             engine = pool.engines[0]
             for more in [1, 1, 1, 1, -1, -1, -1]:
                 pool._count(engine, more)

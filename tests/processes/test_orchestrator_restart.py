@@ -1,20 +1,25 @@
-"""Whoever dies while the others live: the orchestrator, the trainer, an engine. Each is started again, alone."""
+"""Whoever dies while the others live is started again, alone: the orchestrator, the trainer, an engine. And a run that
+stops goes on as if it had not."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_engine import FakeEngine, FakeTrainer, WeightWire, digests_of, open_fake_engine
 from tiny_tokenizer import END
+from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
+from trireme.ledger.records import BatchRecord, State
 from trireme.ledger.versions import Versions
 from trireme.messages import encode
 from trireme.orchestrator.loop import Orchestrator, drive, open_orchestrator
@@ -39,16 +44,15 @@ class Stage:
     _driving: asyncio.Task | None = None
     _training: threading.Thread | None = None
 
-    def start_trainer(self, *, version: int = 0) -> FakeTrainer:
+    def start_trainer(self, *, version: int = 0) -> None:
+        def train() -> None:
+            with suppress(_Killed):
+                trainer.train()
+
         trainer = FakeTrainer(self.config, self.wire, version=version)
         self.trainers.append(trainer)
-        self._training = threading.Thread(target=self._train, args=(trainer,), daemon=True)
+        self._training = threading.Thread(target=train, daemon=True)
         self._training.start()
-        return trainer
-
-    def _train(self, trainer: FakeTrainer) -> None:
-        with suppress(_Killed):
-            trainer.train()
 
     async def kill_trainer(self, *, at: int) -> None:
         """When it is about to train batch `at`."""
@@ -58,7 +62,6 @@ class Stage:
                 raise _Killed
 
         self.trainers[-1].before_step = die
-        assert self._training is not None
         await asyncio.to_thread(self._training.join, DEADLINE_S)
 
     def start_orchestrator(self) -> None:
@@ -70,24 +73,15 @@ class Stage:
             await drive(self.orchestrator)
 
     async def kill_orchestrator(self) -> None:
-        assert self._driving is not None
         self._driving.cancel()
         await asyncio.wait([self._driving])
 
-    async def until_trained(self, version: int) -> None:
-        await self.until(lambda: self.trainers[-1].version >= version)
-
     async def until(self, condition: Callable[[], Any]) -> None:
         while not condition():
-            assert self._driving is not None
-            if self._driving.done():
-                await self._driving
-                raise AssertionError("the run ended before")
+            assert not self._driving.done(), "the run ended before"
             await asyncio.sleep(0.005)
 
     async def until_done(self) -> None:
-        assert self._driving is not None
-        assert self._training is not None
         await self._driving
         await asyncio.to_thread(self._training.join, DEADLINE_S)
         assert self.trainers[-1].version == STEPS
@@ -102,18 +96,20 @@ class _Killed(Exception):
     """What becomes of a thread instead of SIGKILL."""
 
 
-@asynccontextmanager
-async def open_stage(config: RunConfig, **knobs: Any) -> AsyncIterator[Stage]:
-    wire = WeightWire()
-    async with (
-        asyncio.timeout(DEADLINE_S),
-        open_fake_engine(wire, port=config.inference.server.port, end=END, **knobs) as engine,
-    ):
-        stage = Stage(config, wire, engine)
-        stage.start_orchestrator()
-        stage.start_trainer()
-        yield stage
-        await stage.until_done()
+def on_stage(config: RunConfig, play: Callable[[Stage], Awaitable[None]], **knobs: Any) -> Stage:
+    """After the play the run goes on to its end."""
+
+    async def main() -> Stage:
+        wire, port = WeightWire(), config.inference.server.port
+        async with asyncio.timeout(DEADLINE_S), open_fake_engine(wire, port=port, end=END, **knobs) as engine:
+            stage = Stage(config, wire, engine)
+            stage.start_orchestrator()
+            stage.start_trainer()
+            await play(stage)
+            await stage.until_done()
+            return stage
+
+    return asyncio.run(main())
 
 
 def journal_of(config: RunConfig) -> list[bytes]:
@@ -122,124 +118,91 @@ def journal_of(config: RunConfig) -> list[bytes]:
     return [encode(journal.read(step).rollouts) for step in journal.steps()]
 
 
-@pytest.fixture
-def undisturbed(tmp_path) -> list[bytes]:
-    config = config_of(tmp_path / "undisturbed", max_async_level=0)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    config = config_of(tmp_path_factory.mktemp("undisturbed"), max_async_level=0)
     run(config)
     return journal_of(config)
 
 
-@pytest.mark.parametrize("times", [1, 3])
-def test_an_orchestrator_that_is_started_again_goes_on_with_the_live_engine_and_trainer(tmp_path, undisturbed, times):
-    config = config_of(tmp_path, max_async_level=0)
-
-    async def main() -> Stage:
-        async with open_stage(config) as stage:
-            for number in range(1, times + 1):
-                await stage.until_trained(number)
-                await stage.kill_orchestrator()
-                stage.start_orchestrator()
-            await stage.until(lambda: stage.orchestrator is not None and stage.orchestrator.policy.version >= times)
-        return stage
-
-    stage = asyncio.run(main())
-    assert journal_of(config) == undisturbed
+async def start_orchestrator_again_and_again(stage: Stage) -> None:
+    for number in (1, 2, 3):
+        await stage.until(lambda number=number: stage.trainers[0].version >= number)
+        await stage.kill_orchestrator()
+        stage.start_orchestrator()
+    await stage.until(lambda: stage.orchestrator is not None and stage.orchestrator.policy.version >= 3)
     assert stage.trainers[0].asked_to_publish == []  # the engine was adopted as it was
-    assert stage.trainers[0].published == list(range(STEPS + 1))
 
 
-def test_a_trainer_that_starts_from_an_older_checkpoint_is_given_the_same_batches_and_publishes_nothing_twice(
-    tmp_path, undisturbed
-):
-    config = config_of(tmp_path, max_async_level=0)
-
-    async def main() -> Stage:
-        async with open_stage(config) as stage:
-            await stage.kill_trainer(at=4)
-            stage.start_trainer(version=1)
-        return stage
-
-    stage = asyncio.run(main())
-    first, second = stage.trainers
-    assert first.published == [0, 1, 2, 3, 4]
-    assert second.published == [5, 6]
-    shares = [[encode(batch) for batch in trainer.batches] for trainer in (first, second)]
-    assert shares[0][1:5] == shares[1][:4]
-    assert journal_of(config) == undisturbed
+async def kill_orchestrator_in_a_transfer(stage: Stage) -> None:
+    await stage.until(lambda: stage.engine.calls.count("start_weight_update") == 3)
+    await stage.kill_orchestrator()
+    stage.start_orchestrator()
 
 
-@pytest.mark.parametrize("level", [0, 2])
-def test_an_engine_that_comes_back_without_weights_is_given_them_before_it_is_asked(tmp_path, level):
-    config = config_of(tmp_path, max_async_level=level)
-
-    async def main() -> Stage:
-        async with open_stage(config, token_s=0.002) as stage:
-            for number in (1, 3):
-                await stage.until_trained(number)
-                stage.lose_engine()
-                await stage.until(lambda: stage.engine.version >= 0)
-        return stage
-
-    asyncio.run(main())
-    for step in range(STEPS):
-        record = Journal(config.paths.journal).read(step)
-        versions = {int(v) for r in record.rollouts for sample in r.samples for v in sample.versions if v >= 0}
-        assert versions <= set(Versions(config.paths.journal).known())
-        assert step - min(versions) <= (config.orchestrator.max_off_policy_steps if level else 0)
+async def lose_the_engine_again_and_again(stage: Stage) -> None:
+    for number in (1, 3):
+        await stage.until(lambda number=number: stage.trainers[0].version >= number)
+        stage.lose_engine()
+        await stage.until(lambda: stage.engine.version >= 0)
 
 
-def test_everything_lost_but_the_disk_is_everything_kept(tmp_path, undisturbed):
-    config = config_of(tmp_path, max_async_level=0)
-
-    async def main() -> None:
-        async with open_stage(config) as stage:
-            await stage.kill_trainer(at=3)
-            await stage.kill_orchestrator()
-            stage.lose_engine()
-            stage.start_orchestrator()
-            stage.start_trainer(version=2)
-
-    asyncio.run(main())
-    assert journal_of(config) == undisturbed
+async def go_back_to_an_older_checkpoint(stage: Stage) -> None:
+    await stage.kill_trainer(at=4)
+    stage.start_trainer(version=1)
 
 
-def test_an_orchestrator_that_dies_in_the_middle_of_a_transfer_leaves_an_engine_that_can_be_used_again(
-    tmp_path, undisturbed
-):
-    config = config_of(tmp_path, max_async_level=0)
+async def lose_everything_but_the_disk(stage: Stage) -> None:
+    await stage.kill_trainer(at=3)
+    await stage.kill_orchestrator()
+    stage.lose_engine()
+    stage.start_orchestrator()
+    stage.start_trainer(version=2)
 
-    async def main() -> Stage:
-        async with open_stage(config) as stage:
-            await stage.until(lambda: stage.engine.calls.count("start_weight_update") == 3)
-            await stage.kill_orchestrator()
-            stage.start_orchestrator()
-        return stage
 
-    asyncio.run(main())
-    assert journal_of(config) == undisturbed
-    assert Versions(config.paths.journal).known() == list(range(STEPS + 1))
+@pytest.mark.parametrize(
+    "play",
+    [
+        start_orchestrator_again_and_again,
+        kill_orchestrator_in_a_transfer,
+        lose_the_engine_again_and_again,
+        go_back_to_an_older_checkpoint,
+        lose_everything_but_the_disk,
+    ],
+)
+def test_a_run_goes_on_as_if_nothing_had_died(tmp_path, undisturbed, play):
+    """The same batches, and no version is published twice unasked."""
+    stage = on_stage(config_of(tmp_path, max_async_level=0), play)
+    assert journal_of(stage.config) == undisturbed
+    assert Versions(stage.config.paths.journal).known() == list(range(STEPS + 1))
+    published = Counter(version for trainer in stage.trainers for version in trainer.published)
+    asked = Counter(version for trainer in stage.trainers for version in trainer.asked_to_publish)
+    assert published == Counter(range(STEPS + 1)) + asked
+    shares = defaultdict(set)
+    for batch in (batch for trainer in stage.trainers for batch in trainer.batches):
+        shares[batch.step].add(encode(batch))
+    assert [len(shares[step]) for step in range(STEPS)] == [1] * STEPS
 
 
 def test_every_version_is_on_disk_with_its_digests_before_a_token_under_it_may_be_used(tmp_path):
     config = config_of(tmp_path)
-    seen = []
+    versions = Versions(config.paths.journal)
+    seen = {}
 
     async def meanwhile(running):
         await running.until(lambda: running.orchestrator.policy, "a policy")
-        versions, pool = Versions(config.paths.journal), running.orchestrator.policy.pool
-        generate = pool.generate
+        generate = running.orchestrator.pool.generate
 
         async def watched(*asked, **how):
             turn = await generate(*asked, **how)
-            seen.extend((version, versions.has(version)) for version in set(turn.versions))
+            seen.update({version: versions.has(version) for version in set(turn.versions) - seen.keys()})
             return turn
 
-        pool.generate = watched
+        running.orchestrator.pool.generate = watched
 
     run(config, meanwhile=meanwhile)
-    assert {version for version, _ in seen} >= set(range(1, STEPS - 1))
-    assert all(is_there for _, is_there in seen)
-    versions = Versions(config.paths.journal)
+    assert len(seen) > 2
+    assert all(seen.values())
     assert versions.known() == list(range(STEPS + 1))
     assert all(versions.read(version).digests == digests_of(version) for version in versions.known())
 
@@ -253,10 +216,57 @@ def test_a_run_that_lacks_only_its_last_checkpoint_waits_for_the_trainer_and_rep
         async with asyncio.timeout(DEADLINE_S), open_fake_engine(port=config.inference.server.port, end=END):
             stage = Stage(config, WeightWire(), None)  # type: ignore[arg-type]
             stage.start_orchestrator()
-            await asyncio.sleep(1.0)
-            assert stage._driving is not None
-            assert not stage._driving.done()  # no checkpoint of the last step: its trainer is needed yet
+            await stage.until(lambda: stage.orchestrator and stage.orchestrator.waits.now())
+            await asyncio.sleep(0.2)
+            assert not stage._driving.done()
             await stage.kill_orchestrator()
 
     asyncio.run(main())
-    assert config.paths.metrics.read_bytes() == rows  # nothing was reported twice
+    assert config.paths.metrics.read_bytes() == rows
+
+
+# in a run that was stopped
+
+
+def entries(config: RunConfig) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(config.paths.journal.glob("batch_*.msgpack"))]
+
+
+def test_going_back_to_an_older_step_sets_the_later_batches_aside(tmp_path):
+    config = build_config(tmp_path, max_async_level=0)
+    assert run(config).error is None
+    before = entries(config)
+    ckpt = config.trainer.ckpt.model_copy(update={"resume_step": 1})
+    trainer = config.trainer.model_copy(update={"ckpt": ckpt})
+    assert run(config.model_copy(update={"seed": 1, "trainer": trainer}), trainer={"version": 1}).error is None
+    after = entries(config)
+    assert (after[0], after[1] == before[1]) == (before[0], False)
+    aside = sorted(path.read_bytes() for path in config.paths.journal.glob("set_aside_*/batch_*.msgpack"))
+    assert aside == sorted(before[1:])
+
+
+@pytest.fixture
+def one_batch(tmp_path: Path) -> RunConfig:
+    """All that its run was for."""
+    config = build_config(tmp_path, max_steps=1)
+    Journal(config.paths.journal).append(BatchRecord(step=0, rollouts=[], dropped=[], state=State(next_batch=1)))
+    return config
+
+
+def test_a_journal_of_an_earlier_run_is_not_continued_unasked_and_where_it_is_complete_nothing_is_added(one_batch):
+    before = entries(one_batch)
+    outcome = run(one_batch)
+    assert isinstance(outcome.error, ConfigError)
+    for words in ("holds 1 batches of an earlier run", "--resume", "output_dir"):
+        assert words in str(outcome.error)
+    again = run(one_batch.model_copy(update={"resume": True}), trainer={"version": 1})
+    assert (again.error, again.engine.version, again.engine.requests) == (None, 1, [])
+    assert entries(one_batch) == before
+
+
+def test_a_damaged_head_ends_the_run_before_it_begins(one_batch):
+    path = one_batch.paths.journal / "batch_000000.msgpack"
+    path.write_bytes(path.read_bytes()[:-1])
+    outcome = run(one_batch.model_copy(update={"resume": True}))
+    assert isinstance(outcome.error, JournalCorrupt)
+    assert str(path) in str(outcome.error)

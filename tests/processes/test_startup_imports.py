@@ -16,7 +16,6 @@ from trireme.base.devices import Devices
 from trireme.base.processes import quick_imports
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
-from trireme.config.run import RunConfig
 from trireme.inference.server import FORKED, environment, server_arguments
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -64,7 +63,7 @@ def loaded_by(code: str, folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("modules", LOADS, ids=[modules.split()[-1] for modules in LOADS])
-def test_a_process_loads_what_it_needs_and_no_more(modules: str, tmp_path: Path) -> None:
+def test_a_process_loads_what_it_needs_and_no_more(modules, tmp_path):
     found = loaded_by("\n".join(f"import {module}" for module in modules.split()), tmp_path)
     assert found <= LOADS[modules]
 
@@ -72,63 +71,45 @@ def test_a_process_loads_what_it_needs_and_no_more(modules: str, tmp_path: Path)
 @pytest.mark.parametrize(
     "call",
     [
-        'from trireme.cli.rl import rl; rl(["--help"])',
-        'from trireme.cli.trireme import trireme; trireme(["--help"])',
+        *(f'from trireme.cli.{name} import {name}; {name}(["--help"])' for name in ("rl", "trireme")),
         f'from trireme.cli.rl import rl; rl(["@", "{REPOSITORY}/configs/reverse-text/rl.toml", "--dry-run"])',
     ],
     ids=["rl --help", "trireme --help", "rl --dry-run"],
 )
-def test_a_command_that_starts_nothing_loads_none_of_them(call: str, tmp_path: Path) -> None:
-    shipped = tmp_path / "models"
-    shipped.symlink_to(REPOSITORY / "models")
+def test_a_command_that_starts_nothing_loads_none_of_them(call, tmp_path):
+    (tmp_path / "models").symlink_to(REPOSITORY / "models")
     assert loaded_by(call, tmp_path) == set()
 
 
 # what vLLM is told, so that it comes up quickly
 
-
-def resolved(*flags: str, on: Devices) -> RunConfig:
-    config, _ = load_run_config([*flags, "--model.name", "some/model"], program="rl")
-    return resolve(config, on)
-
-
-def executor_of(config: RunConfig) -> str | None:
-    """Of several of one name, vLLM takes the last."""
-    words = server_arguments(config)
-    flag = "--distributed-executor-backend"
-    return dict(pairwise(words)).get(flag)
-
-
 CPU, GPUS = Devices(), Devices(gpus=("0", "1"))
+EXECUTOR, BLOCK = "--distributed-executor-backend", "--block-size"
 
 
-def block_size_of(config: RunConfig) -> str | None:
-    return dict(pairwise(server_arguments(config))).get("--block-size")
+@pytest.mark.parametrize(
+    ("given", "on", "flag", "values"),
+    [
+        ("{}", CPU, EXECUTOR, [FORKED]),
+        ("{}", GPUS, EXECUTOR, [None]),
+        ("{tensor_parallel_size = 2}", CPU, EXECUTOR, [None]),
+        ('{distributed_executor_backend = "mp"}', CPU, EXECUTOR, ["mp"]),
+        ('{kv_cache_dtype = "fp8"}', CPU, BLOCK, ["32"]),
+        ("{block_size = 64}", CPU, BLOCK, ["64"]),
+        ("{}", CPU, BLOCK, ["16", "32"]),  # by the processor
+        ("{}", GPUS, BLOCK, [None]),
+    ],
+)
+def test_on_a_cpu_vllm_forks_its_engine_compiles_nothing_and_keeps_blocks_of_its_caches_size(given, on, flag, values):
+    """GPUs, several workers and what the user asks for are left to vLLM."""
+    argv = ["--inference.args", given, "--model.name", "some/model"]
+    config = resolve(load_run_config(argv, program="rl")[0], on)
+    found = dict(pairwise(server_arguments(config)))  # of several of one name, vLLM takes the last
+    assert found.get(flag) in values
+    assert environment(config).get("TORCHDYNAMO_DISABLE") == ("1" if on == CPU else None)
 
 
-def test_a_cache_in_eight_bits_keeps_larger_blocks_and_a_users_own_size_stands() -> None:
-    assert block_size_of(resolved("--inference.args", '{kv_cache_dtype = "fp8"}', on=CPU)) == "32"
-    assert block_size_of(resolved("--inference.args", "{block_size = 64}", on=CPU)) == "64"
-    assert block_size_of(resolved(on=CPU)) in ("16", "32")  # by the processor
-    assert block_size_of(resolved(on=GPUS)) is None
-
-
-def test_on_a_cpu_vllm_forks_its_engine_and_compiles_nothing() -> None:
-    config = resolved(on=CPU)
-    assert executor_of(config) == FORKED
-    assert environment(config)["TORCHDYNAMO_DISABLE"] == "1"
-
-
-def test_gpus_several_workers_and_what_the_user_asks_for_are_left_to_vllm() -> None:
-    on_gpus = resolved(on=GPUS)
-    assert executor_of(on_gpus) is None
-    assert "TORCHDYNAMO_DISABLE" not in environment(on_gpus)
-    assert executor_of(resolved("--inference.args", "{tensor_parallel_size = 2}", on=CPU)) is None
-    asked = resolved("--inference.args", '{distributed_executor_backend = "mp"}', on=CPU)
-    assert executor_of(asked) == "mp"
-
-
-def test_after_quick_imports_garbage_is_collected_again_also_where_one_failed() -> None:
+def test_after_quick_imports_garbage_is_collected_again_also_where_one_failed():
     with quick_imports():
         assert not gc.isenabled()
     assert gc.isenabled()

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from stage import (
-    COOPERATE,
-    DEADLINE_S,
-    FAMILIES,
-    GRACE_S,
-    SLEEP,
-    STUBBORN,
-    Stage,
-    launch,
-    until,
-    write_checkpoint,
-)
+from stage import COOPERATE, DEADLINE_S, FAMILIES, GRACE_S, SLEEP, STUBBORN, Stage, launch, until, write_checkpoint
 from trireme.base.errors import TriremeError
-from trireme.launch.descendants import read_processes
+from trireme.launch.descendants import read_process, read_processes
 from trireme.launch.folder import hold_folder
 from trireme.launch.plan import Plan, ProcessSpec
 from trireme.launch.supervise import supervise
+
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
 @pytest.fixture
@@ -37,24 +30,17 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_run_is_done_when_orchestrator_and_trainer_have_left_and_then_inference_ends(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = stage.plan(
-        orchestrator="all_are_here(3)", trainer="all_are_here(3); time.sleep(0.3); print(os.environ['PART'])"
-    )
+def test_a_run_is_done_when_orchestrator_and_trainer_have_left_and_then_inference_ends(stage, capsys):
+    plan = stage.plan(orchestrator="all_are_here(3)", trainer="all_are_here(3); print(os.environ['PART'])")
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
-    assert len(stage.pids()) == 3
-    assert stage.alive() == []
+    assert (len(stage.pids()), stage.alive()) == (3, [])
     assert stage.config.paths.log("trainer").read_text() == "trainer\n"
     out = capsys.readouterr().out
     assert "0 of 100 steps" in out
     assert "died" not in out
 
 
-def test_who_dies_first_is_named_with_its_last_words_and_nobody_is_left(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_dies_first_is_named_with_its_last_words_and_nobody_is_left(stage, capsys):
     log = stage.config.paths.log("trainer")
     log.parent.mkdir(parents=True)
     log.write_text("Traceback (most recent call last):\nValueError: of yesterday\n")
@@ -68,37 +54,33 @@ def test_who_dies_first_is_named_with_its_last_words_and_nobody_is_left(
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 1
     assert stage.alive() == []
     out = capsys.readouterr().out
-    assert "trainer died at" in out
-    assert "exit code 1" in out
-    assert "    Traceback (most recent call last):" in out
-    assert "    ValueError: boom" in out
-    assert str(log) in out
-    assert "orchestrator died" not in out
-    assert "yesterday" not in out
-    assert "step 7" not in out
-    assert "step 40: the same command with --resume" in out
+    last_words = ["    Traceback (most recent call last):", "    ValueError: boom", str(log)]
+    for words in ["trainer died at", "exit code 1", *last_words, "step 40: the same command with --resume"]:
+        assert words in out
+    for words in ["orchestrator died", "yesterday", "step 7"]:
+        assert words not in out
 
 
-def test_a_refused_configuration_ends_with_2(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    assert supervise(stage.plan(inference="print('error: no such model'); sys.exit(2)"), stage.config) == 2
-    assert "error: no such model" in capsys.readouterr().out
-
-
-def test_a_killed_process_is_named_by_its_signal(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    stage = stage.set(restart=False)
-    assert supervise(stage.plan(inference="os.kill(os.getpid(), signal.SIGKILL)"), stage.config) == 1
+@pytest.mark.parametrize(
+    ("restart", "body", "code", "told"),
+    [
+        (True, "print('error: no such model'); sys.exit(2)", 2, ["error: no such model"]),  # a refused configuration
+        (True, "sys.exit(3)", 3, ["exit code 3"]),  # weights that are wrong, a journal that is damaged
+        (False, "os.kill(os.getpid(), signal.SIGKILL)", 1, ["inference died", "killed by SIGKILL"]),
+        (False, "pass", 1, ["inference ended too early"]),
+    ],
+)
+def test_what_would_only_be_repeated_or_may_not_be_restarted_ends_the_run_and_is_named(
+    stage, capsys, restart, body, code, told
+):
+    stage = stage.set(restart=restart)
+    assert supervise(stage.plan(inference=body), stage.config, grace_s=GRACE_S) == code
+    assert len(stage.runs_of("inference")) == 1
     out = capsys.readouterr().out
-    assert "inference died" in out
-    assert "killed by SIGKILL" in out
+    assert [words for words in told if words not in out] == []
 
 
-def test_inference_that_leaves_before_the_end_is_a_death(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    stage = stage.set(restart=False)
-    assert supervise(stage.plan(inference="pass"), stage.config) == 1
-    assert "inference ended too early" in capsys.readouterr().out
-
-
-def test_a_program_that_does_not_exist_is_named_and_nobody_is_left(stage: Stage) -> None:
+def test_a_program_that_does_not_exist_is_named_and_nobody_is_left(stage):
     plan = stage.plan()
     missing = ProcessSpec(name="trainer", argv=("/no/such",), env={}, log=stage.folder / "log", gpus=(), ports={})
     with pytest.raises(TriremeError, match="trainer could not be started"):
@@ -107,16 +89,15 @@ def test_a_program_that_does_not_exist_is_named_and_nobody_is_left(stage: Stage)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_children_of_children_do_not_outlive_a_failed_run(stage: Stage, family: str) -> None:
+def test_children_of_children_do_not_outlive_a_failed_run(stage, family):
     stage = stage.set(restart=False)
     plan = stage.plan(orchestrator=f"{FAMILIES[family]}; sys.exit(1)")
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 1
-    assert len(stage.pids()) == 4
-    assert stage.alive() == []
+    assert (len(stage.pids()), stage.alive()) == (4, [])
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_everything(stage: Stage, number: signal.Signals, code: int) -> None:
+def test_a_signal_stops_everything(stage, number, code):
     launcher = launch(stage, GRACE_S, orchestrator=f"grandchild({STUBBORN!r}, start_new_session=True)\n{SLEEP}")
     until(lambda: len(stage.pids()) == 4)
     launcher.send_signal(number)
@@ -125,10 +106,9 @@ def test_a_signal_stops_everything(stage: Stage, number: signal.Signals, code: i
     assert stage.alive() == []
 
 
-def test_a_second_signal_does_not_wait(stage: Stage) -> None:
-    launcher = launch(stage, 10 * DEADLINE_S, trainer=STUBBORN)
-    until(lambda: len(stage.pids()) == 3)
-    time.sleep(0.2)  # the trainer's handler
+def test_a_second_signal_does_not_wait(stage):
+    launcher = launch(stage, 10 * DEADLINE_S, trainer=f"{DEAF}; (FOLDER / 'deaf').touch(); {SLEEP}")
+    until(lambda: len(stage.pids()) == 3 and (stage.folder / "deaf").exists())
     launcher.send_signal(signal.SIGINT)
     until(lambda: "stopping" in stage.launcher_said())
     launcher.send_signal(signal.SIGINT)
@@ -136,64 +116,92 @@ def test_a_second_signal_does_not_wait(stage: Stage) -> None:
     assert stage.alive() == []
 
 
-def test_kill_9_of_the_launcher_leaves_nobody_even_where_nobody_cooperates(stage: Stage) -> None:
-    body = f"grandchild({STUBBORN!r}, start_new_session=True)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{SLEEP}"
-    launcher = launch(stage, GRACE_S, orchestrator=body)
-    until(lambda: len(stage.pids()) == 4)
-    launcher.kill()
-    launcher.wait(DEADLINE_S)
-    until(lambda: stage.alive() == [])
-
-
-def test_kill_9_of_the_launcher_leaves_nobody_after_a_restart_either(stage: Stage) -> None:
-    body = f"grandchild({STUBBORN!r}, start_new_session=True)\nall_are_here(4)\nif RUN == 0: sys.exit(1)\n{SLEEP}"
+def test_kill_9_of_the_launcher_leaves_nobody_and_the_folder_is_held_until_they_are_gone(stage):
+    """Even where nobody cooperates, and after a restart."""
+    deaf = f"grandchild({STUBBORN!r}, start_new_session=True)\n{DEAF}"
+    body = f"{deaf}\nall_are_here(4)\nif RUN == 0: sys.exit(1)\n{SLEEP}"
     launcher = launch(stage, GRACE_S, orchestrator=body)
     until(lambda: len(stage.runs_of("orchestrator")) == 2 and len(stage.alive()) == 4)
-    launcher.kill()
-    launcher.wait(DEADLINE_S)
-    until(lambda: stage.alive() == [])
-
-
-def test_a_session_that_is_stopped_as_a_whole_goes_on_as_a_whole(stage: Stage) -> None:
-    stage = stage.set(frozen_after_s=2.5)
-    launcher = launch(stage, GRACE_S)
-    until(lambda: len(stage.pids()) == 3)
-    everybody = [*stage.pids(), launcher.pid]
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in reversed(everybody):  # the launcher is woken before its processes
-            os.kill(pid, number)
-            time.sleep(0.1)
-        time.sleep(3)
-    assert len(stage.alive()) == 3
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(DEADLINE_S) == 130
-    assert "killed" not in stage.launcher_said()
-
-
-def test_a_folder_is_held_until_nothing_of_a_killed_run_is_left(stage: Stage) -> None:
-    body = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{SLEEP}"
-    launcher = launch(stage, GRACE_S, trainer=body)
-    until(lambda: len(stage.pids()) == 3)
     launcher.kill()
     launcher.wait(DEADLINE_S)
     with hold_folder(stage.config.paths):
         assert stage.alive() == []
 
 
-def test_kill_9_of_launcher_and_guard_leaves_nobody_who_asked_to_die_with_its_parent(stage: Stage) -> None:
-    grandchild = "from trireme.base.processes import die_with_parent; die_with_parent(); import time; time.sleep(600)"
+def test_a_session_that_is_stopped_as_a_whole_goes_on_as_a_whole(stage):
+    stage = stage.set(frozen_after_s=1)
+    launcher = launch(stage, GRACE_S)
+    until(lambda: len(stage.pids()) == 3)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in (launcher.pid, *stage.pids()):  # the launcher is woken before its processes
+            os.kill(pid, number)
+            time.sleep(0.05)
+        time.sleep(1.5)
+    assert len(stage.alive()) == 3
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(DEADLINE_S) == 130
+    assert "killed" not in stage.launcher_said()
+
+
+def test_kill_9_of_launcher_and_guard_leaves_nobody_who_asked_to_die_with_its_parent(stage):
+    tied = f"import pathlib; pathlib.Path({str(stage.folder / 'tied')!r}).touch(); import time; {SLEEP}"
+    grandchild = f"from trireme.base.processes import die_with_parent; die_with_parent(); {tied}"
     bodies = dict.fromkeys(("inference", "trainer"), COOPERATE + SLEEP)
-    code = f"{COOPERATE}grandchild('{grandchild}', start_new_session=True)\n{SLEEP}"
+    code = f"{COOPERATE}grandchild({grandchild!r}, start_new_session=True)\n{SLEEP}"
     launcher = launch(stage, GRACE_S, orchestrator=code, **bodies)
-    until(lambda: len(stage.pids()) == 4)
-    time.sleep(1)  # the grandchild's imports
-    guard = _guard_of(launcher.pid)
+    until(lambda: len(stage.pids()) == 4 and (stage.folder / "tied").exists())
+    children = [process.pid for process in read_processes().values() if process.parent == launcher.pid]
+    (guard,) = [pid for pid in children if b"descendants.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(guard, signal.SIGKILL)
     launcher.kill()
     launcher.wait(DEADLINE_S)
     until(lambda: stage.alive() == [])
 
 
-def _guard_of(launcher: int) -> int:
-    children = [process for process in read_processes().values() if process.parent == launcher]
-    return next(p.pid for p in children if b"descendants.py" in Path(f"/proc/{p.pid}/cmdline").read_bytes())
+RANKS = """
+import os, time
+from pathlib import Path
+from trireme.base.errors import ConfigError
+from trireme.cli.door import become_ranks, end_with_parent, rank, run_door
+
+def main(argv):
+    end_with_parent()
+    become_ranks(2, "door", Path("run.json"))
+    Path(f"pid_{rank()}").write_text(str(os.getpid()))
+    while not all(Path(f"pid_{n}").exists() for n in range(2)):
+        time.sleep(0.02)
+    if rank() == 1 and Path("refuse").exists():
+        raise ConfigError("no")
+    time.sleep(600 if not Path("leave").exists() else 0)
+
+if __name__ == "__main__":
+    run_door("door", main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("wish", "end", "code", "told"),
+    [
+        ("refuse", None, 2, ""),
+        ("leave", None, 0, ""),
+        ("", lambda group, ranks: os.kill(ranks[1], signal.SIGKILL), 1, "stopped. Exit codes: rank 1: -9"),
+        ("", lambda group, ranks: group.terminate(), 128 + signal.SIGTERM, ""),
+        ("", lambda group, ranks: group.kill(), -signal.SIGKILL, ""),
+    ],
+)
+def test_how_ranks_fail_is_how_their_group_fails_and_none_is_left_without_it(tmp_path, wish, end, code, told):
+    (tmp_path / "door.py").write_text(RANKS)
+    (tmp_path / (wish or "sleep")).touch()
+    environment = os.environ | {"TRIREME_PARENT": str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "log", "wb") as log:
+        command = [sys.executable, "-m", "door"]
+        group = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+    files = [tmp_path / f"pid_{rank}" for rank in range(2)]
+    until(lambda: all(file.exists() and file.read_text() for file in files))
+    ranks = [int(file.read_text()) for file in files]
+    if end:
+        end(group, ranks)
+    assert group.wait(DEADLINE_S) == code, (tmp_path / "log").read_text()
+    patience_s = DEADLINE_S if code == -signal.SIGKILL else 0  # without it they take a moment
+    until(lambda: all(process is None or process.zombie for process in map(read_process, ranks)), patience_s)
+    assert told in (tmp_path / "log").read_text()

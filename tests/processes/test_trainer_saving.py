@@ -12,24 +12,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import forkserver
-import saving
+import rank_processes
 from limits import file_size_limit, fill, small_disk
 from stage import until
-from tiny import (
-    are_equal,
-    content_of,
-    open_exporter,
-    open_state,
-    open_store,
-    random_samples,
-    train_step,
-)
+from tiny import are_equal, content_of, open_exporter, open_state, open_store, random_samples, train_step
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.config.trainer import Checkpoints
 from trireme.ledger.manifest import complete_steps
 from trireme.trainer.checkpoint import CheckpointStore, TrainerState, load_checkpoint
-from trireme.trainer.mesh import World
+from trireme.trainer.mesh import World, open_world
 
 DEADLINE_S = 120
 
@@ -61,27 +53,12 @@ def test_training_on_does_not_change_what_is_written(
     assert complete_steps(tmp_path / "c") == []
     (faults / "checkpoint.begun.go").touch()
     store.wait()
-
     resumed = open_state(tiny_model, world)
     open_store(tmp_path / "c", world).resume(resumed, resume=True)
     assert resumed.version == 1
     assert are_equal(content_of(resumed), expected)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "w" / "step_1")
     assert all(torch.equal(parameter, expected[name]) for name, parameter in exported.named_parameters())
-
-
-def test_weights_are_exported_before_a_checkpoint_is_complete(
-    tmp_path: Path, tiny_model: Path, world: World, faults: Path
-) -> None:
-    (faults / "checkpoint.before_rename").write_text("hold")
-    store = open_store(tmp_path / "c", world, exporter=open_exporter(tmp_path / "w", tiny_model, world))
-    store.save(open_state(tiny_model, world))
-    until((faults / "checkpoint.before_rename.reached").exists)
-    assert complete_steps(tmp_path / "c") == []
-    assert (tmp_path / "w" / "step_0" / "model.safetensors").exists()
-    (faults / "checkpoint.before_rename.go").touch()
-    store.wait()
-    assert complete_steps(tmp_path / "c") == [0]
 
 
 def test_a_failed_write_is_raised_at_the_next_call_of_the_store(tmp_path: Path, tiny_model: Path, world: World) -> None:
@@ -105,11 +82,39 @@ POINTS = {  # and the version that must be there afterwards
 }
 
 
+def train_and_save(model: Path, folder: Path, point: str) -> None:
+    faults = folder / "faults"
+    faults.mkdir(parents=True)
+    os.environ["TRIREME_FAULTS"] = f"folder={faults}"
+    with open_world("cpu", threads=1, timeout_s=240) as world:
+        state = open_state(model, world)
+        store = open_store(folder / "checkpoints", world, exporter=open_exporter(folder / "weights", model, world))
+        for version in (1, 2):
+            train_until(state, world, until=version)
+            if version == 2:
+                (faults / point).write_text("kill")
+            store.save(state)
+            store.wait()
+
+
+def die_at_each_point(model: Path, folder: Path, *points: str) -> None:
+    """In a process and a folder for each point: save version 1, arm the point, save version 2. Prints exit codes."""
+    for point in points:
+        pid = os.fork()  # nothing but imports has been done
+        if pid == 0:
+            try:
+                train_and_save(model, folder / point, point)
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
 @pytest.fixture(scope="module")
 def killed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of trainers that were killed at each point, while version 2 was being saved."""
     folder = tmp_path_factory.mktemp("killed")
-    argv = [sys.executable, saving.__file__, str(tiny_model), str(folder), *POINTS]
+    argv = [sys.executable, rank_processes.__file__, __file__, str(tiny_model), str(folder), *POINTS]
     with open(folder / "log", "w") as log:
         process = forkserver.popen(argv, output=log.fileno(), env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=folder)
         try:
@@ -132,7 +137,6 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint_complete(
     assert are_equal(content_of(state), content_of(train_until(open_state(tiny_model, world), world, until=version)))
     assert (folder / "weights" / f"step_{version}").is_dir()
     assert not list(folder.rglob(".step_*"))  # nothing is left over
-
     store.save(train_until(state, world, until=3))
     store.wait()
     assert complete_steps(folder / "checkpoints") == [*range(1, version + 1), 3]
@@ -166,3 +170,7 @@ def test_saving_waits_while_the_disk_is_full(tmp_path: Path, tiny_model: Path, w
         assert sorted(path.name for path in (disk / "w").iterdir()) == ["step_1", "step_2", "step_3"]
         load_checkpoint(state, disk / "c" / "step_2", rank=0)
         assert are_equal(content_of(state), expected)
+
+
+if __name__ == "__main__":
+    die_at_each_point(*map(Path, sys.argv[1:3]), *sys.argv[3:])

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from families import ATTENTION, backward, build_config, row, save_family
 from tiny import are_equal, largest_difference, take_gradients
+from trireme.algo.activations import Pass, kept_by_layer, kept_by_matrices, layer_input
+from trireme.algo.architecture import architecture_of
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.trainer import activations
-from trireme.trainer.activations import Offload
+from trireme.trainer.activations import KEPT, Offload
 from trireme.trainer.mesh import World
 from trireme.trainer.model import load_model
+from trireme.trainer.samples_apart import ARGUMENT, ApartRow, attend_apart, can_attend_apart, row_given
 
 KINDS = ("qwen3", "gpt_oss", "qwen3_moe")
 
@@ -57,48 +65,26 @@ def test_gradients_are_the_same(checkpoints: dict[str, Path], kind: str, way: st
     assert are_equal(found, expected) or ("offload" in way and largest_difference(found, expected) < 1e-5)
 
 
-def saved_bytes(folder: Path, world: World, **settings: object) -> int:
-    """What the backward pass of three blocks keeps beside parameters, each memory counted once."""
-    model = load_model(TrainerModel().model_copy(update=settings), str(folder), world)
-    parameters = {parameter.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = {}
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        backward(model, *row(40))
-    return sum(kept.values())
-
-
-def test_full_keeps_the_inputs_of_blocks_and_every_other_keeps_more(checkpoints: dict[str, Path], world: World) -> None:
-    plain, other, full = (
-        saved_bytes(checkpoints["qwen3"], world, **settings) for settings in ({}, WAYS["every other"], WAYS["full"])
-    )
-    assert full < other < plain
-
-
-def counted(operations: dict[str, int]) -> torch.utils._python_dispatch.TorchDispatchMode:
-    class Counted(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            operations[function.name()] = operations.get(function.name(), 0) + 1
-            return function(*args, **(kwargs or {}))
-
-    return Counted()
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[function.name()] += 1
+        return function(*args, **(kwargs or {}))
 
 
 def test_selective_computes_no_matrix_product_twice(checkpoints: dict[str, Path], world: World) -> None:
-    found: dict[str, dict[str, int]] = {}
-    for name in ("plain", "selective", "full"):
+    mm, rsqrt = {}, {}
+    for name in ("plain", "selective", "every other", "full"):
         model = load_model(TrainerModel().model_copy(update=WAYS.get(name, {})), str(checkpoints["qwen3"]), world)
         backward(model, *row(23))
-        with counted(found.setdefault(name, {})):
+        with Operations() as done:
             backward(model, *row(23))
-    assert found["selective"]["aten::mm"] == found["plain"]["aten::mm"] < found["full"]["aten::mm"]
-    assert found["selective"]["aten::rsqrt"] == found["full"]["aten::rsqrt"] > found["plain"]["aten::rsqrt"]
+        mm[name], rsqrt[name] = done.counts["aten::mm"], done.counts["aten::rsqrt"]
+    assert mm["selective"] == mm["plain"] < mm["every other"] < mm["full"]
+    assert rsqrt["selective"] == rsqrt["full"] > rsqrt["every other"] > rsqrt["plain"]
 
 
 def test_only_activations_of_some_size_are_moved_and_each_once() -> None:
@@ -114,11 +100,111 @@ def test_only_activations_of_some_size_are_moved_and_each_once() -> None:
     moved = offload.around(forward, layer, is_first=True)(inputs)
     assert offload.num_bytes == inputs.nbytes
     assert torch.equal(*(torch.autograd.grad(each.sum(), inputs)[0] for each in (moved, forward(inputs))))
+    with torch.no_grad():  # no backward pass needs them
+        offload.around(forward, layer, is_first=True)(inputs)
+    assert offload.num_bytes == inputs.nbytes
 
 
-def test_nothing_is_moved_where_there_is_no_backward_pass() -> None:
-    layer = torch.nn.Linear(64, 64)
-    offload = Offload(torch.device("cpu"), smallest_bytes=1)
-    with torch.no_grad():
-        offload.around(layer.forward, layer, is_first=True)(torch.randn(8, 64))
-    assert offload.num_bytes == 0
+TOKENS = 256
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48}
+SMALL = {"hidden_size": 128, "intermediate_size": 272, "vocab_size": 64, **HEADS}
+EXPERTS = {"num_experts_per_tok": 2, "num_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 80}
+CASES = [(kind, "sdpa") for kind in ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe")]
+CASES += [("llama", "eager"), ("gpt_oss", "eager"), ("gemma2", "eager")]
+
+
+def config_of(kind: str, layers: int) -> dict[str, Any]:
+    experts = EXPERTS if kind in ("qwen3_moe", "gpt_oss") else {}
+    full = {"layer_types": ["full_attention"] * layers} if kind in ("gemma2", "gemma3_text", "gpt_oss") else {}
+    window = {"sliding_window": 64} if full else {"sliding_window": None}
+    return {"model_type": kind, "num_hidden_layers": layers, **window, **SMALL, **experts, **full}
+
+
+def kept(config: dict[str, Any], attention: str, dtype: torch.dtype, *, packed: bool, frozen: bool) -> int:
+    """Bytes of everything that autograd saves in a forward pass, each piece of memory once, parameters left out."""
+    values = dict(config)
+    settings = AutoConfig.for_model(values.pop("model_type"), **values)
+    model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attention).train()
+    lengths = [TOKENS // 2] * 2 if packed else [TOKENS]
+    context = {}
+    if can_attend_apart(model):
+        attend_apart(model)
+        context = {ARGUMENT: ApartRow(lengths, torch.device("cpu"))}
+    if frozen:
+        model.requires_grad_(False)
+        model.get_input_embeddings().requires_grad_(True)
+    held = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[int, torch.Tensor] = {}
+
+    def remember(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in held:
+            found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with (
+        torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor),
+        row_given() if context else nullcontext(),
+    ):
+        model.model(input_ids=ids, position_ids=positions, use_cache=False, **context)
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("packed", [False, True], ids=["single", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "attention"), CASES, ids=["-".join(case) for case in CASES])
+def test_a_layer_keeps_what_the_plan_says(
+    kind: str, attention: Any, dtype: torch.dtype, packed: bool, frozen: bool
+) -> None:
+    """The difference of a model with two layers and one with one; to 2 %."""
+    one, two = (kept(config_of(kind, layers), attention, dtype, packed=packed, frozen=frozen) for layers in (1, 2))
+    model = architecture_of(config_of(kind, 1))
+    targets = ("none",) if frozen else None
+    row = Pass(TOKENS, dtype.itemsize, attention, packed=packed, targets=targets, sample=TOKENS // 2)
+    assert kept_by_layer(model, model.layers[0], row) == pytest.approx(two - one, rel=0.02)
+
+
+def test_short_samples_keep_what_the_plan_says_in_float32_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.TOKENS", 96)
+    test_a_layer_keeps_what_the_plan_says("qwen3", "sdpa", torch.float32, packed=True, frozen=False)
+
+
+def test_flash_attention_keeps_nothing_that_grows_with_the_square_of_a_row_and_ranks_share_it() -> None:
+    model = architecture_of(config_of("qwen3", 1))
+
+    def planned(tokens: int, attention: Any, cp: int = 1) -> float:
+        return kept_by_layer(model, model.layers[0], Pass(tokens, 2, attention, cp=cp))
+
+    long = planned(4000, "flash_attention_2")
+    assert long == 4 * planned(1000, "flash_attention_2") == 2 * planned(4000, "flash_attention_2", cp=2)
+    assert planned(4000, "sdpa") < 1.1 * long
+    assert planned(4000, "sdpa", cp=2) > 2 * 4000**2  # which needs a mask
+
+
+class Products(TorchDispatchMode):
+    """Bytes of the results of all operations that selective checkpointing keeps."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.name() in KEPT:
+            results = result if isinstance(result, tuple) else (result,)
+            self.num_bytes += sum(tensor.nbytes for tensor in results)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_selective_checkpointing_keeps_what_the_plan_says(dtype: torch.dtype) -> None:
+    """128 tokens of each sample: short in bfloat16, not in float32."""
+    found = []
+    for layers in (1, 2):
+        with Products() as products:
+            kept(config_of("qwen3", layers), "sdpa", dtype, packed=True, frozen=False)
+        found.append(products.num_bytes)
+    model = architecture_of(config_of("qwen3", 1))
+    row = Pass(TOKENS, dtype.itemsize, "sdpa", sample=TOKENS // 2)
+    planned = kept_by_matrices(model, model.layers[0], row) - layer_input(model, row)
+    assert planned == pytest.approx(found[1] - found[0], rel=0.02)

@@ -33,11 +33,8 @@ def test_schedules_by_hand(kind: str, settings: dict[str, float], expected: list
     assert found == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
-def test_beyond_the_last_step_the_rate_stays_at_the_floor(kind: str) -> None:
-    assert lr_factor(99, kind=kind, warmup_steps=0, max_steps=10, floor=0.3) == pytest.approx(0.3)
-
-
-def test_by_default_a_tenth_of_the_run_is_decay() -> None:
+def test_beyond_the_last_step_the_rate_stays_at_the_floor_and_a_tenth_of_the_run_is_decay() -> None:
+    for kind in ("linear", "cosine", "wsd"):
+        assert lr_factor(99, kind=kind, warmup_steps=0, max_steps=10, floor=0.3) == pytest.approx(0.3)
     assert [Scheduler(type="wsd").decay_of(steps) for steps in (5, 10, 99, 200)] == [1, 1, 9, 20]
     assert Scheduler(type="wsd", decay_steps=3).decay_of(200) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -61,9 +62,6 @@ def rich_config(written: dict[bool, RunConfig], tmp_path: Path) -> RunConfig:
     return copied(written[True], tmp_path / "rich")
 
 
-# correct runs
-
-
 @pytest.mark.parametrize("build", [build_config, build_rich_config])
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_run_holds_whatever_file_was_written_last(
@@ -71,14 +69,11 @@ def test_a_run_holds_whatever_file_was_written_last(
 ) -> None:
     run = WrittenRun(build(tmp_path, max_async_level=level, seed=level))
     moments = [(moment, assert_holds(tmp_path)) for moment in run.write(6)]
-    report = moments[-1][1]
-    assert moments[0][1].summary.batches == 0
-    assert len(moments) > 30
-    assert report.summary.batches == 6
-    assert report.summary.trained == 36
-    assert report.summary.checkpoints == [2, 4, 6]
-    assert report.summary.lag == ((0, 0) if level == 0 else (0, 2)) or level
-    assert len(report.summary.dropped_for) > 1
+    first, last = moments[0][1].summary, moments[-1][1].summary
+    assert (first.batches, len(moments) > 30) == (0, True)
+    assert (last.batches, last.trained, last.checkpoints) == (6, 36, [2, 4, 6])
+    assert (last.lag == (0, 0)) == (level == 0)
+    assert len(last.dropped_for) > 1
 
 
 def test_a_run_holds_at_every_moment_of_a_rewind_and_of_the_other_way_from_there(config: RunConfig) -> None:
@@ -129,16 +124,15 @@ def test_what_may_happen_to_the_files_of_a_run_is_no_contradiction(config: RunCo
     assert_holds(tmp_path / "elsewhere")
 
 
-def test_the_summary_counts_what_there_is(rich_config: RunConfig) -> None:
-    records = [Journal(rich_config.paths.journal).read(step) for step in range(5)]
-    summary = assert_holds(rich_config.paths.root).summary
-    assert summary.trained == 30
+def test_the_summary_counts_what_there_is(written: dict[bool, RunConfig]) -> None:
+    journal = Journal(written[True].paths.journal)
+    records = [journal.read(step) for step in range(5)]
+    summary = assert_holds(written[True].paths.root).summary
     assert summary.dropped == sum(len(record.dropped) for record in records) == sum(summary.dropped_for.values())
-    assert summary.groups == records[-1].state.next_group
-    assert summary.open_groups == len(records[-1].state.open_groups)
+    assert (summary.trained, summary.groups) == (30, records[-1].state.next_group)
+    assert (summary.open_groups, summary.versions_confirmed) == (len(records[-1].state.open_groups), 6)
     trained = [rollout for record in records for rollout in record.rollouts if rollout.masked is None]
     assert summary.trained_tokens == sum(int(sample.loss_mask.sum()) for one in trained for sample in one.samples)
-    assert summary.versions_confirmed == 6
 
 
 def test_the_command_shows_the_first_contradiction_all_or_json_and_exits_with_0_1_or_2(
@@ -152,14 +146,11 @@ def test_the_command_shows_the_first_contradiction_all_or_json_and_exits_with_0_
     for step in (3, 1):
         rewrite_batch(config, step, lambda record: record.rollouts.pop(1))
     code, text = said()
-    assert code == 1
-    assert "batch 1: group" in text
-    assert "batch 3: group" not in text
+    assert (code, "batch 1: group" in text, "batch 3: group" in text) == (1, True, False)
     assert "batch 3: group" in said("--all")[1]
     found = json.loads(said("--json")[1])
-    assert found["holds"] is False
+    assert (found["holds"], found["contradictions"][0]["step"], found["summary"]["batches"]) == (False, 1, 5)
     assert found["num_contradictions"] == len(found["contradictions"]) > 0
-    assert (found["contradictions"][0]["step"], found["summary"]["batches"]) == (1, 5)
     with pytest.raises(ConfigError, match=r"is not a run's folder"):
         audit([str(tmp_path)])
 
@@ -170,6 +161,8 @@ def test_what_cannot_be_compared_or_differs_on_a_gpu_is_worth_a_note(config: Run
 
     rewrite_batch(config, 2, as_custom)
     (note,) = assert_holds(config.paths.root).findings.notes
+    assert "gone.py:best, which is called only with `--run-code`" in note
+    (note,) = audit_run(config.paths.root, run_code="gone.py:best").findings.notes
     assert "gone.py does not exist" in note
     on_gpu = write_whole_run(tmp_path / "gpu", device="cuda")
     planted_faults.confirm_otherwise(on_gpu)
@@ -177,17 +170,26 @@ def test_what_cannot_be_compared_or_differs_on_a_gpu_is_worth_a_note(config: Run
     assert "2. confirmation says that model.norm.weight" in note
 
 
-# planted faults
+def test_no_code_that_a_journal_names_is_run(config: RunConfig, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+
+    def as_pager(record: BatchRecord) -> None:
+        args = {"cmd": f"touch {mark}; cat > {os.devnull}"}
+        custom = {"advantage": "custom", "advantage_path": "pydoc:pipepager", "advantage_args": args}
+        record.rules = msgspec.structs.replace(record.rules, **custom)
+
+    rewrite_batch(config, 2, as_pager)
+    audit_run(config.paths.root, run_code="mine:advantages")
+    audit([str(config.paths.root)])
+    assert not mark.exists()
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found_and_named_first(config: RunConfig, name: str) -> None:
-    assert_named_first(config, FAULTS[name])
-
-
-@pytest.mark.parametrize("name", RICH_FAULTS)
-def test_a_fault_in_what_a_batch_goes_by_is_found_and_named_first(rich_config: RunConfig, name: str) -> None:
-    assert_named_first(rich_config, RICH_FAULTS[name])
+@pytest.mark.parametrize("name", [*FAULTS, *RICH_FAULTS])
+def test_a_fault_is_found_and_named_first(config: RunConfig, rich_config: RunConfig, name: str) -> None:
+    if name in FAULTS:
+        assert_named_first(config, FAULTS[name])
+    else:
+        assert_named_first(rich_config, RICH_FAULTS[name])
 
 
 def test_a_token_of_lag_one_contradicts_a_synchronous_run(tmp_path: Path) -> None:
@@ -203,8 +205,7 @@ def assert_named_first(config: RunConfig, fault: Fault) -> None:
     first = report.findings.in_order()[0]
     assert re.search(words, first.found), report.text(everything=True)
     assert step in (-1, first.step)
-    assert first.expected
-    assert first.meaning
+    assert all((first.expected, first.meaning))
 
 
 def test_one_fault_is_not_repeated_in_later_batches_and_thousands_are_only_counted(
@@ -235,9 +236,6 @@ def test_after_a_missing_batch_the_others_are_still_audited(tmp_path: Path, gone
     assert "batch 5: group" in audit_run(tmp_path).text(everything=True)
 
 
-# any fault: whatever something else on disk repeats
-
-
 LEFT_TO_OTHERS = {
     *("rules", "ids", "logprobs", "prompt", "completion", "answer", "stop", "reason", "engines", "time"),
     *("difference", "kept", "routed"),
@@ -266,22 +264,23 @@ def leaves(value: Any, path: tuple = ()) -> Iterator[tuple]:
 
 
 def changed_value(value: Any, name: str | int, chance: random.Random) -> Any:
-    if value is None:
-        return INSTEAD_OF_NONE[str(name)]
-    if isinstance(value, list):
-        place = chance.randrange(len(value))
-        return value[:place] + value[place + 1 :] if chance.random() < 0.5 else [*value, value[place]]
-    if isinstance(value, np.ndarray):
-        array = value.copy()
-        place = chance.choice(np.flatnonzero(~np.isnan(array)).tolist())
-        array[place] = 1 - array[place] if array.dtype == np.uint8 else array[place] + chance.choice([-1, 1])
-        return array
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int | float):
-        return value + chance.choice([-1, 1]) * (1 if isinstance(value, int) else 0.25)
-    assert isinstance(value, str), value
-    return value + "x"
+    match value:
+        case None:
+            return INSTEAD_OF_NONE[str(name)]
+        case list():
+            place = chance.randrange(len(value))
+            return value[:place] + value[place + 1 :] if chance.random() < 0.5 else [*value, value[place]]
+        case np.ndarray():
+            array = value.copy()
+            place = chance.choice(np.flatnonzero(~np.isnan(array)).tolist())
+            array[place] = 1 - array[place] if array.dtype == np.uint8 else array[place] + chance.choice([-1, 1])
+            return array
+        case bool():
+            return not value
+        case int() | float():
+            return value + chance.choice([-1, 1]) * (1 if isinstance(value, int) else 0.25)
+        case _:
+            return value + "x"
 
 
 def changed_at(content: Any, path: tuple, chance: random.Random) -> Any:

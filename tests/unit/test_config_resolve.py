@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,14 +25,12 @@ def gpus(count: int) -> Devices:
     return Devices(gpus=tuple(map(str, range(count))), cores=16)
 
 
-def test_a_machine_without_gpus_runs_on_cpu_in_full_precision() -> None:
+def test_a_machine_without_gpus_runs_on_cpu_in_full_precision():
+    expected = {"device": "cpu", "inference_gpu_ids": [], "trainer_gpu_ids": [], TOLERANCE: 1e-3}
+    expected |= {"weight_broadcast.type": "gloo", "inference.model.dtype": "float32", "trainer.num_ranks": 1}
+    expected |= {"trainer.threads": 4, "inference.cpu.threads": 4}
     config = resolved(on=EIGHT_CORES)
-    assert config.device == "cpu"
-    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ((), ())
-    assert config.weight_broadcast.type == "gloo"
-    assert config.weight_broadcast.probe_tolerance == 1e-3
-    assert config.inference.model.dtype == "float32"
-    assert (config.trainer.num_ranks, config.trainer.threads, config.inference.cpu.threads) == (1, 4, 4)
+    assert {key: value_at(config, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -79,9 +76,7 @@ def test_a_machine_without_gpus_runs_on_cpu_in_full_precision() -> None:
         ("--orchestrator.eval.sampling.temperature 0.5", CPU, "orchestrator.eval.sampling.temperature", 0.5),
     ],
 )
-def test_a_value_that_is_left_open_follows_from_the_machine_and_the_rest(
-    flags: str, on: Devices, key: str, value: Any
-) -> None:
+def test_a_value_that_is_left_open_follows_from_the_machine_and_the_rest(flags, on, key, value):
     found = value_at(resolved(flags, on=on), key)
     assert (found["max_tokens"] if isinstance(found, dict) else found) == value
 
@@ -100,28 +95,26 @@ def test_a_value_that_is_left_open_follows_from_the_machine_and_the_rest(
         ("--inference-gpus 6 --trainer-gpus 2", 4, (0, 1, 2, 3, 4, 5), (6, 7)),  # for the rules to refuse
     ],
 )
-def test_gpus_are_contiguous_engines_first(
-    flags: str, count: int, engines: tuple[int, ...], trainer: tuple[int, ...]
-) -> None:
+def test_gpus_are_contiguous_engines_first(flags, count, engines, trainer):
     config = resolved(flags, on=gpus(count))
     assert (config.inference_gpu_ids, config.trainer_gpu_ids) == (engines, trainer)
     assert config.trainer.num_ranks == len(trainer)
     assert config.inference.parallel.dp == len(engines)
 
 
-def test_a_process_started_alone_takes_all_it_sees() -> None:
+def test_a_process_started_alone_takes_all_it_sees():
     assert resolved(on=gpus(4), section="trainer").trainer_gpu_ids == (0, 1, 2, 3)
     assert resolved(on=gpus(4), section="inference").inference_gpu_ids == (0, 1, 2, 3)
     assert {resolved(on=gpus(1), section=room).weight_broadcast.type for room in ROOMS} == {"nccl"}
 
 
-def test_environments_are_named_after_their_ids() -> None:
+def test_environments_are_named_after_their_ids():
     environments = """--orchestrator.env.0.id x --orchestrator.eval.env '[{id = "y", name = "why"}]'"""
     orchestrator = resolved(environments).orchestrator
     assert [env.name for env in orchestrator.env + orchestrator.eval.env] == ["x", "why"]
 
 
-def test_rl_finds_free_ports_and_commands_alone_take_the_known_ones() -> None:
+def test_rl_finds_free_ports_and_commands_alone_take_the_known_ones():
     config = resolved("--ports.batches 7777 --ports.weights 0")
     ports = [config.inference.server.port, config.orchestrator.server.port, config.ports.weights]
     assert all(ports)
@@ -132,13 +125,13 @@ def test_rl_finds_free_ports_and_commands_alone_take_the_known_ones() -> None:
     assert known == (8000, 8001, 5555, 5556)
 
 
-def test_resolving_twice_changes_nothing() -> None:
+def test_resolving_twice_changes_nothing():
     for machine in (CPU, gpus(1), gpus(4)):
         config = resolved(ENV, on=machine)
         assert resolve(config, machine) == config
 
 
-def test_supervised_runs_resolve_too() -> None:
+def test_supervised_runs_resolve_too():
     on_gpus = resolve_sft(SftConfig(), gpus(4))
     assert (on_gpus.device, on_gpus.num_ranks, on_gpus.threads) == ("cuda", 4, 4)
     on_cpu = resolve_sft(SftConfig(seq_len=64), CPU)
@@ -146,10 +139,7 @@ def test_supervised_runs_resolve_too() -> None:
     assert on_cpu.model.name == on_cpu.tokenizer.name == RunConfig().model.name
 
 
-# on disk
-
-
-def test_a_written_run_reads_back_the_same(tmp_path: Path) -> None:
+def test_a_written_run_reads_back_the_same(tmp_path):
     write_run(config := resolved("--trainer.loss.ratio-high inf", on=gpus(4)), tmp_path / "run.json")
     assert read_run(RunConfig, tmp_path / "run.json") == config
     assert load_run_config(["--run", str(tmp_path / "run.json")], program="rl")[0] == config
@@ -157,7 +147,7 @@ def test_a_written_run_reads_back_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_each_process_can_be_started_alone_from_what_a_run_wrote(room: Any, tmp_path: Path) -> None:
+def test_each_process_can_be_started_alone_from_what_a_run_wrote(room, tmp_path):
     config = resolved(f"@ {DATA / 'guide_example.toml'} --orchestrator.eval.num-examples none", on=gpus(4))
     write_rooms(config, tmp_path)
     alone = resolved(f"@ {tmp_path / room}.toml", on=gpus(4), section=room)
@@ -165,22 +155,11 @@ def test_each_process_can_be_started_alone_from_what_a_run_wrote(room: Any, tmp_
         assert getattr(alone, key) == getattr(config, key)
 
 
-def test_toml_is_written_as_it_is_read() -> None:
-    table = {
-        "a": 1,
-        "b c": 'quote " and \\ and ü',
-        "small": 1e-06,
-        "on": True,
-        "list": [1, 2],
-        "empty": [],
-        "t": {"x": {"y": "z"}, "none": {}},
-        "many": [{"id": "a", "args": {"k": [{"deep": 1}]}}, {"id": "b"}],
-    }
+def test_toml_is_written_as_it_is_read():
+    table = {"a": 1, "b c": 'quote " and \\ and ü', "small": 1e-06, "on": True, "list": [1, 2], "empty": []}
+    table |= {"t": {"x": {"y": "z"}, "none": {}}, "many": [{"id": "a", "args": {"k": [{"deep": 1}]}}, {"id": "b"}]}
     assert tomllib.loads(to_toml(table)) == table
     assert tomllib.loads(to_toml(room_table(RunConfig(), "trainer")))["optim"]["lr"] == 1e-6
-
-
-# the machine
 
 
 @pytest.mark.parametrize(
@@ -195,7 +174,7 @@ def test_toml_is_written_as_it_is_read() -> None:
         ("GPU-1234", ("GPU-1234",)),
     ],
 )
-def test_visible_gpus_are_what_cuda_would_see(tmp_path: Path, visible: str | None, found: tuple[str, ...]) -> None:
+def test_visible_gpus_are_what_cuda_would_see(tmp_path, visible, found):
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert detect_devices(environ, tmp_path).gpus == (), "a variable does not make GPUs"
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):

@@ -13,13 +13,12 @@ from resolved_runs import CPU
 from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
 from trireme.cli.machines import join_network, node_of, nodes_of
-from trireme.config.load import load_run_config
+from trireme.config.load import Invocation, load_run_config
 from trireme.config.places import NODE, Place, find_node, place_of
 from trireme.config.resolve import resolve
 from trireme.config.rules import launch_problems, problems
 from trireme.config.run import RunConfig
 from trireme.config.written import Room
-from trireme.launch.plan import describe, plan
 
 SECRET = "a-token-for-tests-0123456789"
 MODEL = f"{resolved_runs.ENV} --model.name a/b "
@@ -41,6 +40,10 @@ def resolved(flags: str = "", section: Room | None = None) -> RunConfig:
     return resolved_runs.resolved(MODEL + flags, section=section)
 
 
+def loaded(flags: str, section: Room) -> tuple[RunConfig, Invocation]:
+    return load_run_config(shlex.split(MODEL + flags), program=section, section=section)
+
+
 def refusal(flags: str, section: Room | None = None) -> str:
     return "\n".join(problems(resolved(flags, section), CPU, section=section))
 
@@ -49,10 +52,7 @@ def not_ready(flags: str = "", section: Room | None = None) -> str:
     return "\n".join(launch_problems(resolved(flags, section), CPU, section=section))
 
 
-# addresses
-
-
-def test_without_hosts_everything_is_on_loopback_and_no_token_is_needed() -> None:
+def test_without_hosts_everything_is_on_loopback_and_no_token_is_needed():
     config = resolved()
     assert config.hosts.are_loopback
     assert config.engine_urls == [f"http://127.0.0.1:{config.inference.server.port}"]
@@ -62,21 +62,17 @@ def test_without_hosts_everything_is_on_loopback_and_no_token_is_needed() -> Non
     assert config.ports.ranks is None
 
 
-def test_the_older_names_of_addresses_still_hold() -> None:
+def test_the_older_names_of_addresses_still_hold_and_two_servers_on_one_machine_have_ports_of_their_own():
     config = resolved("--ports.host 203.0.113.1 --inference.server.host 203.0.113.2 --device cpu")
     assert (config.hosts.orchestrator, config.hosts.inference) == ("203.0.113.1", ("203.0.113.2",))
     assert config.inference.server.host == "203.0.113.2"
-
-
-def test_two_servers_on_one_machine_have_ports_of_their_own() -> None:
-    argv = shlex.split(f"{MODEL} --hosts.inference 127.0.0.1:8000 127.0.0.1:8010")
-    config, _ = load_run_config(argv, program="rl", section="inference")
+    config = loaded("--hosts.inference 127.0.0.1:8000 127.0.0.1:8010", "inference")[0]
     config = resolve(config, CPU, section="inference", node=1)
     assert config.inference.server.port == 8010
     assert config.engine_urls == ["http://127.0.0.1:8000", "http://127.0.0.1:8010"]
 
 
-def test_a_process_listens_at_its_own_address_or_everywhere_where_that_is_another_machines() -> None:
+def test_a_process_listens_at_its_own_address_or_everywhere_where_that_is_another_machines():
     """The address of a service or a router is not the machine's own, and clients come through it."""
     config = resolved(ALL, "orchestrator")
     assert config.engine_urls == ["http://203.0.113.1:8000", "http://203.0.113.2:8000"]
@@ -88,11 +84,13 @@ def test_a_process_listens_at_its_own_address_or_everywhere_where_that_is_anothe
     assert here.inference.server.host == "127.0.0.2"
 
 
-def test_all_machines_call_the_run_the_same_wherever_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_machines_call_the_run_the_same_wherever_it_lies_and_have_the_same_device(monkeypatch, tmp_path):
     first = resolved(ALL).run_id
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert resolved(ALL).run_id == first
+    with pytest.raises(ConfigError, match=r"`device` is left open"):
+        resolved(ALL.replace("--device cpu", ""))
 
 
 @pytest.mark.parametrize(
@@ -111,17 +109,12 @@ def test_all_machines_call_the_run_the_same_wherever_it_lies(monkeypatch: pytest
         (f"{RANKS} --trainer.num-ranks 5", "trainer", "equally many ranks on each. Set `trainer.num_ranks` to 4 or 6"),
     ],
 )
-def test_hosts_that_cannot_be_meant_are_refused(flags: str, section: Room | None, words: str) -> None:
+def test_hosts_that_cannot_be_meant_are_refused(flags, section, words):
     device = "" if "--device" in flags else "--device cpu "
     assert words in refusal(device + flags, section)
 
 
-def test_machines_do_not_each_answer_for_their_own_device() -> None:
-    with pytest.raises(ConfigError, match=r"`device` is left open"):
-        resolved(ALL.replace("--device cpu", ""))
-
-
-def test_addresses_are_read_with_and_without_a_port() -> None:
+def test_addresses_are_read_with_and_without_a_port():
     assert place_of("10.0.0.2:8003") == Place("10.0.0.2", 8003)
     assert place_of("10.0.0.2:65535") == Place("10.0.0.2", 65535)
     assert place_of("node-7.cluster") == Place("node-7.cluster", None)
@@ -130,35 +123,28 @@ def test_addresses_are_read_with_and_without_a_port() -> None:
             place_of(wrong)
 
 
-# tokens
-
-
-@pytest.mark.parametrize("section", [None, "inference", "orchestrator", "trainer"])
-def test_a_process_that_strangers_can_reach_needs_a_token(
-    section: Room | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "there is no token" in not_ready(ALL, section)
+@pytest.mark.parametrize(
+    ("flags", "section", "words"),
+    [
+        *((ALL, section, "there is no token") for section in (None, "inference", "orchestrator", "trainer")),
+        ("--inference.server.host 0.0.0.0", None, "inference.server.host = 0.0.0.0 can be reached"),
+    ],
+)
+def test_a_process_that_strangers_can_reach_needs_a_token(flags, section, words, monkeypatch):
+    assert words in not_ready(flags, section)
     monkeypatch.setenv(TOKEN, SECRET)
-    assert "token" not in not_ready(ALL, section)
-
-
-def test_a_server_that_listens_everywhere_needs_a_token_on_one_machine_too() -> None:
-    assert "inference.server.host = 0.0.0.0 can be reached" in not_ready("--inference.server.host 0.0.0.0")
+    assert "token" not in not_ready(flags, section)
 
 
 @pytest.mark.parametrize("bad", ["short", "with spaces in the middle of it", "ünsafe-in-a-header-000000"])
-def test_a_token_that_can_be_guessed_or_not_be_sent_is_refused_without_being_shown(
-    bad: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_that_can_be_guessed_or_not_be_sent_is_refused_without_being_shown(bad, monkeypatch):
     monkeypatch.setenv(TOKEN, bad)
     message = not_ready(ALL)
     assert f"the token in {TOKEN} has {len(bad)} characters" in message
     assert bad not in message
 
 
-def test_a_token_may_lie_in_a_file_and_the_environment_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_may_lie_in_a_file_and_the_environment_comes_first(tmp_path, monkeypatch):
     file = tmp_path / "token"
     flags = f"{ALL} --hosts.token-file {file}"
     assert "cannot be read" in not_ready(flags)
@@ -174,10 +160,7 @@ def test_a_token_may_lie_in_a_file_and_the_environment_comes_first(
     monkeypatch.delenv(TOKEN)
 
 
-# the machines
-
-
-def test_rl_says_what_to_type_on_which_machine() -> None:
+def test_rl_says_what_to_type_on_which_machine():
     message = not_ready(ALL)
     for command, host in (("inference", OTHERS[0]), ("orchestrator", OTHERS[2]), ("trainer", OTHERS[2])):
         assert f"uv run {command} @ FILE   # on {host}" in message
@@ -186,49 +169,41 @@ def test_rl_says_what_to_type_on_which_machine() -> None:
     assert "rl` starts" not in not_ready(ALL, "orchestrator")
 
 
-def test_a_plan_names_the_machines() -> None:
-    config = resolved(ALL, "trainer")
-    shown = describe(plan(config, Path("run.json"), CPU), config, only="trainer")
-    assert "inference 203.0.113.1, 203.0.113.2; orchestrator 203.0.113.3; trainer 203.0.113.3" in shown
-    here = resolved()
-    assert "hosts " not in describe(plan(here, Path("run.json"), CPU), here)
-
-
-def test_a_machine_finds_itself_by_a_flag_the_environment_or_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_node("hosts.inference", ("203.0.113.1", "127.0.0.1:8001", "203.0.113.3"), None) == 1
-    assert find_node("hosts.inference", ("203.0.113.1",), None) == 0, "there is no other that it could be"
-    assert find_node("hosts.trainer", OTHERS, 2) == 2
-    monkeypatch.setenv(NODE, "1")
-    assert find_node("hosts.trainer", OTHERS, None) == 1
-    assert find_node("hosts.trainer", OTHERS, 0) == 0
-    monkeypatch.setenv(NODE, "first")
-    with pytest.raises(ConfigError, match=f"{NODE} = 'first'"):
-        find_node("hosts.trainer", OTHERS, None)
-
-
 @pytest.mark.parametrize(
-    ("addresses", "flag", "words"),
+    ("addresses", "flag", "variable", "found"),
     [
-        (OTHERS, None, "none of them is this machine"),
-        (("127.0.0.1:1", "127.0.0.1:2"), None, "2 of them are this machine"),
-        (OTHERS, 3, "a number from 0 to 2"),
+        (("203.0.113.1", "127.0.0.1:8001", "203.0.113.3"), None, "", 1),
+        (("203.0.113.1",), None, "", 0),  # there is no other that it could be
+        (OTHERS, 2, "", 2),
+        (OTHERS, None, "1", 1),
+        (OTHERS, 0, "1", 0),
+        (OTHERS, None, "first", f"{NODE} = 'first'"),
+        (OTHERS, None, "", "none of them is this machine"),
+        (("127.0.0.1:1", "127.0.0.1:2"), None, "", "2 of them are this machine"),
+        (OTHERS, 3, "", "a number from 0 to 2"),
+        (OTHERS, -1, "", "a number from 0 to 2"),
     ],
 )
-def test_where_nothing_tells_the_user_is_asked(addresses: tuple[str, ...], flag: int | None, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        find_node("hosts.trainer", addresses, flag)
+def test_a_machine_finds_itself_by_a_flag_the_environment_or_its_addresses(
+    addresses, flag, variable, found, monkeypatch
+):
+    monkeypatch.setenv(NODE, variable)
+    if isinstance(found, int):
+        assert find_node("hosts.trainer", addresses, flag) == found
+    else:
+        with pytest.raises(ConfigError, match=found):
+            find_node("hosts.trainer", addresses, flag)
 
 
-def test_a_plan_that_is_only_shown_needs_no_machine() -> None:
-    argv = shlex.split(MODEL + ALL)
-    config, invocation = load_run_config([*argv, "--dry-run"], program="inference", section="inference")
+def test_a_plan_that_is_only_shown_needs_no_machine():
+    config, invocation = loaded(f"{ALL} --dry-run", "inference")
     assert node_of(config, "inference", invocation) == 0
-    config, invocation = load_run_config(argv, program="inference", section="inference")
+    config, invocation = loaded(ALL, "inference")
     with pytest.raises(ConfigError, match="--node N"):
         node_of(config, "inference", invocation)
 
 
-def test_ranks_are_shared_by_machines_and_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_shared_by_machines_and_meet_at_the_first(monkeypatch):
     config = resolved(f"{RANKS} --trainer.num-ranks 6", "trainer")
     assert problems(config, CPU, section="trainer") == []
     monkeypatch.setenv(NODE, "1")
@@ -236,19 +211,12 @@ def test_ranks_are_shared_by_machines_and_meet_at_the_first(monkeypatch: pytest.
     for token in (SECRET, "another-token-for-tests-01234"):
         monkeypatch.setenv(TOKEN, token)
         nodes = nodes_of(config)
-        assert nodes is not None
         ids.add(nodes.id)
     assert len(ids) == 2, "where ranks meet is known only with the token"
     words = list(nodes.arguments())
-    assert dict(zip(words[::2], words[1::2], strict=True)).items() >= {
-        ("--nnodes", "2"),
-        ("--node-rank", "1"),
-        ("--master-addr", "127.0.0.1"),
-        ("--master-port", "5557"),
-        ("--local-addr", "127.0.0.2"),
-    }
+    expected = {"--nnodes": "2", "--node-rank": "1", "--master-addr": "127.0.0.1", "--master-port": "5557"}
+    expected["--local-addr"] = "127.0.0.2"
+    assert dict(zip(words[::2], words[1::2], strict=True)).items() >= expected.items()
+    each = resolved(f"--device cpu --hosts.trainer {' '.join(OTHERS)}", "trainer")
+    assert each.trainer.num_ranks == 3, "one on each machine, by default"
     assert nodes_of(resolved(section="trainer")) is None
-
-
-def test_each_machine_has_one_rank_by_default() -> None:
-    assert resolved(f"--device cpu --hosts.trainer {' '.join(OTHERS)}", "trainer").trainer.num_ranks == 3

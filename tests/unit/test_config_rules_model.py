@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from resolved_runs import CPU, ENV, prefixed, refusals, resolved
+from resolved_runs import CPU, ENV, refusals, resolved
 from trireme.base.errors import ConfigError
 from trireme.config import rules_model
 from trireme.config.load import load_config
@@ -22,12 +22,10 @@ from trireme.config.trainer import Experts, Lora, TrainerModel
 
 TABLE = "trainer.model"
 FLASH = {"attn": "flash_attention_2", "optimization_dtype": "bfloat16"}
-REPLAY = "--trainer.model.moe.router-replay true"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model, as far as rules look at it."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors").touch()
@@ -53,9 +51,7 @@ def found(folder: Path, *, device: str = "cpu", **settings: Any) -> str:
         (2, {"attn": "eager", "cp": 2}, {"attn": "eager", "cp": 1}, '`trainer.model.attn = "sdpa"`'),
     ],
 )
-def test_ranks_and_precision_must_suit_the_attention(
-    ranks: int, refused: dict[str, Any], accepted: dict[str, Any], words: str
-) -> None:
+def test_ranks_and_precision_must_suit_the_attention(ranks, refused, accepted, words):
     (problem,) = model_problems(TABLE, TrainerModel(**refused), ranks)
     assert words in problem
     assert [*model_problems(TABLE, TrainerModel(**accepted), ranks)] == []
@@ -63,7 +59,7 @@ def test_ranks_and_precision_must_suit_the_attention(
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma3_text", "qwen3_moe", "mixtral", "phi3", "glm4_moe"])
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
-def test_known_families_are_accepted(folder: Path, kind: str, attention: str) -> None:
+def test_known_families_are_accepted(folder, kind, attention):
     describe(folder, model_type=kind)
     assert found(folder, attn=attention) == ""
 
@@ -78,7 +74,7 @@ def test_known_families_are_accepted(folder: Path, kind: str, attention: str) ->
         ({"model_type": "gpt_oss"}, "expected one of eager."),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_refused(folder: Path, config: dict[str, Any], words: str) -> None:
+def test_a_model_that_cannot_be_trained_is_refused(folder, config, words):
     describe(folder, **config)
     assert words in found(folder)
 
@@ -96,8 +92,8 @@ def test_a_model_that_cannot_be_trained_is_refused(folder: Path, config: dict[st
     ],
 )
 def test_scores_that_a_model_caps_are_left_to_eager_unless_the_user_says_sdpa(
-    folder: Path, described: dict[str, Any], flags: str, attention: str, words: str
-) -> None:
+    folder, described, flags, attention, words
+):
     describe(folder, **described)
     flags = f"--model.name {folder} {flags}"
     assert resolved(flags).trainer.model.attn == attention
@@ -107,7 +103,7 @@ def test_scores_that_a_model_caps_are_left_to_eager_unless_the_user_says_sdpa(
     assert resolve_sft(load_config(argv, SftConfig, program="sft")[0], CPU).model.attn == attention
 
 
-def test_what_the_user_allows_is_accepted(folder: Path) -> None:
+def test_what_the_user_allows_is_accepted(folder):
     describe(folder, model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Mine"})
     assert found(folder, trust_remote_code=True) == ""
     describe(folder, model_type="gpt_oss")
@@ -115,9 +111,10 @@ def test_what_the_user_allows_is_accepted(folder: Path) -> None:
     assert "expected one of flex_attention, eager." in found(folder, device="cuda")
 
 
-def test_weights_are_safetensors_unless_none_are_read(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").touch()
+def test_weights_are_safetensors_unless_none_are_read_and_a_row_is_shared_as_its_heads_allow(folder):
+    assert "has 4 attention heads" in found(folder, cp=3)
+    assert found(folder, cp=2) == ""
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "has neither model.safetensors nor" in found(folder)
     assert found(folder, from_scratch=True) == ""
     (folder / "model.safetensors.index.json").touch()
@@ -126,12 +123,7 @@ def test_weights_are_safetensors_unless_none_are_read(folder: Path) -> None:
     assert "cannot be read" in found(folder)
 
 
-def test_a_row_is_shared_by_as_many_ranks_as_divide_the_heads(folder: Path) -> None:
-    assert "has 4 attention heads" in found(folder, cp=3)
-    assert found(folder, cp=2) == ""
-
-
-def test_a_package_that_attention_needs_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_attention_needs_is_there(monkeypatch):
     here = {"flash_attn", "transformers"}
     real = rules_model.find_spec
     monkeypatch.setattr(rules_model, "find_spec", lambda name: real("json") if name in here else None)
@@ -140,7 +132,7 @@ def test_a_package_that_attention_needs_is_there(monkeypatch: pytest.MonkeyPatch
     assert "neither the package flash_attn nor kernels" in found(Path("some/model"), device="cuda", **FLASH)
 
 
-def test_rl_and_sft_refuse_alike(folder: Path, tmp_path: Path) -> None:
+def test_rl_and_sft_refuse_alike(folder, tmp_path):
     describe(folder, model_type="qwen33")
     (tmp_path / "data.jsonl").write_text("{}\n")
     config = resolved(f"{ENV} --model.name {folder} --trainer.model.cp 3")
@@ -152,31 +144,6 @@ def test_rl_and_sft_refuse_alike(folder: Path, tmp_path: Path) -> None:
         check_sft(sft, CPU)
 
 
-# adapters
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--modules-to-save lm_head", "modules_to_save = ['lm_head']"),
-        ("--target-modules all-linear", "all-linear in target_modules"),
-        ("--target-modules q_proj,lm_head", "lm_head in target_modules"),
-        ("--rank 513", "rank = 513"),
-    ],
-)
-def test_adapters_that_engines_cannot_hold_are_refused_unless_they_are_merged(flags: str, words: str) -> None:
-    flags = prefixed("trainer.model.lora", flags)
-    assert len(refusals(f"{flags} --trainer.model.lora.sync adapter", words)) == 1
-    assert refusals(f"{flags} --trainer.model.lora.sync merged") == []
-
-
-def test_adapters_are_sent_whole() -> None:
-    adapter = "--trainer.model.lora.rank 512 --trainer.model.lora.sync adapter"
-    assert refusals(adapter) == []
-    assert len(refusals(f"{adapter} --weight-broadcast.delta", "weight_broadcast.delta")) == 1
-    assert refusals("--trainer.model.lora.rank 8 --weight-broadcast.delta") == []
-
-
 @pytest.mark.parametrize(
     ("lora", "words"),
     [
@@ -185,12 +152,12 @@ def test_adapters_are_sent_whole() -> None:
         (Lora(target_modules=()), "all-linear"),
     ],
 )
-def test_a_module_is_adapted_or_trained_whole(lora: Lora, words: str) -> None:
+def test_a_module_is_adapted_or_trained_whole(lora, words):
     (problem,) = lora_problems("model.lora", lora)
     assert words in problem
 
 
-def test_supervised_training_has_neither_engines_nor_routes() -> None:
+def test_supervised_training_has_neither_engines_nor_routes():
     assert len([*lora_problems("model.lora", Lora(sync="adapter"), has_engines=False)]) == 1
     assert [*lora_problems("model.lora", Lora(), has_engines=False)] == []
     assert len([*expert_problems_of_sft(TrainerModel(moe=Experts(router_replay=True)))]) == 1
@@ -198,25 +165,16 @@ def test_supervised_training_has_neither_engines_nor_routes() -> None:
     assert [*expert_problems_of_sft(TrainerModel())] == []
 
 
-# experts
-
-
-def test_router_replay_needs_the_engines_prefix_cache_and_a_model_with_experts(folder: Path) -> None:
-    assert len(refusals(f"{REPLAY} --inference.args.enable-prefix-caching false", "prefix_caching")) == 1
-    assert refusals(REPLAY) == []
-    flags = f"{REPLAY} --model.name {folder}"
+def test_router_replay_needs_a_model_with_experts(folder):
+    flags = f"--trainer.model.moe.router-replay true --model.name {folder}"
     describe(folder, num_experts=0)
     assert len(refusals(flags, "mixture of experts", at_launch=True)) == 1
     describe(folder, num_experts=4)
     assert refusals(flags, "mixture of experts", at_launch=True) == []
 
 
-def test_expert_parallelism_is_refused() -> None:
-    assert len(refusals("--trainer.model.ep 2 --trainer.num-ranks 2", "trainer.model.ep = 2 - expected 1")) == 1
-
-
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_experts_are_counted_under_any_of_their_names(folder: Path, key: str) -> None:
+def test_experts_are_counted_under_any_of_their_names(folder, key):
     describe(folder, **{key: 6})
     assert num_experts_in(str(folder)) == 6
     describe(folder, text_config={key: 5})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from trireme.algo.columns import Totals
+from trireme.algo.columns import CustomLoss, Totals
 from trireme.base.errors import ConfigError
-from trireme.base.functions import function_problem, load_function
+from trireme.base.functions import function_problem
 from trireme.config.losses import Recipe
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Loss, TrainerConfig
@@ -22,30 +23,25 @@ GOOD = "def loss(columns, scale=1.0):\n    return -scale * columns.advantages * 
 
 
 def written(folder: Path, code: str) -> str:
-    file = folder / "mine.py"
-    file.write_text(code)
-    return f"{file}:loss"
+    (folder / "mine.py").write_text(code)
+    return f"{folder}/mine.py:loss"
 
 
-def refusal(path: str | None, **args: object) -> str:
-    with pytest.raises(ConfigError) as error:
-        load_custom_loss(Recipe("custom", path=path, args=args))
-    return str(error.value)
-
-
-def test_a_function_of_a_file_gets_the_columns_and_its_arguments(tmp_path: Path) -> None:
-    loss = load_custom_loss(Recipe("custom", path=written(tmp_path, GOOD), args={"scale": 2.0}))
+def loaded(path: str | None, **args: object) -> CustomLoss:
+    loss = load_custom_loss(Recipe("custom", path=path, args=args))
     assert loss is not None
-    columns = made_up_columns()
-    assert loss(columns).tolist() == (-2.0 * columns.advantages * columns.logprobs).tolist()
+    return loss
 
 
-def test_a_function_of_a_module_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a_module_of_mine.py").write_text(GOOD)
+def test_a_function_gets_the_columns_and_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns, path = made_up_columns(), written(tmp_path, GOOD)
     monkeypatch.syspath_prepend(tmp_path)
-    loss = load_custom_loss(Recipe("custom", path="a_module_of_mine:loss"))
-    assert loss is not None
-    assert loss(made_up_columns()).shape == (3,)
+    for each in (path, "mine:loss"):
+        expected = -2.0 * columns.advantages * columns.logprobs
+        assert loaded(each, scale=2.0)(columns).tolist() == expected.tolist()
+    monkeypatch.delitem(sys.modules, "mine")
+    written(tmp_path, "def loss(columns):\n    return columns.reference * columns.logprobs\n")
+    assert load_custom_loss(Recipe("custom", path=path, beta=0.1)) is not None  # it is tried out with a reference
 
 
 def test_what_it_returns_is_normalized_like_any_other(tmp_path: Path) -> None:
@@ -77,15 +73,17 @@ def test_what_it_returns_is_normalized_like_any_other(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_a_function_is_said_before_anything_is_trained(tmp_path: Path, code: str, what: str) -> None:
-    message = refusal(written(tmp_path, code))
-    assert what in message
-    assert "trainer.loss.path" in message
-    assert "xpected" in message
+    with pytest.raises(ConfigError) as error:
+        loaded(written(tmp_path, code))
+    assert what in str(error.value)
+    assert "trainer.loss.path" in str(error.value)
+    assert "xpected" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("path", "what"),
     [
+        (None, "without a path"),
         ("mine.py", "names no function"),
         ("mine:", "names no function"),
         ("no_such_file.py:loss", "no_such_file.py does not exist"),
@@ -93,45 +91,27 @@ def test_what_is_wrong_with_a_function_is_said_before_anything_is_trained(tmp_pa
         ("math:no_such_thing", "math has no `no_such_thing`"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_named(path: str, what: str) -> None:
-    assert what in refusal(path)
+def test_a_path_that_leads_nowhere_is_named(path: str | None, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        loaded(path)
 
 
-def test_an_argument_that_the_function_does_not_take_is_named(tmp_path: Path) -> None:
-    assert "unexpected keyword argument 'sclae'" in refusal(written(tmp_path, GOOD), sclae=2)
-
-
-def test_without_a_path_there_is_nothing_to_call() -> None:
-    assert "without a path" in refusal(None)
-
-
-def test_nonsense_that_comes_later_ends_the_run_with_words(tmp_path: Path) -> None:
-    code = "def loss(columns):\n    return columns.logprobs if len(columns.logprobs) == 3 else columns.logprobs.sum()\n"
-    loss = load_custom_loss(Recipe("custom", path=written(tmp_path, code)))
-    assert loss is not None
-    columns = made_up_columns()
-    longer = type(columns)(
-        **{
-            name: torch.cat([value, value]) if isinstance(value, torch.Tensor) else value
-            for name, value in vars(columns).items()
-        }
-    )
+def test_an_argument_that_the_function_does_not_take_is_named_and_later_nonsense_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'sclae'"):
+        loaded(written(tmp_path, GOOD), sclae=2)
+    path = written(tmp_path, "def loss(columns):\n    l = columns.logprobs\n    return l if len(l) == 3 else l.sum()\n")
+    tensors = {name: value for name, value in vars(made_up_columns()).items() if isinstance(value, torch.Tensor)}
+    longer = {name: torch.cat([value, value]) for name, value in tensors.items()}
     with pytest.raises(ConfigError, match=r"shape \[\] for 6 tokens"):
-        loss(longer)
+        loaded(path)(type(made_up_columns())(**longer, num_samples=2))
 
 
 def test_a_bad_loss_is_refused_before_the_model_is_loaded(tmp_path: Path, world: World) -> None:
     trainer = TrainerConfig(loss=Loss(type="custom", path=written(tmp_path, "def loss(columns):\n    return 1\n")))
-    config = RunConfig(model=Model(name="/no/such/model"), trainer=trainer)
     with pytest.raises(ConfigError, match="returned a int"):
-        base_state(config, world)
-
-
-def test_a_problem_is_seen_without_running_the_file(tmp_path: Path) -> None:
+        base_state(RunConfig(model=Model(name="/no/such/model"), trainer=trainer), world)
     path = written(tmp_path, "raise RuntimeError\nfrom somewhere import loss\n")
     assert function_problem(path, key="k") is None  # it may turn out to be one
-    with pytest.raises(ConfigError, match="raised RuntimeError"):
-        load_function(path, key="k")
 
 
 def test_the_example_of_the_documentation_works_as_it_stands(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import socket
 from pathlib import Path
@@ -45,26 +46,35 @@ def ask(key: str | None, *steps: dict[str, Any]) -> list[httpx.Response]:
         ({"origin": "null"}, 401),
     ],
 )
-def test_on_loopback_only_this_machines_own_pages_are_answered(headers: dict[str, str], status: int) -> None:
+def test_on_loopback_only_this_machines_own_pages_are_answered(headers, status):
     (answer,) = ask(None, {"headers": headers})
     assert answer.status_code == status
 
 
-def test_the_key_of_the_address_opens_and_is_remembered() -> None:
+def test_the_key_of_the_address_opens_and_is_remembered():
     key = key_of(SECRET)
     first, with_key, afterwards = ask(key, {}, {"url": f"/?{KEY}={key}"}, {})
     assert [answer.status_code for answer in (first, with_key, afterwards)] == [401, 200, 200]
     assert "HttpOnly" in with_key.headers["set-cookie"]
     assert b"rollouts" not in first.content
+    for wrong in ("", "x", key[:-1], SECRET, "%ff"):
+        assert [answer.status_code for answer in ask(key, {"url": f"/?{KEY}={wrong}"})] == [401]
 
 
-@pytest.mark.parametrize("wrong", ["", "x", key_of(SECRET)[:-1], SECRET, "%ff"])
-def test_no_other_key_opens(wrong: str) -> None:
-    (answer,) = ask(key_of(SECRET), {"url": f"/?{KEY}={wrong}"})
-    assert answer.status_code == 401
+def test_where_others_reach_it_a_token_is_a_must_and_the_key_tells_nothing_of_it(monkeypatch, tmp_path):
+    monkeypatch.delenv(TOKEN, raising=False)
+    assert key_for("127.0.0.1") is None
+    with pytest.raises(ConfigError, match="no token - expected"):
+        dashboard([str(tmp_path), "--host", "0.0.0.0"])
+    monkeypatch.setenv(TOKEN, SECRET)
+    key = key_for("0.0.0.0")
+    with listen("127.0.0.1", 0) as listener:
+        address = address_of(listener, "127.0.0.1", key)
+    assert address.endswith(f"?{KEY}={key}")
+    assert SECRET not in address
 
 
-def test_a_websocket_without_the_key_is_closed() -> None:
+def test_a_websocket_without_the_key_is_closed():
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -78,38 +88,17 @@ def test_a_websocket_without_the_key_is_closed() -> None:
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
-def test_the_key_tells_nothing_of_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN, SECRET)
-    key = key_for("0.0.0.0")
-    assert key is not None
-    assert SECRET not in key
-    with listen("127.0.0.1", 0) as listener:
-        assert SECRET not in address_of(listener, "127.0.0.1", key)
-        assert address_of(listener, "127.0.0.1", key).endswith(f"?{KEY}={key}")
-
-
-def test_where_others_reach_it_a_token_is_a_must(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(TOKEN, raising=False)
-    assert key_for("127.0.0.1") is None
-    with pytest.raises(ConfigError, match="no token - expected"):
-        dashboard([str(tmp_path), "--host", "0.0.0.0"])
-
-
-def test_a_port_that_was_asked_for_and_is_taken_is_refused() -> None:
+def test_a_port_that_is_taken_is_refused_where_it_was_asked_for_and_else_another_does(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}"):
             listen("127.0.0.1", port)
-
-
-def test_where_the_usual_port_is_taken_another_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr("trireme.cli.dashboard.PORT", taken.getsockname()[1])
+        monkeypatch.setattr("trireme.cli.dashboard.PORT", port)
         with listen("127.0.0.1", None) as listener:
-            assert listener.getsockname()[1] != taken.getsockname()[1]
+            assert listener.getsockname()[1] != port
 
 
-def test_a_run_may_be_yet_to_come_but_not_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_may_be_yet_to_come_but_not_its_place(tmp_path, capsys):
     (tmp_path / "wordle").mkdir()
     require_place(tmp_path / "wordel")
     assert f"Near it: {tmp_path / 'wordle'}" in capsys.readouterr().out
@@ -122,13 +111,31 @@ def test_a_run_may_be_yet_to_come_but_not_its_place(tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize(
     ("argv", "words"),
-    [
-        (["--prot", "1"], "Did you mean `--port`"),
-        (["--port", "eighty"], "is no port"),
-        (["--port", "70000"], "is no port"),
-        (["--open"], "unknown flag `--open`"),
-    ],
+    [("--prot 1", "Did you mean `--port`"), ("--port eighty", "is no port"), ("--port 65536", "is no port")],
 )
-def test_flags_typed_wrongly_are_refused(argv: list[str], words: str, tmp_path: Path) -> None:
+def test_flags_typed_wrongly_are_refused(argv, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
-        dashboard([str(tmp_path), *argv])
+        dashboard([str(tmp_path), *argv.split()])
+
+
+def test_every_page_says_what_it_may_talk_to_and_who_may_embed_it() -> None:
+    (answer,) = ask(None, {})
+    assert "frame-ancestors 'self'" in answer.headers["content-security-policy"]
+    assert "connect-src 'self'" in answer.headers["content-security-policy"]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+PROPS = {"label", "tip", "length", "MOST_RUNS", "rollout.place", "one.place", "key", "str(other == number).lower()"}
+PROPS |= {"str(other == self._number).lower()"}
+"""What is formatted into text for `props()`: constants of ours and numbers."""
+
+
+def test_no_name_out_of_a_run_is_formatted_into_properties_that_are_parsed() -> None:
+    """NiceGUI parses text for `props()`, and takes a property that begins with `:` for JavaScript."""
+    found = set()
+    for file in Path("src/trireme/monitor/dashboard").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "props":
+                parts = [part for each in node.args for part in ast.walk(each) if isinstance(part, ast.FormattedValue)]
+                found |= {ast.unparse(part.value) for part in parts}
+    assert found == PROPS

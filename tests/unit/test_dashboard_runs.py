@@ -1,25 +1,34 @@
-"""What the dashboard knows of runs: from their folders alone, whatever is in them, as they grow."""
+"""What the dashboard knows of runs from their folders alone, whatever is in them, as they grow, and how it draws it."""
 
 from __future__ import annotations
 
 import json
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trireme.base.paths import RunPaths
 from trireme.launch.folder import hold_folder
+from trireme.monitor.collapse import Watch
 from trireme.monitor.dashboard import runs as module
 from trireme.monitor.dashboard.columns import Columns
+from trireme.monitor.dashboard.curves import Frame, curve, smoothed, thinned
 from trireme.monitor.dashboard.glance import ago, differences, figures, glance
+from trireme.monitor.dashboard.groups import OTHERS, group_of, grouped, matching
+from trireme.monitor.dashboard.log_text import TAIL_BYTES, clean, kind_of, log_files, tail, to_html
+from trireme.monitor.dashboard.pictures import Line, line_chart
 from trireme.monitor.dashboard.runs import Library, RunFolder, RunSet
+from trireme.monitor.dashboard.signs import Signs
 from trireme.monitor.metrics import MetricsFile, latest_by_step, merge_processes, read_metrics
+from viewing import Reader, answering
+
+METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 @pytest.fixture(autouse=True)
@@ -29,12 +38,18 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEARCH_S", -1.0)
 
 
-def write(run: Path, steps: range, *, reward: float = 0.5) -> None:
+def write(run: Path, steps: range, *, reward: float = 0.5) -> Path:
     run.mkdir(parents=True, exist_ok=True)
     trainer, orchestrator = (MetricsFile(run / "metrics.jsonl", name) for name in ("trainer", "orchestrator"))
     for step in steps:
         orchestrator.append(step, {"reward/mean": reward + step, "time/step": 1.0})
         trainer.append(step, {"loss": -0.1 * step, "time/step": 2.0, "grad_norm": math.nan if step == 1 else 1.0})
+    return run
+
+
+def configure(run: Path, config: Any) -> None:
+    (run / "configs").mkdir(parents=True)
+    (run / "configs" / "run.json").write_text(config if isinstance(config, str) else json.dumps(config))
 
 
 def opened(run: Path) -> RunFolder:
@@ -43,212 +58,228 @@ def opened(run: Path) -> RunFolder:
     return folder
 
 
-def without_clock(row: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in row.items() if name not in ("process", "time_s")}
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in kept.items()}
+def rows_of(rows: list[dict[str, Any]]) -> str:
+    return repr([{name: row[name] for name in sorted(row) if name not in ("process", "time_s")} for row in rows])
 
 
-def test_rows_are_those_of_the_file_merged_by_step(tmp_path: Path) -> None:
-    write(tmp_path / "run", range(5))
-    MetricsFile(tmp_path / "run" / "metrics.jsonl", "orchestrator").append(0, {"eval/e/reward": 0.25})
-
-    latest = latest_by_step(read_metrics(tmp_path / "run" / "metrics.jsonl")[0])
+def test_rows_are_those_of_the_file_merged_by_step_however_it_grows(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole", range(5))
+    MetricsFile(whole / "metrics.jsonl", "orchestrator").append(0, {"eval/e/reward": 0.25})
+    latest = latest_by_step(read_metrics(whole / "metrics.jsonl")[0])
     expected = [merge_processes([row for (_, of), row in latest.items() if of == step]) for step in range(5)]
-
-    assert [without_clock(row) for row in opened(tmp_path / "run").rows()] == list(map(without_clock, expected))
-
-
-def test_a_file_that_grows_byte_by_byte_is_read_as_it_would_be_at_once(tmp_path: Path) -> None:
-    write(tmp_path / "whole", range(4))
-    data = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
-    run = tmp_path / "run"
-    run.mkdir()
-    folder = RunFolder(run, "run")
+    assert rows_of(opened(whole).rows()) == rows_of(expected).replace("None", "nan")
+    data = (whole / "metrics.jsonl").read_bytes()
+    folder = opened(write(tmp_path / "run", range(0)))
     for begin in range(0, len(data), 97):
-        with open(run / "metrics.jsonl", "ab") as file:
+        with open(folder.path / "metrics.jsonl", "ab") as file:
             file.write(data[begin : begin + 97])
         folder.refresh()
-
-    assert [without_clock(row) for row in folder.rows()] == [
-        without_clock(row) for row in opened(tmp_path / "whole").rows()
-    ]
+    assert rows_of(folder.rows()) == rows_of(opened(whole).rows())
 
 
 def test_a_run_that_went_back_shows_nothing_of_the_way_that_it_left() -> None:
     columns = Columns()
     columns.add({"step": step, "process": "trainer", "time_s": step, "loss": 1.0} for step in range(10))
+    columns.add([{"step": 7, "process": "orchestrator", "eval/e/reward": 0.9}])  # it comes late, and is no step back
+    assert (columns.went_back, len(columns.series("loss").steps)) == ([], 10)
+    assert columns.series("eval/e/reward").steps.tolist() == [7]
     columns.add({"step": step, "process": "trainer", "time_s": 20 + step, "loss": 2.0} for step in (4, 5))
-
     steps, values = columns.series("loss")
     assert steps.tolist() == [0, 1, 2, 3, 4, 5]
     assert values.tolist() == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
-    assert columns.went_back == [4]
-    assert columns.newest_step() == 5
+    assert (columns.went_back, columns.newest_step()) == ([4], 5)
 
 
-def test_an_evaluation_that_comes_late_is_no_step_back() -> None:
-    columns = Columns()
-    columns.add({"step": step, "process": "orchestrator", "reward/mean": 0.5} for step in range(8))
-    columns.add([{"step": 5, "process": "orchestrator", "eval/e/reward": 0.9}])
-
-    assert columns.went_back == []
-    assert len(columns.series("reward/mean").steps) == 8
-    assert columns.series("eval/e/reward").steps.tolist() == [5]
-
-
-def test_a_folder_that_comes_later_is_shown_when_it_is_there(tmp_path: Path) -> None:
+def test_a_folder_that_comes_later_or_is_used_again_is_shown_as_it_is_now(tmp_path: Path) -> None:
     library = Library([tmp_path / "later"])
     library.search()
     (folder,) = library.runs()
     folder.refresh()
     assert folder.state() == "not there yet"
-
-    write(tmp_path / "later", range(3))
+    run = write(tmp_path / "later", range(9))
     library.search()
     folder.refresh()
     assert library.runs() == [folder]
-    assert (folder.num_done, folder.state()) == (3, "stopped")
-
-
-def test_a_new_run_in_the_same_folder_has_nothing_of_the_one_before(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    write(run, range(9))
-    folder = opened(run)
+    assert (folder.num_done, folder.state()) == (9, "stopped")
     (run / "metrics.jsonl").rename(tmp_path / "aside")
     write(run, range(2), reward=7.0)
     folder.refresh()
-
     assert folder.num_done == 2
     assert folder.columns.series("reward/mean").values.tolist() == [7.0, 8.0]
 
 
 def test_damaged_files_cost_what_is_damaged_and_no_more(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    write(run, range(2))
+    run = write(tmp_path / "run", range(2))
     with open(run / "metrics.jsonl", "ab") as file:
         file.write(b'\x00\xff{"step": 2, "process"\n[1, 2]\n{"step": "x", "process": "trainer"}\n')
     write(run, range(2, 4))
-    (run / "configs").mkdir()
-    (run / "configs" / "run.json").write_text("{ not json")
+    configure(run, "{ not json")
     folder = opened(run)
-
     assert [row["step"] for row in folder.rows()] == [0, 1, 2, 3]
-    assert folder.config() == {}
-    assert folder.setting("orchestrator.batch_size", 7) == 7
+    assert (folder.config(), folder.setting("orchestrator.batch_size", 7)) == ({}, 7)
 
 
-def test_runs_are_found_below_a_folder_and_told_apart(tmp_path: Path) -> None:
-    for name in ("a/wordle", "b/wordle", "plain", "deep/er/still"):
+def test_runs_are_found_below_a_folder_told_apart_and_listed_without_reading_them(tmp_path: Path) -> None:
+    for name in ("a/wordle", "b/wordle", "plain", "deep/er/still", *(f"many/run-{n}" for n in range(100))):
         write(tmp_path / name, range(1))
     (tmp_path / "only-planned" / "configs").mkdir(parents=True)
-    (tmp_path / "plain" / "checkpoints" / "inside").mkdir(parents=True)
-    (tmp_path / "plain" / "checkpoints" / "inside" / "metrics.jsonl").touch()
+    write(tmp_path / "plain" / "checkpoints" / "inside", range(1))
     library = Library([tmp_path])
     library.search()
-
-    assert sorted(run.name for run in library.runs()) == ["a/wordle", "b/wordle", "plain", "still"]
-    found = library.named("b/wordle")
-    assert found is not None
-    assert found.path == tmp_path / "b" / "wordle"
-
-
-def test_hundreds_of_runs_are_listed_without_reading_them(tmp_path: Path) -> None:
-    for number in range(300):
-        write(tmp_path / f"run-{number}", range(1))
-    library = Library([tmp_path])
-    library.search()
-
-    assert len({run.name for run in library.runs()}) == 300
+    names = [run.name for run in library.runs()]
+    assert len(names) == 104
+    assert {*names} >= {"a/wordle", "b/wordle", "plain", "still"}
+    assert [run.path for run in library.runs() if run.name == "b/wordle"] == [tmp_path / "b" / "wordle"]
+    assert library.named("b/wordle") in library.runs()
     assert all(run.generation == 0 and not run.rows() for run in library.runs())
+    chosen = [RunFolder(tmp_path, name) for name in ("a/b", "c & d")]
+    assert RunSet(Library([]), chosen).link("/tokens", step=3, find=None) == "/tokens?run=a%2Fb&run=c+%26+d&step=3"
 
 
-def test_a_run_is_alive_while_a_launcher_holds_its_folder(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    write(run, range(1))
+def test_a_run_is_alive_while_a_launcher_holds_its_folder_or_its_own_orchestrator_answers(tmp_path: Path) -> None:
+    """The port of a run may be another run's by now."""
+    run = write(tmp_path / "run", range(1))
     folder = RunFolder(run, "run")
     with hold_folder(RunPaths(run)):
         folder.refresh()
         assert folder.is_live()
     folder.refresh()
     assert not folder.is_live()
-
-
-@contextmanager
-def orchestrator(answer: dict[str, Any]) -> Iterator[int]:
-    """One that says this when it is asked."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize("is_its_own", [True, False])
-def test_the_port_of_a_run_may_be_another_runs_by_now(tmp_path: Path, *, is_its_own: bool) -> None:
-    run = tmp_path / "run"
-    write(run, range(1))
-    named = run if is_its_own else tmp_path / "another"
-    with orchestrator({"run": str(named), "state": "running", "version": 3}) as port:
-        (run / "configs").mkdir()
-        config = {"orchestrator": {"server": {"host": "127.0.0.1", "port": port}}, "max_steps": 5}
-        (run / "configs" / "run.json").write_text(json.dumps(config))
-        folder = opened(run)
-
-    assert (folder.status() is not None) == is_its_own
-    assert folder.state() == ("running" if is_its_own else "stopped")
+    said = {"run": str(run), "state": "running", "version": 3}
+    with answering(lambda: json.dumps(said).encode()) as port:
+        configure(run, {"orchestrator": {"server": {"host": "127.0.0.1", "port": port}}, "max_steps": 5})
+        for name, state in ((run, "running"), (tmp_path / "another", "stopped")):
+            said["run"] = str(name)
+            folder = opened(run)
+            assert (folder.status() is not None, folder.state()) == (name == run, state)
 
 
 def test_figures_are_what_one_works_out_by_hand(tmp_path: Path) -> None:
-    write(tmp_path / "run", range(10))
-    (tmp_path / "run" / "configs").mkdir()
-    (tmp_path / "run" / "configs" / "run.json").write_text('{"max_steps": 10}')
-    said = {figure.name: figure.value for figure in figures(opened(tmp_path / "run"))}
-
-    assert said["Steps trained"] == "10 of 10"
-    assert said["Reward"] == f"{0.5 + (5 + 6 + 7 + 8 + 9) / 5:.3f}"
-    assert said["Seconds a step"] == "2"
-
-
-def test_a_glance_reads_the_end_of_the_file_alone(tmp_path: Path) -> None:
-    write(tmp_path / "run", range(1000))
-    seen = glance(RunFolder(tmp_path / "run", "run"))
+    run = write(tmp_path / "run", range(10))
+    configure(run, {"max_steps": 10})
+    said = {figure.name: figure.value for figure in figures(opened(run))}
+    reward = f"{0.5 + (5 + 6 + 7 + 8 + 9) / 5:.3f}"
+    assert said | {"Steps trained": "10 of 10", "Reward": reward, "Seconds a step": "2"} == said
+    seen = glance(RunFolder(write(tmp_path / "long", range(1000)), "long"))  # of the end of the file alone
     assert (seen.step, seen.reward) == (1000, 999.5)
     assert glance(RunFolder(tmp_path / "none", "none")).step is None
+    words = [ago(1000.0, 1000.0 + seconds) for seconds in (3, 125, 7300, 90000)]
+    assert words == ["just now", "2 min ago", "2 h ago", "1 d ago"]
 
 
 def test_what_differs_between_runs_leaves_out_where_they_are(tmp_path: Path) -> None:
-    settings: list[dict[str, Any]] = [
-        {"name": "a", "trainer": {"optim": {"lr": 1e-3}}, "ports": {"batches": 1}, "env": [{"id": "x"}]},
-        {"name": "b", "trainer": {"optim": {"lr": 1e-4}}, "ports": {"batches": 2}, "env": [{"id": "x"}], "seed": 1},
-    ]
-    folders = []
-    for number, config in enumerate(settings):
-        configs = tmp_path / str(number) / "configs"
-        configs.mkdir(parents=True)
-        (configs / "run.json").write_text(json.dumps(config))
-        folders.append(opened(tmp_path / str(number)))
-
-    assert differences(folders) == [("trainer.optim.lr", ["0.001", "0.0001"]), ("seed", ["–", "1"])]
+    a = {"name": "a", "trainer": {"optim": {"lr": 1e-3}}, "ports": {"batches": 1}, "env": [{"id": "x"}]}
+    b = a | {"name": "b", "trainer": {"optim": {"lr": 1e-4}}, "ports": {"batches": 2}, "seed": 1}
+    for name, config in (("a", a), ("b", b)):
+        configure(tmp_path / name, config)
+    found = differences([opened(tmp_path / name) for name in "ab"])
+    assert found == [("trainer.optim.lr", ["0.001", "0.0001"]), ("seed", ["–", "1"])]
 
 
-def test_the_address_of_a_page_keeps_the_runs_that_are_looked_at(tmp_path: Path) -> None:
-    chosen = [RunFolder(tmp_path, name) for name in ("a/b", "c & d")]
-    assert RunSet(Library([]), chosen).link("/tokens", step=3, find=None) == "/tokens?run=a%2Fb&run=c+%26+d&step=3"
+@given(st.text(st.characters(exclude_categories=["Cc", "Cs"])), st.sampled_from(["", "a", "<b> &", "error script"]))
+def test_whatever_a_process_wrote_is_shown_as_text(line: str, words: str) -> None:
+    page = Reader(to_html([line], words))
+    assert page.tags <= {"span", "mark"}
+    assert "".join(page.texts) == line
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(3, "just now"), (125, "2 min ago"), (7300, "2 h ago"), (90000, "1 d ago")]
-)
-def test_times_are_said_in_words(seconds: float, words: str) -> None:
-    assert ago(1000.0, 1000.0 + seconds) == words
+def test_a_line_of_a_log_is_shown_without_what_terminals_are_told_in_it() -> None:
+    assert to_html(["a <Reward> b"], "reward") == "a &lt;<mark>Reward</mark>&gt; b"
+    written = ["\x1b[32mINFO\x1b[0m fine", " 10%|# \r 50%|#####", "windows\r", "bell \x07 \x00"]
+    assert [clean(line) for line in written] == ["INFO fine", " 50%|#####", "windows", "bell � �"]
+    assert clean("x" * 5000).endswith("… (3000 characters more)")
+    lines = ["12:00 INFO x | no error", "RuntimeError: x", "FutureWarning: y", "Traceback (most"]
+    assert [kind_of(line) for line in lines] == ["", "bad", "warn", "bad"]
+
+
+def test_of_a_long_log_the_newest_whole_lines_are_shown_and_a_filter_finds_what_is_far_back(tmp_path: Path) -> None:
+    for name in ("environment-x-0", "trainer", "inference-1", "orchestrator"):
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        (tmp_path / "logs" / f"{name}.stdout").touch()
+    assert list(log_files(tmp_path)) == ["orchestrator", "trainer", "inference-1", "environment-x-0"]
+    log = log_files(tmp_path)["trainer"]
+    lines = [f"line {number:06}" for number in range(100_000)]
+    log.write_text("\n".join(lines) + "\n")
+    shown = tail(log, most=10)
+    assert (shown.lines, shown.is_whole, shown.num_found) == (lines[-10:], False, (TAIL_BYTES - 1) // 12)
+    lines[7], lines[9] = "01:02:03 WARNING trainer | Low Memory", "ValueError: low"
+    log.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe broken\n")
+    assert tail(log, words="MEMORY low").lines == [lines[7]]
+    assert tail(log, level="errors").lines == [lines[9]]
+    assert tail(log, level="trouble").lines == [lines[7], lines[9]]
+    assert tail(tmp_path / "none").lines == []
+
+
+def test_the_dashboard_warns_of_what_the_run_itself_warned_of(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", "trainer")
+    for step in range(40):
+        metrics.append(step, {"policy/entropy": 1.0 if step < 20 else 0.0001, "grad_norm": 500.0 if step == 30 else 1})
+    signs, watch = Signs(metrics.path), Watch()
+    for row in read_metrics(metrics.path)[0]:
+        watch.take(row)
+    assert [signs.refresh(), signs.refresh()] == [True, False]
+    first, *others = signs.findings()
+    assert {finding.warned for finding in (first, *others)} == set(watch.said)
+    assert (first.warned.name, first.lasts) == ("entropy_collapse", True)
+    for finding in (first, *others):
+        assert f"{finding.seen} {finding.meaning} {finding.advice}" == finding.warned.text
+        assert finding.metric in ("policy/entropy", "grad_norm")
+
+
+def columns_of(values: list[float | None]) -> Columns:
+    columns = Columns()
+    columns.add(
+        {"step": step, "process": "trainer", "time_s": 1e9 + 1800 * step, "loss": value}
+        for step, value in enumerate(values)
+    )
+    return columns
+
+
+def test_smoothing_is_the_weighted_mean_that_it_says_it_is_of_what_is_finite() -> None:
+    assert smoothed(np.array([1.0, 2.0, 4.0]), 0.5) == pytest.approx([1.0, (1 / 4 + 2 / 2) / (3 / 4), 3.0])
+    result = smoothed(np.array([1.0, math.nan, 1.0, math.inf]), 0.9)
+    assert result[[0, 2]] == pytest.approx([1.0, 1.0])
+    assert np.isnan(result[[1, 3]]).all()
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=900), st.integers(4, 60))
+def test_however_few_points_are_drawn_the_lowest_and_the_highest_are_among_them(values: list[float], most: int) -> None:
+    x, y = thinned(np.arange(len(values), dtype=float), np.array(values), most)
+    assert len(x) <= max(most, 4)
+    assert (y.min(), y.max()) == (min(values), max(values))
+    assert (x[0], x[-1]) == (0, len(values) - 1)
+    assert (np.diff(x) > 0).all()
+    assert [values[int(at)] for at in x] == y.tolist()
+
+
+def test_a_zoom_goes_on_to_the_edge_and_hours_are_counted_from_the_first_report() -> None:
+    columns = columns_of([math.sin(step) for step in range(5000)])
+    assert len(curve(columns, "loss", Frame()).points()) <= 500
+    zoomed = curve(columns, "loss", Frame(begin=1000, end=1100))
+    assert [x for x, _ in zoomed.points()] == list(range(999, 1102)), "nothing is thinned"
+    columns = columns_of([1.0, 2.0, 3.0])
+    columns.add([{"step": 0, "process": "orchestrator", "time_s": 1e9 - 3600, "reward/mean": 0.5}])
+    assert [x for x, _ in curve(columns, "loss", Frame(axis="hours")).points()] == [1.0, 1.5, 2.0]
+
+
+def test_a_picture_can_be_sent_whatever_was_measured_and_marks_where_a_run_went_back_once() -> None:
+    columns = columns_of([None, 1.0, None, 1e300, 0.0])
+    lines = [Line("a", "#123456", curve(columns, "loss", Frame(smoothing=weight))) for weight in (0.0, 0.5)]
+    chart = line_chart(lines, Frame(), marks=[7, 7, 9])
+    json.dumps(chart, allow_nan=False)
+    assert chart["series"][0]["markLine"]["data"] == [{"xAxis": 7}, {"xAxis": 9}]
+    assert curve(columns, "no such metric", Frame()).points() == []
+
+
+def test_every_documented_metric_has_a_place_and_what_matters_most_comes_first() -> None:
+    table = METRICS.read_text().split("## Warnings")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert len(names) > 80
+    assert [name for name in names if group_of(name) is OTHERS and not name.startswith("warnings/")] == []
+    groups = grouped(["reward/max", "orchestrator/time/step", "time/step", "reward/mean", "zebra", "eval/x/reward"])
+    assert {group.title: names[0] for group, names in groups.items()} == {
+        "Reward": "reward/mean", "Evaluation": "eval/x/reward", "Time": "time/step", "Other": "zebra"
+    }  # fmt: skip
+    assert matching(["reward/mean", "time/step", "reward/std"], "STD rew") == ["reward/std"]
+    assert matching(["a", "b"], "  ") == ["a", "b"]

@@ -1,4 +1,4 @@
-"""The data order with difficulty pools and a curriculum, for any history, stopped anywhere.
+"""Which example comes next, with difficulty pools and a curriculum, for any history, stopped anywhere.
 
 The oracle keeps its state in plain dictionaries and walks the positions one by one.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +16,12 @@ from hypothesis import strategies as st
 from order_rules import order_rules
 from trireme.algo.curriculum import Place, Stage, after_batch, weights_in
 from trireme.algo.difficulty import Outcome, Pools, from_scores, left_out, to_scores
-from trireme.algo.order import Cursor, DataOrder, draws_of, environment_of, example_order
-from trireme.ledger.records import State
+from trireme.algo.order import draws_of, environment_of, example_order, names_and_shares
+from trireme.base.errors import ConfigError
+from trireme.ledger.records import OpenGroup, State
 from trireme.ledger.rules import Rules
 from trireme.messages import decode_as, encode
+from trireme.orchestrator.buffer import Buffer
 
 SIZES = {"a": 9, "b": 4, "c": 1}
 
@@ -39,24 +40,17 @@ def build_stages(drawn: list[tuple[set[str], int, float | None, int]]) -> tuple[
 
 weights = st.sampled_from([0.0, 0.25, 0.5, 1.0])
 pools = st.builds(pools_of, weights, st.sampled_from([0.25, 1.0]), weights, st.sampled_from([0.0, 0.5, 0.75]))
-
+names = st.sets(st.sampled_from("abc"), min_size=1)
 stages = st.lists(
-    st.tuples(
-        st.sets(st.sampled_from("abc"), min_size=1),
-        st.integers(1, 6),
-        st.sampled_from([None, 0.25, 0.5]),
-        st.integers(1, 4),
-    ),
-    max_size=3,
-)
+    st.tuples(names, st.integers(1, 6), st.sampled_from([None, 0.25, 0.5]), st.integers(1, 4)), max_size=3
+).map(build_stages)
 rules = st.builds(
-    lambda seed, shuffle, pools, drawn: order_rules(
-        {"a": 1.0, "b": 1.0, "c": 0.5}, seed=seed, shuffle=shuffle, pools=pools, curriculum=build_stages(drawn)
-    ),
-    st.integers(0, 3),
-    st.booleans(),
-    st.none() | pools,
-    stages,
+    order_rules,
+    st.just({"a": 1.0, "b": 1.0, "c": 0.5}),
+    seed=st.integers(0, 3),
+    shuffle=st.booleans(),
+    pools=st.none() | pools,
+    curriculum=stages,
 )
 histories = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), max_size=6), min_size=1, max_size=8)
 """For each batch the mean rewards of so many groups, taken and ended within it."""
@@ -65,13 +59,16 @@ histories = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), max_
 class Naive:
     """The same order, from its description."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.next_group = 0
         self.at = dict.fromkeys(SIZES, (0, 0))
         self.means: dict[tuple[str, int], float] = {}
         self.stage, self.reward = 0, math.nan
 
-    def take(self, group: int, rules: Rules) -> tuple[str, int]:
-        weights = rules.weights
+    def take(self) -> OpenGroup:
+        group, self.next_group = self.next_group, self.next_group + 1
+        rules, weights = self.rules, self.rules.weights
         if rules.curriculum:
             weights = {name: rules.curriculum[self.stage].weights.get(name, 0.0) for name in weights}
         shares = np.array([weights[name] / sum(weights.values()) for name in "abc"])
@@ -85,7 +82,7 @@ class Naive:
             example = int(example_order(rules.seed, place, epoch, SIZES[name], rules.shuffle)[position])
             draw = draws_of(rules.seed, place, epoch, SIZES[name])[position]
             if draw < self.chance(name, example, rules.pools):
-                return name, example
+                return OpenGroup(group, name, example)
 
     def chance(self, name: str, example: int, pools: Pools | None) -> float:
         if pools is None:
@@ -101,58 +98,52 @@ class Naive:
             return pools.easy_weight
         return pools.hard_weight if mean <= pools.hard_threshold else pools.normal_weight
 
-    def close(self, outcomes: list[Outcome], rules: Rules, next_step: int) -> None:
-        if rules.pools:
+    def close_batch(self, outcomes: list[Outcome], next_step: int) -> None:
+        if self.rules.pools:
             for outcome in outcomes:
-                which, memory = (outcome.env, outcome.example), rules.pools.memory
-                if which in self.means:
-                    self.means[which] = memory * self.means[which] + (1 - memory) * outcome.mean
-                else:
-                    self.means[which] = outcome.mean
-        if rules.curriculum:
-            stage = rules.curriculum[self.stage]
-            own = [outcome.mean for outcome in outcomes if outcome.env in stage.weights]
-            if own:
-                mean = sum(own) / len(own)
-                before = mean if math.isnan(self.reward) else self.reward
-                self.reward = before + (mean - before) / stage.smoothing
-            while self.stage + 1 < len(rules.curriculum):
-                following = rules.curriculum[self.stage + 1]
-                if following.from_step is not None:
-                    begins = next_step >= following.from_step
-                else:
-                    begins = self.reward >= following.from_reward  # NaN: not yet
-                if not begins:
-                    break
-                self.stage, self.reward = self.stage + 1, math.nan
+                which, memory = (outcome.env, outcome.example), self.rules.pools.memory
+                before = self.means.get(which)
+                self.means[which] = outcome.mean if before is None else memory * before + (1 - memory) * outcome.mean
+        curriculum = self.rules.curriculum
+        if not curriculum:
+            return
+        if own := [outcome.mean for outcome in outcomes if outcome.env in curriculum[self.stage].weights]:
+            mean = sum(own) / len(own)
+            before = mean if math.isnan(self.reward) else self.reward
+            self.reward = before + (mean - before) / curriculum[self.stage].smoothing
+        while self.stage + 1 < len(curriculum) and self.begins(curriculum[self.stage + 1], next_step):
+            self.stage, self.reward = self.stage + 1, math.nan
+
+    def begins(self, stage: Stage, next_step: int) -> bool:
+        if stage.from_step is not None:
+            return next_step >= stage.from_step
+        return self.reward >= stage.from_reward  # NaN: not yet
 
 
-def live_through(order: Any, rules: Rules, history: list[list[float]], *, first: int = 0, group: int = 0):
+def ended(groups: list[OpenGroup], means: list[float]) -> list[Outcome]:
+    return [Outcome(group.id, group.env, group.example, mean) for group, mean in zip(groups, means, strict=True)]
+
+
+def live_through(order: Buffer | Naive, history: list[list[float]], *, first: int = 0):
     """Yields each group as it is taken, and None where a batch is closed."""
     for step, means in enumerate(history, start=first):
         taken = []
         for _ in means:
-            taken.append(order.take(group, rules))
-            yield group, taken[-1]
-            group += 1
-        outcomes = [
-            Outcome(group - len(means) + n, *task, mean)
-            for n, (task, mean) in enumerate(zip(taken, means, strict=True))
-        ]
-        close = order.close_batch if isinstance(order, DataOrder) else order.close
-        close(outcomes, rules, next_step=step + 1)
+            taken.append(order.take())
+            yield taken[-1]
+        order.close_batch(ended(taken, means), next_step=step + 1)
         yield None
 
 
 @given(rules=rules, history=histories)
 def test_any_history_is_the_one_that_its_description_gives(rules: Rules, history: list[list[float]]) -> None:
-    order, naive = DataOrder(SIZES), Naive()
-    for ours, theirs in zip(live_through(order, rules, history), live_through(naive, rules, history), strict=True):
+    buffer, naive = Buffer(SIZES, rules, State()), Naive(rules)
+    for ours, theirs in zip(live_through(buffer, history), live_through(naive, history), strict=True):
         assert ours == theirs
-        assert order.place.stage == naive.stage
+        assert buffer.state()["stage"] == naive.stage
     found = {
         (name, int(example)): mean
-        for name, scores in order.scores.items()
+        for name, scores in buffer.state()["scores"].items()
         for example, mean in zip(scores.examples, scores.means, strict=True)
     }
     assert found == naive.means
@@ -161,41 +152,97 @@ def test_any_history_is_the_one_that_its_description_gives(rules: Rules, history
 @given(rules=rules, history=histories, data=st.data())
 def test_an_order_resumed_after_any_batch_continues_as_if_it_had_not_stopped(rules, history, data) -> None:
     stop = data.draw(st.integers(0, len(history)))
-    whole, before = DataOrder(SIZES), DataOrder(SIZES)
-    undisturbed = [*live_through(whole, rules, history)]
-    first_part = [*live_through(before, rules, history[:stop])]
-    again = DataOrder(SIZES)
-    again.go_on_from(*saved(before))
-    group = sum(len(means) for means in history[:stop])
-    assert [*first_part, *live_through(again, rules, history[stop:], first=stop, group=group)] == undisturbed
-    assert saved(again)[0] == saved(whole)[0]
+    whole, before = Buffer(SIZES, rules, State()), Buffer(SIZES, rules, State())
+    undisturbed = [*live_through(whole, history)]
+    first_part = [*live_through(before, history[:stop])]
+    again = Buffer(SIZES, rules, saved(before))
+    assert [*first_part, *live_through(again, history[stop:], first=stop)] == undisturbed
     assert encode(saved(again)) == encode(saved(whole))
 
 
-def saved(order: DataOrder) -> tuple[dict[str, Cursor], Any, Place]:
+def saved(buffer: Buffer, *open_groups: OpenGroup) -> State:
     """Through bytes, as the journal keeps it."""
-    state = State(cursors=order.cursors, scores=order.scores, stage=order.place.stage, stage_reward=order.place.reward)
-    state = decode_as(State, encode(state))
-    return state.cursors, state.scores, Place(state.stage, state.stage_reward)
+    state = State(open_groups=[*open_groups, *buffer.reopened], **buffer.state())
+    return decode_as(State, encode(state))
+
+
+def take(buffer: Buffer, count: int) -> list[OpenGroup]:
+    return [buffer.take() for _ in range(count)]
+
+
+def test_groups_that_were_open_come_first_also_when_it_stops_once_more_among_them() -> None:
+    buffer = Buffer({"a": 7}, order_rules(), State())
+    groups = take(buffer, 6)
+    second = Buffer({"a": 7}, order_rules(), saved(buffer, *groups[3:]))
+    assert take(second, 1) == [groups[3]]
+    third = Buffer({"a": 7}, order_rules(), saved(second, groups[3]))
+    assert take(third, 5)[:3] == groups[3:]
+    assert third.next_group == 8
+
+
+def test_a_run_does_not_go_on_with_other_examples() -> None:
+    """Positions in the data set would mean other examples, and nothing would show it."""
+    state = saved(Buffer({"a": 7, "b": 4}, order_rules(), State()))
+    changes = {"b had 4, now 5": {"b": 5}, "c had none, now 1": {"b": 4, "c": 1}, "b had 4, now none": {}}
+    for words, others in changes.items():
+        with pytest.raises(ConfigError, match=rf"{words} - the same examples were expected.*Restore the data.*new run"):
+            Buffer({"a": 7} | others, order_rules(), state)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_example_comes_exactly_once_per_epoch_of_its_environment(shuffle: bool) -> None:
+    rules = order_rules({"a": 3.0, "b": 1.0}, shuffle=shuffle)
+    groups = take(Buffer({"a": 5, "b": 11}, rules, State()), 400)
+    for name, size in (("a", 5), ("b", 11)):
+        examples = [group.example for group in groups if group.env == name]
+        epochs = [examples[start : start + size] for start in range(0, len(examples) - size, size)]
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+        assert (epochs[0] == epochs[1]) is not shuffle
+
+
+def test_environments_come_by_their_weights_in_the_long_run() -> None:
+    rules = order_rules({"a": 6.0, "b": 3.0, "c": 1.0, "d": 0.0})
+    counts = Counter(group.env for group in take(Buffer(dict.fromkeys("abcd", 50), rules, State()), 10_000))
+    shares = [counts[name] / 10_000 for name in "abcd"]
+    assert shares == pytest.approx([0.6, 0.3, 0.1, 0.0], abs=0.02)  # four standard deviations
+    names, shares = names_and_shares({"b": 1.0, "a": 3.0})
+    assert (names, list(shares)) == (["a", "b"], [0.75, 0.25])
+    for shares in ([0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.5, 0.0, 0.5], [0.1] * 3 + [0.7, 0.0]):
+        drawn = {environment_of(group, 0, np.array(shares)) for group in range(300)}
+        assert drawn == set(np.flatnonzero(shares).tolist()), "no environment without weight"
+
+
+def test_the_order_is_the_one_that_runs_on_disk_have() -> None:
+    """Written down in an earlier version: a run that goes on, or is audited, under a later one finds its place."""
+    shares = np.array([2 / 3, 1 / 3])
+    assert [environment_of(group, 3, shares) for group in range(12)] == [0, 1, 0, 0, 1, 0, 0, 0, 1, 1, 1, 1]
+    assert list(example_order(3, 0, 0, 7, True)) == [4, 0, 2, 1, 6, 3, 5]
+    assert list(example_order(3, 1, 2, 5, True)) == [3, 1, 0, 4, 2]
+    assert list(example_order(9, 2, 7, 5, False)) == [0, 1, 2, 3, 4]
+    orders = [example_order(*which, 40, True) for which in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def knowing(means: np.ndarray, rules: Rules) -> Buffer:
+    return Buffer({"a": len(means)}, rules, State(scores={"a": to_scores(means)}))
 
 
 def test_in_the_long_run_pools_come_by_their_weights() -> None:
     size = 300
-    means = np.repeat([1.0, 0.5, 0.0], size // 3)
-    order = DataOrder({"a": size})
-    order.go_on_from({}, {"a": to_scores(means)}, Place())
-    own = order_rules({"a": 1.0}, pools=pools_of(easy=0.25, normal=1.0, hard=0.5))
-    counts = Counter(order.take(group, own)[1] * 3 // size for group in range(7000))
+    rules = order_rules(pools=pools_of(easy=0.25, normal=1.0, hard=0.5))
+    buffer = knowing(np.repeat([1.0, 0.5, 0.0], size // 3), rules)
+    counts = Counter(group.example * 3 // size for group in take(buffer, 7000))
     shares = [counts[pool] / 7000 for pool in range(3)]
     assert shares == pytest.approx([0.25 / 1.75, 1 / 1.75, 0.5 / 1.75], abs=0.02)  # four standard deviations
 
 
-def test_where_all_is_left_out_everything_comes_in_its_order() -> None:
-    order = DataOrder({"a": 5})
-    order.go_on_from({}, {"a": to_scores(np.ones(5))}, Place())
-    own = order_rules({"a": 1.0}, pools=pools_of(easy=0.0))
-    assert order.left_out(own) == ["a"]
-    assert sorted(order.take(group, own)[1] for group in range(5)) == list(range(5))
+def test_where_all_is_left_out_everything_comes_in_its_order_and_it_is_said_once(caplog) -> None:
+    buffer = knowing(np.ones(5), order_rules(pools=pools_of(easy=0.0)))
+    for step in range(1, 4):
+        groups = take(buffer, 5)
+        assert sorted(group.example for group in groups) == list(range(5))
+        buffer.close_batch(ended(groups, [1.0] * 5), next_step=step)
+    assert caplog.text.count("all examples of a are in difficulty pools of weight 0") == 1
     assert not left_out(np.array([1.0, np.nan]), pools_of(easy=0.0))
 
 
@@ -214,21 +261,12 @@ def test_a_stage_begins_once_the_one_before_has_reached_its_reward() -> None:
 
     curriculum: tuple[Stage, ...] = (Stage({"a": 1.0, "c": 0.0}, smoothing=4), Stage({"b": 1.0}, from_reward=0.5))
     assert close(Place(), 1.0, env="b") == close(Place(), 1.0, env="c") == Place(0, None)
-    place = close(Place(), 0.0, 0.4)
-    assert place == Place(0, 0.2)
-    place = close(place, 1.0)
+    assert close(Place(), 0.0, 0.4) == Place(0, 0.2)
+    place = close(Place(0, 0.2), 1.0)
     assert place == Place(0, 0.2 + 0.8 / 4)
     assert close(place, 1.0) == Place(1, None)
     curriculum = (Stage({"a": 1.0}), Stage({"a": 1.0}, from_step=1), Stage({"b": 1.0}, from_step=3))
     assert [close(Place(), next_step=step).stage for step in range(4)] == [0, 1, 1, 2]
-
-
-def test_a_run_may_resume_with_fewer_stages_or_none() -> None:
+    # a run may resume with fewer stages or none
     assert weights_in(Place(5), (Stage({"b": 1.0}),), {"a": 1.0, "b": 1.0}) == {"a": 0.0, "b": 1.0}
     assert after_batch(Place(5, 0.5), (), [], next_step=9) == Place()
-
-
-def test_environments_without_weight_are_never_drawn() -> None:
-    for shares in ([0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.5, 0.0, 0.5], [0.1] * 3 + [0.7, 0.0]):
-        drawn = {environment_of(group, 0, np.array(shares)) for group in range(300)}
-        assert drawn == set(np.flatnonzero(shares).tolist())

@@ -1,4 +1,4 @@
-"""Files that say where models are asked: read, never run."""
+"""Files that say where models are asked are read, never run, and `trireme login` names keys without showing them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from pathlib import Path
 import pytest
 
 from trireme.base.errors import ConfigError
+from trireme.cli.login import services
 from trireme.config.endpoints import Endpoint, find_endpoint, read_endpoints
 
-BY_URL = """
-ENDPOINTS = {
-    "Qwen/Qwen2.5-7B-Instruct": {
-        "model": "Qwen/Qwen2.5-7B-Instruct",
-        "url": "http://0.0.0.0:8007/v1",
-        "key": "local",
-    },
-}
-"""
+SECRET = "sk-the-secret-itself"
+NAMES = ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "TRIREME_TOKEN")
+BY_URL = 'ENDPOINTS = {"Qwen/Qwen2.5-7B": {"model": "Qwen/Qwen2.5-7B", "url": "http://h:8007/v1", "key": "local"}}\n'
 BY_BASE_URL = """
 import os
 
@@ -29,85 +24,64 @@ ENDPOINTS = {
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("EXAMPLE_KEY", "SMALL_KEY", "OPENAI_API_KEY"):
+    for name in ("EXAMPLE_KEY", "SMALL_KEY", "SOME_KEY", *NAMES):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "configs").mkdir()
-    return tmp_path
 
 
 def write(text: str, name: str = "configs/endpoints.py") -> Path:
-    path = Path(name)
-    path.write_text(text)
-    return path
+    Path(name).write_text(text)
+    return Path(name)
 
 
 def test_both_ways_to_write_an_entry_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_endpoints(write(BY_URL)) == {
-        "Qwen/Qwen2.5-7B-Instruct": Endpoint(
-            "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "http://0.0.0.0:8007/v1", "local"
-        )
-    }
+    name = "Qwen/Qwen2.5-7B"
+    assert read_endpoints(write(BY_URL)) == {name: Endpoint(name, name, "http://h:8007/v1", "local")}
     monkeypatch.setenv("EXAMPLE_KEY", "secret")
-    found = read_endpoints(write(BY_BASE_URL))
-    assert found["default"] == Endpoint("default", None, "https://api.example.org/v1", "secret")
-    assert found["small"] == Endpoint("small", "small-model", "http://127.0.0.1:1/v1", None, "SMALL_KEY")
+    assert read_endpoints(write(BY_BASE_URL)) == {
+        "default": Endpoint("default", None, "https://api.example.org/v1", "secret"),
+        "small": Endpoint("small", "small-model", "http://127.0.0.1:1/v1", None, "SMALL_KEY"),
+    }
 
 
 @pytest.mark.parametrize(
     "text",
     ['["small/one"]\nmodel = "m"\nurl = "http://h/v1"\nkey = "EXAMPLE_KEY"\n',
      '[endpoints."small/one"]\nmodel = "m"\nbase_url = "http://h/v1"\napi_key = "EXAMPLE_KEY"\n',
-     '[[endpoint]]\nname = "small/one"\nmodel = "m"\nurl = "http://h/v1"\nkey = "EXAMPLE_KEY"\n',
      '[[endpoint]]\nendpoint_id = "small/one"\nmodel = "m"\nurl = "http://h/v1"\nkey = "EXAMPLE_KEY"\n'],
 )  # fmt: skip
-def test_toml_says_the_same_and_a_key_in_capitals_names_its_variable(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_toml_says_the_same_and_a_key_in_capitals_names_its_variable(text: str, monkeypatch) -> None:
     monkeypatch.setenv("EXAMPLE_KEY", "secret")
-    path = write(text, "configs/endpoints.toml")
-    assert read_endpoints(path) == {"small/one": Endpoint("small/one", "m", "http://h/v1", "secret")}
+    found = read_endpoints(write(text, "configs/endpoints.toml"))
+    assert found == {"small/one": Endpoint("small/one", "m", "http://h/v1", "secret")}
 
 
 def test_names_and_f_strings_of_literals_are_read_and_nothing_is_run() -> None:
-    text = """
-    import sys
-    open("ran", "w").close()
-    HOST = "127.0.0.1"
-    PORT = os.getenv("NO_SUCH_PORT", "8007")
-    ARGUMENTS = sys.argv
-    ENDPOINTS: dict = {"a": {"url": f"http://{HOST}:{PORT}/v1", "key": None}}
-    """.replace("\n    ", "\n")
+    text = 'open("ran", "w").close()\nHOST = "127.0.0.1"\nPORT = os.getenv("NO_SUCH_PORT", "8007")\n'
+    text += 'ENDPOINTS: dict = {"a": {"url": f"http://{HOST}:{PORT}/v1", "key": None}}\n'
     assert read_endpoints(write(text))["a"].url == "http://127.0.0.1:8007/v1"
     assert not Path("ran").exists()
 
 
-def test_a_model_is_found_by_the_name_of_its_entry_by_its_own_and_else_at_the_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_is_found_by_the_name_of_its_entry_by_its_own_and_else_at_the_default(monkeypatch) -> None:
     monkeypatch.setenv("EXAMPLE_KEY", "secret")
     write(BY_BASE_URL)
     assert find_endpoint("small").model == find_endpoint("small-model").model == "small-model"
     assert find_endpoint("grand") == Endpoint("default", "grand", "https://api.example.org/v1", "secret")
-
-
-def test_an_entrys_key_never_goes_to_another_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXAMPLE_KEY", "secret")
-    write(BY_BASE_URL)
+    assert "secret" not in repr(find_endpoint("grand"))
+    # an entry's key never goes to another address
     assert find_endpoint("grand", base_url="http://elsewhere/v1").key is None
     assert find_endpoint("grand", base_url="https://api.example.org/v1/").key == "secret"
-    assert find_endpoint("small", base_url="http://elsewhere/v1").model == "small-model"
-    assert "secret" not in repr(find_endpoint("grand"))
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [("ENDPOINTS = {'a': {'url': helper()}}", r"line 1: `helper\(\)` is no literal"),
      ("ENDPOINTS = {'a': {'ulr': 'http://h'}}", "'ulr' .*Did you mean 'url'"),
-     ("ENDPOINTS = {'a': {'url': 'h:1'}}", "address 'h:1'"),
-     ("ENDPOINTS = {'a': 'http://h'}", "endpoint 'a' is 'http://h'"),
-     ("ENDPOINTS = ['a']", "is no literal"), ("OTHER = {}", "has no ENDPOINTS"),
+     ("ENDPOINTS = {'a': {'url': 'h:1'}}", "address 'h:1'"), ("ENDPOINTS = {'a': 'http://h'}", "endpoint 'a' is"),
+     ("OTHER = {}", "has no ENDPOINTS"),
      ("ENDPOINTS = {", "cannot be read as Python")],
 )  # fmt: skip
 def test_a_file_that_says_something_else_is_refused_with_what_it_says(text: str, words: str) -> None:
@@ -115,18 +89,29 @@ def test_a_file_that_says_something_else_is_refused_with_what_it_says(text: str,
         read_endpoints(write(text))
 
 
-def test_what_is_not_there_is_said_with_what_is() -> None:
+def test_what_is_not_there_is_said_with_what_is_and_a_key_is_asked_for_only_when_it_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"there is no configs/endpoints\.py here .*-b URL"):
         find_endpoint("small")
     write(BY_URL)
-    with pytest.raises(ConfigError, match=r"did you mean Qwen/Qwen2\.5-7B-Instruct\?"):
-        find_endpoint("Qwen/Qwen2.5-7B-Instuct")
-    with pytest.raises(ConfigError, match=r"gone\.py does not exist"):
-        find_endpoint("small", path=Path("gone.py"))
-
-
-def test_a_key_whose_variable_is_not_set_is_asked_for_only_when_it_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean Qwen/Qwen2\.5-7B\?"):
+        find_endpoint("Qwen/Qwen2.5-7")
     write(BY_BASE_URL)
     assert find_endpoint("small").key is None  # a server of one's own may want none
     with pytest.raises(ConfigError, match=r"EXAMPLE_KEY, which is not set .*export EXAMPLE_KEY"):
         find_endpoint("grand")
+
+
+def test_keys_that_are_set_are_named_and_never_shown(tmp_path):
+    lines = services(dict.fromkeys(NAMES, SECRET), tmp_path)
+    assert SECRET not in "\n".join(lines)
+    assert [name for name in NAMES if not any(name in line and "set" in line.split(name)[-1] for line in lines)] == []
+
+
+def test_logins_of_other_tools_count_and_endpoints_whose_key_is_missing_are_named(tmp_path):
+    (tmp_path / ".cache" / "huggingface").mkdir(parents=True)
+    (tmp_path / ".cache" / "huggingface" / "token").write_text(SECRET)
+    write(BY_BASE_URL)
+    lines = services({}, tmp_path)
+    assert "huggingface/token is there" in lines[0]
+    assert "not set" in lines[1]
+    assert any("configs/endpoints.py: 2 entries; not set: EXAMPLE_KEY, SMALL_KEY" in line for line in lines)

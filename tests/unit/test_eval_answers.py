@@ -1,54 +1,46 @@
-"""Answers of an evaluation on disk, as they come: whatever kills their writer, what is there is gone on with."""
+"""Answers of an evaluation on disk, whatever kills their writer, and pass@k against counting every choice."""
 
 from __future__ import annotations
 
 import os
+from fractions import Fraction
+from itertools import combinations, product
+from math import comb
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from limits import file_size_limit
+from trireme.algo.pass_at_k import mean_pass_at_k, pass_at_k, powers_of_two
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.eval_results import Answer, AnswersFile, description_path, is_runs_own, make_way
 
 
-def answered(example: int, rollout: int = 0) -> Answer:
-    return Answer(
-        example_id=example, reward=0.5, metrics={"length": 3.0}, info={"a": {"b": 1}}, example=example, rollout=rollout
-    )
+def answered(example: int) -> Answer:
+    found = {"metrics": {"length": 3.0}, "info": {"a": {"b": 1}}}
+    return Answer(example_id=example, reward=0.5, example=example, rollout=0, **found)
 
 
 @given(cut=st.integers(min_value=0, max_value=400))
 def test_wherever_the_last_line_was_torn_the_others_count_and_what_comes_next_does_too(cut: int) -> None:
     """Also where what is left of it ends like a whole one."""
     with TemporaryDirectory() as folder:
-        _tear(AnswersFile(Path(folder) / "say.jsonl"), cut)
+        file = AnswersFile(Path(folder) / "say.jsonl")
+        file.append(answered(0))
+        whole = file.partial.stat().st_size
+        file.append(answered(1))
+        os.truncate(file.partial, min(file.partial.stat().st_size, whole + cut))
+        survives = file.partial.read_bytes()[whole:].rstrip(b"\n").endswith(b'"error": null}')
+        next_one = AnswersFile(file.path)
+        next_one.append(answered(2))
+        assert next_one.come_so_far().keys() == {(0, 0), (2, 0)} | ({(1, 0)} if survives else set())
 
 
-def _tear(file: AnswersFile, cut: int) -> None:
-    file.append(answered(0))
-    whole = file.partial.stat().st_size
-    file.append(answered(1))
-    os.truncate(file.partial, min(file.partial.stat().st_size, whole + cut))
-    survives = file.partial.read_bytes()[whole:].rstrip(b"\n").endswith(b'"error": null}')
-    next_one = AnswersFile(file.path)
-    next_one.append(answered(2))
-    assert next_one.come_so_far().keys() == {(0, 0), (2, 0)} | ({(1, 0)} if survives else set())
-
-
-def test_a_line_that_is_none_of_ours_is_named(tmp_path: Path) -> None:
-    file = AnswersFile(tmp_path / "say.jsonl")
-    file.append(answered(0))
-    with open(file.partial, "ab") as more:
-        more.write(b'{"loss": 1}\n')
-    with pytest.raises(ConfigError, match=r"line 2 is no result of an evaluation"):
-        file.answered()
-
-
-def test_a_disk_that_is_full_leaves_no_half_of_a_line(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_half_of_a_line_and_a_line_that_is_none_of_ours_is_named(tmp_path: Path) -> None:
     file = AnswersFile(tmp_path / "say.jsonl")
     file.append(answered(0))
     before = file.partial.read_bytes()
@@ -57,6 +49,10 @@ def test_a_disk_that_is_full_leaves_no_half_of_a_line(tmp_path: Path) -> None:
     assert file.partial.read_bytes() == before
     file.append(answered(1))
     assert file.come_so_far().keys() == {(0, 0), (1, 0)}
+    with open(file.partial, "ab") as more:
+        more.write(b'{"loss": 1}\n')
+    with pytest.raises(ConfigError, match=r"line 3 is no result of an evaluation"):
+        file.answered()
 
 
 def test_what_the_command_left_is_not_the_runs_own_and_makes_way_whole(tmp_path: Path) -> None:
@@ -70,3 +66,20 @@ def test_what_the_command_left_is_not_the_runs_own_and_makes_way_whole(tmp_path:
     assert not is_runs_own(path)
     make_way(path)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["say.v1.command.json", "say.v1.command.jsonl"]
+
+
+def test_it_is_the_share_of_all_choices_of_k_answers_that_hold_one_that_passed() -> None:
+    """The first c of n answers passed."""
+    for n in range(1, 9):
+        for c, k in product(range(n + 1), range(1, n + 1)):
+            choices = list(combinations(range(n), k))
+            share = Fraction(sum(min(choice) < c for choice in choices), len(choices))
+            assert pass_at_k(n, c, k) == pytest.approx(float(share), abs=1e-14)
+    # it neither overflows nor loses digits where the binomials are huge
+    for n, c, k in ((200, 1, 100), (1000, 3, 64), (100_000, 7, 5000)):
+        assert pass_at_k(n, c, k) == pytest.approx(float(1 - Fraction(comb(n - c, k), comb(n, k))), rel=1e-11)
+
+
+def test_the_mean_is_over_examples_and_powers_of_two_stop_at_the_number_of_answers() -> None:
+    assert mean_pass_at_k(4, [0, 1, 4], 2) == pytest.approx(np.mean([0.0, 0.5, 1.0]))
+    assert [powers_of_two(most) for most in (1, 2, 3, 8, 9)] == [(1,), (1, 2), (1, 2), (1, 2, 4, 8), (1, 2, 4, 8)]

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from trireme.algo.serving import GIB
 from trireme.base.devices import Devices
 from trireme.cli.foreign import as_run, read_foreign
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import check
 from trireme.config.run import RunConfig
-from trireme.launch.estimate import Estimate, estimate_run
+from trireme.launch.estimate import estimate_run
 from trireme.launch.lengths import lengths_of
 from trireme.launch.machine import describe_machine
 from trireme.launch.sizes import read_sizes
@@ -61,65 +60,26 @@ def run_of(kind: str, name: str, size: Size, folder: Path) -> RunConfig:
 @examples
 @formats
 @sizes
-def test_every_example_is_a_run_on_the_machine_that_it_is_for(
-    kind: str, name: str, size: Size, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_example_is_a_run_on_the_machine_that_it_is_for(kind, name, size, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = run_of(kind, name, size, tmp_path)
     assert config.device == ("cpu" if size == "cpu" else "cuda")
     assert {environment.id.rpartition("/")[2] for environment in config.orchestrator.env} == {name}
     used = {*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ())}
     assert used == set(range(GPUS[size]))
-    assert config.model.name in KNOWN if GPUS[size] else (ROOT / config.model.name / "config.json").is_file()
-
-
-@examples
-@formats
-@pytest.mark.parametrize("size", ["one-gpu", "eight-gpus"])
-def test_what_is_for_gpus_fits_them(kind: str, name: str, size: Size, tmp_path: Path) -> None:
-    """By the project's own plan, at the longest that the configuration allows; of 80 GB, the tutorial's run of 16."""
-    config = run_of(kind, name, size, tmp_path)
-    small = name == "reverse-text" and size == "one-gpu"
-    estimate = plan_of(config, size, memory_gib=16 if small else None)
-    assert estimate.fits, (
-        f"the trainer needs {estimate.trainer_bytes / GIB:.1f} of {estimate.trainer_room / GIB:.1f} GiB"
-    )
-
-
-def plan_of(config: RunConfig, size: Size, *, memory_gib: float | None) -> Estimate:
-    here = Devices(cores=16)
-    machine = describe_machine(here, gpu="h100", gpus=GPUS[size], memory_gib=memory_gib)
+    known = parameters(name)
+    assert [key for environment in config.orchestrator.env for key in environment.args if key not in known] == []
+    if size == "cpu":
+        assert (ROOT / config.model.name / "config.json").is_file()
+        return
+    # by the project's own plan, at the longest that the configuration allows; of 80 GB, the tutorial's run of 16
+    memory_gib = 16 if (name, size) == ("reverse-text", "one-gpu") else None
+    machine = describe_machine(Devices(cores=16), gpu="h100", gpus=GPUS[size], memory_gib=memory_gib)
     lengths = lengths_of(config, prompt=None, sampled=None, examples=None, run=None)
-    return estimate_run(config, read_sizes(KNOWN[config.model.name]), machine, lengths)
+    assert estimate_run(config, read_sizes(KNOWN[config.model.name]), machine, lengths).fits
 
 
-@examples
-@formats
-def test_as_it_stands_an_example_is_the_one_for_a_cpu(kind: str, name: str) -> None:
-    text = file_of(kind, name).read_text()
-    assert _without_empty_tables(tomllib.loads(text)) == tomllib.loads(sized(text, "cpu"))
-
-
-def _without_empty_tables(table: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: _without_empty_tables(value) if isinstance(value, dict) else value for key, value in table.items()}
-    return {key: value for key, value in kept.items() if value != {}}
-
-
-@examples
-@formats
-@sizes
-def test_environments_know_the_arguments_that_they_are_given(kind: str, name: str, size: Size) -> None:
-    table = tomllib.loads(sized(file_of(kind, name).read_text(), size))
-    given = {key for environment in _environments(table) for key in environment.get("args", {})}
-    assert given <= _parameters(name)
-
-
-def _environments(table: dict[str, Any]) -> list[dict[str, Any]]:
-    found = table.get("env") or table["orchestrator"]["env"]
-    return found if isinstance(found, list) else [found]
-
-
-def _parameters(name: str) -> set[str]:
+def parameters(name: str) -> set[str]:
     """Of `load_environment`, without running it."""
     module = name.replace("-", "_")
     tree = ast.parse((ROOT / "environments" / module / f"{module}.py").read_text())
@@ -129,50 +89,18 @@ def _parameters(name: str) -> set[str]:
 
 @examples
 @formats
-def test_a_file_says_what_starts_it(kind: str, name: str) -> None:
-    file = file_of(kind, name).relative_to(ROOT)
-    head = file_of(kind, name).read_text().partition("\n\n")[0]
+def test_as_it_stands_an_example_is_the_one_for_a_cpu_and_says_what_starts_it(kind, name):
+    text = file_of(kind, name).read_text()
+    assert without_empty_tables(tomllib.loads(text)) == tomllib.loads(sized(text, "cpu"))
     program = {"ours": "rl", "vf-rl": "vf-rl", "prime-rl": "prime-rl", "hosted": "prime-rl"}[kind]
-    assert f"uv run {program} @ {file}" in head
+    assert f"uv run {program} @ {FORMATS[kind].format(name)}" in text.partition("\n\n")[0]
 
 
-EXAMPLE = """\
-# What it is.
-# `#|` stands before the values for GPUs.
-# CPU: small.
-# One GPU: larger.
-
-model = "tiny" #| "small" | "large"
-steps = 4
-lr = 5e-4 # a tiny model likes a large rate #| 1e-5 | 1e-6
-threads = 1 #| - | -
-
-[parallel]
-# tp = - #| - | 4
-"""
+def without_empty_tables(table: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: without_empty_tables(value) if isinstance(value, dict) else value for key, value in table.items()}
+    return {key: value for key, value in kept.items() if value != {}}
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        (
-            "cpu",
-            '# What it is.\n# CPU: small.\n\nmodel = "tiny"\nsteps = 4\n'
-            "lr = 5e-4 # a tiny model likes a large rate\nthreads = 1\n",
-        ),
-        ("one-gpu", '# What it is.\n# One GPU: larger.\n\nmodel = "small"\nsteps = 4\nlr = 1e-5\n'),
-        ("eight-gpus", '# What it is.\n\nmodel = "large"\nsteps = 4\nlr = 1e-6\n\n[parallel]\ntp = 4\n'),
-    ],
-)
-def test_a_size_has_its_values_alone(size: Size, expected: str) -> None:
-    assert sized(EXAMPLE, size) == expected
-
-
-def test_a_machine_gets_the_largest_examples_that_it_can_run() -> None:
-    assert [size_of(Devices(gpus=tuple("g" * count))) for count in (0, 1, 7, 8, 16)] == [
-        "cpu",
-        "one-gpu",
-        "one-gpu",
-        "eight-gpus",
-        "eight-gpus",
-    ]
+def test_a_machine_gets_the_largest_examples_that_it_can_run():
+    sizes = {0: "cpu", 1: "one-gpu", 7: "one-gpu", 8: "eight-gpus", 16: "eight-gpus"}
+    assert {count: size_of(Devices(gpus=tuple("g" * count))) for count in sizes} == sizes

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -42,7 +41,6 @@ from trireme.trainer.weights_folder import open_source
 
 @pytest.fixture(scope="module")
 def run(tiny_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the checkpoints of two steps, and their weights."""
     folder = tmp_path_factory.mktemp("run")
     state = open_state(tiny_model, world)
     store = open_store(folder / "checkpoints", world, exporter=open_exporter(folder / "weights", tiny_model, world))
@@ -53,39 +51,49 @@ def run(tiny_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-@pytest.fixture
-def copy(run: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(run, tmp_path / "run"))
-
-
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_is_exported_is_what_the_run_had_exported_to_the_bit(run: Path, tmp_path: Path) -> None:
+def test_what_is_exported_is_what_the_run_had_exported_to_the_bit(run, tmp_path):
     assert export([str(run), "--to", str(tmp_path / "newest")]) == 0
     assert export([str(run), "--step", "1", "--to", str(tmp_path / "first")]) == 0
     assert content(tmp_path / "newest") == content(run / "weights" / "step_2")
     assert content(tmp_path / "first") == content(run / "weights" / "step_1") != content(tmp_path / "newest")
-
-
-def test_weights_that_were_deleted_come_back_in_their_place(copy: Path, run: Path) -> None:
-    shutil.rmtree(copy / "weights")
-    assert export([str(copy)]) == 0
-    assert content(copy / "weights") == {
-        f"step_2/{name}": data for name, data in content(run / "weights/step_2").items()
-    }
-
-
-def test_a_checkpoint_that_was_taken_elsewhere_is_enough(run: Path, tmp_path: Path) -> None:
     alone = Path(shutil.copytree(run / "checkpoints" / "step_1", tmp_path / "mine"))
     with pytest.raises(ConfigError, match=r"lies in no run's folder .*Set `--to`"):
         export([str(alone)])
     assert export([str(alone), "--to", str(tmp_path / "model")]) == 0
-    assert content(tmp_path / "model") == content(run / "weights" / "step_1")
+    assert content(tmp_path / "model") == content(tmp_path / "first")
+    deleted = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(deleted / "weights")
+    assert export([str(deleted)]) == 0
+    assert content(deleted / "weights" / "step_2") == content(tmp_path / "newest")
 
 
-def test_transformers_loads_it_in_the_numbers_that_were_asked_for(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["RUN", "--to", "FULL"], r"is not empty - expected a folder that is.*Set `--to`"),
+        (["RUN", "--to", "NEW", "--step", "7"], r"step 7 in .*it has \[1, 2\]"),
+        (["FULL", "--to", "NEW"], "holds no complete checkpoint -"),
+        (["CUT", "--to", "NEW"], r"no complete checkpoint \(without a readable manifest.json: step_7\)"),
+        (["RUN", "--to", "NEW", "--merge"], r"no adapters - expected some, to merge them\. Leave `--merge` out"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_and_nothing_is_written(run, tmp_path, words, said):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").touch()
+    (tmp_path / "cut" / "checkpoints" / "step_7").mkdir(parents=True)
+    places = {"RUN": run, "FULL": tmp_path / "full", "CUT": tmp_path / "cut", "NEW": tmp_path / "new"}
+    for name, place in places.items():
+        words = [word.replace(name, str(place)) for word in words]
+    with pytest.raises(ConfigError, match=said):
+        export(words)
+    assert not (tmp_path / "new").exists()
+
+
+def test_transformers_loads_it_in_the_numbers_that_were_asked_for(run, tmp_path):
     assert export([str(run), "--to", str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -95,31 +103,9 @@ def test_transformers_loads_it_in_the_numbers_that_were_asked_for(run: Path, tmp
     assert AutoTokenizer.from_pretrained(tmp_path / "half").chat_template
 
 
-def test_nothing_is_written_over(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").touch()
-    for arguments in ([], ["--to", str(tmp_path / "full")]):
-        with pytest.raises(ConfigError, match=r"is not empty - expected a folder that is.*Set `--to`"):
-            export([str(run), *arguments])
-    (tmp_path / "empty").mkdir()
-    assert export([str(run), "--to", str(tmp_path / "empty")]) == 0
-
-
-def test_a_step_that_is_not_there_is_refused_with_those_that_are(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"step 7 in .*it has \[1, 2\]"):
-        export([str(run), "--step", "7", "--to", str(tmp_path / "x")])
-    with pytest.raises(ConfigError, match="`--step 2` is another"):
-        export([str(run / "checkpoints" / "step_1"), "--step", "2", "--to", str(tmp_path / "x")])
-    with pytest.raises(ConfigError, match="holds no complete checkpoint -"):
-        export([str(tmp_path), "--to", str(tmp_path / "x")])
-    (tmp_path / "cut" / "checkpoints" / "step_7").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"no complete checkpoint \(without a readable manifest.json: step_7\)"):
-        export([str(tmp_path / "cut"), "--to", str(tmp_path / "x")])
-    assert not (tmp_path / "x").exists()
-
-
 @pytest.mark.parametrize("name", ["rank_0.safetensors", "layout.json", "model/config.json"])
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(copy: Path, tmp_path: Path, name: str) -> None:
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(run, tmp_path, name):
+    copy = shutil.copytree(run, tmp_path / "run")
     path = copy / "checkpoints" / "step_2" / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -129,14 +115,14 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(copy: Path, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_disk_without_room_is_said_and_left_as_it_was(run: Path, tmp_path: Path) -> None:
+def test_a_disk_without_room_is_said_and_left_as_it_was(run, tmp_path):
     with small_disk(tmp_path / "disk", "256k") as disk:
         with pytest.raises(ConfigError, match=r"No space left on device.* expected room"):
             export([str(run), "--to", str(disk / "model")])
         assert list(disk.iterdir()) == []
 
 
-def test_files_of_the_most_allowed_size_hold_all_tensors_once(tmp_path: Path) -> None:
+def test_files_of_the_most_allowed_size_hold_all_tensors_once(tmp_path):
     generator = torch.Generator().manual_seed(0)
     tensors = {f"t{i}": torch.randn(size, 3, generator=generator).bfloat16() for i, size in enumerate([4, 5, 40, 1, 1])}
     tensors["scalar"] = torch.tensor(3.5)
@@ -158,52 +144,14 @@ def test_files_of_the_most_allowed_size_hold_all_tensors_once(tmp_path: Path) ->
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_tensor_is_let_go_of_before_the_next_is_asked_for(tmp_path: Path) -> None:
-    """So that memory for one is enough, however many there are."""
-    specs = [TensorSpec(name=f"t{number}", dtype="float32", shape=[8]) for number in range(5)]
-    alive: list[weakref.ref[torch.Tensor]] = []
-
-    def coming() -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in specs:
-            assert all(tensor() is None for tensor in alive)
-            tensor = torch.ones(8)
-            alive.append(weakref.ref(tensor))
-            yield spec.name, tensor
-            del tensor
-
-    write_model(tmp_path, specs, coming(), max_file_bytes=64)
-    assert len(alive) == len(specs)
-
-
-def test_a_tensor_that_was_not_announced_is_never_written(tmp_path: Path) -> None:
-    spec = TensorSpec(name="a", dtype="float32", shape=[2])
-    with pytest.raises(AssertionError, match="was announced"):
-        write_model(tmp_path, [spec], [("a", torch.zeros(3))])
-    with pytest.raises(AssertionError, match="more tensors"):
-        write_model(tmp_path, [spec], [("a", torch.zeros(2)), ("b", torch.zeros(2))])
-
-
-# adapters
-
-
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """A model whose experts transformers holds in one tensor, and its files one by one."""
     folder = tmp_path_factory.mktemp("experts")
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        tie_word_embeddings=False,
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
     return folder
@@ -236,7 +184,7 @@ def adapted(
 
 
 @pytest.mark.parametrize("name", LORAS)
-def test_merged_adapters_are_what_engines_got_to_the_bit(adapted, name: str, tmp_path: Path) -> None:
+def test_merged_adapters_are_what_engines_got_to_the_bit_and_what_an_evaluated_engine_gets(adapted, name, tmp_path):
     run, served = adapted(name)
     assert export([str(run), "--merge", "--to", str(tmp_path / "merged")]) == 0
     found = load_file(tmp_path / "merged" / "model.safetensors")
@@ -245,48 +193,23 @@ def test_merged_adapters_are_what_engines_got_to_the_bit(adapted, name: str, tmp
     assert model.dtype == torch.bfloat16
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
-
-
-@pytest.mark.parametrize("name", LORAS)
-def test_adapters_of_a_run_come_to_the_same_bits_on_their_way_into_an_engine_that_is_evaluated(
-    adapted, name: str
-) -> None:
-    run, served = adapted(name)
-    source = open_source(run / "weights" / "step_1", base=None, dtype="bfloat16")
-    found = dict(source.tensors())
-    assert are_equal(found, served)
-    assert [(spec.name, spec.shape) for spec in source.specs] == [(n, list(t.shape)) for n, t in found.items()]
-
-
-def test_adapters_are_exported_as_adapters(adapted, tmp_path: Path) -> None:
-    run, _ = adapted("layers")
     assert export([str(run), "--to", str(tmp_path / "adapters")]) == 0
     assert content(tmp_path / "adapters") == content(run / "weights" / "step_1")
-    assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
+    source = open_source(run / "weights" / "step_1", base=None, dtype="bfloat16")
+    evaluated = dict(source.tensors())
+    assert are_equal(evaluated, served)
+    assert [(spec.name, spec.shape) for spec in source.specs] == [(n, list(t.shape)) for n, t in evaluated.items()]
 
 
-def test_a_base_model_that_has_moved_is_asked_for(adapted, experts: Path, tmp_path: Path) -> None:
+def test_a_base_model_that_has_moved_is_asked_for(adapted, experts, tmp_path):
     run, _ = adapted("layers")
     alone = Path(shutil.copytree(run, tmp_path / "run"))
-    config = alone / "checkpoints/step_1/model/adapter_config.json"
-    text = config.read_text().replace(str(experts), str(tmp_path / "gone"))
-    rewrite(alone / "checkpoints" / "step_1", "model/adapter_config.json", text)
+    name, checkpoint = "model/adapter_config.json", alone / "checkpoints" / "step_1"
+    (checkpoint / name).write_text((checkpoint / name).read_text().replace(str(experts), str(tmp_path / "gone")))
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest["files"][name] = json.loads(msgspec.json.encode(describe_file(checkpoint / name)))
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ConfigError, match="gone"):
         export([str(alone), "--merge", "--to", str(tmp_path / "merged")])
     assert not (tmp_path / "merged").exists()
     assert export([str(alone), "--merge", "--base", str(experts), "--to", str(tmp_path / "merged")]) == 0
-
-
-def rewrite(checkpoint: Path, name: str, text: str) -> None:
-    """A file and its entry in the manifest."""
-    (checkpoint / name).write_text(text)
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    manifest["files"][name] = json.loads(msgspec.json.encode(describe_file(checkpoint / name)))
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-
-
-def test_there_is_nothing_to_merge_in_a_whole_model(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no adapters - expected some, to merge them\. Leave `--merge` out"):
-        export([str(run), "--merge", "--to", str(tmp_path / "x")])
-    with pytest.raises(ConfigError, match="without `--merge`"):
-        export([str(run), "--base", "m", "--to", str(tmp_path / "x")])

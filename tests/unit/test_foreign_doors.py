@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from stage import until
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
@@ -27,28 +27,10 @@ from trireme.launch.plan import Plan
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = Devices((), 4)
 
-VF = """
-model = "models/reverse-text-tiny"
-[env]
-id = "reverse-text"
-[inference]
-gpus = 1
-[trainer]
-gpus = 1
-[trainer.args]
-batch_size = 64
-max_tokens = 16
-max_seq_len = 128
-"""
-FLAT = """
-model_name = "models/reverse-text-tiny"
-num_gpus = 2
-max_steps = 10
-[env]
-id = "reverse-text"
-[sampling]
-max_tokens = 16
-"""
+ENV = 'env = { id = "reverse-text" }\n'
+VF = f'model = "models/reverse-text-tiny"\n{ENV}inference = {{ gpus = 1 }}\n'
+VF += "trainer = { gpus = 1, args = { batch_size = 64, max_tokens = 16, max_seq_len = 128 } }\n"
+FLAT = f'model_name = "models/reverse-text-tiny"\nnum_gpus = 2\n{ENV}sampling = {{ max_tokens = 16 }}\n'
 
 
 @pytest.fixture(autouse=True)
@@ -59,96 +41,69 @@ def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def vf_file(tmp_path: Path) -> str:
-    file = tmp_path / "vf.toml"
-    file.write_text(VF)
-    return str(file)
+    (tmp_path / "vf.toml").write_text(VF)
+    return str(tmp_path / "vf.toml")
 
 
 @pytest.fixture
 def flat_file(tmp_path: Path) -> str:
-    file = tmp_path / "flat.toml"
-    file.write_text(FLAT)
-    return str(file)
+    (tmp_path / "flat.toml").write_text(FLAT)
+    return str(tmp_path / "flat.toml")
 
 
 def read(argv: list[str]) -> RunConfig:
     return as_run(read_foreign(argv, CPU, program="vf-rl", kinds=("vf-rl",)), CPU)
 
 
-def test_flags_may_be_theirs_or_ours(vf_file: str) -> None:
-    config = read(["@", vf_file, "--trainer.args.temperature", "0.9", "--max-steps", "3", "--resume", "--no-restart"])
-    assert (config.orchestrator.sampling.temperature, config.max_steps) == (0.9, 3)
-    assert config.resume
-    assert not config.supervisor.restart
+def test_flags_may_be_theirs_or_ours(vf_file):
+    config = read(["@", vf_file, "--trainer.args.temperature", "0.9", "--max-steps", "3", "--no-restart"])
+    found = (config.orchestrator.sampling.temperature, config.max_steps, config.supervisor.restart)
+    assert found == (0.9, 3, False)
 
 
-def test_a_flag_that_is_nobodys_gets_a_suggestion(vf_file: str) -> None:
-    with pytest.raises(ConfigError, match=r"--trainer\.args\.temperature"):
-        read(["@", vf_file, "--trainer.args.temprature", "0.9"])
-    with pytest.raises(ConfigError, match="--session"):
-        read(["@", vf_file, "--sesion", "mine"])
-
-
-def test_the_printed_translation_is_a_file_of_rl(vf_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert vf_rl(["@", vf_file, "--print-config"]) == 0
-    printed = capsys.readouterr().out
-    config = read_as(RunConfig, tomllib.loads(printed), where="printed")
-    assert config.orchestrator.batch_size == 64
-    assert "# trainer.args.batch_size = 64 -> orchestrator.batch_size = 64" in printed
-
-
-def test_flags_of_ours_are_in_the_printed_translation_too(vf_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_translation_is_a_file_of_rl(vf_file, capsys):
     assert vf_rl(["@", vf_file, "--print-config", "--max-steps", "3", "--trainer.optim.nonfinite", "stop"]) == 0
     printed = capsys.readouterr().out
-    table = tomllib.loads(printed)
-    assert (table["max_steps"], table["trainer"]["optim"]["nonfinite"]) == (3, "stop")
+    config = read_as(RunConfig, tomllib.loads(printed), where="printed")
+    assert (config.orchestrator.batch_size, config.max_steps, config.trainer.optim.nonfinite) == (64, 3, "stop")
+    assert "# trainer.args.batch_size = 64 -> orchestrator.batch_size = 64" in printed
     assert "# --max-steps 3 was typed" in printed
 
 
-def test_a_flag_that_both_formats_have_is_theirs(flat_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [flat_file, "--print-config", "--max-steps", "3", "--model-name", "other/model", "--sampling.top-p", "0.9"]
-    assert prime_rl(argv) == 0
-    table = tomllib.loads(capsys.readouterr().out)
-    assert (table["max_steps"], table["model"]["name"]) == (3, "other/model")
-    assert table["orchestrator"]["sampling"]["top_p"] == 0.9
-
-
-def test_a_flat_file_needs_no_at_sign(flat_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flat_file_needs_no_at_sign_and_a_flag_that_both_formats_have_is_theirs(flat_file, capsys):
+    flags = ["--max-steps", "3", "--model-name", "other/model", "--sampling.top-p", "0.9"]
     for argv in ([flat_file], ["@", flat_file]):
-        assert prime_rl([*argv, "--print-config"]) == 0
-        assert tomllib.loads(capsys.readouterr().out)["max_steps"] == 10
+        assert prime_rl([*argv, "--print-config", *flags]) == 0
+        table = tomllib.loads(capsys.readouterr().out)
+        assert (table["max_steps"], table["model"]["name"]) == (3, "other/model")
+        assert table["orchestrator"]["sampling"]["top_p"] == 0.9
 
 
-def test_prime_rl_takes_files_of_rl_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["@", "configs/reverse-text/rl.toml", "--dry-run", "--output-dir", str(tmp_path)]
-    assert prime_rl(argv) == 0
-    assert "150 steps on cpu" in capsys.readouterr().out
-
-
-def test_a_dry_run_starts_nothing_and_shows_the_plan(
-    vf_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_starts_nothing_and_shows_the_plan(vf_file, tmp_path, capsys):
     assert vf_rl(["@", vf_file, "--dry-run", "--output-dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "64 rollouts = 4 groups x 16" in shown
     assert "http 8000" in shown
     assert not (tmp_path / "reverse-text" / "logs").exists()
+    assert prime_rl(["@", "configs/reverse-text/rl.toml", "--dry-run", "--output-dir", str(tmp_path)]) == 0
+    assert "150 steps on cpu" in capsys.readouterr().out
 
 
-def test_what_is_wrong_is_said_in_the_words_of_the_file(vf_file: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--trainer.args.temprature", "0.9"], "--trainer.args.temperature"),
+        (["--trainer.args.batch-size", "100"], "`orchestrator.batch_size` is `trainer.args.batch_size` in FILE"),
+        (["--inference.args.dtype", "fp3"], "`inference.model.dtype` is `inference.args.dtype`"),
+    ],
+)
+def test_what_is_wrong_is_said_in_the_words_of_the_file(flags, words, vf_file):
     with pytest.raises(ConfigError) as caught:
-        read(["@", vf_file, "--trainer.args.batch-size", "100"])
-    assert f"`orchestrator.batch_size` is `trainer.args.batch_size` in {vf_file}" in str(caught.value)
+        read(["@", vf_file, *flags])
+    assert words.replace("FILE", vf_file) in str(caught.value)
 
 
-def test_a_flag_of_vllm_with_a_wrong_value_is_named_as_it_stands_in_the_file(vf_file: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read(["@", vf_file, "--inference.args.dtype", "fp3"])
-    assert "`inference.model.dtype` is `inference.args.dtype`" in str(caught.value)
-    assert "bfloat16" in str(caught.value)
-
-
-def test_each_command_sends_other_formats_on(flat_file: str, vf_file: str) -> None:
+def test_each_command_sends_other_formats_on(flat_file, vf_file):
     with pytest.raises(ConfigError, match=f"Type `prime-rl {flat_file}`"):
         vf_rl(["@", flat_file])
     with pytest.raises(ConfigError, match=f"Type `vf-rl @ {vf_file}`"):
@@ -157,29 +112,15 @@ def test_each_command_sends_other_formats_on(flat_file: str, vf_file: str) -> No
         vf_rl([])
 
 
-def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        vf_rl(["--help"])
-    shown = capsys.readouterr().out
-    assert "--trainer.args.lora-rank  <integer > 0>  (default: 16)" in shown
-    assert "--session" in shown
-
-
-def test_keys_of_an_env_file_reach_the_run_and_the_shell_counts_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_of_an_env_file_reach_the_run_and_the_shell_counts_more(tmp_path, monkeypatch):
     (tmp_path / "secrets.env").write_text("# keys\nMY_TEST_KEY=abc\nMY_OTHER_KEY='d e'\n")
-    monkeypatch.setenv("MY_OTHER_KEY", "mine")
-    monkeypatch.delenv("MY_TEST_KEY", raising=False)
+    environ = {"MY_OTHER_KEY": "mine"}
+    monkeypatch.setattr(os, "environ", environ)
     set_variables([tmp_path / "secrets.env"])
-    found = os.environ.pop("MY_TEST_KEY"), os.environ["MY_OTHER_KEY"]
-    assert found == ("abc", "mine")
+    assert environ == {"MY_TEST_KEY": "abc", "MY_OTHER_KEY": "mine"}
 
 
-# the vf- names
-
-
-def test_flags_of_vllm_become_flags_of_inference() -> None:
+def test_flags_of_vllm_become_flags_of_inference():
     argv = ["--model", "m", "--port", "8007", "--max-model-len", "1024", "--enforce-eager", "--disable-log-requests"]
     flags = list(elsewhere.engine_flags([*argv, "--max-num-batched-tokens", "4096", "--dry-run"]))
     assert flags == [
@@ -189,24 +130,16 @@ def test_flags_of_vllm_become_flags_of_inference() -> None:
     ]
 
 
-def test_environments_are_known_without_their_prefix() -> None:
-    assert elsewhere.known_name("vf-math-python") == "math-python"
-    assert elsewhere.known_name("vf-nowhere") == "vf-nowhere"
-
-
-def test_environments_of_the_repository_need_no_fetching(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_environments_of_the_repository_need_no_fetching(monkeypatch, capsys):
     asked: list[list[str]] = []
     monkeypatch.setattr(elsewhere, "trireme", lambda argv: asked.append(argv) or 0)
+    assert elsewhere.known_name("vf-nowhere") == "vf-nowhere"
     assert elsewhere.install(["vf-math-python", "--from-repo", "-p", "environments"]) == 0
     assert asked == [["env", "install", "math-python", "--path", "environments"]]
     assert "already" in capsys.readouterr().out
 
 
-def test_a_file_can_be_served_by_one_command_and_trained_by_another(
-    vf_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_can_be_served_by_one_command_and_trained_by_another(vf_file, tmp_path, monkeypatch):
     """They meet at the port of the file; the second starts no engine."""
     served: list[list[str]] = []
     started: list[tuple[list[str], RunConfig]] = []
@@ -227,9 +160,6 @@ def test_a_file_can_be_served_by_one_command_and_trained_by_another(
     assert engine.model.name == config.model.name
 
 
-# panes
-
-
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 
 
@@ -242,45 +172,23 @@ def tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     subprocess.run(["tmux", "kill-server"], check=False, capture_output=True)
 
 
-def asked(*words: str) -> list[str]:
-    return subprocess.run(["tmux", *words], check=True, capture_output=True, text=True).stdout.splitlines()
-
-
-def wait_for(condition: object, timeout_s: float = 20.0) -> None:
-    give_up = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
+def listed(session: str, format: str) -> list[str]:
+    return subprocess.check_output(["tmux", "list-panes", "-t", session, "-F", format], text=True).splitlines()
 
 
 @needs_tmux
-def test_logs_are_above_the_run_and_the_run_has_this_shells_environment(
-    tmux: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_are_above_the_run_and_the_run_has_this_shells_environment(tmux, tmp_path, monkeypatch, capsys):
     subprocess.run(["tmux", "new-session", "-d", "-s", "another"], check=True)  # a server that knows nothing of it
     monkeypatch.setenv("MY_TEST_KEY", "a 'b' c")
     wrote = tmp_path / "wrote"
-    assert (
-        panes.open_panes("mine", RunPaths(tmp_path), ["inference"], ["sh", "-c", f'echo "$MY_TEST_KEY" > {wrote}']) == 0
-    )
+    command = ["sh", "-c", f'echo "$MY_TEST_KEY" > {wrote}']
+    assert panes.open_panes("mine", RunPaths(tmp_path), ["inference"], command) == 0
     assert "tmux attach -t mine" in capsys.readouterr().out
-    assert asked("list-panes", "-t", "=mine", "-F", "#{pane_title}") == ["inference", "run"]
-    wait_for(lambda: wrote.exists() and wrote.read_text() == "a 'b' c\n")
+    assert listed("=mine", "#{pane_title}") == ["inference", "run"]
+    until(lambda: wrote.exists() and wrote.read_text() == "a 'b' c\n")
 
 
-@needs_tmux
-def test_a_session_at_work_is_left_alone_and_one_that_is_over_is_replaced(tmux: None, tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    panes.open_panes("mine", paths, ["inference"], ["sleep", "600"])
-    with pytest.raises(ConfigError, match="-s mine-2"):
-        panes.open_panes("mine", paths, ["inference"], ["sleep", "600"])
-    panes.open_panes("mine-2", paths, ["inference", "orchestrator"], ["true"])
-    wait_for(lambda: "run 1" in asked("list-panes", "-t", "=mine-2", "-F", "#{pane_title} #{pane_dead}"))
-    panes.open_panes("mine-2", paths, [], ["sleep", "600"])
-    assert asked("list-panes", "-t", "=mine-2", "-F", "#{pane_title} #{pane_dead}") == ["run 0"]
-
-
-def test_without_tmux_or_a_terminal_there_is_one_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tmux_or_a_terminal_there_is_one_terminal(monkeypatch):
     assert not panes.wants_panes(None)  # tests have no terminal
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert not panes.wants_panes("named")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,75 +18,40 @@ from trireme.config.run import RunConfig
 from trireme.config.written import read_run, write_run
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    supervisor = {"max_restarts": 2, "backoff_s": 0.001}
+@pytest.mark.parametrize(
+    ("codes", "trained", "restart", "num_started"),
+    [
+        ([1, 1, 0], None, True, 3),
+        ([1, 1, 1, 1, 1, 1], 2, True, 5),  # two restarts, then a step, then two more
+        ([1], None, False, 1),
+        *(([code], None, True, 1) for code in (2, 3, 130, 143)),
+    ],
+)
+def test_ranks_that_others_ended_start_again_within_limits_and_resume_unless_their_end_is_final(
+    codes: list[int], trained: int | None, restart: bool, num_started: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    supervisor = {"max_restarts": 2, "backoff_s": 0.001, "restart": restart}
     config = RunConfig.model_validate({"output_dir": str(tmp_path / "run"), "supervisor": supervisor})
+    config.paths.metrics.parent.mkdir(parents=True)
     write_run(config, tmp_path / "trainer.json")
-    return config
+    resumed: list[bool] = []
+
+    def run_ranks(run_file: Path) -> int:
+        if len(resumed) == trained:
+            config.paths.metrics.write_text(json.dumps({"step": 0, "process": "trainer", "time_s": 0.0}) + "\n")
+        resumed.append(read_run(RunConfig, run_file).resume)
+        return codes[len(resumed) - 1]
+
+    monkeypatch.setattr(machines, "_run_ranks", run_ranks)
+    assert keep_ranks(config, tmp_path / "trainer.json") == codes[num_started - 1]
+    assert resumed == [False, *[True] * (num_started - 1)]
 
 
-class Ranks:
-    """End with these codes, one after the other; `trains` of them take a step before."""
-
-    def __init__(self, config: RunConfig, *codes: int, trains: frozenset[int] = frozenset()) -> None:
-        self.codes = list(codes)
-        self.resumed: list[bool] = []
-        self._metrics = config.paths.metrics
-        self._trains = trains
-
-    def __call__(self, run_file: Path) -> int:
-        self.resumed.append(read_run(RunConfig, run_file).resume)
-        number = len(self.resumed) - 1
-        if number in self._trains:
-            self._metrics.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._metrics, "a") as file:
-                file.write(json.dumps({"step": number, "process": "trainer", "time_s": 0.0}) + "\n")
-        return self.codes.pop(0)
-
-
-def kept(config: RunConfig, ranks: Ranks, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(machines, "_run_ranks", ranks)
-    return keep_ranks(config, folder / "trainer.json")
-
-
-def test_ranks_that_a_cut_cable_ended_start_again_and_resume(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = Ranks(config, 1, 1, 0)
-    assert kept(config, ranks, tmp_path, monkeypatch) == 0
-    assert ranks.resumed == [False, True, True]
-
-
-@pytest.mark.parametrize("code", [2, 3, 130, 143])
-def test_what_would_happen_again_or_was_asked_for_is_final(
-    code: int, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert kept(config, Ranks(config, code), tmp_path, monkeypatch) == code
-
-
-def test_restarts_in_a_row_have_a_limit_and_a_trained_step_begins_a_new_row(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = Ranks(config, 1, 1, 1, 1, 1, 1, trains=frozenset({2}))
-    assert kept(config, ranks, tmp_path, monkeypatch) == 1
-    assert len(ranks.resumed) == 5, "one and two restarts, then a step, then two more"
-
-
-def test_nothing_is_started_again_where_nobody_wants_it(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supervisor = config.supervisor.model_copy(update={"restart": False})
-    config = config.model_copy(update={"supervisor": supervisor})
-    assert kept(config, Ranks(config, 1), tmp_path, monkeypatch) == 1
-
-
-def test_whoever_is_asked_to_end_passes_it_on_and_waits_for_the_ranks(tmp_path: Path) -> None:
+def test_a_keeper_that_is_asked_to_end_passes_it_on_and_waits_for_the_ranks(tmp_path: Path) -> None:
     """Or a successor would find its ports taken."""
-    ranks = tmp_path / "ranks.py"
-    ranks.write_text(
+    (tmp_path / "ranks.py").write_text(
         "import signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), open('left', 'w').close(), sys.exit(1)))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.1), open('left', 'w').close(), sys.exit(1)))\n"
         "open('here', 'w').close()\n"
         "time.sleep(60)\n"
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,50 +13,41 @@ from trireme.trainer.layouts import Laid, Region, UnknownLayout, lay
 SOURCES = {name: torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed, name in enumerate("abcd")}
 
 
-def read(name: str, region: Region) -> torch.Tensor:
-    return SOURCES[name][region]
-
-
 def laid(name: str) -> Laid:
     return lay(name, SOURCES[name].shape)
 
 
-def experts(of: object) -> object:
+def experts(of: Callable[[str], Any]) -> Any:
     """As a checkpoint's experts become one tensor: joined in pairs, stacked, turned."""
-    pairs = [torch.cat([of("a"), of("b")]), torch.cat([of("c"), of("d")])]  # type: ignore[operator]
+    pairs = [torch.cat([of("a"), of("b")]), torch.cat([of("c"), of("d")])]
     return torch.transpose(torch.stack(pairs), 1, 2)
 
 
-def test_values_are_those_of_the_same_operations_on_tensors() -> None:
+def test_values_are_those_of_the_same_operations_on_tensors():
     expected = experts(lambda name: SOURCES[name])
     found = experts(laid)
-    assert isinstance(found, Laid)
-    assert isinstance(expected, torch.Tensor)
     assert found.shape == expected.shape == (2, 6, 8)
-    assert torch.equal(found.tensor(read), expected)
+    assert torch.equal(found.tensor(lambda name, region: SOURCES[name][region]), expected)
 
 
 @pytest.mark.parametrize("region", [(0, 2, 1, 5, 3, 7), (1, 2, 0, 6, 0, 1), (0, 1, 5, 6, 2, 8), (1, 1, 0, 6, 0, 8)])
-def test_a_part_is_read_from_the_parts_of_the_sources_that_it_needs(region: tuple[int, ...]) -> None:
+def test_a_part_is_read_from_the_parts_of_the_sources_that_it_needs(region):
     parts = tuple(slice(*region[i : i + 2]) for i in (0, 2, 4))
     num_read = 0
 
     def counting(name: str, region: Region) -> torch.Tensor:
         nonlocal num_read
-        num_read += read(name, region).numel()
-        return read(name, region)
+        num_read += SOURCES[name][region].numel()
+        return SOURCES[name][region]
 
     expected = experts(lambda name: SOURCES[name])
-    assert isinstance(expected, torch.Tensor)
     target = torch.full(expected[parts].shape, torch.nan, dtype=torch.float64)
-    found = experts(laid)
-    assert isinstance(found, Laid)
-    found.at(parts).read_into(target, counting)
+    experts(laid).at(parts).read_into(target, counting)
     assert torch.equal(target, expected[parts].double())
     assert num_read == target.numel()
 
 
-def test_the_inverse_gives_views_of_the_whole() -> None:
+def test_the_inverse_gives_views_of_the_whole():
     whole = torch.randn(2, 8, 6)
     for expert in range(2):
         for half, piece in enumerate(torch.chunk(lay("whole", whole.shape), 2, dim=1)):
@@ -62,7 +56,7 @@ def test_the_inverse_gives_views_of_the_whole() -> None:
             assert found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
-def test_what_is_computed_has_no_layout() -> None:
+def test_what_is_computed_has_no_layout():
     with pytest.raises(UnknownLayout, match="mul"):
         torch.mul(laid("a"), 2)  # type: ignore[call-overload]
     with pytest.raises(UnknownLayout, match=r"joined along dimension 0: \[\(4, 6\), \(4, 7\)\]"):

@@ -1,35 +1,48 @@
-"""Files of a run: an entry is whole or not there, nothing written is ever lost, and whatever is torn is refused."""
+"""Files of a run: an entry is whole or not there, what is torn is refused, and going back deletes nothing."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from trireme.base.devices import Devices
 from trireme.base.errors import JournalCorrupt
+from trireme.base.paths import RunPaths, step_folder, step_of
+from trireme.cli.surroundings import note_surroundings
+from trireme.config.load import load_run_config
+from trireme.config.resolve import updated
+from trireme.config.run import RunConfig
+from trireme.launch.folder import prepare_folder
+from trireme.launch.rewind import rewind
 from trireme.ledger.entry import read_entry
 from trireme.ledger.journal import Journal
 from trireme.ledger.manifest import complete_steps, find_damage
 from trireme.ledger.records import BatchRecord, Cursor, Dropped, OpenGroup, Rollout, State
+from trireme.ledger.surroundings import digest_of_files, gpu_names, look_around, of_environment
+from trireme.ledger.surroundings import read_surroundings as read
+from trireme.ledger.surroundings import write_surroundings as write
 from trireme.ledger.versions import Version, Versions
 from trireme.messages import build_tokens, encode
 from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
-from written_run import digests_of, write_checkpoint
+from written_run import write_checkpoint
 
 
 def record(step: int, *, size: int = 5) -> BatchRecord:
-    tokens = build_tokens(
-        ids=range(size), loss_mask=[1] * size, logprobs=[-0.25] * size, advantages=[0.5] * size, versions=[step] * size
-    )
-    rollout = Rollout(
-        group=step, place=0, attempt=1, env="say", example=3, reward=0.75, samples=[tokens], temperature=0.7
-    )
-    dropped = Dropped(group=step, place=0, attempt=0, env="say", example=3, reason="score: ValueError: é")
+    columns = {"loss_mask": 1, "logprobs": -0.25, "advantages": 0.5, "versions": step}
+    tokens = build_tokens(ids=range(size), **{name: [value] * size for name, value in columns.items()})
+    place = {"group": step, "place": 0, "env": "say", "example": 3}
+    rollout = Rollout(**place, attempt=1, reward=0.75, samples=[tokens], temperature=0.7)
+    dropped = Dropped(**place, attempt=0, reason="score: ValueError: é")
     state = State(
         next_batch=step + 1,
         next_group=2 * step + 2,
@@ -62,16 +75,21 @@ def exit_code_of_fork(act: Callable[[], Any]) -> int:
 
 
 def test_an_entry_comes_back_as_it_was_written(journal: Journal, tmp_path: Path) -> None:
-    for step in range(3):
-        assert encode(reopened(journal).read(step)) == encode(record(step))
-    assert reopened(journal).steps() == [0, 1, 2]
-    assert reopened(journal).head_state() == record(2).state
+    again = reopened(journal)
+    assert [encode(again.read(step)) for step in again.steps()] == [encode(record(step)) for step in range(3)]
+    assert again.head_state() == record(2).state
     assert Journal(tmp_path / "new").head_state() == State()
+    # a number beyond 64 bits in what an environment says is kept as text
+    entry = record(3)
+    said = {"role": "tool", "content": "ok", "ids": [2**63, 2**64 - 1, -(2**63)], "raw": {"n": [2**64, -(2**70)]}}
+    entry.rollouts[0].prompt = entry.rollouts[0].completion = [said]
+    journal.append(entry)
+    (rollout,) = reopened(journal).read(3).rollouts
+    expected = said | {"raw": {"n": [str(2**64), str(-(2**70))]}}
+    assert (rollout.prompt, rollout.completion, rollout.reward) == ([expected], [expected], 0.75)
 
 
-def test_a_crash_before_the_rename_leaves_nothing_under_the_name(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_before_the_rename_leaves_nothing_under_the_name(journal: Journal, monkeypatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(os, "link", lambda *_: os._exit(9))
         assert exit_code_of_fork(lambda: journal.append(record(3))) == 9
@@ -95,9 +113,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_behind_and_can_be_tried_aga
                 journal.append(record(3))
 
     assert exit_code_of_fork(append) == 0
-    assert sorted(path.name for path in journal.path(0).parent.iterdir()) == [
-        f"batch_{step:06d}.msgpack" for step in range(4)
-    ]
+    assert sorted(journal.path(0).parent.iterdir()) == list(map(journal.path, range(4)))
 
 
 def test_a_rewound_journal_continues_from_before_and_deletes_nothing(journal: Journal) -> None:
@@ -109,28 +125,11 @@ def test_a_rewound_journal_continues_from_before_and_deletes_nothing(journal: Jo
     journal.rewind(1)
     journal.rewind(5)
     assert encode(journal.read(0)) == encode(record(0))
-    folder = journal.path(0).parent
-    aside = [path.read_bytes() for path in sorted(folder.glob("set_aside_*/batch_*.msgpack"))]
-    assert sorted(aside) == sorted([written[1], written[2], aside[-1]])
-    assert len(aside) == 3
-    assert len(list(folder.glob("set_aside_*"))) == 2
+    asides = sorted(journal.path(0).parent.glob("set_aside_*"))
+    first, second = ([path.read_bytes() for path in sorted(aside.iterdir())] for aside in asides)
+    assert first == [written[1], written[2]]
+    assert len(second) == 1
     assert reopened(journal).head_state().next_batch == 1
-
-
-def test_a_number_beyond_64_bits_in_what_an_environment_says_is_kept_as_text(tmp_path: Path) -> None:
-    entry = record(0)
-    said = {"role": "tool", "content": "ok", "ids": [2**63, 2**64 - 1, -(2**63)], "raw": {"n": [2**64, -(2**70)]}}
-    entry.rollouts[0].prompt = [said]
-    entry.rollouts[0].completion = [said]
-    journal = Journal(tmp_path / "journal")
-    journal.append(entry)
-    (rollout,) = reopened(journal).read(0).rollouts
-    expected = said | {"raw": {"n": [str(2**64), str(-(2**70))]}}
-    assert (rollout.prompt, rollout.completion) == ([expected], [expected])
-    assert rollout.reward == 0.75
-
-
-# entries that are damaged
 
 
 def test_a_wrong_or_missing_entry_is_named(journal: Journal) -> None:
@@ -149,27 +148,21 @@ def test_a_wrong_or_missing_entry_is_named(journal: Journal) -> None:
         reopened(journal).head_state()
 
 
-@pytest.mark.parametrize("kind", [BatchRecord, Version])
-def test_an_entry_cut_off_changed_or_added_to_anywhere_is_refused(tmp_path: Path, kind: type) -> None:
-    if kind is BatchRecord:
-        Journal(tmp_path).append(BatchRecord(step=7, rollouts=[], dropped=[], state=State()))
-    else:
-        Versions(tmp_path).record(7, ["http://127.0.0.1:8000"], digests_of(7), 1e-7)
+def test_an_entry_cut_off_changed_or_added_to_anywhere_is_refused(tmp_path: Path) -> None:
+    Versions(tmp_path).record(7, ["http://127.0.0.1:8000"], {"w": "00ff"}, 1e-7)
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
-    damaged = [content[:length] for length in range(len(content))]
+    damaged, header = [content[:length] for length in range(len(content))], content.index(b"\n")
     for place, byte in enumerate(content):
-        damaged += [content[:place] + bytes([byte ^ 1 << bit]) + content[place + 1 :] for bit in range(8)]
-        damaged += [content[:place] + more + content[place:] for more in (b"\0", b"\n", b"\xff", b"x" * 100)]
+        bits = range(8) if place <= header else [place % 8]  # behind it, everything is under one checksum
+        damaged += [content[:place] + bytes([byte ^ 1 << bit]) + content[place + 1 :] for bit in bits]
+        damaged += [content[:place] + more + content[place:] for more in (b"\0", b"\n", b"x" * 100)]
     for each in [*damaged, content + b"\0", content + b"\n"]:
         path.write_bytes(each)
         with pytest.raises(JournalCorrupt) as caught:
-            read_entry(path, 7, kind, ways_out="Restore it.")
+            read_entry(path, 7, Version, ways_out="Restore it.")
         assert str(path) in str(caught.value)
         assert "Restore it." in str(caught.value) or "Go on with the version that wrote it" in str(caught.value)
-
-
-# metrics and checkpoints that are damaged
 
 
 def test_metrics_cut_off_anywhere_are_read_to_the_last_whole_line_and_continued(tmp_path: Path) -> None:
@@ -209,3 +202,157 @@ def test_a_checkpoint_with_a_file_cut_off_or_changed_anywhere_is_damaged(tmp_pat
         path.write_bytes(content)
     assert complete_steps(tmp_path) == [2]
     assert find_damage(folder) is None
+
+
+LAST = 6
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    """A run of six steps, with a checkpoint, weights and an evaluation of every second version."""
+    paths = RunPaths(tmp_path / "run")
+    journal, versions = Journal(paths.journal), Versions(paths.journal)
+    for step in range(LAST):
+        journal.append(BatchRecord(step, [], [], State(next_batch=step + 1)))
+    for version in range(LAST + 1):
+        versions.record(version, ["http://e"], {"w": str(version)}, 0.0)
+    for version in (2, 4, 6):
+        write_checkpoint(step_folder(paths.checkpoints, version), version)
+        step_folder(paths.weights, version).mkdir(parents=True)
+    for version in (0, 2, 4, 6):
+        step_folder(paths.evals, version).mkdir(parents=True)
+    paths.metrics.write_text("{}")
+    return paths
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(step for entry in folder.iterdir() if (step := step_of(entry)) is not None)
+
+
+def left(paths: RunPaths) -> dict[str, list[int]]:
+    """What counts, by kind."""
+    kinds = {"checkpoints": paths.checkpoints, "weights": paths.weights, "evals": paths.evals}
+    in_ledger = {"batches": Journal(paths.journal).steps(), "versions": Versions(paths.journal).known()}
+    return in_ledger | {kind: steps_in(folder) for kind, folder in kinds.items()}
+
+
+AT_2 = {"batches": [0, 1], "versions": [0, 1, 2], "checkpoints": [2], "weights": [2], "evals": [0, 2]}
+AT_0 = {"batches": [], "versions": [0], "checkpoints": [], "weights": [], "evals": [0]}
+
+
+@pytest.mark.parametrize(("version", "expected"), [(2, AT_2), (0, AT_0)])
+def test_what_came_after_a_version_is_set_aside_and_nothing_is_deleted(paths: RunPaths, version, expected) -> None:
+    def files() -> list[str]:
+        return sorted(path.name for path in paths.root.rglob("*") if not path.name.startswith("set_aside"))
+
+    before = files()
+    for _ in range(2):  # the second time there is nothing to do
+        prepare_folder(paths, resume=False, resume_step=version)
+        assert left(paths) == expected
+    assert files() == before
+    assert len(list(paths.root.rglob("set_aside*"))) == 5  # one for each kind
+
+
+def test_the_newest_checkpoint_sets_nothing_aside_and_a_half_one_goes_too(paths: RunPaths) -> None:
+    before = left(paths)
+    for resume_step in (-1, None):
+        prepare_folder(paths, resume=True, resume_step=resume_step)
+        assert left(paths) == before
+    step_folder(paths.checkpoints, 5).mkdir()  # half a checkpoint of the old way
+    rewind(paths, 4)
+    assert steps_in(paths.checkpoints) == [2, 4]
+
+
+@pytest.mark.parametrize("after", range(4 + 4 + 2 + 2 + 2 + 1))  # moves of each kind
+def test_a_launcher_killed_anywhere_leaves_a_run_that_either_way_can_go_on(paths: RunPaths, monkeypatch, after) -> None:
+    moves, rename = [], Path.rename
+
+    def counted(self: Path, target: Path) -> Path:
+        if len(moves) == after:
+            raise KeyboardInterrupt  # stands for `kill -9`
+        moves.append(target)
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(Path, "rename", counted)
+        rewind(paths, 2)
+    now = left(paths)
+    assert len(moves) == after
+    for kind in ("batches", "versions"):
+        assert now[kind] == list(range(len(now[kind]))), "a gap"
+    assert len(now["batches"]) >= max(now["checkpoints"]), "a checkpoint whose batches are gone"
+    assert len(now["batches"]) >= max(now["versions"]), "a version that cannot be trained again"
+    assert max(now["checkpoints"]) <= max(now["versions"]), "a checkpoint of a version that nobody confirmed"
+    if len(now["batches"]) < LAST:
+        assert now | {"batches": [0, 1]} == AT_2, "batches go last"
+    rewind(paths, 2)
+    assert left(paths) == AT_2
+
+
+def test_moves_of_one_rewind_do_not_meet_those_of_another(paths: RunPaths) -> None:
+    rewind(paths, 4)
+    write_checkpoint(step_folder(paths.checkpoints, 6), 6)
+    rewind(paths, 4)
+    asides = sorted(path for path in paths.checkpoints.iterdir() if path.name.startswith("set_aside"))
+    assert [os.listdir(aside) for aside in asides] == [["step_6"], ["step_6"]]
+
+
+def test_surroundings_say_what_runs_here(tmp_path: Path) -> None:
+    around = look_around(Devices(cores=3), {"say": of_environment(tmp_path, None)}, ["rl", "@", "x.toml"])
+    assert around["packages"]["torch"] == torch.__version__.partition("+")[0]
+    assert around["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert around["machine"]["cores"] == 3
+    assert around["command"] == ["rl", "@", "x.toml"]
+    assert around["environments"]["say"]["files"] == digest_of_files(tmp_path)
+    paths = RunPaths(tmp_path / "run")
+    write(paths, around)
+    assert read(paths) == around
+
+
+def test_surroundings_of_before_a_resumption_stay_and_what_cannot_be_read_is_as_if_it_were_not_there(tmp_path) -> None:
+    paths = RunPaths(tmp_path)
+    assert read(paths) == {}
+    for number in (1, 1, 2, 3):
+        write(paths, {"python": str(number)})
+    kept = sorted(path.name for path in paths.configs.iterdir())
+    assert kept == ["surroundings.earlier-1.json", "surroundings.earlier-2.json", "surroundings.json"]
+    assert read(paths) == {"python": "3"}
+    (paths.configs / "surroundings.json").write_text('{"python": ')
+    assert read(paths) == {}
+
+
+def test_a_digest_of_files_changes_with_any_file_and_not_with_byte_code(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "env.py").write_text("x = 1\n")
+    (tmp_path / "data" / "train.jsonl").write_text("{}\n")
+    seen = [digest_of_files(tmp_path)]
+    (tmp_path / "env.pyc").write_bytes(b"compiled")
+    assert digest_of_files(tmp_path) == seen[0]
+    for name, text in (("data/train.jsonl", "[]\n"), ("env.py", "x = 2\n"), ("more.py", "")):
+        (tmp_path / name).write_text(text)
+        seen.append(digest_of_files(tmp_path))
+    assert len(set(seen)) == len(seen)
+
+
+def test_gpus_and_packages_of_an_environment_are_named_as_they_lie_on_disk(tmp_path: Path) -> None:
+    for number, model in enumerate(["NVIDIA H200", "NVIDIA A100"]):
+        folder = tmp_path / f"0000:0{number}:00.0"
+        folder.mkdir()
+        (folder / "information").write_text(f"Model: \t {model}\nIRQ:   \t 11\n")
+    assert gpu_names(tmp_path) == ["NVIDIA H200", "NVIDIA A100"]
+    for name in ("verifiers-0.1.9.dist-info", "datasets-4.0.0.dist-info", "idna-3.1.dist-info", "verifiers"):
+        (tmp_path / "venv" / "lib" / "python3.11" / "site-packages" / name).mkdir(parents=True)
+    assert of_environment(None, tmp_path / "venv/bin/python") == {"verifiers": "0.1.9", "datasets": "4.0.0"}
+
+
+def test_a_run_notes_the_code_of_its_environments_where_it_is_found(tmp_path: Path) -> None:
+    config = load_run_config(["@", "configs/reverse-text/rl.toml"], program="rl")[0]
+    config = updated(config, {"output_dir": tmp_path / "known"})
+    note_surroundings(config, Devices(cores=2))
+    noted = read(config.paths)
+    assert noted["environments"]["reverse-text"]["files"] == digest_of_files(Path("environments/reverse_text"))
+    assert noted["packages"]["transformers"] == metadata.version("transformers")
+    gone = {"output_dir": str(tmp_path), "orchestrator": {"env": [{"id": "not-installed"}, {"id": "gone.py"}]}}
+    config = RunConfig.model_validate(gone)
+    note_surroundings(config, Devices(cores=2))
+    assert read(config.paths)["environments"] == {"not-installed": {}, "gone.py": {}}

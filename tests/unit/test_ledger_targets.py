@@ -1,10 +1,14 @@
-"""From rewards to one number per token, and what becomes of a flawed rollout: against loops over single tokens."""
+"""From rewards to one number per token, what becomes of a flawed rollout, and what ranks are handed of a batch."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
-import textwrap
+from itertools import product
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -12,24 +16,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from beats import with_beats
 from order_rules import order_rules
+from tiny import num_loss_samples, num_loss_tokens, random_samples
+from trireme.algo.cost import LINEAR, cost_of
 from trireme.algo.filters import FilterRules
 from trireme.algo.length_penalty import LengthPenalty
+from trireme.algo.packing import Sample, num_learned
 from trireme.base.errors import ConfigError
+from trireme.config.run import RunConfig
+from trireme.ledger import targets
+from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord, Rollout, State
 from trireme.ledger.rules import Rules, rules_of
-from trireme.ledger.shares import share_of
-from trireme.ledger.targets import (
-    advantages_of,
-    estimator_of,
-    flaws_of,
-    is_zero,
-    outcome_of,
-    scores_of,
-    why_not_worth_it,
-    with_advantages,
-)
-from trireme.messages import Kept, Tokens, build_tokens
+from trireme.ledger.shares import Shares, cost_of_model, row_capacity, row_cost, share_of
+from trireme.ledger.targets import advantages_of, estimator_of
+from trireme.messages import BatchReply, Kept, Tokens, build_tokens, encode
+from trireme.trainer.forward import places_of
 from written_run import build_rich_config
 
 NAN = math.nan
@@ -50,14 +53,10 @@ def rollout_of(reward: float, *masks: list[int], group: int = 0, place: int = 0,
     return Rollout(group, place, 0, "a", 7, reward, samples, 1.0, **more)
 
 
-def rules_with(**more) -> Rules:
-    return order_rules({"a": 1.0}, **more)
-
-
 def test_rewards_are_cut_before_lengths_are_punished() -> None:
     penalty = LengthPenalty(type="linear", max_length=4, buffer=1, weight=0.5)
     group = [rollout_of(5.0, [1, 1, 0]), rollout_of(-5.0, [1], place=1)]
-    scored = scores_of(group, rules_with(reward_clip=(-1.0, 2.0), length_penalty=penalty))
+    scored = targets.scores_of(group, order_rules(reward_clip=(-1.0, 2.0), length_penalty=penalty))
     assert scored.rewards.tolist() == [2.0 - 0.5 * 2 / 4, -1.0 - 0.5 * 1 / 4]
     assert scored.lengths.tolist() == [2, 1]
 
@@ -70,10 +69,10 @@ def batches(draw) -> list[Rollout]:
     """Groups with or without rewards of steps and a teacher."""
     rollouts = []
     for group in range(draw(st.integers(1, 3))):
-        is_taught, num_rollouts = draw(st.booleans()), draw(st.integers(1, 3))
-        for place in range(num_rollouts):
-            shapes = draw(st.lists(masks, min_size=1, max_size=2))
-            rollout = rollout_of(draw(st.sampled_from([-1.0, 0.0, 0.5, 2.0])), *shapes, group=group, place=place)
+        is_taught = draw(st.booleans())
+        for place in range(draw(st.integers(1, 3))):
+            reward, shapes = draw(st.sampled_from([-1.0, 0.0, 0.5, 2.0])), draw(st.lists(masks, min_size=1, max_size=2))
+            rollout = rollout_of(reward, *shapes, group=group, place=place)
             has_steps = draw(st.booleans())
             for sample in rollout.samples:
                 said = [-draw(st.sampled_from([0.25, 4.0])) if one else NAN for one in sample.loss_mask]
@@ -90,10 +89,8 @@ def batches(draw) -> list[Rollout]:
     reward_weight=st.sampled_from([0.0, 0.5, 1.0]),
     teacher_weight=st.sampled_from([None, 0.5]),
 )
-def test_each_token_gets_what_a_loop_over_tokens_gives_it(
-    rollouts: list[Rollout], clip: float | None, reward_weight: float, teacher_weight: float | None
-) -> None:
-    rules = rules_with(teacher_weight=teacher_weight, reward_weight=reward_weight, clip=clip)
+def test_each_token_gets_what_a_loop_over_tokens_gives_it(rollouts, clip, reward_weight, teacher_weight) -> None:
+    rules = order_rules(teacher_weight=teacher_weight, reward_weight=reward_weight, clip=clip)
     found, _ = advantages_of(rollouts, rules, {})
     for rollout, per_sample in zip(rollouts, found, strict=True):
         siblings = [other for other in rollouts if other.group == rollout.group]
@@ -119,13 +116,12 @@ def test_each_token_gets_what_a_loop_over_tokens_gives_it(
 def test_new_advantages_keep_what_a_cut_sampler_could_choose_from() -> None:
     kept = Kept(np.array([0, 2], dtype=np.int32), np.array([1, 4], dtype=np.int32))
     sample = msgspec.structs.replace(sample_of([0, 1]), kept=kept)
-    assert with_advantages(sample, np.array([0.0, 1.0], dtype=np.float32)).kept is kept
-    assert is_zero([np.zeros(3), np.zeros(2)])
-    assert is_zero([np.zeros(0), np.array([0.0, -1e-16])])  # a running mean of equal rewards is off by so little
-    assert not is_zero([np.zeros(3), np.array([0.0, -1e-7])])
-
-
-# which groups are worth it, and how they did
+    assert targets.with_advantages(sample, np.array([0.0, 1.0], dtype=np.float32)).kept is kept
+    assert targets.is_zero([np.zeros(3), np.zeros(2)])
+    assert targets.is_zero(
+        [np.zeros(0), np.array([0.0, -1e-16])]
+    )  # a running mean of equal rewards is off by so little
+    assert not targets.is_zero([np.zeros(3), np.array([0.0, -1e-7])])
 
 
 @pytest.mark.parametrize(
@@ -133,8 +129,11 @@ def test_new_advantages_keep_what_a_cut_sampler_could_choose_from() -> None:
     [
         ([0.5, 0.5], None, {}, None),
         ([0.5, 0.5], None, {"needs_signal": True}, "no signal: all rewards of the group are equal"),
+        ([0.3, 0.1 + 0.2], None, {"needs_signal": True}, "no signal: all rewards of the group are equal"),
         ([0.5, 0.75], None, {"needs_signal": True}, None),
         ([0.5, 0.5], [0.0, 1.0], {"needs_signal": True}, None),  # rewards of steps are a signal too
+        ([0.5, 0.5], [1.0, 1.0], {"needs_signal": True}, "no signal: all rewards of the group are equal"),
+        ([0.5], None, {"needs_signal": True}, "no signal: all rewards of the group are equal"),
         ([0.0, 1.0], None, {"least_variance": 0.25}, None),
         ([0.0, 0.9], None, {"least_variance": 0.25}, "little signal: the rewards of the group vary by 0.203"),
     ],
@@ -143,97 +142,145 @@ def test_a_group_without_enough_signal_is_not_worth_it(rewards, steps, fields, w
     group = [rollout_of(reward, place=place) for place, reward in enumerate(rewards)]
     for rollout, step in zip(group, steps or (), strict=False):
         rollout.token_rewards = [np.array([NAN, NAN, step], dtype=np.float32)]
-    assert why_not_worth_it(group, rules_with(**fields)) == words
-    outcome = outcome_of(group)
+    assert targets.why_not_worth_it(group, order_rules(**fields)) == words
+    outcome = targets.outcome_of(group)
     assert (outcome.env, outcome.group, outcome.example) == ("a", 0, 7)
     assert outcome.mean == np.mean(rewards)
 
 
 def test_flaws_are_read_off_each_turn_of_each_sample() -> None:
     filters = FilterRules(repetition_window=3, repetition_period=1, gibberish_window=2, gibberish_logprob=-2.0)
-    rules = rules_with(filters=filters)
+    rules = order_rules(filters=filters)
     rollout = rollout_of(0.0, truncated=True)
     rollout.samples = [sample_of([0, 1, 1, 0, 1, 1], ids=[5, 5, 5, 5, 5, 5])]
-    assert flaws_of(rollout, rules) == ["truncated"]
+    assert targets.flaws_of(rollout, rules) == ["truncated"]
     rollout.samples.append(sample_of([1, 1, 1, 1], ids=[5, 5, 5, 5], logprob=-3.0))
-    assert flaws_of(rollout, rules) == ["truncated", "repetition", "gibberish"]
+    assert targets.flaws_of(rollout, rules) == ["truncated", "repetition", "gibberish"]
 
 
 def test_a_custom_function_is_called_with_its_arguments_and_its_failure_is_explained(tmp_path: Path) -> None:
-    assert estimator_of(rules_with()) is None
+    assert estimator_of(order_rules()) is None
     file = tmp_path / "mine.py"
     file.write_text(
-        textwrap.dedent("""
-            def advantage(groups, scale):
-                return [scale * (g.rewards - g.rewards.max()) for g in groups]
-
-            def fail(groups):
-                return [wings for g in groups]
-        """)
+        "def advantage(groups, scale): return [scale * (g.rewards - g.rewards.max()) for g in groups]\n"
+        "def fail(groups): return [wings for g in groups]\n"
     )
-    rules = rules_with(advantage="custom", advantage_path=f"{file}:advantage", advantage_args={"scale": 2.0})
+    rules = order_rules(advantage="custom", advantage_path=f"{file}:advantage", advantage_args={"scale": 2.0})
     rollouts = [rollout_of(1.0), rollout_of(0.25, place=1)]
     (first, second), _ = advantages_of(rollouts, rules, {}, custom=estimator_of(rules))
     assert first[0].tolist() == [0.0, 0.0, 0.0]
     assert second[0].tolist() == [0.0, -1.5, -1.5]
-    rules = rules_with(advantage="custom", advantage_path=f"{file}:fail")
+    rules = order_rules(advantage="custom", advantage_path=f"{file}:fail")
     with pytest.raises(ConfigError, match="failed on 1 groups: NameError: name 'wings'"):
         advantages_of(rollouts, rules, {}, custom=estimator_of(rules))
 
 
-# what a trainer is handed
-
-
 def test_a_masked_rollout_is_in_its_groups_mean_and_reaches_no_trainer() -> None:
     rollouts = [rollout_of(1.0, place=0), rollout_of(0.0, place=1, masked="truncated")]
-    (first, second), _ = advantages_of(rollouts, rules_with(), {})
+    (first, second), _ = advantages_of(rollouts, order_rules(), {})
     assert first[0].tolist() == [0.0, 0.5, 0.5]
     assert second[0].tolist() == [0.0, -0.5, -0.5]
     reply = share_of(BatchRecord(0, rollouts, [], State()), rank=0, world=1, capacity=16)
     assert (reply.loss_tokens, reply.loss_samples, reply.num_rollouts) == (2, 1, 2)
-    assert sum(int(row.tokens.loss_mask.sum()) for row in reply.micro_batches) == 2
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_if_all_rollouts_are_masked_every_rank_has_a_row_without_loss(world: int) -> None:
-    rollouts = [rollout_of(1.0, place=place, masked="truncated") for place in range(4)]
-    record = BatchRecord(0, rollouts, [], State())
-    for rank in range(world):
+    assert [int(row.tokens.loss_mask.sum()) for row in reply.micro_batches] == [2]
+    # if all are masked, every rank has a row without loss
+    record = BatchRecord(0, [rollout_of(1.0, place=place, masked="truncated") for place in range(4)], [], State())
+    for world, rank in ((1, 0), (2, 1), (3, 2)):
         reply = share_of(record, rank=rank, world=world, capacity=16)
         assert [row.tokens.loss_mask.tolist() for row in reply.micro_batches] == [[0]]
         assert reply.loss_tokens == reply.loss_samples == 1
 
 
-# the rules of a batch
-
-
-def test_rules_are_those_of_the_configuration_with_all_numbers_filled_in(tmp_path) -> None:
+def test_rules_are_those_of_the_configuration_with_all_numbers_filled_in_and_older_ones_can_be_read(tmp_path) -> None:
     rules = rules_of(build_rich_config(tmp_path))
-    assert rules.advantage == "ema"
+    assert (rules.advantage, rules.filters.truncated) == ("ema", "mask")
     assert rules.length_penalty == LengthPenalty(type="linear", max_length=12, buffer=2, weight=0.5)
-    assert rules.pools is not None
     assert (rules.pools.easy_weight, rules.pools.hard_weight) == (0.0, 0.5)
     assert [stage.from_step for stage in rules.curriculum] == [None, 2, None]
-    assert rules.filters is not None
-    assert rules.filters.truncated == "mask"
     assert (rules.clip, rules.reward_clip, rules.teacher_weight) == (1.25, (0.0, 2.25), 0.25)
-
-
-def test_rules_of_older_runs_can_still_be_read() -> None:
-    old = {
-        "seed": 1,
-        "shuffle": True,
-        "weights": {"a": 1.0},
-        "batch_size": 4,
-        "group_size": 2,
-        "max_attempts": 3,
-        "max_async_level": 1,
-        "max_off_policy_steps": 8,
-        "advantage": "group_mean",
-        "temperature": 1.0,
-    }
+    numbers = {"seed": 1, "batch_size": 4, "group_size": 2, "max_attempts": 3, "temperature": 1.0}
+    lags = {"max_async_level": 1, "max_off_policy_steps": 8}
+    old = numbers | lags | {"shuffle": True, "weights": {"a": 1.0}, "advantage": "group_mean"}
     rules = msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=Rules)
-    assert rules.filters is None
-    assert rules.pools is None
+    assert (rules.filters, rules.pools) == (None, None)
     (found,), _ = advantages_of([rollout_of(1.0)], rules, {})
     assert found[0].tolist() == [0.0, 0.0, 0.0]
+
+
+LENGTHS = [40, 30, 18, 33, 15, 44, 20, 9, 13]
+SIZES = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 4, "vocab_size": 8}
+SHAPE = {"model_type": "llama"} | SIZES
+
+
+def record_of(step: int) -> BatchRecord:
+    rollouts = [
+        Rollout(step, place, 0, "env", 0, 0.0, [sample.tokens], sample.temperature)
+        for place, sample in enumerate(random_samples(LENGTHS, seed=step))
+    ]
+    return BatchRecord(step, rollouts, [], State(next_batch=step + 1))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return str(tmp_path)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    journal = Journal(tmp_path / "journal")
+    for step in range(2):
+        journal.append(record_of(step))
+    return Journal(tmp_path / "journal")
+
+
+def test_all_ranks_get_their_share_of_one_reading(journal: Journal, model: str) -> None:
+    config = RunConfig.model_validate({"seq_len": 48, "model": {"name": model}})
+    shares = Shares(journal, config)
+    with patch.object(journal, "read", wraps=journal.read) as reading:
+        for step, rank in product(range(2), range(3)):
+            alone = share_of(record_of(step), rank=rank, world=3, capacity=48, cost=row_cost(config))
+            assert encode(shares.of(step, rank=rank, world=3)) == encode(alone)
+    assert reading.call_count == 2
+    samples = random_samples(LENGTHS, seed=1)
+    found = shares.of(1, rank=0, world=1)
+    assert (found.loss_tokens, found.loss_samples) == (num_loss_tokens(samples), num_loss_samples(samples))
+    assert sorted(length for row in found.micro_batches for length in row.lengths) == sorted(LENGTHS)
+
+
+def test_a_first_token_that_was_sampled_counts_no_more_than_it_is_trained_on() -> None:
+    """Nothing stands before it that it could be predicted from: an empty prompt."""
+    rows = [sample_of(mask) for mask in ([1, 1, 1], [0, 1], [1])]
+    record = BatchRecord(0, [Rollout(0, 0, 0, "env", 0, 0.0, rows, 1.0)], [], State())
+    found = share_of(record, rank=0, world=1, capacity=16)
+    places, _ = places_of(found.micro_batches[0])
+    assert (found.loss_tokens, found.loss_samples) == (len(places), 2) == (3, 2)
+    assert num_learned([Sample(tokens, 1.0) for tokens in rows]) == [2, 1, 0]
+
+
+def test_a_row_costs_by_the_sizes_of_the_trained_model_and_has_its_capacity(tmp_path: Path, model: str) -> None:
+    def config(name: str = "other", **trainer: Any) -> RunConfig:
+        return RunConfig.model_validate({"seq_len": 64, "model": {"name": name}, "trainer": trainer})
+
+    flash = cost_of(SHAPE, attention="flash_attention_2")
+    assert row_cost(config(model, model={"attn": "flash_attention_2"})) == flash != LINEAR
+    assert row_cost(config(model={"name": model})) == cost_of(SHAPE, attention="sdpa")
+    for name in (None, str(tmp_path / "nothing"), "nobody/has-downloaded-it"):
+        assert cost_of_model(name, attention="sdpa") == LINEAR
+    assert row_capacity(config(model={"cp": 4})) == 64  # shared by the ranks that share the row
+    assert row_capacity(config(micro_batch_tokens=128)) == 128
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_shares_dealt_by_turns_are_the_same_and_let_others_run_between_rows(journal: Journal, world: int) -> None:
+    shares, config = Shares(journal, RunConfig(seq_len=48)), RunConfig(seq_len=48)
+
+    async def ask() -> list[BatchReply]:
+        asked = [(step, rank) for step in (0, 1) for rank in range(world)]
+        return await asyncio.gather(*(shares.by_turns(step, rank=rank, world=world) for step, rank in asked))
+
+    found = asyncio.run(ask())
+    alone = [Shares(journal, config).of(step, rank=rank, world=world) for step in (0, 1) for rank in range(world)]
+    assert list(map(encode, found)) == list(map(encode, alone))
+    reply, beats = asyncio.run(with_beats(Shares(journal, config).by_turns(0, rank=0, world=1)))
+    assert beats > len(reply.micro_batches) > 1

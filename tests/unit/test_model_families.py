@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import families
 from families import ATTENTION, CONFIGS, build_config, build_vision_config, logits, row, save_family
-from tiny import whole
+from tiny import are_equal, random_samples, whole
+from trireme.algo.packing import micro_batches_of_rank
 from trireme.base.errors import ConfigError
-from trireme.config.trainer import TrainerModel
+from trireme.config.trainer import Lora, TrainerModel
+from trireme.trainer.export import describe_model
+from trireme.trainer.forward import compute_columns
 from trireme.trainer.hub_names import hub_names, sources_of
 from trireme.trainer.mesh import World
-from trireme.trainer.model import load_model
+from trireme.trainer.model import load_model, num_parameters
+from trireme.trainer.noise import published_config
+from trireme.trainer.served import served_tensors
 from trireme.trainer.sharding import decoder_layers
 
 
@@ -33,10 +41,9 @@ def settings(kind: str, **changes: object) -> TrainerModel:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_it_is_the_model_that_transformers_loads(checkpoints: dict[str, Path], kind: str, world: World) -> None:
-    attention = ATTENTION.get(kind, "sdpa")
-    expected = AutoModelForCausalLM.from_pretrained(
-        checkpoints[kind], dtype=torch.float32, attn_implementation=attention
-    ).train()
+    """Eager attention computes the same, with windows of 5 tokens in some layers."""
+    options = {"dtype": torch.float32, "attn_implementation": ATTENTION.get(kind, "sdpa")}
+    expected = AutoModelForCausalLM.from_pretrained(checkpoints[kind], **options).train()
     found = load_model(settings(kind), str(checkpoints[kind]), world)
     held = found.state_dict()
     assert list(held) == list(expected.state_dict())
@@ -44,76 +51,41 @@ def test_it_is_the_model_that_transformers_loads(checkpoints: dict[str, Path], k
     buffers = dict(found.named_buffers())
     assert all(torch.equal(buffers[name], buffer) for name, buffer in expected.named_buffers())
     assert found.generation_config.to_dict() == expected.generation_config.to_dict()
-    ids, positions = row(12)
-    with torch.no_grad():
-        assert torch.equal(logits(found, ids, positions), logits(expected, ids, positions))
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_samples_of_a_packed_row_are_computed_as_each_alone(
-    checkpoints: dict[str, Path], kind: str, world: World
-) -> None:
-    model = load_model(settings(kind), str(checkpoints[kind]), world)
     lengths = (9, 14, 1, 7)
     ids, positions = row(*lengths)
+    eager = ("eager",) if kind in ("qwen3", "mistral", "gemma3_text") else ()
+    others = [load_model(settings(kind, attn=attn), str(checkpoints[kind]), world) for attn in eager]
     with torch.no_grad():
-        together = logits(model, ids, positions).split(lengths)
-        for found, one, place in zip(together, ids.split(lengths, 1), positions.split(lengths, 1), strict=True):
-            torch.testing.assert_close(found, logits(model, one, place), rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma3_text"])
-def test_eager_attention_computes_the_same(checkpoints: dict[str, Path], kind: str, world: World) -> None:
-    """With windows of 5 tokens in some layers."""
-    ids, positions = row(9, 14)
-    with torch.no_grad():
-        found, expected = (
-            logits(load_model(settings(kind, attn=name), str(checkpoints[kind]), world), ids, positions)
-            for name in ("eager", "sdpa")
-        )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+        assert torch.equal(logits(found, *row(12)), logits(expected, *row(12)))
+        together = logits(found, ids, positions)
+        alone = [logits(found, *each) for each in zip(ids.split(lengths, 1), positions.split(lengths, 1), strict=True)]
+        for other in (torch.cat(alone), *(logits(model, ids, positions) for model in others)):
+            torch.testing.assert_close(together, other, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_weights_from_scratch_are_those_that_transformers_draws(
+def test_drawn_weights_are_those_of_transformers_and_published_names_lead_to_the_model_and_back(
     checkpoints: dict[str, Path], kind: str, world: World
 ) -> None:
     torch.manual_seed(5)
-    found = load_model(settings(kind, from_scratch=True), str(checkpoints[kind]), world)
+    drawn = load_model(settings(kind, from_scratch=True), str(checkpoints[kind]), world).state_dict()
     after = torch.rand(1)
     torch.manual_seed(5)
-    expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoints[kind]), dtype=torch.float32)
-    held = found.state_dict()
-    assert all(torch.equal(whole(held[name]), tensor) for name, tensor in expected.state_dict().items())
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoints[kind]), dtype=torch.float32)
+    assert all(torch.equal(whole(drawn[name]), tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(after, torch.rand(1))
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_published_names_lead_to_the_model_and_back(checkpoints: dict[str, Path], kind: str) -> None:
-    saved = load_file(checkpoints[kind] / "model.safetensors")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoints[kind]), dtype=torch.float32)
-    sources = sources_of(model, {name: tuple(tensor.shape) for name, tensor in saved.items()})
+    published = load_file(checkpoints[kind] / "model.safetensors")
+    sources = sources_of(model, {name: tuple(tensor.shape) for name, tensor in published.items()})
     assert sources.unexpected == []
     names, back = hub_names(model), {}
     for name in names.parameters:
-        tensor = sources.layouts[name].tensor(lambda source, region: saved[source][region])
-        published = names.to_hub(name, tensor)
-        assert [(key, part.shape) for key, part in published] == names.specs(name)
-        back |= dict(published)
-    assert back.keys() == saved.keys()
-    assert all(torch.equal(back[name], saved[name]) for name in saved)
-
-
-def test_experts_are_published_one_by_one_and_are_views_of_what_the_model_holds() -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(build_config("qwen3_moe"))
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    held = torch.randn(4, 32, 32)  # [experts, gate and up, hidden]
-    published = dict(hub_names(model).to_hub(name, held))
-    assert list(published)[:2] == [f"model.layers.1.mlp.experts.{expert}.gate_proj.weight" for expert in (0, 1)]
-    assert torch.equal(published["model.layers.1.mlp.experts.2.up_proj.weight"], held[2, 16:])
-    assert all(part.untyped_storage().data_ptr() == held.untyped_storage().data_ptr() for part in published.values())
+        tensor = sources.layouts[name].tensor(lambda source, region: published[source][region])
+        parts = names.to_hub(name, tensor)
+        assert [(key, part.shape) for key, part in parts] == names.specs(name)
+        if kind == "qwen3_moe":  # experts are published one by one, and are views of what the model holds
+            assert all(part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for _, part in parts)
+        back |= dict(parts)
+    assert are_equal(back, published)
 
 
 def test_a_decoder_within_a_model_that_sees_is_found_and_trained(tmp_path: Path, world: World) -> None:
@@ -125,58 +97,76 @@ def test_a_decoder_within_a_model_that_sees_is_found_and_trained(tmp_path: Path,
     assert trained == {"language_model"}
 
 
-@pytest.mark.parametrize("kind", families.NOT_FOR_PACKED_ROWS)
-def test_models_in_which_samples_of_a_row_would_meet_are_refused(kind: str, tmp_path: Path, world: World) -> None:
-    build_config(kind).save_pretrained(tmp_path)
-    config = TrainerModel(attn="sdpa" if kind == "lfm2" else "eager", from_scratch=True)
-    with pytest.raises(ConfigError, match="cannot be trained on packed rows"):
-        load_model(config, str(tmp_path), world)
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> Path:
-    return save_family(tmp_path / "plain", build_config("llama"))
-
-
-def change(folder: Path, **changes: torch.Tensor | None) -> str:
-    """None takes a tensor away."""
-    tensors = load_file(folder / "model.safetensors") | {
-        name.replace("__", "."): tensor for name, tensor in changes.items()
-    }
+def change(folder: Path, changes: dict[str, torch.Tensor | None]) -> str:
+    """Write the model's file with other tensors. None takes a tensor away."""
+    tensors = load_file(folder / "model.safetensors") | changes
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
 
-def test_weights_of_another_model_are_refused_by_name(plain: Path, world: World) -> None:
-    folder = change(
-        plain,
-        model__norm__weight=None,
-        model__extra__weight=torch.zeros(1),
-        model__layers__0__mlp__up_proj__weight=torch.zeros(3, 32),
-    )
+@pytest.mark.parametrize(
+    ("kind", "name", "tensor", "words"),
+    [
+        ("llama", "norm.weight", None, "1 missing: model.norm.weight"),
+        ("llama", "extra.weight", (1,), "1 without a place in the model: model.extra.weight"),
+        ("llama", "layers.0.mlp.up_proj.weight", (3, 32), "1 of another shape: model.layers.0.mlp.up_proj.weight"),
+        (
+            "qwen3_moe",
+            "layers.1.mlp.experts.3.down_proj.weight",
+            None,
+            "experts.down_proj ([3, 32, 16] for [4, 32, 16]",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_name(
+    kind: str, name: str, tensor: tuple[int, ...] | None, words: str, tmp_path: Path, world: World
+) -> None:
+    folder = save_family(tmp_path, build_config(kind))
+    change(folder, {f"model.{name}": None if tensor is None else torch.zeros(tensor)})
     with pytest.raises(ConfigError) as error:
-        load_model(TrainerModel(), folder, world)
-    message = str(error.value)
-    assert "1 missing: model.norm.weight" in message
-    assert "1 without a place in the model: model.extra.weight" in message
-    assert "1 of another shape: model.layers.0.mlp.up_proj.weight ([3, 32] for [48, 32])" in message
-
-
-def test_a_missing_expert_is_refused(tmp_path: Path, world: World) -> None:
-    folder = save_family(tmp_path, build_config("qwen3_moe"))
-    change(folder, model__layers__1__mlp__experts__3__down_proj__weight=None)
-    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.down_proj \(\[3, 32, 16\] for \[4, 32, 16\]"):
         load_model(TrainerModel(), str(folder), world)
+    assert words in str(error.value)
+
+
+def test_damaged_quantized_and_missing_files_are_refused(tmp_path: Path, world: World) -> None:
+    folder = save_family(tmp_path / "model", build_config("llama"))
+    config = json.loads((folder / "config.json").read_text())
+    quantized = json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    for change_files, words in (
+        (lambda: (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0 garbage"), "cannot be read"),
+        (lambda: (folder / "config.json").write_text(quantized), r"quantized \(fp8\)"),
+        (lambda: shutil.rmtree(folder), r"cannot be loaded(.|\n)*Set `model.name`"),
+    ):
+        change_files()
+        for from_scratch in {False, words.startswith("cannot be loaded")}:
+            with pytest.raises(ConfigError, match=words):
+                load_model(TrainerModel(from_scratch=from_scratch), str(folder), world)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "words"),
+    [
+        *((kind, {"attn": "eager"}, "cannot be trained on packed rows") for kind in families.NOT_FOR_PACKED_ROWS),
+        ("gpt_oss", {}, r'`model.attn = "sdpa"`(.|\n)*Set `model.attn`'),
+    ],
+)
+def test_models_that_cannot_keep_samples_of_a_row_apart_are_refused(
+    kind: str, config: dict[str, Any], words: str, tmp_path: Path, world: World
+) -> None:
+    build_config(kind).save_pretrained(tmp_path)
+    config = {"attn": "sdpa"} if kind == "lfm2" else config
+    with pytest.raises(ConfigError, match=words):
+        load_model(TrainerModel(from_scratch=True, **config), str(tmp_path), world)
 
 
 def test_a_head_that_is_tied_may_be_in_the_files_if_it_agrees(tmp_path: Path, world: World) -> None:
     folder = save_family(tmp_path, build_config("qwen3"))
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    model = load_model(TrainerModel(), change(folder, lm_head__weight=embedding.clone()), world)
+    model = load_model(TrainerModel(), change(folder, {"lm_head.weight": embedding.clone()}), world)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with pytest.raises(ConfigError, match=r"lm_head.weight and model.embed_tokens.weight, which differ"):
-        load_model(TrainerModel(), change(folder, lm_head__weight=embedding + 1), world)
+        load_model(TrainerModel(), change(folder, {"lm_head.weight": embedding + 1}), world)
 
 
 def test_files_in_parts_and_in_half_precision_are_read(tmp_path: Path, world: World) -> None:
@@ -188,21 +178,58 @@ def test_files_in_parts_and_in_half_precision_are_read(tmp_path: Path, world: Wo
     assert all(torch.equal(whole(held[name]), tensor.float()) for name, tensor in plain.state_dict().items())
 
 
-def test_damaged_files_are_said_to_be_damaged(plain: Path, world: World) -> None:
-    (plain / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0 garbage")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_model(TrainerModel(), str(plain), world)
+def test_every_parameter_is_served_once_and_whole(tiny_model: Path, world: World) -> None:
+    model = load_model(TrainerModel(), str(tiny_model), world)
+    found = dict(served_tensors(model, torch.float32))
+    expected = dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters())  # without the head, it is tied
+    assert are_equal(found, expected)
+    assert list(found) == list(expected)
+    assert num_parameters(model) == sum(tensor.numel() for tensor in found.values())
 
 
-def test_quantized_weights_are_refused(plain: Path, world: World) -> None:
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (plain / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"quantized \(fp8\)"):
-        load_model(TrainerModel(), str(plain), world)
+def test_a_pass_without_gradients_leaves_each_rank_its_float32_parts(tiny_model: Path, world: World) -> None:
+    """What is gathered, in bfloat16, would otherwise be saved or sent as the model."""
+    config = TrainerModel(reshard_after_forward=False, optimization_dtype="bfloat16")
+    model = load_model(config, str(tiny_model), world)
+    (packed,) = micro_batches_of_rank(random_samples([9, 14]), capacity=64, rank=0, world=1)
+    with torch.no_grad():
+        compute_columns(model, packed, world.device)
+    assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
 
 
-def test_an_attention_that_the_model_lacks_is_a_question_of_configuration(tmp_path: Path, world: World) -> None:
-    build_config("gpt_oss").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r'`model.attn = "sdpa"`(.|\n)*Set `model.attn`'):
-        load_model(TrainerModel(from_scratch=True), str(tmp_path), world)
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+NOISY = {
+    "gpt2": {"n_positions": 128},
+    "opt": {"ffn_dim": 128, "max_position_embeddings": 128, "word_embed_proj_dim": 64, "layerdrop": 0.2},
+    "phi": {"intermediate_size": 128, "resid_pdrop": 0.1},
+    "llama": {"intermediate_size": 128, "attention_dropout": 0.1},
+    "falcon": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_dropout_of_a_model_is_switched_off_and_published_again(kind: str, tmp_path: Path, world: World) -> None:
+    folder = save_noisy(kind, tmp_path / "published")
+    model = load_model(TrainerModel(), str(folder), world)
+    (row,) = micro_batches_of_rank(random_samples([40, 20]), capacity=64, rank=0, world=1)
+    with torch.no_grad():
+        once, again = (compute_columns(model, row, world.device).logprobs for _ in range(2))
+        assert torch.equal(once, again)
+        assert torch.equal(once, compute_columns(model.eval(), row, world.device).logprobs)
+    (exported := tmp_path / "exported").mkdir()
+    describe_model(exported, published_config(model), None, torch.float32, type(model).__name__)
+    said, says = (json.loads((each / "config.json").read_text()) for each in (folder, exported))
+    drops = {name: value for name, value in said.items() if "drop" in name}
+    assert any(drops.values())
+    assert {name: says[name] for name in drops} == drops
+
+
+def test_dropout_of_adapters_stays(tmp_path: Path, world: World) -> None:
+    model = load_model(TrainerModel(lora=Lora(dropout=0.3)), str(save_noisy("llama", tmp_path)), world)
+    assert {layer.p for layer in model.modules() if isinstance(layer, torch.nn.Dropout)} == {0.3}
+
+
+def save_noisy(kind: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **NOISY[kind])).save_pretrained(folder)
+    return folder

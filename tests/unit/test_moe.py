@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moe import CONFIGS, NUM_EXPERTS, TOP_K, build_moe, save_moe
+from moe import CONFIGS, NUM_EXPERTS, TOP_K, build_moe, random_routes, routed, routed_of, save_moe
+from tiny import random_samples, take_gradients
 from trireme.algo.packing import MicroBatch, Sample, micro_batches_of_rank
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import ActivationCheckpointing, Experts, Loss, TrainerModel
-from trireme.messages import Routed, build_tokens
+from trireme.messages import Routed
 from trireme.trainer.forward import compute_columns
 from trireme.trainer.mesh import World
 from trireme.trainer.model import load_model
@@ -33,6 +34,8 @@ from trireme.trainer.step import forward_backward, policy_gradient
 CPU = torch.device("cpu")
 T = 23
 REPLAY = Experts(router_replay=True)
+PLAIN = random_samples([17, 9])
+SAMPLES = routed(PLAIN)
 IDS = torch.randint(0, 128, (1, T), generator=torch.Generator().manual_seed(3))
 
 
@@ -42,43 +45,28 @@ def prepared(kind: str = "qwen3_moe", experts: Experts = REPLAY, **changes: Any)
     return model
 
 
-def routed_of(routes: np.ndarray, length: int) -> Routed:
-    """Of a sample whose first tokens these are."""
-    known = (np.arange(length) < len(routes)).astype(np.uint8)
-    return Routed(known, routes.astype(np.uint8).reshape(-1), *routes.shape[1:])
-
-
-def random_routes(count: int, layers: int = 2, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    chosen = [rng.permutation(NUM_EXPERTS)[:TOP_K] for _ in range(count * layers)]
-    return np.stack(chosen).reshape(count, layers, TOP_K)
-
-
 def chosen_in(model: PreTrainedModel, **inputs: Any) -> tuple[torch.Tensor, np.ndarray]:
     """Logits, and [T, layers, top_k] where tokens went."""
-    found: dict[int, np.ndarray] = {}
+    found = np.zeros((T, len(model.model.layers), TOP_K), np.int64)
     handles = []
     for index, layer in enumerate(model.model.layers):
-        for block in layer.modules():
-            if hasattr(block, "experts"):
+        for block in (block for block in layer.modules() if hasattr(block, "experts")):
 
-                def keep(_: nn.Module, args: Any, at: int = index) -> None:
-                    found[at] = args[1].numpy()
+            def keep(_: nn.Module, args: Any, at: int = index) -> None:
+                found[:, at] = args[1].numpy()
 
-                handles.append(block.experts.register_forward_pre_hook(keep))
+            handles.append(block.experts.register_forward_pre_hook(keep))
     with torch.no_grad():
         logits = model(input_ids=IDS, **inputs).logits[0]
     for handle in handles:
         handle.remove()
-    nowhere = np.zeros((T, TOP_K), np.int64)
-    return logits, np.stack([found.get(index, nowhere) for index in range(len(model.model.layers))], axis=1)
+    return logits, found
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-# how experts are computed
+def gradients(model: PreTrainedModel, world: World, *, is_routed: bool = True) -> dict[str, torch.Tensor]:
+    loss, rows = policy_gradient(Loss()), [packed(SAMPLES if is_routed else PLAIN)]
+    forward_backward(model, rows, loss_tokens=18, loss_samples=2, step=0, loss_function=loss, world=world)
+    return take_gradients(model)
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
@@ -86,53 +74,30 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_however_experts_are_computed_values_and_gradients_are_the_same(kind: str, implementation: str) -> None:
     found = []
     for each in ("eager", implementation):
-        model = prepared(kind, Experts(implementation=each))
-        logits = model(input_ids=IDS).logits
-        logits.log_softmax(-1)[..., 3].mean().backward()
-        found.append((logits.detach(), gradients(model)))
-    (plain, plain_gradients), (other, other_gradients) = found
-    torch.testing.assert_close(other, plain, rtol=1e-5, atol=1e-5)
-    assert plain_gradients.keys() == other_gradients.keys()
-    for name, gradient in plain_gradients.items():
-        torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_experts_in_bfloat16_can_be_computed_together() -> None:
-    logits = [build_moe(experts=how).bfloat16()(input_ids=IDS).logits for how in ("eager", "grouped_mm")]
-    logits[1].float().sum().backward()
-    torch.testing.assert_close(logits[1].float(), logits[0].float(), rtol=0.05, atol=0.1)
-
-
-def test_no_loss_for_an_even_load_is_added() -> None:
-    model = prepared(output_router_logits=True, router_aux_loss_coef=1.0)
-    assert model(input_ids=IDS).get("aux_loss") is None
-
-
-# where tokens go
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_tokens_that_are_sent_where_they_would_go_anyway_change_nothing(kind: str) -> None:
-    model = prepared(kind)
-    own, went = chosen_in(model)
-    again, _ = chosen_in(model, **routes_argument(model, routed_of(went, T), CPU))
-    torch.testing.assert_close(again, own, rtol=1e-5, atol=1e-5)
+        model = prepared(kind, Experts(implementation=each), output_router_logits=True)
+        output = model(input_ids=IDS)
+        assert output.get("aux_loss") is None  # no loss for an even load is added
+        output.logits.log_softmax(-1)[..., 3].mean().backward()
+        found.append((output.logits.detach(), take_gradients(model)))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_token_goes_where_the_engine_sent_it_and_the_rest_where_the_router_does(kind: str) -> None:
     model, routes = prepared(kind), random_routes(T - 4)
-    _, own = chosen_in(model)
+    plain, own = chosen_in(model)
     _, went = chosen_in(model, **routes_argument(model, routed_of(routes, T), CPU))
     first = 1 if kind in ("glm4_moe", "deepseek_v3") else 0  # layers without experts
     assert went[: T - 4, first:].tolist() == routes[:, first:].tolist()
     assert went[T - 4 :, first].shape == own[T - 4 :, first].shape
     _, after = chosen_in(model)
     assert after.tolist() == own.tolist()  # what was sent somewhere once leaves no trace
+    anyway, _ = chosen_in(model, **routes_argument(model, routed_of(own, T), CPU))
+    torch.testing.assert_close(anyway, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_what_an_expert_counts_is_the_trainers_own_opinion_of_those_that_were_chosen() -> None:
-    """By hand, in float64, from the block's input."""
     model, routes = prepared(num_hidden_layers=1), random_routes(T - 1, layers=1)
     block, seen = model.model.layers[0].mlp, {}
     block.register_forward_hook(lambda _, args, output: seen.update(given=args[0], made=output))
@@ -148,27 +113,6 @@ def test_what_an_expert_counts_is_the_trainers_own_opinion_of_those_that_were_ch
     torch.testing.assert_close(seen["made"].view(-1, 64)[: T - 1].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_where_two_experts_nearly_tie_replay_repairs_what_rounding_changes() -> None:
-    """The trainer's router differs from the engine's by as little as rounding does."""
-
-    def model(noise: float) -> PreTrainedModel:
-        made, generator = prepared(), torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for layer in made.model.layers:
-                weight = router_of(layer.mlp).weight
-                weight[1:4], weight[5:] = weight[0].clone(), weight[4].clone()
-                weight += noise * torch.randn(weight.shape, generator=generator)
-        return made
-
-    engine, trainer = model(0.0), model(1e-6)
-    said, went = chosen_in(engine)
-    alone, elsewhere = chosen_in(trainer)
-    replayed, _ = chosen_in(trainer, **routes_argument(trainer, routed_of(went[:-1], T), CPU))
-    assert (np.sort(went) != np.sort(elsewhere)).any(-1).mean() > 0.1
-    assert (alone - said)[:-1].abs().max() > 0.1
-    torch.testing.assert_close(replayed[:-1], said[:-1], rtol=0, atol=1e-4)
-
-
 def test_a_rank_that_has_a_part_of_a_row_has_the_routes_of_its_tokens() -> None:
     routes = random_routes(5)
     routed = Routed(np.array([1, 1, 0, 1, 1, 1, 0], np.uint8), routes.astype(np.uint8).reshape(-1), 2, TOP_K)
@@ -177,35 +121,9 @@ def test_a_rank_that_has_a_part_of_a_row_has_the_routes_of_its_tokens() -> None:
     assert part.experts[:2].tolist() == routes[3:].tolist()
 
 
-# how routers are trained
-
-
-def random_samples(routed: bool = True) -> list[Sample]:
-    rng = np.random.default_rng(0)
-    samples = []
-    for number, length in enumerate((17, 9)):
-        mask = np.arange(length) > 3
-        tokens = build_tokens(
-            ids=rng.integers(0, 128, length),
-            loss_mask=mask,
-            logprobs=np.where(mask, -4.5, 0.0),
-            advantages=np.where(mask, 1.0 - number, 0.0),
-            versions=np.where(mask, 0, -1),
-            routed=routed_of(random_routes(length - 1, seed=number), length) if routed else None,
-        )
-        samples.append(Sample(tokens, 1.0))
-    return samples
-
-
 def packed(samples: list[Sample]) -> MicroBatch:
     (row,) = micro_batches_of_rank(samples, capacity=64, rank=0, world=1)
     return row
-
-
-def backward(model: PreTrainedModel, world: World, row: MicroBatch) -> dict[str, float]:
-    return forward_backward(
-        model, [row], loss_tokens=18, loss_samples=2, step=0, loss_function=policy_gradient(Loss()), world=world
-    )
 
 
 @pytest.fixture(scope="module")
@@ -216,33 +134,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_routers_learn_from_replayed_tokens_unless_they_are_frozen(folder: Path, world: World) -> None:
     for how in ("trained", "frozen"):
         model = load_model(TrainerModel(moe=Experts(router=how, router_replay=True)), str(folder), world)
-        backward(model, world, packed(random_samples()))
-        found = gradients(model)
-        routers = [name for name, _ in model.named_parameters() if name.endswith("mlp.gate.weight")]
-        assert len(routers) == 2
-        assert [name in found for name in routers] == [how == "trained"] * 2
-        assert all(found[name].to_local().abs().max() > 0 for name in routers if name in found)
+        found = gradients(model, world)
+        routers = [f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)]
+        assert [name in found and bool(found[name].any()) for name in routers] == [how == "trained"] * 2
         assert "model.layers.0.mlp.experts.down_proj" in found
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_layers_that_are_computed_again_send_tokens_to_the_same_experts(folder: Path, world: World, mode: Any) -> None:
-    found = []
-    for ac in (None, ActivationCheckpointing(mode=mode)):
-        model = load_model(TrainerModel(ac=ac, moe=REPLAY), str(folder), world)
-        backward(model, world, packed(random_samples()))
-        found.append(gradients(model))
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name].to_local(), gradient.to_local(), msg=name)
+    settings = (TrainerModel(ac=ac, moe=REPLAY) for ac in (None, ActivationCheckpointing(mode=mode)))
+    once, again = (gradients(load_model(each, str(folder), world), world) for each in settings)
+    torch.testing.assert_close(again, once)
 
 
 def test_samples_in_one_row_are_routed_as_each_by_itself(folder: Path, world: World) -> None:
     model = load_model(TrainerModel(moe=REPLAY), str(folder), world)
     with torch.no_grad():
-        together = compute_columns(model, packed(random_samples()), CPU).logprobs
-        alone = [compute_columns(model, packed([sample]), CPU).logprobs for sample in random_samples()]
-        without = compute_columns(model, packed(random_samples(routed=False)), CPU).logprobs
+        rows = [SAMPLES, *([sample] for sample in SAMPLES), PLAIN]
+        together, *alone, without = (compute_columns(model, packed(row), CPU).logprobs for row in rows)
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
     assert (together - without).abs().max() > 0.01
 
@@ -257,9 +166,8 @@ def test_routers_choose_in_float32_when_the_rest_is_in_bfloat16(
     router = router_of(model.model.layers[0].mlp)
     router.register_forward_hook(lambda module, args, output: seen.update(given=args[0], logits=output[0]))
     model.model.layers[0].mlp.experts.register_forward_hook(lambda module, args, output: seen.update(made=output))
-    backward(model, world, packed(random_samples(routed=False)))
-    assert seen["logits"].dtype == expected
-    assert seen["made"].dtype == torch.bfloat16
+    gradients(model, world, is_routed=False)
+    assert (seen["logits"].dtype, seen["made"].dtype) == (expected, torch.bfloat16)
     if precision == "float32":
         given = seen["given"].to(torch.bfloat16)  # what the block was given, before it was cast for the router
         whole = router.weight.full_tensor()
@@ -267,49 +175,34 @@ def test_routers_choose_in_float32_when_the_rest_is_in_bfloat16(
         assert not torch.equal(whole.to(torch.bfloat16).float(), whole)
 
 
-# what is reported
-
-
-def test_how_evenly_experts_are_used_is_counted_by_hand(world: World) -> None:
+def test_how_evenly_experts_are_used_and_tokens_that_the_router_sends_elsewhere_are_counted(world: World) -> None:
     model = prepared(num_hidden_layers=1)
     routes = np.array([[[0, 1]]] * 6 + [[[0, 2]]] * 6)
     with torch.no_grad():
-        model(input_ids=IDS[:, :3])  # nobody is trained on it
-    own = model(input_ids=IDS[:, :12])
-    assert own.logits.requires_grad
+        model(input_ids=IDS[:, :3])  # a pass without training does not count
+    model(input_ids=IDS[:, :12])
     expert_metrics(model, world)
     model(input_ids=IDS[:, :12], **routes_argument(model, routed_of(routes, 12), CPU))
     metrics = expert_metrics(model, world)
     assert metrics["moe/busiest_expert"] == 12 / (24 / 8)  # expert 0 got all 12 tokens; 24 places in 8 experts
     assert metrics["moe/idle_experts_frac"] == 5 / 8
-    assert 0 < metrics["moe/rerouted_frac"] <= 1
-
-
-def test_tokens_that_the_router_sends_elsewhere_are_counted(world: World) -> None:
     model = prepared()
     _, went = chosen_in(model)
     went[:5, 1] = (went[:5, 1] + 1) % NUM_EXPERTS
     model(input_ids=IDS, **routes_argument(model, routed_of(went, T), CPU))
-    moved = expert_metrics(model, world)["moe/rerouted_frac"] * 2 * T
-    assert moved == pytest.approx(5)
+    assert expert_metrics(model, world)["moe/rerouted_frac"] * 2 * T == pytest.approx(5)
 
 
-def test_a_step_on_a_model_without_experts_reports_none(tiny_model: Path, world: World) -> None:
+def test_a_model_without_experts_reports_none_and_cannot_replay_routes(tiny_model: Path, world: World) -> None:
     model = load_model(TrainerModel(), str(tiny_model), world)
     assert mixtures_of(model) == []
     assert expert_metrics(model, world) == {}
     assert routes_argument(model, routed_of(random_routes(3), 4), CPU) == {}
-
-
-# what is refused
-
-
-def test_a_model_without_experts_cannot_replay_routes(tiny_model: Path, world: World) -> None:
     with pytest.raises(ConfigError, match="router_replay = true` with Qwen3ForCausalLM - a model with a mixture"):
         load_model(TrainerModel(moe=REPLAY), str(tiny_model), world)
 
 
-def test_a_router_that_weighs_experts_in_another_way_is_refused() -> None:
+def test_a_router_is_asked_how_it_weighs_without_a_trace_in_the_random_state_and_refused_if_that_is_unknown() -> None:
     class Strange(nn.Module):
         def __init__(self, config: Any) -> None:
             super().__init__()
@@ -320,15 +213,11 @@ def test_a_router_that_weighs_experts_in_another_way_is_refused() -> None:
             best = logits.topk(2, dim=-1)
             return logits, best.values.tanh(), best.indices
 
-    config = build_moe().config
-    with pytest.raises(ConfigError, match="how Strange weighs experts is not known"):
-        find_weighing(Strange(config), config)
-
-
-def test_a_router_is_asked_how_it_weighs_without_a_trace_in_the_random_state() -> None:
     model = build_moe()
     torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
     find_weighing(router_of(model.model.layers[0].mlp), model.config)
-    assert torch.equal(torch.rand(3), expected)
+    found = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(found, torch.rand(3))
+    with pytest.raises(ConfigError, match="how Strange weighs experts is not known"):
+        find_weighing(Strange(model.config), model.config)

@@ -1,93 +1,72 @@
-"""Addresses of this machine, and connections that do not outlive a cut cable."""
+"""Addresses and ports of this machine, tokens, connections that outlive no cut cable, and requests over them."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import hashes, hmac
 
-from trireme.base.network import (
-    EVERYWHERE,
-    SILENCE_S,
-    interface_of,
-    is_here,
-    is_loopback,
-    listening_address,
-    own_address,
-    watch_connections,
-    watched_socket,
-)
+from trireme.base import network
+from trireme.base.network import EVERYWHERE, SILENCE_S, own_address
+from trireme.base.processes import free_port, port_is_free
 from trireme.base.token import TOKEN, bearer, derive, is_same, sealed
+from trireme.transport.posts import Posts, open_posts
 from trireme.transport.weights.collective import open_store
 
+RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 NOBODYS = "203.0.113.1"
 DEADLINE_S = 10.0
 
 
-def test_loopback_is_known_by_its_looks() -> None:
-    assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "localhost", "::1")))
-    assert not any(map(is_loopback, ("10.0.0.1", "0.0.0.0", "node-1", "", "127.0.0.1.example.org")))
-
-
 def test_a_machine_knows_its_own_addresses_and_the_interface_that_has_them() -> None:
-    assert is_here("127.0.0.5")
-    assert is_here("localhost")
-    assert not is_here(NOBODYS)
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of(NOBODYS) is None
+    assert all(map(network.is_loopback, ("127.0.0.1", "127.8.8.8", "localhost", "::1")))
+    assert not any(map(network.is_loopback, ("10.0.0.1", "0.0.0.0", "node-1", "", "127.0.0.1.example.org")))
+    assert list(map(network.is_here, ("127.0.0.5", "localhost", NOBODYS))) == [True, True, False]
+    assert list(map(network.interface_of, ("127.0.0.1", NOBODYS))) == ["lo", None]
+    assert list(map(network.listening_address, ("127.0.0.5", NOBODYS))) == ["127.0.0.5", EVERYWHERE]
     assert own_address("localhost", peer=NOBODYS) == "127.0.0.1"
     assert own_address(NOBODYS, peer="127.0.0.1") == "127.0.0.1", "by the way there"
 
 
-def test_it_listens_where_it_is_looked_for_or_everywhere_where_it_has_no_such_address() -> None:
-    assert listening_address("127.0.0.5") == "127.0.0.5"
-    assert listening_address(NOBODYS) == EVERYWHERE
+def options_of(connection: socket.socket) -> list[int]:
+    tcp = socket.IPPROTO_TCP
+    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE), (tcp, socket.TCP_KEEPIDLE), (tcp, socket.TCP_USER_TIMEOUT)]
+    return [connection.getsockopt(*option) for option in options]
 
 
-def options_of(connection: socket.socket) -> tuple[int, int, int]:
-    return (
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
-        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
-    )
-
-
-def test_a_watched_connection_is_asked_after_by_the_kernel_within_seconds() -> None:
-    with watched_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("10.0.0.1", 1))) as made:
+def test_the_kernel_asks_after_watched_connections_and_leaves_those_within_the_machine_alone(tmp_path: Path) -> None:
+    with network.watched_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("10.0.0.1", 1))) as made:
         kept, idle_s, unacknowledged_ms = options_of(made)
-    assert kept == 1
+    assert (kept, unacknowledged_ms) == (1, SILENCE_S * 1000)
     assert idle_s < SILENCE_S <= 20
-    assert unacknowledged_ms == SILENCE_S * 1000
-
-
-def test_connections_within_the_machine_are_left_alone_and_no_descriptor_leaks(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
-        before = options_of(client)
-        open_before = len(os.listdir("/proc/self/fd"))
+        before, open_before = options_of(client), len(os.listdir("/proc/self/fd"))
         with open(tmp_path / "file", "w"), socket.socket():
             for _ in range(20):
-                watch_connections()
-        assert options_of(client) == before
-        assert len(os.listdir("/proc/self/fd")) == open_before
+                network.watch_connections()
+        assert (options_of(client), len(os.listdir("/proc/self/fd"))) == (before, open_before), "no descriptor leaks"
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")
 def test_the_meeting_place_of_trainer_and_engines_listens_at_its_own_address_only() -> None:
     """By itself torch listens on all interfaces."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     store = open_store("127.0.0.1", port, is_sender=True, timeout_s=DEADLINE_S)
-    rows = [*Path("/proc/net/tcp").read_text().splitlines(), *Path("/proc/net/tcp6").read_text().splitlines()]
-    listening = {row.split()[1] for row in rows if row.split()[3] == "0A" and row.split()[1].endswith(f":{port:04X}")}
-    assert listening == {f"0100007F:{port:04X}"}
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines() for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table]
+    assert {row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")} == {f"0100007F:{port:04X}"}
     del store
 
 
 def test_who_has_no_token_looks_for_the_engines_under_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv(TOKEN, "a-token-for-tests-0123456789")
     ours = open_store("127.0.0.1", port, is_sender=True, timeout_s=DEADLINE_S)
     friend = open_store("127.0.0.1", port, is_sender=False, timeout_s=DEADLINE_S)
@@ -99,31 +78,165 @@ def test_who_has_no_token_looks_for_the_engines_under_other_names(monkeypatch: p
     assert ours.check(["here/1"])
 
 
-# tokens
-
-
-def test_what_is_derived_of_a_token_is_told_apart_by_its_purpose_and_by_the_token() -> None:
-    derived = {derive(token, purpose) for token in ("one", "two") for purpose in ("asker", "server")}
-    assert len(derived) == 4
-    assert {len(key) for key in derived} == {32}
-    # RFC 4231's construction, worked by another library
-    assert derive("one", "asker").hex() == _hmac_sha256(b"one", b"trireme asker")
-
-
-def _hmac_sha256(key: bytes, message: bytes) -> str:
-    from cryptography.hazmat.primitives import hashes, hmac
-
-    made = hmac.HMAC(key, hashes.SHA256())
-    made.update(message)
-    return made.finalize().hex()
-
-
-def test_names_are_sealed_only_where_there_is_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_derived_of_a_token_is_told_apart_by_its_purpose_and_by_the_token(monkeypatch) -> None:
+    assert len({derive(token, purpose) for token in ("one", "two") for purpose in ("asker", "server")}) == 4
+    made = hmac.HMAC(b"one", hashes.SHA256())  # RFC 4231's construction, worked by another library
+    made.update(b"trireme asker")
+    assert derive("one", "asker") == made.finalize()
     monkeypatch.delenv(TOKEN, raising=False)
-    assert (sealed("weights"), bearer()) == ("weights", {})
+    assert (sealed("weights"), bearer(None)) == ("weights", {})
     monkeypatch.setenv(TOKEN, "a-token-for-tests-0123456789")
     assert sealed("weights").startswith("weights/")
     assert sealed("weights") != sealed("others").replace("others", "weights")
-    assert bearer() == {"Authorization": "Bearer a-token-for-tests-0123456789"}
-    assert is_same("a", "a")
-    assert not is_same("a", "ab")
+    assert bearer("a-token") == {"Authorization": "Bearer a-token"}
+    assert (is_same("a", "a"), is_same("a", "ab")) == (True, False)
+
+
+def test_a_port_is_chosen_that_no_connection_will_be_given_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last = map(int, RANGE.read_text().split())
+    assert not [port for port in (free_port() for _ in range(50)) if first <= port <= last]
+    monkeypatch.setattr("trireme.base.processes.port_is_free", lambda *_: False)
+    assert first <= free_port() <= last, "a crowded system chooses by itself"
+
+
+def test_a_port_that_somebody_listens_on_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        port = free_port()
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        assert not port_is_free(port)
+        others = iter([port, port, port + 1])
+        monkeypatch.setattr("trireme.base.processes._random.randrange", lambda *_: next(others))
+        assert free_port() == port + 1
+
+
+def test_where_the_system_gives_almost_all_ports_runs_do_not_all_choose_the_same(monkeypatch) -> None:
+    for first in (1024, 12_000, 0):
+        monkeypatch.setattr("trireme.base.processes._first_of_the_systems", lambda first=first: first)
+        assert len({free_port() for _ in range(20)}) > 1
+
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
+DEADLINE_S = 10.0
+
+
+class Server:
+    """Answers each request with the next of what it was given; None hangs up, silence is b""."""
+
+    def __init__(self, *answers: bytes | None) -> None:
+        self.answers = list(answers)
+        self.requests: list[bytes] = []
+        self.num_connections = 0
+        self.hung_up = asyncio.Event()  # by the asker
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                self.requests.append(head + await reader.readexactly(length))
+                answer = self.answers.pop(0) if self.answers else OK
+                if answer is None:
+                    break
+                writer.write(answer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.hung_up.set()
+        writer.close()
+
+
+def ask(answers: list[bytes | None], use: Callable[[Posts, Server], Awaitable[Any]], **options: Any) -> Any:
+    async def main() -> Any:
+        server = Server(*answers)
+        posts = Posts(**{"timeout_s": DEADLINE_S} | options)
+        async with await asyncio.start_server(server.serve, "127.0.0.1", server.port), asyncio.timeout(DEADLINE_S):
+            with closing(posts):
+                return await use(posts, server)
+
+    return asyncio.run(main())
+
+
+async def twice(posts: Posts, server: Server) -> tuple[int, bytes, bytes]:
+    """The status and the answers to two requests."""
+    (status, first), (_, second) = [await posts.post(server.url, "ask", b"{}") for _ in range(2)]
+    return status, first, second
+
+
+def test_the_request_is_what_http_says_and_carries_the_token():
+    async def use(posts: Posts, server: Server) -> list[bytes]:
+        assert await posts.post(server.url, "v1/ask", b'{"a":1}') == (200, b"hi")
+        assert server.requests[0].endswith(b'\r\n\r\n{"a":1}')
+        return server.requests[0].partition(b"\r\n\r\n")[0].split(b"\r\n")
+
+    lines = ask([], use, headers={"Authorization": "Bearer secret"})
+    assert lines[0] == b"POST /v1/ask HTTP/1.1"
+    assert {b"Content-Type: application/json", b"Authorization: Bearer secret", b"Content-Length: 7"} <= set(lines)
+
+
+def test_one_after_the_other_need_one_connection_and_many_at_once_one_each():
+    async def use(posts: Posts, server: Server) -> tuple[int, int]:
+        await twice(posts, server)
+        alone = server.num_connections
+        await asyncio.gather(*(posts.post(server.url, "ask", b"{}") for _ in range(20)))
+        return alone, server.num_connections
+
+    assert ask([], use) == (1, 20)
+
+
+CHUNKED = b"HTTP/1.1 503 No\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+STRAY = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nstray"
+LAST = OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("first", "expected", "num_connections"),
+    [
+        (CHUNKED, (503, b"abcde", b"hi"), 1),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, (200, b"hi", b"hi"), 1),
+        (OK + STRAY, (200, b"hi", b"hi"), 2),  # more than an answer is no part of the next
+        (LAST, (200, b"hi", b"hi"), 2),  # the server will not keep the connection
+    ],
+)
+def test_an_answer_is_read_to_its_end_and_no_further(first, expected, num_connections):
+    async def use(posts: Posts, server: Server) -> tuple:
+        return await twice(posts, server), server.num_connections
+
+    assert ask([first], use) == (expected, num_connections)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "ConnectionResetError: it hung up"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\nconnection: close", "TimeoutError: no answer within 0.2 s"),
+        (b"SSH-2.0-OpenSSH\r\n", "ConnectionError: its answer is not HTTP"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: many\r\n\r\n", "ConnectionError: its answer is not HTTP"),
+        (b"", "TimeoutError: no answer within 0.2 s"),
+    ],
+)
+def test_whatever_a_server_does_instead_is_said(answer, words):
+    async def use(posts: Posts, server: Server) -> str:
+        with pytest.raises((ConnectionError, TimeoutError)) as caught:
+            await posts.post(server.url, "ask", b"{}")
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    assert ask([answer], use, timeout_s=0.2).startswith(words)
+
+
+def test_nobody_there_is_a_connection_error():
+    with open_posts(timeout_s=1.0, watched=True) as posts, pytest.raises(ConnectionError, match="cannot connect"):
+        asyncio.run(posts.post(f"http://127.0.0.1:{free_port()}", "ask", b"{}"))
+
+
+def test_whoever_is_cancelled_hangs_up_so_that_the_engine_stops():
+    async def use(posts: Posts, server: Server) -> bool:
+        asking = asyncio.create_task(posts.post(server.url, "ask", b"{}"))
+        while not server.requests:
+            await asyncio.sleep(0)
+        asking.cancel()
+        await server.hung_up.wait()
+        return asking.cancelled()
+
+    assert ask([b""], use)

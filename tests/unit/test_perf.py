@@ -13,16 +13,8 @@ from trireme.algo.flops import flops_per_token as by_hand
 from trireme.algo.flops import model_flops
 from trireme.trainer.perf import flops_per_token, matrix_parameters, peak_memory
 
-SIZES = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 96,
-    "vocab_size": 128,
-    "tie_word_embeddings": False,
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False}
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 128, **HEADS}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -31,16 +23,7 @@ def built(kind: str, **more: object) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more))
 
 
-def test_flops_by_hand(tiny_model: Path) -> None:
-    # 6 per matrix parameter; attention 12 * layers 2 * (heads * size) * (mean length 100) / 2
-    config = AutoConfig.from_pretrained(tiny_model)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)  # its embedding is its head
-    width = config.num_attention_heads * config.head_dim
-    assert flops_per_token(model, mean_length=100.0) == 6 * matrices + 6 * 2 * width * 100
-
-
-def test_only_matrices_that_a_token_meets_count_and_only_trained_ones_need_a_gradient() -> None:
+def test_only_matrices_that_a_token_meets_count_and_only_trained_ones_need_a_gradient(tiny_model: Path) -> None:
     """An embedding is only looked up; of the experts a token meets 2; a frozen parameter costs 4 instead of 6."""
     attention = 2 * (2 * 64 * 128 + 2 * 64 * 64)
     head = 128 * 64
@@ -48,19 +31,16 @@ def test_only_matrices_that_a_token_meets_count_and_only_trained_ones_need_a_gra
     routed = 2 * 2 * 3 * 64 * 16 + 2 * 64 * 8
     assert matrix_parameters(built("qwen3_moe", **EXPERTS)) == (attention + routed + head,) * 2
     assert matrix_parameters(built("qwen3").requires_grad_(False))[1] == 0
-    assert by_hand(1000, 0, layers=0, width=1, mean_length=0) == 4 * 1000
-    assert by_hand(1000, 1000, layers=0, width=1, mean_length=0) == 6 * 1000
+    assert [by_hand(1000, trained, layers=0, width=1, mean_length=0) for trained in (0, 1000)] == [4000, 6000]
+    # 6 per matrix parameter; attention 12 * layers 2 * (heads * size) * (mean length 100) / 2
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)  # its embedding is its head
+    width = model.config.num_attention_heads * model.config.head_dim
+    assert flops_per_token(model, mean_length=100.0) == 6 * matrices + 6 * 2 * width * 100
 
 
 @pytest.mark.parametrize(("kind", "more"), [("qwen3", {}), ("llama", {}), ("qwen3_moe", EXPERTS)])
 def test_the_plan_and_the_trainer_count_the_same_work(kind: str, more: dict[str, int]) -> None:
     planned = model_flops(architecture_of({"model_type": kind, **SIZES, **more}), 300.0)
     assert planned == flops_per_token(built(kind, **more), 300.0)
-
-
-def test_peak_memory_on_cpu_is_the_process_and_never_falls() -> None:
-    before = peak_memory(torch.device("cpu"))["perf/peak_memory_gib"]
-    held = torch.ones(64 << 20, dtype=torch.uint8)
-    after = peak_memory(torch.device("cpu"))["perf/peak_memory_gib"]
-    assert 0 < before <= after
-    assert int(held[-1]) == 1
+    assert peak_memory(torch.device("cpu"))["perf/peak_memory_gib"] > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -32,7 +31,7 @@ def planned(*argv: str, on: Devices) -> tuple[Plan, RunConfig]:
     return plan(config, RUN, on), config
 
 
-def test_each_process_loads_the_same_run_and_sees_its_own_gpus_by_the_machines_names() -> None:
+def test_each_process_loads_the_same_run_and_sees_its_own_gpus_by_the_machines_names():
     the_plan, config = planned("@", str(DATA / "guide_example.toml"), on=GPUS)
     assert [process.name for process in the_plan.processes] == ["inference", "orchestrator", "trainer"]
     for process in the_plan.processes:
@@ -43,32 +42,25 @@ def test_each_process_loads_the_same_run_and_sees_its_own_gpus_by_the_machines_n
     assert visible == {"inference": "4,5,6", "orchestrator": "", "trainer": "7"}
     assert the_plan.process("inference").gpus == (0, 1, 2)
     shown = describe(the_plan, config)
-    for words in ("32 rollouts = 2 groups x 16", "at most 1 step(s) ahead", "over nccl"):
-        assert words in shown
-    assert f"http {config.inference.server.port}" in shown
+    told = ("32 rollouts = 2 groups x 16", "at most 1 step(s) ahead", f"http {config.inference.server.port}")
+    assert [words for words in told if words not in shown] == []
 
 
-def test_on_cpu_no_gpu_is_visible_and_the_engine_is_told_its_memory() -> None:
+def test_on_cpu_no_gpu_is_visible_and_the_engine_is_told_its_memory():
     the_plan, config = planned("--inference.cpu.kv-cache-gib", "3", on=Devices(cores=2))
     assert {process.env["CUDA_VISIBLE_DEVICES"] for process in the_plan.processes} == {""}
     inference = the_plan.process("inference").env
-    assert inference["VLLM_CPU_KVCACHE_SPACE"] == "3"
-    assert inference["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert inference["VLLM_SERVER_DEV_MODE"] == "1"
-    assert inference["VLLM_PLUGINS"] == "trireme"
-    assert inference["OMP_NUM_THREADS"] == "1"
+    expected = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
+    assert inference.items() >= (expected | {"VLLM_PLUGINS": "trireme", "OMP_NUM_THREADS": "1"}).items()
     assert the_plan.process("trainer").ports == {"weights": config.ports.weights}
 
 
-def test_health_checks_use_an_address_that_this_machine_reaches() -> None:
+def test_health_checks_use_an_address_that_this_machine_reaches():
     the_plan, config = planned("--inference.server.host", "0.0.0.0", "--orchestrator.server.host", "::1", on=GPUS)
     ports = config.inference.server.port, config.orchestrator.server.port
     assert the_plan.process("inference").health == f"http://127.0.0.1:{ports[0]}/health"
     assert the_plan.process("orchestrator").health == f"http://[::1]:{ports[1]}/health"
     assert the_plan.process("trainer").health is None
-
-
-# the commands themselves
 
 
 @pytest.fixture
@@ -86,47 +78,31 @@ def command(monkeypatch: pytest.MonkeyPatch, program: str, *argv: str) -> int | 
     return ended.value.code
 
 
-def printed_by(program: str, *argv: str, cwd: Path) -> str:
-    """Run a command in a process of its own. Returns what it prints, and then the heavy packages that it loaded."""
-    loaded = "print('LOADED', *({'torch', 'vllm', 'transformers', 'numpy', 'zmq'} & set(sys.modules)))"
-    script = f"import sys\nfrom trireme.cli.{program} import main\ntry: main()\nfinally: {loaded}"
-    done = subprocess.run([sys.executable, "-c", script, *argv], cwd=cwd, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("program", ["rl", "trainer", "orchestrator", "inference", "sft"])
-def test_help_shows_every_key_at_once_and_loads_nothing_heavy(program: str, tmp_path: Path) -> None:
-    printed = printed_by(program, "--help", cwd=tmp_path)
-    assert printed.endswith("LOADED\n")
+def test_help_shows_every_key_and_a_configuration_error_is_one_message(program, here, monkeypatch, capsys):
+    assert command(monkeypatch, program, "--help") == 0
+    printed = capsys.readouterr().out
     meaning = "Optimizer steps." if program == "sft" else "Training steps: batches, each of which makes one version."
     assert f"<integer > 0>  (default: 100)\n        {meaning}" in printed
     lr = "--trainer.optim.lr" if program == "rl" else "--optim.lr"
     assert (f"{lr}  <number > 0>" in printed) is (program in ("rl", "trainer", "sft"))
-
-
-@pytest.mark.parametrize("program", ["rl", "trainer", "orchestrator", "inference", "sft"])
-def test_a_configuration_error_is_one_message_and_exit_code_2(
-    program: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     assert command(monkeypatch, program, "--max-stepz", "3") == 2
     expected = f"{program}: unknown flag `--max-stepz` - no such key exists. Did you mean `--max-steps`?\n"
     assert capsys.readouterr().err == expected
 
 
-def test_a_dry_run_writes_the_resolved_run_beside_a_run_and_loads_nothing_heavy(tmp_path: Path) -> None:
-    (tmp_path / "say.py").touch()
-    (tmp_path / "outputs/configs").mkdir(parents=True)
-    (tmp_path / "outputs/metrics.jsonl").touch()
-    (tmp_path / "outputs/configs/run.json").write_text("precious")
+def test_a_dry_run_writes_the_resolved_run_beside_a_run(here, monkeypatch, capsys):
+    Path("say.py").touch()
+    Path("outputs/configs").mkdir(parents=True)
+    Path("outputs/metrics.jsonl").touch()
+    RUN.write_text("precious")
     argv = ["@", str(DATA / "guide_example.toml"), "--orchestrator.env.0.id", "say.py", "--dry-run", "--device", "cpu"]
-    printed = printed_by("rl", *argv, cwd=tmp_path)
-    assert printed.endswith("LOADED\n")
-    assert "lora" not in printed
-    written = {file.name for file in (tmp_path / "outputs/configs/dry-run").iterdir()}
-    assert written == {"run.json", "trainer.toml", "orchestrator.toml", "inference.toml"}
-    assert (tmp_path / "outputs/configs/run.json").read_text() == "precious"
-    assert [entry.name for entry in (tmp_path / "outputs").rglob("*") if entry.is_dir()] == ["configs", "dry-run"]
+    assert command(monkeypatch, "rl", *argv) == 0
+    assert "lora" not in capsys.readouterr().out
+    written = {str(file.relative_to("outputs")) for file in Path("outputs").rglob("*") if file.is_file()}
+    files = ("run.json", "trainer.toml", "orchestrator.toml", "inference.toml")
+    assert written == {"metrics.jsonl", "configs/run.json", *(f"configs/dry-run/{name}" for name in files)}
+    assert RUN.read_text() == "precious"
 
 
 @pytest.mark.parametrize(
@@ -137,16 +113,11 @@ def test_a_dry_run_writes_the_resolved_run_beside_a_run_and_loads_nothing_heavy(
         (["--model.name", "models/none"], 'not ready: trainer.model.name = "models/none"'),
     ],
 )
-def test_a_dry_run_of_a_run_that_would_not_start_says_why_and_exits_with_2(
-    argv: list[str], words: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_of_a_run_that_would_not_start_says_why_and_exits_with_2(argv, words, here, monkeypatch, capsys):
     for _ in range(2):  # the first dry run leaves nothing that the second one would take for a run
         example = str(DATA / "guide_example.toml")
         assert command(monkeypatch, "rl", "@", example, "--dry-run", "--device", "cpu", *argv) == 2
         assert words in capsys.readouterr().out
-
-
-# the run folder
 
 
 @pytest.fixture
@@ -159,7 +130,7 @@ def earlier(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def test_an_earlier_run_is_moved_aside_whole_and_never_deleted(earlier: RunPaths) -> None:
+def test_an_earlier_run_is_moved_aside_whole_and_never_deleted(earlier):
     inside = RunPaths(earlier.root / "other")
     inside.journal.mkdir(parents=True)
     aside = prepare_folder(earlier, resume=False, resume_step=None)
@@ -172,42 +143,35 @@ def test_an_earlier_run_is_moved_aside_whole_and_never_deleted(earlier: RunPaths
     assert move_aside(earlier).name == "outputs.earlier-2"
 
 
-def test_a_run_whose_launcher_was_killed_before_its_first_batch_can_be_resumed(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    paths.run_config.parent.mkdir(parents=True)
-    paths.run_config.touch()
-    assert prepare_folder(paths, resume=True, resume_step=None) is None
-    with pytest.raises(ConfigError, match="there is no run in"):
-        prepare_folder(paths, resume=False, resume_step=20)
-
-
-def test_resuming_needs_a_run_and_the_checkpoint(earlier: RunPaths) -> None:
+def test_resuming_needs_a_run_and_the_checkpoint(earlier, tmp_path):
+    """A run whose launcher was killed before its first batch can be resumed, too."""
     with pytest.raises(ConfigError, match=r"no complete checkpoint of that step - it has \[20\]"):
         prepare_folder(earlier, resume=False, resume_step=30)
     for resume, step in ((True, None), (False, 20), (False, -1), (False, 0)):
         assert prepare_folder(earlier, resume=resume, resume_step=step) is None
     assert earlier.metrics.exists()
+    begun = RunPaths(tmp_path / "begun")
+    begun.run_config.parent.mkdir(parents=True)
+    begun.run_config.touch()
+    assert prepare_folder(begun, resume=True, resume_step=None) is None
+    with pytest.raises(ConfigError, match="there is no run in"):
+        prepare_folder(begun, resume=False, resume_step=20)
     with pytest.raises(ConfigError, match=r"there is no run in .*nothing-here.*Runs nearby: .*outputs"):
         prepare_folder(RunPaths(earlier.root.with_name("nothing-here")), resume=True, resume_step=None)
 
 
-def test_one_launcher_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
-    with hold_folder(RunPaths(tmp_path)), pytest.raises(ConfigError, match=f"process {os.getpid()}"):
-        with hold_folder(RunPaths(tmp_path)):
-            pass
-    with hold_folder(RunPaths(tmp_path)):
-        pass
+def test_one_launcher_at_a_time_works_in_a_folder(tmp_path):
+    for _ in range(2):  # a launcher that has left is in the way of no other
+        with hold_folder(RunPaths(tmp_path)), pytest.raises(ConfigError, match=f"process {os.getpid()}"):
+            hold_folder(RunPaths(tmp_path)).__enter__()
 
 
 @pytest.mark.parametrize("parent", ["TRIREME_PARENT", "TRIREME_RANKS_PARENT"])
-def test_a_launched_process_resumes_what_is_in_the_folder_and_a_rank_does_as_it_is_told(
-    here: Path, monkeypatch: pytest.MonkeyPatch, parent: str
-) -> None:
+def test_a_launched_process_resumes_what_is_in_the_folder_and_a_rank_does_as_it_is_told(here, monkeypatch, parent):
     config = resolve(load_run_config(["--trainer.ckpt.resume-step", "20"], program="rl")[0], Devices(cores=2))
     write_run(config, here / "run.json")
     monkeypatch.delenv("TRIREME_PARENT", raising=False)
     monkeypatch.setenv(parent, str(os.getppid()))
     opened = open_process("trainer", ["--run", str(here / "run.json")])
-    assert opened is not None
     assert opened.config == (going_on(config) if parent == "TRIREME_PARENT" else config)
     assert (going_on(config).resume, going_on(config).trainer.ckpt.resume_step) == (True, None)

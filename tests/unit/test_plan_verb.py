@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from trireme.algo.chips import CHIPS, chip_called
-from trireme.algo.pace import assumed_mfu, possible_splits
+from trireme.algo.chips import CHIPS
+from trireme.algo.pace import possible_splits
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.cli.plan import plan
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.launch.advice import advise
-from trireme.launch.estimate import Estimate, estimate_run, rows_of_rank
+from trireme.launch.estimate import Estimate, estimate_run
 from trireme.launch.fit import fit_warnings
 from trireme.launch.lengths import lengths_of
-from trireme.launch.machine import describe_machine, find_chip, host_memory
+from trireme.launch.machine import describe_machine, find_chip
 from trireme.launch.sizes import read_sizes
 
 
@@ -45,13 +45,8 @@ def told(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str,
 def test_a_laptop_plans_for_a_cluster_by_the_name_of_a_model(capsys):
     flags = ["--model.name", "Qwen/Qwen3-8B", "--gpu", "h100", "--gpus", "8"]
     code, said = told(capsys, *flags)
-    assert said["model"] == {
-        "name": "Qwen/Qwen3-8B",
-        "parameters": 8_190_735_360,
-        "active": 7_568_097_280,
-        "trained": 8_190_735_360,
-        "exact": True,
-    }
+    parameters = {"parameters": 8_190_735_360, "active": 7_568_097_280, "trained": 8_190_735_360}
+    assert said["model"] == {"name": "Qwen/Qwen3-8B", "exact": True} | parameters
     assert said["trainer"]["room_gib"] == 79
     assert code == (0 if said["fits"] else 1)
     plan(flags)
@@ -68,38 +63,29 @@ def test_the_advice_fits_when_it_is_followed(config_file, capsys):
     assert advice.then.trainer_bytes <= advice.then.trainer_room
     assert plan(["@", str(config_file), "--model.name", "Qwen/Qwen2.5-7B", "--gpu", "h100", "--gpus", "2"]) == 1
     shown = capsys.readouterr().out
-    for words in ("Will not fit: the trainer needs", "ac.freq = 1 saves", "First that fits: "):
-        assert words in shown
-    fits = advise(estimated(config_file, "--model.name", "Qwen/Qwen3-0.6B", "--seq-len", "2048"))
-    assert (fits.together, fits.then, fits.engine) == ((), None, ())
-
-
-def test_an_engine_without_room_for_one_request_gets_advice(config_file, capsys):
+    assert "ac.freq = 1 saves" in shown
+    assert "First that fits: " in shown
     flags = ["--model.name", "meta-llama/Llama-3.1-70B", "--gpu", "h100", "--gpus", "8", "--inference-gpus", "4"]
     code, said = told(capsys, "@", str(config_file), *flags)
-    assert code == 1
-    assert not said["engine"]["fits"]
+    assert (code, said["engine"]["fits"]) == (1, False)
     assert any("inference.parallel.tp = 4" in line for line in said["engine_advice"])
 
 
 def test_following_one_line_of_the_advice_saves_what_it_said(config_file):
-    """As settings of a configuration, typed as the advice has them."""
     flags = ["--model.name", "Qwen/Qwen2.5-7B", "--trainer.model.optimization-dtype", "bfloat16"]
     before = estimated(config_file, *flags, gpus=2, prompt=1000.0, sampled=3000.0)
-    typed = {
-        "trainer.model.ac.freq = 1": ["--trainer.model.ac.freq", "1"],
-        'trainer.optim.type = "adamw_8bit"': ["--trainer.optim.type", "adamw_8bit"],
-        'trainer.model.attn = "flash_attention_2"': ["--trainer.model.attn", "flash_attention_2"],
-        "trainer.model.fsdp_cpu_offload = true": ["--trainer.model.fsdp-cpu-offload"],
-    }
-    savings = {saving.alternative.words: saving for saving in advise(before).savings}
-    assert typed.keys() <= savings.keys()
-    sizes = [saving.saved for saving in savings.values()]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] > 0
-    for words, more in typed.items():
-        after = estimated(config_file, *flags, *more, gpus=2, prompt=1000.0, sampled=3000.0)
-        assert before.trainer_bytes - after.trainer_bytes == pytest.approx(savings[words].saved, rel=1e-6)
+    savings = {saving.alternative.words: saving.saved for saving in advise(before).savings}
+    assert list(savings.values()) == sorted(savings.values(), reverse=True)
+    assert min(savings.values()) > 0
+    for key, value in {
+        "trainer.model.ac.freq": "1",
+        "trainer.optim.type": '"adamw_8bit"',
+        "trainer.model.attn": '"flash_attention_2"',
+        "trainer.model.fsdp_cpu_offload": "true",
+    }.items():
+        typed = [f"--{key.replace('_', '-')}", value.strip('"')]
+        after = estimated(config_file, *flags, *typed, gpus=2, prompt=1000.0, sampled=3000.0)
+        assert before.trainer_bytes - after.trainer_bytes == pytest.approx(savings[f"{key} = {value}"], rel=1e-6)
 
 
 def test_a_supervised_configuration_is_seen_by_its_keys(tmp_path, capsys):
@@ -113,19 +99,8 @@ def test_a_supervised_configuration_is_seen_by_its_keys(tmp_path, capsys):
     assert said["batch"]["epochs"] == 100 * 32 / 320
 
 
-def test_the_batch_by_hand(config_file):
-    """64 rollouts of 1,000 + 3,000 tokens: four to a row of 16,384, on 4 ranks."""
-    flags = ["--model.name", "Qwen/Qwen3-4B", "--orchestrator.batch-size", "64", "--trainer-gpus", "4"]
-    batch = estimated(config_file, *flags, prompt=1000.0, sampled=3000.0, examples=40).batch
-    assert (batch.groups, batch.tokens) == (4, 64 * 4000)
-    assert batch.rows == 64 / 4 / 4
-    assert batch.epochs == 100 * 4 / 40
-    assert rows_of_rank([10, 10, 10], 20, 2) == 1
-
-
 def test_splits_are_of_whole_engines_and_teams_and_the_shortest_step_that_fits_is_marked(config_file, capsys):
-    flags = ["@", str(config_file), "--model.name", "Qwen/Qwen3-4B", "--trainer.model.optimization-dtype", "bfloat16"]
-    flags += ["--trainer.model.ac.freq", "1", "--gpu", "h200", "--gpus", "8"]
+    flags = ["@", str(config_file), "--model.name", "Qwen/Qwen3-0.6B", "--gpu", "h200", "--gpus", "8"]
     _, said = told(capsys, *flags)
     assert [split["engine_gpus"] + split["trainer_gpus"] for split in said["splits"]] == [8] * 7
     best = min((split for split in said["splits"] if split["fits"]), key=lambda split: split["step_s"])
@@ -138,29 +113,11 @@ def test_splits_are_of_whole_engines_and_teams_and_the_shortest_step_that_fits_i
 
 def test_rates_that_are_given_take_the_place_of_assumed_ones(config_file, capsys):
     """128 rollouts of 1,000 + 1,000 tokens; 3 engines at 2,000 tokens per second, a trainer at 8,000."""
-    flags = ["--model.name", "Qwen/Qwen3-0.6B", "--gpu", "h100", "--gpus", "4", "--inference-gpus", "3"]
-    flags += ["--prompt-tokens", "1000", "--completion-tokens", "1000"]
-    flags += ["--engine-tokens-per-s", "2000", "--trainer-tokens-per-s", "8000"]
-    _, said = told(capsys, "@", str(config_file), *flags)
-    step = said["step"]
-    assert step["sampling_s"] == pytest.approx(128 * 1000 / 6000)
-    assert step["training_s"] == pytest.approx(128 * 2000 / 8000)
+    flags = "--model.name Qwen/Qwen3-0.6B --gpu h100 --gpus 4 --inference-gpus 3 --prompt-tokens 1000"
+    flags += " --completion-tokens 1000 --engine-tokens-per-s 2000 --trainer-tokens-per-s 8000"
+    step = told(capsys, "@", str(config_file), *flags.split())[1]["step"]
+    assert (step["sampling_s"], step["training_s"]) == pytest.approx((128 * 1000 / 6000, 128 * 2000 / 8000))
     assert step["step_s"] == pytest.approx(step["training_s"] + step["update_s"])
-    assert step["engines_idle"] == pytest.approx(1 - step["sampling_s"] / step["step_s"])
-    _, said = told(capsys, "@", str(config_file), *flags, "--max-async-level", "0")
-    assert said["step"]["step_s"] == pytest.approx(sum(step[name] for name in ("sampling_s", "training_s", "update_s")))
-
-
-def test_the_assumed_rate_goes_through_the_published_points():
-    """Work of a row: 6 per parameter and token, and attention's 6 * layers * width * length / 2."""
-    small, large = 6 * 0.6e9, 6 * 4.0e9
-    points = [
-        (16384 * (small + 6 * 28 * 2048 * 8192), 0.111),
-        (65536 * (small + 6 * 28 * 2048 * 32768), 0.268),
-        (65536 * (large + 6 * 36 * 4096 * 32768), 0.361),
-    ]
-    for flops, share in points:
-        assert assumed_mfu(flops) == pytest.approx(share, abs=0.015)
 
 
 @pytest.mark.parametrize(
@@ -176,33 +133,16 @@ def test_a_plan_of_something_unknown_or_wrong_is_refused(config_file, flags, wor
         plan(["@", str(config_file), *flags])
 
 
-def test_the_chip_is_that_of_the_drivers_name(tmp_path, monkeypatch, capsys):
-    assert chip_called("NVIDIA H100 80GB HBM3") == CHIPS["h100"]
-    assert chip_called("NVIDIA A100-SXM4-40GB") == CHIPS["a100-40"]
-    assert chip_called("NVIDIA A100-SXM4-80GB") == CHIPS["a100"]
-    assert chip_called("NVIDIA GeForce RTX 4090") == CHIPS["4090"]
-    assert chip_called("Something Else") is None
+def test_the_chip_of_this_machine_is_that_of_the_drivers_name(tmp_path, monkeypatch):
     write_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771'")
     chip = find_chip()
-    assert chip is not None
     assert (chip.name, chip.memory, chip.flops) == ("NVIDIA H200", 143771 * 2**20, CHIPS["h200"].flops)
-    write_nvidia_smi(tmp_path, monkeypatch, "exit 9")
-    assert find_chip() is None
-    _, said = told(capsys, "--model.name", "Qwen/Qwen3-0.6B", "--gpu", "mi300", "--memory-gib", "192")
-    assert said["trainer"]["room_gib"] < 192
 
 
 def write_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-
-def test_a_containers_limit_is_the_machines_memory(tmp_path):
-    (tmp_path / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 5 kB\n")
-    (tmp_path / "max").write_text("512000\n")
-    assert host_memory(tmp_path / "meminfo", tmp_path / "max") == 512_000
-    assert host_memory(tmp_path / "meminfo", tmp_path / "none") == 1_024_000
 
 
 def test_a_launch_on_gpus_that_are_too_small_is_warned_and_one_on_cpu_never_asks(config_file, tmp_path, monkeypatch):

@@ -15,10 +15,13 @@ import pytest
 from resolved_runs import resolved
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import RunPaths, remove_partial_files
+from trireme.config.written import read_run, write_rooms, write_run
 from trireme.launch.folder import check_folder, hold, hold_folder, launcher_of, prepare_folder
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord, State
+from trireme.monitor.diff.configuration import read_configuration
 from trireme.monitor.metrics import MetricsFile
+from trireme.monitor.report.choices import choices_of, whole
 from trireme.trainer.data import SampleWriter
 
 
@@ -26,7 +29,7 @@ def tree(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
 
 
-def write_run(folder: Path) -> None:
+def make_run(folder: Path) -> None:
     (folder / "journal").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("{}\n")
 
@@ -46,19 +49,19 @@ def test_a_run_is_refused_among_files_that_are_no_run(tmp_path: Path) -> None:
 
 def test_folders_of_other_runs_are_no_obstacle(tmp_path: Path) -> None:
     for place in ("outputs/other", "outputs/group/member"):
-        write_run(tmp_path / place)
+        make_run(tmp_path / place)
     (tmp_path / "outputs" / ".launcher").touch()
     assert prepare_folder(RunPaths(tmp_path / "outputs"), resume=False, resume_step=None) is None
 
 
 def test_an_earlier_run_is_moved_without_the_files_of_the_user(tmp_path: Path) -> None:
     root = tmp_path / "project"
-    write_run(root)
+    make_run(root)
     for name in ("checkpoint-5", "wandb", "checkpoints"):
         (root / name).mkdir()
         (root / name / "file").write_text(name)
     (root / "thesis.tex").write_text("mine")
-    write_run(root / "another")
+    make_run(root / "another")
     aside = prepare_folder(RunPaths(root), resume=False, resume_step=None)
     assert aside is not None
     assert sorted(entry.name for entry in root.iterdir()) == ["another", "thesis.tex"]
@@ -143,3 +146,22 @@ def test_a_line_of_metrics_is_on_disk_before_the_step_goes_on(tmp_path: Path, mo
     monkeypatch.setattr(os, "fsync", watch)
     MetricsFile(tmp_path / "metrics.jsonl", "trainer").append(3, {"loss": 0.5})
     assert [json.loads(text)["loss"] for text in synced] == [0.5]
+
+
+def test_secrets_among_arguments_are_for_the_owner_and_for_no_page(tmp_path: Path) -> None:
+    words = (
+        f"""--output-dir {tmp_path} --orchestrator.env '[{{id = "a", args = {{judge_api_key = "sk-1", size = 3}}}}]'"""
+    )
+    for flags, mode in ((words, 0o600), (f"--output-dir {tmp_path}", 0o644)):
+        config = resolved(flags)
+        write_run(config, config.paths.run_config)
+        files = [config.paths.run_config, *write_rooms(config, tmp_path, ("orchestrator",))]
+        assert {file.stat().st_mode & 0o777 for file in files} == {mode}
+    config = resolved(words)
+    assert read_run(type(config), config.paths.run_config) != config
+    write_run(config, config.paths.run_config)
+    assert read_run(type(config), config.paths.run_config) == config
+    for text in (choices_of(config), whole(config), str(read_configuration(tmp_path))):
+        assert "sk-1" not in text
+        assert "judge_api_key" in text
+        assert "size" in text

@@ -1,103 +1,82 @@
-"""Samples of a packed row that attend one by one learn what they learn under a mask of the whole row."""
+"""Samples of a packed row that attend one by one learn what they learn under a mask of the whole row.
+
+So do samples whose common beginnings are computed once, and rows that several ranks share.
+"""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from trireme.algo.packing import buckets
+from tiny import take_gradients
+from trireme.algo.packing import buckets, positions
+from trireme.algo.prefixes import shared
+from trireme.base.errors import ConfigError
+from trireme.config.trainer import TrainerModel
+from trireme.messages import MicroBatch, build_tokens
+from trireme.trainer.context import SharedRow, Team, share_attention
+from trireme.trainer.head import Head
+from trireme.trainer.mesh import World
 from trireme.trainer.samples_apart import ARGUMENT, ApartRow, attend_apart, attend_masked, can_attend_apart, row_given
+from trireme.trainer.scorer import Scorer, attach_scorer, scorer_of, shared_frac
+from trireme.trainer.short_attention import SHORT, attend_short, is_short
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 64,
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 64, **HEADS}
 CPU = torch.device("cpu")
+SAMPLES = [[3, 4, 5, 6, 7], [3, 4, 5, 9], [8, 3, 4], [3, 4, 5, 6, 7], [3], [3, 4, 5, 6, 11, 12]]
 
 
-def model_of(kind: str, **settings: Any) -> PreTrainedModel:
+def model_of(kind: str = "qwen3", **settings: Any) -> PreTrainedModel:
     torch.manual_seed(7)
     config = AutoConfig.for_model(kind, **SMALL | settings)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
 
 
-def passed(model: PreTrainedModel, lengths: list[int], **context: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def passed(model: PreTrainedModel, lengths: list[int], *, apart: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits, and the gradient of the embedding under a loss that weighs every token otherwise."""
-    total = sum(lengths)
+    total, context = sum(lengths), {ARGUMENT: ApartRow(lengths, CPU)} if apart else {}
     ids = torch.arange(total)[None] * 7 % SMALL["vocab_size"]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    model.zero_grad()
     with row_given() if context else nullcontext():
         logits = model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **context).logits[0]
     (logits.logsumexp(-1) * torch.linspace(-1, 1, total)).sum().backward()
-    gradient = model.get_input_embeddings().weight.grad
-    assert gradient is not None
-    return logits.detach(), gradient.clone()
-
-
-def apart(lengths: list[int]) -> dict[str, Any]:
-    return {ARGUMENT: ApartRow(lengths, CPU)}
+    return logits.detach(), take_gradients(model)["model.embed_tokens.weight"]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "mistral", "gemma", "qwen3_moe"])
 @pytest.mark.parametrize("lengths", [[5, 9, 1, 30, 6, 6], [12], [8, 8, 8], [1, 1], [40, 3]], ids=str)
 def test_logits_and_gradients_are_those_of_the_masked_row(kind: str, lengths: list[int]) -> None:
+    """Also in layers that are checkpointed; and the mask is back where the row is not given."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     more = {"qwen3_moe": experts, "mistral": {"sliding_window": None}, "gemma": {"head_dim": 8}}.get(kind, {})
     model = model_of(kind, **more)
     masked = passed(model, lengths)
     assert can_attend_apart(model)
     attend_apart(model)
-    found = passed(model, lengths, **apart(lengths))
-    for ours, theirs in zip(found, masked, strict=True):
+    apart = passed(model, lengths, apart=True)
+    for ours, theirs in zip(apart, masked, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
-
-
-def test_a_sample_is_not_changed_by_its_neighbours() -> None:
-    model = model_of("qwen3")
-    attend_apart(model)
-    lengths = [11, 4, 11, 7]
-    logits, _ = passed(model, lengths, **apart(lengths))
-    ids = torch.arange(sum(lengths))[None] * 7 % SMALL["vocab_size"]
-    for first, length in zip([0, 11, 15, 26], lengths, strict=True):
-        alone = model(input_ids=ids[:, first : first + length], **apart([length])).logits[0]
-        torch.testing.assert_close(logits[first : first + length], alone, rtol=1e-4, atol=1e-5)
-
-
-def test_checkpointed_layers_find_their_row_again() -> None:
-    model = model_of("qwen3")
-    attend_apart(model)
-    lengths = [5, 17, 5]
-    plain = passed(model, lengths, **apart(lengths))
+    without = passed(model, lengths)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    for again, before in zip(passed(model, lengths, **apart(lengths)), plain, strict=True):
-        assert torch.equal(again, before)
+    again = passed(model, lengths, apart=True)
+    attend_masked(model)
+    for ours, theirs in zip((*again, *without, *passed(model, lengths)), (*apart, *masked, *masked), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_models_whose_layers_do_not_see_everything_keep_the_mask() -> None:
     assert not can_attend_apart(model_of("mistral", sliding_window=8))
     assert not can_attend_apart(model_of("gemma3_text", sliding_window=8, head_dim=8))
     assert can_attend_apart(model_of("qwen2", sliding_window=8, use_sliding_window=False))
-
-
-def test_a_pass_that_is_not_given_its_row_is_masked_as_before() -> None:
-    model = model_of("qwen3")
-    before = passed(model, [5, 9])
-    attend_apart(model)
-    without = passed(model, [5, 9])
-    attend_masked(model)
-    for again, first in zip((*without, *passed(model, [5, 9])), (*before, *before), strict=True):
-        assert torch.equal(again, first)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=200))
@@ -108,3 +87,118 @@ def test_buckets_hold_every_sample_once_and_waste_less_than_a_quarter(lengths: l
         theirs = [lengths[index] for index in bucket]
         assert max(theirs) <= 1.25 * min(theirs)
     assert len(found) <= 40  # log 5000 / log 1.25
+
+
+@given(st.lists(st.lists(st.sampled_from([1, 256, 65536]), min_size=1, max_size=8), min_size=1, max_size=12))
+def test_tokens_are_shared_where_everything_up_to_them_is_the_same_and_nowhere_else(samples: list[list[int]]) -> None:
+    found = shared(np.concatenate(samples).astype(np.int32), [len(sample) for sample in samples])
+    beginnings = [tuple(sample[: end + 1]) for sample in samples for end in range(len(sample))]
+    place_of: dict[tuple[int, ...], int] = {}
+    for beginning, place in zip(beginnings, found.places.tolist(), strict=True):
+        assert place_of.setdefault(beginning, place) == place
+    assert len(found.kept) == len(place_of) == len(set(place_of.values()))
+
+
+def row_of(samples: list[list[int]]) -> MicroBatch:
+    ids = np.concatenate(samples).tolist()
+    zeros = [0.0] * len(ids)
+    tokens = build_tokens(ids=ids, loss_mask=[1] * len(ids), logprobs=zeros, advantages=zeros, versions=[0] * len(ids))
+    return MicroBatch(tokens=tokens, lengths=[len(sample) for sample in samples], temperatures=[1.0] * len(samples))
+
+
+def test_logprobs_and_gradients_of_samples_that_share_are_those_of_samples_that_share_nothing() -> None:
+    found = []
+    for shares in (False, True):
+        model = model_of(head_dim=8).eval()
+        attend_apart(model)
+        options = {"head": Head(model), "is_apart": True, "shares_prefixes": shares, "is_tried": True}
+        scorer = Scorer(model, Team(), chunk=1024, tolerance=1e-3, **options)
+        starts = np.cumsum([0, *map(len, SAMPLES[:-1])])
+        scored = scorer.score(row_of(SAMPLES), np.setdiff1d(np.arange(sum(map(len, SAMPLES))), starts), CPU)
+        (scored.logprobs * torch.linspace(-1, 2, len(scored.logprobs))).sum().backward()  # each token counts otherwise
+        found.append((scored, take_gradients(model)))
+    (plain, plain_gradients), (ours, our_gradients) = found
+    torch.testing.assert_close(ours.logprobs, plain.logprobs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.entropies, plain.entropies, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(our_gradients, plain_gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dropout", "shares"), [(0.0, True), (0.1, False)])
+def test_nothing_is_shared_where_chance_has_a_say(world: World, dropout: float, shares: bool) -> None:
+    model = model_of(head_dim=8, attention_dropout=dropout).eval()
+    attach_scorer(model, TrainerModel(), world)
+    scorer = scorer_of(model, CPU)
+    assert (scorer.is_apart, scorer.shares_prefixes) == (True, shares)
+    assert shared_frac(model, [row_of(SAMPLES)]) == (pytest.approx(1 - 11 / 24) if shares else 0)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 3), (8, 1)])
+def test_short_attention_has_the_results_and_gradients_of_the_formula(heads: int, groups: int) -> None:
+    draw = torch.Generator().manual_seed(heads * 100 + groups)
+    inputs = [
+        torch.randn(5, count, 23, 16, generator=draw, dtype=torch.float64, requires_grad=True)
+        for count in (heads, groups, groups)
+    ]
+    expected = scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3, enable_gqa=True).transpose(1, 2)
+    found = attend_short(*inputs, scaling=0.3)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn_like(expected)
+    gradients = (torch.autograd.grad(output, inputs, upstream) for output in (found, expected))
+    for gradient, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_short_attention_is_for_short_samples_in_the_precisions_that_were_measured(dtype: torch.dtype) -> None:
+    assert is_short(torch.empty(1, 2, SHORT[dtype], 4, dtype=dtype))
+    assert not is_short(torch.empty(1, 2, SHORT[dtype] + 1, 4, dtype=dtype))
+    assert not is_short(torch.empty(1, 2, 3, 4, dtype=torch.float16))
+    assert not is_short(torch.empty(1, 2, 3, 4, dtype=dtype, device="meta"))
+
+
+@given(length=st.integers(1, 60), size=st.integers(1, 8), seed=st.integers(0, 99))
+def test_parts_of_a_team_are_equally_long_and_hold_each_place_once(length: int, size: int, seed: int) -> None:
+    column = np.arange(1, length + 1)
+    parts = [Team(rank, size).part_of(length) for rank in range(size)]
+    taken = [part.take(column) for part in parts]
+    assert len({len(each) for each in taken}) == 1
+    whole = np.concatenate(taken)
+    assert whole[:length].tolist() == column.tolist()
+    assert not whole[length:].any()
+    assert len(whole) - length < size
+    places = np.flatnonzero(np.random.default_rng(seed).random(length) < 0.4)
+    counts = Team(0, size).counts(Team(0, size).part_of(length), places)
+    assert counts == [int(((places >= part.first) & (places < part.first + part.size)).sum()) for part in parts]
+    assert sum(counts) == len(places)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_of_a_shared_row_sees_a_tokens_own_sample_and_window(window: int | None) -> None:
+    row = SharedRow(Team(1, 2), [5, 6], CPU)  # rank 1's part begins within the second sample
+    query = torch.zeros(1, 1, 12, 4)
+    mask = row.mask("sdpa", window, query)[0, 0]
+    sample, place = np.repeat([0, 1, 2], [5, 6, 1]), positions([5, 6, 1])  # what the row lacks is a sample of its own
+    distance = place[:, None] - place
+    expected = (sample[:, None] == sample) & (distance >= 0) & (distance < (window or 99))
+    assert mask.bool().tolist() == expected.tolist()
+    assert row.mask("sdpa", window, query) is row.mask("sdpa", window, query)
+
+
+def test_a_team_fills_its_row_up_and_a_rank_by_itself_exchanges_nothing() -> None:
+    assert SharedRow(Team(0, 4), [5, 4], CPU).positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
+    assert SharedRow(Team(0, 3), [5, 4], CPU).positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    tensor = torch.randn(2, 3)
+    assert Team().exchange(tensor) is tensor
+    assert Team().gather(tensor, [3]) is tensor
+
+
+@pytest.mark.parametrize(
+    ("attention", "team_size", "problem"), [("eager", 2, 'attn = "eager"'), ("sdpa", 3, "4 attention heads")]
+)
+def test_attention_that_cannot_be_shared_is_refused(attention: str, team_size: int, problem: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, pad_token_id=None))
+    model.set_attn_implementation(attention)
+    with pytest.raises(ConfigError, match=problem):
+        share_attention(model, team_size)

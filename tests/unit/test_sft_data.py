@@ -1,4 +1,4 @@
-"""From conversations to batches: what is kept, what is held out, and in which order samples come."""
+"""From conversations to batches: what is read, what counts, what is held out, and in which order samples come."""
 
 from __future__ import annotations
 
@@ -7,75 +7,72 @@ import logging
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import datasets
+import pyarrow
 import pytest
+from pyarrow.parquet import write_table
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tiny import random_samples
+from tiny_tokenizer import LLAMA_3, MARKED, QWEN_3, write_tokenizer
 from trireme.algo.packing import Sample
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig, Source
 from trireme.config.trainer import TrainerModel
+from trireme.trainer.conversation_files import read_conversations
+from trireme.trainer.conversations import Completion, Conversation, to_conversation
 from trireme.trainer.data import Epochs, Portion, SampleFiles, SampleWriter
 from trireme.trainer.mesh import World
-from trireme.trainer.rendering import Tokenized
+from trireme.trainer.rendering import Rendered, Renderer, Tokenized, tokenized
 from trireme.trainer.sft_data import prepare_data, steps_of
 
-
-def said(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
+GREETING = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+START, END = "<|im_start|>", "<|im_end|>"
 
 
 def write_lines(path: Path, *lines: object) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 
 
-GREETING = [said("user", "hi"), said("assistant", "yo")]
+def chat(said: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]}
 
 
 @pytest.fixture
 def letters(tmp_path: Path) -> Path:
-    lines = ({"messages": [said("user", letter), said("assistant", letter * 4)]} for letter in 5 * "abcd")
-    return write_lines(tmp_path / "letters.jsonl", *lines)
+    return write_lines(tmp_path / "letters.jsonl", *(chat(letter, letter * 4) for letter in 5 * "abcd"))
 
 
 def build_config(folder: Path, model: Path, data: Path, **changed: object) -> SftConfig:
-    config = SftConfig(
-        output_dir=folder,
-        data=str(data),
-        batch_size=16,
-        seq_len=64,
-        device="cpu",
-        threads=1,
-        model=TrainerModel(name=str(model)),
-    )
+    sizes = {"batch_size": 16, "seq_len": 64, "device": "cpu", "threads": 1}
+    config = SftConfig(output_dir=folder, data=str(data), model=TrainerModel(name=str(model)), **sizes)
     return config.model_copy(update=changed)
 
 
-# samples on disk
-
-
-def write_samples(folder: Path, *samples: Tokenized, seq_len: int = 8, drop: bool = False) -> SampleFiles:
-    writer = SampleWriter(seq_len=seq_len, drop=drop)
+def write_samples(folder: Path, *samples: Tokenized, drop: bool = False) -> tuple[SampleFiles, list[list[int]]]:
+    """Return the samples as they are in files, and the ids of each."""
+    writer = SampleWriter(seq_len=8, drop=drop)
     for sample in samples:
         writer.add([sample])
     writer.write(folder)
-    return SampleFiles(folder)
-
-
-def ids_of(samples: SampleFiles) -> list[list[int]]:
-    return [sample.tokens.ids.tolist() for sample in samples]
+    found = SampleFiles(folder)
+    return found, [sample.tokens.ids.tolist() for sample in found]
 
 
 def test_samples_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
     rng = random.Random(0)
     samples = [Tokenized([rng.randrange(9) for _ in range(n)], [0, *[1] * (n - 1)]) for n in (3, 8, 2, 5)]
-    found = write_samples(tmp_path / "a", *samples)
-    assert ids_of(found) == [sample.ids for sample in samples]
+    found, ids = write_samples(tmp_path / "a", *samples)
+    assert ids == [sample.ids for sample in samples]
     assert [sample.tokens.loss_mask.tolist() for sample in found] == [sample.mask for sample in samples]
     assert (found.counts.samples, found.counts.tokens, found.counts.learned) == (4, 18, 14)
-    (sample,) = write_samples(tmp_path / "b", Tokenized([5, 6], [1, 1]))
+    (sample,), _ = write_samples(tmp_path / "b", Tokenized([5, 6], [1, 1]))
     assert sample.tokens.loss_mask.tolist() == [0, 1]  # nothing comes before the first token to predict it from
 
 
@@ -83,22 +80,19 @@ def test_samples_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
 def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path: Path, drop: bool) -> None:
     long, exact = Tokenized(list(range(9)), [0] * 4 + [1] * 5), Tokenized(list(range(8)), [0] * 4 + [1] * 4)
     late = Tokenized(list(range(20)), [0] * 10 + [1] * 10)  # nothing to learn is left of it
-    found = write_samples(tmp_path / "a", long, exact, late, drop=drop)
-    assert ids_of(found) == ([exact.ids] if drop else [long.ids[:8], exact.ids])
+    found, ids = write_samples(tmp_path / "a", long, exact, late, drop=drop)
+    assert ids == ([exact.ids] if drop else [long.ids[:8], exact.ids])
     counts = found.counts
     assert (counts.conversations, counts.cut, counts.dropped, counts.empty) == ((3, 0, 2, 0) if drop else (3, 1, 0, 1))
 
 
-# the order of the data
-
-
-def epochs(samples: list[Sample], batch_size: int, seed: int) -> Epochs:
+def epochs(samples: list[Sample], batch_size: int, seed: int = 0) -> Epochs:
     return Epochs([Portion(samples)], batch_size, seed)
 
 
 def test_every_epoch_visits_each_sample_once_in_an_order_that_follows_from_seed_and_step() -> None:
     samples = random_samples([5] * 12)
-    ours = epochs(samples, batch_size=8, seed=3)  # 12 samples: every third batch ends an epoch
+    ours = epochs(samples, 8, seed=3)  # 12 samples: every third batch ends an epoch
     batches = [ours.batch(step) for step in range(6)]
     order = [samples.index(sample) for batch in batches for sample in batch]
     visits = [order[start : start + 12] for start in range(0, 48, 12)]
@@ -107,7 +101,7 @@ def test_every_epoch_visits_each_sample_once_in_an_order_that_follows_from_seed_
     again = epochs(samples, 8, seed=3)
     assert [again.batch(step) for step in reversed(range(6))] == batches[::-1]
     assert epochs(samples, 8, seed=4).batch(0) != batches[0]
-    repeated = Counter(samples.index(sample) for sample in epochs(samples[:3], 9, seed=0).batch(4))
+    repeated = Counter(samples.index(sample) for sample in epochs(samples[:3], 9).batch(4))
     assert repeated == {0: 3, 1: 3, 2: 3}
 
 
@@ -127,25 +121,20 @@ def test_a_source_is_in_an_epoch_as_often_as_it_says() -> None:
 def test_what_is_held_out_is_spread_over_the_data_and_never_trained_on(
     tiny_model: Path, tmp_path: Path, world: World
 ) -> None:
-    lines = [{"messages": [said("user", "a"), said("assistant", "b" * (number + 1))]} for number in range(20)]
-    data = write_lines(tmp_path / "data.jsonl", *lines)
+    data = write_lines(tmp_path / "data.jsonl", *(chat("a", "b" * number) for number in range(1, 21)))
     config = build_config(tmp_path / "run", tiny_model, data, validation_fraction=0.25)
     found = prepare_data(config, world, Waits("sft"))
     assert found.held_out is not None
-
-    def said_in(samples: list[Sample] | SampleFiles) -> list[int]:
-        return sorted(int(sample.tokens.loss_mask.sum()) - 1 for sample in samples)
-
-    assert said_in(found.held_out) == [4, 8, 12, 16, 20]
-    trained = said_in([sample for step in range(15) for sample in found.train.batch(step)])
-    assert sorted(set(trained)) == sorted(set(range(1, 21)) - {4, 8, 12, 16, 20})
+    trained = [sample for step in range(15) for sample in found.train.batch(step)]
+    said = [{int(sample.tokens.loss_mask.sum()) - 1 for sample in samples} for samples in (found.held_out, trained)]
+    assert said == [{4, 8, 12, 16, 20}, set(range(1, 21)) - {4, 8, 12, 16, 20}]
 
 
 def test_a_run_that_goes_on_with_other_data_is_warned(
     letters: Path, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, world: World
 ) -> None:
     logging.getLogger("trireme.data").addHandler(caplog.handler)
-    other = write_lines(tmp_path / "other.jsonl", {"messages": GREETING})
+    other = write_lines(tmp_path / "other.jsonl", chat("hi", "yo"))
     for data, resume, warned in ((letters, False, False), (letters, True, False), (other, True, True)):
         config = build_config(tmp_path / "run", tiny_model, data, resume=resume)
         caplog.clear()
@@ -154,23 +143,306 @@ def test_a_run_that_goes_on_with_other_data_is_warned(
     logging.getLogger("trireme.data").removeHandler(caplog.handler)
 
 
-def test_several_sources_are_trained_on_together_if_anything_is_to_be_learned(
+def test_sources_are_trained_on_together_for_as_long_as_epochs_say(
     letters: Path, tiny_model: Path, tmp_path: Path, world: World
 ) -> None:
-    other = write_lines(tmp_path / "other.jsonl", {"messages": GREETING})
-    config = build_config(tmp_path / "run", tiny_model, letters, source=(Source(data=str(other), repeat=40.0),))
-    assert prepare_data(config, world, Waits("sft")).train.length == 20 + 40
-    long = write_lines(tmp_path / "long.jsonl", {"messages": [said("user", "a" * 99), said("assistant", "b")]})
+    source = Source(data=str(write_lines(tmp_path / "other.jsonl", chat("hi", "yo"))), repeat=40.0)
+    config = build_config(tmp_path / "run", tiny_model, letters, source=(source,))
+    train = prepare_data(config, world, Waits("sft")).train
+    assert train.length == 20 + 40
+    assert steps_of(config, train) == SftConfig().max_steps
+    assert steps_of(config.model_copy(update={"num_epochs": 2.0}), train) == 8  # 120 samples in batches of 16
+    with pytest.raises(ConfigError, match="less than a step"):
+        steps_of(config.model_copy(update={"num_epochs": 0.1}), train)
+    long = write_lines(tmp_path / "long.jsonl", chat("a" * 99, "b"))
     with pytest.raises(ConfigError, match=r"no sample is left \(1 conversations.*Raise `seq_len`"):
         prepare_data(build_config(tmp_path / "run", tiny_model, long), world, Waits("sft"))
 
 
-def test_a_run_is_as_long_as_its_epochs_say(tiny_model: Path, letters: Path, tmp_path: Path) -> None:
-    def steps(**changed: object) -> int:
-        config = build_config(tmp_path, tiny_model, letters, **changed)
-        return steps_of(config, epochs(random_samples([5] * 40), config.batch_size, 0))
+def write_parquet(path: Path, *rows: dict[str, Any]) -> Path:
+    write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
 
-    assert steps() == SftConfig().max_steps
-    assert steps(num_epochs=2.0) == 5  # 80 samples in batches of 16
-    with pytest.raises(ConfigError, match="less than a step"):
-        steps(num_epochs=0.1)
+
+def read(path: Path | str) -> list[Conversation | Completion]:
+    return list(read_conversations(Source(data=str(path))))
+
+
+def messages(found: list[Conversation | Completion]) -> list[list[Any]]:
+    return [list(one.messages) for one in found if isinstance(one, Conversation)]
+
+
+def test_a_folders_conversations_come_in_the_order_of_their_files(tmp_path: Path) -> None:
+    """With every character that JSON allows in a text."""
+    text = "line\u2028separator, next\u0085line, form\x0cfeed, é, 漢, 🙂"
+    turned, strange = {"messages": GREETING[::-1]}, {"messages": [GREETING[0], {"role": "assistant", "content": text}]}
+    write_lines(tmp_path / "b.jsonl", {"messages": GREETING})
+    write_lines(tmp_path / "a.jsonl", turned, "", {"messages": GREETING})
+    write_parquet(tmp_path / "c.parquet", strange)
+    (tmp_path / "d.json").write_text(json.dumps([turned]))
+    (tmp_path / "e.json").write_text(json.dumps({"data": [{"messages": GREETING}]}))
+    (tmp_path / "f.jsonl").write_bytes("\r\n".join(2 * [json.dumps(strange, ensure_ascii=False)]).encode())
+    (tmp_path / "README.md").write_text("# not data")
+    expected = [GREETING[::-1], GREETING, GREETING, strange["messages"], GREETING[::-1], GREETING]
+    assert messages(read(tmp_path)) == [*expected, *2 * [strange["messages"]]]
+
+
+def test_a_program_can_make_the_conversations(tmp_path: Path) -> None:
+    program = tmp_path / "data.py"
+    program.write_text(f"def conversations():\n    return 2 * [{{'messages': {GREETING}}}]\n")
+    assert messages(read(program)) == [GREETING, GREETING]
+    program.write_text("def conversations():\n    return [{'messages': []}]\n")
+    with pytest.raises(ConfigError, match=r"data.py, conversation 0 has no assistant message"):
+        read(program)
+    program.write_text("")
+    with pytest.raises(ConfigError, match="no function `conversations`"):
+        read(program)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"text": "hi"}',
+        '{"messages": []}',
+        '{"messages": "hi"}',
+        '{"messages": [{"role": "user", "content": "hi"}]}',
+        '{"messages": [{"role": "user"}, {"role": "assistant", "content": "yo"}]}',
+        '{"messages": [{"content": "hi"}, {"role": "assistant", "content": "yo"}]}',
+        '{"messages": [{"role": "assistant", "content": "yo"}, "hi"]}',
+        '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", "weight": 0.5}]}',
+        '{"prompt": "hi"}',
+        '{"prompt": "hi", "completion": ""}',
+        '{"prompt": [{"role": "user", "content": "hi"}], "completion": []}',
+        '{"prompt": 3, "completion": 4}',
+        '{"conversations": [{"from": "alien", "value": "hi"}]}',
+        '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "tools": "{"}',
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> None:
+    path = write_lines(tmp_path / "data.jsonl", {"messages": GREETING}, "", line)
+    with pytest.raises(ConfigError, match=r"data.jsonl, line 3 .*expected \{\"messages\""):
+        read(path)
+
+
+def test_the_forms_of_one_conversation_are_one() -> None:
+    sharegpt = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}
+    for other in (sharegpt, {"conversations": GREETING}):
+        assert to_conversation(other, "") == to_conversation({"messages": GREETING}, "")
+    assert to_conversation({"prompt": "a", "completion": "b"}, "x") == Completion("a", "b", "x")
+    call, silent = ({"role": "assistant", "tool_calls": [CALL]} | more for more in ({"content": None}, {}))
+    assert messages([to_conversation({"messages": [GREETING[0], call, silent]}, "")]) == [[GREETING[0], call, silent]]
+    with pytest.raises(ConfigError, match=r"its keys are instruction, output"):
+        to_conversation({"instruction": "a", "output": "b"}, "here")
+    pair = to_conversation({"prompt": GREETING[:1], "completion": GREETING[1:]}, "")
+    assert messages([pair]) == [GREETING]
+    assert [pair.is_learned(index, ("user", "assistant")) for index in range(2)] == [False, True]  # type: ignore[union-attr]
+
+
+def test_sharegpts_system_tools_and_calls_are_understood() -> None:
+    entry = {
+        "system": "be kind",
+        "tools": json.dumps([TOOL]),
+        "conversations": [
+            {"from": "human", "value": "hi"},
+            {"from": "function_call", "value": json.dumps({"name": "f", "arguments": {"x": 1}})},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "yo", "weight": 0},
+        ],
+    }
+    found = to_conversation(entry, "")
+    assert isinstance(found, Conversation)
+    assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert found.messages[2]["tool_calls"] == [CALL]
+    assert found.tools == (TOOL,)
+    assert [found.is_learned(index, ("assistant",)) for index in range(5)] == [False, False, True, False, False]
+
+
+def test_columns_that_an_entry_never_had_are_not_in_it(tmp_path: Path) -> None:
+    """A column of parquet gives every message all keys that any message has, and every call all arguments."""
+    other = {"type": "function", "function": {"name": "g", "arguments": {"y": "z"}}}
+    calls = [[GREETING[0], {"role": "assistant", "content": "", "tool_calls": [call]}] for call in (CALL, other)]
+    tools = [[TOOL], None, None]
+    rows = [{"messages": each, "tools": given} for each, given in zip([*calls, GREETING], tools, strict=True)]
+    found = read(write_parquet(tmp_path / "data.parquet", *rows))
+    assert messages(found) == [row["messages"] for row in rows]
+    assert [one.tools for one in found if isinstance(one, Conversation)] == [(TOOL,), None, None]
+
+
+def test_data_that_cannot_be_read_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    empty = tmp_path / "none"
+    empty.mkdir()
+    for path in [tmp_path / "nowhere.jsonl", empty, write_lines(tmp_path / "empty.jsonl", "")]:
+        with pytest.raises(ConfigError, match=r"conversation.* expected"):
+            read(path)
+    for name, content, words in (("torn.parquet", b"PAR1 and no more", "no parquet file"), ("a.json", b"3", "no list")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=f"{name} .*{words}"):
+            read(tmp_path / name)
+
+
+def test_a_data_set_of_a_hub_is_read_by_its_subset_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, subset: str | None, *, split: str) -> Any:
+        if subset is None:
+            raise ConnectionError("Couldn't reach 'owner/name' on the Hub")
+        assert (name, subset, split) == ("owner/name", "en", "train[:2]")
+        return datasets.Dataset.from_list([{"messages": GREETING}, {"messages": GREETING[::-1]}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = list(read_conversations(Source(data="owner/name", subset="en", split="train[:2]")))
+    assert messages(found) == [GREETING, GREETING[::-1]]
+    with pytest.raises(ConfigError, match=r"(?s)'owner/name' .*Couldn't reach.*download its parquet files elsewhere"):
+        read("owner/name")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(write_tokenizer(tmp_path_factory.mktemp("qwen") / "t", QWEN_3))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", LLAMA_3))
+
+
+def said(role: str, content: str, **more: object) -> dict[str, object]:
+    return {"role": role, "content": content} | more
+
+
+def conversation(*messages: dict[str, object], **more: object) -> Conversation | Completion:
+    return to_conversation({"messages": list(messages)} | more, "here")
+
+
+def shown(tokenizer: PreTrainedTokenizerBase, sample: Tokenized) -> list[tuple[str, int]]:
+    return list(zip(tokenizer.convert_ids_to_tokens(sample.ids), sample.mask, strict=True))
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, *messages: dict[str, object], roles: tuple[str, ...] = ("assistant",)
+) -> list[tuple[str, int]]:
+    (sample,) = Renderer(tokenizer, roles).samples(conversation(*messages))
+    return shown(tokenizer, sample)
+
+
+def counting(found: list[tuple[str, int]]) -> list[str]:
+    return [token for token, counts in found if counts]
+
+
+def learned(tokenizer: PreTrainedTokenizerBase, sample: Tokenized) -> str:
+    return tokenizer.decode([token for token, counts in zip(sample.ids, sample.mask, strict=True) if counts])
+
+
+def test_each_answer_counts_with_its_end_of_turn_and_nothing_between_or_after(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    prompt = [START, "user\n", "h", "i", END, "\n", START, "assistant\n"]
+    expected = [(token, 0) for token in prompt] + [("y", 1), ("o", 1), (END, 1), ("\n", 0)]
+    assert rendered(tokenizer, *GREETING) == expected
+    assert rendered(tokenizer, *GREETING, said("user", "bye")) == expected
+    found = rendered(tokenizer, said("system", "x"), *GREETING, said("user", "b"), said("assistant", "c"))
+    assert counting(found) == ["y", "o", END, "c", END]
+    between = ["\n", START, "user\n", "b", END, "\n", START, "assistant\n"]
+    first = found.index(("y", 1))
+    assert found[first + 3 : first + 12] == [(token, 0) for token in between] + [("c", 1)]
+
+
+def test_other_roles_and_marked_messages_count_with_their_markup(tokenizer: PreTrainedTokenizerBase) -> None:
+    found = rendered(tokenizer, *GREETING, said("user", "b"), said("assistant", "c"), roles=("user",))
+    assert counting(found) == [START, "user\n", "h", "i", END, START, "user\n", "b", END]
+    both = rendered(tokenizer, *GREETING, roles=("user", "assistant"))
+    assert [token for token, counts in both if not counts] == ["\n", START, "assistant\n", "\n"]
+    for mark in ({"train": False}, {"weight": 0}):
+        found = rendered(tokenizer, GREETING[0], said("assistant", "no", **mark), *GREETING)
+        assert counting(found) == ["y", "o", END]
+        assert ("n", 0) in found
+    found = rendered(tokenizer, said("user", "hi", train=True), said("assistant", "yo", train=False))
+    assert counting(found) == [START, "user\n", "h", "i", END]
+
+
+def test_a_template_that_drops_earlier_thinking_makes_a_sample_of_each_turn(thinking: PreTrainedTokenizerBase) -> None:
+    """In each, the model sees what it will see: no earlier thinking, and its own in full."""
+    turns = [said("user", "a"), said("assistant", "<think>x</think>b"), said("user", "c"), said("assistant", "d")]
+    samples = Renderer(thinking).samples(conversation(*turns))
+    assert [learned(thinking, sample) for sample in samples] == [f"<think>x</think>b{END}", f"d{END}"]
+    for sample, number in zip(samples, (1, 3), strict=True):
+        asked = thinking.apply_chat_template(turns[:number], tokenize=False, add_generation_prompt=True)
+        prompt = [token for token, counts in zip(sample.ids, sample.mask, strict=True) if not counts][:-1]  # "\n"
+        assert thinking.decode(prompt) == asked
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    calling = said("assistant", "<think>1</think>", tool_calls=[call])
+    turns = [said("user", "a"), calling, said("tool", "2"), said("assistant", "<think>3</think>4")]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    (sample,) = Renderer(thinking).samples(conversation(*turns, tools=tools))
+    written = '\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    assert learned(thinking, sample) == f"<think>1</think>{written}{END}<think>3</think>4{END}"
+    assert '"name": "f"' in thinking.decode(sample.ids).partition("# Tools\n<tools>\n")[2].partition("</tools>")[0]
+
+
+def test_only_the_completion_of_a_prompt_counts(tokenizer: PreTrainedTokenizerBase) -> None:
+    def sample_of(prompt: object, completion: object) -> Tokenized:
+        entry = to_conversation({"prompt": prompt, "completion": completion}, "here")
+        (sample,) = Renderer(tokenizer).samples(entry)
+        return sample
+
+    texts = sample_of("ab", "cd")  # taken as they are
+    assert shown(tokenizer, texts) == [("a", 0), ("b", 0), ("c", 1), ("d", 1), (END, 1)]
+    assert learned(tokenizer, sample_of([*GREETING, said("user", "b")], [said("assistant", "c")])) == f"c{END}"
+    mixed = sample_of("hi", [said("assistant", "yo")])
+    assert shown(tokenizer, mixed) == rendered(tokenizer, *GREETING)
+
+
+def test_an_end_of_turn_that_is_not_the_tokenizers_end_counts_and_nothing_behind_it(
+    llama: PreTrainedTokenizerBase,
+) -> None:
+    """Llama and Gemma end turns with another token than texts."""
+    llama.eos_token = "<|endoftext|>"
+    llama.add_special_tokens({"additional_special_tokens": ["<|eot|>", "<|header|>"]})
+    llama.chat_template = LLAMA_3.replace("| trim + '<|eot|>'", "| trim + '<|eot|>\n'")
+    (sample,) = Renderer(llama).samples(conversation(*GREETING))
+    assert learned(llama, sample) == "yo<|eot|>"
+    assert sample.mask[-1] == 0
+
+
+def test_what_a_template_refuses_is_told_with_its_place(tiny_model: Path, llama: PreTrainedTokenizerBase) -> None:
+    opening = AutoTokenizer.from_pretrained(tiny_model)
+    opening.chat_template = opening.chat_template.replace("assistant\n' }}", "assistant\n<think>' }}")
+    with pytest.raises(ConfigError, match=r"here: before an answer .*<think>.*enable_thinking"):
+        Renderer(opening).samples(conversation(*GREETING))
+    assert Renderer(opening).samples(conversation(GREETING[0], said("assistant", "<think>yo")))
+    with pytest.raises(ConfigError, match=r"here: the chat template cannot render .*Only one system message"):
+        Renderer(llama).samples(conversation(said("robot", "x"), *GREETING))
+    llama.chat_template = None
+    with pytest.raises(ConfigError, match=r"cannot render .*set `chat_template`"):
+        Renderer(llama).samples(conversation(*GREETING))
+
+
+def test_marks_of_a_template_change_nothing_and_its_arguments_reach_it(tmp_path: Path) -> None:
+    """What `{% generation %}` encloses is what the renderer finds without it."""
+    template = MARKED.replace("}}\n{% endif %}", "}}{% endif %}")
+    marked = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", template))
+    (sample,) = Renderer(marked).samples(conversation(*GREETING))
+    encoded = marked.apply_chat_template(GREETING, return_dict=True, return_assistant_tokens_mask=True)
+    assert (sample.ids, sample.mask) == (encoded["input_ids"], encoded["assistant_masks"])
+    marked.chat_template = "{{ mood }}" + marked.chat_template
+    (asked,) = Renderer(marked, template_kwargs=(("mood", "m"),)).samples(conversation(*GREETING))
+    assert asked.ids == [*marked("m")["input_ids"], *sample.ids]
+
+
+def test_a_token_that_reaches_over_the_border_of_an_answer_is_split_there(tmp_path: Path) -> None:
+    greedy = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "t", extra_words=("t\nyo",)))
+    text = "assistant\nyo!"
+    (sample,) = Renderer(greedy).tokenize([Rendered(text, ((10, 13),))])
+    assert greedy.convert_ids_to_tokens(greedy(text)["input_ids"])[8] == "t\nyo"
+    assert shown(greedy, sample)[8:] == [("t", 0), ("\n", 0), ("y", 1), ("o", 1), ("!", 1)]
+
+
+def test_many_conversations_give_the_samples_of_each_in_order(tokenizer: PreTrainedTokenizerBase) -> None:
+    many = [conversation(said("user", "a"), said("assistant", "b" * number)) for number in range(1, 70)]
+    found = list(tokenized(Renderer(tokenizer), iter(many)))
+    assert found == [Renderer(tokenizer).samples(one) for one in many]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from tiny_tokenizer import write_tokenizer
 from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
-from trireme.ledger.logprobs import counting, logprobs_of, path_of, read_logprobs, write_logprobs
+from trireme.ledger.logprobs import counting, identity, logprobs_of, path_of, read_logprobs, write_logprobs
 from trireme.ledger.records import BatchRecord, Rollout
 from trireme.ledger.shares import Shares, samples_of
 from trireme.messages import MicroBatch, Tokens, build_tokens
@@ -31,7 +32,8 @@ from trireme.monitor.dashboard.token_view import (
     token_html,
 )
 from trireme.monitor.eval_view.rows import Record, Row
-from written_run import build_config, rewrite_batch, write_whole_run
+from viewing import Reader
+from written_run import rewrite_batch, write_whole_run
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x1b[31m"
 
@@ -49,9 +51,13 @@ def what_it_says(sample: Tokens) -> np.ndarray:
 def train(run: RunConfig, step: int, *, world: int) -> None:
     """All ranks write what their rows would have got."""
     for rank in range(world):
-        rows = Shares(Journal(run.paths.journal), run).of(step, rank=rank, world=world).micro_batches
+        rows = share(run, step, rank=rank, world=world)
         said = [what_it_says(sample) for row in rows for sample in apart(row)]
         write_logprobs(run.paths.logprobs, step, rank, rows, np.concatenate(said))
+
+
+def share(run: RunConfig, step: int, *, rank: int, world: int) -> list[MicroBatch]:
+    return Shares(Journal(run.paths.journal), run).of(step, rank=rank, world=world).micro_batches
 
 
 def apart(row: MicroBatch) -> list[Tokens]:
@@ -74,34 +80,25 @@ def test_the_trainers_word_is_found_for_every_token_however_many_ranks_packed_it
         assert np.isnan(found[~counting(sample)]).all()
 
 
-def test_a_batch_that_was_filled_anew_is_not_told_what_was_said_of_the_one_before(run: RunConfig) -> None:
-    train(run, 1, world=1)
+def test_what_was_said_of_another_batch_or_is_torn_is_as_if_it_were_not_there(run: RunConfig) -> None:
+    train(run, 1, world=2)
+    file = path_of(run.paths.logprobs, 1, 0)
+    whole = file.read_bytes()
+    others = [sample for row in share(run, 1, rank=1, world=2) for sample in apart(row)]
+    for content in (b"", b"\xc1", whole[: len(whole) // 2]):
+        file.write_bytes(content)
+        assert read_logprobs(run.paths.logprobs, 1).keys() == {identity(sample) for sample in others}
 
     def sample_again(record: BatchRecord) -> None:
         for rollout in record.rollouts:
-            rollout.samples = [build_again(sample) for sample in rollout.samples]
+            halved = [(sample, sample.logprobs * np.float32(0.5)) for sample in rollout.samples]
+            rollout.samples = [msgspec.structs.replace(sample, logprobs=logprobs) for sample, logprobs in halved]
 
+    file.write_bytes(whole)
     rewrite_batch(run, 1, sample_again)
     known = read_logprobs(run.paths.logprobs, 1)
     samples = samples_of(Journal(run.paths.journal).read(1).rollouts)
     assert [logprobs_of(sample.tokens, known) for sample in samples] == [None] * len(samples)
-
-
-def build_again(sample: Tokens) -> Tokens:
-    columns = {name: getattr(sample, name) for name in ("ids", "loss_mask", "advantages", "versions")}
-    return build_tokens(**columns, logprobs=sample.logprobs * 0.5)
-
-
-@pytest.mark.parametrize("content", [b"", b"\xc1", b"half"])
-def test_a_torn_file_of_logprobs_is_as_if_it_were_not_there(run: RunConfig, content: bytes) -> None:
-    train(run, 1, world=2)
-    whole = path_of(run.paths.logprobs, 1, 0).read_bytes()
-    path_of(run.paths.logprobs, 1, 0).write_bytes(content if content != b"half" else whole[: len(whole) // 2])
-    others = Shares(Journal(run.paths.journal), run).of(1, rank=1, world=2).micro_batches
-    known = read_logprobs(run.paths.logprobs, 1)
-    assert len(known) == len(
-        {sample.ids.tobytes() + sample.logprobs.tobytes() for row in others for sample in apart(row)}
-    )
 
 
 def columns(**changes: object) -> TokenColumns:
@@ -117,27 +114,18 @@ def columns(**changes: object) -> TokenColumns:
         group=1, place=0, attempt=0, env="a", example=0, reward=1.0, samples=[sample], temperature=1.0, **changes
     )
     said = np.log(np.array([0.25, 0.25, 0.5], np.float32))
-    identity = next(iter(_known(sample)))
-    return columns_of(rollout, 0, ["a", "b", "c", "d", "e"], {identity: said})
+    return columns_of(rollout, 0, ["a", "b", "c", "d", "e"], {identity(sample): said})
 
 
-def _known(sample: Tokens) -> dict[bytes, None]:
-    from trireme.ledger.logprobs import identity
-
-    return {identity(sample): None}
-
-
-def test_the_ratio_is_the_trainers_probability_over_the_engines() -> None:
-    assert columns().ratios[2:].tolist() == pytest.approx([0.5, 1.0, 0.5])
-    assert np.isnan(columns().ratios[:2]).all()
-
-
-def test_figures_of_a_sample_by_hand() -> None:
-    figures = figures_of(columns())
+def test_figures_and_ratios_of_a_sample_by_hand() -> None:
+    """A ratio is the trainer's probability over the engine's."""
+    shown = columns()
+    assert shown.ratios[2:].tolist() == pytest.approx([0.5, 1.0, 0.5])
+    assert np.isnan(shown.ratios[:2]).all()
+    figures = figures_of(shown)
     assert (figures.sampled, figures.versions) == (3, [3, 4])
     assert figures.mean_p == pytest.approx((0.5 * 0.25 * 1.0) ** (1 / 3))
-    assert figures.mean_ratio == pytest.approx(2 / 3)
-    assert figures.farthest == pytest.approx(0.5)
+    assert (figures.mean_ratio, figures.farthest) == pytest.approx((2 / 3, 0.5))
 
 
 def test_a_token_tells_all_that_is_known_of_it() -> None:
@@ -151,9 +139,6 @@ def test_a_token_tells_all_that_is_known_of_it() -> None:
         "trained on",
     ]
     assert list(lines_of(columns(), 0, step=5))[1:] == ["given to the model, not sampled"]
-
-
-def test_a_masked_rollout_says_that_nothing_of_it_is_trained_on() -> None:
     masked = columns(masked="truncated")
     assert not masked.trained.any()
     assert "masked: not trained on" in list(lines_of(masked, 2, step=5))
@@ -165,10 +150,8 @@ def test_colours_grow_with_what_they_stand_for() -> None:
         return COLOURS[colour][1](columns(), place)[1]
 
     assert strength("engine", 3) > strength("engine", 2) > strength("engine", 4) == 0.0
-    assert strength("ratio", 2) == pytest.approx(1.0)  # half as likely: the strongest
-    assert strength("ratio", 3) == pytest.approx(0.0, abs=1e-6)
-    assert strength("advantage", 4) == 1.0
-    assert strength("advantage", 2) == 0.5
+    assert [strength("ratio", place) for place in (2, 3)] == pytest.approx([1.0, 0.0], abs=1e-6)  # half as likely
+    assert [strength("advantage", place) for place in (4, 2)] == [1.0, 0.5]
     assert COLOURS["version"][1](columns(), 2)[0] != COLOURS["version"][1](columns(), 3)[0]
 
 
@@ -187,23 +170,6 @@ def test_one_span_of_each_token_and_its_text_is_the_tokens(run: RunConfig) -> No
     assert [rollout.group for _, rollout in loaded.group] == [loaded.rollout.group] * 3
 
 
-class Seen(HTMLParser):
-    """What a browser would make of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.attributes: set[str] = set()
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_what_a_model_wrote_is_never_markup() -> None:
     said = [
         {"role": "user", "content": EVIL},
@@ -211,18 +177,16 @@ def test_what_a_model_wrote_is_never_markup() -> None:
         {"role": "tool", "name": EVIL, "content": EVIL},
     ]
     record = Record(row=Row(0, "1", 0, 1.0), prompt=said, completion=said, answer=EVIL, info={EVIL: EVIL})
-    evil = columns()
-    evil = TokenColumns(**{**vars(evil), "texts": [EVIL] * 5})
+    evil = dataclasses.replace(columns(), texts=[EVIL] * 5)
     page = conversation_html(record) + components_html({EVIL: 1.0}, 0.5) + token_html(evil, "engine", range(5), step=5)
-    seen = Seen()
-    seen.feed(page)
+    seen = Reader(page)
     assert seen.tags <= {"div", "span", "b", "h3", "i", "br"}
-    assert seen.attributes <= {"class", "style", "data-t"}
-    assert seen.text.count("<script>alert(1)</script>") >= 15
+    assert {name for _, attributes in seen.elements for name in attributes} <= {"class", "style", "data-t"}
+    assert "".join(seen.texts).count("<script>alert(1)</script>") >= 15
     assert "\x1b" not in page
 
 
-def test_tools_and_reasoning_stand_under_their_names() -> None:
+def test_tools_and_reasoning_stand_under_their_names_and_rewards_have_a_bar_as_long_as_they_are_large() -> None:
     call = {"id": "1", "function": {"name": "python", "arguments": '{"code": "1+1"}'}}
     said = [
         {"role": "assistant", "content": "<think>hm</think>so", "tool_calls": [call]},
@@ -231,27 +195,15 @@ def test_tools_and_reasoning_stand_under_their_names() -> None:
     page = conversation_html(Record(row=Row(0, "1", 0, 1.0), completion=said))
     assert page.index("reasoning") < page.index(">so<") < page.index("calls <b>python</b>") < page.index("code: 1+1")
     assert "returned <b>python</b>" in page
+    bars = components_html({"exact": 2.0, "format": -0.5, "odd": math.nan}, 1.0)
+    found = re.findall(r'class="(good|bad)" style="width:(\d+)%', bars)
+    assert found == [("good", "50"), ("good", "100"), ("bad", "25"), ("good", "0")]
 
 
-def test_each_component_of_a_reward_has_a_bar_as_long_as_it_is_large() -> None:
-    page = components_html({"exact": 2.0, "format": -0.5, "odd": math.nan}, 1.0)
-    assert re.findall(r'class="(good|bad)" style="width:(\d+)%', page) == [
-        ("good", "50"),
-        ("good", "100"),
-        ("bad", "25"),
-        ("good", "0"),
-    ]
-
-
-@pytest.mark.parametrize(("step", "number", "why"), [(9, 0, "no batch 9"), (1, 99, "not 99")])
-def test_what_is_not_there_is_said_in_words(run: RunConfig, step: int, number: int, why: str) -> None:
-    assert why in str(load_rollout(run.paths.root, step, number))
-
-
-def test_a_run_that_keeps_no_logprobs_shows_the_engines_alone(tmp_path: Path) -> None:
-    config = build_config(tmp_path / "run", trainer={"save_logprobs": False})
-    assert config.trainer.save_logprobs is False
-    run = write_whole_run(tmp_path / "run", batches=1)
-    loaded = load_rollout(run.paths.root, 0, 0)
+def test_what_is_not_there_is_said_in_words(tmp_path: Path) -> None:
+    run = write_whole_run(tmp_path / "run", batches=1, trainer={"save_logprobs": False}).paths.root
+    for step, number, why in ((9, 0, "no batch 9"), (0, 99, "not 99")):
+        assert why in str(load_rollout(run, step, number))
+    loaded = load_rollout(run, 0, 0)
     assert isinstance(loaded, LoadedRollout)
-    assert colours_of(loaded.samples) == ["engine", "advantage", "version", "mask"]
+    assert colours_of(loaded.samples) == ["engine", "advantage", "version", "mask"], "of the engines alone"

@@ -1,49 +1,42 @@
-"""Checkpoints are complete or ignored, and a trainer resumes from the right one."""
+"""Checkpoints are complete or ignored, a trainer resumes from the right one, and exports are what was trained."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tiny import (
-    are_equal,
-    content_of,
-    open_exporter,
-    open_state,
-    open_store,
-    random_samples,
-    save,
-    save_tiny_model,
-    train_step,
-    weights_of,
-)
+import tiny
 from trireme.base.errors import ConfigError, JournalCorrupt
-from trireme.config.trainer import Checkpoints
+from trireme.config.trainer import Checkpoints, Optimizer
 from trireme.ledger.manifest import MANIFEST, complete_steps, read_manifest
 from trireme.trainer.checkpoint import TrainerState, load_checkpoint
+from trireme.trainer.export_layout import layout_of
 from trireme.trainer.mesh import World
+from trireme.trainer.optim import build_optimizer
 from trireme.trainer.pieces import Piece, open_pieces, write_pieces
 from trireme.trainer.resuming import version_to_resume
+from trireme.trainer.served import served_tensors
 
 
 def train_until(state: TrainerState, world: World, *, until: int) -> TrainerState:
     while state.version < until:
-        train_step(state, random_samples([30, 20, 12], seed=state.version), world)
+        tiny.train_step(state, tiny.random_samples([30, 20, 12], seed=state.version), world)
     return state
 
 
 def save_steps(
     folder: Path, steps: list[int], model: Path, world: World, config: Checkpoints | None = None
 ) -> TrainerState:
-    """Checkpoints of an untrained model under these numbers."""
-    state = open_state(model, world)
+    state = tiny.open_state(model, world)
     for step in steps:
         state.version = step
-        save(folder, state, world, config)
+        tiny.save(folder, state, world, config)
     return state
 
 
@@ -51,9 +44,9 @@ def save_steps(
 def saved_1_and_2(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, world: World) -> Path:
     """A folder with two real checkpoints; tests that break it copy it first."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    state = open_state(tiny_model, world)
+    state = tiny.open_state(tiny_model, world)
     for version in (1, 2):
-        save(folder, train_until(state, world, until=version), world)
+        tiny.save(folder, train_until(state, world, until=version), world)
     return folder
 
 
@@ -66,29 +59,24 @@ def chosen(folder: Path) -> int:
     return version_to_resume(folder, Checkpoints(), resume=True)
 
 
-def test_a_checkpoint_from_before_the_first_step_brings_back_a_fresh_optimizer(
+def test_a_checkpoint_brings_back_a_fresh_optimizer_and_the_random_state(
     tmp_path: Path, tiny_model: Path, world: World
 ) -> None:
-    save_steps(tmp_path, [1], tiny_model, world)
-    state = train_until(open_state(tiny_model, world), world, until=2)
-    load_checkpoint(state, tmp_path / "step_1", rank=0)
-    assert not state.optimizer.state_dict()["state"]
-    assert are_equal(weights_of(state.model), weights_of(open_state(tiny_model, world).model))
-
-
-def test_a_checkpoint_restores_the_random_state(tmp_path: Path, tiny_model: Path, world: World) -> None:
     torch.manual_seed(5)
-    state = save_steps(tmp_path, [1], tiny_model, world)
+    save_steps(tmp_path, [1], tiny_model, world)
     expected = torch.rand(4)
+    state = train_until(tiny.open_state(tiny_model, world), world, until=2)
     torch.manual_seed(6)
-    open_store(tmp_path, world).resume(state, resume=True)
+    tiny.open_store(tmp_path, world).resume(state, resume=True)
     assert torch.equal(torch.rand(4), expected)
+    assert not state.optimizer.state_dict()["state"]
+    assert tiny.are_equal(tiny.weights_of(state.model), tiny.weights_of(tiny.open_state(tiny_model, world).model))
 
 
 def test_another_models_checkpoint_is_refused_with_what_differs(
     tmp_path: Path, saved_1_and_2: Path, world: World
 ) -> None:
-    state = open_state(save_tiny_model(tmp_path / "model", hidden=128), world)
+    state = tiny.open_state(tiny.save_tiny_model(tmp_path / "model", hidden=128), world)
     with pytest.raises(ConfigError, match=r"model\.embed_tokens\.weight with shape \[128, 64\].* \[128, 128\]"):
         load_checkpoint(state, saved_1_and_2 / "step_2", rank=0)
 
@@ -120,51 +108,58 @@ def test_no_changed_bit_of_a_manifest_makes_another_state_of_a_checkpoint(copy: 
         if chosen(copy) == 2:
             found = read_manifest(copy / "step_2")
             assert (found.version, found.files) == (content.version, content.files)
+    for malformed in ("", "{", "[]", "{}", "null", '{"files": 3}'):
+        path.write_text(malformed)
+        assert chosen(copy) == 1
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", '{"files": 3}'])
-def test_a_checkpoint_with_a_malformed_manifest_is_ignored(copy: Path, content: str) -> None:
-    (copy / "step_2" / MANIFEST).write_text(content)
-    assert chosen(copy) == 1
-
-
-def test_a_damaged_checkpoint_is_set_aside(copy: Path, tiny_model: Path, world: World) -> None:
+def test_resuming_sets_a_damaged_checkpoint_aside(copy: Path, tiny_model: Path, world: World) -> None:
+    shutil.copytree(copy / "step_1", copy / ".step_0.removed")
+    state = tiny.open_state(tiny_model, world)
+    tiny.open_store(copy, world).resume(state, resume=True)
+    assert state.version == 2
+    assert sorted(path.name for path in copy.iterdir()) == ["step_1", "step_2"]
     with open(copy / "step_2" / "rank_0.safetensors", "ab") as file:
         file.write(b"x")
-    state = open_state(tiny_model, world)
-    open_store(copy, world).resume(state, resume=True)
+    tiny.open_store(copy, world).resume(state, resume=True)
     assert state.version == 1
     assert complete_steps(copy) == [1]
     (aside,) = copy.glob("set_aside_*")  # nothing was deleted
     assert [path.name for path in aside.iterdir()] == ["step_2"]
 
 
-def test_a_file_that_no_manifest_lists_is_not_read(copy: Path, tiny_model: Path, world: World) -> None:
-    other = copy / "step_1" / "rank_0.safetensors"
-    shutil.copy(other, copy / "step_2" / "rank_1.safetensors")
-    state, clean = open_state(tiny_model, world), open_state(tiny_model, world)
-    load_checkpoint(state, copy / "step_2", rank=0)
-    shutil.rmtree(copy / "step_1")
-    (copy / "step_2" / "rank_1.safetensors").unlink()
-    load_checkpoint(clean, copy / "step_2", rank=0)
-    assert are_equal(content_of(state), content_of(clean))
-
-
-def test_a_missing_part_of_a_tensor_is_noticed(copy: Path, tiny_model: Path, world: World) -> None:
-    half = torch.zeros(4, 3)
-    write_pieces(copy / "half.safetensors", {"model.x": Piece(half, (8, 3), (4, 0))})
-    with open_pieces([copy / "half.safetensors"]) as stored, pytest.raises(JournalCorrupt, match="12 of the 24"):
-        stored.read_into("model.x", torch.zeros(8, 3))
-
-
-def test_the_manifest_lists_every_file_and_none_of_them_is_pickled(saved_1_and_2: Path) -> None:
-    folder = saved_1_and_2 / "step_2"
-    manifest = read_manifest(folder)
+def test_files_that_the_manifest_does_not_list_are_not_read(copy: Path, tiny_model: Path, world: World) -> None:
+    folder, manifest = copy / "step_2", read_manifest(copy / "step_2")
     assert (manifest.version, manifest.world_size) == (2, 1)
     files = {path.name for path in folder.iterdir()} - {MANIFEST}
     assert files == set(manifest.files) == {"rank_0.safetensors", "random_0.safetensors"}
     for name in files:
         load_file(folder / name)
+    state, clean = tiny.open_state(tiny_model, world), tiny.open_state(tiny_model, world)
+    load_checkpoint(clean, folder, rank=0)
+    shutil.copy(copy / "step_1" / "rank_0.safetensors", folder / "rank_1.safetensors")
+    load_checkpoint(state, folder, rank=0)
+    assert tiny.are_equal(tiny.content_of(state), tiny.content_of(clean))
+
+
+def test_a_step_that_the_user_names_and_that_is_missing_or_damaged_is_refused(
+    copy: Path, tiny_model: Path, world: World, tmp_path: Path
+) -> None:
+    for folder, words in ((copy, r"step 7 .*\(complete: \[1, 2\]\)"), (tmp_path / "none", "complete: none")):
+        with pytest.raises(ConfigError, match=words):
+            version_to_resume(folder, Checkpoints(resume_step=7), resume=False)
+    path = copy / "step_1" / "random_0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    store = tiny.open_store(copy, world, Checkpoints(resume_step=1))
+    with pytest.raises(ConfigError, match=r"step 1 is damaged: .*random_0\.safetensors"):
+        store.resume(tiny.open_state(tiny_model, world), resume=False)
+    assert complete_steps(copy) == [1, 2]  # it is kept
+
+
+def test_a_missing_part_of_a_tensor_is_noticed(tmp_path: Path) -> None:
+    write_pieces(tmp_path / "half.safetensors", {"model.x": Piece(torch.zeros(4, 3), (8, 3), (4, 0))})
+    with open_pieces([tmp_path / "half.safetensors"]) as stored, pytest.raises(JournalCorrupt, match="12 of the 24"):
+        stored.read_into("model.x", torch.zeros(8, 3))
 
 
 @pytest.mark.parametrize(
@@ -187,22 +182,6 @@ def test_a_run_resumes_the_newest_complete_step_or_the_one_it_names(
     assert version_to_resume(tmp_path, config, resume=resume) == expected
 
 
-def test_a_step_that_does_not_exist_is_refused_with_those_that_do(saved_1_and_2: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"step 7 .*\(complete: \[1, 2\]\)"):
-        version_to_resume(saved_1_and_2, Checkpoints(resume_step=7), resume=False)
-    with pytest.raises(ConfigError, match="complete: none"):
-        version_to_resume(tmp_path, Checkpoints(resume_step=7), resume=False)
-
-
-def test_a_damaged_step_that_the_user_asked_for_is_refused_and_kept(copy: Path, tiny_model: Path, world: World) -> None:
-    path = copy / "step_1" / "random_0.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    store = open_store(copy, world, Checkpoints(resume_step=1))
-    with pytest.raises(ConfigError, match=r"step 1 is damaged: .*random_0\.safetensors"):
-        store.resume(open_state(tiny_model, world), resume=False)
-    assert complete_steps(copy) == [1, 2]
-
-
 @pytest.mark.parametrize("back_to", [0, 2])
 def test_after_going_back_checkpoints_of_later_steps_are_never_chosen(
     tmp_path: Path, tiny_model: Path, world: World, back_to: int
@@ -212,8 +191,8 @@ def test_after_going_back_checkpoints_of_later_steps_are_never_chosen(
     for step in (2, 6, 8):
         (weights / f"step_{step}").mkdir(parents=True)
     state.version = 0
-    exporter = open_exporter(weights, tiny_model, world)
-    store = open_store(checkpoints, world, Checkpoints(resume_step=back_to, keep_last=1), exporter=exporter)
+    exporter = tiny.open_exporter(weights, tiny_model, world)
+    store = tiny.open_store(checkpoints, world, Checkpoints(resume_step=back_to, keep_last=1), exporter=exporter)
     store.resume(state, resume=True)
     assert state.version == back_to
     assert [path.name for path in weights.glob("step_*")] == [f"step_{step}" for step in [2] if step <= back_to]
@@ -224,14 +203,6 @@ def test_after_going_back_checkpoints_of_later_steps_are_never_chosen(
     (aside,) = checkpoints.glob("set_aside_*")  # nothing was deleted
     assert complete_steps(aside) == [step for step in [2, 6, 8] if step > back_to]
     assert len(list(weights.glob("set_aside_*/*"))) == len(complete_steps(aside))
-
-
-def test_resuming_the_newest_keeps_the_others_and_finishes_removals(copy: Path, tiny_model: Path, world: World) -> None:
-    shutil.copytree(copy / "step_1", copy / ".step_0.removed")
-    state = open_state(tiny_model, world)
-    open_store(copy, world).resume(state, resume=True)
-    assert state.version == 2
-    assert sorted(path.name for path in copy.iterdir()) == ["step_1", "step_2"]
 
 
 @pytest.mark.parametrize(
@@ -251,18 +222,87 @@ def test_the_newest_checkpoints_and_those_of_the_interval_are_kept(
 
 
 def test_a_step_that_is_saved_again_takes_the_place_of_the_last(tmp_path: Path, tiny_model: Path, world: World) -> None:
-    save_steps(tmp_path, [2], tiny_model, world)
-    state = train_until(open_state(tiny_model, world), world, until=2)
-    save(tmp_path, state, world)
+    state = save_steps(tmp_path, [2], tiny_model, world)
+    state.version = 0
+    tiny.save(tmp_path, train_until(state, world, until=2), world)
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
-    again = open_state(tiny_model, world)
+    again = tiny.open_state(tiny_model, world)
     load_checkpoint(again, tmp_path / "step_2", rank=0)
-    assert are_equal(content_of(again), content_of(state))
+    assert tiny.are_equal(tiny.content_of(again), tiny.content_of(state))
 
 
 @pytest.mark.parametrize(("interval", "due"), [(None, [7]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7])])
 def test_checkpoints_are_due_at_the_interval_and_at_the_end(
     tmp_path: Path, world: World, interval: int | None, due: list[int]
 ) -> None:
-    store = open_store(tmp_path, world, Checkpoints(interval=interval))
+    store = tiny.open_store(tmp_path, world, Checkpoints(interval=interval))
     assert [version for version in range(1, 8) if store.is_due(version, last=7)] == due
+
+
+def export(model: PreTrainedModel, folder: Path, world: World, *, tokenizer: Path, dtype: torch.dtype) -> Path:
+    exporter = tiny.open_exporter(folder, tokenizer, world, dtype)
+    store = tiny.open_store(folder.with_name(f"{folder.name}_checkpoints"), world, exporter=exporter)
+    store.save(TrainerState(model, build_optimizer(model, Optimizer()), version=1))
+    store.wait()
+    return folder / "step_1"
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model: Path, world: World) -> PreTrainedModel:
+    state = tiny.open_state(tiny_model, world)
+    tiny.train_step(state, tiny.random_samples([20, 30]), world)
+    return state.model
+
+
+@pytest.fixture(scope="module")
+def exported(
+    trained: PreTrainedModel, tiny_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return export(trained, tmp_path_factory.mktemp("exported"), world, tokenizer=tiny_model, dtype=torch.float32)
+
+
+def test_transformers_loads_an_export_as_the_model_that_was_trained(
+    trained: PreTrainedModel, exported: Path, tiny_model: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    ids = torch.arange(20)[None] * 5 % tiny.VOCABULARY
+    with torch.no_grad():
+        assert torch.equal(*(each(input_ids=ids, use_cache=False).logits for each in (model, trained)))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    found, served = load_file(exported / "model.safetensors"), dict(served_tensors(trained, torch.float32))
+    assert "lm_head.weight" not in found  # tied embeddings are written once
+    assert tiny.are_equal(found, served)
+    assert list(served) == [spec.name for spec in layout_of(trained, torch.float32).specs]
+    messages = [{"role": "user", "content": "Reverse abc."}]
+    ours, theirs = (
+        AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, add_generation_prompt=True)
+        for folder in (exported, tiny_model)
+    )
+    assert list(ours["input_ids"]) == list(theirs["input_ids"])
+
+
+def test_an_export_replaces_the_last_and_its_configuration_describes_it(
+    trained: PreTrainedModel, tiny_model: Path, tmp_path: Path, world: World
+) -> None:
+    (tmp_path / "half/step_1").mkdir(parents=True)
+    (tmp_path / "half/step_1/left_over").touch()
+    (tmp_path / "half/.step_1.partial").mkdir()
+    trained.generation_config.temperature, trained.generation_config.do_sample = 0.6, False  # transformers rejects this
+    folder = export(trained, tmp_path / "half", world, tokenizer=tiny_model, dtype=torch.bfloat16)
+    assert not (folder / "left_over").exists()
+    assert [path.name for path in folder.parent.iterdir()] == ["step_1"]
+    assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 0.6
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["dtype"], config["use_cache"]) == ("bfloat16", True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    expected = {name: parameter.full_tensor().bfloat16() for name, parameter in trained.named_parameters()}
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_checkpoint_contains_the_files_that_describe_its_export(exported: Path) -> None:
+    checkpoint = exported.parent.with_name(f"{exported.parent.name}_checkpoints") / "step_1"
+    described = {path.name: path.read_bytes() for path in (checkpoint / "model").iterdir()}
+    assert described == {path.name: path.read_bytes() for path in exported.iterdir() if path.suffix != ".safetensors"}
+    listed = set(read_manifest(checkpoint).files)
+    assert {f"model/{name}" for name in described} | {"layout.json"} < listed

@@ -8,20 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, inject_adapter_in_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from tiny import largest_difference, random_samples, take_gradients
 from trireme.algo.logprobs import Choices, token_logprobs
@@ -48,44 +38,33 @@ SIZES = {
 }
 
 
-def with_bias() -> PreTrainedModel:
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
-    model.lm_head = torch.nn.Linear(32, V)
+def qwen(lora: dict[str, Any] | None = None, **settings: Any) -> transformers.PreTrainedModel:
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, **settings))
+    return inject_adapter_in_model(LoraConfig(r=4, init_lora_weights=False, **lora), model) if lora else model
+
+
+def with_head(head: torch.nn.Linear) -> transformers.PreTrainedModel:
+    model = qwen()
+    model.lm_head = head
     return model
 
 
-def with_adapter() -> PreTrainedModel:
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
-    inject_adapter_in_model(LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False), model)
-    return model
-
-
-def trained_beside_adapters() -> PreTrainedModel:
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
-    inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]), model)
-    return model
-
-
-def frozen() -> PreTrainedModel:
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
-    model.lm_head.requires_grad_(False)
-    return model
-
-
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "its own": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
-    "tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
-    "bias": with_bias,
-    "soft cap": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=0.5)),
-    "scaled up": lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=3.0)),
-    "scaled down": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=0.1)),
-    "adapter": with_adapter,
-    "trained beside adapters": trained_beside_adapters,
-    "frozen": frozen,
+MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "its own": qwen,
+    "tied": lambda: qwen(tie_word_embeddings=True),
+    "bias": lambda: with_head(torch.nn.Linear(32, V)),
+    "soft cap": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=0.5)
+    ),
+    "scaled up": lambda: transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, logit_scale=3.0)),
+    "scaled down": lambda: transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, logits_scaling=0.1)),
+    "adapter": lambda: qwen({"target_modules": ["lm_head"]}),
+    "trained beside adapters": lambda: qwen({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "frozen": lambda: with_head(torch.nn.Linear(32, V, bias=False).requires_grad_(False)),
 }
 
 
-def open_model(kind: str) -> PreTrainedModel:
+def open_model(kind: str) -> transformers.PreTrainedModel:
     torch.manual_seed(1)
     return MODELS[kind]().double().eval()
 
@@ -102,23 +81,24 @@ def random_choices(ids: torch.Tensor, vocabulary: int) -> Choices:
     """Two of three tokens were drawn from some."""
     cut = torch.tensor([k for k in range(len(ids)) if k % 3])
     among = [sorted({int(ids[k]), *((int(ids[k]) + 5 * j) % vocabulary for j in range(k % 5))}) for k in cut.tolist()]
-    return Choices(
-        cut, torch.tensor([len(each) for each in among]), torch.tensor([token for each in among for token in each])
-    )
+    counts = torch.tensor([len(each) for each in among])
+    return Choices(cut, counts, torch.tensor([token for each in among for token in each]))
 
 
-def hidden_of(model: PreTrainedModel, count: int = K) -> torch.Tensor:
+def hidden_of(model: transformers.PreTrainedModel, count: int = K) -> torch.Tensor:
     ids = torch.arange(count)[None] * 7 % model.config.vocab_size
     return model.base_model(input_ids=ids, use_cache=False)[0][0]
 
 
-def plain(model: PreTrainedModel, targets: Targets) -> HeadOutput:
+def plain(model: transformers.PreTrainedModel, targets: Targets) -> HeadOutput:
     """All logits at once, in the model's own forward pass; log-softmax; entropies by their definition."""
-    ids = torch.arange(K)[None] * 7 % V
     scale = torch.where(targets.temperatures > 0, targets.temperatures, 1.0)
-    logits = model(input_ids=ids, use_cache=False).logits[0] / scale[:, None]
-    if targets.choices:
-        logits = logits.masked_fill(~allowed(targets.choices), -1e30)
+    logits = model(input_ids=torch.arange(K)[None] * 7 % V, use_cache=False).logits[0] / scale[:, None]
+    if choices := targets.choices:
+        allowed = torch.ones(K, V, dtype=torch.bool)
+        allowed[choices.positions] = False
+        allowed[choices.positions.repeat_interleave(choices.counts), choices.ids] = True
+        logits = logits.masked_fill(~allowed, -1e30)
     normalised = torch.log_softmax(logits, -1)
     return HeadOutput(normalised.gather(-1, targets.ids[:, None]).squeeze(-1), -(normalised.exp() * normalised).sum(-1))
 
@@ -130,17 +110,18 @@ def allowed(choices: Choices) -> torch.Tensor:
     return mask
 
 
-def gradients_of(model: PreTrainedModel, output: HeadOutput, *, of_entropies: bool) -> dict[str, torch.Tensor]:
-    """Of a loss that looks at each token in another way."""
+def gradients_of(
+    model: transformers.PreTrainedModel, output: HeadOutput, *, of_entropies: bool
+) -> dict[str, torch.Tensor]:
     weights = torch.linspace(-1, 1, K, dtype=torch.float64)
     loss = output.logprobs @ weights + output.logprobs.square().sum() / 9
     (loss + output.entropies.square() @ weights.flip(0) if of_entropies else loss).backward()
     return take_gradients(model)
 
 
-@pytest.mark.parametrize("of_entropies", [False, True], ids=["logprobs", "and entropies"])
-@pytest.mark.parametrize("cut", [False, True], ids=["uncut", "cut"])
-@pytest.mark.parametrize("chunk", [1, 7, 1024])
+@pytest.mark.parametrize(
+    ("chunk", "cut", "of_entropies"), [(1, True, False), (7, False, True), (7, True, True), (1024, True, True)]
+)
 @pytest.mark.parametrize("kind", MODELS)
 def test_values_and_gradients_are_those_of_the_plain_form(kind: str, chunk: int, cut: bool, of_entropies: bool) -> None:
     model, targets = open_model(kind), random_targets(cut=cut)
@@ -152,22 +133,6 @@ def test_values_and_gradients_are_those_of_the_plain_form(kind: str, chunk: int,
     ours = gradients_of(model, found, of_entropies=of_entropies)
     theirs = gradients_of(model, expected, of_entropies=of_entropies)
     assert largest_difference(ours, theirs) < 1e-9
-
-
-@pytest.mark.parametrize("cut", [False, True], ids=["uncut", "cut"])
-def test_what_is_written_by_hand_is_the_derivative(cut: bool) -> None:
-    targets = random_targets(6, 9, cut=cut)
-    logits = torch.randn(6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
-
-    def whole(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, temperatures, choices = targets
-        return token_logprobs(logits, ids, temperatures.double(), choices=choices, entropy_gradient=True)
-
-    def in_chunks(logits: torch.Tensor) -> HeadOutput:
-        return score_in_chunks(NoHead(), logits, targets, chunk=4, entropy_gradient=True)
-
-    assert torch.autograd.gradcheck(whole, logits)
-    assert torch.autograd.gradcheck(in_chunks, logits)
 
 
 class Largest(TorchDispatchMode):
@@ -200,7 +165,7 @@ def test_the_logits_of_all_tokens_never_exist(cut: bool) -> None:
 
 def test_the_gradient_of_a_low_precision_head_does_not_suffer_from_chunks() -> None:
     torch.manual_seed(4)
-    head, hidden = Qwen3ForCausalLM(Qwen3Config(**SIZES)), torch.randn(2000, 32)
+    head, hidden = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)), torch.randn(2000, 32)
     ids = torch.randint(0, V, (2000,))
     targets = Targets(ids, torch.ones(2000), None)
 
@@ -216,10 +181,8 @@ def test_the_gradient_of_a_low_precision_head_does_not_suffer_from_chunks() -> N
 
 
 def test_what_an_adapter_of_the_head_dropped_is_dropped_again_in_the_backward_pass() -> None:
-    model, targets = open_model("its own"), random_targets()
-    config = LoraConfig(r=4, target_modules=["lm_head"], lora_dropout=0.5, init_lora_weights=False)
-    inject_adapter_in_model(config, model)
-    model.double().train()
+    torch.manual_seed(1)
+    model, targets = qwen({"target_modules": ["lm_head"], "lora_dropout": 0.5}).double().train(), random_targets()
     hidden, found = hidden_of(model).detach(), []
     for chunk in (K, 1024):
         torch.manual_seed(5)
@@ -231,8 +194,7 @@ def test_what_an_adapter_of_the_head_dropped_is_dropped_again_in_the_backward_pa
         torch.manual_seed(77)
         assert torch.equal(after, torch.rand(3))
     torch.manual_seed(5)
-    logits = model.lm_head(hidden)
-    expected, _ = token_logprobs(logits, targets.ids, targets.temperatures)
+    expected, _ = token_logprobs(model.lm_head(hidden), targets.ids, targets.temperatures)
     expected.sum().backward()
     gradients = take_gradients(model)
     for output, ours in found:
@@ -250,36 +212,36 @@ def test_a_rank_without_a_token_gives_gradients_of_zero() -> None:
     assert not any(gradient.any() for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("first", range(0, 12, 3))
-def test_choices_of_a_stretch_are_counted_from_its_start(first: int) -> None:
-    ids = torch.arange(12)
-    choices, last = random_choices(ids, V), first + 3
-    found = choices.within(first, last)
-    expected = [
-        (position - first, among)
-        for position, among in zip(choices.positions.tolist(), choices.ids.split(choices.counts.tolist()), strict=True)
-        if first <= position < last
-    ]
-    assert found is not None
-    assert found.positions.tolist() == [position for position, _ in expected]
-    for ours, (_, theirs) in zip(found.ids.split(found.counts.tolist()), expected, strict=True):
-        assert torch.equal(ours, theirs)
+def test_choices_of_a_stretch_are_counted_from_its_start() -> None:
+    choices = Choices(torch.tensor([1, 2, 4, 7]), torch.tensor([1, 2, 3, 1]), torch.tensor([5, 3, 9, 0, 1, 2, 8]))
+    for (first, last), expected in {
+        (0, 3): ([1, 2], [1, 2], [5, 3, 9]),
+        (2, 5): ([0, 2], [2, 3], [3, 9, 0, 1, 2]),
+        (4, 7): ([0], [3], [0, 1, 2]),
+        (6, 8): ([1], [1], [8]),
+    }.items():
+        found = choices.within(first, last)
+        assert found is not None
+        assert (found.positions.tolist(), found.counts.tolist(), found.ids.tolist()) == expected
     assert choices.within(0, 1) is None
 
 
-# in a sharded model
-
-
-def one_row(lengths: list[int]) -> MicroBatch:
-    (row,) = micro_batches_of_rank(random_samples(lengths), capacity=sum(lengths), rank=0, world=1)
+def one_row(*lengths: int) -> MicroBatch:
+    (row,) = micro_batches_of_rank(random_samples(list(lengths)), capacity=sum(lengths), rank=0, world=1)
     return row
 
 
-def test_a_sharded_model_scores_alike_whatever_the_chunk(tiny_model: Path, world: World) -> None:
-    row, found = one_row([30, 22, 9]), []
+def test_a_sharded_model_scores_tokens_that_count_alike_whatever_the_chunk(tiny_model: Path, world: World) -> None:
+    row, found = one_row(30, 22, 9), []
+    num_scored = int(row.tokens.loss_mask.sum())
     for chunk in (5, 1024):
-        model = load_model(TrainerModel(head_chunk=chunk), str(tiny_model), world)
+        model, lengths = load_model(TrainerModel(head_chunk=chunk), str(tiny_model), world), []
+        scorer_of(model, world.device)
+        hook = model.lm_head.register_forward_pre_hook(lambda _, args, to=lengths: to.append(args[0].shape[-2]))
         columns = compute_columns(model, row, world.device, entropy_gradient=True)
+        hook.remove()
+        assert sum(lengths) == num_scored
+        assert max(lengths) == min(chunk, num_scored)
         (columns.logprobs.sum() - columns.entropies.square().sum()).backward()
         found.append((columns, take_gradients(model)))
     torch.testing.assert_close(found[0][0].logprobs, found[1][0].logprobs)
@@ -288,26 +250,15 @@ def test_a_sharded_model_scores_alike_whatever_the_chunk(tiny_model: Path, world
 
 
 def test_temperatures_keep_their_precision_where_the_model_runs_in_less(tiny_model: Path, world: World) -> None:
-    model = load_model(TrainerModel(optimization_dtype="bfloat16"), str(tiny_model), world)
-    row = one_row([30])
-    found = {}
+    model, row = load_model(TrainerModel(optimization_dtype="bfloat16"), str(tiny_model), world), one_row(30)
+    found = []
     for temperature in (0.7, float(torch.tensor(0.7, dtype=torch.bfloat16))):
         other = MicroBatch(tokens=row.tokens, lengths=row.lengths, temperatures=[temperature])
-        found[temperature] = compute_columns(model, other, world.device).logprobs
-    assert not torch.equal(*found.values())
+        found.append(compute_columns(model, other, world.device).logprobs)
+    assert not torch.equal(*found)
 
 
-def test_only_tokens_that_count_cost_logits(tiny_model: Path, world: World) -> None:
-    model = load_model(TrainerModel(), str(tiny_model), world)
-    row, lengths = one_row([30, 22]), []
-    scorer_of(model, world.device)
-    hook = model.lm_head.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[-2]))
-    compute_columns(model, row, world.device)
-    hook.remove()
-    assert lengths == [int(row.tokens.loss_mask.sum())]
-
-
-class Louder(Qwen3ForCausalLM):
+class Louder(transformers.Qwen3ForCausalLM):
     """Its logits depend on more than hidden states."""
 
     def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
@@ -320,9 +271,12 @@ def test_a_model_whose_head_cannot_run_by_itself_makes_its_logits_in_its_own_way
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(6)
-    model = Louder(Qwen3Config(**SIZES)).train()
+    model = Louder(transformers.Qwen3Config(**SIZES)).train()
+    model.model.layers[0].mlp.eval()
     attach_scorer(model, TrainerModel(head_chunk=4), world)
-    row = random_row()
+    row = one_row(20)
+    row.tokens.ids[:] %= V
+    before = {name: module.training for name, module in model.named_modules()}
     with caplog.at_level("WARNING"):
         columns = compute_columns(model, row, world.device)
     assert "head of Louder" in caplog.text
@@ -336,19 +290,4 @@ def test_a_model_whose_head_cannot_run_by_itself_makes_its_logits_in_its_own_way
     torch.testing.assert_close(columns.logprobs, expected)
     assert largest_difference(ours, take_gradients(model)) < 1e-4
     assert isinstance(scorer_of(model, world.device), Scorer)
-
-
-def random_row() -> MicroBatch:
-    row = one_row([20])
-    row.tokens.ids[:] %= V
-    return row
-
-
-def test_trying_a_model_leaves_its_modules_as_they_were(world: World) -> None:
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES)).train()
-    model.model.layers[0].mlp.eval()
-    before = {name: module.training for name, module in model.named_modules()}
-    attach_scorer(model, TrainerModel(), world)
-    scorer_of(model, world.device)
-    assert {name: module.training for name, module in model.named_modules()} == before
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert {name: module.training for name, module in model.named_modules()} == before  # also after it was tried

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,38 +19,25 @@ from safetensors.torch import load_file
 
 from answering import DEADLINE_S, answering
 from tiny import num_loss_tokens, random_samples
+from trireme import messages
+from trireme.algo.cost import Cost
 from trireme.algo.digest import tensor_digest
-from trireme.algo.packing import micro_batches_of_rank
-from trireme.base.errors import Refused
+from trireme.algo.packing import micro_batches_of_rank, rows_of
+from trireme.base.errors import DeadlineExceeded, Refused
 from trireme.base.waiting import Waits
 from trireme.config.losses import Loss
 from trireme.config.run import Model, Ports, RunConfig, WeightBroadcast
 from trireme.config.trainer import Checkpoints, Optimizer, TrainerConfig
-from trireme.messages import (
-    Again,
-    BatchReply,
-    Done,
-    GetBatch,
-    GetNewest,
-    Go,
-    Heartbeat,
-    Live,
-    Newest,
-    NotYet,
-    Ok,
-    PolicyReady,
-    PolicySent,
-    Publish,
-    Refusal,
-    Reply,
-    Request,
-)
 from trireme.monitor.lanes import joined, shares, steady
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import read_spans
+from trireme.trainer import heartbeat as heartbeat_module
 from trireme.trainer.checkpoint import complete_steps
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.loop import train
+from trireme.trainer.mesh import World
+from trireme.trainer.prefetch import Prefetch
+from trireme.trainer.rows import given_to_team, packing_metrics
 
 STEPS = 4
 TOUCH_S = 1e-4  # between two clocks that are read one after the other
@@ -55,48 +45,56 @@ TOUCH_S = 1e-4  # between two clocks that are read one after the other
 
 @dataclass
 class FakeOrchestrator:
-    """Hands out the same batches to whoever asks, until it is told to refuse one."""
+    """Hands out the same batches to every trainer, until it is told to refuse one."""
 
     refuses: int | None = None
-    newest: Newest = field(default_factory=lambda: Newest(version=-1, digests={}))
+    newest: messages.Newest = field(default_factory=lambda: messages.Newest(version=-1, digests={}))
     engine_lost_at: set[int] = field(default_factory=set)  # steps before which an engine needs weights
     transfer_lost_at: set[int] = field(default_factory=set)  # versions that engines lose when they are first sent
-    says_so: bool = False  # that one was lost, to whoever asks for a batch
-    asked: list[Request] = field(default_factory=list)
+    says_so: bool = False  # that one was lost, when it is asked for a batch
+    asked: list[messages.Request] = field(default_factory=list)
 
-    def __call__(self, request: Request) -> Reply:
-        if isinstance(request, Heartbeat):
-            return Ok()
+    def __call__(self, request: messages.Request) -> messages.Reply:
+        if isinstance(request, messages.Heartbeat):
+            return messages.Ok()
         self.asked.append(request)
         match request:
-            case GetNewest():
+            case messages.GetNewest():
                 return self.newest
-            case GetBatch(step=step) if step in self.engine_lost_at and not self._was_sent_to_some(step):
-                return Publish(reason="an engine came up without weights")
-            case GetBatch(step=step) if step == self.refuses:
-                return Refusal(error="the end of this trainer")
-            case GetBatch(step=step) if self.says_so and step in self.transfer_lost_at and self._attempts(step) == 1:
-                return Publish(reason=f"version {step} was not confirmed")
-            case GetBatch():
-                return _batch(request)
-            case PolicyReady(version=version):
-                return Go(version=version, epoch="1", world_size=2)
-            case PolicySent(version=version) if version < STEPS and ("GetBatch", version) not in self.story():
-                return NotYet(note="engines load")
-            case PolicySent(version=version) if version in self.transfer_lost_at and self._attempts(version) == 1:
-                return Again(reason="an engine died")
-            case PolicySent(version=version):
-                return Live(version=version)
-        return Ok()
+            case messages.GetBatch(step=step) if step in self.engine_lost_at and not self._was_sent_to_some(step):
+                return messages.Publish(reason="an engine came up without weights")
+            case messages.GetBatch(step=step) if step == self.refuses:
+                return messages.Refusal(error="the end of this trainer")
+            case messages.GetBatch(step=step) if (
+                self.says_so and step in self.transfer_lost_at and self._attempts(step) == 1
+            ):
+                return messages.Publish(reason=f"version {step} was not confirmed")
+            case messages.GetBatch(step=step):
+                samples = random_samples([30, 20, 12, 40], seed=step)
+                rows = micro_batches_of_rank(samples, capacity=64, rank=request.rank, world=request.world)
+                count = num_loss_tokens(samples)
+                return messages.BatchReply(step=step, micro_batches=rows, loss_tokens=count, num_rollouts=len(samples))
+            case messages.PolicyReady(version=version):
+                return messages.Go(version=version, epoch="1", world_size=2)
+            case messages.PolicySent(version=version) if version < STEPS and ("GetBatch", version) not in self.story():
+                return messages.NotYet(note="engines load")
+            case messages.PolicySent(version=version) if (
+                version in self.transfer_lost_at and self._attempts(version) == 1
+            ):
+                return messages.Again(reason="an engine died")
+            case messages.PolicySent(version=version):
+                return messages.Live(version=version)
+        return messages.Ok()
+
+    def ready(self) -> list[messages.PolicyReady]:
+        return [request for request in self.asked if isinstance(request, messages.PolicyReady)]
 
     def _was_sent_to_some(self, version: int) -> bool:
-        announced = [request for request in self.asked if isinstance(request, PolicyReady)]
-        return any(request.version == version and not request.everywhere for request in announced)
+        return any(request.version == version and not request.everywhere for request in self.ready())
 
     def _attempts(self, version: int) -> int:
-        """At sending it."""
-        sent = [request for request in self.asked if isinstance(request, PolicySent) and request.version == version]
-        return len({request.attempt for request in sent})
+        sent = (request for request in self.asked if isinstance(request, messages.PolicySent))
+        return len({request.attempt for request in sent if request.version == version})
 
     def story(self) -> list[tuple[str, int]]:
         return [
@@ -105,15 +103,7 @@ class FakeOrchestrator:
         ]
 
     def digests(self) -> dict[int, dict[str, str]]:
-        return {request.version: request.digests for request in self.asked if isinstance(request, PolicySent)}
-
-
-def _batch(request: GetBatch) -> BatchReply:
-    samples = random_samples([30, 20, 12, 40], seed=request.step)
-    rows = micro_batches_of_rank(samples, capacity=64, rank=request.rank, world=request.world)
-    return BatchReply(
-        step=request.step, micro_batches=rows, loss_tokens=num_loss_tokens(samples), num_rollouts=len(samples)
-    )
+        return {request.version: request.digests for request in self.asked if isinstance(request, messages.PolicySent)}
 
 
 def run(
@@ -126,7 +116,14 @@ def run(
     **knobs: Any,
 ) -> FakeOrchestrator:
     orchestrator = orchestrator or FakeOrchestrator(**knobs)
-    with answering(orchestrator) as address:
+    trainer = TrainerConfig(
+        threads=1,
+        optim=Optimizer(lr=1e-3),
+        ckpt=Checkpoints(interval=2),
+        loss=loss or Loss(),
+        try_step=loss is not None,
+    )
+    with answering(orchestrator) as address, suppress(Refused):
         config = RunConfig(
             output_dir=folder,
             resume=resume,
@@ -136,16 +133,9 @@ def run(
             model=Model(name=str(model)),
             ports=Ports(batches=int(address.rpartition(":")[2])),
             weight_broadcast=WeightBroadcast(type="filesystem"),
-            trainer=TrainerConfig(
-                threads=1,
-                optim=Optimizer(lr=1e-3),
-                ckpt=Checkpoints(interval=2),
-                loss=loss or Loss(),
-                try_step=loss is not None,
-            ),
+            trainer=trainer,
         )
-        with suppress(Refused):
-            train(config)
+        train(config)
     return orchestrator
 
 
@@ -166,7 +156,8 @@ def test_every_version_is_confirmed_before_the_next_is_made(straight: FakeOrches
         expected += [("PolicyReady", step), ("PolicySent", step), ("GetBatch", step), ("PolicySent", step)]
     last = [("PolicyReady", STEPS), ("PolicySent", STEPS), ("PolicySent", STEPS), ("Done", STEPS)]
     assert straight.story() == [*expected, *last]
-    assert isinstance(straight.asked[-1], Done)
+    assert isinstance(straight.asked[-1], messages.Done)
+    assert len({str(digests) for digests in straight.digests().values()}) == STEPS + 1  # each step changes the weights
 
 
 @pytest.mark.parametrize("says_so", [False, True])
@@ -176,27 +167,19 @@ def test_a_version_that_engines_lose_while_gradients_are_made_is_sent_again_and_
     disturbed = run(tmp_path, tiny_model, transfer_lost_at={0, 2, STEPS}, says_so=says_so)
     story = disturbed.story()
     assert [story.count(("PolicyReady", version)) for version in range(STEPS + 1)] == [2, 1, 2, 1, 2]
-    assert all(request.everywhere for request in disturbed.asked if isinstance(request, PolicyReady))
+    assert all(request.everywhere for request in disturbed.ready())
     assert [story.count(("GetBatch", step)) for step in range(STEPS)] == [1 + says_so, 1, 1 + says_so, 1]
     assert disturbed.digests() == straight.digests()
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
 
 
-TOO_LARGE = """
-import torch
-
-def loss(columns):
-    if len(columns.mask) > 1000:
-        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
-    return -columns.advantages * columns.logprobs
-"""
-
-
-def test_memory_that_does_not_suffice_for_a_full_row_is_missed_before_anybody_is_asked(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_too_little_memory_for_a_full_row_is_noticed_first(tiny_model: Path, tmp_path: Path) -> None:
     """Rows of these batches have 64 tokens; `seq_len` is 2,048, and a row as long comes some day."""
-    (tmp_path / "large.py").write_text(TOO_LARGE)
+    (tmp_path / "large.py").write_text(
+        "import torch\n\n\ndef loss(columns):\n    if len(columns.mask) > 1000:\n"
+        "        raise torch.OutOfMemoryError('tried to allocate 2.00 GiB')\n"
+        "    return -columns.advantages * columns.logprobs\n"
+    )
     orchestrator = FakeOrchestrator()
     loss = Loss(type="custom", path=f"{tmp_path}/large.py:loss")
     with pytest.raises(torch.OutOfMemoryError):
@@ -204,53 +187,40 @@ def test_memory_that_does_not_suffice_for_a_full_row_is_missed_before_anybody_is
     assert orchestrator.story() == []
 
 
-def test_each_step_makes_other_weights(straight: FakeOrchestrator) -> None:
-    assert len({str(digests) for digests in straight.digests().values()}) == STEPS + 1
-
-
-def test_what_is_exported_is_what_was_served(straight: FakeOrchestrator, folder: Path) -> None:
+def test_a_run_leaves_what_was_served_and_a_row_of_metrics_per_step(straight: FakeOrchestrator, folder: Path) -> None:
+    assert complete_steps(folder / "checkpoints") == [2, 4]
     for step in (2, 4):
         exported = load_file(folder / f"weights/step_{step}/model.safetensors")
         assert {name: tensor_digest(tensor) for name, tensor in exported.items()} == straight.digests()[step]
-
-
-def test_checkpoints_and_one_line_of_metrics_per_step_are_left_behind(straight: FakeOrchestrator, folder: Path) -> None:
-    assert complete_steps(folder / "checkpoints") == [2, 4]
     rows, _ = read_metrics(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(STEPS))
     promised = {"loss", "grad_norm", "lr", "importance_ratio", "policy/entropy", "policy/kl", "perf/tokens_per_s"}
     assert all(promised | {"time/step", "time/publish", "time/confirm"} <= row.keys() for row in rows)
 
 
-def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight: FakeOrchestrator, folder: Path) -> None:
+def spans_of(folder: Path) -> list[Any]:
+    """The spans of one lane, of which none overlaps the next."""
     spans = joined(read_spans(folder / "spans.jsonl")[0])
     assert {span.lane for span in spans} == {"trainer"}
     assert all(second.begin_s >= first.end_s - TOUCH_S for first, second in pairwise(spans))
+    return spans
+
+
+def test_the_lane_of_a_trainer_tells_what_each_step_was_spent_on(straight: FakeOrchestrator, folder: Path) -> None:
+    spans = spans_of(folder)
     assert (spans[0].what, spans[-1].what) == ("start", "idle")
     of_steps = shares(spans, "trainer", *steady(spans))
     assert sum(of_steps.values()) == 1.0
     assert {"train", "transfer", "save", "wait"} <= of_steps.keys()
-    rows = read_metrics(folder / "metrics.jsonl")[0]
-    for row, after in pairwise(rows):
-        seconds = defaultdict(float)
+    for row, after in pairwise(read_metrics(folder / "metrics.jsonl")[0]):
+        step = row["step"]
+        seconds = Counter({(span.what, span.step): 0.0 for span in spans})
         for span in spans:
-            if (span.what, span.step) in [("train", row["step"]), ("transfer", row["step"] + 1), ("wait", row["step"])]:
-                seconds[span.what] += span.seconds
-        assert seconds["train"] >= row["time/forward_backward"] + row["time/optimizer"] - TOUCH_S
-        moved_s = row["time/publish"] + after["time/confirm"]
-        assert seconds["transfer"] <= moved_s + TOUCH_S  # without the wait for engines to get ready
-        assert seconds["wait"] > 0
+            seconds[span.what, span.step] += span.seconds
+        assert seconds["train", step] >= row["time/forward_backward"] + row["time/optimizer"] - TOUCH_S
+        # without the wait for engines to get ready
+        assert seconds["transfer", step + 1] <= row["time/publish"] + after["time/confirm"] + TOUCH_S
         assert 0 < row["time/idle"] <= row["time/wait_for_batch"] + row["time/publish"] + TOUCH_S
-
-
-def test_a_resumed_trainer_goes_on_in_its_lane(tiny_model: Path, tmp_path: Path) -> None:
-    died = run(tmp_path, tiny_model, refuses=3)
-    run(tmp_path, tiny_model, resume=True, newest=Newest(version=3, digests=died.digests()[3]))
-    spans = joined(read_spans(tmp_path / "spans.jsonl")[0])
-    assert all(second.begin_s >= first.end_s - TOUCH_S for first, second in pairwise(spans))
-    first, second = (index for index, span in enumerate(spans) if span.what == "start")
-    trained = [[span.step for span in part if span.what == "train"] for part in (spans[first:second], spans[second:])]
-    assert [sorted(set(steps)) for steps in trained] == [[0, 1, 2], [2, 3]]
 
 
 def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(
@@ -258,10 +228,13 @@ def test_a_trainer_that_died_goes_on_to_the_same_weights_to_the_bit(
 ) -> None:
     died = run(tmp_path, tiny_model, refuses=3)
     assert died.story()[-1] == ("GetBatch", 3)
-    newest = Newest(version=3, digests=died.digests()[3])
-    again = run(tmp_path, tiny_model, resume=True, newest=newest)
+    again = run(tmp_path, tiny_model, resume=True, newest=messages.Newest(version=3, digests=died.digests()[3]))
     assert again.story()[:4] == [("GetNewest", 0), ("GetBatch", 2), ("GetBatch", 3), ("PolicyReady", 4)]
     assert again.digests() == {4: straight.digests()[4]}
+    spans = spans_of(tmp_path)
+    _, second = (index for index, span in enumerate(spans) if span.what == "start")
+    trained = [{span.step for span in part if span.what == "train"} for part in (spans[:second], spans[second:])]
+    assert trained == [{0, 1, 2}, {2, 3}]
 
 
 def test_an_engine_that_comes_up_without_weights_is_given_those_of_the_moment(
@@ -272,25 +245,122 @@ def test_an_engine_that_comes_up_without_weights_is_given_those_of_the_moment(
     confirmed = [("GetBatch", 2), ("PolicySent", 2)]
     extra = [("GetBatch", 2), ("PolicyReady", 2), ("PolicySent", 2), ("GetBatch", 2)]
     assert story[story.index(("GetBatch", 2)) :][:6] == [*confirmed, *extra]
-    partial = [request.everywhere for request in disturbed.asked if isinstance(request, PolicyReady)]
-    assert partial == [True, False, True, True, False, True, True]
+    assert [request.everywhere for request in disturbed.ready()] == [True, False, True, True, False, True, True]
     assert disturbed.digests() == straight.digests()
 
 
-def test_a_heart_beats_what_the_trainer_does_and_waits_for() -> None:
-    beats: list[Heartbeat] = []
-    arrived = threading.Event()
+def test_a_heart_beats_what_the_trainer_does_and_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_module, "INTERVAL_S", 0.01)
+    beats: Queue[Any] = Queue()
 
-    def listen(request: Request) -> Reply:
-        assert isinstance(request, Heartbeat)
-        beats.append(request)
-        arrived.set()
-        return Ok()
+    def listen(request: messages.Request) -> messages.Reply:
+        beats.put(request)
+        return messages.Ok()
 
     waits = Waits("trainer")
     with answering(listen) as address, waits.waiting("batch 3", peer="orchestrator", deadline_s=DEADLINE_S):
         with heartbeat(address, "run", waits, Activity(state="running", version=3)):
-            assert arrived.wait(DEADLINE_S)
-    first = beats[0]
+            first = beats.get(timeout=DEADLINE_S)
+    assert isinstance(first, messages.Heartbeat)
     assert (first.run_id, first.process, first.state, first.version) == ("run", "trainer", "running", 3)
     assert [wait.endswith("s for batch 3 from orchestrator") for wait in first.waits] == [True]
+
+
+CAPACITY = 48
+
+
+def rank_of(rank: int = 1, cp_rank: int = 0) -> Any:
+    """One of two ranks, without the other, which adds rows of 30 and of 10 tokens to what is summed up."""
+
+    def add_up(values: dict[str, float]) -> dict[str, float]:
+        others = {"0/1": 30.0, "1/1": 10.0, "tokens": 40.0}
+        return {name: value + others.get(name, 0.0) for name, value in values.items()}
+
+    return SimpleNamespace(rank=rank, is_main=rank == 0, dp_size=2, dp_rank=rank % 2, cp_rank=cp_rank, sum=add_up)
+
+
+@dataclass
+class BatchesOnly:
+    filled: int = 9
+    asked: list[tuple[int, int, int]] = field(default_factory=list)
+    was_asked: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, request: messages.Request) -> messages.Reply:
+        assert isinstance(request, messages.GetBatch)
+        self.asked.append((request.step, request.rank, request.world))
+        self.was_asked.set()
+        if request.step >= self.filled:
+            return messages.NotYet(note="3 of 8 groups missing")
+        return messages.BatchReply(step=request.step, micro_batches=[], loss_tokens=1, num_rollouts=1)
+
+
+@contextmanager
+def prefetching(handle: Any, *, rank: Any = None, ahead: int = 1, timeout_s: float = DEADLINE_S) -> Iterator[Prefetch]:
+    config = RunConfig(max_async_level=ahead, max_steps=5, trainer=TrainerConfig(batch_timeout_s=timeout_s))
+    with answering(handle) as address:
+        prefetch = Prefetch(config, rank or rank_of(), Waits("trainer.1"), address=address)
+        try:
+            yield prefetch
+        finally:
+            prefetch.close()
+
+
+@pytest.mark.parametrize("filled", [3, 9])
+def test_the_next_batch_is_asked_for_before_its_turn_and_waited_for_in_its_turn(filled: int) -> None:
+    orchestrator = BatchesOnly(filled)
+    with prefetching(orchestrator) as prefetch:
+        assert prefetch.take(3) is None  # it was not asked for
+        prefetch.begin_if_ahead(3)
+        assert orchestrator.was_asked.wait(DEADLINE_S)
+        orchestrator.filled = 9
+        batch = prefetch.take(3)
+        assert prefetch.take(3) is None
+    assert batch is not None
+    assert batch.step == 3
+    assert set(orchestrator.asked) == {(3, 1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("rank", "ahead", "step"),
+    [
+        (rank_of(0), 1, 3),  # it may have to give an engine weights first
+        (rank_of(), 0, 3),  # the batch cannot begin before these weights are live
+        (rank_of(), 1, 5),  # there is none
+        (rank_of(3, cp_rank=1), 1, 3),  # the first of its team asks
+    ],
+)
+def test_a_rank_that_could_not_have_a_batch_early_does_not_ask_for_it(rank: Any, ahead: int, step: int) -> None:
+    orchestrator = BatchesOnly()
+    with prefetching(orchestrator, rank=rank, ahead=ahead) as prefetch:
+        prefetch.begin_if_ahead(step)
+        assert prefetch.take(step) is None
+    assert orchestrator.asked == []
+
+
+@pytest.mark.parametrize(
+    ("handle", "timeout_s", "error", "words"),
+    [
+        (lambda _: messages.Refusal(error="another run's trainer"), DEADLINE_S, Refused, "another run's trainer"),
+        (BatchesOnly(filled=0), 0.05, DeadlineExceeded, r"trainer.1 waits .* for batch 1 from orchestrator"),
+    ],
+)
+def test_a_refusal_and_a_deadline_are_raised_where_the_batch_is_wanted(
+    handle: Any, timeout_s: float, error: type[Exception], words: str
+) -> None:
+    with prefetching(handle, timeout_s=timeout_s) as prefetch:
+        prefetch.begin_if_ahead(1)
+        with pytest.raises(error, match=words):
+            prefetch.take(1)
+
+
+def test_waste_and_imbalance_by_hand(world: World) -> None:
+    batch = messages.BatchReply(step=1, micro_batches=[], loss_tokens=1, num_rollouts=1)
+    assert given_to_team(batch, world) is batch  # a rank on its own
+    rows = micro_batches_of_rank(random_samples([40, 30, 18]), capacity=CAPACITY, rank=0, world=1)
+    found = packing_metrics(rows, capacity=CAPACITY, cost=Cost(), world=world)
+    assert found == {"perf/packing_waste": pytest.approx(1 - 88 / 96), "perf/rank_imbalance": pytest.approx(0.0)}
+    rows = rows_of(random_samples([40, 18]), [[0], [1]])  # two ranks, two rounds: 40 beside 30 tokens, 18 beside 10
+    assert packing_metrics(rows, capacity=CAPACITY, cost=Cost(), world=rank_of(0)) == {
+        "perf/rank_imbalance": pytest.approx((40 + 18) / (98 / 2) - 1),  # what all wait for the slowest
+        "perf/packing_waste": pytest.approx(1 - 98 / (4 * CAPACITY)),
+    }

@@ -1,45 +1,39 @@
-"""Losses where they are used: several iterations, a reference model, bits, packing, and what the sampler was cut to."""
+"""Losses where they are used: several iterations, a reference model, bits, packing, and what the sampler was cut to.
+
+Gradients are the same however a batch is packed and split, and the same as those of plain transformers.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tiny import (
-    are_equal,
-    backward,
-    batch_reply,
-    content_of,
-    largest_difference,
-    num_loss_tokens,
-    open_state,
-    open_store,
-    random_samples,
-    save,
-    take_gradients,
-    weights_of,
-)
-from trireme.algo.columns import Columns, Totals
-from trireme.algo.loss import build_loss
-from trireme.algo.packing import Sample, micro_batches_of_rank
+import tiny
+from families import build_config, save_family
+from trireme.algo.columns import LossFunction, Totals
+from trireme.algo.loss import build_loss, cross_entropy
+from trireme.algo.packing import Sample, empty_micro_batch, micro_batches_of_rank
 from trireme.config.losses import LOSSES
-from trireme.config.resolve import updated
 from trireme.config.run import Model, RunConfig
-from trireme.config.trainer import Loss, Optimizer, TrainerConfig
+from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, Scheduler, TrainerConfig, TrainerModel
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord, Rollout, State
 from trireme.ledger.shares import Shares
-from trireme.messages import COLUMNS, Kept, build_tokens
+from trireme.messages import COLUMNS, Kept, MicroBatch, build_tokens
 from trireme.trainer.anchors import Anchors
 from trireme.trainer.checkpoint import TrainerState
 from trireme.trainer.forward import compute_columns
 from trireme.trainer.mesh import World
+from trireme.trainer.model import load_model
+from trireme.trainer.optim import build_optimizer, set_lr
 from trireme.trainer.replay import retrace
 from trireme.trainer.scorer import choices_at
 from trireme.trainer.step import forward_backward, policy_gradient, update
@@ -47,6 +41,61 @@ from trireme.trainer.stepper import Stepper, base_state, merged
 
 CAPACITY = 48
 LENGTHS = [30, 20, 12, 7]
+MIXED = [40, 7, 23, 2, 31, 12, 12]
+CUT = Loss(kl_tau=0.1, ratio_low=0.2, ratio_high=5.0)
+POLICY = policy_gradient(CUT)
+Tensors = dict[str, torch.Tensor]
+
+
+class Plain(NamedTuple):
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+    sample: Sample
+
+
+def plain_pass(folder: Path, samples: list[Sample], attn: str = "sdpa") -> tuple[torch.nn.Module, list[Plain]]:
+    """One sample after the other, nothing packed."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attn, dtype=torch.float32)
+    rows = []
+    for sample in samples:
+        ids = torch.tensor(sample.tokens.ids.astype("int64"))
+        counts = counting(sample)[1:]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / sample.temperature
+        logprobs = torch.log_softmax(logits, -1)[counts]
+        chosen = logprobs.gather(-1, ids[1:][counts, None])[:, 0]
+        rows.append(Plain(chosen, -(logprobs.exp() * logprobs).sum(-1), sample))
+    return model, rows
+
+
+def counting(sample: Sample) -> torch.Tensor:
+    return torch.from_numpy(sample.tokens.loss_mask.astype(bool))
+
+
+def at_loss(samples: list[Sample], column: str) -> torch.Tensor:
+    return torch.cat([torch.from_numpy(getattr(sample.tokens, column))[counting(sample)] for sample in samples])
+
+
+def passed(
+    model: PreTrainedModel,
+    samples: list[Sample],
+    world: World,
+    loss_function: LossFunction,
+    *,
+    capacity: int = 80,
+    rows: list[MicroBatch] | None = None,
+    loss_tokens: int | None = None,
+    **options: Any,
+) -> tuple[dict[str, float], Tensors]:
+    metrics = forward_backward(
+        model,
+        micro_batches_of_rank(samples, capacity=capacity, rank=0, world=1) if rows is None else rows,
+        loss_tokens=tiny.num_loss_tokens(samples) if loss_tokens is None else loss_tokens,
+        step=0,
+        loss_function=loss_function,
+        world=world,
+        **options,
+    )
+    return metrics, tiny.take_gradients(model)
 
 
 def config_of(model: Path, *, num_iterations: int = 1, lr: float = 1e-3, **loss: object) -> RunConfig:
@@ -55,13 +104,13 @@ def config_of(model: Path, *, num_iterations: int = 1, lr: float = 1e-3, **loss:
 
 
 def samples_at(step: int) -> list[Sample]:
-    return random_samples(LENGTHS, seed=step)
+    return tiny.random_samples(LENGTHS, seed=step)
 
 
 def go_on(config: RunConfig, state: TrainerState, world: World, *, until: int) -> list[dict[str, float]]:
     stepper = Stepper(config, state, world)
     return [
-        stepper.step(batch_reply(samples_at(step), world, capacity=CAPACITY, step=step))
+        stepper.step(tiny.batch_reply(samples_at(step), world, capacity=CAPACITY, step=step))
         for step in range(state.version, until)
     ]
 
@@ -71,26 +120,23 @@ def trained(config: RunConfig, world: World, *, until: int = 1) -> tuple[Trainer
     return state, go_on(config, state, world, until=until)
 
 
-# iterations
-
-
 @pytest.mark.parametrize("name", ["importance", "ppo", "gspo", "decoupled", "icepop"])
 def test_one_iteration_is_a_plain_step_to_the_bit(tiny_model: Path, world: World, name: str) -> None:
     state, metrics = trained(config_of(tiny_model, type=name, num_iterations=1), world)
-    plain = open_state(tiny_model, world)
+    plain = tiny.open_state(tiny_model, world)
     plain.optimizer = torch.optim.AdamW(plain.model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
-    samples = samples_at(0)
+    anchors = Anchors(recomputed=LOSSES[name].proximal == "recomputed")
     expected = forward_backward(
         plain.model,
-        micro_batches_of_rank(samples, capacity=CAPACITY, rank=0, world=1),
-        loss_tokens=num_loss_tokens(samples),
-        loss_samples=len(samples),
+        micro_batches_of_rank(samples_at(0), capacity=CAPACITY, rank=0, world=1),
+        loss_tokens=tiny.num_loss_tokens(samples_at(0)),
+        loss_samples=len(LENGTHS),
         step=0,
         loss_function=policy_gradient(Loss(type=name)),
         world=world,
-        anchors=Anchors(recomputed=LOSSES[name].proximal == "recomputed"),
+        anchors=anchors,
     ) | update(plain.model, plain.optimizer, 1.0)
-    assert are_equal(weights_of(state.model), weights_of(plain.model))
+    assert tiny.are_equal(tiny.weights_of(state.model), tiny.weights_of(plain.model))
     assert metrics == [expected | {"lr": 1e-3, "skipped_in_a_row": 0.0}]
 
 
@@ -104,7 +150,7 @@ def test_later_iterations_are_against_the_weights_that_the_batch_began_with(tiny
     with torch.no_grad():
         known = [compute_columns(by_hand.model, row, world.device).logprobs for row in rows]
     loss = build_loss(LOSSES["decoupled"])
-    totals = Totals(num_loss_tokens(samples_at(0)), len(LENGTHS))
+    totals = Totals(tiny.num_loss_tokens(samples_at(0)), len(LENGTHS))
     clipped = 0.0
     for _ in range(2):
         for row, proximal in zip(rows, known, strict=True):
@@ -114,22 +160,17 @@ def test_later_iterations_are_against_the_weights_that_the_batch_began_with(tiny
             clipped += float(terms.sums["clip_frac/low"] + terms.sums["clip_frac/high"])
         update(by_hand.model, by_hand.optimizer, 1.0)
     assert clipped > 0
-    assert are_equal(weights_of(state.model), weights_of(by_hand.model))
-
-
-def test_a_batch_makes_one_version_however_often_it_is_trained_on(tiny_model: Path, world: World) -> None:
-    state, metrics = trained(config_of(tiny_model, type="ppo", num_iterations=3), world, until=2)
-    assert state.version == 2
-    assert len(metrics) == 2
-    counters = {int(entry["step"]) for entry in state.optimizer.state.values()}
-    assert counters == {6}
+    assert tiny.are_equal(tiny.weights_of(state.model), tiny.weights_of(by_hand.model))
 
 
 def test_the_same_batches_give_the_same_bits_with_every_term_of_the_loss(tiny_model: Path, world: World) -> None:
+    """Each batch makes one version, however often it is trained on."""
     config = config_of(tiny_model, type="tis", num_iterations=2, beta=0.1, reference_update_every=1, entropy_bonus=0.01)
     (one, metrics), (other, others) = (trained(config, world, until=3) for _ in range(2))
-    assert are_equal(content_of(one), content_of(other))
+    assert tiny.are_equal(tiny.content_of(one), tiny.content_of(other))
     assert metrics == others
+    assert (one.version, len(metrics)) == (3, 3)
+    assert {int(entry["step"]) for entry in one.optimizer.state.values()} == {6}
 
 
 def test_metrics_of_several_iterations_are_their_means_but_for_what_is_of_the_first() -> None:
@@ -139,25 +180,31 @@ def test_metrics_of_several_iterations_are_their_means_but_for_what_is_of_the_fi
     assert merged([first]) == first
 
 
-# the reference model
-
-
 def test_the_base_model_is_the_reference_and_stays_so(tiny_model: Path, world: World) -> None:
     config = config_of(tiny_model, beta=0.05)
     state = base_state(config, world)
-    base = weights_of(state.model)
+    base = tiny.weights_of(state.model)
     metrics = go_on(config, state, world, until=3)
     assert metrics[0]["reference_kl"] == 0.0  # to the bit
     assert metrics[2]["reference_kl"] > metrics[1]["reference_kl"] > 0
     assert state.reference is not None
-    assert are_equal(weights_of(state.reference.model), base)
+    assert tiny.are_equal(tiny.weights_of(state.reference.model), base)
     assert all(parameter.grad is None for parameter in state.reference.model.parameters())
+    without, (metrics_without,) = trained(config_of(tiny_model), world)
+    assert without.reference is None
+    assert "reference_kl" not in metrics_without
 
 
-def test_without_a_pull_there_is_no_reference_model(tiny_model: Path, world: World) -> None:
-    state, metrics = trained(config_of(tiny_model), world)
-    assert state.reference is None
-    assert "reference_kl" not in metrics[0]
+def test_only_a_reference_that_moved_is_in_checkpoints(tmp_path: Path, tiny_model: Path, world: World) -> None:
+    sizes = {}
+    for name, loss in (("fixed", {"beta": 0.1}), ("moving", {"beta": 0.1, "reference_update_every": 1})):
+        state, _ = trained(config_of(tiny_model, **loss), world)
+        tiny.save(tmp_path / name, state, world)
+        sizes[name] = (tmp_path / name / "step_1" / "rank_0.safetensors").stat().st_size
+        other = base_state(config_of(tiny_model), world)
+        tiny.open_store(tmp_path / name, world).resume(other, resume=True)
+        assert tiny.are_equal(tiny.content_of(other), tiny.content_of(state))
+    assert sizes["moving"] == pytest.approx(4 / 3 * sizes["fixed"], rel=0.02)  # weights, two moments, and the reference
 
 
 def test_the_policy_becomes_the_reference_every_so_many_versions(tiny_model: Path, world: World) -> None:
@@ -167,10 +214,10 @@ def test_the_policy_becomes_the_reference_every_so_many_versions(tiny_model: Pat
     seen = {}
     for version in range(1, 5):
         go_on(config, state, world, until=version)
-        seen[version] = (weights_of(state.model), weights_of(state.reference.model))
-    assert are_equal(seen[2][1], seen[2][0])
-    assert are_equal(seen[3][1], seen[2][0])
-    assert are_equal(seen[4][1], seen[4][0])
+        seen[version] = (tiny.weights_of(state.model), tiny.weights_of(state.reference.model))
+    assert tiny.are_equal(seen[2][1], seen[2][0])
+    assert tiny.are_equal(seen[3][1], seen[2][0])
+    assert tiny.are_equal(seen[4][1], seen[4][0])
 
 
 @pytest.mark.parametrize("saved_at", [1, 2, 3])
@@ -182,145 +229,64 @@ def test_a_run_with_a_moving_reference_goes_on_from_a_checkpoint_to_the_same_bit
     straight, metrics = trained(config, world, until=4)
 
     first, _ = trained(config, world, until=saved_at)
-    save(tmp_path, first, world)
+    tiny.save(tmp_path, first, world)
     resumed = base_state(config, world)
-    open_store(tmp_path, world).resume(resumed, resume=True)
+    tiny.open_store(tmp_path, world).resume(resumed, resume=True)
     assert resumed.version == saved_at
     assert go_on(config, resumed, world, until=4) == metrics[saved_at:]
-    assert are_equal(content_of(resumed), content_of(straight))
+    assert tiny.are_equal(tiny.content_of(resumed), tiny.content_of(straight))
     assert resumed.reference is not None
     assert straight.reference is not None
-    assert are_equal(weights_of(resumed.reference.model), weights_of(straight.reference.model))
-
-
-def test_a_reference_that_is_the_base_model_takes_no_room_in_checkpoints(
-    tmp_path: Path, tiny_model: Path, world: World
-) -> None:
-    sizes = {}
-    for name, loss in (("fixed", {"beta": 0.1}), ("moving", {"beta": 0.1, "reference_update_every": 1})):
-        state, _ = trained(config_of(tiny_model, **loss), world)
-        save(tmp_path / name, state, world)
-        sizes[name] = (tmp_path / name / "step_1" / "rank_0.safetensors").stat().st_size
-    assert sizes["moving"] == pytest.approx(4 / 3 * sizes["fixed"], rel=0.02)  # weights, two moments, and the reference
-
-
-def test_a_checkpoint_with_a_moved_reference_serves_a_run_without_one(
-    tmp_path: Path, tiny_model: Path, world: World
-) -> None:
-    state, _ = trained(config_of(tiny_model, beta=0.1, reference_update_every=1), world)
-    save(tmp_path, state, world)
-    other = base_state(config_of(tiny_model), world)
-    open_store(tmp_path, world).resume(other, resume=True)
-    assert are_equal(content_of(other), content_of(state))
-
-
-def test_the_reference_of_a_model_from_scratch_is_that_very_model(tiny_model: Path, world: World) -> None:
-    config = updated(config_of(tiny_model, beta=0.05), {"trainer.model.from_scratch": True})
-    state = base_state(config, world)
-    assert state.reference is not None
-    assert are_equal(weights_of(state.model), weights_of(state.reference.model))
-
-
-def test_a_strong_pull_holds_the_policy_near_its_reference(tiny_model: Path, world: World) -> None:
-    found = {}
-    for beta in (1e-6, 5.0):
-        config = config_of(tiny_model, type="reinforce", beta=beta, kl_estimator="k2", lr=1e-3)
-        state = base_state(config, world)
-        stepper = Stepper(config, state, world)
-        replies = [batch_reply(samples_at(0), world, capacity=CAPACITY, step=step) for step in range(6)]
-        found[beta] = [stepper.step(reply)["reference_kl"] for reply in replies][-1]
-    assert found[5.0] < 0.5 * found[1e-6]
-
-
-def test_the_entropy_bonus_raises_the_entropy(tiny_model: Path, world: World) -> None:
-    found = {}
-    for bonus in (0.0, 1.0):
-        config = config_of(tiny_model, type="reinforce", entropy_bonus=bonus)
-        state = base_state(config, world)
-        stepper = Stepper(config, state, world)
-        replies = [batch_reply(samples_at(0), world, capacity=CAPACITY, step=step) for step in range(4)]
-        found[bonus] = [stepper.step(reply)["policy/entropy"] for reply in replies][-1]
-    assert found[1.0] > found[0.0]
-
-
-# rows
+    assert tiny.are_equal(tiny.weights_of(resumed.reference.model), tiny.weights_of(straight.reference.model))
 
 
 @pytest.mark.parametrize("normalize", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("name", ["importance", "gspo"])
+@pytest.mark.parametrize("options", [{"type": "importance"}, {"type": "gspo", "clip_low": 0.5, "clip_high": 2.0}])
 def test_gradients_do_not_depend_on_the_packing_however_they_are_normalized(
-    tiny_model: Path, world: World, name: str, normalize: str
+    tiny_model: Path, world: World, options: dict[str, Any], normalize: Any
 ) -> None:
-    loss = (
-        Loss(type=name, normalize=normalize)
-        if name == "importance"
-        else Loss(type=name, normalize=normalize, clip_low=0.5, clip_high=2.0)
-    )
-    state, found = open_state(tiny_model, world), []
+    state, found = tiny.open_state(tiny_model, world), []
     for capacity in (sum(LENGTHS), 32):
-        metrics = backward(state, samples_at(0), world, capacity=capacity, loss=loss)
-        found.append((metrics, take_gradients(state.model)))
-    assert largest_difference(found[0][1], found[1][1]) < 1e-5
+        loss = Loss(normalize=normalize, **options)
+        metrics = tiny.backward(state, samples_at(0), world, capacity=capacity, loss=loss)
+        found.append((metrics, tiny.take_gradients(state.model)))
+    assert tiny.largest_difference(found[0][1], found[1][1]) < 1e-5
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-4, abs=1e-7)
-
-
-def test_the_samples_of_a_row_are_told_apart(tiny_model: Path, world: World) -> None:
-    (row,) = micro_batches_of_rank(samples_at(0), capacity=sum(LENGTHS), rank=0, world=1)
-    columns = compute_columns(open_state(tiny_model, world).model, row, world.device)
-    masks = [sample.tokens.loss_mask for sample in samples_at(0)]
-    assert columns.num_samples == len(LENGTHS)
-    assert torch.bincount(columns.samples).tolist() == [int(mask.sum()) for mask in masks]
-    assert columns.lengths().tolist() == [int(mask.sum()) for mask in masks for _ in range(int(mask.sum()))]
-
-
-def test_averages_over_samples_leave_out_those_without_a_token_that_counts(tiny_model: Path, world: World) -> None:
-    silent = build_tokens(ids=[5, 6, 7], loss_mask=[0] * 3, logprobs=[0.0] * 3, advantages=[0.0] * 3, versions=[-1] * 3)
-    state, loss, found = open_state(tiny_model, world), Loss(type="grpo"), []
-    for samples in (samples_at(0), [*samples_at(0), Sample(silent, 1.0)]):
-        backward(state, samples, world, capacity=CAPACITY, loss=loss)
-        found.append(take_gradients(state.model))
-    assert largest_difference(*found) < 1e-5
-
-
-# sampling that was cut
 
 
 def kept_sample(seed: int = 0) -> tuple[Sample, list[list[int]]]:
     """A sample whose tokens were drawn from a few, from one, and from all tokens, in turn."""
     rng = np.random.default_rng(seed)
-    (sample,) = random_samples([18], seed=seed)
+    (sample,) = tiny.random_samples([18], seed=seed)
     choices: list[list[int]] = []
     for place, counts in enumerate(sample.tokens.loss_mask):
         token = int(sample.tokens.ids[place])
         others = rng.choice(128, size=(0, 4, 9)[place % 3], replace=False).tolist() if counts and place % 4 else []
         choices.append(sorted({token, *others}) if counts and place % 4 else [])
-    kept = Kept(
-        np.array([len(each) for each in choices], np.int32), np.array([t for each in choices for t in each], np.int32)
-    )
+    ids = np.array([token for each in choices for token in each], np.int32)
+    kept = Kept(np.array([len(each) for each in choices], np.int32), ids)
     columns = {name: getattr(sample.tokens, name) for name in COLUMNS}
     return Sample(build_tokens(kept=kept, **columns), 0.7), choices
 
 
 def test_logprobs_are_those_among_what_the_sampler_could_choose_from(tiny_model: Path, world: World) -> None:
     (one, choices), (two, more) = kept_sample(0), kept_sample(1)
-    uncut = random_samples([10], seed=5)[0]
+    uncut = tiny.random_samples([10], seed=5)[0]
     (row,) = micro_batches_of_rank([one, uncut, two], capacity=64, rank=0, world=1)
-    columns = compute_columns(open_state(tiny_model, world).model, row, world.device)
+    columns = compute_columns(tiny.open_state(tiny_model, world).model, row, world.device)
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    expected: list[float] = []
-    entropies: list[float] = []
-    every = list(range(128))
+    expected: list[tuple[float, float]] = []
     for sample, allowed in ((one, choices), (two, more), (uncut, [[]] * 10)):
         ids = torch.tensor(sample.tokens.ids.astype("int64"))
         with torch.no_grad():
             logits = plain(ids[None]).logits[0].double() / sample.temperature
         for place in np.flatnonzero(sample.tokens.loss_mask):
-            among = allowed[place] or every
+            among = allowed[place] or list(range(128))
             logprobs = torch.log_softmax(logits[place - 1, among], -1)
-            expected.append(float(logprobs[among.index(int(ids[place]))]))
-            entropies.append(float(-(logprobs.exp() * logprobs).sum()))
-    assert sorted(columns.logprobs.tolist()) == pytest.approx(sorted(expected), abs=1e-5)
-    assert sorted(columns.entropies.tolist()) == pytest.approx(sorted(entropies), abs=1e-5)
+            entropy = -(logprobs.exp() * logprobs).sum()
+            expected.append((float(logprobs[among.index(int(ids[place]))]), float(entropy)))
+    for found, values in zip((columns.logprobs, columns.entropies), zip(*expected, strict=True), strict=True):
+        assert sorted(found.tolist()) == pytest.approx(sorted(values), abs=1e-5)
 
 
 def test_choices_by_hand() -> None:
@@ -330,34 +296,6 @@ def test_choices_by_hand() -> None:
     assert (found.positions.tolist(), found.counts.tolist(), found.ids.tolist()) == ([0, 2], [2, 1], [4, 9, 7])
     assert choices_at(kept, np.array([0, 2]), torch.device("cpu")) is None
     assert choices_at(None, np.array([0, 2]), torch.device("cpu")) is None
-
-
-# custom
-
-
-def test_a_custom_loss_that_says_the_same_trains_the_same(tmp_path: Path, tiny_model: Path, world: World) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\n"
-        "def loss(columns, clip):\n"
-        "    r = (columns.logprobs - columns.proximal).exp()\n"
-        "    a = columns.advantages\n"
-        "    return -torch.minimum(r * a, r.clamp(1 - clip, 1 + clip) * a)\n"
-    )
-    others = {"beta": 0.1, "entropy_bonus": 0.01, "num_iterations": 2}
-    custom = config_of(tiny_model, type="custom", path=f"{file}:loss", args={"clip": 0.2}, **others)
-    built_in = config_of(tiny_model, type="ppo", **others)
-    (one, metrics), (other, expected) = (trained(config, world, until=2) for config in (custom, built_in))
-    assert largest_difference(weights_of(other.model), weights_of(one.model)) < 1e-3  # AdamW blows rounding up
-    assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in expected], rel=1e-4)
-
-
-def test_columns_name_everything_that_a_loss_may_look_at() -> None:
-    named = {"logprobs", "entropies", "behaviour", "proximal", "advantages", "versions", "samples", "mask", "reference"}
-    assert set(Columns.__dataclass_fields__) == named | {"num_samples"}
-
-
-# replay
 
 
 def test_a_replay_finds_the_same_bits_with_a_moving_reference_and_several_iterations(
@@ -370,91 +308,186 @@ def test_a_replay_finds_the_same_bits_with_a_moving_reference_and_several_iterat
     config = RunConfig(output_dir=tmp_path, device="cpu", seq_len=CAPACITY, model=model, trainer=trainer)
     journal = Journal(config.paths.journal)
     for step in range(4):
-        journal.append(_record(step))
+        given = {"group": step, "attempt": 0, "env": "e", "example": 0, "reward": 0.0, "temperature": 1.0}
+        rollouts = [
+            Rollout(place=place, samples=[sample.tokens], **given) for place, sample in enumerate(samples_at(step))
+        ]
+        journal.append(BatchRecord(step=step, rollouts=rollouts, dropped=[], state=State(next_batch=step + 1)))
     original = list(retrace(config, world, range(4)))
 
     state = base_state(config, world)
     stepper = Stepper(config, state, world)
     for step in range(3):
         stepper.step(Shares(journal, config).of(step, rank=0, world=1))
-    save(config.paths.checkpoints, state, world)
+    tiny.save(config.paths.checkpoints, state, world)
     again = list(retrace(config, world, range(3, 4)))
-    assert [each.version for each in again] == [3, 4]
-    assert [each.digests for each in again] == [each.digests for each in original[3:]]
+    assert [(each.version, each.digests) for each in again] == [(each.version, each.digests) for each in original[3:]]
     assert again[1].metrics == original[4].metrics
 
 
-def _record(step: int) -> BatchRecord:
-    rollouts = [
-        Rollout(
-            group=step, place=place, attempt=0, env="e", example=0, reward=0.0, samples=[sample.tokens], temperature=1.0
-        )
-        for place, sample in enumerate(samples_at(step))
-    ]
-    return BatchRecord(step=step, rollouts=rollouts, dropped=[], state=State(next_batch=step + 1))
+def gradients(
+    folder: Path, world: World, samples: list[Sample], *, capacity: int = 80, **settings: Any
+) -> tuple[dict[str, float], Tensors]:
+    return passed(load_model(TrainerModel(**settings), str(folder), world), samples, world, POLICY, capacity=capacity)
 
 
-# the whole way, beside plain transformers on padded rows
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_a_packed_batch_has_the_gradients_of_samples_alone(tiny_model: Path, world: World, attn: str) -> None:
+    samples = tiny.random_samples(MIXED)
+    plain, rows = plain_pass(tiny_model, samples, attn)
+    logprobs = torch.cat([row.logprobs for row in rows])
+    log_ratio = logprobs.detach() - at_loss(samples, "logprobs")
+    ratio = log_ratio.exp()
+    is_kept = (ratio >= CUT.ratio_low) & (ratio <= CUT.ratio_high)
+    terms = -ratio * (at_loss(samples, "advantages") - CUT.kl_tau * log_ratio) * logprobs
+    (terms[is_kept].sum() / len(terms)).backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    metrics, found = gradients(tiny_model, world, samples, attn=attn)
+    assert tiny.largest_difference(expected, found) < 1e-5
+    estimate = (ratio - 1 - log_ratio).double()
+    assert {name: metrics[name] for name in ("masked_frac", "importance_ratio", "policy/kl", "mismatch_kl")} == {
+        "masked_frac": pytest.approx(1 - float(is_kept.double().mean())),
+        "importance_ratio": pytest.approx(float(ratio.double().mean()), rel=1e-4),
+        "policy/kl": pytest.approx(float(estimate.mean()), rel=1e-4),
+        "mismatch_kl": pytest.approx(float(estimate[at_loss(samples, "versions") == 0].mean()), rel=1e-4),
+    }
+    assert 0 < metrics["masked_frac"] < 0.5
 
 
-def naive_rows(model: torch.nn.Module, samples: list[Sample]) -> list[tuple[torch.Tensor, torch.Tensor, Sample]]:
-    """Of each sample: logprobs and entropies of its tokens that count, one sample at a time, nothing packed."""
-    rows = []
-    for sample in samples:
-        ids = torch.tensor(sample.tokens.ids.astype("int64"))
-        counts = np.flatnonzero(sample.tokens.loss_mask)
-        logprobs = torch.log_softmax(model(ids[None]).logits[0, counts - 1] / sample.temperature, -1)
-        rows.append((logprobs.gather(-1, ids[counts, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1), sample))
-    return rows
+def test_a_packed_batch_has_the_cross_entropy_of_samples_alone(tiny_model: Path, world: World) -> None:
+    samples = [Sample(sample.tokens, 1.0) for sample in tiny.random_samples(MIXED)]
+    expected = -torch.cat([row.logprobs for row in plain_pass(tiny_model, samples)[1]]).mean()
+    metrics, _ = passed(tiny.open_state(tiny_model, world).model, samples, world, cross_entropy)
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
-def at_loss(sample: Sample, column: str) -> torch.Tensor:
-    return torch.from_numpy(getattr(sample.tokens, column)[sample.tokens.loss_mask.astype(bool)])
+@pytest.mark.parametrize("kind", ["gemma2", "vaultgemma"])
+def test_attention_scores_that_a_model_caps_are_capped_in_training_too(
+    kind: str, tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cap is low enough to matter."""
+    changes = {"vocab_size": tiny.VOCABULARY, "attn_logit_softcapping": 2.0, "initializer_range": 0.5}
+    folder = save_family(tmp_path, build_config(kind, **changes))
+    samples = [Sample(sample.tokens, 1.0) for sample in tiny.random_samples(MIXED)]
+    plain, rows = plain_pass(folder, samples, "eager")
+    (expected := -torch.cat([row.logprobs for row in rows]).mean()).backward()
+    with caplog.at_level("INFO"):
+        model = load_model(TrainerModel(), str(folder), world)
+    assert "attn_logit_softcapping" in caplog.text
+    for row in rows:
+        (alone,) = micro_batches_of_rank([row.sample], capacity=64, rank=0, world=1)
+        found = compute_columns(model, alone, torch.device("cpu")).logprobs
+        torch.testing.assert_close(found, row.logprobs, rtol=0, atol=1e-4)
+    metrics, gradient = passed(model, samples, world, cross_entropy)
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert tiny.largest_difference({name: p.grad for name, p in plain.named_parameters()}, gradient) < 1e-4
+    uncapped = plain_pass(folder, samples, "sdpa")[1]
+    assert (uncapped[0].logprobs - rows[0].logprobs).abs().max() > 0.01
 
 
-def naive_gspo(rows: list[tuple[torch.Tensor, torch.Tensor, Sample]]) -> torch.Tensor:
+def plain_gspo(rows: list[Plain]) -> torch.Tensor:
     """Equation 5 of the paper, whose ratio is differentiated as it stands."""
     gains = []
-    for logprobs, _, sample in rows:
-        ratio = (logprobs - at_loss(sample, "logprobs")).mean().exp()
-        advantage = at_loss(sample, "advantages")[0]
+    for row in rows:
+        ratio = (row.logprobs - at_loss([row.sample], "logprobs")).mean().exp()
+        advantage = at_loss([row.sample], "advantages")[0]
         gains.append(torch.minimum(ratio * advantage, ratio.clamp(0.5, 3.0) * advantage))
     return -torch.stack(gains).mean()
 
 
-def naive_entropy_bonus(rows: list[tuple[torch.Tensor, torch.Tensor, Sample]]) -> torch.Tensor:
-    """REINFORCE by tokens with an entropy bonus."""
-    logprobs = torch.cat([row[0] for row in rows])
-    advantages = torch.cat([at_loss(row[2], "advantages") for row in rows])
-    return -(advantages * logprobs).mean() - 0.7 * torch.cat([row[1] for row in rows]).mean()
+def plain_entropy_bonus(rows: list[Plain]) -> torch.Tensor:
+    gain = at_loss([row.sample for row in rows], "advantages") * torch.cat([row.logprobs for row in rows])
+    return -gain.mean() - 0.7 * torch.cat([row.entropies for row in rows]).mean()
 
 
 @pytest.mark.parametrize(
-    ("loss", "naive"),
+    ("loss", "plain"),
     [
-        ({"type": "gspo", "clip_low": 0.5, "clip_high": 2.0}, naive_gspo),
-        ({"type": "reinforce", "entropy_bonus": 0.7}, naive_entropy_bonus),
+        ({"type": "gspo", "clip_low": 0.5, "clip_high": 2.0}, plain_gspo),
+        ({"type": "reinforce", "entropy_bonus": 0.7}, plain_entropy_bonus),
     ],
     ids=["gspo", "entropy_bonus"],
 )
-def test_a_packed_batch_has_the_gradients_of_plain_transformers(
-    tiny_model: Path, world: World, loss: dict[str, object], naive: Callable[..., torch.Tensor]
+def test_losses_by_sample_and_of_entropies_have_the_gradients_of_samples_alone(
+    tiny_model: Path, world: World, loss: dict[str, object], plain: Callable[..., torch.Tensor]
 ) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    expected = naive(naive_rows(plain, samples_at(0)))
-    expected.backward()
-    state, samples = open_state(tiny_model, world), samples_at(0)
-    metrics = forward_backward(
-        state.model,
-        micro_batches_of_rank(samples, capacity=CAPACITY, rank=0, world=1),
-        loss_tokens=num_loss_tokens(samples),
-        loss_samples=len(samples),
-        step=0,
-        loss_function=policy_gradient(Loss(**loss)),
-        world=world,
-        entropy_gradient="entropy_bonus" in loss,
+    samples = samples_at(0)
+    model, rows = plain_pass(tiny_model, samples)
+    (expected := plain(rows)).backward()
+    options = {"loss_samples": len(samples), "entropy_gradient": "entropy_bonus" in loss, "capacity": 48}
+    found = passed(tiny.open_state(tiny_model, world).model, samples, world, policy_gradient(Loss(**loss)), **options)
+    assert found[0]["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert found[0]["clip_frac/low"] + found[0]["clip_frac/high"] < 0.9
+    assert (
+        tiny.largest_difference({name: parameter.grad for name, parameter in model.named_parameters()}, found[1]) < 1e-5
     )
-    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-4)
-    assert metrics["clip_frac/low"] + metrics["clip_frac/high"] < 0.9
-    assert largest_difference(gradients, take_gradients(state.model)) < 1e-5
+
+
+def test_the_gradient_depends_neither_on_how_the_batch_is_split_nor_on_what_activations_are_kept(
+    tiny_model: Path, world: World
+) -> None:
+    samples = tiny.random_samples(MIXED)
+    metrics, whole = gradients(tiny_model, world, samples, capacity=sum(MIXED))
+    for capacity, settings in ((40, {}), (64, {}), (80, {"ac": ActivationCheckpointing(freq=2)})):
+        other_metrics, split = gradients(tiny_model, world, samples, capacity=capacity, **settings)
+        assert tiny.largest_difference(whole, split) < 2e-6
+        assert other_metrics == pytest.approx(metrics, rel=1e-5)
+
+
+def test_the_first_token_of_a_sample_is_never_predicted_from_its_neighbour(tiny_model: Path, world: World) -> None:
+    tokens = build_tokens(
+        ids=[5, 6, 7, 8], loss_mask=[1, 1, 1, 1], logprobs=[0.0] * 4, advantages=[1.0] * 4, versions=[0] * 4
+    )
+    model = tiny.open_state(tiny_model, world).model
+    _, packed = passed(model, [Sample(tokens, 1.0)] * 2, world, cross_entropy)
+    _, alone = passed(model, [Sample(tokens, 1.0)], world, cross_entropy, loss_tokens=8)
+    assert tiny.largest_difference(packed, {name: 2 * gradient for name, gradient in alone.items()}) < 2e-6
+
+
+@pytest.mark.parametrize("loss_function", [cross_entropy, POLICY], ids=["cross_entropy", "policy"])
+def test_an_empty_row_changes_nothing(tiny_model: Path, world: World, loss_function: LossFunction) -> None:
+    """Alone, it leaves the weights finite."""
+    samples, model = tiny.random_samples([20]), tiny.open_state(tiny_model, world).model
+    rows = micro_batches_of_rank(samples, capacity=64, rank=0, world=1)
+    expected, gradient = passed(model, samples, world, loss_function, rows=rows)
+    padded = [empty_micro_batch(), *rows, empty_micro_batch()]
+    found, other_gradient = passed(model, samples, world, loss_function, rows=padded)
+    assert found == expected
+    assert tiny.are_equal(gradient, other_gradient)
+    metrics, gradient = passed(model, [], world, loss_function, rows=padded[:1], loss_tokens=0)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert all(bool(tensor.isfinite().all()) for tensor in gradient.values())
+
+
+def test_a_step_clips_a_gradient_and_leaves_out_one_that_is_not_finite(tiny_model: Path, world: World) -> None:
+    model = load_model(TrainerModel(), str(tiny_model), world)
+    optimizer = build_optimizer(model, Optimizer(type="sgd", lr=1.0, betas=(0.0, 0.0)))
+    _, gradient = passed(model, tiny.random_samples(MIXED), world, POLICY)
+
+    def norm(tensors: Tensors) -> float:
+        return math.sqrt(sum(float((tensor.double() ** 2).sum()) for tensor in tensors.values()))
+
+    def updated(factor: float, max_norm: float) -> tuple[dict[str, float], Tensors]:
+        before = tiny.weights_of(model)
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.to_local().copy_(gradient[name])
+        next(model.parameters()).grad.mul_(factor)
+        metrics = update(model, optimizer, max_norm=max_norm)
+        return metrics, {name: before[name] - tensor for name, tensor in tiny.weights_of(model).items()}
+
+    metrics, moved = updated(float("nan"), max_norm=1.0)
+    assert metrics["skipped_update"] == 1
+    assert not any(bool(tensor.any()) for tensor in moved.values())
+    metrics, moved = updated(1.0, max_norm=norm(gradient) / 10)
+    assert metrics["skipped_update"] == 0
+    assert metrics["grad_norm"] == pytest.approx(norm(gradient), rel=1e-5)
+    assert norm(moved) == pytest.approx(norm(gradient) / 10, 1e-3)
+
+
+def test_the_rate_is_set_from_the_step_alone() -> None:
+    optim, scheduler = Optimizer(lr=2e-3), Scheduler(type="linear", warmup_steps=2, min_lr=1e-3)
+    optimizer = build_optimizer(torch.nn.Linear(2, 2), optim)
+    rates = [set_lr(optimizer, optim, scheduler, step=step, max_steps=6) for step in [4, 0, 6]]
+    assert rates == pytest.approx([1.5e-3, 1e-3, 1e-3])
+    assert {group["lr"] for group in optimizer.param_groups} == {rates[-1]}

@@ -1,11 +1,16 @@
-"""The trainer's side of new weights, against an orchestrator and engines that do what they are told here."""
+"""The trainer publishes its weights to an orchestrator with one engine, whole or as a delta.
+
+The last tests are of transfers that only GPUs make, as far as a CPU can tell.
+"""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,81 +18,90 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from answering import DEADLINE_S, answering
-from tiny import open_state, weights_of
+from live_bytes import LiveBytes
+from tiny import open_state, save_tiny_model, weights_of
 from trireme.algo.digest import tensor_digest
+from trireme.algo.memory import Training
 from trireme.algo.probe import probe_ids
-from trireme.base.errors import Refused
+from trireme.base.errors import PeerDied, Refused
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceConfig, InferenceModel
 from trireme.config.run import Ports, RunConfig, WeightBroadcast
+from trireme.launch.sizes import read_sizes, training_of
 from trireme.messages import Again, GetNewest, Go, Live, Newest, PolicyReady, PolicySent, Refusal, Reply, Request
+from trireme.trainer import publish
 from trireme.trainer.mesh import World
 from trireme.trainer.publish import PROBE_TOKENS, Publisher
+from trireme.trainer.served import served_tensors
 from trireme.transport.control import ControlClient
-from trireme.transport.weights.kinds import open_receiver
+from trireme.transport.weights import collective, ipc
+from trireme.transport.weights.collective import WeightGroup
+from trireme.transport.weights.ipc import IpcSender
+from trireme.transport.weights.kinds import Receiver, open_receiver
+
+KINDS = ["gloo", "filesystem"]
+MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model: Path, world: World) -> PreTrainedModel:
-    return open_state(tiny_model, world).model
+class Orchestrator:
+    """Lets the trainer send at once to one engine, in epochs as `orchestrator.update` counts them."""
 
-
-def build_config(folder: Path, kind: str, *, dtype: str = "auto", timeout_s: float = DEADLINE_S) -> RunConfig:
-    return RunConfig(
-        output_dir=folder,
-        device="cpu",
-        ports=Ports(weights=free_port()),
-        weight_broadcast=WeightBroadcast(type=kind, timeout_s=timeout_s),
-        inference=InferenceConfig(model=InferenceModel(dtype=dtype)),
-    )
-
-
-@contextmanager
-def open_publisher(
-    config: RunConfig, model: PreTrainedModel, world: World, handle: Callable[[Request], Reply]
-) -> Iterator[Publisher]:
-    with answering(handle) as address:
-        control = ControlClient(address, Waits("trainer"))
-        publisher = Publisher(config, model, world, control)
-        try:
-            yield publisher
-        finally:
-            publisher.close()
-            control.close()
-
-
-class FakeOrchestrator:
-    """Lets the trainer send at once, and takes the tensors as one engine would."""
-
-    def __init__(self, config: RunConfig, *, deaf_attempts: int = 0) -> None:
+    def __init__(self, config: RunConfig, intercept: Callable[[Request], Reply | None] = lambda _: None) -> None:
         self.asked: list[Request] = []
+        self.attempts: list[PolicyReady] = []
         self.received: dict[str, str] = {}
+        self.is_deaf = False  # the engine does not join
+        self.is_replaced = False  # another engine has come in its place
         self._config = config
-        self._deaf_attempts = deaf_attempts
-        self._receiving: threading.Thread | None = None
+        self._intercept = intercept  # answers some requests in place of this orchestrator
+        self._num_epochs = 0
+        self._went_well = False
+        self._receiver: Receiver | None = None
+        self._thread: threading.Thread | None = None
 
     def __call__(self, request: Request) -> Reply:
         self.asked.append(request)
+        if (reply := self._intercept(request)) is not None:
+            return reply
         match request:
             case PolicyReady():
-                if request.kind == "gloo" and request.attempt > self._deaf_attempts:
-                    self._receiving = threading.Thread(target=self._receive, args=[request, {}], daemon=True)
-                    self._receiving.start()
-                return Go(version=request.version, epoch=str(request.attempt), world_size=2)
+                return self._begin(request)
             case PolicySent():
-                if self._receiving is not None:
-                    self._receiving.join(DEADLINE_S)
-                else:
-                    self._receive(self._announced(), request.payload)
-                return Live(version=request.version)
+                return self._end(request)
         return Refusal(error=f"a publisher does not ask for {request}")
 
-    def _announced(self) -> PolicyReady:
-        return next(request for request in reversed(self.asked) if isinstance(request, PolicyReady))
+    def _begin(self, request: PolicyReady) -> Go:
+        if not self.attempts or self.attempts[-1].attempt != request.attempt:  # asked again, it is the same attempt
+            self.attempts.append(request)
+            goes_on, self.is_replaced = self._went_well and not self.is_replaced, False
+            self._num_epochs += not goes_on
+            self._went_well = False
+            if request.kind == "gloo" and not self.is_deaf:
+                self._thread = threading.Thread(target=self._receive, args=[request, {}, not goes_on], daemon=True)
+                self._thread.start()
+            elif request.kind != "gloo" and not goes_on:
+                self._join(request)
+        return Go(version=request.version, epoch=str(self._num_epochs), world_size=2)
 
-    def _receive(self, ready: PolicyReady, payload: dict[str, Any]) -> None:
-        receiver = open_receiver(
+    def _end(self, request: PolicySent) -> Reply:
+        if self._thread is not None:
+            self._thread.join(DEADLINE_S)
+        elif not self._went_well:
+            self._receive(self.attempts[-1], request.payload, False)
+        assert self.received == request.digests
+        self._went_well = True
+        return Live(version=request.version)
+
+    def _receive(self, ready: PolicyReady, payload: dict[str, Any], joins: bool) -> None:
+        if joins:
+            self._join(ready)
+        assert self._receiver is not None
+        self.received = {n: tensor_digest(tensor) for n, tensor in self._receiver.tensors(ready.specs, payload)}
+
+    def _join(self, ready: PolicyReady) -> None:
+        self.close()
+        self._receiver = open_receiver(
             ready.kind,
             host=ready.host,
             port=ready.port,
@@ -95,177 +109,96 @@ class FakeOrchestrator:
             timeout_s=DEADLINE_S,
             device=torch.device("cpu"),
         )
-        receiver.join(str(ready.attempt), 1, 2)
-        self.received = {name: tensor_digest(tensor) for name, tensor in receiver.tensors(ready.specs, payload)}
-        receiver.close()
+        self._receiver.join(str(self._num_epochs), 1, 2)
+
+    def close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
 
 
-@pytest.mark.parametrize("kind", ["gloo", "filesystem"])
+class Stand:
+    def __init__(self, publisher: Publisher, model: PreTrainedModel, orchestrator: Orchestrator) -> None:
+        self.publisher, self.model, self.orchestrator = publisher, model, orchestrator
+        self.served_bytes = sum(tensor.nbytes for _, tensor in served_tensors(model, torch.bfloat16))
+        self._version = -1
+
+    def publish(self) -> dict[str, float]:
+        self._version += 1
+        self.publisher.publish(self._version)
+        return self.publisher.take_metrics()
+
+    def negate(self, count: int) -> None:
+        """Change the signs of that many values of the first tensor."""
+        with torch.no_grad():
+            next(self.model.parameters()).to_local().view(-1)[:count].neg_()
+
+
+OpenStand = Callable[..., Stand]
+
+
+@pytest.fixture
+def open_stand(tmp_path: Path, tiny_model: Path, world: World) -> Iterator[OpenStand]:
+    with ExitStack() as stack:
+
+        def opened(
+            kind: Any = "filesystem",
+            *,
+            model: PreTrainedModel | None = None,
+            intercept: Callable[[Request], Reply | None] = lambda _: None,
+            dtype: str = "auto",
+            delta: bool = False,
+            timeout_s: float = DEADLINE_S,
+            max_async_level: int = 1,
+        ) -> Stand:
+            config = RunConfig(
+                output_dir=tmp_path,
+                device="cpu",
+                max_async_level=max_async_level,
+                ports=Ports(weights=free_port()),
+                weight_broadcast=WeightBroadcast(type=kind, timeout_s=timeout_s, delta=delta, bucket_mib=1),
+                inference=InferenceConfig(model=InferenceModel(dtype=dtype)),
+            )
+            orchestrator = Orchestrator(config, intercept)
+            control = ControlClient(stack.enter_context(answering(orchestrator)), Waits("trainer"))
+            stack.callback(control.close)
+            stack.callback(orchestrator.close)
+            model = model or open_state(tiny_model, world).model
+            publisher = Publisher(config, model, world, control)
+            stack.callback(publisher.close)
+            return Stand(publisher, model, orchestrator)
+
+        yield opened
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engines_receive_the_trainers_weights_as_they_are_served(
-    tmp_path: Path, model: PreTrainedModel, world: World, kind: str, dtype: str
-) -> None:
-    config = build_config(tmp_path, kind, dtype=dtype)
-    orchestrator = FakeOrchestrator(config)
-    with open_publisher(config, model, world, orchestrator) as publisher:
-        publisher.publish(3)
-    ready, sent = orchestrator.asked
+def test_engines_receive_the_trainers_weights_in_their_dtype(open_stand: OpenStand, kind: str, dtype: str) -> None:
+    stand = open_stand(kind, dtype=dtype)
+    stand.publisher.publish(3)
+    ready, sent = stand.orchestrator.asked
     assert (ready.version, sent.version) == (3, 3)
-    served = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights_of(model).items()}
-    assert orchestrator.received == sent.digests == {name: tensor_digest(tensor) for name, tensor in served.items()}
+    served = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights_of(stand.model).items()}
+    expected = {name: tensor_digest(tensor) for name, tensor in served.items()}
+    assert stand.orchestrator.received == sent.digests == expected
 
 
-def test_the_probe_is_what_the_weights_say(
-    tmp_path: Path, model: PreTrainedModel, world: World, tiny_model: Path
+def test_the_probe_has_the_logprobs_of_the_weights_and_is_computed_before_the_announcement(
+    open_stand: OpenStand, tiny_model: Path
 ) -> None:
-    config = build_config(tmp_path, "filesystem")
-    orchestrator = FakeOrchestrator(config)
-    with open_publisher(config, model, world, orchestrator) as publisher:
-        publisher.publish(0)
-    probe = orchestrator.asked[-1].probe
+    num_asked_before: list[int] = []
+    stand = open_stand("gloo")
+    hook = stand.model.get_input_embeddings().register_forward_hook(
+        lambda *_: num_asked_before.append(len(stand.orchestrator.asked))
+    )
+    stand.publisher.publish(0)
+    hook.remove()
+    assert set(num_asked_before) == {0}
+    probe = stand.orchestrator.asked[-1].probe
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
     with torch.no_grad():
         logprobs = torch.log_softmax(plain(torch.tensor([probe.ids])).logits[0], -1)
     expected = [float(logprobs[t, token]) for t, token in enumerate(probe.ids[1:])]
     assert probe.logprobs == pytest.approx(expected, abs=1e-5)
-
-
-def test_from_the_announcement_on_engines_wait_for_no_forward_pass(
-    tmp_path: Path, model: PreTrainedModel, world: World
-) -> None:
-    config = build_config(tmp_path, "gloo")
-    orchestrator = FakeOrchestrator(config)
-    questions_before: list[int] = []
-    hook = model.get_input_embeddings().register_forward_hook(
-        lambda *_: questions_before.append(len(orchestrator.asked))
-    )
-    with open_publisher(config, model, world, orchestrator) as publisher:
-        publisher.publish(3)
-    hook.remove()
-    assert questions_before == [0]
-    assert len(orchestrator.asked) == 2
-
-
-def test_a_transfer_that_breaks_is_begun_anew(tmp_path: Path, model: PreTrainedModel, world: World) -> None:
-    config = build_config(tmp_path, "gloo", timeout_s=1.0)
-    orchestrator = FakeOrchestrator(config, deaf_attempts=1)
-    with open_publisher(config, model, world, orchestrator) as publisher:
-        publisher.publish(3)
-    asked = [(type(request).__name__, request.attempt) for request in orchestrator.asked]
-    assert list(dict.fromkeys(asked)) == [("PolicyReady", 1), ("PolicyReady", 2), ("PolicySent", 2)]
-    assert orchestrator.received == orchestrator.asked[-1].digests
-
-
-def test_an_engine_that_will_never_come_is_not_waited_for_until_the_timeout(
-    tmp_path: Path, model: PreTrainedModel, world: World
-) -> None:
-    """The orchestrator knows that it died; a transfer that waits for it asks."""
-    config = build_config(tmp_path, "gloo", timeout_s=10 * DEADLINE_S)
-    orchestrator = FakeOrchestrator(config, deaf_attempts=1)
-
-    def answer(request: Request) -> Reply:
-        if isinstance(request, PolicyReady) and request.attempt == 1 and request in orchestrator.asked:
-            return Again(reason="the engine died before it joined")
-        return orchestrator(request)
-
-    with open_publisher(config, model, world, answer) as publisher:
-        publisher.publish(3)
-    assert orchestrator.asked[-1].attempt == 2
-
-
-@pytest.mark.parametrize("at", [PolicyReady, PolicySent])
-def test_an_attempt_that_came_to_nothing_is_followed_by_another(
-    tmp_path: Path, model: PreTrainedModel, world: World, at: type
-) -> None:
-    """The orchestrator died and is another one, or an engine died."""
-    config = build_config(tmp_path, "filesystem")
-    orchestrator = FakeOrchestrator(config)
-
-    def answer(request: Request) -> Reply:
-        if isinstance(request, at) and request.attempt < 3:
-            return Again(reason="an engine died")
-        return orchestrator(request)
-
-    with open_publisher(config, model, world, answer) as publisher:
-        publisher.publish(3)
-    assert orchestrator.asked[-1].attempt == 3
-    assert orchestrator.received == orchestrator.asked[-1].digests
-
-
-def test_nothing_is_published_up_to_the_newest_version_if_that_is_made_again_as_it_was(
-    tmp_path: Path, model: PreTrainedModel, world: World
-) -> None:
-    config = build_config(tmp_path, "filesystem")
-    same = {name: tensor_digest(tensor) for name, tensor in weights_of(model).items()}
-    orchestrator = FakeOrchestrator(config)
-    newest = Newest(version=5, digests=same)
-
-    def answer(request: Request) -> Reply:
-        return newest if isinstance(request, GetNewest) else orchestrator(request)
-
-    with open_publisher(config, model, world, answer) as publisher:
-        assert publisher.look_back() == 5
-        for version in (3, 4, 5):
-            publisher.send_if_new(version)
-        assert orchestrator.asked == []
-        newest = Newest(version=5, digests=same | {"model.norm.weight": "another"})
-        publisher.look_back()
-        publisher.send_if_new(5)
-        publisher.confirm()
-        assert {request.version for request in orchestrator.asked} == {5}
-        publisher.send_if_new(6)
-        publisher.confirm()
-        assert orchestrator.asked[-1].version == 6
-
-
-def test_engines_are_asked_to_confirm_while_the_trainer_goes_on(
-    tmp_path: Path, model: PreTrainedModel, world: World
-) -> None:
-    config = build_config(tmp_path, "filesystem").model_copy(update={"max_async_level": 2})
-    orchestrator = FakeOrchestrator(config)
-    confirmed = threading.Event()
-
-    def answer(request: Request) -> Reply:
-        reply = orchestrator(request)
-        if isinstance(reply, Live):
-            confirmed.set()
-        return reply
-
-    with open_publisher(config, model, world, answer) as publisher:
-        publisher.send(3)
-        assert publisher.is_confirming
-        assert confirmed.wait(DEADLINE_S)
-        publisher.confirm()
-        assert not publisher.is_confirming
-    first, *sent = orchestrator.asked
-    assert isinstance(first, PolicyReady)
-    assert sent[0] == sent[-1]  # the same question, so it has the same answer
-
-
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_on_a_cpu_engines_that_the_next_batch_waits_for_are_not_disturbed(
-    tmp_path: Path, model: PreTrainedModel, world: World, level: int
-) -> None:
-    config = build_config(tmp_path, "filesystem").model_copy(update={"max_async_level": level})
-    with open_publisher(config, model, world, FakeOrchestrator(config)) as publisher:
-        publisher.send(3)
-        assert publisher.is_confirming == (level > 1)
-
-
-def test_weights_that_were_refused_are_not_sent_again(tmp_path: Path, model: PreTrainedModel, world: World) -> None:
-    config = build_config(tmp_path, "filesystem")
-    asked: list[Request] = []
-
-    def refuse(request: Request) -> Reply:
-        asked.append(request)
-        if isinstance(request, PolicyReady):
-            return Go(version=request.version, epoch="1", world_size=1)
-        return Refusal(error="model.norm.weight has another digest")
-
-    with open_publisher(config, model, world, refuse) as publisher:
-        with pytest.raises(Refused, match=r"model.norm.weight"):
-            publisher.publish(3)
-    assert [type(request) for request in asked] == [PolicyReady, PolicySent]
 
 
 @pytest.mark.parametrize("vocabulary", [3, 128, 151_936])
@@ -274,3 +207,194 @@ def test_the_probe_is_fixed_and_spread_over_the_vocabulary(vocabulary: int) -> N
     assert ids == probe_ids(vocabulary, PROBE_TOKENS)
     assert all(0 <= token < vocabulary for token in ids)
     assert len(set(ids)) == min(vocabulary, len(ids))
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "PAUSE_S", 0.01)
+    monkeypatch.setattr(publish, "LONGEST_PAUSE_S", 0.01)
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_the_trainer_repeats_a_transfer_that_an_engine_does_not_join(open_stand: OpenStand, died: bool) -> None:
+    """After the timeout or, when the orchestrator knows that the engine died, long before."""
+
+    def answer(request: Request) -> Reply | None:
+        is_first = isinstance(request, PolicyReady) and request.attempt == 1
+        stand.orchestrator.is_deaf = is_first
+        is_repeated = is_first and bool(stand.orchestrator.attempts)
+        return Again(reason="the engine died before it joined") if died and is_repeated else None
+
+    stand = open_stand("gloo", intercept=answer, timeout_s=10 * DEADLINE_S if died else 1.0)
+    stand.publisher.publish(3)
+    asked = [(type(request).__name__, request.attempt) for request in stand.orchestrator.asked]
+    assert list(dict.fromkeys(asked)) == [("PolicyReady", 1), ("PolicyReady", 2), ("PolicySent", 2)]
+
+
+@pytest.mark.parametrize("at", [PolicyReady, PolicySent])
+def test_the_trainer_repeats_an_attempt_that_the_orchestrator_gave_up(open_stand: OpenStand, at: type) -> None:
+    again = Again(reason="an engine died")
+    stand = open_stand(intercept=lambda request: again if isinstance(request, at) and request.attempt < 3 else None)
+    stand.publisher.publish(3)
+    assert stand.orchestrator.asked[-1].attempt == 3
+
+
+def test_the_trainer_gives_up_after_20_failed_attempts(open_stand: OpenStand) -> None:
+    stand = open_stand(intercept=lambda _: Again(reason="an engine died"))
+    with pytest.raises(PeerDied, match="Version 3 was sent 20 times"):
+        stand.publisher.publish(3)
+    assert [request.attempt for request in stand.orchestrator.asked] == list(range(1, 21))
+
+
+def test_weights_that_an_engine_refused_are_not_sent_again(open_stand: OpenStand) -> None:
+    refusal = Refusal(error="model.norm.weight has another digest")
+    stand = open_stand(intercept=lambda request: refusal if isinstance(request, PolicySent) else None)
+    with pytest.raises(Refused, match=r"model.norm.weight"):
+        stand.publisher.publish(3)
+    assert [type(request) for request in stand.orchestrator.asked] == [PolicyReady, PolicySent]
+
+
+def test_versions_that_engines_confirmed_are_published_only_if_they_differ(open_stand: OpenStand) -> None:
+    stand = open_stand(intercept=lambda request: newest if isinstance(request, GetNewest) else None)
+    publisher, orchestrator = stand.publisher, stand.orchestrator
+    same = {name: tensor_digest(tensor) for name, tensor in weights_of(stand.model).items()}
+    newest = Newest(version=5, digests=same)
+    assert publisher.look_back() == 5
+    for version in (3, 4, 5):
+        publisher.send_if_new(version)
+    assert orchestrator.attempts == []
+    newest = Newest(version=5, digests=same | {"model.norm.weight": "another"})
+    publisher.look_back()
+    for version in (4, 5, 6):
+        publisher.send_if_new(version)
+        publisher.confirm()
+    assert [ready.version for ready in orchestrator.attempts] == [5, 6]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_engines_confirm_while_the_trainer_computes_unless_on_a_cpu_the_next_batch_waits_for_them(
+    open_stand: OpenStand, level: int
+) -> None:
+    stand = open_stand(max_async_level=level)
+    stand.publisher.send(3)
+    assert stand.publisher.is_confirming == (level > 1)
+    stand.publisher.confirm()
+    assert not stand.publisher.is_confirming
+    first, *sent = stand.orchestrator.asked
+    assert isinstance(first, PolicyReady)
+    assert len(sent) == (2 if level > 1 else 1)
+    assert sent[0] == sent[-1]  # the same question, so it has the same answer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_the_first_version_only_changes_are_sent(open_stand: OpenStand, kind: str) -> None:
+    stand = open_stand(kind, dtype="bfloat16", delta=True)
+    first = stand.publish()
+    stand.negate(100)
+    second, third = stand.publish(), stand.publish()
+    num_values = stand.served_bytes / 2
+    assert first == {"weights/sent_bytes": stand.served_bytes, "weights/changed_frac": 1.0}
+    assert second == {"weights/sent_bytes": 100 * (2 + 2), "weights/changed_frac": 100 / num_values}
+    assert third == {"weights/sent_bytes": 0.0, "weights/changed_frac": 0.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_is_sent_to_a_new_engine_and_after_a_failed_transfer(open_stand: OpenStand, kind: str) -> None:
+    failures: list[Reply] = []
+    fail = lambda request: failures.pop() if failures and isinstance(request, PolicySent) else None  # noqa: E731
+    stand = open_stand(kind, dtype="bfloat16", delta=True, intercept=fail)
+    stand.publish()
+    stand.negate(100)
+    stand.orchestrator.is_replaced = True
+    assert stand.publish()["weights/sent_bytes"] == stand.served_bytes
+    stand.negate(7)
+    assert stand.publish()["weights/sent_bytes"] == 7 * 4
+    stand.negate(7)
+    failures.append(Again(reason="the engine died"))
+    assert stand.publish()["weights/sent_bytes"] == stand.served_bytes
+    assert [ready.version for ready in stand.orchestrator.attempts] == [0, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_transfer_needs_the_memory_of_two_buckets_and_one_tensor(
+    open_stand: OpenStand, tmp_path: Path, world: World, delta: bool
+) -> None:
+    """A tensor exists as it is trained and as it is served. There is no second copy of the model."""
+    model = open_state(save_tiny_model(tmp_path / "model", hidden=320, layers=6), world).model
+    largest = max(parameter.numel() for parameter in model.parameters())
+    stand = open_stand("gloo", model=model, dtype="bfloat16", delta=delta)
+    stand.publish()  # what is kept from here on is the copy of `delta`, in host memory
+    stand.negate(100)
+    with LiveBytes() as live:
+        metrics = stand.publish()
+    with LiveBytes() as all_held:
+        second_model = list(served_tensors(model, torch.bfloat16))
+    assert all_held.peak >= stand.served_bytes > 10 * MIB
+    assert second_model
+    assert live.peak < 2 * MIB + largest * (4 + 2) + MIB / 2
+    assert metrics["weights/sent_bytes"] == (100 * (2 + 2) if delta else stand.served_bytes)
+
+
+def test_a_slow_broadcast_is_awaited_and_a_peer_that_is_gone_is_an_error_that_leaves_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So the transfer begins again with the peers that are there: the process does not end."""
+    group: Any = WeightGroup.__new__(WeightGroup)  # of NCCL, without a GPU
+    aborted: list[bool] = []
+    group._kind, group._timeout_s, group._is_aborted = "nccl", 0.2, False
+    group._group = SimpleNamespace(abort=lambda: aborted.append(True))
+    looks = iter([False, False, False, True])
+    is_done = lambda: next(looks, False)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=is_done))
+    group._await(SimpleNamespace(wait=lambda: None), torch.zeros(1))
+    assert aborted == []
+    with pytest.raises(RuntimeError, match=r"took no part in a broadcast for 0\.2 s"):
+        group._await(SimpleNamespace(wait=lambda: None), torch.zeros(1))
+    assert aborted == [True]
+    group.close()
+    assert "_group" not in vars(group)
+
+
+def test_nccls_own_watchdog_which_ends_the_process_comes_after_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {}
+    monkeypatch.setattr(collective, "_process_group", lambda kind, *_: limits.setdefault(kind, _[-1].total_seconds()))
+    monkeypatch.setattr(collective, "Flats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: store)
+    for kind in ("gloo", "nccl"):
+        WeightGroup(kind, None, epoch="1", rank=0, world_size=2, timeout_s=10)  # type: ignore[arg-type]
+    assert limits == {"gloo": 10, "nccl": 30}
+
+
+@pytest.mark.parametrize("replies", [[Live(version=3)], [Again(reason="an engine died"), Live(version=3)]])
+def test_memory_that_engines_read_is_let_go_as_soon_as_they_have_confirmed(
+    open_stand: OpenStand, monkeypatch: pytest.MonkeyPatch, replies: list[Reply]
+) -> None:
+    held: list[weakref.ref] = []
+    alive: list[int] = []
+    answers = iter(replies)
+
+    def answer(request: Request) -> Reply:
+        if isinstance(request, PolicyReady):
+            return Go(version=3, epoch=str(request.attempt), world_size=2)
+        alive.append(sum(tensor() is not None for tensor in held))
+        return next(answers)
+
+    monkeypatch.setattr(ipc, "_to_handle", lambda tensor: held.append(weakref.ref(tensor)) or [])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(publish, "open_sender", lambda *_, **__: IpcSender())
+    open_stand("ipc", intercept=answer).publisher.publish(3)
+    num_tensors = len(held) // len(replies)
+    assert alive == [num_tensors] * len(replies)  # while they are asked to confirm, one copy, never two
+    assert not any(tensor() is not None for tensor in held)
+
+
+def test_a_plan_counts_the_copy_that_engines_on_the_same_gpus_read(tmp_path: Path) -> None:
+    def planned(kind: str) -> Training:
+        config = RunConfig(output_dir=tmp_path, device="cuda", weight_broadcast=WeightBroadcast(type=kind))
+        return training_of(config, read_sizes("Qwen/Qwen3-0.6B").architecture, rows=2)
+
+    shared, apart = planned("ipc"), planned("nccl")
+    transfers = [training.memory.moments["publish"]["transfers"] for training in (shared, apart)]
+    assert transfers[0] - transfers[1] == 2 * shared.model.num_parameters - 2 * (64 << 20)  # without two buckets

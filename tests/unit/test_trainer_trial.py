@@ -1,20 +1,27 @@
-"""A step is tried before the first: it finds what is missing, and changes nothing."""
+"""A step is tried before the first, and leaves its logprobs behind: neither changes anything else."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from moe import save_moe
-from tiny import are_equal, batch_reply, content_of, random_samples
+from tiny import are_equal, batch_reply, content_of, open_state, random_samples, weights_of
+from trireme.algo.packing import Sample
+from trireme.base.paths import RunPaths
 from trireme.config.losses import Loss
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Lora, Optimizer, TrainerConfig, TrainerModel
+from trireme.ledger.logprobs import counting, identity, logprobs_of, read_logprobs
+from trireme.messages import Tokens
 from trireme.trainer.mesh import World
-from trireme.trainer.state import TrainerState
+from trireme.trainer.said import Said
 from trireme.trainer.stepper import Stepper, base_state
 from trireme.trainer.trial import longest_row, try_step
 
@@ -27,49 +34,35 @@ def config_of(folder: Path, **trainer: Any) -> RunConfig:
     return RunConfig(device="cpu", seq_len=40, model=Model(name=str(folder)), trainer=TrainerConfig(**settings))
 
 
-def steps(config: RunConfig, state: TrainerState, world: World, *, count: int) -> list[dict[str, float]]:
-    stepper = Stepper(config, state, world)
-    return [
-        stepper.step(batch_reply(random_samples([30, 20, 12], seed=step), world, capacity=CAPACITY, step=state.version))
-        for step in range(state.version, state.version + count)
-    ]
-
-
 def trained(config: RunConfig, world: World, *, tried_at: list[int]) -> tuple[list[dict[str, float]], Any]:
-    """Three steps."""
     state, metrics = base_state(config, world), []
     for version in range(3):
         if version in tried_at:
             try_step(config, state, world)
-        metrics += steps(config, state, world, count=1)
+        reply = batch_reply(random_samples([30, 20, 12], seed=version), world, capacity=CAPACITY, step=version)
+        metrics.append(Stepper(config, state, world).step(reply))
     return metrics, content_of(state)
 
 
-OTHER_WAYS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, dict[str, Any]] = {
     **{kind: {"optim": Optimizer(type=kind, lr=1e-3, weight_decay=0.1)} for kind in ("adamw_8bit", "muon", "sgd")},
     "adapters that drop": {"model": TrainerModel(lora=Lora(dropout=0.3))},
     "every term": {"loss": EVERY_TERM},
     "every term with adapters": {"loss": EVERY_TERM, "model": TrainerModel(lora=Lora())},
     "two iterations": {"num_iterations": 2},
     "as it is": {},
+    "experts": {},
 }
 
 
-@pytest.mark.parametrize("way", OTHER_WAYS)
-def test_a_tried_step_changes_nothing_to_the_bit(tiny_model: Path, world: World, way: str) -> None:
-    """Neither of a fresh run nor of one that has an optimizer's state, as after a restart."""
-    config = config_of(tiny_model, **OTHER_WAYS[way])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tried_step_changes_nothing_to_the_bit(tiny_model: Path, tmp_path: Path, world: World, way: str) -> None:
+    """Neither of a fresh run nor of one that has an optimizer's state, as after a restart. Nor do its tokens count as
+    loads of experts."""
+    config = config_of(save_moe(tmp_path) if way == "experts" else tiny_model, **WAYS[way])
     metrics, content = trained(config, world, tried_at=[])
     tried_metrics, tried_content = trained(config, world, tried_at=[0, 2])
-    assert tried_metrics == metrics
-    assert are_equal(tried_content, content)
-
-
-def test_tried_tokens_do_not_count_as_loads_of_experts(tmp_path: Path, world: World) -> None:
-    config = config_of(save_moe(tmp_path))
-    metrics, content = trained(config, world, tried_at=[])
-    tried_metrics, tried_content = trained(config, world, tried_at=[0, 2])
-    assert "moe/busiest_expert" in metrics[0]
+    assert ("moe/busiest_expert" in metrics[0]) == (way == "experts")
     assert tried_metrics == metrics
     assert are_equal(tried_content, content)
 
@@ -77,34 +70,88 @@ def test_tried_tokens_do_not_count_as_loads_of_experts(tmp_path: Path, world: Wo
 def test_the_tried_row_is_as_long_as_any_and_spares_no_token(tiny_model: Path) -> None:
     for vocabulary in (7, 40, 151_936):
         row = longest_row(config_of(tiny_model), vocabulary=vocabulary, version=3)
-        assert row.lengths == [40, 40, 20]
-        assert row.tokens.length == CAPACITY
-        assert row.tokens.loss_mask.sum() == CAPACITY - 3
-        first = [int(row.tokens.ids[at]) for at in (0, 40, 80)]
-        assert len(set(first)) == 3
+        assert (row.lengths, row.tokens.length, row.tokens.loss_mask.sum()) == ([40, 40, 20], CAPACITY, CAPACITY - 3)
+        assert len({int(row.tokens.ids[at]) for at in (0, 40, 80)}) == 3
         assert 0 <= row.tokens.ids.min() <= row.tokens.ids.max() < vocabulary
         assert np.all(row.tokens.versions == 3)
-
-
-def test_the_tried_row_has_several_samples_though_one_fills_it(tiny_model: Path) -> None:
-    """Where a model needs a mask to keep them apart, it is the largest that any row needs."""
-    row = longest_row(config_of(tiny_model, micro_batch_tokens=40), vocabulary=128, version=0)
-    assert row.lengths == [38, 2]
+    # Where a model needs a mask to keep samples apart, several samples need the largest mask that any row needs.
+    assert longest_row(config_of(tiny_model, micro_batch_tokens=40), vocabulary=128, version=0).lengths == [38, 2]
 
 
 def test_a_tried_step_holds_all_that_a_later_one_holds(tiny_model: Path, world: World) -> None:
     """When its forward pass begins: gradients of earlier rows, and the optimizer's state."""
     config = config_of(tiny_model)
     state = base_state(config, world)
-    parameters = list(state.model.parameters())
-    seen = []
-
-    def look(*_: Any) -> None:
-        has_gradients = [parameter.grad is not None for parameter in parameters]
-        seen.append((sum(has_gradients), len(state.optimizer.state)))
-
-    state.model.base_model.register_forward_pre_hook(look)
+    parameters, seen = list(state.model.parameters()), []
+    state.model.base_model.register_forward_pre_hook(
+        lambda *_: seen.append((sum(each.grad is not None for each in parameters), len(state.optimizer.state)))
+    )
     try_step(config, state, world)
     assert seen[-1] == (len(parameters), len(parameters))
     assert all(parameter.grad is None for parameter in parameters)
     assert not state.optimizer.state
+
+
+LENGTHS = [30, 20, 12, 40]
+
+
+def weights_after(
+    model: Path, folder: Path, world: World, said: Said | None, *, lengths: list[int] = LENGTHS, iterations: int = 1
+) -> dict[str, torch.Tensor]:
+    trainer = TrainerConfig(threads=1, optim=Optimizer(lr=1e-2), num_iterations=iterations)
+    config = RunConfig(output_dir=folder, device="cpu", model=Model(name=str(model)), trainer=trainer)
+    state = open_state(model, world, lr=1e-2)
+    reply = batch_reply(random_samples(lengths), world, capacity=64, step=0)
+    Stepper(config, state, world, said=said).step(reply)
+    if said is not None:
+        said.write()
+    return weights_of(state.model)
+
+
+def by_plain_arithmetic(model: Path, sample: Sample) -> np.ndarray:
+    ids = torch.from_numpy(sample.tokens.ids.astype(np.int64))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids[None]).logits[0]
+    chosen = (logits / sample.temperature)[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
+    return np.concatenate([[np.nan], chosen])
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_logprobs_are_those_of_the_weights_before_the_step(
+    tiny_model: Path, tmp_path: Path, world: World, iterations: int
+) -> None:
+    watched = weights_after(tiny_model, tmp_path, world, Said(RunPaths(tmp_path), world), iterations=iterations)
+    assert are_equal(watched, weights_after(tiny_model, tmp_path, world, None, iterations=iterations))
+    known = read_logprobs(tmp_path / "logprobs", 0)
+    for sample in random_samples(LENGTHS):
+        found, counts = logprobs_of(sample.tokens, known), counting(sample.tokens)
+        assert found is not None
+        assert found[counts] == pytest.approx(by_plain_arithmetic(tiny_model, sample)[counts], abs=1e-5)
+
+
+def test_a_batch_without_a_token_that_counts_leaves_an_empty_file(
+    tiny_model: Path, tmp_path: Path, world: World
+) -> None:
+    weights_after(tiny_model, tmp_path, world, Said(RunPaths(tmp_path), world), lengths=[])
+    assert [len(logprobs) for logprobs in read_logprobs(tmp_path / "logprobs", 0).values()] == [0]
+
+
+def test_what_cannot_be_written_ends_nothing_and_is_said_once(
+    tiny_model: Path, tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "logprobs").write_text("in the way")
+    said = Said(RunPaths(tmp_path), world)
+    for _ in range(2):
+        weights_after(tiny_model, tmp_path, world, said)
+    assert caplog.text.count("Training goes on") == 1
+    second: Any = SimpleNamespace(dp_rank=0, cp_rank=1)  # of a team one rank writes
+    said = Said(RunPaths(tmp_path / "team"), second)
+    said.begin(batch_reply(random_samples(LENGTHS), world, capacity=64, step=0))
+    said.write()
+    assert not (tmp_path / "team").exists()
+
+
+def test_samples_that_differ_only_in_how_they_were_sampled_are_told_apart() -> None:
+    sample = random_samples([12])[0].tokens
+    columns = {name: getattr(sample, name) for name in ("ids", "loss_mask", "advantages", "versions")}
+    assert identity(Tokens(**columns, logprobs=sample.logprobs + 0.5)) != identity(sample)

@@ -17,31 +17,18 @@ from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
 from trireme.ledger.manifest import MANIFEST, FileEntry, Manifest, describe_file
 from trireme.ledger.records import BatchRecord, Rollout, State
-from trireme.monitor.checkpoint_folders import CheckpointFolders, trainer_state
-from trireme.monitor.plain_view import PlainView
+from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.progress import EngineStatus, ProcessState, Status
-from trireme.monitor.samples import choose, conversation_text, sample_text
-from trireme.monitor.terminal_view import TerminalView
 from trireme.monitor.vf_rl_view import VfRlView
-from trireme.monitor.view import StatusPoller, View
-
-
-def rollout(group: int = 0, *, place: int = 0, reward: float = 1.0, **given: Any) -> Rollout:
-    said = {
-        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Reverse: "hello"'}],
-        "completion": [{"role": "assistant", "content": "olleh"}],
-    }
-    return Rollout(
-        group=group, place=place, attempt=0, env="e", example=group, reward=reward, samples=[], temperature=1.0,
-        **(said | given),
-    )  # fmt: skip
+from trireme.monitor.view import StatusPoller
 
 
 class Stage:
     """A run folder, and what a view printed of it."""
 
-    def __init__(self, folder: Path, **console: Any) -> None:
-        values = {"output_dir": str(folder), "name": "demo", "max_steps": 100, "device": "cpu", "console": console}
+    def __init__(self, folder: Path) -> None:
+        values: dict[str, Any] = {"output_dir": str(folder), "name": "demo", "max_steps": 100, "device": "cpu"}
+        values["console"] = {"style": "vf-rl", "samples_every": 5}
         values["model"] = {"name": "owner/model"}
         values["trainer"] = {"model": {"name": "owner/model"}}
         values["inference"] = {"server": {"port": 8000}}
@@ -51,10 +38,7 @@ class Stage:
         self.poller = StatusPoller("http://nobody.invalid/status")  # never started: `latest` is set by hand
         self.now = 0.0
         self.out = io.StringIO()
-
-    def view(self, kind: type[View]) -> View:
-        console = Console(file=self.out, force_terminal=kind is TerminalView, width=140, height=60)
-        return kind(self.config, self.poller, console, clock=lambda: self.now)
+        self.view = VfRlView(self.config, self.poller, Console(file=self.out, width=140), clock=lambda: self.now)
 
     def train(self, step: int, **more: float) -> None:
         rows = {
@@ -65,247 +49,101 @@ class Stage:
             for process, numbers in rows.items():
                 file.write(json.dumps({"step": step, "process": process, "time_s": float(step)} | numbers) + "\n")
 
-    def journal(self, step: int, rollouts: list[Rollout], **sizes: int) -> None:
+    def sample(self, step: int) -> None:
+        self.train(step)
+        prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Reverse: "hello"'}]
+        said: dict[str, Any] = {"prompt": prompt, "completion": [{"role": "assistant", "content": "olleh"}]}
+        facts: dict[str, Any] = {"group": 0, "place": 0, "attempt": 0, "env": "e", "example": 0, "temperature": 1.0}
+        rollout = Rollout(**facts, **said, reward=1.0, samples=[])
         folder = self.config.paths.journal
         folder.mkdir(exist_ok=True)
-        Journal(folder).append(BatchRecord(step=step, rollouts=rollouts, dropped=[], state=State(sizes=sizes)))
+        state = State(sizes={"e": 200})
+        Journal(folder).append(BatchRecord(step=step, rollouts=[rollout], dropped=[], state=state))
 
-    def tick(self, view: View, *, final: bool = False) -> str:
+    def tick(self) -> str:
         self.now += 1.0
         self.out.seek(0)
         self.out.truncate()
         names = ("inference", "orchestrator", "trainer")
-        view.tick([ProcessState(name, "running", self.config.paths.log(name)) for name in names], final=final)
+        self.view.tick([ProcessState(name, "running", self.config.paths.log(name)) for name in names], final=False)
         return self.out.getvalue()
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path, style="vf-rl", samples_every=5)
+    return Stage(tmp_path)
 
 
-def test_the_start_is_told_in_the_order_in_which_it_happens(stage: Stage) -> None:
-    view = stage.view(VfRlView)
-    assert stage.tick(view).splitlines() == [
+def test_the_start_is_told_in_the_order_in_which_it_happens(stage):
+    assert stage.tick().splitlines() == [
         "Loading model owner/model...",
         "No GPU is used: inference and training share the CPU.",
         "Starting vLLM server on port 8000...",
         "Waiting for vLLM server to be ready...",
     ]
-    assert stage.tick(view) == ""
+    assert stage.tick() == ""
     stage.poller.latest = Status(state="starting", engines=(EngineStatus(url="u", state="live"),))
-    assert stage.tick(view).splitlines() == ["vLLM server is ready", "Loading environment owner/reverse-text..."]
-    assert stage.tick(view) == ""
+    assert stage.tick().splitlines() == ["vLLM server is ready", "Loading environment owner/reverse-text..."]
+    assert stage.tick() == ""
 
 
-@pytest.mark.parametrize("final", [False, True])
-def test_a_step_is_never_told_before_the_server_that_it_was_sampled_with(stage: Stage, final: bool) -> None:
-    """The orchestrator's answer may come later than its rows: nobody looks at it more than once a second."""
-    view = stage.view(VfRlView)
-    stage.tick(view)
-    stage.train(0)
-    first, second, *rest = stage.tick(view, final=final).splitlines()
-    assert (first, second) == ("vLLM server is ready", "Loading environment owner/reverse-text...")
-    assert rest[-1].startswith("Step 1/100")
-
-
-def test_a_step_is_a_row_of_the_trainer_and_a_line(stage: Stage) -> None:
+def test_a_step_is_a_row_of_the_trainer_and_a_line(stage):
     """2 groups a step of 200 examples: the first step is a hundredth of an epoch."""
-    view = stage.view(VfRlView)
-    stage.tick(view)
-    stage.journal(0, [rollout()], e=200)
-    stage.train(0)
-    assert stage.tick(view).splitlines()[-2:] == [
+    stage.tick()
+    stage.sample(0)
+    assert stage.tick().splitlines()[-2:] == [
         "{'loss': 0.2341, 'learning_rate': 1e-05, 'epoch': 0.01}",
         "Step 1/100: reward=0.45, entropy=2.34, importance_ratio=1.02",
     ]
+    stage.train(1, **{"eval/e/reward": 0.12345})
+    assert "{'eval_reward': 0.1235, 'step': 1} (e)" in stage.tick()
 
 
-def test_samples_come_with_every_fifth_step(stage: Stage) -> None:
-    view = stage.view(VfRlView)
+def test_samples_come_with_every_fifth_step(stage):
     for step in range(5):
-        stage.train(step)
-        stage.journal(step, [rollout()], e=200)
-    assert stage.tick(view).splitlines()[-4:] == [
-        "=== Step 5 Sample ===",
-        'Prompt: Reverse: "hello"',
-        "Completion: olleh",
-        "Reward: 1.0",
-    ]
+        stage.sample(step)
+    sample = ["=== Step 5 Sample ===", 'Prompt: Reverse: "hello"', "Completion: olleh", "Reward: 1.0"]
+    assert stage.tick().splitlines()[-4:] == sample
 
 
-def test_samples_can_be_had_in_our_own_lines_and_in_the_live_picture_too(tmp_path: Path) -> None:
-    for kind in (PlainView, TerminalView):
-        stage = Stage(tmp_path / kind.__name__, samples_every=1)
-        view = stage.view(kind)
-        stage.train(0)
-        stage.journal(0, [rollout()], e=200)
-        assert "Completion: olleh" in stage.tick(view)
-        view.close()
-
-
-def test_lines_may_come_every_few_steps_and_always_at_the_end(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, every=40)
-    view = stage.view(PlainView)
-    for step in range(100):
-        stage.train(step)
-    lines = stage.tick(view, final=True).splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("step")] == ["40/100", "80/100", "100/100"]
-
-
-def test_a_batch_that_cannot_be_read_costs_its_sample_only(stage: Stage) -> None:
-    view = stage.view(VfRlView)
-    stage.config.paths.journal.mkdir()
-    (stage.config.paths.journal / "batch_000004.msgpack").write_bytes(b"torn")
-    for step in range(5):
-        stage.train(step)
-    shown = stage.tick(view)
-    assert "Step 5/100" in shown
-    assert "Sample" not in shown
-
-
-def test_evaluations_have_their_own_row(stage: Stage) -> None:
-    view = stage.view(VfRlView)
-    stage.train(0, **{"eval/e/reward": 0.12345})
-    assert "{'eval_reward': 0.1235, 'step': 0} (e)" in stage.tick(view)
-
-
-def test_few_samples_show_as_many_examples_as_can_be() -> None:
-    groups = [rollout(group, place=place) for group in (0, 1) for place in (0, 1)]
-    assert [(each.group, each.place) for each in choose(groups, 3)] == [(0, 0), (1, 0), (0, 1)]
-
-
-def test_several_turns_are_told_with_who_said_them() -> None:
-    call = {"function": {"name": "python", "arguments": '{"code": "1+1"}'}}
-    turns = [
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": [{"type": "text", "text": "2"}]},
-        {"role": "assistant", "content": "It is 2."},
-    ]
-    told = conversation_text(turns).splitlines()
-    assert told == ['[assistant] python({"code": "1+1"})', "[tool] 2", "[assistant] It is 2."]
-
-
-def test_a_long_sample_is_cut_and_says_by_how_much() -> None:
-    text = sample_text(0, rollout(completion=[{"role": "assistant", "content": "x" * 5000}], reward=0.25))
-    assert "(3000 more characters)" in text
-    assert text.endswith("Reward: 0.25")
-
-
-# folders
-
-
-def write_checkpoint(stage: Stage, step: int, content: bytes = b"weights") -> Path:
-    """As the trainer leaves one: weights first, then the checkpoint with its manifest."""
+def write_checkpoint(stage: Stage, step: int) -> Path:
     paths = stage.config.paths
     weights, checkpoint = paths.weights / f"step_{step}", paths.checkpoints / f"step_{step}"
     for folder in (weights, checkpoint):
         folder.mkdir(parents=True, exist_ok=True)
-    (weights / "adapter_model.safetensors").unlink(missing_ok=True)
-    (weights / "adapter_model.safetensors").write_bytes(content)
-    (weights / "adapter_config.json").write_text("{}")
-    (checkpoint / "rank_0.safetensors").write_bytes(content)
+    (weights / "adapter_model.safetensors").write_bytes(b"weights")
+    (checkpoint / "rank_0.safetensors").write_bytes(b"weights")
     files: dict[str, FileEntry] = {"rank_0.safetensors": describe_file(checkpoint / "rank_0.safetensors")}
     (checkpoint / MANIFEST).write_bytes(msgspec.json.encode(Manifest(step, 1, 0.0, files)))
     return weights
 
 
-def folders_of(stage: Stage) -> CheckpointFolders:
-    return CheckpointFolders(stage.config)
-
-
-def test_a_checkpoint_folder_holds_what_its_users_look_for_and_takes_no_room(stage: Stage) -> None:
+def test_a_checkpoint_folder_holds_what_its_users_look_for_and_takes_no_room(stage):
     for step in range(60):
         stage.train(step)
     weights = write_checkpoint(stage, 50)
-    assert folders_of(stage).write_due() == [50]
-    folder = stage.config.paths.root / "checkpoint-50"
-    assert sorted(file.name for file in folder.iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "trainer_state.json",
-    ]
+    stage.config.paths.log("trainer").write_text("hello\n")
+    folder, runs = (stage.config.paths.root / name for name in ("checkpoint-50", "runs"))
+    assert f"Saved {folder}" in stage.tick()
+    assert sorted(file.name for file in folder.iterdir()) == ["adapter_model.safetensors", "trainer_state.json"]
     assert (folder / "adapter_model.safetensors").samefile(weights / "adapter_model.safetensors")
+    assert (runs / "logs" / "trainer.stdout").read_text() == "hello\n"
+    assert (runs / "metrics.jsonl").samefile(stage.config.paths.metrics)
     state = json.loads((folder / "trainer_state.json").read_text())
     assert (state["step"], state["global_step"], state["max_steps"]) == (50, 50, 100)
     assert [row["step"] for row in state["log_history"]] == list(range(1, 51))
-    assert state["log_history"][0]["learning_rate"] == 1e-05
-    assert state["log_history"][0]["reward"] == 0.45
+    assert (state["log_history"][0]["learning_rate"], state["log_history"][0]["reward"]) == (1e-05, 0.45)
 
 
-def test_half_a_checkpoint_gets_no_folder_and_a_whole_one_gets_one_once(stage: Stage) -> None:
-    folders = folders_of(stage)
-    write_checkpoint(stage, 50)
-    (stage.config.paths.checkpoints / "step_50" / "rank_0.safetensors").unlink()
-    assert folders.write_due() == []
-    write_checkpoint(stage, 50)
-    assert folders.write_due() == [50]
-    assert folders.write_due() == []
-
-
-def test_weights_that_were_trained_again_replace_the_folder(stage: Stage) -> None:
-    folders = folders_of(stage)
-    write_checkpoint(stage, 50, b"first")
-    folders.write_due()
-    write_checkpoint(stage, 50, b"again")
-    assert folders.write_due() == [50]
-    assert (stage.config.paths.root / "checkpoint-50" / "adapter_model.safetensors").read_bytes() == b"again"
-
-
-@pytest.mark.parametrize(("keep_last", "left"), [(1, ["checkpoint-60"]), (None, ["checkpoint-50", "checkpoint-60"])])
-def test_a_checkpoint_that_is_not_to_be_kept_takes_its_folder_with_it(
-    keep_last: int | None, left: list[str], stage: Stage
-) -> None:
-    stage.config = updated(stage.config, {"trainer.ckpt.keep_last": keep_last})
-    folders = folders_of(stage)
-    for step in (50, 60):
+@pytest.mark.parametrize(("keep_last", "left"), [(1, {"60", "mine"}), (None, {"50", "60", "mine"})])
+def test_a_whole_checkpoint_gets_a_folder_once_which_goes_with_it_unless_all_are_kept(keep_last, left, stage):
+    root = stage.config.paths.root
+    (root / "checkpoint-mine").mkdir()  # not one of ours
+    folders = CheckpointFolders(updated(stage.config, {"trainer.ckpt.keep_last": keep_last}))
+    for step in (50, 60, 70):
         write_checkpoint(stage, step)
-    folders.write_due()
+    (stage.config.paths.checkpoints / "step_70" / "rank_0.safetensors").unlink()
+    assert [folders.write_due(), folders.write_due()] == [[50, 60], []]
     shutil.rmtree(stage.config.paths.checkpoints / "step_50")
     folders.write_due()
-    assert sorted(folder.name for folder in stage.config.paths.root.glob("checkpoint-*")) == left
-
-
-def test_a_folder_that_somebody_else_made_is_left_alone(stage: Stage) -> None:
-    theirs = stage.config.paths.root / "checkpoint-mine"
-    theirs.mkdir()
-    stage.config = updated(stage.config, {"trainer.ckpt.keep_last": 1})
-    folders_of(stage).write_due()
-    assert theirs.is_dir()
-
-
-def test_runs_holds_logs_and_metrics(stage: Stage) -> None:
-    stage.train(0)
-    stage.config.paths.log("trainer").write_text("hello\n")
-    folders_of(stage).write_due()
-    runs = stage.config.paths.root / "runs"
-    assert (runs / "logs" / "trainer.stdout").read_text() == "hello\n"
-    assert (runs / "metrics.jsonl").read_bytes() == stage.config.paths.metrics.read_bytes()
-
-
-def test_a_full_disk_ends_nothing_and_the_folder_comes_later(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = folders_of(stage)
-    write_checkpoint(stage, 50)
-    full = stage.config.paths.root / "full"
-    full.touch()
-    monkeypatch.setenv("TRIREME_FAULTS", f"disk_full={full}")
-    assert folders.write_due() == []
-    full.unlink()
-    assert folders.write_due() == [50]
-
-
-def test_evaluations_are_entries_of_the_step_that_they_are_of(stage: Stage) -> None:
-    stage.train(0, **{"eval/e/reward": 0.1})
-    stage.train(1)
-    with open(stage.config.paths.metrics, "a") as file:
-        file.write(json.dumps({"step": 2, "process": "orchestrator", "time_s": 2.0, "eval/e/reward": 0.9}) + "\n")
-    history = trainer_state(stage.config.paths.metrics, 2, 100)["log_history"]
-    evaluated = [(row["step"], row["eval/e/reward"]) for row in history if "eval/e/reward" in row]
-    assert evaluated == [(0, 0.1), (2, 0.9)]
-    assert [row["step"] for row in history if "loss" in row] == [1, 2]
-
-
-def test_the_folder_is_announced(stage: Stage) -> None:
-    view = stage.view(VfRlView)
-    write_checkpoint(stage, 50)
-    assert f"Saved {stage.config.paths.root / 'checkpoint-50'}" in stage.tick(view)
+    assert {folder.name.partition("-")[2] for folder in root.glob("checkpoint-*")} == left

@@ -1,14 +1,25 @@
-"""No wait without a name and an end."""
+"""No wait without a name and an end; a full disk is a wait, not an end; and an event loop comes back soon."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import gc
+import os
 import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from beats import with_beats
+from limits import fill, small_disk
+from tiny_tokenizer import write_tokenizer
+from trireme.base.disk import is_full, require_room, when_there_is_room
 from trireme.base.errors import DeadlineExceeded
+from trireme.base.garbage import MANY, collecting_rarely
+from trireme.base.turns import Turns, by_turns
 from trireme.base.waiting import DISK, Wait, Waits
 
 
@@ -16,43 +27,28 @@ def begun(seconds_ago: float) -> float:
     return time.monotonic() - seconds_ago
 
 
-def test_a_wait_says_who_for_whom_for_what_and_how_long() -> None:
-    wait = Wait(who="trainer", peer="orchestrator", what="batch 41", deadline_s=600, since=begun(12))
-    assert str(wait) == "trainer waits 12 s for batch 41 from orchestrator"
+def test_a_wait_says_who_for_whom_for_what_and_how_long_and_where_to_look_when_it_runs_out() -> None:
+    names = {"who": "trainer", "peer": "engine", "what": "batch 41"}
+    wait = Wait(**names, deadline_s=600, log=Path("logs/x"), since=begun(12))
+    assert str(wait) == "trainer waits 12 s for batch 41 from engine"
     wait.note = "3 of 8 groups missing"
-    assert str(wait) == "trainer waits 12 s for batch 41 from orchestrator (3 of 8 groups missing)"
-
-
-def test_a_wait_that_runs_out_says_the_same_and_where_to_look() -> None:
-    wait = Wait(who="trainer", peer="engine", what="batch 41", deadline_s=10, log=Path("logs/x"), since=begun(12))
-    sentence = "trainer waits 12 s for batch 41 from engine, longer than the 10 s allowed. Look at logs/x"
+    assert str(wait) == "trainer waits 12 s for batch 41 from engine (3 of 8 groups missing)"
+    wait.check()
+    wait.note, wait.deadline_s = "", 10
     with pytest.raises(DeadlineExceeded) as error:
         wait.check()
+    sentence = "trainer waits 12 s for batch 41 from engine, longer than the 10 s allowed. Look at logs/x"
     assert str(error.value) == sentence
 
 
-def test_before_its_deadline_a_wait_goes_on() -> None:
-    Wait(who="trainer", peer="engine", what="batch 41", deadline_s=600).check()
-
-
-def test_the_log_is_the_peers() -> None:
-    with Waits("trainer", Path("run/logs")).waiting("batch 0", peer="orchestrator", deadline_s=1) as wait:
-        assert wait.log == Path("run/logs/orchestrator.stdout")
-
-
 def test_open_waits_are_shown_longest_first_and_vanish_when_over() -> None:
-    waits = Waits("orchestrator")
-    with waits.waiting("groups", peer="engines", deadline_s=9):
+    waits = Waits("orchestrator", Path("run/logs"))
+    with suppress(ZeroDivisionError), waits.waiting("groups", peer="engines", deadline_s=9) as wait:
+        assert wait.log == Path("run/logs/engines.stdout")  # the peer's
         with waits.waiting("version 3", peer="trainer", deadline_s=9):
             first, second = "waits 0 s for groups from engines", "waits 0 s for version 3 from trainer"
             assert str(waits) == f"orchestrator {first}; orchestrator {second}"
         assert [wait.what for wait in waits.now()] == ["groups"]
-    assert waits.now() == []
-
-
-def test_a_wait_that_an_error_ended_is_no_longer_shown() -> None:
-    waits = Waits("trainer")
-    with pytest.raises(ZeroDivisionError), waits.waiting("batch 3", peer="orchestrator", deadline_s=9):
         _ = 1 / 0
     assert waits.now() == []
 
@@ -62,19 +58,21 @@ def test_a_patient_wait_counts_from_the_end_of_what_its_process_or_the_peer_was_
     peer = {"busy": False}
     waits.is_peer_busy = lambda: peer["busy"]
 
-    def runs_out() -> bool:
-        with waits.waiting("version 3", peer="trainer", deadline_s=5, patient=True) as wait:
+    def runs_out(who: str = "trainer", patient: bool = True) -> bool:
+        with waits.waiting("version 3", peer=who, deadline_s=5, patient=patient) as wait:
             wait.since = begun(60)
             with suppress(DeadlineExceeded):
                 wait.check()
                 peer["busy"] = False
-                wait.check()  # begun anew a moment ago
+                wait.check()  # begun again a moment ago
                 return False
             return True
 
     assert runs_out()
     with waits.busy():
         assert not runs_out()
+        assert runs_out(patient=False)
+        assert runs_out(DISK, patient=False)
     assert runs_out()
     with waits.waiting("room for batch 3", peer=DISK, deadline_s=9):
         assert not runs_out()
@@ -83,11 +81,136 @@ def test_a_patient_wait_counts_from_the_end_of_what_its_process_or_the_peer_was_
     assert runs_out()
 
 
-def test_a_wait_for_room_on_a_disk_runs_out_and_so_does_one_that_is_not_patient() -> None:
-    waits = Waits("orchestrator")
-    with waits.busy():
-        for peer in (DISK, "inference"):
-            with waits.waiting("room", peer=peer, deadline_s=5) as wait:
-                wait.since = begun(60)
-                with pytest.raises(DeadlineExceeded):
-                    wait.check()
+def no_room() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def write_to_a_disk(*errors: OSError, waits: Waits, deadline_s: float = 60) -> list[str]:
+    """Write where attempts fail with the given errors; returns what the writer waited for at each attempt."""
+    seen: list[str] = []
+
+    def write() -> list[str]:
+        seen.append(str(waits))
+        if len(seen) <= len(errors):
+            raise errors[len(seen) - 1]
+        return seen
+
+    folder = Path("/")
+    return when_there_is_room(write, what="batch 41", folder=folder, waits=waits, deadline_s=deadline_s, poll_s=0.01)
+
+
+def test_what_finds_no_room_is_written_once_there_is_some() -> None:
+    waits = Waits("trainer", Path("logs"))
+    first, *_, last = seen = write_to_a_disk(no_room(), no_room(), no_room(), waits=waits)
+    assert len(seen) == 4
+    assert first == ""  # the first attempt is no wait
+    assert last.startswith("trainer waits 0 s for room for batch 41 from disk (No space left on device, ")
+    assert "MiB free in /" in last
+    assert waits.now() == []
+    with pytest.raises(DeadlineExceeded, match="for room for batch 41 from disk") as error:
+        write_to_a_disk(*[no_room()] * 1000, waits=waits, deadline_s=0.05)
+    assert "Look at" not in str(error.value)  # a disk has no log
+    for before in ([], [no_room()]):  # other errors are not waited for
+        with pytest.raises(PermissionError):
+            write_to_a_disk(*before, PermissionError(errno.EACCES, "Permission denied"), waits=waits)
+
+
+def test_a_full_disk_behind_another_error_is_seen() -> None:
+    outer = RuntimeError("cannot save")
+    outer.__cause__ = no_room()
+    assert list(map(is_full, (outer, OSError(errno.EDQUOT, "x")))) == [True, True]
+    assert list(map(is_full, (RuntimeError("cannot save"), None))) == [False, False]
+
+
+def test_every_library_that_writes_for_us_is_understood_when_the_disk_is_full(tmp_path: Path) -> None:
+    import torch
+    from huggingface_hub import save_torch_state_dict
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    tensors = {"x": torch.zeros(300_000)}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        fill(disk)
+        for write in (
+            lambda: (disk / "x").write_bytes(bytes(1000)),
+            lambda: save_file(tensors, disk / "x.safetensors"),
+            lambda: save_torch_state_dict(tensors, disk),
+            lambda: tokenizer.save_pretrained(disk),
+            lambda: LlamaConfig().save_pretrained(disk),
+        ):
+            with pytest.raises(Exception, match="No space left") as error:
+                write()
+            assert is_full(error.value)
+
+
+def test_more_than_there_is_room_for_is_not_begun(tmp_path: Path) -> None:
+    require_room(tmp_path / "not" / "there" / "yet", 1)
+    with pytest.raises(OSError, match=f"No space left on device for {2**40} MiB"):
+        require_room(tmp_path, 2**60)
+
+
+def test_a_thousand_calls_are_made_in_their_order_and_others_have_their_turns_in_between():
+    made: list[int] = []
+    seen = [0]
+
+    async def main() -> None:
+        turns = Turns(at_once=10)
+        for number in range(1000):
+            turns.call(made.append, number)
+        while len(made) < 1000:
+            seen.append(len(made))
+            await asyncio.sleep(0)
+        for number in range(1000, 1100):
+            turns.call(made.append, number)
+        assert len(made) <= 1010
+        turns.finish()  # what is left is made at once
+
+    asyncio.run(main())
+    assert made == list(range(1100))
+    assert seen[1] > 0, "the first call, alone, is made at once"
+    assert max(after - before for before, after in pairwise([*seen, 1000])) <= 10
+
+
+def test_calls_made_by_calls_wait_behind_those_that_were_made_before():
+    made: list[int] = []
+
+    async def main() -> None:
+        turns = Turns(at_once=1)
+
+        def act(number: int) -> None:
+            made.append(number)
+            if number < 3:
+                turns.call(act, number + 10)
+
+        for number in range(5):
+            turns.call(act, number)
+        while len(made) < 8:
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert made == [0, 10, 1, 2, 3, 4, 11, 12]
+
+
+def test_items_come_by_turns_in_their_order():
+    async def collected() -> list[int]:
+        return [item async for item in by_turns(range(100), 10)]
+
+    items, beats = asyncio.run(with_beats(collected()))
+    assert items == list(range(100))
+    assert beats >= 10
+
+
+def test_collecting_rarely_leaves_the_collector_as_it_was():
+    gc.unfreeze()  # what a test before may have set aside
+    before = gc.get_threshold()
+    with collecting_rarely():
+        assert gc.get_threshold()[0] == MANY
+        assert gc.get_freeze_count() > 0
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with collecting_rarely():
+        pass
+    assert gc.get_freeze_count() >= frozen, "what was set aside before stays so"
+    gc.unfreeze()

@@ -1,31 +1,30 @@
-"""Changes alone travel, and whole tensors arrive: to the bit, or not at all."""
+"""Changes alone travel, and whole tensors arrive: to the bit, or not at all, also where they are received ahead."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from threading import Event
 
+import peft
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from tiny import save_tiny_model
 from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Form, Patch, build_patch, changed, to_integers, whole_patch
+from trireme.base.errors import ConfigError
+from trireme.trainer.weights_folder import ModelFiles, Transfers, open_source, require_readable, shape_difference
+from trireme.transport.weights.ahead import Ahead
 from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head
 from trireme.transport.weights.kinds import open_receiver, open_sender
-from weight_ends import (
-    BUCKET_BYTES,
-    DEADLINE_S,
-    SHORT_S,
-    Ends,
-    Tensors,
-    digests_of,
-    outcome,
-    random_model,
-    specs_of,
-)
+from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, Tensors, digests_of, outcome, random_model, specs_of
 
 CPU = torch.device("cpu")
 
@@ -74,25 +73,24 @@ def test_every_change_arrives_at_every_receiver_to_the_bit(ends: Ends) -> None:
 def test_a_corrupted_delta_has_another_digest(ends: Ends, spoiled: str, share: float) -> None:
     before, after = random_model(), moved(random_model(), share)
     send(ends, before, patches(before, None), f"d/{spoiled}{share}", join=True)
-    parts = corrupted(patches(after, before), spoiled)
     expected = digests_of(after)
-    for found in send(ends, after, parts, f"d/{spoiled}{share}", join=False)[1:]:
+    for found in send(ends, after, corrupted(after, before, spoiled), f"d/{spoiled}{share}", join=False)[1:]:
         assert found is not None
         assert {name for name, digest in found.items() if digest != expected[name]} == {"embed"}
 
 
-def corrupted(parts: list[Patch], what: str) -> list[Patch]:
-    """One bit of the first patch is turned over."""
-    bad = getattr(parts[0], what).clone()
+def corrupted(after: Tensors, before: Tensors, what: str) -> list[Patch]:
+    first, *others = patches(after, before)
+    bad = getattr(first, what).clone()
     bad[0] ^= 2
-    return [replace(parts[0], **{what: bad}), *parts[1:]]
+    return [replace(first, **{what: bad}), *others]
 
 
 def test_a_delta_that_cannot_be_applied_ends_the_transfer_on_both_sides_at_once(ends: Ends) -> None:
     """A bit more is set than there are values."""
     before, after = random_model(), moved(random_model(), 0.3)
     send(ends, before, patches(before, None), "e/1", join=True)
-    parts = corrupted(patches(after, before), "where")
+    parts = corrupted(after, before, "where")
     futures = ends.send(after, epoch="e/1", receivers=ends.receivers, join=False, parts=parts)
     assert isinstance(futures[0].exception(DEADLINE_S / 2), RuntimeError)
     assert all(future.exception(DEADLINE_S / 2) is not None for future in futures[1:])
@@ -107,18 +105,6 @@ def test_a_head_that_makes_no_sense_is_refused(row: list[int]) -> None:
     assert dict(copy.take(specs, pack_head(whole, CPU), pack_body(whole, CPU))).keys() == {"norm"}
     with pytest.raises(RuntimeError, match="norm of 16 values is to change"):
         copy.body_size(specs, torch.tensor([row]))
-
-
-@given(shares=st.lists(st.sampled_from([0.0, 0.001, 0.02, 0.2, 1.0]), max_size=4), seed=st.integers(0, 100))
-def test_a_copy_that_is_patched_is_what_was_sent(shares: list[float], seed: int) -> None:
-    model, before = random_model(seed), None
-    copy, specs = HostCopy(), specs_of(model)
-    for share in [1.0, *shares]:
-        parts = patches(model, before)
-        head, body = pack_head(parts, CPU), pack_body(parts, CPU)
-        assert len(body) == copy.body_size(specs, head)
-        assert {name: tensor_digest(found) for name, found in copy.take(specs, head, body)} == digests_of(model)
-        before, model = model, moved(model, share, seed)
 
 
 def test_files_bring_changes_to_the_bit(tmp_path: Path) -> None:
@@ -137,3 +123,136 @@ def test_files_bring_changes_to_the_bit(tmp_path: Path) -> None:
     payload = sender.send(specs_of(model), patches(model, before))
     with pytest.raises(RuntimeError, match="nothing that they change is here"):
         list(receiver.tensors(specs_of(model), payload))
+
+
+def receive_ahead(ends: Ends, model: dict[str, torch.Tensor]) -> Ahead[tuple[str, torch.Tensor]]:
+    (receiver,) = ends.receivers
+    return Ahead((name, tensor.clone()) for name, tensor in receiver.tensors(specs_of(model), {}))
+
+
+def test_transfers_received_ahead_and_others_may_follow_one_another_until_one_breaks() -> None:
+    """Then the receiver raises, and joins again."""
+    ends = Ends(1, timeout_s=DEADLINE_S)
+    outcome(ends.send(random_model(), epoch="a/1", receivers=ends.receivers))
+    for seed in range(1, 5):
+        model = random_model(seed=seed)
+        if seed % 2:
+            ahead = receive_ahead(ends, model)
+            ends.sender.join("a/1", 2)
+            ends.sender.send(specs_of(model), iter(model.values()))  # would wait for a receiver that does not listen
+            assert digests_of(dict(ahead.take(DEADLINE_S))) == digests_of(model)
+        else:
+            futures = ends.send(model, epoch="a/1", receivers=ends.receivers, join=False)
+            assert outcome(futures)[1:] == [digests_of(model)]
+    model = random_model(seed=1)
+    ahead = receive_ahead(ends, model)
+    ends.sender.join("a/1", 2)
+    ends.sender.close()
+    with pytest.raises(RuntimeError):
+        ahead.take(DEADLINE_S)
+    assert outcome(ends.send(model, epoch="a/2", receivers=ends.receivers)) == [None, digests_of(model)]
+    ends.close()
+
+
+def test_a_transfer_that_does_not_come_is_waited_for_no_longer_than_allowed() -> None:
+    never = Event()
+    ahead = Ahead(number for number in count() if never.wait())
+    with pytest.raises(TimeoutError, match="waited 0 s for the trainer to send what it had announced"):
+        ahead.take(0.05)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """By PEFT itself, with values that change something."""
+    folder = tmp_path_factory.mktemp("adapters")
+    settings = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data.normal_(std=0.1)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_adapters_are_added_as_peft_adds_them(base: Path, adapters: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged = peft.PeftModel.from_pretrained(model, adapters).merge_and_unload().state_dict()
+    source = open_source(adapters, base=None, dtype="float32")
+    found = dict(source.tensors())
+    assert [spec.name for spec in source.specs] == list(found)
+    assert found.keys() == load_file(base / "model.safetensors").keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, merged[name], rtol=0, atol=1e-6)
+    changed = {name for name, tensor in load_file(base / "model.safetensors").items() if not tensor.equal(found[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"}
+    source = open_source(adapters, base=None, dtype="bfloat16")
+    assert {spec.dtype for spec in source.specs} == {"bfloat16"}
+    assert {tensor.dtype for _, tensor in source.tensors()} == {torch.bfloat16}
+    other = save_tiny_model(tmp_path / "other", hidden=128)
+    with pytest.raises(ConfigError, match=r"does not fit .*other: .*has shape"):
+        open_source(adapters, base=str(other), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("adapter_config.json", b"{", r"adapter_config\.json is damaged"),
+        ("adapter_config.json", b'{"r": 4}', "does not say lora_alpha"),
+        ("adapter_model.safetensors", b"x", r"model\.safetensors is damaged"),
+        ("adapter_model.safetensors", None, r"adapter_model\.safetensors is missing"),
+    ],
+)
+def test_damaged_adapters_are_named(
+    adapters: Path, tmp_path: Path, file: str, content: bytes | None, words: str
+) -> None:
+    path = shutil.copytree(adapters, tmp_path / "step_1") / file
+    path.write_bytes(content) if content is not None else path.unlink()
+    with pytest.raises(ConfigError, match=words):
+        require_readable(path.parent)
+
+
+def test_a_model_in_several_files_is_the_same_model(base: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(base, tmp_path / "parted")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for file in {*weight_map.values()}:
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    parted = ModelFiles(folder)
+    assert shape_difference(ModelFiles(base).shapes, parted.shapes) is None
+    assert all(tensor.equal(tensors[name]) for name, tensor in parted.tensors())
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-1\.safetensors is missing"):
+        require_readable(folder)
+
+
+def test_a_receiver_reads_a_folder_itself_only_where_it_would_read_the_models_files_alone(
+    base: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "model")
+    assert ModelFiles(folder).folder == folder.resolve()
+    save_file({"consolidated": torch.zeros(1)}, folder / "consolidated.safetensors")
+    assert ModelFiles(folder).folder is None
+    transfers = Transfers("filesystem", "127.0.0.1", 0, tmp_path / "passing", 1 << 20, 5)
+    digests: dict[str, str] = {}
+    payload = transfers.send(ModelFiles(folder), "e", 2, lambda: True, digests)
+    sent = [name for file in Path(payload["folder"]).glob("*") for name in load_file(file)]
+    assert sorted(sent) == sorted(digests) == sorted(load_file(base / "model.safetensors"))
+    transfers.close()
+    assert not (tmp_path / "passing").exists()
+
+
+def test_a_head_that_is_the_embedding_may_stand_in_one_of_two_files() -> None:
+    body, head = {"model.norm.weight": (4,)}, {"lm_head.weight": (8, 4)}
+    assert shape_difference(body | head, body) is None
+    assert shape_difference(body, body | head) is None
+    assert shape_difference(body | head, body | {"lm_head.weight": (9, 4)}) is not None
+    assert shape_difference(body, body | {"extra": (1,)}) == "extra is no tensor of it"

@@ -12,6 +12,7 @@ import socket
 import stat
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 ASK_AFTER_S = 5  # of silence
 ASK_EVERY_S = 2
@@ -42,6 +43,13 @@ def is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def host_of(address: str) -> str:
+    """Return the host of `HOST:PORT`, as a request's header names it; "" where it is none."""
+    with suppress(ValueError):
+        return urlsplit(f"//{address}").hostname or ""
+    return ""
 
 
 def is_here(host: str) -> bool:

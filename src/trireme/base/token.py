@@ -1,18 +1,22 @@
-"""The secret that the machines of a run share, and what is derived of it.
+"""The secret that the processes of a run share, and what is derived of it.
 
-It is in the environment of each process and nowhere else: in no argument, no configuration on disk, no log.
+It is in the environment of each process: in no argument, no configuration, no log. `rl` makes one for each run on one
+machine. A run's folder holds a key for whoever reads the folder, in a file that only its owner may read.
 """
 
 from __future__ import annotations
 
 import hmac
 import os
+import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from trireme.base.errors import ConfigError
 
 TOKEN = "TRIREME_TOKEN"
 SHORTEST = 16  # characters; it is hard to guess only where it was made at random
+KEY_FILE = ".token"  # in the folder of a run
 
 
 def adopt_token(file: Path | None) -> None:
@@ -24,6 +28,47 @@ def adopt_token(file: Path | None) -> None:
         raise ConfigError(problem)
     if not os.environ.get(TOKEN) and file is not None:
         os.environ[TOKEN] = file.read_text().strip()
+
+
+def make_token() -> bool:
+    """Give this process, and those that it starts, a random token. Return False where there is one already."""
+    if token():
+        return False
+    os.environ[TOKEN] = secrets.token_hex(32)
+    return True
+
+
+def write_key(folder: Path, key: str | None) -> None:
+    """Leave a key in a run's folder for `trireme status`, the dashboard and curl; remove an old one where it is None.
+
+    Args:
+        key: the token where it was made for this run alone; else `status_key`, which opens nothing but the status.
+    """
+    file = folder / KEY_FILE
+    file.unlink(missing_ok=True)
+    if key is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as opened:
+            opened.write(key)
+
+
+def read_key(folder: Path) -> str | None:
+    """Return the key in a run's folder; None where there is none that this user may read.
+
+    Only this key, never a token of the environment, is sent to an address that the folder names: a folder that somebody
+    else made could name anybody's.
+    """
+    with suppress(OSError, UnicodeDecodeError):
+        with open(folder / KEY_FILE) as file:
+            key = file.read(200).strip()
+        return key if key.isascii() and key.isprintable() and key else None
+    return None
+
+
+def status_key() -> str | None:
+    """Return what opens the status and the metrics of an orchestrator, and nothing else; None without a token."""
+    secret = token()
+    return derive(secret, "status").hex() if secret else None
 
 
 def token_problem(file: Path | None) -> str | None:
@@ -56,9 +101,8 @@ def token() -> str | None:
     return os.environ.get(TOKEN) or None
 
 
-def bearer(secret: str | None = None) -> dict[str, str]:
-    """The header that opens a route of ours; none without a token."""
-    secret = secret or token()
+def bearer(secret: str | None) -> dict[str, str]:
+    """Return the header that opens a route of ours; none without a secret."""
     return {"Authorization": f"Bearer {secret}"} if secret else {}
 
 

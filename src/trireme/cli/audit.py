@@ -15,7 +15,7 @@ def audit(argv: list[str]) -> int:
     Raises: ConfigError for a folder that is no run.
     """
     arguments = _parse(argv)
-    report = audit_run(arguments.run)
+    report = audit_run(arguments.run, run_code=arguments.run_code)
     print(json.dumps(report.as_json(), indent=1) if arguments.json else report.text(everything=arguments.all))
     return 0 if report.holds else 1
 
@@ -30,5 +30,11 @@ def _parse(argv: list[str]) -> Namespace:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder; it may have been moved")
     parser.add_argument("--all", action="store_true", help="every contradiction and note, not only the first ones")
+    parser.add_argument(
+        "--run-code",
+        metavar="MODULE:NAME",
+        help="call this function where the run's advantages are a custom function of that name; nothing that a run's "
+        "folder names is run otherwise",
+    )
     parser.add_argument("--json", action="store_true", help="for machines")
     return parser.parse_args(argv)

@@ -35,7 +35,8 @@ def dashboard(argv: list[str]) -> int:
             end_with_parent()
             os.nice(NICE)
         start_logging("dashboard", "warning")
-        print(f"dashboard of {', '.join(map(str, runs))}: {address_of(listener, options.host, secret)}", flush=True)
+        shown = None if MARKER in os.environ else secret  # the launcher prints it; a log in the run's folder must not
+        print(f"dashboard of {', '.join(map(str, runs))}: {address_of(listener, options.host, shown)}", flush=True)
         _serve(runs, listener, secret)
     return 0
 

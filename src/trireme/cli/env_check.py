@@ -21,6 +21,7 @@ from trireme.base.waiting import Waits
 from trireme.cli.env_policy import PolicyWanted, build_opener
 from trireme.cli.env_source import ROOT, build, find_source
 from trireme.cli.typed import json_table, not_negative, positive, positive_int
+from trireme.config.endpoints import KEY_VARIABLE, key_for_address
 from trireme.config.load import load_run_config
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
@@ -33,7 +34,6 @@ from trireme.orchestrator.environments.check_text import text_of
 from trireme.orchestrator.environments.venv import installed_venv
 
 MAX_CONCURRENT = 32
-KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 def env_check(argv: list[str]) -> int:
@@ -114,7 +114,8 @@ def _sampling(arguments: Namespace) -> dict[str, Any]:
 
 def _policy_wanted(arguments: Namespace) -> PolicyWanted:
     """Raises: ConfigError where a variable is named for the key, and is not set."""
-    key = os.environ.get(arguments.api_key_var or KEY_VARIABLE)
+    variable = arguments.api_key_var
+    key = os.environ.get(variable) if variable else key_for_address(arguments.base_url)
     if arguments.api_key_var and not key:
         raise ConfigError(
             f"--api-key-var {arguments.api_key_var}: this variable is not set - expected the endpoint's key in it. "
@@ -149,7 +150,7 @@ def _parser() -> ArgumentParser:
     add("--split", choices=("train", "eval"), default="train", help="examples to train on (default), or held out")
     add("--model", metavar="FOLDER", help="start an engine with it; beside --base-url: the model's name there")
     add("--base-url", metavar="URL", help="ask this server: an engine of ours, or OpenAI's chat completions")
-    add("--api-key-var", metavar="NAME", help=f"variable that holds the server's key; {KEY_VARIABLE}")
+    add("--api-key-var", metavar="NAME", help=f"variable that holds the server's key; {KEY_VARIABLE} for https")
     add("--scripted", action="store_true", help="no model, whatever config.toml says")
     add("--temperature", metavar="T", type=not_negative, help="1, or as in config.toml")
     add("--max-tokens", metavar="N", type=positive_int, help="most tokens per model turn")

@@ -96,7 +96,13 @@ def _context(config: RunConfig) -> int:
     file = Path(config.inference.model.name or config.model.name) / "config.json"
     try:
         longest = json.loads(file.read_text())["max_position_embeddings"]
-    except (OSError, ValueError, KeyError, TypeError):  # on a hub, or of another form: the engine will know
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ):  # on a hub, or of another form: the engine will know
         longest = CONTEXT
     return max(given or 0, min(CONTEXT, longest if isinstance(longest, int) else CONTEXT))
 

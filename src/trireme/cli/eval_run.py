@@ -27,7 +27,7 @@ from trireme.cli.env_policy import PolicyWanted, build_opener
 from trireme.cli.eval_environments import Loading, alone_in, found, install
 from trireme.cli.eval_settings import key_of, settings_of
 from trireme.cli.typed import json_table, positive_int
-from trireme.config.endpoints import Endpoint, find_endpoint
+from trireme.config.endpoints import Endpoint, find_endpoint, key_for_address
 from trireme.config.eval import EvalConfig, named
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.orchestrator import Sampling
@@ -158,7 +158,7 @@ def _key(arguments: Namespace, endpoint: Endpoint | None) -> str | None:
         return os.environ[name]
     if endpoint is not None and endpoint.key:
         return endpoint.key
-    return os.environ.get("OPENAI_API_KEY") if arguments.base_url else None
+    return key_for_address(arguments.base_url)
 
 
 def evaluate(asked: Asked, *, dry_run: bool = False) -> int:
@@ -233,7 +233,7 @@ def _is_to_go_on(file: Path, settings: dict[str, Any]) -> bool:
     try:
         before = json.loads(file.read_text())
         return before["finished"] is False and all(before[key] == value for key, value in settings.items())
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
@@ -283,7 +283,12 @@ def _parser() -> ArgumentParser:
     model = "an entry of configs/endpoints.py, a model at the URL, or a folder: an engine is started with it"
     add("-m", "--model", metavar="MODEL", help=model)
     add("-b", "--base-url", metavar="URL", help="the server: an engine of ours, or OpenAI's chat completions")
-    add("-k", "--api-key-var", metavar="NAME", help="variable that holds the server's key; OPENAI_API_KEY beside -b")
+    add(
+        "-k",
+        "--api-key-var",
+        metavar="NAME",
+        help="variable that holds the server's key; OPENAI_API_KEY beside -b https://…",
+    )
     add("-n", "--num-examples", metavar="N", type=_count, default=NUM_EXAMPLES, help="examples; 5, -1 for all")
     rollouts = "rollouts of each; 3"
     add("-r", "--rollouts-per-example", metavar="R", type=positive_int, default=ROLLOUTS, help=rollouts)

@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 from trireme.base.errors import ConfigError
 from trireme.base.network import is_loopback
 from trireme.base.token import TOKEN
+from trireme.config.endpoints import key_for_address
 from trireme.config.eval import EvalConfig
 from trireme.orchestrator.environments.pool import Environment
-
-KEY_VARIABLES = (TOKEN, "OPENAI_API_KEY")
 
 
 def key_of(config: EvalConfig) -> str | None:
@@ -25,8 +24,10 @@ def key_of(config: EvalConfig) -> str | None:
             f"{name}=…`, or leave it out."
         )
     is_near = is_loopback(urlsplit(config.client.base_url).hostname or "")
-    variables = (name,) if name else KEY_VARIABLES if is_near or config.weights_dir else KEY_VARIABLES[1:]
-    return next((os.environ[each] for each in variables if os.environ.get(each)), None)
+    if name:
+        return os.environ[name]
+    ours = os.environ.get(TOKEN) if is_near or config.weights_dir else None
+    return ours or key_for_address(config.client.base_url)
 
 
 def settings_of(environment: Environment, config: EvalConfig, split: str) -> dict[str, Any]:

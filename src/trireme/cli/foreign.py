@@ -15,7 +15,7 @@ from typing import Any
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.cli.rl import dry_run, launch
-from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
+from trireme.config.arguments import HELP, TypedFile, TypedFlag, mark_file, parse_arguments
 from trireme.config.elsewhere import flat, hosted, vf_rl
 from trireme.config.elsewhere.flat_file import Flat, Hosted
 from trireme.config.elsewhere.kinds import Kind, belongs_elsewhere, kind_of
@@ -93,9 +93,7 @@ def read_foreign(argv: list[str], devices: Devices, *, program: str, kinds: tupl
 def _read_words(argv: list[str], program: str, examples: str) -> tuple[str, list[TypedFlag]]:
     """One file, with or without an `@`, and flags."""
     words = ["--session" if word == "-s" else word for word in argv]
-    if words and not words[0].startswith(("-", "@")):
-        words = ["@", *words]
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(mark_file(words))
     files = [argument for argument in arguments if isinstance(argument, TypedFile)]
     if len(files) != 1 or files[0].scope:
         raise ConfigError(

@@ -13,7 +13,7 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.cli.env_policy import PolicyWanted, build_opener, engine_config
-from trireme.config.endpoints import find_endpoint
+from trireme.config.endpoints import KEY_VARIABLE, find_endpoint, key_for_address
 from trireme.config.gepa import REFLECTION_ENGINE, GepaConfig
 from trireme.config.orchestrator import Sampling
 from trireme.config.resolve import updated
@@ -25,8 +25,6 @@ from trireme.orchestrator.environments.check_engine import open_engine_policy
 from trireme.orchestrator.environments.check_progress import CheckProgress
 from trireme.orchestrator.environments.check_rollouts import CheckPolicy
 from trireme.orchestrator.gepa.optimize import Models, OpenModels
-
-KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,7 @@ def _place(model: str, url: str | None, variable: str | None, flag: str, endpoin
         return Place(model)
     endpoint = find_endpoint(model, base_url=url, path=endpoints)
     key = _key(variable, flag) if variable else endpoint.key
-    if key is None and url is not None:
-        key = os.environ.get(KEY_VARIABLE)
+    key = key or key_for_address(url)
     return Place(endpoint.model or model, endpoint.url, key)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 from trireme.base.log import start_logging
 from trireme.base.paths import remove_partial_files
 from trireme.base.processes import quick_imports
+from trireme.base.token import status_key, write_key
 from trireme.cli.door import open_process, run_door
+from trireme.launch.descendants import MARKER
 from trireme.launch.folder import hold
 
 
@@ -25,6 +29,8 @@ def orchestrator(argv: list[str]) -> None:
 
     with hold(config.paths, "orchestrator"):
         remove_partial_files(config.paths.journal)
+        if MARKER not in os.environ:  # else the launcher has written it
+            write_key(config.paths.root, status_key())
         orchestrate(config)
 
 

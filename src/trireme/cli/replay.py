@@ -38,6 +38,8 @@ def replay(argv: list[str]) -> int:
     arguments = _parse(json.loads(os.environ[ARGUMENTS]) if is_rank else argv)
     run_file = find_run_file(arguments.run, "trainer")
     config = read_config(arguments.run, run_file, detect_devices())
+    if not arguments.run_code:
+        _require_no_code(arguments.run, config)
     span = find_span(config.paths, arguments.first, arguments.last)
     if is_rank:
         end_with_parent()
@@ -66,8 +68,19 @@ def _parse(argv: list[str]) -> Namespace:
     parser.add_argument(
         "--from", metavar="K", dest="first", type=int, default=0, help="start from the checkpoint of step K"
     )
+    parser.add_argument("--run-code", action="store_true", help="run a custom loss, or a model's own code, of this run")
     parser.add_argument("--keep-going", action="store_true", help="also after the first difference")
     return parser.parse_args(argv)
+
+
+def _require_no_code(run: Path, config: RunConfig) -> None:
+    """Raises: ConfigError where the folder names code: whoever made the folder could have anything run here."""
+    named = {"trainer.loss.path": config.trainer.loss.path, "trust_remote_code": config.trainer.model.trust_remote_code}
+    if code := [f"{key} = {value}" for key, value in named.items() if value]:
+        raise ConfigError(
+            f"{run} names code that a replay runs ({', '.join(code)}) - expected a run of code that you trust. Add "
+            "`--run-code` where you trust it."
+        )
 
 
 def read_config(run: Path, run_file: Path, devices: Devices) -> RunConfig:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
-from trireme.base.token import adopt_token
+from trireme.base.token import adopt_token, make_token, status_key, token, write_key
 from trireme.cli.door import make_room, run_door, show
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import check, check_launch
 from trireme.config.run import RunConfig
-from trireme.config.written import read_table, write_rooms, write_run
+from trireme.config.written import read_table, without_secrets, write_rooms, write_run
 from trireme.launch.folder import check_folder, hold_folder
 from trireme.launch.going_on import check_goes_on, is_trained
 from trireme.launch.plan import plan
@@ -65,11 +65,13 @@ def launch(config: RunConfig, devices: Devices) -> int:
         return 0
     check_launch(config, devices)
     adopt_token(config.hosts.token_file)
+    is_of_this_run = make_token()
     find_environments(config)
     warn_of_memory(config, devices)
     with hold_folder(config.paths) as lock:
         make_room(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
         write_configs(config, config.paths.configs)
+        write_key(config.paths.root, token() if is_of_this_run else status_key())
         note_surroundings(config, devices)
         with dashboard_beside(config):
             return supervise(plan(config, config.paths.run_config, devices), config, keep_open=(lock,))
@@ -118,7 +120,8 @@ def write_configs(config: RunConfig, folder: Path) -> None:
 def _tell_changes(earlier: Path, now: Path) -> None:
     from trireme.monitor.diff.configuration import compare_configurations
 
-    changed = [each for each in compare_configurations(read_table(earlier), read_table(now)) if not each.is_place]
+    before, after = (without_secrets(read_table(file)) for file in (earlier, now))
+    changed = [each for each in compare_configurations(before, after) if not each.is_place]
     if changed:
         print(f"other settings than before (those are in {earlier}):")
     for each in changed:

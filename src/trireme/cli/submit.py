@@ -16,7 +16,7 @@ from trireme.base.paths import RunPaths
 from trireme.base.token import TOKEN
 from trireme.cli.foreign import Foreign, read_foreign
 from trireme.cli.rl import find_environments
-from trireme.config.arguments import HELP
+from trireme.config.arguments import HELP, mark_file
 from trireme.config.fields import as_key, find
 from trireme.config.run import RunConfig
 from trireme.launch.cluster import kubernetes, slurm
@@ -275,16 +275,19 @@ _SCHEDULERS: dict[Scheduler, Any] = {"slurm": slurm, "kubernetes": kubernetes}
 
 
 def _parse(parser: ArgumentParser, argv: list[str]) -> tuple[str, Namespace, list[str]]:
-    """The file comes first; then our own flags and those of the run, in any order."""
-    words = argv[1:] if argv[0] == "@" else [argv[0].removeprefix("@"), *argv[1:]]
-    if not words or words[0].startswith("-"):
-        raise ConfigError(
-            f"the first word is `{argv[0]}` - expected the file of the run there. "
-            f"Write `{PROGRAM} configs/reverse-text/rl.toml {' '.join(argv)}`."
-        )
-    options, typed = parser.parse_known_args(words[1:])
+    """The file, our own flags, and those of the run, in any order."""
+    options, typed = parser.parse_known_args(argv)
+    words = mark_file(typed)
+    place = next((place for place, word in enumerate(words) if word.startswith("@")), len(words))
+    marked = words[place : place + (2 if words[place : place + 1] == ["@"] else 1)]
+    typed = [*words[:place], *words[place + len(marked) :]]
     _suggest(parser, typed)
-    return words[0], options, typed
+    if not (file := "".join(marked)[1:]):
+        raise ConfigError(
+            f"no file was given - expected the file of the run. Write `{PROGRAM} configs/reverse-text/rl.toml "
+            f"{' '.join(argv)}`."
+        )
+    return file, options, typed
 
 
 def _suggest(parser: ArgumentParser, typed: list[str]) -> None:

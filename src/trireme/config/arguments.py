@@ -29,6 +29,28 @@ class TypedFlag:
     name: str  # as typed, for messages
 
 
+FILE_ENDINGS = (".toml", ".json", ".yaml", ".yml")
+
+
+def mark_file(words: list[str]) -> list[str]:
+    """Put `@` before the one file of a command that takes it without, wherever it stands among flags.
+
+    Example:
+        mark_file(["--resume", "run.toml", "--max-steps", "20"])  # ["--resume", "@", "run.toml", "--max-steps", "20"]
+    """
+    if any(word.startswith("@") for word in words):
+        return words
+    bare = [place for place, word in enumerate(words) if not word.startswith("-")]
+    named = [place for place in bare if words[place].endswith(FILE_ENDINGS)]
+    alone = [place for place in named if not _takes_values(words[place - 1 : place])]
+    found = [*alone, *(place for place in bare if place == 0), *named][:1]
+    return [*words[: found[0]], "@", *words[found[0] :]] if found else words
+
+
+def _takes_values(before: list[str]) -> bool:
+    return any(word.startswith("--") and "=" not in word for word in before)
+
+
 def parse_arguments(argv: list[str]) -> list[TypedFile | TypedFlag]:
     return list(_parse(list(argv)))
 

@@ -48,6 +48,17 @@ class Endpoint:
         return f"Endpoint({self.name!r}, {self.model!r}, {self.url!r}, key={'...' if self.key else None})"
 
 
+KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+def key_for_address(url: str | None) -> str | None:
+    """Return the key of KEY_VARIABLE for an address that was typed, where nobody can read along: with https.
+
+    Another address gets a key only where the user names its variable.
+    """
+    return os.environ.get(KEY_VARIABLE) if url is not None and urlsplit(url).scheme == "https" else None
+
+
 def find_endpoint(model: str, *, base_url: str | None = None, path: Path | None = None) -> Endpoint:
     """Where `model` is asked: the entry of that name, the one that has that model, or `default`.
 

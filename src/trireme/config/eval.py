@@ -25,7 +25,7 @@ class Client(Section):
     base_url: str = "http://127.0.0.1:8000/v1"
     """Its address: an engine of ours (`inference`), or anything with OpenAI's chat completions."""
     api_key_var: str | None = None
-    """Variable of the environment that holds its key; TRIREME_TOKEN, then OPENAI_API_KEY, where not given."""
+    """Variable of the environment that holds its key; TRIREME_TOKEN, or for https OPENAI_API_KEY, where not given."""
     timeout_s: PositiveFloat = 600.0
     """How long one answer, or one transfer of weights, may take."""
 

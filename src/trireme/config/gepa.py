@@ -30,7 +30,7 @@ class GepaConfig(Section):
     reflection_base_url: str | None = None
     """Address of the endpoint that has `reflection_model`; as in the file of endpoints, else `base_url`."""
     api_key_var: str | None = None
-    """Variable that holds the key of `base_url`; OPENAI_API_KEY where not given."""
+    """Variable that holds the key of `base_url`; OPENAI_API_KEY, for https, where not given."""
     reflection_api_key_var: str | None = None
     """Variable that holds the key of `reflection_base_url`; as `api_key_var` where not given."""
     endpoints: Path | None = None

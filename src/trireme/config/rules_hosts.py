@@ -7,13 +7,22 @@ from collections.abc import Callable, Iterator
 
 from trireme.base.devices import Devices
 from trireme.base.network import is_here, is_loopback
-from trireme.base.token import HOW, token, token_problem
+from trireme.base.token import HOW, TOKEN, token, token_problem
 from trireme.config.places import place_of
 from trireme.config.readiness import port_rule
 from trireme.config.run import RunConfig
 from trireme.config.written import Room
 
 WILDCARDS = ("0.0.0.0", "::", "")
+NOT_VLLMS = {
+    "host": "Set `inference.server.host`.",
+    "port": "Set `inference.server.port`.",
+    "api-key": f"Set {TOKEN} in the environment: clients send it as they would send the key.",
+    "uds": "Set `inference.server.host` and `inference.server.port`.",
+    "root-path": "Remove it.",
+    "middleware": "Remove it.",
+}
+"""Arguments of vLLM's server that are refused in `[inference.args]`, with what to do instead."""
 
 
 def _addresses_can_be_read(config: RunConfig, _: Devices) -> Iterator[str]:
@@ -94,6 +103,18 @@ def _strangers_have_no_token(config: RunConfig, _: Devices) -> Iterator[str]:
         )
 
 
+def _arguments_do_not_open_the_engine(config: RunConfig, _: Devices) -> Iterator[str]:
+    """vLLM's arguments come last and win, so these would pass by the token, or by the rules about addresses."""
+    for name in config.inference.args:
+        plain = name.replace("_", "-")
+        if plain in NOT_VLLMS or plain.startswith(("ssl-", "allowed-", "allow-cred")):
+            instead = NOT_VLLMS.get(plain, "Put a proxy in front of it where browsers or other machines need it.")
+            yield (
+                f"inference.args.{name} = {'…' if 'key' in name else config.inference.args[name]!r} - expected "
+                f"arguments of the engine; who may reach its server is not left to them. {instead}"
+            )
+
+
 def _open_to_others(config: RunConfig) -> list[str]:
     bound = {
         "inference.server.host": config.inference.server.host,
@@ -153,6 +174,7 @@ RULES: Rules = (
     (_one_name_for_the_orchestrator, _ALL),
     (_servers_differ, _ALL),
     (_all_can_be_reached_from_all, _ALL),
+    (_arguments_do_not_open_the_engine, (_RUN, "inference")),
     (_ranks_are_spread_evenly, (_RUN, "trainer")),
     (_memory_is_shared_on_one_machine, _ALL),
 )

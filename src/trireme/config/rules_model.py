@@ -78,7 +78,7 @@ def model_launch_problems(table: str, model: TrainerModel, device: str) -> Itera
         return
     try:
         config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         yield (
             f"{folder / 'config.json'} cannot be read: {error} - expected a model's configuration, as `save_pretrained`"
             " writes it. Copy or download the model again."

@@ -75,7 +75,7 @@ def _structure(word: str) -> Any:
     for read in (json.loads, lambda text: tomllib.loads(f"value = {text}")["value"]):
         try:
             return read(word)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     return word
 

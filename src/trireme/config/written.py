@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def read_table(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({error}) - expected a TOML file. Check its rights.") from None
     try:
         return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(_syntax_error(path, text, error)) from None
 
 
@@ -51,7 +52,7 @@ def _near(path: Path) -> str:
     return f"Near it: {', '.join(map(str, near))}." if near else f"There are no TOML files in {where}."
 
 
-def _syntax_error(path: Path, text: str, error: ValueError) -> str:
+def _syntax_error(path: Path, text: str, error: Exception) -> str:
     kind = "JSON" if path.suffix == ".json" else "TOML"
     place = re.search(r"line (\d+)", str(error))
     number = int(place[1]) if place else text.count("\n") + 1
@@ -61,9 +62,32 @@ def _syntax_error(path: Path, text: str, error: ValueError) -> str:
     return f"{path}, line {number}: not valid {kind} ({error}) - the line reads `{line}`. Correct it.{hint}"
 
 
-def write_run(config: Section, file: Path) -> None:
+SECRET = re.compile(r"(^|[_-])(key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+HIDDEN = "…"
+
+
+def without_secrets(value: Any) -> Any:
+    """Return a table without what its keys call a secret (`judge_api_key = "…"`), for pages, logs and messages."""
+    if isinstance(value, dict):
+        return {key: HIDDEN if _is_secret(key, item) else without_secrets(item) for key, item in value.items()}
+    return [without_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_secret(key: str, value: Any) -> bool:
+    return isinstance(value, str) and SECRET.search(key) is not None
+
+
+def _write_table(table: Any, text: str, file: Path) -> None:
+    """Only its owner may read a file with secrets in it."""
     with atomic_write(file) as out:
-        out.write(json.dumps(config.model_dump(mode="json"), indent=2).encode() + b"\n")
+        if without_secrets(table) != table:
+            os.fchmod(out.fileno(), 0o600)
+        out.write(text.encode())
+
+
+def write_run(config: Section, file: Path) -> None:
+    table = config.model_dump(mode="json")
+    _write_table(table, json.dumps(table, indent=2) + "\n", file)
 
 
 def read_run(root: type[AnyConfig], file: Path) -> AnyConfig:
@@ -80,11 +104,10 @@ def read_run(root: type[AnyConfig], file: Path) -> AnyConfig:
 
 def write_rooms(config: RunConfig, folder: Path, rooms: tuple[Room, ...] = ROOMS) -> list[Path]:
     """`trainer.toml` and so on: each starts its process alone, as `uv run trainer @ trainer.toml`."""
-    files = {folder / f"{room}.toml": to_toml(room_table(config, room)) for room in rooms}
-    for file, text in files.items():
-        with atomic_write(file) as out:
-            out.write(text.encode())
-    return list(files)
+    tables = {folder / f"{room}.toml": room_table(config, room) for room in rooms}
+    for file, table in tables.items():
+        _write_table(table, to_toml(table), file)
+    return list(tables)
 
 
 def room_table(config: RunConfig, room: Room) -> dict[str, Any]:

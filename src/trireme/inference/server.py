@@ -11,7 +11,6 @@ from typing import Any
 
 from trireme.base.log import get_logger
 from trireme.base.processes import quick_imports
-from trireme.base.token import token
 from trireme.config.kept import max_logprobs
 from trireme.config.rules_lora import engine_rank, serves_adapters
 from trireme.config.rules_moe import replays_routes
@@ -126,7 +125,7 @@ def _is_known() -> bool:
 
 def _door_keeper() -> list[str]:
     """In front of every route, whatever else `[inference.args]` puts there."""
-    return ["--middleware", "trireme.transport.bearer.RequireToken"] if token() else []
+    return ["--middleware", "trireme.transport.bearer.RequireToken"]
 
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import IO
 from trireme.base.errors import ConfigError
 from trireme.base.locks import try_lock
 from trireme.base.paths import RunPaths
+from trireme.base.token import KEY_FILE
 from trireme.config.run import RunConfig
 from trireme.ledger.manifest import complete_steps
 
@@ -24,9 +25,11 @@ LEAVE_S = 30.0  # for the processes of a launcher that was killed
 
 RUN_ENTRIES = frozenset(
     {"configs", "logs", "journal", "logprobs", "checkpoints", "weights", "data", "broadcast", "evals", "rollouts"}
-    | {"metrics.jsonl", "spans.jsonl", "rollouts.jsonl", "report.html", "report.md", "wandb", "runs", *LOCKS.values()}
+    | {"metrics.jsonl", "spans.jsonl", "rollouts.jsonl", "report.html", "report.md", "wandb", "runs", KEY_FILE}
+    | {*LOCKS.values()}
 )
 """What a run writes into its folder. Only these are moved when another run takes the folder."""
+OF_THE_DISK = frozenset({"lost+found", ".snapshot"})
 RUN_PREFIXES = ("checkpoint-", ".checkpoint-")
 
 
@@ -133,7 +136,8 @@ def check_is_ours(paths: RunPaths) -> None:
     """Raises: ConfigError where the folder holds files, but no run: somebody else keeps other things there."""
     if holds_run(paths) or not paths.root.is_dir():
         return
-    foreign = sorted(entry.name for entry in paths.root.iterdir() if not _is_of_a_run(entry) and not _holds_runs(entry))
+    others = [entry for entry in paths.root.iterdir() if not _is_of_a_run(entry, OF_THE_DISK)]
+    foreign = sorted(entry.name for entry in others if not _holds_runs(entry))
     if foreign:
         shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         raise ConfigError(

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from trireme.base.paths import RunPaths
-from trireme.base.token import bearer
+from trireme.base.token import bearer, read_key
 from trireme.config.run import RunConfig
 from trireme.config.written import find_run_file, read_run
 from trireme.launch.folder import launcher_of
@@ -67,7 +67,7 @@ class Standing:
 def look_at(run: Path, *, token: str | None = None, address: str | None = None) -> Standing:
     """
     Args:
-        token: where this process's environment has none.
+        token: of a submission, where the run's folder has no key.
         address: of the orchestrator's machine, where the run's own configuration does not know it.
 
     Raises: ConfigError where the folder is not a run's.
@@ -92,9 +92,11 @@ def _ask(config: RunConfig, paths: RunPaths, token: str | None, address: str | N
     host = address or (config.hosts.orchestrator if bound.host in ANYWHERE else bound.host)
     url = f"http://{host}:{bound.port or 8001}/status"
     try:
-        answer = httpx.get(url, headers=bearer(token), timeout=ANSWER_S, trust_env=False).raise_for_status()
+        answer = httpx.get(
+            url, headers=bearer(token or read_key(paths.root)), timeout=ANSWER_S, trust_env=False
+        ).raise_for_status()
         status = msgspec.json.decode(answer.content, type=Status)
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError):
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, RecursionError):
         return None
     return status if _is_about(status, paths) else None
 

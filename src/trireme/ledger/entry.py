@@ -53,7 +53,7 @@ def read_entry(path: Path, number: int, kind: type[T], *, ways_out: str) -> T:
     head, _, payload = path.read_bytes().partition(b"\n")
     try:
         header = msgspec.json.decode(head, type=Header)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise JournalCorrupt(f"{path} does not begin with an entry's header: {error}. {ways_out}") from error
     if header.format != FORMAT:
         raise JournalCorrupt(
@@ -68,5 +68,5 @@ def read_entry(path: Path, number: int, kind: type[T], *, ways_out: str) -> T:
         raise JournalCorrupt(f"{path} holds entry {header.step}, by its name entry {number}. {ways_out}")
     try:
         return decode_as(kind, payload)
-    except msgspec.DecodeError as error:  # its checksum is right, so it was written so
+    except Exception as error:  # whatever a decoder can raise. The checksum is right: it was written so
         raise JournalCorrupt(f"{path} is no {kind.__name__}: {error}. {ways_out}") from error

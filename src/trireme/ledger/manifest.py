@@ -41,7 +41,7 @@ def read_manifest(folder: Path) -> Manifest:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise JournalCorrupt(f"{folder} has no {MANIFEST}: it is half a checkpoint.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise JournalCorrupt(f"{folder / MANIFEST} is no manifest: {error}.") from error
 
 

@@ -139,6 +139,6 @@ def read_surroundings(paths: RunPaths) -> dict[str, Any]:
     """Empty where nothing was written, or nothing that can be read."""
     try:
         found = json.loads(_file(paths).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -59,7 +59,7 @@ def read_metrics(path: Path, offset: int = 0) -> tuple[list[Row], int]:
 def _parse(line: bytes) -> Row | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) and "process" in row else None
 

@@ -303,7 +303,7 @@ def read_spans(path: Path, offset: int = 0) -> tuple[list[Span], int]:
 def _parse(line: bytes) -> Span | None:
     try:
         return _decode(line)
-    except (msgspec.DecodeError, ValueError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from trireme.base.paths import step_folder, step_of
 from trireme.config.run import RunConfig
 from trireme.monitor.collapse import Warned
-from trireme.monitor.in_words import short_time, warning_text
+from trireme.monitor.in_words import short_time
 from trireme.monitor.progress import Evaluation, Progress
 
 
@@ -36,11 +36,15 @@ def restarts_lines(restarts: Mapping[str, int]) -> list[str]:
 
 
 def warning_lines(warnings: Sequence[Warned]) -> list[str]:
-    """One line for each kind, about its last time."""
+    """One line for each kind, about its last time: what was seen. Meaning and advice were given when it was."""
     newest = {warned.name: warned for warned in warnings}
     counts = Counter(warned.name for warned in warnings)
     often = {name: f" (the last of {count})" if count > 1 else "" for name, count in counts.items()}
-    return [f"{warning_text(warned)}{often[name]}" for name, warned in newest.items()]
+    return [f"{_seen(warned)}{often[name]}" for name, warned in newest.items()]
+
+
+def _seen(warned: Warned) -> str:
+    return f"warning at step {warned.step + 1}, {warned.name}: {warned.text.partition('. ')[0]}"
 
 
 def held_out_lines(evaluations: Sequence[Evaluation]) -> list[str]:

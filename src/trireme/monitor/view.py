@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 
 from trireme.base.log import get_logger
-from trireme.base.token import bearer
+from trireme.base.token import bearer, token
 from trireme.config.run import RunConfig
 from trireme.monitor.logs import startup_phase
 from trireme.monitor.metrics import read_metrics
@@ -48,14 +48,14 @@ class StatusPoller:
         self._thread.join(2 * STATUS_TIMEOUT_S)
 
     def _poll(self) -> None:
-        with httpx.Client(timeout=STATUS_TIMEOUT_S, trust_env=False, headers=bearer()) as client:
+        with httpx.Client(timeout=STATUS_TIMEOUT_S, trust_env=False, headers=bearer(token())) as client:
             while not self._closing.wait(POLL_S):
                 self.latest = self._ask(client)
 
     def _ask(self, client: httpx.Client) -> Status | None:
         try:
             return msgspec.json.decode(client.get(self.url).raise_for_status().content, type=Status)
-        except (httpx.HTTPError, msgspec.DecodeError):
+        except (httpx.HTTPError, msgspec.DecodeError, RecursionError):
             return None
 
 

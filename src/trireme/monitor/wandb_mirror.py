@@ -15,6 +15,7 @@ from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
+from trireme.config.written import without_secrets
 from trireme.monitor.metrics import Row, merge_processes, read_metrics
 
 POLL_S = 2.0
@@ -148,7 +149,7 @@ def _init(config: RunConfig | SftConfig, run_id: str | None) -> Any:
             id=run_id,
             resume="allow" if config.wandb.mode == "online" else None,
             dir=config.paths.root,
-            config=config.model_dump(mode="json"),
+            config=without_secrets(config.model_dump(mode="json")),
             settings=wandb.Settings(console="off", quiet=True, finish_timeout=FINISH_S),
         )
     except (wandb.errors.Error, OSError, TimeoutError) as error:

@@ -49,6 +49,6 @@ async def _models(pool: InferencePool, engine: Engine) -> set[str]:
     try:
         async with pool.session.get(f"{engine.url}/v1/models") as response:
             answer = msgspec.json.decode(await response.read(), type=_Models)
-    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, ValueError) as error:
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise PeerDied(f"{engine.url}/v1/models got no answer: {error or type(error).__name__}") from error
     return {model.id for model in answer.data}

@@ -85,7 +85,12 @@ class ChatTokenizer:
         """A conversation that begins, as ids. The rollouts of a group begin alike: it is made of the text once."""
         try:
             key = msgspec.json.encode((messages, tools))
-        except (TypeError, ValueError, OverflowError):  # what JSON cannot say, a template may still know
+        except (
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ):  # what JSON cannot say, a template may still know
             key = b""
         if (ids := self._prompts.get(key)) is None:
             ids = self.encode(self.render(messages, tools=tools, generate=True))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trireme.base.errors import TriremeError
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.config.orchestrator import Evaluation
@@ -125,7 +126,12 @@ class EvaluationRun:
                     return await self._roll_out(example, place, attempt)
                 except RolloutFailed as failure:
                     last = failure
-                    log.warning("%s, evaluation example %d: %s", self._environment.name, example, failure)
+                except TriremeError:
+                    raise
+                except Exception as error:
+                    log.exception("A rollout of %s, evaluation example %d, broke", self._environment.name, example)
+                    last = RolloutFailed("rollout", f"{type(error).__name__}: {error}")
+                log.warning("%s, evaluation example %d: %s", self._environment.name, example, last)
         if self._environment.group_rewards:
             raise last
         return self._failed(example, place, last)

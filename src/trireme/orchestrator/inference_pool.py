@@ -27,7 +27,7 @@ import msgspec
 from trireme.base.errors import DeadlineExceeded, PeerDied
 from trireme.base.log import get_logger
 from trireme.base.network import watched_socket
-from trireme.base.token import bearer
+from trireme.base.token import bearer, token
 from trireme.base.waiting import Waits
 from trireme.orchestrator.engine_answers import (
     BadAnswer,
@@ -367,7 +367,7 @@ def _open_session(urls: list[str], timeout_s: float) -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(limit=0, socket_factory=watched, keepalive_timeout=KEEP_IDLE_S)
     return aiohttp.ClientSession(
         connector=connector,  # without a limit: `max_concurrent` is one
-        headers=bearer(),
+        headers=bearer(token()),
         timeout=aiohttp.ClientTimeout(total=timeout_s),
     )
 

@@ -193,7 +193,8 @@ class Orchestrator:
         reach("journal.appended")
 
     async def keep_engines(self) -> None:
-        self.status.state = "running"
+        if self.status.state == "starting":  # a run that only lacks its end is "finishing" by now
+            self.status.state = "running"
         await keep_engines(self.pool, self.policy.judge, start_timeout_s=self.config.inference.start_timeout_s)
 
     async def fail_with_policy(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from trireme.base.errors import ConfigError
+from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.log import get_logger
 from trireme.config.orchestrator import Sampling
 from trireme.config.rules_sampling import sampling_notes
@@ -179,11 +179,14 @@ class _Play:
         self._num_asked = 0
 
     async def turn(self, question: Ask) -> Reply:
-        """Raises: ConfigError where the chat template cannot be trained on as the run is configured."""
+        """Answer a request of the environment. Whatever is wrong with it is an error of this rollout alone.
+
+        Raises: ConfigError where the chat template cannot be trained on as the run is configured.
+        """
         self._num_asked += 1
         number = self._num_asked
-        arguments = self._sampling.of_turn(number, question.sampling)
         try:
+            arguments = self._sampling.of_turn(number, question.sampling)
             asked = self.trajectory.ask(question.messages, question.tools)
             routes_from = asked.routes_from if self._trained else None
             turn = await self._pool.generate(asked.ids, arguments, routes_from=routes_from)
@@ -198,6 +201,11 @@ class _Play:
             return Reply(error=f"The chat template refuses this conversation: {error}", error_kind="engine")
         except ValueError as error:
             return Reply(error=str(error), error_kind="engine")
+        except (TriremeError, AssertionError):
+            raise
+        except Exception as error:  # of a template or an engine that was given what it does not expect
+            words = f"This request cannot be answered: {type(error).__name__}: {error}"
+            return Reply(error=words, error_kind="engine")
         self.refused, self._cut = None, turn.cut
         self.trajectory.record(asked, turn, said)
         return _to_reply(asked.ids, turn, said)

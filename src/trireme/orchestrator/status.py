@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from trireme.base.errors import ConfigError
+from trireme.base.token import status_key
 from trireme.base.waiting import Wait, Waits
 from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
@@ -131,7 +132,7 @@ def _wait_row(wait: Wait) -> dict[str, Any]:
 
 def build_app(status: Status) -> FastAPI:
     app = FastAPI(title="Trireme orchestrator", docs_url=None, redoc_url=None)
-    app.add_middleware(RequireToken)
+    app.add_middleware(RequireToken, reader_key=status_key())
     registry = CollectorRegistry()
     gauges = {
         name: Gauge(f"trireme_{name}", text, registry=registry)

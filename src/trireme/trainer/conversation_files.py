@@ -64,7 +64,7 @@ def _from_json(file: Path) -> Iterator[Entry]:
 def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f'{where} is not JSON ({error}) - expected {{"messages": [{{"role": "user", "content": "…"}}, …]}}. '
             "Correct it, or leave it out."

@@ -85,7 +85,7 @@ def read_layout(path: Path) -> Layout:
     """Raises: JournalCorrupt where it is not there, or is not what `write_layout` wrote."""
     try:
         tensors = msgspec.json.decode(path.read_bytes(), type=list[_Tensor])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise JournalCorrupt(f"{path} does not say what the model consists of: {error}. Take another step.") from error
     return Layout(
         tuple(TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=list(tensor.shape)) for tensor in tensors),

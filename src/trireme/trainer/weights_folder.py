@@ -191,7 +191,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / WHOLE]
     try:
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{index} is damaged: {error!r} - expected the list of a model's files. Copy the folder again."
         ) from None

@@ -1,9 +1,11 @@
-"""HTTP routes for those who know the token: vLLM's, and those of the orchestrator's status server.
+"""Authentication for HTTP routes: vLLM's, and those of the orchestrator's status server.
 
-`/health` is open, for those who start a process again: it tells whether a server is well and nothing else.
+With a token, each route but `/health` wants it. Without one, a server listens on loopback only, and a page in a browser
+of this machine must not reach it: requests that name another host (DNS rebinding) or another site (a form, a script)
+are refused, and of vLLM's `/collective_rpc`, which calls any method of a worker, only our own methods are let through.
 
 Example:
-    vllm serve MODEL --middleware trireme.transport.bearer.RequireToken     # with TRIREME_TOKEN set
+    vllm serve MODEL --middleware trireme.transport.bearer.RequireToken
 """
 
 from __future__ import annotations
@@ -13,13 +15,20 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from trireme.base.log import Sparingly, get_logger
-from trireme.base.token import TOKEN, is_same, token
+from trireme.base.network import host_of, is_loopback
+from trireme.base.token import KEY_FILE, TOKEN, is_same, token
 
 OPEN = ("/health",)
 REFUSAL = (
-    "This route wants the token that the machines of the run share - expected the header `Authorization: Bearer …` - "
-    f"set {TOKEN} to the same value on all of them."
+    "This route wants the run's token - expected the header `Authorization: Bearer …` - "
+    f"set {TOKEN} to the same value for all processes of the run; the run's folder has it in {KEY_FILE}."
 )
+FOREIGN = (
+    "This server has no token and answers only programs of this machine - expected a loopback address as Host, no "
+    f"Origin, and of /collective_rpc methods of Trireme. Set {TOKEN} for the server and its clients."
+)
+RPC, OURS = "/collective_rpc", "trireme_"
+MOST_BYTES = 64 << 20  # of a call of a worker's method; the names and shapes of all tensors are some MB
 
 log = get_logger("http")
 sparingly = Sparingly(log)
@@ -30,42 +39,93 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
-def may_enter(path: str, authorization: str, secret: str | None) -> bool:
-    """Whether a request is answered."""
-    return secret is None or path in OPEN or is_same(f"Bearer {secret}", authorization)
+def may_enter(path: str, authorization: str, *keys: str | None) -> bool:
+    """Whether a request is answered by a server that has these keys. One without any answers every request."""
+    known = [key for key in keys if key is not None]
+    return not known or path in OPEN or any(is_same(f"Bearer {key}", authorization) for key in known)
+
+
+def is_from_here(scope: Message) -> bool:
+    """Whether a program of this machine sent a request, rather than a page in its browser."""
+    host, origin = header(scope, b"host"), header(scope, b"origin")
+    site = header(scope, b"sec-fetch-site")
+    return is_loopback(host_of(host)) and not origin and site in ("", "none", "same-origin")
+
+
+def header(scope: Message, name: bytes) -> str:
+    """Return the value of a header; "" where there is none, or more than one."""
+    values = [value for found, value in scope["headers"] if found.lower() == name]
+    return values[0].decode("latin-1") if len(values) == 1 else ""
 
 
 class RequireToken:
-    """An ASGI middleware. Without a token it lets everybody in: then nobody but this machine can knock."""
+    """An ASGI middleware in front of all routes."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, reader_key: str | None = None) -> None:
+        """
+        Args:
+            reader_key: what opens the routes beside the token.
+        """
         self._app = app
-        self._secret = token()
+        self._keys = (token(), reader_key)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._lets_in(scope):
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await receive()
-            await send({"type": "websocket.close", "code": 1008})
+        elif self._keys[0] is not None:
+            await self._with_token(scope, receive, send)
+        elif not is_from_here(scope):
+            await _refuse(scope, receive, send, 403, FOREIGN)
+        elif scope["path"].rstrip("/") == RPC:
+            await self._call(scope, receive, send)
         else:
-            sparingly.warning("%s asked for %s without the run's token", _who(scope), scope["path"])
-            await _refuse(send)
+            await self._app(scope, receive, send)
 
-    def _lets_in(self, scope: Message) -> bool:
-        headers = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-        authorization = headers[0].decode("latin-1") if len(headers) == 1 else ""
-        return may_enter(scope["path"], authorization, self._secret)
+    async def _with_token(self, scope: Message, receive: Receive, send: Send) -> None:
+        if may_enter(scope["path"], header(scope, b"authorization"), *self._keys):
+            await self._app(scope, receive, send)
+        else:
+            sparingly.warning("%s asked for %s without the run's token", _client(scope), scope["path"])
+            await _refuse(scope, receive, send, 401, REFUSAL)
+
+    async def _call(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Read which method of a worker is to be called, before vLLM does."""
+        body, more = b"", True
+        while more and len(body) <= MOST_BYTES:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        if len(body) > MOST_BYTES or not _calls_ours(body):
+            await _refuse(scope, receive, send, 403, FOREIGN)
+            return
+        read = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def again() -> Message:
+            return next(read, None) or await receive()
+
+        await self._app(scope, again, send)
 
 
-def _who(scope: Message) -> str:
+def _calls_ours(body: bytes) -> bool:
+    try:
+        method = json.loads(body)["method"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return isinstance(method, str) and method.startswith(OURS)
+
+
+def _client(scope: Message) -> str:
     client = scope.get("client")
-    return client[0] if client else "somebody"
+    return client[0] if client else "an unknown client"
 
 
-async def _refuse(send: Send) -> None:
-    body = json.dumps({"error": REFUSAL}).encode()
+async def _refuse(scope: Message, receive: Receive, send: Send, code: int, reason: str) -> None:
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    body = json.dumps({"error": reason}).encode()
     headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
     headers.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.start", "status": code, "headers": headers})
     await send({"type": "http.response.body", "body": body})

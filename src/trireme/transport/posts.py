@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from trireme.base.network import watched_socket
-from trireme.base.token import bearer
+from trireme.base.token import bearer, token
 from trireme.base.turns import Turns
 
 IDLE_S = 4.0
@@ -105,7 +105,7 @@ class Posts:
 @contextmanager
 def open_posts(*, timeout_s: float, watched: bool) -> Iterator[Posts]:
     """With the run's token where there is one."""
-    posts = Posts(timeout_s=timeout_s, headers=bearer(), watched=watched)
+    posts = Posts(timeout_s=timeout_s, headers=bearer(token()), watched=watched)
     try:
         yield posts
     finally:

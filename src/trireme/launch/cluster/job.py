@@ -127,7 +127,7 @@ def find_submission(run: Path) -> Submission | None:
 def _read(record: Path) -> Submission:
     try:
         return Submission(**json.loads(record.read_text()), folder=record.parent)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{record} cannot be read ({error}) - expected what `trireme submit` wrote. Look for the job with the "
             "scheduler's own commands (`squeue --me`, `kubectl get jobs`)."

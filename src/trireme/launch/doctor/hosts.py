@@ -114,7 +114,7 @@ def _of_server(door: Door) -> Iterator[Finding]:
     path = "/version" if door.whose == "inference" else "/status"
     try:
         began = time.time()
-        answer = httpx.get(door.url + path, headers=bearer(), timeout=CONNECT_S, trust_env=False)
+        answer = httpx.get(door.url + path, headers=bearer(token()), timeout=CONNECT_S, trust_env=False)
         now = (began + time.time()) / 2
     except httpx.HTTPError as error:
         yield warning(f"{door.url}: {error!r} - expected {door.whose}'s server", "Look at its log there.")

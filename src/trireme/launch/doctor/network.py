@@ -18,7 +18,7 @@ import uvicorn
 from trireme.base.errors import TriremeError
 from trireme.base.network import interface_of, is_here, is_loopback, numeric
 from trireme.base.processes import free_port, port_is_free
-from trireme.base.token import bearer
+from trireme.base.token import bearer, token
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.launch.doctor.commands import listeners_of, port_problems
@@ -87,7 +87,7 @@ def _in_use(host: str, port: int) -> Finding | None:
 def asked_over_http(url: str) -> tuple[float, float]:
     """Raises: httpx.HTTPError, or ValueError where other bytes came back than were sent."""
     payload, took = os.urandom(MIB), []
-    with httpx.Client(timeout=ANSWER_S, trust_env=False, headers=bearer()) as client:
+    with httpx.Client(timeout=ANSWER_S, trust_env=False, headers=bearer(token())) as client:
         began = time.perf_counter()
         answer = client.post(url, content=payload).raise_for_status()
         large_s = time.perf_counter() - began
@@ -144,7 +144,7 @@ def _zeromq_at(host: str, port: int) -> Finding:
         question_s = asyncio.run(_asked_over_zeromq(host, port))
     except (TriremeError, OSError) as error:
         return problem(f"{host}:{port} listens and cannot be asked ({error}) - expected an answer", FIREWALL)
-    sealed = "encrypted with the token" if bearer() else "without a token"
+    sealed = "encrypted with the token" if bearer(token()) else "without a token"
     return ok(f"{question_s * 1000:.2f} ms for a question at {host}:{port}, {sealed}", question_s=question_s)
 
 

@@ -46,8 +46,11 @@ from trireme.monitor.audit.tokens import TokenAudit, read_columns
 from trireme.monitor.audit.weights import VersionAudit, check_checkpoints, list_checkpoints
 
 
-def audit_run(folder: Path) -> Report:
-    """Reads everything once, entry by entry; writes nothing.
+def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
+    """Read everything once, entry by entry; write nothing, and run nothing of what the folder names.
+
+    Args:
+        run_code: the one function ("module:name") that may be called where the journal names it.
 
     Raises:
         ConfigError: `folder` is not a run's.
@@ -57,7 +60,7 @@ def audit_run(folder: Path) -> Report:
     before = _list(paths)
     with closing(MetricsIndex(paths.metrics)) as index:
         versions = Versions(paths.journal).known()
-        audit = _Audit(paths, rules_of(config), index, before, versions, _list(paths).batches)
+        audit = _Audit(paths, rules_of(config), index, before, versions, _list(paths).batches, run_code)
         audit.versions.read(may_differ=config.device == "cuda")
         audit.versions.compare_with_batches(audit.num_batches)
         audit.compare_lines()
@@ -91,7 +94,14 @@ class _Audit:
     """One pass over a run."""
 
     def __init__(
-        self, paths: RunPaths, rules: Rules, index: MetricsIndex, before: _Listed, versions: list[int], now: list[int]
+        self,
+        paths: RunPaths,
+        rules: Rules,
+        index: MetricsIndex,
+        before: _Listed,
+        versions: list[int],
+        now: list[int],
+        run_code: str | None,
     ) -> None:
         """
         Args:
@@ -112,7 +122,7 @@ class _Audit:
         self._order = OrderAudit(self.findings)
         self._fates = Fates(self._order, self.findings)
         self._tokens = TokenAudit(self.versions.is_confirmed, self.findings)
-        self._targets = TargetAudit(self.findings)
+        self._targets = TargetAudit(self.findings, run_code)
 
     def compare_lines(self) -> None:
         if self._index.unreadable:

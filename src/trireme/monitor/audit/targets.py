@@ -17,8 +17,13 @@ from trireme.monitor.audit.tokens import Columns, Refusal, name_of
 class TargetAudit:
     """Follows the running means of `ema` from batch to batch; looks at everything else batch by batch."""
 
-    def __init__(self, findings: Findings) -> None:
+    def __init__(self, findings: Findings, run_code: str | None = None) -> None:
+        """
+        Args:
+            run_code: the one function ("module:name") that may be called for advantages where the journal names it.
+        """
         self._findings = findings
+        self._run_code = run_code
         self._baselines: Baselines = {}
         self._custom: dict[tuple[str | None, str], Estimator | None] = {}  # None: cannot be called here
 
@@ -47,12 +52,20 @@ class TargetAudit:
     def _estimator(self, rules: Rules) -> Estimator | None:
         which = rules.advantage_path, repr(rules.advantage_args)
         if rules.advantage == "custom" and which not in self._custom:
-            try:
-                self._custom[which] = estimator_of(rules)
-            except ConfigError as error:
-                self._custom[which] = None
-                self._findings.note(f"advantages of a function of yours are not compared: {error}")
+            self._custom[which] = self._trusted(rules)
         return self._custom.get(which) if rules.advantage == "custom" else None
+
+    def _trusted(self, rules: Rules) -> Estimator | None:
+        """Return the function that the journal names, unless the user has not named it: whoever wrote the folder could
+        have anything run here."""
+        try:
+            if rules.advantage_path == self._run_code:
+                return estimator_of(rules)
+            reason = f"the journal names {rules.advantage_path}, which is called only with `--run-code` and its name"
+        except ConfigError as error:
+            reason = str(error)
+        self._findings.note(f"advantages of a custom function are not compared: {reason}")
+        return None
 
     def _misfit(self, record: BatchRecord, rules: Rules) -> bool:
         """Whether something that is given per token does not belong to the tokens."""

@@ -149,7 +149,9 @@ class Chart:
         self.name = name
         self.is_stale = True
         self._is_seen = False
-        with ui.element("section").classes("tr-card tr-chart-card").props(f'aria-label="{name}"'):
+        card = ui.element("section").classes("tr-card tr-chart-card")
+        card.props["aria-label"] = name  # text for `props()` is parsed: a name with `:` in it would become a script
+        with card:
             with ui.element("div").classes("tr-row tr-chart-head"):
                 ui.label(name).classes("tr-title")
                 ui.space()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sqlite3
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nicegui import run, ui
 
+from trireme.base.processes import die_with_parent
 from trireme.monitor.dashboard import theme
 from trireme.monitor.dashboard.canvas import Canvas
 from trireme.monitor.dashboard.example_fates import Totals, by_step, examples, groups_of, totals
@@ -164,11 +167,21 @@ class FatesPage:
             draw_audit(report)
 
 
+_auditing = asyncio.Lock()  # one at a time, whoever asks: each reads a whole run
+
+
 async def audit(folder: Path) -> dict[str, Any] | str:
-    """The report of `trireme audit`; its words where it could not be made, or took too long."""
+    """Return the report of `trireme audit`; its words where it could not be made, or took too long."""
+    async with _auditing:
+        return await _audit(folder)
+
+
+async def _audit(folder: Path) -> dict[str, Any] | str:
     command = (sys.executable, "-m", "trireme.cli.trireme", "audit", str(folder), "--json")
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=pipe, stderr=pipe, preexec_fn=partial(die_with_parent, os.getpid())
+    )
     try:
         async with asyncio.timeout(AUDIT_S):
             out, err = await process.communicate()

@@ -9,13 +9,23 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
-from trireme.base.network import is_loopback
+from trireme.base.network import host_of, is_loopback
 from trireme.base.token import derive, is_same
 
 COOKIE = "trireme_dashboard"
 KEY = "key"
+CONFINING = (
+    (
+        b"content-security-policy",
+        b"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; connect-src 'self' ws: wss:; "
+        b"frame-ancestors 'self'; object-src 'none'; base-uri 'self'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
+"""NiceGUI's own pages need inline scripts; what a page may talk to, and who may embed it, is confined."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -39,34 +49,37 @@ class Gate:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or may_enter(scope, self._key):
-            await self._app(scope, receive, self._remembering(scope, send))
+            await self._app(scope, receive, self._with_headers(scope, send))
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1008})
         else:
             await _refuse(send)
 
-    def _remembering(self, scope: Message, send: Send) -> Send:
-        """Hands the key that came with the address to the browser, once."""
-        if self._key is None or scope["type"] != "http" or _asked_key(scope) is None:
+    def _with_headers(self, scope: Message, send: Send) -> Send:
+        """Add the headers that confine a page, and hand the key that came with the address to the browser, once."""
+        if scope["type"] != "http":
             return send
-        cookie = f"{COOKIE}={self._key}; Path=/; HttpOnly; SameSite=Strict"
+        headers = list(CONFINING)
+        if self._key is not None and _asked_key(scope) is not None:
+            cookie = f"{COOKIE}={self._key}; Path=/; HttpOnly; SameSite=Strict"
+            headers.append((b"set-cookie", cookie.encode()))
 
-        async def remember(message: Message) -> None:
+        async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), (b"set-cookie", cookie.encode())]
+                message["headers"] = [*message.get("headers", []), *headers]
             await send(message)
 
-        return remember
+        return sending
 
 
 def may_enter(scope: Message, key: str | None) -> bool:
     """Without a key the dashboard listens on loopback only, and answers only to loopback's names."""
     host, origin = _header(scope, b"host"), _header(scope, b"origin")
-    if origin and urlsplit(origin).netloc != host:
+    if origin and origin.partition("://")[2] != host:
         return False
     if key is None:
-        return is_loopback(urlsplit(f"//{host}").hostname or "")
+        return is_loopback(host_of(host))
     given = _asked_key(scope) or _cookie_key(scope) or ""
     return is_same(key, given)
 

@@ -173,7 +173,7 @@ def _last_rows(metrics: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:  # the first is cut; others may be damaged
+        except (ValueError, RecursionError):  # the first is cut; others may be damaged
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)

@@ -52,7 +52,7 @@ class Header:
     def show(self, runs: RunSet) -> None:
         self._runs = runs
         for page in self._pages:
-            self._tabs[page.path].props(f'href="{runs.link(page.path)}"')
+            self._tabs[page.path].props["href"] = runs.link(page.path)
         self.show_runs(runs)
         self.show_state(runs)
 

@@ -210,7 +210,9 @@ def _bar(lane: str, of_lane: Shares) -> None:
     said = ", ".join(f"{what} {share:.1%}" for what, share in of_lane.items() if share >= 0.0005)
     with ui.element("div").classes("tr-share"):
         ui.label(lane).classes("tr-small").style("font-weight: 600")
-        with ui.element("div").classes("tr-bar").props(f'role=img aria-label="{lane}: {said}"'):
+        bar = ui.element("div").classes("tr-bar").props("role=img")
+        bar.props["aria-label"] = f"{lane}: {said}"  # text for `props()` is parsed, and may become a script
+        with bar:
             for what, share in of_lane.items():
                 if share > 0.0005:
                     color = theme.ACTIVITIES.get(what, theme.ACTIVITIES["other"])

@@ -13,7 +13,7 @@ from trireme.base.paths import RunPaths
 ENDING = ".stdout"
 ORDER = ("orchestrator", "trainer", "inference", "sft")
 TAIL_BYTES = 512 * 1024  # read without a filter
-SEARCH_BYTES = 64 * 1024 * 1024  # searched, of the file's end
+SEARCH_BYTES = 16 * 1024 * 1024  # searched, of the file's end
 MOST_LINES = 1000
 LONGEST = 2000  # characters of a line
 UNSEEN = "\N{REPLACEMENT CHARACTER}"
@@ -22,6 +22,7 @@ Level = Literal["all", "trouble", "errors"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL|Traceback|[A-Za-z]*(Error|Exception))\b")
+_MARKS = re.compile(rb"ERROR|CRITICAL|FATAL|Traceback|Error|Exception|WARN|Warning")
 _WARNING = re.compile(r"\b(WARNING|WARN|[A-Za-z]*Warning)\b")
 
 
@@ -61,9 +62,10 @@ def tail(file: Path, *, words: str = "", level: Level = "all", most: int = MOST_
         return Tail([], 0, True, 0)
     if begin:
         data = data.partition(b"\n")[2]  # what is left of a line that begins before
-    lines = [clean(line) for line in data.decode(errors="replace").split("\n")]
-    if lines and not lines[-1]:
-        lines.pop()
+    raw = data.removesuffix(b"\n").split(b"\n") if data else []
+    if level != "all":
+        raw = [line for line in raw if _MARKS.search(line)]  # in a hundredth of the time that the rest takes per line
+    lines = [clean(line.decode(errors="replace")) for line in raw]
     wanted = [line for line in lines if _is_wanted(line, words.lower().split(), level)] if is_filtered else lines
     return Tail(wanted[-most:], len(wanted), begin == 0, size)
 

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from trireme.base.paths import RunPaths
-from trireme.base.token import bearer
+from trireme.base.token import bearer, read_key
 from trireme.monitor.progress import Status
 
 ANSWER_S = 0.8
@@ -49,9 +49,9 @@ def _table(table: dict[str, Any], key: str) -> dict[str, Any]:
 def ask_status(config: dict[str, Any], folder: Path) -> Status | None:
     """The port may be another run's by now: an answer counts where it is about this folder."""
     try:
-        answer = _client().get(status_url(config), headers=bearer())
+        answer = _client().get(status_url(config), headers=bearer(read_key(folder)))
         status = msgspec.json.decode(answer.raise_for_status().content, type=Status)
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, ValueError):
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, ValueError, RecursionError):
         return None
     return status if _is_about(status, folder) else None
 

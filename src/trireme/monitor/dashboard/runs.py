@@ -126,7 +126,7 @@ class RunFolder:
             return False
         try:
             read = json.loads(file[0].read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return False
         self._config, self._config_of = read if isinstance(read, dict) else {}, file
         return True

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trireme.config.written import find_run_file, read_table, toml_value
+from trireme.config.written import find_run_file, read_table, toml_value, without_secrets
 
 Table = dict[str, Any]
 
@@ -96,7 +96,7 @@ class KeyDifference:
 
 def read_configuration(run: Path) -> Table:
     """Raises: ConfigError where the folder is not a run's."""
-    return read_table(find_run_file(run, "trainer"))
+    return without_secrets(read_table(find_run_file(run, "trainer")))
 
 
 def compare_configurations(a: Table, b: Table) -> list[KeyDifference]:

@@ -135,7 +135,7 @@ def _arguments(call: dict[str, Any]) -> str:
     if isinstance(given, str):
         try:
             given = json.loads(given)
-        except ValueError:
+        except (ValueError, RecursionError):
             return given
     if isinstance(given, dict):
         return "\n".join(_argument(str(name), value) for name, value in given.items())

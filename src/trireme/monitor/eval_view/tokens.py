@@ -48,7 +48,7 @@ def _model(paths: RunPaths) -> list[Path]:
     """Its folder, or where what was downloaded lies."""
     try:
         name = json.loads(paths.run_config.read_bytes())["model"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
     if not isinstance(name, str) or Path(name).is_dir():
         return [Path(str(name))]

@@ -7,7 +7,7 @@ from typing import Any
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
 from trireme.config.sft import SftConfig
-from trireme.config.written import to_table, to_toml
+from trireme.config.written import to_table, to_toml, without_secrets
 
 OWN = (
     *("name", "output_dir", "resume", "ports", "hosts", "wandb", "dashboard"),
@@ -18,7 +18,7 @@ OWN = (
 
 def choices_of(config: RunConfig | SftConfig) -> str:
     """TOML from which `rl`, or `sft`, makes the same configuration again."""
-    return to_toml(_told(to_table(config), to_table(_defaults(config))))
+    return to_toml(without_secrets(_told(to_table(config), to_table(_defaults(config)))))
 
 
 def _defaults(config: RunConfig | SftConfig) -> Section:
@@ -41,4 +41,4 @@ def _told(table: dict[str, Any], defaults: dict[str, Any], above: str = "") -> d
 
 
 def whole(config: RunConfig | SftConfig) -> str:
-    return to_toml(to_table(config))
+    return to_toml(without_secrets(to_table(config)))

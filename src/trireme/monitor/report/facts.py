@@ -91,7 +91,7 @@ def read_answers(file: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             try:
                 answer = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(answer, dict) and isinstance(answer.get("reward"), int | float):
                 yield answer

@@ -135,7 +135,7 @@ class ChatEndpoint:
             return Reply(error=f"The endpoint refused a question ({status}): {words}", error_kind=kind)  # type: ignore[arg-type]
         try:
             return _decode(data)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             return Reply(error=f"The endpoint gave no chat completion ({error}): {words}", error_kind="engine")
 
     def _body(self, question: Ask) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def _module_of(folder: Path) -> str:
     try:
         project = tomllib.loads((folder / "pyproject.toml").read_text())
         return _module_name(project["project"]["name"])
-    except (tomllib.TOMLDecodeError, KeyError) as error:
+    except (tomllib.TOMLDecodeError, KeyError, RecursionError) as error:
         raise ConfigError(
             f"{folder / 'pyproject.toml'} has no readable [project] name ({error!r}) - expected the environment's name "
             'there; its module has the same name with "_" for "-" - add it.'
@@ -239,8 +239,8 @@ def _build(venv: Path, source: EnvironmentSource, *, uv: str, log_file: Path) ->
         (Path(aside) / "uv.toml").touch()
         cwd = Path(aside)
         _run_uv([uv, "venv", "--no-project", "--python", sys.executable, str(venv)], source, cwd=cwd, log_file=log_file)
-        # Byte code is compiled once here: without it, each worker would take seconds more to import verifiers.
-        install = [uv, "pip", "install", "--compile-bytecode", "--python", str(_python(venv))]
+        # Not `--compile-bytecode`: 12,000 files, while the run waits. Workers compile what they import.
+        install = [uv, "pip", "install", "--python", str(_python(venv))]
         # uv keeps what it once built of a folder, and builds anew only when that folder's pyproject.toml changes.
         anew = [word for name in copied_neighbours(source.folder) for word in ("--reinstall-package", name)]
         _run_uv([*install, *anew, "--editable", str(source.folder)], source, cwd=cwd, log_file=log_file)

@@ -20,6 +20,7 @@ an answer that breaks the form costs its rollout, bytes that are no message at a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import chain
 from typing import Any, Literal
@@ -210,6 +211,15 @@ LONGEST_LINE = 64 << 20
 LARGEST_REWARD = 1e30
 """Of either sign. Beyond it, squares and float32 no longer hold, and one rollout would spoil its batch."""
 
+DEEPEST = 32
+"""Lists and objects within each other. Encoders and readers recurse: Python's limit is theirs."""
+
+METRIC_NAME = re.compile(r"[\w./@:+ -]{1,200}")
+MOST_METRICS = 500  # of one rollout
+LONGEST_ROLE = 64  # characters
+TASK = re.compile(rb'\{"type": ?"(?:ask|held|done|error)", ?"task": ?"([^"\\]{1,200})"')
+"""How a worker's message about a rollout begins: enough to know whose it is where the rest cannot be read."""
+
 
 class Garbage(TriremeError):
     """A worker sent what is no message."""
@@ -240,13 +250,57 @@ def decode(line: bytes) -> FromWorker:
 
 
 def _checked(message: FromWorker) -> FromWorker:
+    if isinstance(message, Ask):
+        _check_messages(message.messages)
+        _check_depth(message.messages, message.tools, message.sampling)
     if isinstance(message, Done):
+        _check_depth(message.prompt, message.completion, message.info, message.columns)
+        _check_metric_names(message.metrics)
         for reward in (message.reward, *chain.from_iterable(message.turn_rewards)):
             if abs(reward) > LARGEST_REWARD:
                 raise ValueError(f"a reward of {reward:g}, expected at most {LARGEST_REWARD:g} of either sign")
     if isinstance(message, Ready) and not all(0 <= size < 2**31 for size in (message.num_train, message.num_eval)):
         raise ValueError(f"data sets of {message.num_train} and {message.num_eval} examples")
     return message
+
+
+def _check_messages(messages: list[dict[str, Any]]) -> None:
+    """Chat templates join what they are given: other types would fail there in as many ways as there are templates."""
+    for message in messages:
+        role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+        if not isinstance(role, str) or not 0 < len(role) <= LONGEST_ROLE:
+            raise ValueError(f"a message with the role {role!r:.80}, expected a word")
+        if not isinstance(content, str | None):
+            raise ValueError(f"a message whose content is {content!r:.80}, expected text or null")
+        if not isinstance(calls, list | None) or not all(_is_call(call) for call in calls or ()):
+            raise ValueError(
+                f"a message with the tool calls {calls!r:.80}, expected a list of functions with arguments"
+            )
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _check_metric_names(metrics: dict[str, float]) -> None:
+    """They become keys of metrics.jsonl, and text of the dashboard and of reports."""
+    if len(metrics) > MOST_METRICS:
+        raise ValueError(f"{len(metrics)} metrics, expected at most {MOST_METRICS}")
+    for name in metrics:
+        if METRIC_NAME.fullmatch(name) is None:
+            raise ValueError(f"a metric called {name!r:.80}, expected 1 to 200 letters, digits and ./@:+-_ or blanks")
+
+
+def _check_depth(*values: Any) -> None:
+    level = [value for value in values if isinstance(value, list | dict)]
+    for _ in range(DEEPEST):
+        if not level:
+            return
+        inner = chain.from_iterable(value.values() if isinstance(value, dict) else value for value in level)
+        level = [value for value in inner if isinstance(value, list | dict)]
+    if level:
+        raise ValueError(f"lists and objects nested more than {DEEPEST} deep")
 
 
 class _AboutRollout(msgspec.Struct):
@@ -258,7 +312,8 @@ def _task_of(line: bytes) -> str | None:
     try:
         return msgspec.json.decode(line, type=_AboutRollout).task
     except Exception:
-        return None
+        found = TASK.match(line)
+        return found[1].decode(errors="replace") if found else None
 
 
 class LineReader:

@@ -18,6 +18,7 @@ from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.processes import last_lines
 from trireme.base.token import TOKEN
+from trireme.config.written import without_secrets
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.connection import Connection
 from trireme.orchestrator.environments.family import kill_family, resident_gib
@@ -364,6 +365,6 @@ class EnvironmentWorker:
         return ConfigError(
             f"Environment {self._load.module!r} {what.rstrip('.')}. Last lines:\n"
             + "\n".join(f"  {line}" for line in lines)
-            + f"\nExpected its `load_environment(**{self._load.args!r})` to return an environment - correct it, or "
-            f"`args`; the whole log is {self.log_file}"
+            + f"\nExpected its `load_environment(**{without_secrets(self._load.args)!r})` to return an environment - "
+            f"correct it, or `args`; the whole log is {self.log_file}"
         )

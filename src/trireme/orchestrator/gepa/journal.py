@@ -139,7 +139,7 @@ def _read(path: Path, kind: type[Line]) -> Iterator[Line]:
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             yield msgspec.convert(json.loads(line), kind)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             raise ConfigError(
                 f"{path}, line {number} cannot be read ({error}) - expected a line as this command writes it. Remove "
                 "the line, and what it was for is done again; or begin anew with `--fresh`."

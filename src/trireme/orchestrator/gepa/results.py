@@ -110,7 +110,7 @@ def read_metadata(files: Files) -> dict[str, Any] | None:
         said = json.loads(files.metadata.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{files.metadata} cannot be read ({error}) - expected what an earlier search wrote. Begin anew with "
             "`--fresh`, which moves it aside, or give another `--output`."

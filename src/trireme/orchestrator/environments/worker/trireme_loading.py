@@ -48,6 +48,12 @@ def load_adapter(module: str, *, kind: str, args: dict) -> Adapter:
     imported = _import(module)
     if _is_verifiers_v1(imported):
         return _verifiers_v1_adapter(imported, args=args, kind=kind)
+    if _exports(imported, "Harness"):
+        raise TypeError(
+            f"{module} is a harness of verifiers v1: it drives an agent and has no tasks - expected an environment - "
+            "give the name of one as `id`, and the harness in its `args`: "
+            f'{{ agent = {{ harness = {{ id = "{module}" }} }} }}.'
+        )
     if not hasattr(imported, "load_environment"):
         return PlainAdapter(imported, args=args, versions=_versions(module))
     environment = imported.load_environment(**args)
@@ -93,10 +99,13 @@ def _verifiers_v1_adapter(module: ModuleType, *, args: dict, kind: str) -> Adapt
 
 def _is_verifiers_v1(module: ModuleType) -> bool:
     """A v1 package says what it is by what it exports. One that has `load_environment` too is a v0 one first."""
+    return not hasattr(module, "load_environment") and _exports(module, "Taskset", "Env")
+
+
+def _exports(module: ModuleType, *names: str) -> bool:
+    """Whether it exports one of these kinds of verifiers v1."""
     v1 = sys.modules.get("verifiers.v1")
-    if v1 is None or hasattr(module, "load_environment"):
-        return False
-    kinds = tuple(kind for kind in (getattr(v1, "Taskset", None), getattr(v1, "Env", None)) if kind is not None)
+    kinds = tuple(kind for name in names if (kind := getattr(v1, name, None)) is not None)
     exported = [getattr(module, name, None) for name in getattr(module, "__all__", [])]
     return any(isinstance(each, type) and issubclass(each, kinds) for each in exported)
 

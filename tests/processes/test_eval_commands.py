@@ -1,0 +1,448 @@
+"""`eval`: checkpoints of a run, loaded into a running engine; `eval run`: one model on one environment, anywhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fake_chat import FakeChat, completion, served
+from interrupts import heed_interrupts
+from trireme.algo.digest import tensor_digest
+from trireme.base.errors import ConfigError, PeerDied, WeightsMismatch
+from trireme.base.processes import free_port
+from trireme.cli.eval import eval as eval_command
+from trireme.cli.trireme import trireme
+from trireme.config.run import RunConfig
+from trireme.config.written import write_run
+from trireme.ledger.versions import Versions
+from trireme.orchestrator.environments.check_engine import WeightsReplaced
+from weighed_engine import LETTER, WeighedEngine, open_weighed_engine, write_weights
+
+REWARDS = {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}
+"""Of the toy environment, by what was said."""
+
+TOY = f"""
+    def dataset(size=40):
+        return [{{"prompt": f"say {{i}}", "answer": str(i)}} for i in range(size)]
+
+    def eval_dataset(size=40):
+        return [{{"prompt": "held out", "answer": str(i)}} for i in range(6)]
+
+    def reward(completion, answer):
+        return {{"reward": {REWARDS}[completion], "length": len(completion)}}
+""".replace("\n    ", "\n")
+
+
+SAY = """
+def dataset(size=12):
+    return [{"prompt": f"say {i}", "answer": "yes" if i % 2 else "no"} for i in range(size)]
+
+def reward(completion, answer):
+    return {"reward": float(completion == answer), "length": len(completion)}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A base model, three checkpoints, and two environments."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("OPENAI_API_KEY", "MY_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "toy.py").write_text(TOY)
+    (tmp_path / "say.py").write_text(SAY)
+    (tmp_path / "configs").mkdir()
+    write_weights(tmp_path / "base", "a")
+    for step, letter in ((10, "b"), (20, "c"), (100, "d")):
+        write_weights(tmp_path / "run" / "weights" / f"step_{step}", letter)
+    return tmp_path
+
+
+@contextmanager
+def engine(**knobs: Any) -> Iterator[WeighedEngine]:
+    with served(lambda: open_weighed_engine(Path("base").resolve(), **knobs)) as found:
+        yield found
+
+
+def run_eval(engine: WeighedEngine, *words: str | int, env: str = "toy.py") -> int:
+    where = ["--client.base-url", f"{engine.url}/v1", "--weights-dir", "run/weights"]
+    return eval_command([*where, "--env.id", env, *map(str, words)])
+
+
+def lines(step: int, name: str = "toy", folder: str = "run/evals") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(folder, f"step_{step}", f"{name}.jsonl").read_text().splitlines()]
+
+
+def means() -> list[float]:
+    """Of the rewards of each model."""
+    found = [[line["reward"] for line in lines(step)] for step in (0, 10, 20, 100)]
+    return [sum(rewards) / len(rewards) for rewards in found]
+
+
+def letters(found: WeighedEngine) -> str:
+    """What was answered, one letter for each six answers in a row."""
+    answered = "".join(letter for _, letter in found.answered)
+    assert answered == "".join(6 * letter for letter in answered[::6])
+    return answered[::6]
+
+
+def test_each_checkpoint_answers_for_itself_and_the_base_model_is_given_back(here, capsys):
+    with engine() as found:
+        assert run_eval(found, "--dry-run") == 0
+        assert "base, step_10, step_20, step_100" in capsys.readouterr().out
+        assert (found.calls, Path("run/evals").exists()) == ([], False)
+        assert run_eval(found) == 0
+        assert means() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+        assert letters(found) == "abcd"
+        assert (found.label, chr(int(found.loaded[LETTER][0, 0])), found.paused) == ("default", "a", False)
+        assert {asked.sampling["temperature"] for asked in found.requests} == {0.0}  # one answer is greedy
+    assert [(line["version"], line["example"], line["rollout"]) for line in lines(20)] == [(20, n, 0) for n in range(6)]
+    described = json.loads(Path("run/evals/step_20/toy.json").read_text())
+    assert (described["avg_reward"], described["finished"], described["split"]) == (pytest.approx(0.3), True, "eval")
+    said = capsys.readouterr().out
+    assert [row in said for row in ("base", "step_10", "step_20", "step_100")] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "answered"),
+    [
+        (("--steps", "100,10", "--no-eval-base"), "bd"),
+        (("--steps", "10", "100", "--no-eval-base"), "bd"),
+        (("--steps", "20", "--transfer", "gloo"), "ac"),
+    ],
+)
+def test_chosen_steps_come_in_order_over_either_wire(here, words, answered):
+    with engine() as found:
+        assert run_eval(found, *words) == 0
+        assert letters(found) == answered
+    assert len(list(Path("run/evals").glob("step_*"))) == len(answered)
+    assert not Path("run/evals/.transfer").exists()
+
+
+def test_several_rollouts_and_environments_are_measured_each_for_itself(here):
+    Path("other.py").write_text(TOY.replace("range(6)", "range(2)"))
+    with engine() as found:
+        words = ["--env.id", "other.py", "--rollouts-per-example", 4, "--pass-threshold", "0.25", "--pass-at", "[1, 4]"]
+        assert run_eval(found, *words, "--steps", "10,20") == 0
+        assert {asked.sampling["temperature"] for asked in found.requests} == {1.0}
+    assert [len(lines(10, name)) for name in ("toy", "other")] == [24, 8]
+    rows = json.loads(Path("run/evals/summary.json").read_text())
+    summary = {(row["model"], row["environment"]): row for row in rows}
+    assert [summary[model]["pass@4"] for model in (("step_10", "toy"), ("step_20", "other"))] == [0, 1]
+    assert summary["step_20", "other"]["avg@4"] == pytest.approx(0.3)
+
+
+def test_an_engine_that_dies_is_named_and_only_what_is_missing_or_was_torn_is_asked_again(here, capsys):
+    one_by_one = ("--max-concurrent", 1, "--num-examples", 5)
+    with engine(gone_after=8) as found:  # 5 of the base model, 3 of step 10
+        with pytest.raises(PeerDied, match=f"{found.url} is gone"):
+            run_eval(found, *one_by_one)
+        assert found.url in capsys.readouterr().err
+    done = Path("run/evals/step_10/toy.jsonl")
+    kept = done.with_name("toy.jsonl.partial").read_text().splitlines()
+    assert 1 <= len(kept) <= 3
+    assert not done.exists()
+    with engine() as found:
+        assert run_eval(found, *one_by_one) == 0
+        assert len(found.answered) == 20 - 5 - len(kept)
+        assert means() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert not list(Path("run/evals").glob("**/*.partial"))
+    whole = done.read_bytes()
+    done.with_name("toy.jsonl.partial").write_bytes(whole[: len(whole) // 2])
+    done.unlink()
+    with engine() as found:
+        assert run_eval(found, *one_by_one) == 0
+        assert 0 < len(found.answered) < 5
+        assert done.read_bytes() == whole
+    with engine() as found:
+        assert run_eval(found, *one_by_one) == 0
+        assert (found.answered, "update_weights" in found.calls) == ([], False)
+
+
+def test_more_examples_go_on_where_fewer_ended_and_fewer_or_others_are_refused(here):
+    with engine() as found:
+        assert run_eval(found, "--steps", 10, "--num-examples", 2) == 0
+        assert run_eval(found, "--steps", 10, "--num-examples", 5) == 0
+        assert len(found.answered) == 10
+        with pytest.raises(ConfigError, match="2 x 1 are asked for - expected at least as many"):
+            run_eval(found, "--steps", 10, "--num-examples", 2)
+        with pytest.raises(ConfigError, match="sampling_args"):
+            run_eval(found, "--steps", 10, "--num-examples", 5, "--sampling.temperature", "0.7")
+        write_weights(Path("run/weights/step_10"), "d")
+        with pytest.raises(ConfigError, match="made with weights"):
+            run_eval(found, "--steps", 10, "--num-examples", 6)
+        assert found.label == "default"  # given back all the same
+
+
+OTHERS = {
+    "serves version 40 of a training run": {"label": "40"},
+    "answering 3 requests": {"num_busy": 3},
+    "is paused": {"is_frozen": True},
+}
+FAILS = {
+    f"step_10 did not arrive .*{LETTER} has digest 0": {"digest_error": LETTER},
+    "step_10 was not loaded whole .*model.norm": {"incomplete": ("model.norm",)},
+    "update_weights broke": {"failing_route": "update_weights"},
+}
+
+
+@pytest.mark.parametrize(("words", "knobs"), (OTHERS | FAILS).items())
+def test_an_engine_of_a_training_run_or_without_the_weights_that_it_was_given_is_asked_nothing(here, words, knobs):
+    with engine(**knobs) as found:
+        with pytest.raises(ConfigError if words in OTHERS else (WeightsMismatch, PeerDied), match=words):
+            run_eval(found, "--no-eval-base", "--no-restore-base")
+        assert found.answered == []
+        if words in OTHERS:  # it was asked what it holds, and told nothing
+            assert set(found.calls) <= {"collective_rpc"}
+            assert found.label == knobs.get("label", "default")
+        else:
+            assert found.label.endswith("-loading")
+
+
+@pytest.mark.parametrize(
+    ("label", "is_frozen", "offset", "words"),
+    [("40", False, 3, ["--take-over"]), ("eval-0a1b2c-base", True, 0, []), ("eval-0a1b2c-loading", True, 3, [])],
+)  # fmt: skip
+def test_an_engine_that_is_free_again_is_taken_and_gets_its_base_model_where_it_holds_another(
+    here, label, is_frozen, offset, words
+):
+    """Its run is over, or an evaluation left it paused, or in the middle of a transfer."""
+    with engine(label=label, is_frozen=is_frozen) as found:
+        found.loaded[LETTER] += offset
+        assert run_eval(found, "--steps", 10, *words) == 0
+        assert letters(found) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("after", "label", "words", "kept"),
+    [(8, "41", "answered with weights '41'", [6, 2]), (6, "0", "serves '0' now", [6, 0])],
+)  # fmt: skip
+def test_a_training_run_that_gives_the_engine_weights_meanwhile_ends_the_evaluation_and_is_left_alone(
+    here, after, label, words, kept
+):
+    with engine(label_after=(after, label)) as found:
+        with pytest.raises(WeightsReplaced, match=words):
+            run_eval(found, "--max-concurrent", 1)
+        assert (found.calls.count("update_weights"), found.label) == (kept[1] > 0, label)
+    partial = Path("run/evals/step_10/toy.jsonl.partial")
+    assert [len(lines(0)), len(partial.read_text().splitlines()) if partial.exists() else 0] == kept
+
+
+def test_an_engine_that_was_left_in_the_middle_of_a_transfer_is_not_asked_for_answers(here):
+    with engine(label="eval-0a1b2c-loading") as found:
+        words = ["--client.base-url", f"{found.url}/v1", "--model.name", "base", "--env.id", "toy.py"]
+        with pytest.raises(ConfigError, match="was given a part of some weights"):
+            eval_command(words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(lambda file: file.write_bytes(file.read_bytes()[:-9]), r"step_10/model\.safetensors is damaged"),
+     (Path.unlink, r"step_10/model\.safetensors is missing"),
+     (lambda file: write_weights(file.parent, "b", rows=5), r"letter\.weight has shape \[5, 3\], expected \[2, 3\]"),
+     (lambda file: save_file({LETTER: torch.zeros(2, 3)}, file), r"step_10 is no .* of the model .*norm.* is missing")],
+)  # fmt: skip
+def test_a_checkpoint_that_cannot_be_loaded_is_found_before_anything_is_asked(here, change, words):
+    change(Path("run/weights/step_10/model.safetensors"))
+    with engine() as found:
+        with pytest.raises(ConfigError, match=words):
+            run_eval(found)
+        assert (found.answered, "pause" in found.calls) == ([], False)
+        assert run_eval(found, "--steps", "20") == 0  # the others are as they were
+
+
+REFUSED = [
+    (["--steps", "10,50"], "has no step 50 - it has 10, 20, 100"),
+    (["--weights-dir", "run/wieghts"], "run/wieghts is no folder"),
+    (["--weights-dir", "run"], "has no `step_N` folders"),
+    (["--env.id", "tyo.py"], "tyo.py"),
+    (["--env.id", "run/../toy.py"], "2 of them are called 'toy'"),
+    (["--rolouts-per-example", "3"], "--rollouts-per-example"),
+    (["--rollouts-per-example", "2", "--sampling.temperature", "0"], "would all be the same"),
+    (["--pass-at", "8"], "pass@8 takes at least 8"),
+    (["--client.api-key-var", "NO_SUCH_KEY"], "this variable is not set"),
+    (["@", "gone.toml"], "gone.toml does not exist"),
+    (["run", "tyo.py", "-b", "http://127.0.0.1:9/v1"], r"tyo\.py"),
+    (["run", "say.py"], "no model is named"),
+    (["run", "say.py", "-m", "grand"], r"there is no configs/endpoints\.py"),
+    (["run", "say.py", "-m", "grand", "-b", "http://127.0.0.1:9/v1"], "nobody answers at"),
+    (["run", "say.py", "-m", "grand", "-b", "localhost"], "is no address"),
+    (["run", "say.py", "-b", "http://h/v1", "-k", "NO_SUCH_KEY"], "this variable is not set"),
+    (["run", "say.py", "-b", "http://h/v1", "-S", '{"top_p": 7}'], "sampling-args: top_p = 7"),
+    (["run", "say.py", "-b", "http://h/v1", "-S", '{"temperature": 1}', "-T", "0.5"], "expected one of the two"),
+    (["run", "say.py", "-b", "http://h/v1", "-T", "0"], "would all be the same"),
+    (["rnu", "wordle"], "Did you mean `eval run`"),
+    (["wordle"], "trireme eval run wordle -m MODEL"),
+]
+
+
+@pytest.mark.parametrize(("words", "problem"), REFUSED)
+def test_what_cannot_work_is_refused_before_anything_starts(here, words, problem):
+    with engine() as found:
+        with pytest.raises(ConfigError, match=problem):
+            run_eval(found, *words) if words[0].startswith(("-", "@")) else eval_command(words)
+        assert (found.calls, Path("run/evals").exists(), Path("outputs").exists()) == ([], False, False)
+
+
+def test_a_port_without_a_server_and_a_server_without_our_weight_path_are_told_apart(here):
+    where = ["--weights-dir", "run/weights", "--env.id", "toy.py", "--client.base-url"]
+    with pytest.raises(ConfigError, match="nobody answers at"):
+        eval_command([*where, f"http://127.0.0.1:{free_port()}/v1"])
+    with FakeChat().running() as chat, pytest.raises(ConfigError, match="no engine that can be given weights"):
+        eval_command([*where, chat.url])
+
+
+def test_what_is_not_said_is_as_the_run_of_the_checkpoints_has_it_and_so_must_its_weights_be(here):
+    env, evaluation = {"id": "toy.py", "name": "of-the-run"}, {"num_examples": 3, "sampling": {"temperature": 0.5}}
+    orchestrator = {"env": [env], "sampling": {"max_tokens": 7}, "eval": evaluation}
+    config = RunConfig.model_validate({"output_dir": "run", "device": "cpu", "orchestrator": orchestrator})
+    write_run(config, config.paths.run_config)
+    for step, letter, offset in ((10, "b", 0), (20, "c", 1)):
+        tensors = {LETTER: torch.full((2, 3), float(ord(letter))), "norm.weight": torch.arange(4.0) + offset}
+        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        Versions(config.paths.journal).record(step, ["http://x"], digests, 0.0)
+    with engine() as found:
+        where = ["--client.base-url", f"{found.url}/v1", "--weights-dir", "run/weights"]
+        assert eval_command([*where, "--steps", "10"]) == 0
+        assert eval_command([*where, "--steps", "100", "--no-eval-base", "--sampling.max-tokens", "5"]) == 0
+        sampled = [(asked.sampling["temperature"], asked.sampling["max_tokens"]) for asked in found.requests]
+        assert sampled == [(0.5, 7)] * 6 + [(0.5, 5)] * 3
+        with pytest.raises(ConfigError, match=r"step_20 is not what the run's engines confirmed .*norm\.weight"):
+            eval_command([*where, "--steps", "20"])
+        assert "".join(letter for _, letter in found.answered) == "aaabbbddd"
+    assert len(lines(10, "of-the-run")) == 3
+
+
+def test_results_of_the_runs_own_evaluations_are_never_mixed_with_others(here):
+    own = Path("run/evals/step_10/toy.jsonl")
+    own.parent.mkdir(parents=True)
+    own.write_text('{"example_id": 0, "reward": 1.0, "example": 0, "rollout": 0}\n')
+    with engine() as found:
+        with pytest.raises(ConfigError, match=r"of the run's own evaluations .*--output-dir"):
+            run_eval(found, "--steps", 10)
+        assert own.read_text().count("\n") == 1
+        assert run_eval(found, "--steps", 10, "--output-dir", "elsewhere") == 0
+    assert len(lines(10, folder="elsewhere")) == 6
+
+
+def results(folder: str = "say--grand-model") -> list[list[dict[str, Any]]]:
+    files = sorted(Path("outputs/evals", folder).glob("*/results.jsonl"))
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def test_the_analysis_of_the_guide_runs_on_what_is_saved(here, capsys):
+    """Every second answer of `yes` is right: of six examples three always, three never."""
+    with FakeChat().running() as chat:
+        words = ["say.py", "-m", "grand-model", "-b", chat.url, "-n", "6", "-r", "5", "-s"]
+        assert trireme(["eval", "run", *words]) == 0
+        assert {(body["model"], body["temperature"]) for body in chat.requests} == {("grand-model", 1.0)}
+    [rollouts] = results()
+    examples: dict[Any, list[float]] = {}
+    for r in rollouts:
+        examples.setdefault(r["example_id"], []).append(r["reward"])
+    assert examples == {example: [float(example % 2)] * 5 for example in range(6)}
+    said = capsys.readouterr().out
+    assert "reward         avg - 0.500, std - 0.500" in said
+    assert "r5             [0, 1, 0, 1, 0, 1]" in said
+    assert "good: 50.0% success" in said
+    [file] = Path("outputs/evals/say--grand-model").glob("*/metadata.json")
+    described = json.loads(file.read_text())
+    expected = {"env_id": "say.py", "model": "grand-model", "num_examples": 6, "rollouts_per_example": 5}
+    assert expected.items() <= described.items()
+    assert (described["avg_reward"], described["metrics"]["pass@4"]) == (0.5, 0.5)
+
+
+def test_a_model_is_asked_as_the_endpoints_file_and_the_flags_say_and_without_s_nothing_is_saved(
+    here, monkeypatch, capsys
+):
+    monkeypatch.setenv("MY_KEY", "secret-words")
+    sampling = ["-S", '{"top_p": 0.5, "logit_bias": {"7": -1}}', "-t", "9", "-T", "0.25"]
+    expected = {"model": "grand", "top_p": 0.5, "logit_bias": {"7": -1}, "max_tokens": 9, "temperature": 0.25}
+    with FakeChat().running() as chat:
+        endpoint = {"model": "grand", "url": chat.url, "key": "MY_KEY"}
+        Path("configs/endpoints.py").write_text(f'ENDPOINTS = {{"big": {endpoint}}}')
+        words = ["-m", "big", "-n", "-1", "-r", "1", "-v", "-a", '{"size": 3}']
+        assert eval_command(["run", "say.py", *words, *sampling]) == 0
+        assert not list(here.glob("outputs/**/*.json*"))
+        assert eval_command(["run", "say.py", *words, *sampling, "-s"]) == 0
+    assert len(chat.requests) == 6
+    assert all(expected.items() <= asked.items() for asked in chat.requests)
+    assert chat.keys == {"Bearer secret-words"}
+    said = capsys.readouterr().out
+    assert "[user] say 0\n[assistant] yes\nanswer: 'no'\nreward 0, metrics {'length': 3.0}, stopped by" in said
+    assert "secret-words" not in "".join(file.read_text() for file in here.glob("outputs/**/*.json*"))
+
+
+ONE_BY_ONE = ["say.py", "-m", "grand-model", "-n", "8", "-r", "1", "-s", "-c", "1", "-b"]
+
+
+def test_an_endpoint_that_goes_away_is_named_and_the_rest_is_asked_later(here, capsys):
+    chat = FakeChat()
+    words = ["run", *ONE_BY_ONE, chat.url]
+    with chat.running():
+        chat.answers = lambda number: (200, completion("yes")) if number < 3 else leave()
+
+        def leave() -> tuple[int, Any]:
+            chat.leave.set()
+            return 503, {}
+
+        with pytest.raises(PeerDied, match=f"{chat.url} is gone"):
+            eval_command(words)
+    assert "type the same command again" in capsys.readouterr().err
+    again = FakeChat(port=chat.port)
+    with again.running():
+        assert eval_command(words) == 0
+        assert len(again.requests) == 5
+        [rollouts] = results()
+        assert [line["example"] for line in rollouts] == list(range(8))
+        assert eval_command(words) == 0  # that one is finished: a new one
+    assert [len(each) for each in results()] == [8, 8]
+
+
+def test_ctrl_c_keeps_what_was_answered(here):
+    chat = FakeChat()
+    with chat.running():
+        command = [sys.executable, "-m", "trireme.cli.trireme", "eval", "run", *ONE_BY_ONE, chat.url]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
+        chat.answers = lambda number: (200, completion("yes")) if number < 3 else interrupt()
+
+        def interrupt() -> tuple[int, Any]:
+            process.send_signal(2)
+            return 503, {}
+
+        try:
+            _, said = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "type the same command again" in said
+    assert [len(file.read_text().splitlines()) for file in here.glob("outputs/**/results.jsonl.partial")] == [3]
+
+
+def test_rollouts_that_fail_are_counted_and_only_they_are_tried_again(here, capsys):
+    unlucky = """
+    from pathlib import Path
+
+    def reward(completion, answer):
+        return 1 / (answer == "yes" or Path("mended").exists())
+    """
+    Path("say.py").write_text(SAY + textwrap.dedent(unlucky))
+    with FakeChat().running() as chat:
+        words = ["run", "say.py", "-m", "m", "-b", chat.url, "-n", "4", "-r", "1", "-o", "o", "-s", "--into", "mine"]
+        assert eval_command(words) == 1
+        assert "2 rollouts failed: score: ZeroDivisionError" in capsys.readouterr().out
+        assert len(chat.requests) == 2 + 2 * 3
+        Path("mended").touch()
+        assert eval_command(words) == 0
+        assert len(chat.requests) == 8 + 2
+    rollouts = [json.loads(line) for line in Path("o/say--m/mine/results.jsonl").read_text().splitlines()]
+    assert [line["reward"] for line in rollouts] == [1.0] * 4

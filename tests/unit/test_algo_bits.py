@@ -1,0 +1,203 @@
+"""Tensors in bytes, to the bit: what changed in them, their fingerprint, and two moments in 8 bits each."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trireme.algo import digest, patch
+from trireme.algo.codes import RANGES, SPAN, decode, encode
+from trireme.algo.compare import first_difference
+from trireme.algo.digest import model_digest, tensor_digest
+from trireme.algo.patch import Form, Patch, apply_patch, build_patch, changed, to_bytes, to_integers, whole_patch
+
+DTYPES = [torch.uint8, torch.bool, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
+
+
+def random_bits(shape: list[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Any bits whatever: NaNs of all kinds, infinities, numbers below the smallest normal one."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.empty(shape, dtype=dtype).nbytes
+    high = 2 if dtype is torch.bool else 256
+    return torch.randint(0, high, (size,), generator=generator, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(to_bytes(one), to_bytes(other))
+
+
+def patched(before: torch.Tensor, made: Patch, times: int = 1) -> torch.Tensor:
+    found = before.clone()
+    for _ in range(times):
+        apply_patch(made, found)
+    return found
+
+
+@given(
+    shape=st.sampled_from([[], [0], [0, 4], [1], [7], [8], [3, 5], [257], [40, 33]]),
+    dtype=st.sampled_from(DTYPES),
+    share=st.sampled_from([0.0, 0.001, 0.01, 0.05, 0.3, 0.95, 1.0]),
+    seed=st.integers(0, 1000),
+    times=st.sampled_from([1, 2]),
+)
+def test_a_patch_brings_every_bit(shape: list[int], dtype: torch.dtype, share: float, seed: int, times: int) -> None:
+    before, fresh = random_bits(shape, dtype, seed), random_bits(shape, dtype, seed + 1)
+    generator = torch.Generator().manual_seed(seed)
+    is_fresh = (torch.rand(shape, generator=generator) < share).view(-1)
+    after = torch.where(is_fresh, to_integers(fresh), to_integers(before)).view(dtype).view(shape)
+    made = build_patch(after, changed(after, before))
+    assert same_bits(patched(before, made, times), after)
+    assert made.num_bytes <= after.nbytes
+    assert (made.where.numel(), made.values.numel()) == patch.sizes_of(made.form, made.num_changed, after)
+    assert made.num_changed == int((to_integers(before) != to_integers(after)).sum())
+
+
+def test_a_nan_that_stayed_is_unchanged_and_one_with_another_payload_is_not() -> None:
+    before = torch.tensor([0x7FC0, 0x7FC0, 0x0000, 0x0000], dtype=torch.int16).view(torch.bfloat16)
+    after = torch.tensor([0x7FC0, 0x7FC1, -0x8000, 0x0000], dtype=torch.int16).view(torch.bfloat16)
+    assert changed(after, before).tolist() == [False, True, True, False]  # the third: 0.0 became -0.0
+    assert same_bits(patched(before, build_patch(after, changed(after, before))), after)
+
+
+@pytest.mark.parametrize(
+    ("num_values", "places", "form", "num_bytes"),
+    [
+        (1000, [], Form.GAPS, 0),
+        (1000, [3, 7], Form.GAPS, 2 * (2 + 2)),
+        (100_000, [99_999], Form.PLACES, 4 + 2),  # farther than two bytes can say
+        (800, [*range(0, 800, 10)], Form.BITS, 100 + 2 * 80),
+        (800, [*range(800)], Form.WHOLE, 1600),
+        (800, [*range(750)], Form.WHOLE, 1600),  # bits and values: 100 + 1500, which is no less
+        (800, [*range(749)], Form.BITS, 100 + 1498),
+    ],
+)
+def test_the_form_with_the_fewest_bytes_is_taken(num_values, places, form, num_bytes) -> None:
+    mask = torch.zeros(num_values, dtype=torch.bool)
+    mask[places] = True
+    made = build_patch(torch.ones(num_values, dtype=torch.bfloat16), mask)
+    assert (made.form, made.num_bytes, made.num_changed) == (form, num_bytes, len(places))
+
+
+def test_the_longest_gap_that_two_bytes_hold_arrives_and_so_does_a_tensor_that_is_not_contiguous() -> None:
+    before, after = torch.zeros(200_000), torch.zeros(200_000)
+    after[[65_535, 131_070]] = 1.0
+    made = build_patch(after, changed(after, before))
+    assert made.form is Form.GAPS
+    assert same_bits(patched(before, made), after)
+    before, after = torch.zeros(4, 6), torch.arange(24.0).view(6, 4).T
+    for made in (build_patch(after, changed(after, before)), whole_patch(after)):
+        assert same_bits(patched(before, made), after.contiguous())
+
+
+@given(st.lists(st.booleans(), max_size=70))
+def test_bits_unpack_to_what_was_packed(values: list[bool]) -> None:
+    mask = torch.tensor(values, dtype=torch.bool)
+    packed = patch.pack_bits(mask)
+    assert patch.unpack_bits(packed, len(values)).tolist() == values
+    by_hand = [sum(2**j for j, value in enumerate(values[i : i + 8]) if value) for i in range(0, len(values), 8)]
+    assert packed.tolist() == by_hand
+
+
+def digest_by_the_formula(tensor: torch.Tensor) -> str:
+    """By numpy, whose unsigned integers wrap by themselves; the weights are splitmix64 of 0, 1, 2, …"""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    words = np.frombuffer(raw + bytes(-len(raw) % 8), dtype=np.int64)
+    row, k = np.divmod(np.arange(len(words), dtype=np.uint64), np.uint64(digest.ROW))
+    z = (k + 1) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> 27)) * np.uint64(0x94D049BB133111EB)
+    weights = (z ^ (z >> 31)) | 1
+    total = int(((words ^ (words >> 29)).astype(np.uint64) * weights * (2 * row + 1)).sum())
+    return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} {total}".encode()).hexdigest()[:32]
+
+
+def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return (100 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 7), (1,), (), (0, 3)], ids=str)
+def test_a_digest_is_the_documented_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = random_tensor(dtype, *shape)
+    assert tensor_digest(tensor) == digest_by_the_formula(tensor)
+
+
+def test_a_digest_does_not_depend_on_how_much_is_summed_at_once_nor_on_where_values_lie(monkeypatch) -> None:
+    tensor = random_tensor(torch.float32, 4 * digest.ROW + 5)
+    expected = digest_by_the_formula(tensor)
+    assert tensor_digest(tensor) == expected
+    monkeypatch.setattr(digest, "_ROWS_AT_ONCE", {"cpu": 3})
+    assert tensor_digest(tensor) == expected
+    tensor = random_tensor(torch.float32, 8, 6)
+    strided = tensor.t().contiguous().t()
+    assert not strided.is_contiguous()
+    assert tensor_digest(strided) == tensor_digest(tensor) == tensor_digest(tensor.clone().requires_grad_())
+    for start in range(1, 5):
+        part = random_tensor(torch.bfloat16, 21)[start : start + 16]
+        assert tensor_digest(part) == tensor_digest(part.clone())
+
+
+def test_a_models_digest_depends_on_names_and_not_on_their_order_and_a_difference_is_named() -> None:
+    digests = {"a": "1", "b": "2"}
+    assert model_digest(digests) == model_digest({"b": "2", "a": "1"})
+    assert len({model_digest(d) for d in [digests, {"a": "2", "b": "1"}, {"a": "1"}, {"a": "1", "c": "2"}]}) == 4
+    assert first_difference(digests, dict(digests)) is None
+    assert first_difference(digests, {"a": "x", "b": "y"}) == "a has digest x, expected 1"
+    assert first_difference(digests, {"b": "2"}) == "a is missing"
+    assert first_difference(digests, digests | {"c": "3"}) == "c was not sent"
+
+
+def moments(*, decades: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """[3, 128] each, of gradients whose sizes differ so much within a block."""
+    generator = torch.Generator().manual_seed(0)
+    root = 10 ** (-decades * torch.rand(3, 128, generator=generator))
+    return root * torch.randn(3, 128, generator=generator), root.square()
+
+
+@pytest.mark.parametrize("decades", [0.1, 3.0, 5.5])
+def test_the_root_is_off_by_a_part_of_itself_and_the_step_by_a_part_of_the_largest(decades: float) -> None:
+    mean, square = moments(decades=decades)
+    *codes, ranges = encode(mean, square, 4)
+    found_mean, found = decode(*codes, ranges)
+    assert ranges.shape == (3, RANGES * 4)
+    logs, steps = square.sqrt().log(), mean / found.sqrt()
+    span = (logs.unflatten(-1, (4, -1)).amax(-1) - logs.unflatten(-1, (4, -1)).amin(-1)).clamp(max=SPAN)
+    is_in_span = logs >= logs.unflatten(-1, (4, -1)).amax(-1).repeat_interleave(32, -1) - SPAN
+    off = (found.sqrt().log() - logs).abs()
+    assert (off <= span.repeat_interleave(32, -1) / 254 / 2 + 1e-5)[is_in_span].all()
+    assert (found >= square)[~is_in_span].all()
+    largest = steps.unflatten(-1, (4, -1)).abs().amax(-1).repeat_interleave(32, -1)
+    assert ((found_mean / found.sqrt() - steps).abs() <= largest / 127 / 2 * (1 + 1e-4)).all()
+
+
+def test_what_was_decoded_is_encoded_to_the_same_codes() -> None:
+    first = encode(*moments(), 2)
+    again = encode(*decode(*first), 2)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    torch.testing.assert_close(first[2], again[2])
+
+
+def test_zeros_stay_zeros_and_nothing_else_becomes_one() -> None:
+    """The square of a gradient of 1e-19 is about the smallest that float32 has."""
+    mean, square = torch.zeros(1, 64), torch.zeros(1, 64)
+    assert not any(decoded.any() for decoded in decode(*encode(mean, square, 2)))
+    square[0, :3] = torch.tensor([1.0, 1e-38, 1e-20])
+    found = decode(*encode(mean, square, 2, 0.0))[1]
+    assert torch.equal(found > 0, square > 0)
+
+
+def test_rounding_by_turns_gives_the_mean_that_the_nearest_code_misses() -> None:
+    """Between two codes, with ten ways to round."""
+    square = torch.ones(1, 32)
+    square[0, 1] = math.exp(-2 * 2.54)  # 254 codes apart: 0.01 each, of the logarithm of the root
+    square[0, 2] = math.exp(-2 * 1.003)
+    roots = [decode(*encode(square, square, 1, (turn + 0.5) / 10))[1][0, 2].sqrt().log() for turn in range(10)]
+    assert float(torch.stack(roots).mean()) == pytest.approx(-1.003, abs=1e-4)

@@ -1,0 +1,233 @@
+"""A batch has as many rollouts as it should, whatever happens to groups, and metrics as worked out by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trireme.config.run import RunConfig
+from trireme.ledger.records import Cursor, Dropped, OpenGroup, Outcome, Rollout, Scores, State
+from trireme.messages import Tokens, build_tokens
+from trireme.orchestrator.batch_metrics import batch_metrics, state_metrics
+from trireme.orchestrator.batcher import Batcher, Filled
+from trireme.orchestrator.environment_counts import EnvironmentCounts
+from trireme.orchestrator.scheduler import Group
+
+SIZE, GROUPS = 3, 2
+STEP, ALLOWED = 6, 2
+
+REASONS = {
+    "flat": "no signal: all rewards of the group are equal",
+    "nearly flat": "little signal: the rewards of the group vary by 0.000556",
+    "truncated": "truncated: rollout 1 of its group",
+    "stale": f"stale: version {STEP - ALLOWED - 1} sampled a part of it",
+    "given up": "group given up: rollout 1 failed 3 times",
+}
+"""What costs a group its place where the run says so."""
+
+drops_all = {
+    "buffer": {"online_difficulty_filtering": True, "use_difficulty_filtering": True, "difficulty_threshold": 0.01},
+    "filters": {"truncated": "drop"},
+}
+
+
+def config_of(**orchestrator: Any) -> RunConfig:
+    given = {"batch_size": SIZE * GROUPS, "rollouts_per_example": SIZE, "max_off_policy_steps": ALLOWED}
+    return RunConfig.model_validate({"device": "cpu", "orchestrator": given | {"env": [{"id": "a"}]} | orchestrator})
+
+
+REWARDS = {"flat": [0.5, 0.5, 0.5], "nearly flat": [0.5, 0.5, 0.55]}
+
+
+def group_of(number: int, fate: str) -> Group:
+    group = Group(task=OpenGroup(number, "a", number * 7 % 5), issued_at=STEP)
+    if fate == "given up":
+        group.drop("group given up: rollout 1 failed 3 times", SIZE)
+        return group
+    version = STEP - ALLOWED - 1 if fate == "stale" else STEP - number % (ALLOWED + 1)
+    rewards = REWARDS.get(fate, [0.0, 0.5, 1.0])
+    for place in range(SIZE):
+        columns = {"ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -1.0], "advantages": [0.0, 0.0]}
+        sample, cut = build_tokens(**columns, versions=[-1, version]), fate == "truncated" and place == 1
+        rollout = Rollout(number, place, 0, "a", group.task.example, rewards[place], [sample], 1.0, truncated=cut)
+        group.rollouts.append(rollout)
+    return group
+
+
+@dataclass
+class Queue:
+    """Hands out groups in the order given."""
+
+    groups: list[Group]
+    num_accepted: int = 0
+    refused: list[str] = field(default_factory=list)
+
+    async def next_group(self) -> Group:
+        return self.groups.pop(0)
+
+    def accepted(self) -> None:
+        self.num_accepted += 1
+
+    def not_accepted(self, reason: str) -> None:
+        self.refused.append(reason)
+
+
+def fill(config: RunConfig, groups: list[Group], state: State | None = None) -> tuple[Filled, Queue]:
+    queue = Queue(list(groups))
+    return asyncio.run(Batcher(config, queue, state).fill(STEP)), queue  # type: ignore[arg-type]
+
+
+@given(fates=st.lists(st.sampled_from(["good", *REASONS]), max_size=12), seed=st.integers(0, 99))
+def test_the_effective_batch_is_constant_under_any_mix_of_drops(fates: list[str], seed: int) -> None:
+    fates = [*fates, *["good"] * GROUPS]
+    numbers = np.random.default_rng(seed).permutation(len(fates)).tolist()  # the order in which they finish
+    filled, queue = fill(config_of(**drops_all), [group_of(number, fates[number]) for number in numbers])
+    handed_out = numbers[: len(numbers) - len(queue.groups)]
+    good = sorted(number for number in handed_out if fates[number] == "good")
+
+    assert len(good) == GROUPS == queue.num_accepted
+    assert [(r.group, r.place) for r in filled.rollouts] == [(n, p) for n in good for p in range(SIZE)]
+    assert min(rollout.oldest_version for rollout in filled.rollouts) >= STEP - ALLOWED
+    dropped = sorted((drop.group, drop.place) for drop in filled.dropped)
+    assert dropped == sorted((n, p) for n in handed_out if fates[n] != "good" for p in range(SIZE))
+    assert len(queue.refused) == len(handed_out) - GROUPS
+    ended = sorted(number for number in handed_out if fates[number] not in ("stale", "given up"))
+    assert [outcome.group for outcome in filled.outcomes] == ended
+
+
+@pytest.mark.parametrize("fate", REASONS)
+def test_a_group_is_dropped_for_the_reason_that_befell_it(fate: str) -> None:
+    filled, _ = fill(config_of(**drops_all), [group_of(0, fate), group_of(1, "good"), group_of(2, "good")])
+    assert {drop.reason for drop in filled.dropped} == {REASONS[fate]}
+
+
+def test_where_nothing_is_dropped_flaws_are_counted_and_masked_as_configured(caplog) -> None:
+    filled, queue = fill(config_of(), list(map(group_of, range(4), ["given up", "stale", "flat", "truncated"])))
+    assert (queue.groups, {rollout.group for rollout in filled.rollouts}) == ([], {2, 3})
+    groups = [group_of(0, "flat"), group_of(1, "truncated")]
+    filled, _ = fill(config_of(filters={"truncated": "mask", "zero_advantage": "mask"}), groups)
+    # the truncated one has the group's mean as its reward: advantage 0, but it was truncated first
+    flaws = [["zero_advantage"]] * 3 + [[], ["truncated", "zero_advantage"], []]
+    assert [rollout.masked for rollout in filled.rollouts] == ["zero_advantage"] * 3 + [None, "truncated", None]
+    counted, _ = fill(config_of(), [group_of(0, "flat"), group_of(1, "truncated")])
+    assert [rollout.masked for rollout in counted.rollouts] == [None] * 6
+    assert [rollout.flaws for rollout in counted.rollouts] == [rollout.flaws for rollout in filled.rollouts] == flaws
+    assert "masked" not in caplog.text
+    filled, _ = fill(config_of(filters={"zero_advantage": "mask"}), [group_of(0, "flat"), group_of(1, "flat")])
+    assert len(filled.rollouts) == SIZE * GROUPS
+    assert "all 6 rollouts are masked (zero_advantage)" in caplog.text
+
+
+def test_a_running_mean_goes_on_from_where_the_journal_left_it() -> None:
+    config = config_of(advantage={"type": "ema", "decay": 0.5})
+    filled, _ = fill(config, [group_of(0, "good"), group_of(1, "good")], State(baselines={"a": 0.25}))
+    assert filled.baselines == {"a": 0.375}
+    advantages = [float(rollout.samples[0].advantages[1]) for rollout in filled.rollouts[:3]]
+    assert advantages == [-0.25, 0.25, 0.75]
+
+
+def sample(versions: list[int], *, advantage: float = 1.0) -> Tokens:
+    """Two tokens of a prompt, then one per version."""
+    mask, all_versions = np.array([0, 0] + [1] * len(versions)), [-1, -1, *versions]
+    return build_tokens(ids=mask, loss_mask=mask, logprobs=0 * mask, advantages=advantage * mask, versions=all_versions)
+
+
+def rollout(group: int, reward: float, versions: list[int], **fields) -> Rollout:
+    given = {"env": "a", "place": 0, "attempt": 0, "example": group, "temperature": 1.0}
+    return Rollout(group=group, reward=reward, samples=[sample(versions)], **given | fields)
+
+
+def drop(group: int, reason: str, env: str = "a") -> Dropped:
+    return Dropped(group=group, place=0, attempt=0, env=env, example=group, reason=reason)
+
+
+def under(prefix: str, **numbers: float) -> dict[str, float]:
+    return {f"{prefix}/{name}": number for name, number in numbers.items()}
+
+
+CUT = {"truncated": True, "flaws": ["truncated"], "masked": "truncated"}
+ROLLOUTS = [
+    rollout(1, 1.0, [5, 5], num_turns=1, metrics={"format": 1.0}),
+    rollout(1, 0.0, [5, 4], num_turns=3, metrics={"format": 0.0}, **CUT),
+    rollout(2, 1.0, [3], env="b"),
+    rollout(2, 1.0, [3, 3, 2], env="b", flaws=["zero_advantage"], metrics={"format": 0.25}),
+]
+DROPPED = [
+    drop(3, "no signal: all rewards of the group are equal"),
+    drop(3, "no signal: all rewards of the group are equal"),
+    drop(4, "score: ValueError: no number"),
+    drop(5, "timeout: not finished after 600 s", env="c"),
+]
+
+
+def test_the_metrics_of_a_batch_by_hand() -> None:
+    found = batch_metrics(5, ROLLOUTS, DROPPED, config=RunConfig.model_validate({"max_async_level": 1}))
+    lags = [0, 0, 0, 1, 2, 2, 2, 3]
+    of_a = {"solve_none": 0, "solve_all": 0, "tokens_mean": 2.0, "truncated_frac": 0.5, "turns_mean": 2.0}
+    of_b = {"solve_none": 0, "solve_all": 1, "tokens_mean": 2.0, "truncated_frac": 0}  # its turns were not counted
+    assert found == pytest.approx(
+        under("reward", mean=0.75, std=np.sqrt(3) / 4, min=0.0, max=1.0, group_std=0.25)  # of groups: 0.5 and 0
+        | under("lag", mean=np.mean(lags), max=3, beyond_frac=4 / 8)  # beyond the step that generation runs ahead
+        | under("tokens", completion_mean=2.0, completion_max=3, total=4 * 2 + 8)
+        | {"truncated_frac": 0.25, "turns/mean": 2.0, "groups/signal_frac": 1 / 3}  # of groups 1, 2 and 3
+        | under("rollouts", trained=3, with_signal=3, dropped=4, error_rate=2 / 8)
+        | under("rollouts/dropped", no_signal=2, score=1, timeout=1)
+        | under("filters", truncated_frac=0.25, repetition_frac=0, gibberish_frac=0, zero_advantage_frac=0.25)
+        | {"filters/masked_frac": 0.25}
+        | under("reward/a", mean=0.5, std=0.5)
+        | under("env/a", group_std=0.5, error_rate=1 / 5, format=0.5, **of_a)
+        | under("reward/b", mean=1.0, std=0.0)
+        | under("env/b", group_std=0.0, error_rate=0, format=0.25, **of_b)
+        | {"env/c/error_rate": 1}  # though no rollout of it is in the batch
+    )
+
+
+def test_hopeless_groups_count_where_they_were_dropped_too_and_no_advantage_is_no_signal() -> None:
+    """Those of the batch count by their rewards: the mean of -1 and 1 is 0, and of 0.5 and 1.5 it is 1."""
+    rollouts = [*ROLLOUTS, rollout(8, -1.0, [3]), rollout(8, 1.0, [3]), rollout(9, 0.5, [3]), rollout(9, 1.5, [3])]
+    means = {1: 0.5, 3: 0.0, 6: 0.0, 7: 1.0, 8: 0.0, 9: 1.0}
+    outcomes = [Outcome(group, "a", group, mean) for group, mean in means.items()]
+    found = batch_metrics(5, rollouts, DROPPED, config=RunConfig(), outcomes=outcomes)
+    assert (found["env/a/solve_none"], found["env/a/solve_all"]) == (2 / 6, 1 / 6)
+    assert found["env/b/solve_all"] == 1  # it has no outcomes: the batch's groups count
+    still = rollout(1, 0.5, [5], metrics={"tokens_mean": 99.0})  # an environment's own number wins
+    still.samples = [sample([5], advantage=1e-17)]
+    found = batch_metrics(5, [still, rollout(1, 0.5, [5])], [], config=RunConfig())
+    assert (found["rollouts/trained"], found["rollouts/with_signal"], found["groups/signal_frac"]) == (2, 1, 0)
+    assert found["env/a/tokens_mean"] == 99.0
+
+
+def test_epochs_difficulty_and_curriculum_by_hand() -> None:
+    state = State(
+        cursors={"a": Cursor(epoch=2, position=5)},
+        scores={"a": Scores(np.arange(5, dtype=np.int32), np.array([0.0, 0.05, 0.5, 0.9, 1.0]))},
+        stage=1,
+        stage_reward=0.5,
+    )
+    plain = state_metrics(state, config=RunConfig())
+    assert plain == {"data/a/epoch": 2}
+    sections = {"buffer": {"pools": {}}, "curriculum": [{"weights": {"a": 1.0}}]}
+    told = state_metrics(state, config=RunConfig.model_validate({"orchestrator": sections}))
+    assert told == plain | under("curriculum", stage=1, reward=0.5) | under("data/a", easy=2, normal=1, hard=2)
+
+
+def test_failures_of_an_environment_are_counted_once_and_told_while_no_batch_becomes_full() -> None:
+    environment = SimpleNamespace(counts=Counter(timeout=20), num_rollouts=100)
+    counts = EnvironmentCounts({"a": environment})
+    assert counts.take() == {"env/a/timeout": 20}
+    assert counts.take() == {}
+    environment.num_rollouts += 63
+    environment.counts += Counter(score_error=30, timeout=2, worker_death=7)  # a worker's death is no rollout's
+    assert counts.lately() == {}  # too few to say
+    environment.num_rollouts += 1
+    assert counts.lately() == {"env/a/error_rate": 0.5, "rollouts/error_rate": 0.5}
+    assert counts.take() == under("env/a", score_error=30, timeout=2, worker_death=7)
+    assert counts.lately() == {}

@@ -1,0 +1,211 @@
+"""Data from outside costs at most that item: at each place of entry, it is read, or there is one documented error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from urllib.parse import quote
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from trireme.base.errors import ConfigError, JournalCorrupt
+from trireme.base.token import read_key
+from trireme.base.waiting import Waits
+from trireme.config.load import load_run_config
+from trireme.config.run import RunConfig
+from trireme.config.written import find_run_file, read_run
+from trireme.launch.folder import launcher_of
+from trireme.ledger.entry import FORMAT, Header
+from trireme.ledger.journal import Journal
+from trireme.ledger.manifest import complete_steps
+from trireme.messages import WIRE_VERSION, GetNewest, encode
+from trireme.monitor.metrics import read_metrics
+from trireme.monitor.progress import Progress
+from trireme.orchestrator.answers import Peers
+from trireme.orchestrator.engine_answers import BadAnswer, choice_of, prompt_logprobs_of, read_message, read_response
+from trireme.orchestrator.environments import wire
+from trireme.orchestrator.status import Status, build_app
+from trireme.transport.control import NoQuestion, read_question
+
+WORDS = """
+    type task ask done call messages role content reward metrics prompt completion example_id info choices token_ids
+    logprobs weight_versions step process time_s model loss max_steps orchestrator trainer env id name rollouts state
+    dropped __class__
+"""
+NAMES = st.sampled_from(WORDS.split())
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | NAMES
+    | st.sampled_from([2**63, -(2**70), 1e308, float("nan"), "\ud800", "x" * 10_000, "\0", "../../x"])
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES | st.text(max_size=4), inner, max_size=6)
+)
+RECORDS = st.dictionaries(NAMES, VALUES, max_size=10)
+DEEP = st.sampled_from([900, 5_000, 100_000]).map(lambda depth: b'{"type":"done","task":"1","info":' + b"[" * depth)
+TORN = st.tuples(RECORDS, st.integers(0, 40)).map(lambda pair: in_json(pair[0])[: -pair[1] or None])
+BYTES = st.binary(max_size=200) | RECORDS.map(lambda value: in_json(value)) | TORN | DEEP
+
+
+def in_json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def in_msgpack(value: Any) -> bytes:
+    with suppress(Exception):  # some values have no place in it
+        return msgspec.msgpack.encode(value)
+    return b"\xc1"
+
+
+TOO_DEEP = st.integers(900, 100_000).map(lambda depth: b"\x91" * depth)
+PACKED = st.binary(max_size=200) | RECORDS.map(in_msgpack) | TOO_DEEP
+
+
+def read_engine(data: bytes) -> None:
+    response = read_response(data)
+    choice_of(response, max_tokens=8)
+    prompt_logprobs_of(response, [3, 4, 5])
+
+
+@given(data=BYTES)
+@pytest.mark.parametrize(
+    ("read", "error"), [(wire.decode, wire.Garbage), (read_engine, BadAnswer), (read_message, BadAnswer)]
+)
+def test_bytes_of_workers_and_engines_are_a_message_or_one_error(
+    read: Callable[[bytes], Any], error: type[Exception], data: bytes
+) -> None:
+    with suppress(error):
+        read(data)
+
+
+QUESTION = GetNewest("run")
+
+
+@given(data=PACKED, first=st.binary(max_size=80))
+def test_bytes_at_the_control_socket_are_a_question_or_one_refusal(data: bytes, first: bytes) -> None:
+    for frames in ([b"%d:1" % WIRE_VERSION, data], [first, data], [first], [first, data, data]):
+        with suppress(NoQuestion):
+            read_question(frames)
+    assert read_question([b"%d:1" % WIRE_VERSION, encode(QUESTION)]) == QUESTION
+
+
+@given(payload=PACKED, head=BYTES)
+def test_an_entry_of_the_journal_is_read_or_named_as_corrupt(
+    payload: bytes, head: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Also where somebody has computed its checksum."""
+    journal = Journal(tmp_path_factory.getbasetemp())
+    header = msgspec.json.encode(Header(FORMAT, 7, len(payload), hashlib.sha256(payload).hexdigest()))
+    for first in (header, head):
+        journal.path(7).write_bytes(first + b"\n" + payload)
+        with suppress(JournalCorrupt):
+            Journal(journal.path(7).parent).read(7)
+
+
+@given(lines=st.lists(BYTES, max_size=5))
+def test_lines_of_metrics_are_rows_or_left_out(lines: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.getbasetemp() / "metrics.jsonl"
+    good = b'{"step": 3, "process": "trainer", "time_s": 1.5, "loss": 0.5}'
+    file.write_bytes(b"\n".join([good, *lines, good, b""]))
+    rows, offset = read_metrics(file)
+    assert json.loads(good) in rows
+    assert offset == file.stat().st_size
+    Progress(10).add(rows)
+
+
+@given(config=BYTES, rest=BYTES)
+def test_the_folder_of_a_run_is_read_or_refused(
+    config: bytes, rest: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "run"
+    for name in ("configs/run.json", ".launcher", ".token", "checkpoints/step_3/manifest.json", "metrics.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(config if name.endswith("run.json") else rest)
+    with suppress(ConfigError):
+        paths = read_run(RunConfig, find_run_file(folder, "trainer")).paths
+        launcher_of(paths)
+    read_key(folder)
+    complete_steps(folder / "checkpoints")
+
+
+@given(data=BYTES, flags=st.lists(st.text(max_size=12).filter(lambda word: "\0" not in word), max_size=3))
+def test_a_file_and_flags_are_a_configuration_or_one_error(
+    data: bytes, flags: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for name in ("run.toml", "run.json"):
+        file: Path = tmp_path_factory.getbasetemp() / name
+        file.write_bytes(data)
+        with suppress(ConfigError, SystemExit):  # `--help` ends
+            load_run_config(["@", str(file), *flags], program="rl")
+
+
+@given(path=st.text(max_size=20), name=st.sampled_from(["Host", "Authorization", "Origin"]), data=BYTES)
+def test_the_status_server_answers_or_refuses(path: str, name: str, data: bytes) -> None:
+    value = data[:200].translate(None, bytes(range(32)))
+    answer = CLIENT.request("GET", "/" + quote(path), headers={name: value}, content=data)
+    assert answer.status_code < 500
+
+
+CLIENT = TestClient(build_app(Status(RunConfig(), Waits("orchestrator"), Peers())), base_url="http://127.0.0.1")
+
+
+# messages of workers
+
+DONE = {"type": "done", "task": "r1.0", "reward": 1, "metrics": {}, "prompt": [], "completion": [], "example_id": 3}
+ASK = {"type": "ask", "task": "r1.0", "call": "1", "messages": [], "sampling": {}}
+USER = {"role": "user", "content": "hello"}
+
+
+def nested(levels: int) -> list:
+    return [nested(levels - 1)] if levels > 1 else []
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        ASK | {"messages": [USER | {"role": 0}]},
+        ASK | {"messages": [USER | {"role": ""}]},
+        ASK | {"messages": [USER | {"role": "x" * 65}]},
+        ASK | {"messages": [USER | {"content": 5}]},
+        ASK | {"messages": [USER | {"content": ["a"]}]},
+        ASK | {"messages": [USER | {"content": {}}]},
+        ASK | {"messages": [{"content": "no role"}]},
+        ASK | {"messages": [USER | {"tool_calls": "add(1)"}]},
+        ASK | {"messages": [USER | {"tool_calls": [5]}]},
+        ASK | {"messages": [USER | {"tool_calls": [{"function": None}]}]},
+        ASK | {"messages": [USER | {"tool_calls": [{"function": {"name": 5}}]}]},
+        ASK | {"tools": [{"a": nested(32)}]},
+        DONE | {"info": {"deep": nested(32)}},
+        DONE | {"completion": [{"role": "user", "content": nested(31)}]},
+        DONE | {"metrics": {'a" :data-x="alert()" b="': 1.0}},
+        DONE | {"metrics": {"": 1.0}},
+        DONE | {"metrics": {"x" * 201: 1.0}},
+        DONE | {"metrics": {str(number): 1.0 for number in range(501)}},
+    ],
+)
+def test_a_message_that_no_reader_expects_costs_its_rollout(odd):
+    error = wire.decode(in_json(odd))
+    assert isinstance(error, wire.Error)
+    assert error.task == "r1.0"
+
+
+def test_what_readers_expect_gets_through():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER | {"tool_calls": None}]
+    assert wire.decode(in_json(ASK | {"messages": messages})).messages == messages
+    info, metrics = {"deep": nested(31)}, {"a/b@2:c+d-e f_g.h": 1.0} | {str(number): 1.0 for number in range(499)}
+    done = wire.decode(in_json(DONE | {"info": info, "metrics": metrics}))
+    assert (done.info, done.metrics) == (info, metrics)
+
+
+def test_an_answer_too_deep_for_the_decoder_costs_its_rollout_and_not_its_worker():
+    text = in_json(DONE).replace(b'"metrics": {}', b'"info": ' + b"[" * 100_000 + b"]" * 100_000)
+    assert wire.decode(text) == wire.Error(task="r1.0", stage="rollout", error=mock.ANY, traceback="")
