@@ -36,6 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _HEADS,
     "mistral": _HEADS | _WINDOW,
     "gemma2": _GEMMA,
+    "vaultgemma": _GEMMA,
     "gemma3_text": _GEMMA | _LAYERS,
     "phi3": {},
     "glm4": _HEADS,
@@ -49,8 +50,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """By `model_type`: what is special."""
 
-ATTENTION = {"gpt_oss": "eager"}
-"""Where it is not sdpa: gpt-oss has sinks."""
+ATTENTION = {"gpt_oss": "eager", "gemma2": "eager", "vaultgemma": "eager"}
+"""Where it is not sdpa: gpt-oss has sinks, two Gemmas cap their attention scores."""
 
 NOT_FOR_PACKED_ROWS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},

@@ -110,12 +110,12 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48}
 SMALL = {"hidden_size": 128, "intermediate_size": 272, "vocab_size": 64, **HEADS}
 EXPERTS = {"num_experts_per_tok": 2, "num_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 80}
 CASES = [(kind, "sdpa") for kind in ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe")]
-CASES += [("llama", "eager"), ("gpt_oss", "eager")]
+CASES += [("llama", "eager"), ("gpt_oss", "eager"), ("gemma2", "eager")]
 
 
 def config_of(kind: str, layers: int) -> dict[str, Any]:
     experts = EXPERTS if kind in ("qwen3_moe", "gpt_oss") else {}
-    full = {"layer_types": ["full_attention"] * layers} if kind in ("gemma3_text", "gpt_oss") else {}
+    full = {"layer_types": ["full_attention"] * layers} if kind in ("gemma2", "gemma3_text", "gpt_oss") else {}
     window = {"sliding_window": 64} if full else {"sliding_window": None}
     return {"model_type": kind, "num_hidden_layers": layers, **window, **SMALL, **experts, **full}
 

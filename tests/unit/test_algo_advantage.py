@@ -19,6 +19,7 @@ from trireme.algo.advantage import (
     OF_GROUP,
     GroupScores,
     check_custom,
+    distillation_term,
     ema,
     estimate,
 )
@@ -77,6 +78,16 @@ def test_each_estimator_agrees_with_its_definition_and_leaves_its_input_alone(ki
     assert ([group.rewards.tolist() for group in scored], baselines) == (groups, {})
 
 
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"none", "ema"}))
+@pytest.mark.parametrize("reward", [0.07, 0.1, 0.55, 0.6, 0.99])
+def test_equal_rewards_give_no_advantage_whatever_their_number(kind: str, reward: float) -> None:
+    """In floating point the mean of three rewards of 0.1 is not 0.1, and 0.3 is not 0.1 + 0.2."""
+    for number in range(2, 65):
+        group = [reward] * (number - 1) + [reward - 0.2 + 0.2]
+        (found,), _ = estimate(kind, scores_of([group]), {}, decay=0.9)
+        assert not found.any()
+
+
 def test_a_running_mean_by_hand() -> None:
     groups = [np.array([0.0, 1.0]), np.array([2.0, 4.0])]
     before = {"a": 0.25, "absent": 5.0}
@@ -118,6 +129,12 @@ def test_a_custom_function_must_return_one_finite_number_per_rollout(found: obje
 def test_a_reward_loses_the_weighted_penalty(kind, lengths, rewards, expected) -> None:
     rules = PenaltyRules(type=kind, max_length=100, buffer=20, weight=0.5) if kind else None
     assert with_length_penalty(np.array(rewards), np.array(lengths), rules).tolist() == expected
+
+
+def test_a_token_that_a_teacher_rules_out_has_a_bounded_advantage() -> None:
+    """vLLM's floor, a logprob of 0 probability, and a token that the policy's own logprob rules out."""
+    teacher, logprobs = np.array([-9999.0, -math.inf, -1.0, -math.inf]), np.array([-1.0, -1.0, -math.inf, -math.inf])
+    assert distillation_term(teacher, logprobs, 0.5).tolist() == [-10.0, -10.0, 10.0, 0.0]
 
 
 def test_everything_that_may_be_configured_is_implemented_and_documented() -> None:

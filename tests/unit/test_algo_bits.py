@@ -1,8 +1,9 @@
-"""Tensors in bytes, to the bit: what changed in them, their fingerprint, and numbers in 8 bits."""
+"""Tensors in bytes, to the bit: what changed in them, their fingerprint, and two moments in 8 bits each."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trireme.algo import digest, patch
-from trireme.algo.codes import code_values, decode, encode
+from trireme.algo.codes import RANGES, SPAN, decode, encode
 from trireme.algo.compare import first_difference
 from trireme.algo.digest import model_digest, tensor_digest
 from trireme.algo.patch import Form, Patch, apply_patch, build_patch, changed, to_bytes, to_integers, whole_patch
@@ -153,42 +154,50 @@ def test_a_models_digest_depends_on_names_and_not_on_their_order_and_a_differenc
     assert first_difference(digests, digests | {"c": "3"}) == "c was not sent"
 
 
-@pytest.mark.parametrize(
-    ("signed", "lowest", "smallest"),  # the largest code below 1 is 1 - 0.9 / 64 / 2, by hand
-    [(True, -0.99296875, 0.55), (False, 0, 0.325)],  # the middle of (0.1, 1), or of its lower half
-)
-def test_there_are_256_different_codes_from_the_smallest_decade_to_1(signed: bool, lowest, smallest) -> None:
-    values = code_values(signed, torch.device("cpu"))
-    assert len(values.unique()) == 256
-    assert values.max() == 1
-    assert values.min() == pytest.approx(lowest)
-    assert values[values > 0].min() == pytest.approx(1e-6 * smallest)
+def moments(*, decades: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """[3, 128] each, of gradients whose sizes differ so much within a block."""
+    generator = torch.Generator().manual_seed(0)
+    root = 10 ** (-decades * torch.rand(3, 128, generator=generator))
+    return root * torch.randn(3, 128, generator=generator), root.square()
 
 
-@pytest.mark.parametrize("signed", [True, False])
-def test_each_number_gets_the_nearest_code_of_its_block(signed: bool) -> None:
-    rng = np.random.default_rng(0)
-    numbers = rng.standard_normal((3, 128)) * 10.0 ** rng.integers(-6, 3, (3, 128))
-    numbers = numbers if signed else np.abs(numbers)
-    values = code_values(signed, torch.device("cpu"))
-    codes, scale = encode(torch.from_numpy(numbers).float(), 4, values)
-    for row, block in np.ndindex(3, 4):
-        part = numbers[row, 32 * block : 32 * block + 32]
-        largest = np.abs(part).max()
-        nearest = np.abs(values.double().numpy()[None] - (part / largest)[:, None]).min(1)
-        found = values[codes[row, 32 * block : 32 * block + 32].int()].double().numpy()
-        np.testing.assert_allclose(np.abs(found - part / largest), nearest, rtol=0, atol=1e-6)
-        assert scale[row, block] == pytest.approx(largest)
+@pytest.mark.parametrize("decades", [0.1, 3.0, 5.5])
+def test_the_root_is_off_by_a_part_of_itself_and_the_step_by_a_part_of_the_largest(decades: float) -> None:
+    mean, square = moments(decades=decades)
+    *codes, ranges = encode(mean, square, 4)
+    found_mean, found = decode(*codes, ranges)
+    assert ranges.shape == (3, RANGES * 4)
+    logs, steps = square.sqrt().log(), mean / found.sqrt()
+    span = (logs.unflatten(-1, (4, -1)).amax(-1) - logs.unflatten(-1, (4, -1)).amin(-1)).clamp(max=SPAN)
+    is_in_span = logs >= logs.unflatten(-1, (4, -1)).amax(-1).repeat_interleave(32, -1) - SPAN
+    off = (found.sqrt().log() - logs).abs()
+    assert (off <= span.repeat_interleave(32, -1) / 254 / 2 + 1e-5)[is_in_span].all()
+    assert (found >= square)[~is_in_span].all()
+    largest = steps.unflatten(-1, (4, -1)).abs().amax(-1).repeat_interleave(32, -1)
+    assert ((found_mean / found.sqrt() - steps).abs() <= largest / 127 / 2 * (1 + 1e-4)).all()
 
 
-@pytest.mark.parametrize("signed", [True, False])
-def test_what_was_decoded_is_encoded_to_the_same_codes(signed: bool) -> None:
-    values = code_values(signed, torch.device("cpu"))
-    codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
-    codes[:, 0] = 255  # each block has its largest value
-    codes[:, 64] = 255
-    scale = torch.tensor([[1.0, 3.0], [0.5, 7.0]])
-    again, same_scale = encode(decode(codes, scale, values), 2, values)
-    assert torch.equal(again, codes)
-    assert torch.equal(same_scale, scale)
-    assert not decode(*encode(torch.zeros(1, 64), 2, values), values).any(), "a block of zeros stays one"
+def test_what_was_decoded_is_encoded_to_the_same_codes() -> None:
+    first = encode(*moments(), 2)
+    again = encode(*decode(*first), 2)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    torch.testing.assert_close(first[2], again[2])
+
+
+def test_zeros_stay_zeros_and_nothing_else_becomes_one() -> None:
+    """The square of a gradient of 1e-19 is about the smallest that float32 has."""
+    mean, square = torch.zeros(1, 64), torch.zeros(1, 64)
+    assert not any(decoded.any() for decoded in decode(*encode(mean, square, 2)))
+    square[0, :3] = torch.tensor([1.0, 1e-38, 1e-20])
+    found = decode(*encode(mean, square, 2, 0.0))[1]
+    assert torch.equal(found > 0, square > 0)
+
+
+def test_rounding_by_turns_gives_the_mean_that_the_nearest_code_misses() -> None:
+    """Between two codes, with ten ways to round."""
+    square = torch.ones(1, 32)
+    square[0, 1] = math.exp(-2 * 2.54)  # 254 codes apart: 0.01 each, of the logarithm of the root
+    square[0, 2] = math.exp(-2 * 1.003)
+    roots = [decode(*encode(square, square, 1, (turn + 0.5) / 10))[1][0, 2].sqrt().log() for turn in range(10)]
+    assert float(torch.stack(roots).mean()) == pytest.approx(-1.003, abs=1e-4)

@@ -309,6 +309,17 @@ def test_tokens_that_do_not_count_change_nothing(name: str) -> None:
     assert found_sums == pytest.approx(sums)
 
 
+@pytest.mark.parametrize("kl_tau", [0.0, 0.1])
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+def test_a_token_that_the_policy_rules_out_is_pulled_nowhere(kl_tau: float, advantage: float) -> None:
+    """With `ratio_low = 0` its ratio of 0 is within the band; r (A - kl_tau log r) is 0 in the limit."""
+    pi, mu = np.array([-math.inf, -1.0]), np.array([-1.0, -2.0])
+    b = Batch(pi, mu, mu, mu, 0 * mu, np.full(2, advantage), samples=np.array([0, 0]))
+    value, _, gradient = solved(recipe("importance", ratio_low=0.0, kl_tau=kl_tau), to_columns(b), b.totals)
+    assert gradient == pytest.approx([0.0, -math.e * (advantage - kl_tau) / 2])
+    assert math.isfinite(value)
+
+
 @pytest.mark.parametrize("name", [name for name in ALL if LOSSES[name].has_ratio])
 @pytest.mark.parametrize("log_ratio", [-100.0, 100.0])
 def test_a_ratio_out_of_all_bounds_gives_no_nan(name: str, log_ratio: float) -> None:

@@ -191,12 +191,15 @@ def test_the_metrics_of_a_batch_by_hand() -> None:
 
 
 def test_hopeless_groups_count_where_they_were_dropped_too_and_no_advantage_is_no_signal() -> None:
-    outcomes = [Outcome(group, "a", group, mean) for group, mean in ((1, 0.5), (3, 0.0), (6, 0.0), (7, 1.0))]
-    found = batch_metrics(5, ROLLOUTS, DROPPED, config=RunConfig(), outcomes=outcomes)
-    assert (found["env/a/solve_none"], found["env/a/solve_all"]) == (0.5, 0.25)
+    """Those of the batch count by their rewards: the mean of -1 and 1 is 0, and of 0.5 and 1.5 it is 1."""
+    rollouts = [*ROLLOUTS, rollout(8, -1.0, [3]), rollout(8, 1.0, [3]), rollout(9, 0.5, [3]), rollout(9, 1.5, [3])]
+    means = {1: 0.5, 3: 0.0, 6: 0.0, 7: 1.0, 8: 0.0, 9: 1.0}
+    outcomes = [Outcome(group, "a", group, mean) for group, mean in means.items()]
+    found = batch_metrics(5, rollouts, DROPPED, config=RunConfig(), outcomes=outcomes)
+    assert (found["env/a/solve_none"], found["env/a/solve_all"]) == (2 / 6, 1 / 6)
     assert found["env/b/solve_all"] == 1  # it has no outcomes: the batch's groups count
     still = rollout(1, 0.5, [5], metrics={"tokens_mean": 99.0})  # an environment's own number wins
-    still.samples = [sample([5], advantage=0.0)]
+    still.samples = [sample([5], advantage=1e-17)]
     found = batch_metrics(5, [still, rollout(1, 0.5, [5])], [], config=RunConfig())
     assert (found["rollouts/trained"], found["rollouts/with_signal"], found["groups/signal_frac"]) == (2, 1, 0)
     assert found["env/a/tokens_mean"] == 99.0

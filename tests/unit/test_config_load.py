@@ -166,6 +166,8 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists(root, pointers, rename
         ("--no-resumee", "--resume"),
         ("--orchestrator.env.0.idd x", "--orchestrator.env.id"),
         ("--beta 1", "--trainer.loss.beta"),
+        ("--orchestrator.group-size 8", "--orchestrator.rollouts-per-example"),
+        ("--trainer.loss.token-mask-high 8", "--trainer.loss.ratio-high"),
         ("--trainer.epsilon-high 1", "--trainer.loss.clip-high"),
     ],
 )
@@ -189,6 +191,9 @@ def test_an_unknown_flag_is_refused_with_the_likeliest_one(flags, suggestion):
         ("[[orchestrator.env]]\nargs = {}", "a.toml: `orchestrator.env[0].id` is missing - expected text"),
         ('[trainer.model]\nac = "full"', 'ac = "full"` - expected table ...     [trainer.model.ac]\n    freq = 1'),
         ('model = "Qwen/Qwen3-0.6B"', '    [model]\n    name = "Qwen/Qwen3-0.6B"'),
+        ('[trainer.loss]\ntype = "default"', 'expected importance ... Leave it out ... `type = "custom"`'),
+        ("[trainer.loss]\ndppo_mask_low = 0.2", '`type = "custom"` ... `ratio_low`'),
+        ("[trainer.loss]\nadv_tau = 1.0", "Remove it: advantages"),
         ("max_steps = 1\n\n[model]\nname = tiny\n", "a.toml, line 4 ... `name = tiny` ... Text needs quotes"),
     ],
 )

@@ -79,6 +79,30 @@ def test_a_model_that_cannot_be_trained_is_refused(folder, config, words):
     assert words in found(folder)
 
 
+@pytest.mark.parametrize(
+    ("described", "flags", "attention", "words"),
+    [
+        ({"model_type": "gemma2"}, "", "eager", ""),
+        ({"model_type": "vaultgemma", "attn_logit_softcapping": 30.0}, "", "eager", ""),
+        ({"model_type": "gemma2", "attn_logit_softcapping": None}, "", "sdpa", ""),
+        ({"model_type": "gemma2"}, "--trainer.model.attn eager", "eager", ""),
+        ({"model_type": "gemma2"}, "--trainer.model.attn sdpa", "sdpa", 'attn = "sdpa" ... attn_logit_softcapping'),
+        ({"model_type": "gemma2"}, "--trainer.model.cp 2", "sdpa", "attn_logit_softcapping ... cp = 1"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": None}, "", "sdpa", ""),
+    ],
+)
+def test_scores_that_a_model_caps_are_left_to_eager_unless_the_user_says_sdpa(
+    folder, described, flags, attention, words
+):
+    describe(folder, **described)
+    flags = f"--model.name {folder} {flags}"
+    assert resolved(flags).trainer.model.attn == attention
+    assert len(refusals(flags, "softcapping", at_launch=True)) == bool(words)
+    assert len(refusals(flags, words or "softcapping", at_launch=True)) == bool(words)
+    argv = ["--data", "some.jsonl", "--model.name", str(folder), *flags.replace("trainer.", "").split()[2:]]
+    assert resolve_sft(load_config(argv, SftConfig, program="sft")[0], CPU).model.attn == attention
+
+
 def test_what_the_user_allows_is_accepted(folder):
     describe(folder, model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Mine"})
     assert found(folder, trust_remote_code=True) == ""

@@ -107,6 +107,24 @@ def test_the_runs_sampling_wins_over_the_environments():
     assert of_turn(Sampling(), {"max_completion_tokens": 5})["max_tokens"] == 5  # OpenAI's newer name
 
 
+@pytest.mark.parametrize(
+    ("sampling", "theirs", "names"),
+    [
+        (Sampling(), {"temperature": 0.5, "top_p": 0.9, "stop": ["x"]}, set()),
+        (Sampling(), {"repetition_penalty": 1.0, "presence_penalty": 0.0, "logit_bias": {}, "min_tokens": 0}, set()),
+        (Sampling(), {"repetition_penalty": 1.1, "logit_bias": {"7": 2.0}}, {"repetition_penalty", "logit_bias"}),
+        (Sampling(), {"min_tokens": 3, "bad_words": ["x"]}, {"min_tokens", "bad_words"}),
+        (Sampling(top_k=9), {"min_tokens": 3}, set()),  # what it forbids is not among what was kept
+        (Sampling(presence_penalty=0.5), {"presence_penalty": 0.2}, set()),  # the run's, which a note is given for
+    ],
+)
+def test_what_of_an_environments_sampling_the_trainer_cannot_compute_is_known(sampling, theirs, names):
+    turns = TurnSampling(sampling, run_seed=None, key="3-1", attempt=0, trained=True, vocab_size=1000)
+    for number in (1, 2):
+        turns.of_turn(number, theirs)
+    assert turns.distorted == names
+
+
 def test_a_seed_depends_on_the_rollout_its_attempt_and_its_turn():
     assert of_turn(Sampling(), run_seed=7)["seed"] == seed_of(7, "3-1", 0, 2)
     assert of_turn(Sampling(seed=8), run_seed=7)["seed"] == seed_of(8, "3-1", 0, 2)

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tiny
+from families import build_config, save_family
 from trireme.algo.columns import LossFunction, Totals
 from trireme.algo.loss import build_loss, cross_entropy
 from trireme.algo.packing import Sample, empty_micro_batch, micro_batches_of_rank
@@ -358,6 +359,30 @@ def test_a_packed_batch_has_the_cross_entropy_of_samples_alone(tiny_model: Path,
     expected = -torch.cat([row.logprobs for row in plain_pass(tiny_model, samples)[1]]).mean()
     metrics, _ = passed(tiny.open_state(tiny_model, world).model, samples, world, cross_entropy)
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "vaultgemma"])
+def test_attention_scores_that_a_model_caps_are_capped_in_training_too(
+    kind: str, tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cap is low enough to matter."""
+    changes = {"vocab_size": tiny.VOCABULARY, "attn_logit_softcapping": 2.0, "initializer_range": 0.5}
+    folder = save_family(tmp_path, build_config(kind, **changes))
+    samples = [Sample(sample.tokens, 1.0) for sample in tiny.random_samples(MIXED)]
+    plain, rows = plain_pass(folder, samples, "eager")
+    (expected := -torch.cat([row.logprobs for row in rows]).mean()).backward()
+    with caplog.at_level("INFO"):
+        model = load_model(TrainerModel(), str(folder), world)
+    assert "attn_logit_softcapping" in caplog.text
+    for row in rows:
+        (alone,) = micro_batches_of_rank([row.sample], capacity=64, rank=0, world=1)
+        found = compute_columns(model, alone, torch.device("cpu")).logprobs
+        torch.testing.assert_close(found, row.logprobs, rtol=0, atol=1e-4)
+    metrics, gradient = passed(model, samples, world, cross_entropy)
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert tiny.largest_difference({name: p.grad for name, p in plain.named_parameters()}, gradient) < 1e-4
+    uncapped = plain_pass(folder, samples, "sdpa")[1]
+    assert (uncapped[0].logprobs - rows[0].logprobs).abs().max() > 0.01
 
 
 def plain_gspo(rows: list[Plain]) -> torch.Tensor:

@@ -77,7 +77,8 @@ def scores_bytes(model: Architecture, layer: Layer, row: Pass) -> float:
     pairs = row.tokens * row.tokens
     if row.attention == "eager":
         softmax = 0 if model.family.sinks else 4  # in float32, but for gpt-oss
-        return pairs * model.heads / row.cp * (row.value_bytes + (softmax if row.value_bytes != 4 else 0))
+        kept = row.value_bytes * (2 if model.capped else 1) + (softmax if row.value_bytes != 4 else 0)
+        return pairs * model.heads / row.cp * kept
     if _is_written_out(model, row):
         return row.tokens * row.sample * model.heads * row.value_bytes
     return pairs * row.value_bytes if needs_mask(model, layer, row) else 0.0

@@ -17,6 +17,13 @@ import numpy as np
 EPS = 1e-6
 """Added to a standard deviation before anything is divided by it."""
 
+SAME = 1e-9
+"""Rewards of a group that differ by less are the same, and so are advantages: equal rewards minus their mean are often
+some 1e-17, by the rounding of the mean."""
+
+MOST_NATS = 20.0
+"""Difference of a teacher's logprob and the policy's beyond which it makes no difference: a factor of 5e8."""
+
 Baselines = dict[str, float]
 """Per environment: its running mean reward."""
 
@@ -39,17 +46,22 @@ Estimator = Callable[[list[GroupScores]], Sequence[np.ndarray]]
 """B groups in; for each of them [G] out."""
 
 
+def are_same(values: np.ndarray) -> bool:
+    """Whether none differs from another; true of none at all."""
+    return not len(values) or bool(np.ptp(values) < SAME)
+
+
 # of one group
 
 
 def group_mean(rewards_G: np.ndarray) -> np.ndarray:
-    """A_i = r_i - mean(r).
+    """A_i = r_i - mean(r); exactly 0 where all are the same.
 
     The group-relative advantage of GRPO (Shao et al. 2024, arXiv 2402.03300) without the division by the standard
     deviation, which favours examples that are nearly solved or nearly hopeless (Liu et al. 2025, "Dr. GRPO",
     arXiv 2503.20783, section 3.1).
     """
-    return rewards_G - rewards_G.mean()
+    return np.zeros_like(rewards_G) if are_same(rewards_G) else rewards_G - rewards_G.mean()
 
 
 def group_mean_std(rewards_G: np.ndarray, eps: float = EPS) -> np.ndarray:
@@ -64,11 +76,13 @@ def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
     is unbiased. A group of one has nothing to be compared with: A = r.
     """
     others = len(rewards_G) - 1
-    return rewards_G - (rewards_G.sum() - rewards_G) / others if others else rewards_G.copy()
+    if not others:
+        return rewards_G.copy()
+    return np.zeros_like(rewards_G) if are_same(rewards_G) else rewards_G - (rewards_G.sum() - rewards_G) / others
 
 
 def max_rl(rewards_G: np.ndarray, eps: float = EPS) -> np.ndarray:
-    """A_i = (r_i - mean(r)) / mean(r); 0 where the mean is 0.
+    """A_i = (r_i - mean(r)) / mean(r); 0 where the mean is not above `eps`.
 
     Maximum Likelihood Reinforcement Learning (Tajwar et al. 2026, arXiv 2602.02710, Algorithm 1): the gradient of the
     likelihood of a right answer, log p rather than p, to the order that G rollouts can tell.
@@ -103,8 +117,8 @@ def batch(groups_BG: list[np.ndarray], eps: float = EPS) -> list[np.ndarray]:
     REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): one mean and one deviation for all examples. Deviation: the paper
     puts a KL penalty into the reward first; here that is a term of the loss.
     """
-    rewards = np.concatenate(groups_BG)
-    return [(group - rewards.mean()) / (rewards.std() + eps) for group in groups_BG]
+    ends = np.cumsum([len(group) for group in groups_BG])
+    return np.split(group_mean_std(np.concatenate(groups_BG), eps), ends[:-1])
 
 
 def group_batch(groups_BG: list[np.ndarray], eps: float = EPS) -> list[np.ndarray]:
@@ -197,7 +211,7 @@ def process_advantages(rewards_of_rollouts: list[np.ndarray], eps: float = EPS) 
         rewards_of_rollouts: per rollout [T], NaN at tokens that end no step.
     """
     steps = np.concatenate([rewards[~np.isnan(rewards)] for rewards in rewards_of_rollouts]).astype(np.float64)
-    if not len(steps):
+    if are_same(steps):
         return [np.zeros(len(rewards)) for rewards in rewards_of_rollouts]
     mean, deviation = steps.mean(), steps.std()
     return [_to_go(np.nan_to_num((rewards - mean) / (deviation + eps))) for rewards in rewards_of_rollouts]
@@ -208,10 +222,15 @@ def _to_go(values_T: np.ndarray) -> np.ndarray:
 
 
 def distillation_term(teacher_T: np.ndarray, logprobs_T: np.ndarray, weight: float) -> np.ndarray:
-    """weight * (log q - log mu), 0 where the teacher said nothing.
+    """weight * (log q - log mu), 0 where the teacher said nothing, and the difference at most `MOST_NATS` either way.
 
     On-policy distillation (Agarwal et al. 2024, "GKD", arXiv 2306.13649; with the policy's own samples and the reverse
     KL it is a policy gradient): q is the teacher's probability of the sampled token, mu that of the policy that sampled
     it, so that the mean of the term is -KL(mu || q).
+
+    Deviation: the bound. A token that the teacher rules out has a logprob of -inf, or of -9999 from vLLM, and would
+    outweigh all others of its batch.
     """
-    return weight * np.nan_to_num(teacher_T.astype(np.float64) - logprobs_T)
+    with np.errstate(invalid="ignore"):  # both may rule it out
+        difference = teacher_T.astype(np.float64) - logprobs_T
+    return weight * np.nan_to_num(difference.clip(-MOST_NATS, MOST_NATS))

@@ -29,6 +29,7 @@ class Family:
     expert_width: str = "intermediate_size"  # the key that says how wide each is
     expert_bias: bool = False
     sinks: bool = False  # one number per head
+    capped: bool = False  # attention scores, where config.json is silent
     window_pattern: int = 0  # every how many layers one attends to all; 0 where config.json lists or forbids windows
     wide_norms: bool = False  # their result is float32 until it has been scaled
     gate_tensors: int = 2  # of the MLP's width that its gate keeps for the backward pass, beside gate and up
@@ -42,7 +43,7 @@ FAMILIES = {
     "qwen3_moe": Family(qk_norm=True, experts="num_experts", experts_used=8, expert_width="moe_intermediate_size"),
     "mixtral": Family(experts="num_local_experts"),
     "gemma": Family(tied=True, head_dim=256, wide_norms=True),
-    "gemma2": Family(tied=True, head_dim=256, layer_norms=4, window_pattern=2, wide_norms=True),
+    "gemma2": Family(tied=True, head_dim=256, layer_norms=4, window_pattern=2, wide_norms=True, capped=True),
     "gemma3_text": Family(tied=True, head_dim=256, layer_norms=4, qk_norm=True, window_pattern=6, wide_norms=True),
     "gpt_oss": Family(
         qkv_bias=True,
@@ -122,6 +123,7 @@ class Architecture:
     tied: bool
     layers: tuple[Layer, ...]
     family: Family
+    capped: bool = False  # attention scores go through a tanh, which `sdpa` leaves out
 
     def attends_apart(self, attention: str, cp: int = 1) -> bool:
         """Whether samples that share a row attend one by one: with `sdpa`, where no layer has a window and no ranks
@@ -196,6 +198,7 @@ def architecture_of(config: Config) -> Architecture:
         tied=config.get("tie_word_embeddings", text.get("tie_word_embeddings", family.tied)),
         layers=tuple(_layers(text, family)),
         family=family,
+        capped=bool(text.get("attn_logit_softcapping", family.capped)),
     )
 
 

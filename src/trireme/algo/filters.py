@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
+from trireme.algo.advantage import are_same
 from trireme.algo.runs import longest_run
 
 TRUNCATED, REPETITION, GIBBERISH, ZERO_ADVANTAGE = "truncated", "repetition", "gibberish", "zero_advantage"
@@ -83,4 +84,4 @@ def has_signal(rewards_G: np.ndarray, steps: np.ndarray) -> bool:
     Args:
         steps: all step rewards of the group, where the environment gives any.
     """
-    return any(len(values) > 0 and values.max() - values.min() >= 1e-9 for values in (rewards_G, steps))
+    return not (are_same(rewards_G) and are_same(steps))

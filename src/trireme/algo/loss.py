@@ -12,9 +12,10 @@
 
 N tokens and S samples are those of the whole batch, over all ranks and micro-batches, so the gradient does not depend
 on how the batch is split. `sequence` is GRPO's mean over samples of the mean over tokens (arXiv 2402.03300, equation
-3), `token` is DAPO's (arXiv 2503.14476, equation 8), `constant` is Dr. GRPO's (arXiv 2503.20783, section 3.1).
+3), `token` is DAPO's (arXiv 2503.14476, equation 8) but over the batch and not within each group, `constant` is Dr.
+GRPO's (arXiv 2503.20783, section 3.1).
 
-The default is `importance` against the behaviour policy, over tokens:
+The default is `importance` against the behaviour policy, over tokens (prime-rl's default of December 2025):
 
     r_t = pi(t) / mu(t)                                       computed per token, from logprobs
     m_t = 1 if ratio_low <= r_t <= ratio_high else 0

@@ -17,8 +17,8 @@ from trireme.algo.architecture import Architecture, Layer
 
 GIB = 1 << 30
 MASTER_BYTES = 4  # of a parameter that is trained, and of its gradient: float32
-MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "muon": 4.0, "sgd": 4.0}
-"""Of the optimizer's state, per parameter. In 8 bits: with a scale for every 256 values."""
+MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 3 * 4 / 128, "muon": 4.0, "sgd": 4.0}
+"""Of the optimizer's state, per parameter. In 8 bits: with 3 numbers for every 128 values."""
 
 Parts = dict[str, float]
 

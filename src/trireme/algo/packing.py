@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -20,6 +20,11 @@ class Sample:
     def __init__(self, tokens: Tokens, temperature: float) -> None:
         self.tokens = tokens
         self.temperature = temperature
+
+
+def num_learned(samples: Iterable[Sample]) -> list[int]:
+    """Tokens of each sample that count: a first one never does, as nothing stands before it to predict it from."""
+    return [int(np.count_nonzero(sample.tokens.loss_mask[1:])) for sample in samples]
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:

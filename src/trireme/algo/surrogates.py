@@ -18,7 +18,8 @@ from trireme.config.losses import Recipe
 def importance(columns: Columns, recipe: Recipe) -> TokenLoss:
     """m r A, where m masks ratios outside [ratio_low, ratio_high]; slope - m r (A - kl_tau log r). The default.
 
-    With kl_tau = 0 and no masking this is off-policy policy gradient with per-token importance sampling. Its parts:
+    With kl_tau = 0 and no masking this is off-policy policy gradient with per-token importance sampling. Form and
+    bounds are those of prime-rl's default loss of December 2025. Its parts:
 
     1. The ratio is taken against the logprobs that the *engine* reported, so it corrects for both staleness and any
        numeric mismatch between the two (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
@@ -31,7 +32,8 @@ def importance(columns: Columns, recipe: Recipe) -> TokenLoss:
     log_ratio = token_log_ratio(columns)
     ratio = log_ratio.exp()
     kept = columns.mask & (ratio >= recipe.ratio_low) & (ratio <= recipe.ratio_high)
-    pull = torch.where(kept, ratio * (columns.advantages - recipe.kl_tau * log_ratio), 0.0)
+    drift = recipe.kl_tau * log_ratio if recipe.kl_tau else torch.zeros_like(log_ratio)
+    pull = torch.where(kept, times(ratio, columns.advantages - drift), 0.0)  # a ratio of 0 pulls nowhere: r log r is 0
     value = -torch.where(kept, ratio * columns.advantages, 0.0)
     return TokenLoss(value, -pull, masked=columns.mask & ~kept)
 
@@ -40,7 +42,7 @@ def clip(columns: Columns, recipe: Recipe) -> TokenLoss:
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO (Schulman et al. 2017, arXiv 1707.06347, equation 7).
 
     Two bounds as in DAPO (Yu et al. 2025, arXiv 2503.14476, "clip-higher"). `dual_clip` c bounds it by c A where A < 0
-    (Ye et al. 2020, arXiv 1912.09729).
+    (Ye et al. 2020, arXiv 1912.09729); without it a token with A < 0 pulls without bound as its ratio grows.
     """
     return _clipped(token_log_ratio(columns).exp(), columns, recipe, dual=recipe.dual_clip)
 
@@ -70,8 +72,11 @@ def clipped_weight(columns: Columns, recipe: Recipe) -> TokenLoss:
 
 
 def reinforce(columns: Columns, recipe: Recipe) -> TokenLoss:
-    """A log pi, no ratio (Williams 1992). What it is called beyond that is decided by the advantage: RLOO (Ahmadian et
-    al. 2024, arXiv 2402.14740) with `leave_one_out`, REINFORCE++ (Hu 2025, arXiv 2501.03262) with `batch`.
+    """A log pi, no ratio (Williams 1992). Its direction is that of RLOO (Ahmadian et al. 2024, arXiv 2402.14740) with
+    `leave_one_out`, and of REINFORCE++ (Hu 2025, arXiv 2501.03262) with `batch`, at one iteration on fresh tokens.
+
+    Deviation: RLOO sums over a completion's tokens and averages over completions, here it is averaged over tokens;
+    REINFORCE++ clips as PPO does.
     """
     pull = torch.where(columns.mask, columns.advantages, 0.0)
     return TokenLoss(-times(columns.logprobs.detach(), pull), -pull)

@@ -67,6 +67,9 @@ KNOWN_ELSEWHERE = {
     "save_total_limit": "trainer.ckpt.keep_last",
     "resume_from_checkpoint": "trainer.ckpt.resume_step",
     "num_generations": "orchestrator.rollouts_per_example",
+    "group_size": "orchestrator.rollouts_per_example",
+    "token_mask_low": "trainer.loss.ratio_low",
+    "token_mask_high": "trainer.loss.ratio_high",
     "use_difficulty_filtering": "orchestrator.buffer.use_difficulty_filtering",
     "difficulty_threshold": "orchestrator.buffer.difficulty_threshold",
     "filter_groups": "orchestrator.buffer.online_difficulty_filtering",
@@ -103,12 +106,27 @@ KNOWN_ELSEWHERE = {
     "port": "inference.server.port",
 }
 
+_NO_DPPO = (
+    'Remove it: there is no DPPO here. Write that loss as a function (`type = "custom"`, `docs/algorithms.md`), or '
+    "bound ratios, not differences of probabilities, by `ratio_low` and `ratio_high`."
+)
 # Refused, where no key of ours does the same: what to do instead.
 NOT_A_KEY = {
     "env_file": "Export its variables in the shell; files of `prime-rl` and `trireme submit` may name it.",
     "ds3_gather_for_generation": "Remove it: weights travel to the engine tensor by tensor, nothing is gathered.",
     "mask_env_responses": "Remove it: only what the model sampled is ever trained on.",
     "deepspeed": "Remove it: parameters are sharded by FSDP2, without a file for it.",
+    "dppo_mask_low": _NO_DPPO,
+    "dppo_mask_high": _NO_DPPO,
+    "adv_tau": "Remove it: advantages are taken as they are (1.0 there).",
+}
+
+# Likewise for values: table, key and value -> what to do instead.
+NOT_A_VALUE: dict[tuple[str, ...], str] = {
+    ("loss", "type", "default"): (
+        "Leave it out for our default, `importance`, which was prime-rl's in December 2025. Its later one, DPPO with a "
+        'squared KL, is not here: write it as `type = "custom"`.'
+    ),
 }
 
 # Our keys for what people type to `sft`; where a key's name is not here, `KNOWN_ELSEWHERE` holds.

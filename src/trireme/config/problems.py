@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.config.aliases import NOT_A_KEY
+from trireme.config.aliases import NOT_A_KEY, NOT_A_VALUE
 from trireme.config.fields import Field, as_key, fields_of
 from trireme.config.section import Section
 from trireme.config.suggest import suggest
@@ -67,6 +67,8 @@ def wrong_value(field: Field, path: tuple[str, ...], value: Any, *, where: str, 
 
 def _advice(field: Field, path: tuple[str, ...], value: Any, flag: str | None) -> str:
     if field.kind == "choice":
+        if elsewhere := NOT_A_VALUE.get((*path[-2:], str(value))):
+            return elsewhere
         near = get_close_matches(str(value), field.words.split(" | "), n=1, cutoff=0.7)
         return f"Did you mean `{near[0]}`?" if near else field.doc
     if field.section and field.kind == "section" and flag:

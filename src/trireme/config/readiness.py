@@ -71,6 +71,21 @@ def looks_local(name: str) -> bool:
     return bool(rest) and (first in _LOCAL_FOLDERS or Path(first).is_dir())
 
 
+def config_file(name: str) -> Path | None:
+    """A model's `config.json`, in its folder or among what was downloaded; None where there is none yet."""
+    local = Path(name) / "config.json"
+    if local.exists():
+        return local
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # a folder that is not there
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
 def _models_nearby(missing: Path) -> str:
     folder = next((parent for parent in missing.parents if parent.is_dir()), Path("."))
     found = sorted(str(file.parent) for file in folder.glob("*/config.json"))[:5]

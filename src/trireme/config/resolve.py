@@ -6,6 +6,7 @@ ids and parallelism mean nothing on CPU.
 
 from __future__ import annotations
 
+import json
 import socket
 from contextlib import ExitStack
 from itertools import islice
@@ -17,9 +18,12 @@ from trireme.base.network import EVERYWHERE, listening_address
 from trireme.config.losses import written_out
 from trireme.config.orchestrator import Environment, Evaluation
 from trireme.config.places import places_of
+from trireme.config.readiness import config_file
+from trireme.config.rules_model import caps_scores
 from trireme.config.run import Model, RunConfig
 from trireme.config.section import Section
 from trireme.config.sft import SftConfig
+from trireme.config.trainer import TrainerModel
 from trireme.config.written import Room
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -49,7 +53,7 @@ def resolve(config: RunConfig, devices: Devices, *, section: Room | None = None,
     config = updated(config, _listening(config, section, node))
     config = updated(config, _device(config, devices))
     config = updated(config, _gpu_ids(config, devices, section))
-    for derived in (_models, _precision, _lengths, _loss, _environments):
+    for derived in (_models, _attention, _precision, _lengths, _loss, _environments):
         config = updated(config, derived(config))
     config = updated(config, _broadcast(config, alone=section is not None))
     config = updated(config, _processes(config, devices))
@@ -61,6 +65,7 @@ def resolve_sft(config: SftConfig, devices: Devices) -> SftConfig:
     ranks = config.num_ranks or (max(1, devices.num_gpus) if device == "cuda" else 1)
     values: Values = {"device": device, "num_ranks": ranks}
     values["model.name"] = config.model.name or Model().name
+    values["model.attn"] = _attention_of(config.model, values["model.name"])
     values["tokenizer.name"] = config.tokenizer.name or values["model.name"]
     values["micro_batch_tokens"] = config.micro_batch_tokens or config.seq_len
     values["threads"] = config.threads or max(1, devices.cores // ranks)
@@ -175,6 +180,23 @@ def _models(config: RunConfig) -> Values:
         "trainer.tokenizer.name": config.trainer.tokenizer.name or trained,
         "inference.model.name": config.inference.model.name or shared,
     }
+
+
+def _attention(config: RunConfig) -> Values:
+    return {"trainer.model.attn": _attention_of(config.trainer.model, config.trainer.model.name)}
+
+
+def _attention_of(model: TrainerModel, name: str | None) -> str:
+    """Return what was asked for, or `eager` where nothing was and the model, if it is here, caps its attention scores.
+
+    With ranks that share a row, which `eager` cannot do, `rules_model` refuses the run. A model that is still to be
+    downloaded is left to the trainer.
+    """
+    file = None if "attn" in model.model_fields_set or model.cp > 1 or not name else config_file(name)
+    try:
+        return "eager" if file and caps_scores(json.loads(file.read_text())) else model.attn
+    except ValueError:  # no JSON, which the rules say
+        return model.attn
 
 
 def _precision(config: RunConfig) -> Values:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,13 @@ SWITCHES = {
     "flex_attention": "_supports_flex_attn",
 }
 """How classes of transformers say that they lack an attention."""
+
+SOFT_CAP = "attn_logit_softcapping"
+"""In a model's config.json: attention scores go through SOFT_CAP * tanh(score / SOFT_CAP), which transformers' `sdpa`
+leaves out without a word. It is the only such feature in 5.19; models with sinks refuse `sdpa` themselves."""
+
+CAPPED = ("gemma2", "vaultgemma")
+"""Architectures that cap where config.json says nothing."""
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
@@ -133,6 +140,20 @@ def _check_architecture(table: str, model: TrainerModel, config: dict[str, Any],
             f'{table}.attn = "{model.attn}": transformers has no such attention for {kind} - expected one of '
             f"{', '.join(has)}. Set `{table}.attn`."
         )
+    elif model.attn == "sdpa" and caps_scores(config):
+        kept = "eager" if device == "cpu" else "eager, flex_attention or flash attention"
+        together = f", which ranks share no row with (`{table}.cp = 1`)" if model.cp > 1 else ""
+        yield (
+            f'{table}.attn = "sdpa", and {kind} caps its attention scores ({SOFT_CAP} in its config.json), which '
+            f"transformers' sdpa leaves out and the engine does not - expected {kept}. "
+            f'Set `{table}.attn = "eager"`{together}.'
+        )
+
+
+def caps_scores(config: Mapping[str, Any]) -> bool:
+    """Whether a model with this config.json caps its attention scores."""
+    text = config.get("text_config") or config
+    return bool(text.get(SOFT_CAP, text.get("model_type") in CAPPED))
 
 
 def _offers(source: str, switch: str | None) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from typing import Any
 
 from trireme.base.devices import Devices
 from trireme.config.engine_names import parser_names, sampling_names
@@ -17,6 +18,17 @@ _OURS = frozenset({"n", "logprobs", "prompt_logprobs", "detokenize", "output_kin
 
 _REWEIGHT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 _FORBID = ("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs")
+_NEUTRAL = {"repetition_penalty": 1.0}  # 0 or empty for the others
+
+
+def distorting(given: Mapping[str, Any], *, cut: bool) -> list[str]:
+    """The arguments by which the engine samples from another distribution than the trainer can compute.
+
+    Args:
+        cut: whether the sampler chooses among a part of the vocabulary; what is forbidden is then not among it.
+    """
+    names = _REWEIGHT if cut else _REWEIGHT + _FORBID
+    return [name for name in names if given.get(name) and given[name] != _NEUTRAL.get(name)]
 
 
 def samplings(config: RunConfig) -> Iterator[tuple[str, Sampling]]:
@@ -128,10 +140,8 @@ def sampling_notes(config: RunConfig) -> list[str]:
     """What is allowed and worth knowing: one sentence each, shown by a dry run and at the start."""
     sampling = config.orchestrator.sampling
     given = sampling.model_dump(exclude={"extra_body"}, exclude_defaults=True) | sampling.extra_body
-    biased = [name for name in _REWEIGHT if name in given]
-    biased += [name for name in _FORBID if name in given and not sampling.cuts]
     notes = []
-    if biased:
+    if biased := distorting(given, cut=sampling.cuts):
         notes.append(
             f"orchestrator.sampling: {', '.join(biased)} make the engine sample from another distribution than the "
             "trainer can compute, so importance ratios are off by it - leave them out, unless that is meant."

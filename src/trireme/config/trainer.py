@@ -61,7 +61,8 @@ class TrainerModel(Section):
     from_scratch: bool = False
     """Read only `config.json` and start from random weights, drawn with the run's seed."""
     attn: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
-    """Attention implementation of transformers."""
+    """Attention implementation of transformers; where this is not given and the model caps its attention scores (Gemma
+    2, VaultGemma), which sdpa does not, it is eager."""
     optimization_dtype: Dtype = "float32"
     """Precision of the forward and backward pass. Parameters and optimizer state are always float32."""
     reduce_dtype: Dtype = "float32"
@@ -107,7 +108,7 @@ class Optimizer(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate; 1e-6 to 1e-5 for whole models, ten times that for adapters."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay; 0 is common for RL."""
+    """Weight decay, decoupled from the gradient (with `sgd` added to it, before momentum); 0 is common for RL."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's two moments."""
     eps: PositiveFloat = 1e-8

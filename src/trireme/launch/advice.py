@@ -108,7 +108,7 @@ def _of_the_forward_pass(training: Training, model: str, *, on_cpu: bool) -> Ite
     row = training.row
     if row.attention in ("sdpa", "eager") and not on_cpu:
         yield from _flash(row, model)
-    if row.attention == "eager" and on_cpu and not training.model.family.sinks:
+    if row.attention == "eager" and on_cpu and not training.model.family.sinks and not training.model.capped:
         yield _setting(f'{model}attn = "sdpa"', "attn", 0, attention="sdpa")
     if training.head_chunk > 1024:
         yield _setting(f"{model}head_chunk = 1024", "head_chunk", 0, head_chunk=1024)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from trireme.algo.cost import LINEAR, Cost, cost_of
-from trireme.algo.packing import Sample, deal, each_row, rows_of
+from trireme.algo.packing import Sample, deal, each_row, num_learned, rows_of
 from trireme.base.turns import by_turns
+from trireme.config.readiness import config_file
 from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord, Rollout
@@ -65,7 +63,7 @@ class _Batch:
         self._samples = samples_of(record.rollouts)
         lengths = [sample.tokens.length for sample in self._samples]
         self._dealt: Dealt = deal(lengths, capacity=capacity, ranks=world, cost=cost)
-        self._counts = [int(np.count_nonzero(sample.tokens.loss_mask)) for sample in self._samples]
+        self._counts = num_learned(self._samples)
         self._step = record.step
         self._num_rollouts = len(record.rollouts)
 
@@ -117,20 +115,5 @@ def row_cost(config: RunConfig) -> Cost:
 
 def cost_of_model(name: str | None, *, attention: str, cp: int = 1) -> Cost:
     """By its `config.json`, in its folder or among what was downloaded; by tokens alone where there is none."""
-    file = _config_file(name) if name else None
+    file = config_file(name) if name else None
     return cost_of(json.loads(file.read_text()), attention=attention, cp=cp) if file else LINEAR
-
-
-@lru_cache
-def _config_file(name: str) -> Path | None:
-    local = Path(name) / "config.json"
-    if local.exists():
-        return local
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # a folder that is not there
-        return None
-    return Path(found) if isinstance(found, str) else None

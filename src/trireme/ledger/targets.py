@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from trireme.algo.advantage import (
+    SAME,
     Baselines,
     Estimator,
     GroupScores,
@@ -148,7 +149,7 @@ def with_advantages(sample: Tokens, advantages_T: np.ndarray) -> Tokens:
 
 def is_zero(advantages: list[np.ndarray]) -> bool:
     """Whether none of a rollout's tokens is pushed anywhere."""
-    return not any(np.count_nonzero(part) for part in advantages)
+    return all((np.abs(part) < SAME).all() for part in advantages)
 
 
 def flaws_of(rollout: Rollout, rules: Rules) -> list[str]:

@@ -11,9 +11,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from trireme.algo.advantage import are_same
 from trireme.algo.staleness import lags
 from trireme.config.run import RunConfig
 from trireme.ledger.records import Dropped, Outcome, Rollout, State
+from trireme.ledger.targets import is_zero
 
 Metrics = dict[str, float]
 Item = TypeVar("Item")
@@ -25,9 +27,6 @@ FAILED = frozenset({"rollout", "score", "timeout", "worker"})
 
 NO_SIGNAL = frozenset({"no_signal", "little_signal"})
 """Reasons of groups that came to their end and were dropped because their rewards are the same, or nearly."""
-
-SAME = 1e-9
-"""Rewards of a group that differ by less are the same."""
 
 
 def batch_metrics(
@@ -149,8 +148,9 @@ def _environment(name: str, rollouts: list[Rollout], outcomes: Sequence[Outcome]
 
 
 def _solved_fracs(rollouts: list[Rollout], outcomes: Sequence[Outcome]) -> tuple[float, float]:
-    """Shares of groups with no reward above 0, and with none below 1; of outcomes, only their means are known."""
-    groups = [[outcome.mean] for outcome in outcomes] or list(_group_rewards(rollouts).values())
+    """Shares of groups with no reward above 0, and with none below 1; of those dropped, only their means are known."""
+    rewards_of = _group_rewards(rollouts)
+    groups = [rewards_of.get(outcome.group, [outcome.mean]) for outcome in outcomes] or list(rewards_of.values())
     none = np.mean([max(rewards) <= 0 for rewards in groups])
     every = np.mean([min(rewards) >= 1 for rewards in groups])
     return float(none), float(every)
@@ -176,7 +176,7 @@ def _group_std(rollouts: list[Rollout]) -> float:
 
 
 def _count_with_signal(rollouts: list[Rollout]) -> int:
-    return sum(max(rewards) - min(rewards) >= SAME for rewards in _group_rewards(rollouts).values())
+    return sum(not are_same(np.array(rewards)) for rewards in _group_rewards(rollouts).values())
 
 
 def _group_rewards(rollouts: list[Rollout]) -> dict[int, list[float]]:
@@ -199,7 +199,7 @@ def _truncated_frac(rollouts: list[Rollout]) -> float:
 
 
 def _has_advantage(rollout: Rollout) -> bool:
-    return any(np.count_nonzero(sample.advantages) > 0 for sample in rollout.samples)
+    return not is_zero([sample.advantages for sample in rollout.samples])
 
 
 def _num_sampled(rollout: Rollout) -> int:

@@ -58,6 +58,7 @@ class RolloutRunner:
         self._reader = TurnReader(config.inference.model, tokenizer, pool)
         self._strategy = config.orchestrator.trajectory_strategy
         self._arguments: dict[int, tuple[Sampling, dict[str, Any]]] = {}
+        self._noted: set[tuple[str, ...]] = set()
         self._run_seed = config.seed if config.synchronous else None
         self._model = config.trainer.tokenizer.name or config.model.name
         for note in sampling_notes(config):
@@ -123,6 +124,7 @@ class RolloutRunner:
             group_size=group_size,
         )
         done = await environment.run(task, ask, begin_anew=begin_anew)
+        self._note_distortion(environment, turns.distorted)
         if trained and not play.trajectory.samples():
             why = play.refused or "The environment never asked for a model turn."
             raise RolloutFailed("rollout", f"{why} Nothing was sampled, so there is nothing to train on.")
@@ -133,6 +135,18 @@ class RolloutRunner:
         if id(sampling) not in self._arguments:
             self._arguments[id(sampling)] = sampling, sampling_arguments(sampling)
         return self._arguments[id(sampling)][1]
+
+    def _note_distortion(self, environment: Environment, names: set[str]) -> None:
+        """Warn once per environment and set of arguments; `sampling_notes` covers the run's own."""
+        if names and (environment.name, *sorted(names)) not in self._noted:
+            self._noted.add((environment.name, *sorted(names)))
+            log.warning(
+                "environment %s: its sampling arguments %s make the engine sample from another distribution than the "
+                "trainer can compute, so importance ratios are off by it - leave them out of the environment, unless "
+                "that is meant.",
+                environment.name,
+                ", ".join(sorted(names)),
+            )
 
     def _begin(self, sampling: TurnSampling, *, trained: bool) -> _Play:
         """Before the first turn."""

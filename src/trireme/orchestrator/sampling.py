@@ -7,6 +7,7 @@ from typing import Any
 
 from trireme.config.kept import MOST_KEPT, most_kept, slots_for
 from trireme.config.orchestrator import Sampling
+from trireme.config.rules_sampling import distorting
 
 ENVIRONMENTS = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
@@ -46,12 +47,15 @@ class TurnSampling:
         self._key, self._attempt = key, attempt
         self._trained = trained
         self._vocab_size = vocab_size
+        self.distorted: set[str] = set()  # arguments of the environment's that make ratios wrong
 
     def of_turn(self, number: int, theirs: dict[str, Any]) -> dict[str, Any]:
         """Of the `number`th turn (from 1); `theirs` are the environment's."""
         arguments = _known(theirs) | self.own
         if self._seed is not None and arguments["temperature"] > 0:
             arguments["seed"] = seed_of(self._seed, self._key, self._attempt, number)
+        if self._trained:
+            self.distorted |= {*distorting(arguments, cut=is_cut(arguments))} - self.own.keys()
         if self._trained and is_cut(arguments):
             arguments |= self._all_that_is_kept(arguments)
         return arguments

@@ -1,5 +1,5 @@
-"""AdamW whose two moments are held in 8 bits each: 2 bytes per parameter instead of 8 (Dettmers et al. 2021, arXiv
-2110.02861).
+"""AdamW whose two moments are held in 8 bits each, by the codes of `algo/codes.py`: 2 bytes per parameter instead of 8
+(after Dettmers et al. 2021, arXiv 2110.02861).
 
 The state is plain tensors, of which every block lies within a row of its parameter, so that shards can be cut and
 joined between blocks. What any number of ranks saved, any other number goes on with to the bit.
@@ -13,22 +13,26 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from trireme.algo.codes import code_values, decode, encode
+from trireme.algo.codes import RANGES, decode, encode
 from trireme.trainer.pieces import piece_of
 
-BLOCKS = (256, 128, 64, 32)
-"""Values that share a scale: as many as divide a row evenly."""
+BLOCKS = (128, 64, 32)
+"""Values that share a range: as many as divide a row evenly."""
 
 SMALLEST = 4096
 """Values of a parameter that is worth it; smaller ones, norms and biases have their moments in float32."""
 
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""Both moments, and whether they have a sign."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+RANGE = "ranges"
+"""Beside moments that are codes (uint8): what the codes of each block span."""
+
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples, without what is before the point, fill the range from 0 to 1 as evenly as any sequence."""
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """`state[parameter]` has `exp_avg` and `exp_avg_sq`, sharded as the parameter. Where these are codes (uint8), each
-    has a `..._scale` beside it, with one number per block."""
+    """`state[parameter]` has `exp_avg` and `exp_avg_sq`, sharded as the parameter. Where these are codes (uint8),
+    `ranges` is beside them, with `RANGES` numbers per block."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
@@ -49,20 +53,21 @@ class AdamW8bit(torch.optim.Optimizer):
         if not _local(parameter).numel():  # of a small parameter not every rank holds a part
             return
         assert parameter.grad is not None
-        moments = [value for key in MOMENTS for value in (state[key], state.get(_scale_of(key)))]
-        _arithmetic(parameter)(
+        held = [state.get(key) for key in (*MOMENTS, RANGE)]
+        (_compiled if parameter.is_cuda else _take_step)(
             _local(parameter),
             _local(parameter.grad),
             state["step"],
-            *(None if value is None else _local(value) for value in moments),
+            *(None if value is None else _local(value) for value in held),
             lr=torch.tensor(group["lr"]),  # a number would be compiled in
+            rounding=torch.tensor(GOLDEN * float(state["step"]) % 1),
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """torch's own would turn codes into floats. Scales may come whole: each rank takes its part."""
+        """torch's own would turn codes into floats. Ranges may come whole: each rank takes its part."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.state.clear()
         for number, saved in state_dict["state"].items():
@@ -71,7 +76,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def block_of(parameter: torch.Tensor) -> int | None:
-    """Values that share a scale; None where its moments are kept in float32."""
+    """Values that share a range; None where its moments are kept in float32."""
     if parameter.ndim < 2 or parameter.numel() < SMALLEST or _is_cut_within_rows(parameter):
         return None
     return next((block for block in BLOCKS if parameter.shape[-1] % block == 0), None)
@@ -83,38 +88,33 @@ def _is_cut_within_rows(parameter: torch.Tensor) -> bool:
 
 
 def in_eight_bits(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What was saved of a parameter, in either form, as this optimizer holds it. Scales may be whole."""
+    """What was saved of a parameter, in either form, as this optimizer holds it. Ranges may be whole."""
     block = block_of(parameter)
     if block is None:
         return in_float32(saved, parameter)
-    if _scale_of(next(iter(MOMENTS))) in saved:
+    if RANGE in saved:
         return saved
-    held = {key: value for key, value in saved.items() if key not in MOMENTS}
-    for key, signed in MOMENTS.items():
-        moment = _local(saved[key])
-        *rows, length = moment.shape
-        codes, scales = torch.empty_like(moment, dtype=torch.uint8), moment.new_empty(*rows, length // block)
-        if moment.numel():
-            codes, scales = encode(moment, length // block, code_values(signed, moment.device))
-        held[key] = _filled(parameter, codes)
-        held[_scale_of(key)] = _sharded_as(parameter, scales)
-    return held
+    mean, square = (_local(saved[key]) for key in MOMENTS)
+    *rows, length = mean.shape
+    blocks = length // block
+    codes = [torch.empty_like(mean, dtype=torch.uint8) for _ in MOMENTS]
+    ranges = mean.new_empty(*rows, RANGES * blocks)
+    if mean.numel():
+        *codes, ranges = encode(mean, square, blocks)
+    held = {key: _filled(parameter, each) for key, each in zip(MOMENTS, codes, strict=True)}
+    return saved | held | {RANGE: _sharded_as(parameter, ranges)}
 
 
 def in_float32(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Likewise, as AdamW holds it."""
-    held = {key: value for key, value in saved.items() if key not in map(_scale_of, MOMENTS)}
-    for key, signed in MOMENTS.items():
-        if (scale := saved.get(_scale_of(key))) is not None:
-            codes, (*rows, columns) = _local(saved[key]), _own_region(parameter)
-            scales = scale[tuple(rows)].to(codes.device)
-            each = scales.repeat_interleave(parameter.shape[-1] // scale.shape[-1], dim=-1)[..., columns]
-            held[key] = _filled(parameter, code_values(signed, codes.device)[codes.int()] * each)
-    return held
-
-
-def _scale_of(key: str) -> str:
-    return f"{key}_scale"
+    if (ranges := saved.get(RANGE)) is None:
+        return saved
+    mean, square = (_local(saved[key]) for key in MOMENTS)
+    moments = mean.float(), square.float()
+    if mean.numel():
+        moments = decode(mean, square, ranges[_own_region(parameter)[:-1]].to(mean.device))
+    held = {key: _filled(parameter, each) for key, each in zip(MOMENTS, moments, strict=True)}
+    return {key: value for key, value in saved.items() if key != RANGE} | held
 
 
 def _own_region(parameter: torch.Tensor) -> tuple[slice, ...]:
@@ -132,12 +132,11 @@ def _filled(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def _first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     block = block_of(parameter)
-    state = {"step": torch.tensor(0.0)}
-    for key in MOMENTS:
-        state[key] = torch.zeros_like(parameter, dtype=None if block is None else torch.uint8)
-        if block is not None:  # with a scale of 0, whatever code means 0
-            *rows, length = _local(parameter).shape
-            state[_scale_of(key)] = _sharded_as(parameter, torch.zeros(*rows, length // block))
+    dtype = None if block is None else torch.uint8
+    state = {"step": torch.tensor(0.0)} | {key: torch.zeros_like(parameter, dtype=dtype) for key in MOMENTS}
+    if block is not None:  # with ranges of 0, code 0 means 0
+        *rows, length = _local(parameter).shape
+        state[RANGE] = _sharded_as(parameter, torch.zeros(*rows, RANGES * (length // block)))
     return state
 
 
@@ -146,11 +145,11 @@ def _take_step(
     gradient: torch.Tensor,
     step: torch.Tensor,
     first: torch.Tensor,
-    first_scale: torch.Tensor | None,
     second: torch.Tensor,
-    second_scale: torch.Tensor | None,
+    ranges: torch.Tensor | None,
     *,
     lr: torch.Tensor,
+    rounding: torch.Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
@@ -158,41 +157,27 @@ def _take_step(
     """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101, algorithm 2) in float32, on one rank's part of a parameter.
 
     Args:
-        first: the moment's codes, of which `first_scale` has the scales; without those the moment itself.
+        first: the moment's codes, whose ranges are given; without these the moment itself.
         second: likewise, of the squares.
+        rounding: of the codes of squares, different at each step. A step changes a square by a small part of the
+            distance between two codes. Rounding to the nearest code would lose that every time; so the mean is kept.
     """
-    mean = _read(first, first_scale, signed=MOMENTS["exp_avg"]).lerp(gradient, 1 - betas[0])
-    square = _read(second, second_scale, signed=MOMENTS["exp_avg_sq"]).lerp(gradient.square(), 1 - betas[1])
-    _write(first, first_scale, mean, signed=MOMENTS["exp_avg"])
-    _write(second, second_scale, square, signed=MOMENTS["exp_avg_sq"])
+    mean, square = (first, second) if ranges is None else decode(first, second, ranges)
+    mean, square = mean.lerp(gradient, 1 - betas[0]), square.lerp(gradient.square(), 1 - betas[1])
+    if ranges is None:
+        first.copy_(mean)
+        second.copy_(square)
+    else:
+        for held, new in zip(
+            (first, second, ranges), encode(mean, square, ranges.shape[-1] // RANGES, rounding), strict=True
+        ):
+            held.copy_(new)
     size = (square.sqrt() / (1 - betas[1] ** step).sqrt()).add_(eps)
     weight.mul_(1 - lr * weight_decay).sub_(lr * (mean / (1 - betas[0] ** step)) / size)
 
 
-def _read(held: torch.Tensor, scale: torch.Tensor | None, *, signed: bool) -> torch.Tensor:
-    return held if scale is None else decode(held, scale, code_values(signed, held.device))
-
-
-def _write(held: torch.Tensor, scale: torch.Tensor | None, moment: torch.Tensor, *, signed: bool) -> None:
-    if scale is None:
-        held.copy_(moment)
-        return
-    codes, scales = encode(moment, scale.shape[-1], code_values(signed, held.device))
-    held.copy_(codes)
-    scale.copy_(scales)
-
-
-def _arithmetic(parameter: torch.Tensor) -> Callable[..., None]:
-    """Compiled on a GPU, which saves passes over memory. On a CPU, where nobody trains for speed, it needs no compiler
-    and not the half minute that one takes."""
-    if not parameter.is_cuda:
-        return _take_step
-    for signed in MOMENTS.values():
-        code_values(signed, parameter.device)  # made outside of what is compiled
-    return _compiled
-
-
 _compiled = torch.compile(_take_step, dynamic=False)
+"""On a GPU, which saves passes over memory. A CPU needs no compiler so, and not the half minute that one takes."""
 
 
 def _as_held(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -200,7 +185,7 @@ def _as_held(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.T
         return tensor
     if not isinstance(parameter, DTensor):
         return tensor.to(parameter.device)
-    rows = _own_region(parameter)[:-1]  # a scale is cut as its parameter is, but for the last dimension
+    rows = _own_region(parameter)[:-1]  # ranges are cut as their parameter is, but for the last dimension
     return _sharded_as(parameter, tensor[rows].contiguous())
 
 

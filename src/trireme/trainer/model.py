@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
+from trireme.config.rules_model import SOFT_CAP
 from trireme.config.trainer import TrainerModel
 from trireme.trainer.activations import wrap_layers
 from trireme.trainer.hub_names import hub_names
@@ -67,7 +68,7 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(
                 architecture,
                 dtype=torch.float32,
-                attn_implementation=config.attn,
+                attn_implementation=_attention(config, name, architecture),
                 trust_remote_code=config.trust_remote_code,
             )
     except (OSError, ValueError, ImportError) as error:
@@ -83,6 +84,22 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
     silence_layers(model)
     remember(model, silenced)
     return model.train()
+
+
+def _attention(config: TrainerModel, name: str, architecture: PretrainedConfig) -> str:
+    """Return the implementation to build with: `eager` instead of `sdpa` where the model caps its attention scores,
+    which the launcher could not see of a model that was downloaded since."""
+    cap = getattr(architecture.get_text_config(), SOFT_CAP, None)
+    if not cap or config.attn not in ("sdpa", "eager"):
+        return config.attn
+    log.info(
+        "%s caps its attention scores (%s = %g), which sdpa leaves out: attention is eager. On GPUs `model.attn` "
+        "flex_attention or flash_attention_2 needs less memory.",
+        name,
+        SOFT_CAP,
+        cap,
+    )
+    return "eager"
 
 
 def _architecture(config: TrainerModel, name: str) -> PretrainedConfig:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trireme.base.errors import ConfigError
-from trireme.trainer.eight_bit import MOMENTS, AdamW8bit, in_eight_bits, in_float32
+from trireme.trainer.eight_bit import MOMENTS, RANGE, AdamW8bit, in_eight_bits, in_float32
 from trireme.trainer.pieces import Stored
 
 OPTIMIZER = "optimizer"
@@ -34,7 +34,7 @@ def optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) 
 def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, stored: Stored) -> None:
     """The inverse: this rank's part of all of them.
 
-    Raises: ConfigError where an optimizer of another kind has saved them.
+    Raises: ConfigError where an optimizer of another kind, or in an earlier format, has saved them.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -83,14 +83,20 @@ def _keys(optimizer: torch.optim.Optimizer, group: dict) -> set[str]:
 
 
 def _as_held(remembered: Remembered, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Remembered:
-    if not MOMENTS.keys() <= remembered.keys():
+    if not remembered.keys() >= set(MOMENTS):
         return remembered
+    if remembered[MOMENTS[0]].dtype == torch.uint8 and RANGE not in remembered:
+        raise ConfigError(
+            f"The checkpoint's optimizer holds its moments as codes without `{RANGE}`, as earlier versions of Trireme "
+            "did - codes with them were expected, as small moments are lost without. Begin a new run with the weights "
+            "of this one as `model.name`, or resume with the version that wrote the checkpoint."
+        )
     return (in_eight_bits if isinstance(optimizer, AdamW8bit) else in_float32)(remembered, parameter)
 
 
 def _another_kind(optimizer: torch.optim.Optimizer, saved: dict[str, Remembered]) -> ConfigError:
     keys = {key for remembered in saved.values() for key in remembered}
-    theirs = ("muon" if keys & MOMENTS.keys() else "sgd") if MOMENTUM in keys else "adamw"
+    theirs = ("muon" if keys & set(MOMENTS) else "sgd") if MOMENTUM in keys else "adamw"
     ours = type(optimizer).__name__.lower().replace("adamw8bit", "adamw_8bit")
     return ConfigError(
         f"The checkpoint's optimizer is {theirs!r}, and `optim.type` is {ours!r} - the same was expected (or "

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trireme.algo.columns import Totals
 from trireme.algo.loss import cross_entropy
-from trireme.algo.packing import Sample, micro_batches_of_rank
+from trireme.algo.packing import Sample, micro_batches_of_rank, num_learned
 from trireme.base.log import get_logger
 from trireme.base.timing import age_s
 from trireme.base.waiting import Waits
@@ -157,7 +157,7 @@ class Sft:
             samples = self.data.train.batch(self.state.version)
         with self.lane.doing("train", step=self.state.version):
             rows = self._pack(samples)
-            metrics = self._train(rows, loss_tokens=_num_learned(samples))
+            metrics = self._train(rows, loss_tokens=sum(num_learned(samples)))
         metrics |= {"epoch": self._epoch(self.state.version), "perplexity": _perplexity(metrics["loss"])}
         metrics |= self._throughput(samples, time.perf_counter() - began) | peak_memory(self.world.device)
         return metrics | packing_metrics(rows, capacity=self._capacity, cost=self._cost, world=self.world)
@@ -254,10 +254,6 @@ class Sft:
             metrics["perf/tokens_per_s"],
             validation,
         )
-
-
-def _num_learned(samples: list[Sample]) -> int:
-    return sum(int(sample.tokens.loss_mask.sum()) for sample in samples)
 
 
 def _perplexity(loss: float) -> float:

@@ -113,16 +113,18 @@ def measure_more(record: BatchRecord) -> dict[str, float]:
         "filters/masked_frac": 1 - unmasked / len(rollouts),
         "curriculum/stage": record.state.stage,
     }
-    for name, means in _grouped((outcome.env, outcome.mean) for outcome in record.outcomes).items():
-        measured[f"env/{name}/solve_none"] = float(np.mean(np.array(means) <= 0))
-        measured[f"env/{name}/solve_all"] = float(np.mean(np.array(means) >= 1))
+    per_group = _grouped((rollout.group, rollout.reward) for rollout in rollouts)
+    for name, ended in _grouped((outcome.env, outcome) for outcome in record.outcomes).items():
+        groups = [per_group.get(outcome.group) or [outcome.mean] for outcome in ended]
+        measured[f"env/{name}/solve_none"] = float(np.mean([max(group) <= 0 for group in groups]))
+        measured[f"env/{name}/solve_all"] = float(np.mean([min(group) >= 1 for group in groups]))
     for name, cursor in record.state.cursors.items():
         measured[f"data/{name}/epoch"] = cursor.epoch
     return {name: value for name, value in measured.items() if name in record.metrics}
 
 
-def _grouped(pairs: Any) -> dict[Any, list[float]]:
-    values: dict[Any, list[float]] = defaultdict(list)
+def _grouped(pairs: Any) -> dict[Any, list[Any]]:
+    values: dict[Any, list[Any]] = defaultdict(list)
     for key, value in pairs:
         values[key].append(value)
     return values

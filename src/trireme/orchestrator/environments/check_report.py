@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from trireme.algo.advantage import SAME, are_same
 from trireme.base.paths import atomic_write
 from trireme.orchestrator.environments.check_rollouts import Attempt, Extent
 from trireme.orchestrator.environments.wire import Split
-
-SAME = 1e-9
-"""Rewards of a group that differ by no more than this are equal: rounding is no signal."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ def rewards_of(groups: Sequence[Sequence[float]], *, success_at: float | None = 
         least=min(every),
         most=max(every),
         group_std=float(np.mean([np.std(group) for group in several])) if several else None,
-        without_signal=float(np.mean([np.ptp(group) <= SAME for group in several])) if several else None,
+        without_signal=float(np.mean([are_same(np.array(group)) for group in several])) if several else None,
         success=success_of(groups, success_at=success_at),
     )
 
