@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,10 +113,15 @@ def test_a_machine_that_is_not_started_is_no_problem_and_one_that_is_silent_or_u
     assert (finding.verdict, "the name leads nowhere" in finding.found) == ("problem", True)
 
 
-def test_another_token_is_a_problem_and_the_same_is_not(token, monkeypatch):
+def test_another_token_is_a_problem_and_a_clock_that_is_an_hour_off_a_warning(token, monkeypatch):
     port = free_port()
     with network._echoing("127.0.0.1", port):
         assert verdicts(reached(port, "orchestrator", speaks_http=True)) == ["ok"]
+        with monkeypatch.context() as an_hour_later:
+            an_hour_later.setattr(hosts, "time", SimpleNamespace(time=lambda: time.time() + 3600))
+            _, clock = reached(port, "orchestrator", speaks_http=True)
+        assert clock.verdict == "warning"
+        assert re.search(r"is -3(600|599) s from this one", clock.found)
         for other, words in ((secrets.token_hex(16), "another token"), ("", "no token")):
             monkeypatch.setenv(TOKEN, other)
             _, finding = reached(port, "orchestrator", speaks_http=True)

@@ -83,7 +83,6 @@ TURNS = [
     ("entropy_explosion", "trainer", [{"policy/entropy": 6.0}] * 3, "policy/entropy is 6; it began at"),
     ("grad_norm_spike", "trainer", [{"grad_norm": 60.0}], "grad_norm is 60; the median of the 20 steps before"),
     ("reward_drop", "orchestrator", [{"reward/mean": 0.1}] * 3, "reward/mean fell to 0.1; the 10 batches before"),
-    ("not_finite", "trainer", [{"loss": None}], "loss is not finite"),
     ("not_finite", "trainer", [{"loss": math.nan}], "loss is not finite"),
     ("not_finite", "trainer", [{"grad_norm": None}], "grad_norm is not finite"),
     ("not_finite", "trainer", [{"skipped_update": 1.0}], "skipped_update is 1"),

@@ -18,6 +18,7 @@ from trireme.monitor.collapse import Watch
 from trireme.monitor.dashboard import runs as module
 from trireme.monitor.dashboard.columns import Columns
 from trireme.monitor.dashboard.curves import thinned
+from trireme.monitor.dashboard.glance import figures
 from trireme.monitor.dashboard.log_text import TAIL_BYTES, log_files, tail, to_html
 from trireme.monitor.dashboard.runs import Library, RunFolder, RunSet
 from trireme.monitor.dashboard.signs import Signs
@@ -146,6 +147,14 @@ def test_a_run_is_alive_while_a_launcher_holds_its_folder_or_its_own_orchestrato
             said["run"] = str(name)
             folder = opened(run)
             assert (folder.status() is not None, folder.state()) == (name == run, state)
+
+
+def test_figures_are_what_one_works_out_by_hand(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", range(10))
+    configure(run, {"max_steps": 10})
+    said = {figure.name: figure.value for figure in figures(opened(run))}
+    reward = f"{0.5 + (5 + 6 + 7 + 8 + 9) / 5:.3f}"
+    assert said | {"Steps trained": "10 of 10", "Reward": reward, "Seconds a step": "2"} == said
 
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs"])), st.sampled_from(["", "a", "<b> &", "error script"]))

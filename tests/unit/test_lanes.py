@@ -93,7 +93,6 @@ def test_shares_and_their_means_add_up_to_one_to_the_bit_and_are_what_exact_arit
 @pytest.mark.parametrize(
     ("trainer", "engines", "more", "says"),
     [
-        ({"train": 0.3, "wait": 0.61, OTHER: 0.09}, {"generate": 0.97, "wait": 0.03}, {}, "more GPUs to inference"),
         ({"train": 0.3, "wait": 0.61, OTHER: 0.09}, {"generate": 0.97, "wait": 0.03}, {}, "waits 61%.*busy 97%"),
         ({"train": 0.98, "wait": 0.02}, {"generate": 0.4, "wait": 0.6}, {}, "give more GPUs to the trainer"),
         ({"train": 0.96, "wait": 0.04}, {"generate": 0.97, "wait": 0.03}, {}, "balanced"),

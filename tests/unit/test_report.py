@@ -118,6 +118,13 @@ def test_markdown_holds_its_pictures_and_what_a_model_wrote_is_text(page: Page) 
     assert all(str(image.attrs["src"]).startswith("data:image/png;base64,") for image in images)
 
 
+def test_plots_lie_beside_the_markdown_where_that_is_wanted(run: Path, tmp_path: Path) -> None:
+    assert report([str(run), "--out", str(tmp_path / "x" / "r.md"), "--figures", str(tmp_path / "plots")]) == 0
+    links = re.findall(r"^!\[.*\]\((.*)\)$", (tmp_path / "x" / "r.md").read_text(), re.MULTILINE)
+    assert "../plots/reward.svg" in links
+    assert all("<svg" in (tmp_path / "x" / link).read_text() for link in links)
+
+
 def test_the_page_says_what_the_files_say(run: Path, page: Page) -> None:
     """`write_evaluations`: example 1 goes from 0 to 1, the others stay."""
     rows = [json.loads(line) for line in RunPaths(run).metrics.read_text().splitlines()]
