@@ -56,10 +56,8 @@ class Machine:
 
     def run(self, *words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         variables = {name: value for name, value in os.environ.items() if name not in self.env} | dict(env or {})
-        command = [IP, "netns", "exec", self.name, *words]
-        return subprocess.run(
-            command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=DEADLINE_S
-        )
+        words = (IP, "netns", "exec", self.name, *words)
+        return subprocess.run(words, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=DEADLINE_S)
 
     def run_python(self, code: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
         done = self.run(sys.executable, "-c", code, *arguments, env=env)
@@ -67,7 +65,7 @@ class Machine:
         return done.stdout
 
     def cut(self) -> None:
-        """As if somebody pulled the cable: nobody is told, no connection is closed."""
+        """As if the cable were pulled: no process is told, no connection is closed."""
         _ip("-n", self.switch, "link", "set", f"port{self.number}", "down")
 
     def mend(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 
 import psutil
 
@@ -65,13 +66,13 @@ class Cluster:
         give_up = time.monotonic() + within_s
         while (state := self.state(job)) not in states:
             assert time.monotonic() < give_up, f"{job} is {state}: {self.ask('scontrol', 'show', 'job', job)}"
-            time.sleep(0.1)
+            time.sleep(0.05)
         return state
 
 
 @contextmanager
 def open_cluster(folder: Path, *, machines: int | Sequence[Machine], gpus: int = 0) -> Iterator[Cluster]:
-    """Partition `tiny`, machines `m0`, `m1`, …; GPUs are files that nobody opens."""
+    """Partition `tiny`, machines `m0`, `m1`, …; GPUs are files that no process opens."""
     environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
     given = () if isinstance(machines, int) else machines
     addresses = ["127.0.0.1"] * machines if isinstance(machines, int) else [machine.address for machine in machines]
@@ -97,32 +98,30 @@ def _write(folder: Path, addresses: Sequence[str], gpus: int) -> None:
         f"NodeName=m{number} NodeHostname={host} NodeAddr={address} Port={free_port()} {room}"
         for number, address in enumerate(addresses)
     ]
-    lines = [
-        "ClusterName=tiny",
-        f"SlurmctldHost={host}({addresses[0]})",
-        f"SlurmctldPort={free_port()}",
-        f"SlurmUser={user}",
-        f"SlurmdUser={user}",
-        "AuthType=auth/none",
-        "CredType=cred/none",
-        f"StateSaveLocation={folder}/state",
-        f"SlurmdSpoolDir={folder}/spool-%n",
-        f"SlurmctldPidFile={folder}/slurmctld.pid",
-        f"SlurmdPidFile={folder}/slurmd-%n.pid",
-        "ProctrackType=proctrack/linuxproc",
-        "TaskPlugin=task/none",
-        "MpiDefault=none",
-        "SelectType=select/cons_tres",
-        "SelectTypeParameters=CR_Core",
-        "JobAcctGatherType=jobacct_gather/none",
-        "ReturnToService=2",
-        "KillWait=15",
-        "MailProg=/bin/true",
-        *(["GresTypes=gpu"] if gpus else []),
-        *nodes,
-        f"PartitionName=tiny Nodes=m[0-{len(addresses) - 1}] Default=YES MaxTime=30 State=UP",
-    ]
-    (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+    lines = f"""
+        ClusterName=tiny
+        SlurmctldHost={host}({addresses[0]})
+        SlurmctldPort={free_port()}
+        SlurmUser={user}
+        SlurmdUser={user}
+        AuthType=auth/none
+        CredType=cred/none
+        StateSaveLocation={folder}/state
+        SlurmdSpoolDir={folder}/spool-%n
+        SlurmctldPidFile={folder}/slurmctld.pid
+        SlurmdPidFile={folder}/slurmd-%n.pid
+        ProctrackType=proctrack/linuxproc
+        TaskPlugin=task/none
+        MpiDefault=none
+        SelectType=select/cons_tres
+        SelectTypeParameters=CR_Core
+        JobAcctGatherType=jobacct_gather/none
+        ReturnToService=2
+        KillWait=15
+        MailProg=/bin/true
+        PartitionName=tiny Nodes=m[0-{len(addresses) - 1}] Default=YES MaxTime=30 State=UP
+    """
+    (folder / "slurm.conf").write_text("\n".join([*(["GresTypes=gpu"] if gpus else []), *nodes, dedent(lines)]))
     named = [f"{address} m{number}" for number, address in enumerate(addresses)]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{addresses[0]} {host}", *named]) + "\n")
     if gpus:
@@ -157,4 +156,4 @@ def _wait_for_machines(cluster: Cluster, machines: int) -> None:
     while (states := cluster.ask("sinfo", "--noheader", "--Node", "--format=%t").split()) != ["idle"] * machines:
         said = "\n".join(log.read_text() for log in cluster.folder.glob("*.log"))
         assert time.monotonic() < give_up, f"machines are {states} after {START_S:.0f} s\n{said}"
-        time.sleep(0.1)
+        time.sleep(0.05)

@@ -51,7 +51,7 @@ def build_config(folder: Path, **sections: Any) -> RunConfig:
         "device": "cpu",
         "max_steps": 5,
         "max_async_level": 1,
-        "seed": 2,  # its first five batches have all that may befall a group
+        "seed": 2,  # in its first five batches happens all that can happen to a group
         "orchestrator": {
             "batch_size": BATCH,
             "rollouts_per_example": GROUP,
@@ -169,7 +169,7 @@ class WrittenRun:
     def _decide(
         self, task: OpenGroup, step: int, trained: list[list[Rollout]], dropped: list[Dropped], outcomes: list[Outcome]
     ) -> None:
-        """One of the things that may befall a group."""
+        """One of the things that can happen to a group."""
 
         def drop(place: int, attempt: int, reason: str) -> None:
             dropped.append(Dropped(task.id, place, attempt, task.env, task.example, reason))

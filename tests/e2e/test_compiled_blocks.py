@@ -13,7 +13,7 @@ from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.trainer.mesh import World
 from trireme.trainer.model import load_model
 
-pytestmark = pytest.mark.e2e  # runs the compiler
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

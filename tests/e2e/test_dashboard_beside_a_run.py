@@ -18,10 +18,10 @@ import pytest
 
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN
-from trireme.config.run import RunConfig
+from trireme.config.run import Ports, RunConfig
 from trireme.launch.beside import dashboard_beside
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60.0
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -36,10 +36,6 @@ with dashboard_beside(RunConfig(name="run", output_dir=Path(sys.argv[1]), dashbo
 """
 
 
-def config_of(folder: Path, **sections: object) -> RunConfig:
-    return RunConfig.model_validate({"name": "run", "output_dir": folder, "dashboard": True, **sections})
-
-
 def answer_of(url: str) -> httpx.Response:
     """As soon as there is one."""
     give_up = time.monotonic() + DEADLINE_S
@@ -48,14 +44,14 @@ def answer_of(url: str) -> httpx.Response:
             return httpx.get(url, trust_env=False, timeout=DEADLINE_S)
         except httpx.ConnectError:
             assert time.monotonic() < give_up, f"{url} does not answer within {DEADLINE_S} s"
-            time.sleep(0.1)
+            time.sleep(0.01)
 
 
 def test_it_answers_beside_the_run_and_is_gone_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(TOKEN, SECRET)
-    config = config_of(tmp_path, ports={"dashboard": free_port()})
+    config = RunConfig(name="run", output_dir=tmp_path, dashboard=True, ports=Ports(dashboard=free_port()))
     with dashboard_beside(config):
         (address,) = re.findall(r"http://\S+", capsys.readouterr().out)
         assert f":{config.ports.dashboard}/" in address
@@ -85,6 +81,6 @@ def test_a_launcher_that_is_killed_leaves_no_dashboard(tmp_path: Path) -> None:
 def test_one_that_cannot_start_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "logs").write_text("a file in the place of the folder")
-    with dashboard_beside(config_of(tmp_path)):
+    with dashboard_beside(RunConfig(name="run", output_dir=tmp_path, dashboard=True)):
         pass
     assert "the run goes on without it" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed: uv sync")
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 from chromium import Watched, find_chromium, open_chromium
 from dashboard_walk import VIEWS, colour, dashboard_of, fates, rollouts, search, tab, tokens
@@ -24,7 +24,8 @@ from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord
 
 pytestmark = [
-    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("chromium"),
     pytest.mark.skipif(find_chromium() is None, reason="there is no chromium: apt-get install chromium"),
 ]
 
@@ -56,11 +57,6 @@ def watched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         assert watched.elsewhere() == []
 
 
-@pytest.fixture
-def page(watched: Watched) -> Page:
-    return watched.page
-
-
 @pytest.mark.parametrize("name", VIEWS)
 def test_every_view_is_there_and_no_script_stumbles(watched: Watched, name: str) -> None:
     VIEWS[name](watched.page)
@@ -69,37 +65,19 @@ def test_every_view_is_there_and_no_script_stumbles(watched: Watched, name: str)
     assert watched.elsewhere() == []
 
 
-def test_a_search_lists_the_rollouts_that_the_journal_has(page: Page, journal: list[BatchRecord]) -> None:
+def test_rollouts_are_searched_sorted_and_read_as_the_journal_has_them(
+    watched: Watched, journal: list[BatchRecord]
+) -> None:
+    page = watched.page
     rollouts(page)
     everything = sum(len(record.rollouts) + len(record.dropped) for record in journal)
-    said = page.locator(".tr-main [aria-live=polite]").first
-    expect(said).to_have_text(f"{everything:,} rollouts")
-    low = [one for record in journal for one in record.rollouts if one.reward < 0.5]
-    search(page, "reward<0.5 -is:failed", says=f"{len(low)} rollouts")
-    expect(page.locator(".tr-list tbody tr")).to_have_count(min(50, len(low)))
-
-
-def test_a_wrong_search_is_answered_in_words(page: Page) -> None:
-    rollouts(page)
+    expect(page.locator(".tr-main [aria-live=polite]").first).to_have_text(f"{everything:,} rollouts")
+    trained = [one for record in journal for one in record.rollouts]
+    low = sum(one.reward < 0.5 for one in trained)
+    search(page, "reward<0.5 -is:failed", says=f"{low} rollouts")
+    expect(page.locator(".tr-list tbody tr")).to_have_count(min(50, low))
     search(page, "rewrd<0.5", says=r".*Did you mean reward<0\.5\?")
 
-
-def test_a_click_on_a_heading_sorts(page: Page, journal: list[BatchRecord]) -> None:
-    rollouts(page)
-    rewarded = sum(len(record.rollouts) for record in journal)
-    search(page, "-is:failed", says=f"{rewarded} rollouts")
-    highest = max(one.reward for record in journal for one in record.rollouts)
-    lowest = min(one.reward for record in journal for one in record.rollouts)
-    shown = page.locator(".tr-list tbody tr").first
-    heading = page.locator(".tr-list th", has_text="reward")
-    heading.click()
-    expect(shown).to_contain_text(f"{lowest:.3f}")
-    heading.click()
-    expect(shown).to_contain_text(f"{highest:.3f}")
-
-
-def test_a_click_on_a_rollout_shows_what_was_said_in_it(page: Page, journal: list[BatchRecord]) -> None:
-    rollouts(page)
     search(page, "step=2 -is:failed", says=f"{len(journal[2].rollouts)} rollouts")
     page.locator(".tr-list tbody tr").nth(1).click()
     chosen = journal[2].rollouts[1]
@@ -109,39 +87,33 @@ def test_a_click_on_a_rollout_shows_what_was_said_in_it(page: Page, journal: lis
     for name in chosen.metrics:
         expect(reading.locator(".tr-components")).to_contain_text(name)
 
+    search(page, "-is:failed", says=f"{len(trained)} rollouts")
+    for extreme in (min, max):
+        page.locator(".tr-list th", has_text="reward").click()
+        reward = extreme(one.reward for one in trained)
+        expect(page.locator(".tr-list tbody tr").first).to_contain_text(f"{reward:.3f}")
 
-def test_a_token_tells_what_engine_and_trainer_said_of_it(page: Page) -> None:
+
+def test_a_token_tells_what_engine_and_trainer_said_of_it_and_has_an_address(watched: Watched) -> None:
+    page = watched.page
     tokens(page)
     sampled = page.locator(".tr-token:not(.given)").first
     sampled.hover()
     told = sampled.evaluate("token => getComputedStyle(token, '::after').content")
-    assert re.search(r"engine   p [01]\.\d+", told)
-    assert re.search(r"trainer  p [01]\.\d+", told)
-    assert re.search(r"ratio    \d+\.\d+", told)
-    assert "advantage" in told
-    assert "version" in told
-
-
-@pytest.mark.parametrize("name", ["engine p", "trainer p", "ratio", "advantage", "version", "mask"])
-def test_tokens_take_the_colours_of_what_one_chooses(page: Page, name: str) -> None:
-    if "/tokens" not in page.url:
-        tokens(page)
-    colour(page, name)
-    expect(page.get_by_role("button", name=name, exact=True)).to_have_attribute("aria-pressed", "true")
-    expect(page.locator(".tr-token").first).to_be_visible()
-
-
-def test_the_audit_in_the_page_is_that_of_the_command(page: Page, folder: Path) -> None:
-    fates(page)
-    holds = subprocess.run([sys.executable, "-m", "trireme.cli.trireme", "audit", str(folder)], capture_output=True)
-    verdict = "Nothing was lost" if holds.returncode == 0 else "Contradictions"
-    expect(page.get_by_text(re.compile(verdict))).to_be_visible()
-
-
-def test_an_address_leads_to_the_same_rollout_again(page: Page) -> None:
-    tokens(page)
+    for line in (r"engine   p [01]\.\d+", r"trainer  p [01]\.\d+", r"ratio    \d+\.\d+", "advantage", "version"):
+        assert re.search(line, told), told
+    for name in ("engine p", "trainer p", "ratio", "advantage", "version", "mask"):
+        colour(page, name)
+        expect(page.get_by_role("button", name=name, exact=True)).to_have_attribute("aria-pressed", "true")
     address, heading = page.url, page.locator(".tr-main .tr-title").first.inner_text()
     tab(page, "Overview")
     page.goto(address)
     expect(page.locator(".tr-main .tr-title").first).to_have_text(heading)
     expect(page.locator(".tr-token").first).to_be_visible()
+
+
+def test_the_audit_in_the_page_is_that_of_the_command(watched: Watched, folder: Path) -> None:
+    fates(watched.page)
+    holds = subprocess.run([sys.executable, "-m", "trireme.cli.trireme", "audit", str(folder)], capture_output=True)
+    verdict = "Nothing was lost" if holds.returncode == 0 else "Contradictions"
+    expect(watched.page.get_by_text(re.compile(verdict))).to_be_visible()

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
 
 from doctoring import build_case
 from machines import open_machines, why_not
-from real_run import REPOSITORY, command
+from real_run import command, run_command
 from trireme.launch.doctor.finding import Finding
 from trireme.launch.doctor.network import collectives
 
-pytestmark = pytest.mark.e2e
-
-DEADLINE_S = 300
+pytestmark = pytest.mark.slow
 
 
 def test_a_machine_on_which_everything_works_is_told_so(tmp_path) -> None:
     words = ["@", "tests/e2e/synchronous.toml", "--output-dir", str(tmp_path), "--json"]
-    done = subprocess.run(
-        [command("trireme"), "doctor", *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    said = json.loads(done.stdout)
-    answers = {answer["name"]: answer for answer in said["answers"]}
-    assert [answer for answer in said["answers"] if answer["verdict"] == "problem"] == []
-    assert done.returncode == 0
+    answers = {answer["name"]: answer for answer in json.loads(run_command("trireme", "doctor", *words))["answers"]}
+    assert [answer for answer in answers.values() if answer["verdict"] == "problem"] == []
     assert answers["vllm"]["figures"]["plugin"]
     assert answers["torch"]["figures"]["computes"]
     assert answers["collectives"]["figures"]["broadcast_bytes_per_s"] > 0

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from real_run import REPOSITORY, SharedEngine, command
+from real_run import DEADLINE_S, REPOSITORY, SharedEngine, run_command
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.venv import environment_python, find_environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 
-pytestmark = pytest.mark.e2e
-
-DEADLINE_S = 300
 PACKAGES = Path(__file__).parents[1] / "environments"
 
 
@@ -27,11 +23,7 @@ def test_the_baseline_of_the_quickstart_is_measured_on_the_way_that_training_tak
 ) -> None:
     words = ["reverse-text", "-a", '{"max_length": 8}', "-n", "10", "-r", "4", "--max-tokens", "16", "--json"]
     where = ["--base-url", f"http://127.0.0.1:{engine.port}", "--output", str(tmp_path / "check")]
-    done = subprocess.run(
-        [command("trireme"), "env", "check", *words, *where],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S, check=True,
-    )  # fmt: skip
-    report = json.loads(done.stdout)
+    report = json.loads(run_command("trireme", "env", "check", *words, *where))
     assert report["holds"]
     assert report["num_done"] == 40
     assert "by the engine at" in report["policy"]

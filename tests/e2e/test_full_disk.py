@@ -6,34 +6,27 @@ import json
 from pathlib import Path
 
 import httpx
-import pytest
 
 from limits import fill, small_disk
-from scripted_kills import KilledRun, audit, first_other_version, open_run
-
-pytestmark = pytest.mark.e2e
+from scripted_kills import KilledRun, assert_same_weights, finish_undisturbed, open_run
 
 FLAGS = ("--max-steps", "8", "--trainer.ckpt.keep-last", "2")
 
 
 def test_a_run_waits_for_room_and_loses_nothing(tmp_path: Path, tiny_model: Path) -> None:
     flags = ["--model.name", str(tiny_model), *FLAGS]
-    with open_run(KilledRun(tmp_path / "undisturbed", flags, name="undisturbed")) as undisturbed:
-        undisturbed.start()
-        undisturbed.wait()
+    undisturbed = finish_undisturbed(KilledRun(tmp_path / "undisturbed", flags, name="undisturbed"))
     disturbed = KilledRun(tmp_path / "disturbed", flags, name="full disk")
     with small_disk(disturbed.run.root, "48m"), open_run(disturbed):
         disturbed.start()
         disturbed.until(lambda: disturbed.version >= 3, "version 3")
         ballast = fill(disturbed.run.root)
-        disturbed.until(lambda: waits_for_room(disturbed), "somebody waits for room")
+        disturbed.until(lambda: waits_for_room(disturbed), "a process waits for room")
         version = disturbed.version
         ballast.unlink()
         disturbed.until(lambda: disturbed.version > version, "a new version")
         disturbed.wait()
-        assert first_other_version(disturbed.run, undisturbed.run) is None
-        report = audit(disturbed.run)
-        assert report.returncode == 0, report.stdout
+        assert_same_weights(disturbed, undisturbed, 8)
 
 
 def waits_for_room(run: KilledRun) -> list[str]:

@@ -17,7 +17,7 @@ from scripted_kills import Faults, audit
 from trireme.base.token import TOKEN
 from trireme.ledger.versions import Versions
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 SECRET = "the-machines-of-this-test-share-it"
 ENGINE = Path(__file__).parents[1] / "scripted_engine.py"
@@ -74,32 +74,28 @@ class SpreadRun:
             *("--hosts.trainer", *trainer, "--trainer.num-ranks", str(len(trainer))),
         ]
 
-    def start(self) -> None:
-        for number, machine in enumerate(self.trainers):
-            self._start(f"trainer-{number}", machine, "trainer")
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        commands = {f"trainer-{number}": (machine, "trainer") for number, machine in enumerate(self.trainers)}
         for number, machine in enumerate(self.engines):
-            self._start(f"inference-{number}", machine, sys.executable, str(ENGINE))
-        self._start("orchestrator", self.orchestrator, "orchestrator")
-
-    def _start(self, name: str, machine: Machine, *command: str) -> None:
-        log = self.folder / f"{name}.log"
-        self.processes[name] = machine.start(*command, *self.flags, log=log, env=self.faults.env)
-
-    def end(self) -> None:
-        for process in self.processes.values():
-            process.end()
+            commands[f"inference-{number}"] = (machine, sys.executable, str(ENGINE))
+        commands["orchestrator"] = (self.orchestrator, "orchestrator")
+        try:
+            for name, (machine, *words) in commands.items():
+                log = self.folder / f"{name}.log"
+                self.processes[name] = machine.start(*words, *self.flags, log=log, env=self.faults.env)
+            yield
+        finally:
+            for process in self.processes.values():
+                process.end()
 
     @property
     def version(self) -> int:
-        return self.versions.newest
-
-    @property
-    def versions(self) -> Versions:
-        return Versions(self.run.paths.journal)
+        return Versions(self.run.paths.journal).newest
 
     def engines_of(self, version: int) -> set[str]:
-        """Who was sent it when it was new, and confirmed it."""
-        first = self.versions.read(version).confirmations[0]
+        """Engines that were sent it when it was new, and confirmed it."""
+        first = Versions(self.run.paths.journal).read(version).confirmations[0]
         return {url.removeprefix("http://").partition(":")[0] for url in first.engines}
 
     def until(self, condition: Callable[[], object], what: str) -> None:
@@ -117,20 +113,11 @@ class SpreadRun:
         assert self.version == 16
 
 
-@contextmanager
-def spread(run: SpreadRun) -> Iterator[SpreadRun]:
-    try:
-        run.start()
-        yield run
-    finally:
-        run.end()
-
-
 def test_a_machine_with_an_engine_is_cut_off_and_the_run_goes_on_without_it_and_then_with_it(tmp_path: Path) -> None:
     with open_machines(4, **{TOKEN: SECRET}) as (first, second, third, stranger):
         run = SpreadRun(tmp_path, [first, third], first, [second])
         run.faults.arm(HELD)
-        with spread(run):
+        with run.started():
             run.until(lambda: run.faults.is_reached(HELD), "the first batch")
             refused_everywhere(run, stranger)
             run.faults.release(HELD)
@@ -151,19 +138,19 @@ def test_a_machine_with_an_engine_is_cut_off_and_the_run_goes_on_without_it_and_
 
 
 def refused_everywhere(run: SpreadRun, stranger: Machine) -> None:
-    """Whoever is on the same network: no route but `/health`, no word over ZeroMQ, and no port that we did not mean."""
+    """A stranger on the same network gets `/health` alone, no answer over ZeroMQ, and finds no other open port."""
     engines = [f"http://{machine.address}:8000" for machine in run.engines]
     status = f"http://{run.orchestrator.address}:8001"
     shut = [f"POST {url}/{route}" for url in engines for route in (*CONTROL, "inference/v1/generate")]
     shut += [f"GET {url}/{route}" for url in engines for route in ("weight_info", "v1/models", "metrics")]
     shut += [f"GET {status}/{route}" for route in ("status", "metrics", "openapi.json")]
     open_to_all = [f"GET {url}/health" for url in (*engines, status)]
-    for token in ("", "a-token-that-somebody-made-up"):
+    for token in ("", "a-token-of-a-stranger"):
         answers = stranger.run_python(KNOCK, token, *shut, *open_to_all).split()
         assert answers == ["401"] * len(shut) + ["200"] * len(open_to_all)
     control = (f"tcp://{run.orchestrator.address}:5555", str(run.run.root))
     assert stranger.run_python(ASK, *control) == "nothing\n"
-    assert stranger.run_python(ASK, *control, env={TOKEN: "a-token-that-somebody-made-up"}) == "nothing\n"
+    assert stranger.run_python(ASK, *control, env={TOKEN: "a-token-of-a-stranger"}) == "nothing\n"
     assert stranger.run_python(ASK, *control, env={TOKEN: SECRET}) == "Ok\n"
     assert stranger.run_python(KNOCK, SECRET, f"GET {status}/status").split() == ["200"]
     meant = {f"{run.orchestrator.address}:{port}" for port in (5555, 8001, 8000)}
@@ -174,7 +161,7 @@ def refused_everywhere(run: SpreadRun, stranger: Machine) -> None:
 def test_ranks_on_two_machines_end_when_one_is_cut_off_and_go_on_together_when_it_is_back(tmp_path: Path) -> None:
     with open_machines(3, **{TOKEN: SECRET}) as (first, second, third):
         run = SpreadRun(tmp_path, [first], first, [second, third])
-        with spread(run):
+        with run.started():
             run.until(lambda: run.version >= 3, "the run to get going")
             third.cut()
             again = "this machine's ranks ended with code"

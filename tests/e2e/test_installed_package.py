@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 300

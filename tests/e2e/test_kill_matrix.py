@@ -16,7 +16,7 @@ import pytest
 from filelock import FileLock
 
 from real_run import Run
-from scripted_kills import VICTIMS, KilledRun, audit, first_other_version, open_run
+from scripted_kills import VICTIMS, KilledRun, assert_audited, assert_same_weights, finish_undisturbed, open_run
 from trireme.base.faults import POINTS
 
 PHASES = {
@@ -34,7 +34,7 @@ ON_THE_WAY_UP = {
     "engine.joined": "engine core",
     "launcher.restarting": "orchestrator",
 }
-"""Points that are come to after somebody's death only."""
+"""Points that are reached only after the death of this process."""
 AT_THE_START = ("launcher.started",)
 AT_THE_END = ("trainer.finishing", "orchestrator.finishing")
 EVERY_FEW_STEPS = tuple(point for point in POINTS if point not in {*ON_THE_WAY_UP, *AT_THE_START, *AT_THE_END})
@@ -52,7 +52,6 @@ STEPS = 70
 SYNCHRONOUS = ("--max-steps", str(STEPS), "--max-async-level", "0")
 AHEAD = ("--max-steps", str(STEPS), "--max-async-level", "2")
 QUICKLY = ("--supervisor.backoff-s", "0.2", "--weight-broadcast.timeout-s", "60")
-END_S = 240.0
 
 
 @pytest.fixture(scope="session")
@@ -64,27 +63,21 @@ def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> C
     def of_ranks(ranks: int) -> Run:
         place = folder / f"undisturbed-{ranks}"
         with FileLock(f"{place}.lock"):
-            run = KilledRun(place, [*SYNCHRONOUS, *model_flags(tiny_model)], name="undisturbed", ranks=ranks)
+            run = KilledRun(place, [*SYNCHRONOUS, "--model.name", str(tiny_model)], name="undisturbed", ranks=ranks)
             if not run.run.weights(STEPS).exists():
-                with open_run(run):
-                    run.start()
-                    run.wait(END_S)
+                finish_undisturbed(run)
         return run.run
 
     return of_ranks
 
 
-def model_flags(model: Path) -> list[str]:
-    return ["--model.name", str(model)]
-
-
 @contextmanager
 def started(folder: Path, model: Path, *flags: str, name: str, ranks: int) -> Iterator[KilledRun]:
     """Start a run to kill processes of, and wait for its good end after the block."""
-    run = KilledRun(folder, [*flags, *QUICKLY, *model_flags(model)], name=name, ranks=ranks)
+    run = KilledRun(folder, [*flags, *QUICKLY, "--model.name", str(model)], name=name, ranks=ranks)
     with open_run(run):
         yield run
-        run.wait(END_S)
+        run.wait()
 
 
 def test_each_process_may_be_killed_in_each_phase_of_a_step(
@@ -95,29 +88,29 @@ def test_each_process_may_be_killed_in_each_phase_of_a_step(
         for point in PHASES.values():
             for victim in VICTIMS:
                 run.kill_at(victim, point)
-    assert_same(run, undisturbed(2))
-
-
-def grouped(victim: str) -> object:
-    return pytest.param(victim, marks=pytest.mark.xdist_group(f"kills of {victim}"))
+    assert_same_weights(run, undisturbed(2), STEPS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", map(grouped, VICTIMS))
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_a_process_may_be_killed_at_every_point(
     victim: str, tiny_model: Path, tmp_path: Path, undisturbed: Callable[[int], Run]
 ) -> None:
     left = [point for point in points_for(victim) if point not in AT_THE_END]
-    with started(tmp_path, tiny_model, *SYNCHRONOUS, name=victim, ranks=ranks_for(victim)) as run:
-        start(run, victim, left)
-        for point in left:
+    ranks = 2 if victim.startswith("trainer") else 1
+    with started(tmp_path, tiny_model, *SYNCHRONOUS, name=victim, ranks=ranks) as run:
+        first = [point for point in left if point in AT_THE_START]  # it must be armed before the start
+        if first:
+            run.start_and_kill_at(victim, *first)
+        else:
+            run.start()
+        for point in left[len(first) :]:
             run.kill_at(victim, point, wake=wake_for(victim, point))
         run.kill_at_the_end(victim, AT_THE_END)
-    assert_same(run, undisturbed(ranks_for(victim)))
+    assert_same_weights(run, undisturbed(ranks), STEPS)
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("kills ahead")
 def test_processes_may_be_killed_while_generation_runs_ahead(tiny_model: Path, tmp_path: Path) -> None:
     """At each point another one. The order of events is not that of a run without deaths, so the audit judges."""
     with started(tmp_path, tiny_model, *AHEAD, name="ahead", ranks=2) as run:
@@ -125,11 +118,10 @@ def test_processes_may_be_killed_while_generation_runs_ahead(tiny_model: Path, t
         for number, point in enumerate(EVERY_FEW_STEPS):
             run.kill_at(VICTIMS[number % len(VICTIMS)], point)
     assert {len(batch.rollouts) for batch in run.run.batches()} == {4}
-    assert_clean(run)
+    assert_audited(run)
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("frozen")
 def test_a_process_that_freezes_is_replaced(
     tiny_model: Path, tmp_path: Path, undisturbed: Callable[[int], Run]
 ) -> None:
@@ -142,17 +134,7 @@ def test_a_process_that_freezes_is_replaced(
                 run.until(lambda before=run.version: run.version > before + 2, "the next version but two")
                 run.freeze(victim)
                 run.until(lambda before=run.version: run.version > before + 3, f"the run goes on without {victim}")
-    assert_same(run, undisturbed(2))
-
-
-def start(run: KilledRun, victim: str, left: list[str]) -> None:
-    """Points that are come to only once must be armed before."""
-    first = [point for point in left if point in AT_THE_START]
-    for point in first:
-        left.remove(point)
-        run.start_and_kill_at(victim, point)
-    if not first:
-        run.start()
+    assert_same_weights(run, undisturbed(2), STEPS)
 
 
 def points_for(victim: str) -> list[str]:
@@ -162,7 +144,7 @@ def points_for(victim: str) -> list[str]:
     match victim:
         case "trainer rank 0":
             return [point for point in points if point not in BEFORE_A_BATCH]
-        case "trainer rank 1":  # elsewhere, nobody can tell it from rank 0
+        case "trainer rank 1":  # elsewhere, it is like rank 0
             points = [point for point in points if point.split(".")[0] in rooms]
             return [f"{point}.rank1" if point in OF_ALL_RANKS else point for point in points]
         case "environment worker":  # has nothing to do while others train, and is not there without an orchestrator
@@ -173,24 +155,7 @@ def points_for(victim: str) -> list[str]:
 
 
 def wake_for(victim: str, point: str) -> str | None:
-    """Who dies first where the point is come to after somebody's death only. The victim must be there then."""
+    """The process to kill first, for a point that is reached only after a death. The victim must be alive then."""
     if point == "launcher.restarting" and victim in ("orchestrator", "environment worker"):
         return "trainer rank 0"
     return ON_THE_WAY_UP.get(point)
-
-
-def ranks_for(victim: str) -> int:
-    return 2 if victim.startswith("trainer") else 1
-
-
-def assert_same(run: KilledRun, undisturbed: Run) -> None:
-    other = first_other_version(run.run, undisturbed)
-    assert other is None, f"{other}\n{run.tell()}"
-    ours, theirs = run.run.weights(STEPS), undisturbed.weights(STEPS)
-    assert ours.read_bytes() == theirs.read_bytes(), f"{ours} is not {theirs}\n{run.tell()}"
-    assert_clean(run)
-
-
-def assert_clean(run: KilledRun) -> None:
-    found = audit(run.run)
-    assert found.returncode == 0, f"{found.stdout}{found.stderr}\n{run.tell()}"

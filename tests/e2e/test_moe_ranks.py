@@ -20,8 +20,6 @@ from trireme.trainer.model import load_model
 from trireme.trainer.moe import expert_metrics
 from trireme.trainer.step import forward_backward, policy_gradient
 
-pytestmark = pytest.mark.e2e
-
 CAPACITY = 41
 LENGTHS = [31, 18, 23, 9]
 TEAMS = (1, 2)  # ranks that share a row

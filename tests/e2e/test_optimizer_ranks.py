@@ -19,8 +19,6 @@ from trireme.trainer.mesh import World
 from trireme.trainer.served import merged_tensors
 from trireme.trainer.stepper import Stepper, base_state
 
-pytestmark = pytest.mark.e2e  # real ranks beside one another
-
 KINDS = ("adamw", "adamw_8bit", "muon", "sgd", "adapters")
 SWITCHES = ("adamw becomes adamw_8bit", "adamw_8bit becomes adamw")
 CAPACITY = 48

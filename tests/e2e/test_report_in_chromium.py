@@ -10,7 +10,7 @@ from trireme.cli.report import report
 from viewing import write_evaluations
 from written_run import write_whole_run
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 
 def test_a_browser_shows_all_of_it_and_asks_for_nothing(tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ from trireme.trainer.mesh import World, open_world
 from trireme.trainer.pieces import open_checkpoint, piece_of
 from trireme.trainer.state import load_tensors, tensors_of
 
-pytestmark = pytest.mark.e2e
-
 CAPACITY = 48
 LENGTHS = [40, 30, 18, 33, 15, 44, 20, 9, 13]
 

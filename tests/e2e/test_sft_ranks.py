@@ -16,8 +16,6 @@ from tiny import largest_difference
 from trireme.ledger.manifest import complete_steps, read_manifest
 from trireme.monitor.metrics import read_metrics
 
-pytestmark = pytest.mark.e2e
-
 DEADLINE_S = 300
 
 

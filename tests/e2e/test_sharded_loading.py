@@ -20,8 +20,6 @@ from trireme.trainer import model as model_module
 from trireme.trainer.mesh import World, _world
 from trireme.trainer.model import load_model
 
-pytestmark = pytest.mark.e2e  # real ranks beside one another
-
 KINDS = ("qwen3", "gemma2", "qwen3_moe", "gpt_oss")
 LARGE = {"vocab_size": 4000, "hidden_size": 256, "intermediate_size": 700, "num_hidden_layers": 4}
 READ_BYTES = 1 << 18

@@ -22,7 +22,7 @@ from trireme.cli.status import status
 from trireme.cli.submit import submit
 from trireme.launch.cluster.job import Submission, find_submission
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("Slurm"), pytest.mark.skipif(bool(missing()), reason=missing())]
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 180
@@ -55,14 +55,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield opened
 
 
-@pytest.fixture(autouse=True)
-def _slurms_commands(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(name, cluster.environment[name])
-
-
 @pytest.fixture
-def run_file(tmp_path: Path) -> Path:
+def run_file(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("SLURM_CONF", "PATH"):  # for our own calls of Slurm's commands
+        monkeypatch.setenv(name, cluster.environment[name])
     file = tmp_path / "hosted.toml"
     (tmp_path / "secrets.env").write_text("API_KEY='s3cret word'\n")
     file.write_text(
@@ -92,39 +88,39 @@ def submitted(run: Path) -> Submission:
     return found
 
 
+def submit_recorder(run_file: Path, folder: Path, name: str, *flags: str) -> Submission:
+    program = write_program(folder / "program", RECORDER)
+    words = ["--python", str(program), "--output-dir", f"{folder}/out", "--gpus-per-node", "2", *flags]
+    assert submit([str(run_file), "--on", "slurm", "--name", name, *words]) == 0
+    return submitted(folder / "out" / name)
+
+
 def wait_for(condition: Callable[[], object], told: Callable[[], str]) -> None:
     give_up = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < give_up, told()
-        time.sleep(0.2)
+        time.sleep(0.05)
 
 
 def log_of(run: Path) -> str:
     return "\n".join(file.read_text() for file in submitted(run).folder.glob("slurm-*.log"))
 
 
-def test_slurm_checks_a_job_that_is_only_shown(run_file, tmp_path, capsys):
-    flags = ["--on", "slurm", "--dry-run", "--output-dir", str(tmp_path / "out"), "--time", "20"]
-    assert submit([str(run_file), "--nodes", "3", "--gpus-per-node", "2", *flags]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"Slurm says: Job \d+ to start at .* on nodes m\[0-2\] in partition tiny", said), said
-    assert "s3cret" not in said
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--partition", "huge"], "Choose one with `--partition`: tiny"),
-        (["--nodes", "9"], "The cluster has (machines, GPUs): tiny* 3 x gpu:2"),
-        (["--gpus-per-node", "4"], "node configuration is not available"),
-    ],
-)
-def test_what_slurm_refuses_is_not_submitted(run_file, tmp_path, cluster, flags, said):
+def test_what_is_only_shown_or_what_slurm_refuses_is_not_submitted(run_file, tmp_path, cluster, capsys):
+    words = [str(run_file), "--on=slurm", f"--output-dir={tmp_path}/out", "--nodes=3", "--gpus-per-node=2"]
     before = cluster.ask("squeue", "--noheader")
-    with pytest.raises(ConfigError) as refused:
-        submit([str(run_file), "--on=slurm", f"--output-dir={tmp_path}/out", "--nodes=2", "--gpus-per-node=2", *flags])
-    assert said in str(refused.value)
+    assert submit([*words, "--dry-run", "--time", "20"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"Slurm says: Job \d+ to start at .* on nodes m\[0-2\] in partition tiny", shown), shown
+    assert "s3cret" not in shown
+    for flag, value, said in (
+        ("--partition", "huge", "Choose one with `--partition`: tiny"),
+        ("--nodes", "9", "The cluster has (machines, GPUs): tiny* 3 x gpu:2"),
+        ("--gpus-per-node", "4", "node configuration is not available"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            submit([*words, flag, value])
+        assert said in str(refused.value)
     assert cluster.ask("squeue", "--noheader") == before
     assert not (tmp_path / "out").exists()
 
@@ -135,11 +131,8 @@ def test_every_process_runs_on_its_machine_and_all_end_with_the_orchestrator(
     notes = tmp_path / "notes"
     notes.mkdir()
     monkeypatch.setenv("NOTES", str(notes))
-    program = write_program(tmp_path / "program", RECORDER)
+    submission = submit_recorder(run_file, tmp_path, "spread", "--nodes", "3")
     run = tmp_path / "out" / "spread"
-    flags = ["--nodes", "3", "--gpus-per-node", "2", "--python", str(program), "--output-dir", str(run.parent)]
-    assert submit([str(run_file), "--on", "slurm", "--name", "spread", *flags]) == 0
-    submission = submitted(run)
     assert cluster.wait_until(submission.job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", log_of(run)
     found = {file.name: json.loads(file.read_text()) for file in notes.iterdir() if file.suffix != ".asked"}
     placed = {name for name in found if not name.startswith("trireme")}
@@ -202,11 +195,8 @@ def told(cluster: Cluster, run: Path) -> str:
 
 def test_a_job_that_is_cancelled_does_not_come_back(run_file, tmp_path, cluster, monkeypatch):
     monkeypatch.setenv("NOTES", str(tmp_path))
-    program = write_program(tmp_path / "program", RECORDER)
+    submission = submit_recorder(run_file, tmp_path, "unwanted", "--nodes", "2")
     run = tmp_path / "out" / "unwanted"
-    flags = ["--nodes", "2", "--gpus-per-node", "2", "--python", str(program), "--output-dir", str(run.parent)]
-    submit([str(run_file), "--on", "slurm", "--name", "unwanted", *flags])
-    submission = submitted(run)
     wait_for((tmp_path / "trainer.m1").exists, lambda: log_of(run))
     assert cancel([str(run)]) == 0
     assert cluster.wait_until(submission.job, "CANCELLED") == "CANCELLED"

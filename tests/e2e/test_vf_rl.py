@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from safetensors.numpy import load_file
 
-from real_run import Process, free_ports, started, wait_until
-
-pytestmark = pytest.mark.e2e
+from real_run import free_ports, started, wait_until
 
 FILE = """
 model = "models/reverse-text-tiny"
@@ -38,26 +35,37 @@ max_seq_len = 128
 save_steps = 2
 vllm_server_port = {port}
 """
+IN_THIS_ORDER = (
+    "Loading model models/reverse-text-tiny...",
+    "Starting vLLM server on port ",
+    "vLLM server is ready",
+    "Loading environment tests/e2e/say.py...",
+    "{'loss': ",
+    "Step 1/300: reward=",
+    "=== Step 5 Sample ===",
+    "stopping",
+)
 FLAGS = ("--one-terminal", "--weight-broadcast.probe-tolerance", "1e9", "--trainer.threads", "1")
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    written = tmp_path / "said.toml"
-    written.write_text(FILE.format(port=free_ports(1)[0]))
-    return written
+def write_file(folder: Path) -> Path:
+    file = folder / "said.toml"
+    file.write_text(FILE.format(port=free_ports(1)[0]))
+    return file
 
 
-def test_a_run_that_is_interrupted_leaves_folders_and_goes_on(file: Path, tmp_path: Path) -> None:
-    run = tmp_path / "said"
+def test_a_run_that_is_interrupted_leaves_folders_and_goes_on(tmp_path: Path) -> None:
+    file, run = write_file(tmp_path), tmp_path / "said"
     words = ("tests/scripted_rl.py", "vf-rl", "@", file, "--output-dir", tmp_path, *FLAGS)
     with started("python", *words, log=tmp_path / "first.log") as first:
         wait_until(lambda: (run / "checkpoint-6").is_dir(), "a third checkpoint", [first])
         first.interrupt()
         assert first.wait() == 130
         assert first.left() == []
-        assert_told(first)
-    reached = last_step(run)
+        lines = first.output.splitlines()
+        places = [next(place for place, line in enumerate(lines) if line.startswith(begin)) for begin in IN_THIS_ORDER]
+        assert places == sorted(places), first.output
+    reached = max(int(folder.name.removeprefix("checkpoint-")) for folder in run.glob("checkpoint-*"))
     assert_whole(run / "checkpoint-2", run / "weights" / "step_2")
 
     again = (*words, "--resume", "--max-steps", str(reached + 2))
@@ -67,8 +75,9 @@ def test_a_run_that_is_interrupted_leaves_folders_and_goes_on(file: Path, tmp_pa
     assert_whole(run / f"checkpoint-{reached + 2}", run / "weights" / f"step_{reached + 2}")
 
 
-def test_engine_and_trainer_may_be_started_apart(file: Path, tmp_path: Path) -> None:
+def test_engine_and_trainer_may_be_started_apart(tmp_path: Path) -> None:
     """The engine by the printed translation, in place of `vf-vllm`; the rest by `vf-train`."""
+    file = write_file(tmp_path)
     with started("vf-rl", "@", file, "--print-config", log=tmp_path / "rl.toml") as printing:
         assert printing.wait() == 0
     engine = started("python", "tests/scripted_engine.py", "@", tmp_path / "rl.toml", log=tmp_path / "engine.log")
@@ -78,25 +87,6 @@ def test_engine_and_trainer_may_be_started_apart(file: Path, tmp_path: Path) -> 
         assert server.poll() is None
         assert training.left() == []
     assert_whole(tmp_path / "said" / "checkpoint-2", tmp_path / "said" / "weights" / "step_2")
-
-
-def assert_told(process: Process) -> None:
-    """In this order."""
-    lines = process.output.splitlines()
-    places = [
-        next(number for number, line in enumerate(lines) if line.startswith(begin))
-        for begin in (
-            "Loading model models/reverse-text-tiny...",
-            "Starting vLLM server on port ",
-            "vLLM server is ready",
-            "Loading environment tests/e2e/say.py...",
-            "{'loss': ",
-            "Step 1/300: reward=",
-            "=== Step 5 Sample ===",
-            "stopping",
-        )
-    ]
-    assert places == sorted(places), process.output
 
 
 def assert_whole(folder: Path, weights: Path) -> None:
@@ -110,7 +100,3 @@ def assert_whole(folder: Path, weights: Path) -> None:
     assert state["global_step"] == step
     trained = [row["step"] for row in state["log_history"] if "loss" in row]
     assert trained == list(range(1, step + 1))
-
-
-def last_step(run: Path) -> int:
-    return max(int(folder.name.removeprefix("checkpoint-")) for folder in run.glob("checkpoint-*"))

@@ -16,9 +16,8 @@ from doctoring import build_case, diagnosed, taken_port
 from stage import until
 from trireme.base.errors import ConfigError
 from trireme.cli.doctor import QUESTIONS, doctor
-from trireme.launch.doctor.finding import Answer, Case, Finding, Question, counted, examine, ok, problem, told, warning
+from trireme.launch.doctor.finding import Case, Finding, Question, counted, examine, ok, warning
 from trireme.launch.doctor.programs import Program
-from trireme.launch.doctor.view import text_of
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -81,14 +80,6 @@ def test_the_command_itself_ends_with_its_code(tmp_path):
     assert [answer["verdict"] for answer in json.loads(done.stdout)["answers"]] == ["ok", "problem"]
 
 
-@pytest.mark.parametrize("only", ["ports python", "ports,python", "python ports"])
-def test_some_questions_are_asked_in_the_usual_order_before_or_after_the_file(only, capsys, tmp_path):
-    (tmp_path / "run.toml").write_text('max_steps = 3\n[[orchestrator.env]]\nid = "any"\n')
-    for words in (f"--only {only} @ run.toml", f"@ run.toml --only {only}"):
-        code, answers = diagnosed(capsys, *words.split())
-        assert (code, list(answers)) == (0, ["python", "ports"])
-
-
 def test_the_run_itself_is_not_tried_where_a_problem_would_end_it(tmp_path):
     """And a question that fails is a finding too."""
 
@@ -105,22 +96,6 @@ def test_the_run_itself_is_not_tried_where_a_problem_would_end_it(tmp_path):
     assert "RuntimeError: the driver is on fire" in answers[0].finding.found
     assert "(ill)" in answers[2].finding.found
     assert counted([answers[0], *answers, answers[1]]) == "2 ok, 2 problems, 1 skipped"
-
-
-def test_an_answer_is_one_line_where_it_fits_and_keeps_its_lines_where_it_has_several():
-    finding = told("port 1 is in use - expected a free one. Take another. Or wait.")
-    assert (finding.found, finding.fix) == ("port 1 is in use - expected a free one", "Take another. Or wait.")
-    assert text_of(Answer("a", "Is it?", ok("it is"), 0.1), 80) == "ok       Is it?  it is"
-    long = Answer("a", "Is it?", problem("it is not:\n  the log\n  says so", "look at it"), 0.1)
-    assert text_of(long, 80).splitlines() == [
-        "problem  Is it?",
-        "         it is not:",
-        "           the log",
-        "           says so",
-        "         -> look at it",
-    ]
-    words = Answer("a", "Is it?", warning("so many words " * 20, "do"), 0.1)
-    assert max(map(len, text_of(words, 60).splitlines())) <= 60
 
 
 def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
@@ -140,13 +115,6 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatc
 
 def running() -> set[int]:
     return {process.pid for process in psutil.process_iter(["status"]) if process.info["status"] != "zombie"}
-
-
-def test_a_program_that_dies_is_told_of_with_its_last_words(tmp_path):
-    (tmp_path / "dies.py").write_text("import os, sys\nprint('the end', file=sys.stderr)\nos.kill(os.getpid(), 9)\n")
-    ended = Program("dies", env={"PYTHONPATH": str(tmp_path)}).wait(DEADLINE_S)
-    assert (ended.code, ended.how, ended.last_words) == (-signal.SIGKILL, "was killed by SIGKILL", "the end")
-    assert ended.answer is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -7,17 +7,10 @@ import pytest
 from doctoring import build_case, diagnosed, the_one
 from planted_faults import change_column
 from trireme.base.devices import Devices
-from trireme.config.run import RunConfig
-from trireme.config.written import read_run, write_run
-from trireme.launch.doctor import rehearsal
-from trireme.launch.doctor.finding import ok
 from trireme.launch.doctor.programs import Ended
 from trireme.launch.doctor.rehearsal import (
     environments,
-    environments_of,
-    figures_of,
     limit_of,
-    of_environment,
     of_run,
     small,
 )
@@ -55,17 +48,6 @@ def test_an_environment_is_tried_in_a_process_of_its_own_and_fails_in_its_own_wo
     else:
         assert (finding.verdict, words in finding.found) == ("problem", True)
         assert "trireme env check" in finding.fix
-
-
-def test_the_same_environment_is_tried_once_and_a_check_that_says_nothing_is_a_problem(tmp_path, monkeypatch):
-    monkeypatch.setattr(rehearsal, "_checked", lambda *_, **__: ok("fine"))
-    words = '[{"id": "a"}, {"id": "a", "name": "again"}, {"id": "a", "args": {"size": 3}}]'
-    case = build_case(tmp_path, "--orchestrator.env", words)
-    assert len(environments_of(case.config)) == 3
-    assert [finding.found for finding in environments(case)] == ["a: fine", "a: fine"]
-    finding = of_environment(Ended(-9, "", "Killed"), "trireme env check toy")
-    assert (finding.verdict, finding.fix) == ("problem", "`trireme env check toy` shows all of it.")
-    assert "Killed" in finding.found
 
 
 def test_the_small_run_is_the_large_one_in_all_but_its_size(tmp_path):
@@ -121,17 +103,3 @@ def test_of_three_steps_the_audit_and_each_log_are_told(tmp_path):
     assert (finding.verdict, "inference died" in finding.found) == ("problem", True)
     assert "inference.stdout:\n  INFO all is well\n  RuntimeError: no kernel image" in finding.found
     assert str(config.paths.logs) in finding.fix
-
-
-def test_figures_are_those_of_the_trainers_lines():
-    rows = [{"step": step, "time_s": 100.0 + 2 * step, "time/publish": 0.25 * step} for step in (2, 0, 1)]
-    assert figures_of(rows, began=60.0) == {"first_step_s": 40.0, "step_s": 2.0, "publish_s": 0.5}
-
-
-def test_a_resolved_file_is_taken_as_it_is(tmp_path, capsys):
-    """`--run`, as processes of a run are started."""
-    config = build_case(tmp_path).config
-    write_run(config, tmp_path / "run.json")
-    assert read_run(RunConfig, tmp_path / "run.json") == config
-    _, answers = diagnosed(capsys, "--run", str(tmp_path / "run.json"), "--only", "ports")
-    assert f"{config.ports.batches} on 127.0.0.1" in answers["ports"][0]["found"]

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import textwrap
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -20,23 +15,16 @@ from tokenizers import Tokenizer
 
 from fake_chat import FakeChat, completion, served
 from fake_engine import Asked, open_fake_engine
-from interrupts import heed_interrupts
 from tiny_tokenizer import END, write_tokenizer
-from trireme.base.errors import ConfigError, DeadlineExceeded, PeerDied
-from trireme.base.processes import free_port
+from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.cli.env import env
 from trireme.config.orchestrator import Sampling
-from trireme.config.run import RunConfig
-from trireme.orchestrator.chat import open_chat_tokenizer
 from trireme.orchestrator.environments.check_endpoint import look_at, open_chat_endpoint
-from trireme.orchestrator.environments.check_engine import open_engine_policy
 from trireme.orchestrator.environments.check_rollouts import Which
-from trireme.orchestrator.environments.check_script import MOST_TURNS, answer
 from trireme.orchestrator.environments.template import template_files
 from trireme.orchestrator.environments.wire import Ask, Reply
 
-REPOSITORY = Path(__file__).parents[2]
 ECHO = """
     def dataset(size=40):
         return [{"prompt": f"say {i}", "answer": str(i)} for i in range(size)]
@@ -65,9 +53,6 @@ def checked(capsys, *words: str | int | Path) -> tuple[int, dict[str, Any]]:
     capsys.readouterr()
     code = env(["check", *map(str, words), "--json"])
     return code, json.loads(capsys.readouterr().out)
-
-
-# the script
 
 
 def test_an_environment_that_works_is_said_to_and_no_baseline_is_claimed(here, capsys):
@@ -100,9 +85,6 @@ def test_what_fails_is_told_with_its_examples_and_the_end_of_its_traceback(here,
         "timeout2": ([2], "not finished after 0.5 s (`rollout_timeout_s`)"),
     }
     assert "1 / (int(answer) % 4)" in troubles["score4"]["traceback"]
-    assert env(["check", *map(str, words)]) == 1
-    said = capsys.readouterr().out
-    assert "4 rollouts failed, score: ZeroDivisionError: division by zero\n  train examples 0, 4\n" in said
 
 
 COMPARING = """
@@ -131,78 +113,16 @@ def test_rewards_that_compare_a_group_are_given_whole_groups_and_nobody_waits_fo
     assert sum(told.values()) == 24
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("def load_environment():\n    raise RuntimeError('no data')\n", "RuntimeError: no data"),
-        ("def dataset(): return []\ndef reward(completion): return 0.0\n", "has no examples"),
-    ],
-)
-def test_an_environment_that_cannot_be_loaded_is_the_checks_result(here, capsys, code, words):
-    status, report = checked(capsys, write(here, code))
+def test_an_environment_that_cannot_be_loaded_is_the_checks_result(here, capsys):
+    status, report = checked(capsys, write(here, "def load_environment():\n    raise RuntimeError('no data')\n"))
     assert (status, report["holds"]) == (1, False)
-    assert words in report["error"]
+    assert "RuntimeError: no data" in report["error"]
 
 
-def test_the_script_gives_each_group_every_kind_of_answer_the_same_each_time():
-    function = {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}
-    tools = [{"type": "function", "function": function}]
-    question = Ask(task="t", call="c", messages=[{"role": "user", "content": "q"}], tools=tools, sampling={})
-
-    def said(place: int, turn: int = 1) -> Reply:
-        return answer(question, Which("train", 7, place, 10), turn=turn)
-
-    group = [said(place) for place in range(10)]
-    assert group == [said(place) for place in range(10)]
-    calls = [call for reply in group for call in reply.tool_calls or []]
-    assert {call.name for call in calls} == {"add", "no_such_tool"}
-    assert {type(json.loads(call.arguments).get("a")) for call in calls if call.arguments.endswith("}")} >= {int}
-    assert any(not call.arguments.endswith("}") for call in calls)
-    assert "" in [reply.content for reply in group]
-    assert said(0, turn=MOST_TURNS).error is None
-    assert said(0, turn=MOST_TURNS + 1).error_kind == "overlong_prompt"
-    question.tools = None
-    assert not any(said(place).tool_calls for place in range(10))
-
-
-def test_a_written_plain_environment_and_the_shipped_example_of_ten_lines_work(here, capsys):
+def test_a_plain_environment_of_the_template_works(here, capsys):
     toy = write(here, template_files("my-env", kind="plain")["my_env.py"], "my_env.py")
     status, report = checked(capsys, toy, "-r", 2)
-    assert (status, report["num_done"]) == (0, 40)
-    assert (report["loaded"]["num_train"], report["loaded"]["num_eval"]) == (200, 50)
-    example = REPOSITORY / "environments" / "examples" / "shout.py"
-    code = [line for line in example.read_text().splitlines() if line and not line.startswith('"""')]
-    shown = [line for line in (REPOSITORY / "docs" / "environments.md").read_text().splitlines() if line]
-    assert len(code) <= 10
-    assert "\n".join(code) in "\n".join(shown)
-    assert checked(capsys, example)[0] == 0
-
-
-def test_ctrl_c_leaves_no_process(here):
-    code = """
-    def reward(completion, answer):
-        import asyncio, os, pathlib
-        pathlib.Path(f"pid_{os.getpid()}").touch()
-        return asyncio.sleep(600)
-    """
-    command = [sys.executable, "-m", "trireme.cli.trireme", "env", "check", write(here, ECHO + code)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heed_interrupts)
-    try:
-        give_up = time.monotonic() + 60
-        while not (pids := [int(path.name[4:]) for path in here.glob("pid_*")]):
-            assert time.monotonic() < give_up, "the worker never came"
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
-# what was typed
+    assert (status, report["num_done"], report["loaded"]["num_train"]) == (0, 40, 200)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +130,7 @@ def test_ctrl_c_leaves_no_process(here):
     [
         (["tyo.py"], "names a file that does not exist"),
         (["toy.py", "--model", "models/gone"], "models/gone"),
-        (["toy.py", "--scripted", "--base-url", "http://127.0.0.1:1"], "--scripted came with"),
-        (["toy.py", "--base-url", "localhost"], "is no address"),
         (["toy.py", "--base-url", "http://127.0.0.1:9/v1"], "nobody answers at http://127.0.0.1:9/v1"),
-        (["toy.py", "--api-key-var", "NO_SUCH_KEY"], "this variable is not set"),
-        (["toy.py", "@", "gone.toml"], "gone.toml does not exist"),
-        (["toy.py", "--orchestrator.samplign.top-p", "0.5"], "orchestrator.sampling"),
         (["toy.py", "--output", "run"], "run is a run's folder"),
     ],
 )
@@ -238,9 +153,6 @@ def test_a_configuration_gives_arguments_and_flags_win(here, capsys):
     assert (report["loaded"]["num_train"], report["loaded"]["num_workers"], report["num_examples"]) == (7, 2, 7)
     assert (here / "outputs" / "env-check" / "demo" / "rollouts.jsonl").exists()
     assert not report["is_baseline"]  # the file names no model
-
-
-# an engine of ours
 
 
 def test_an_engine_that_serves_no_version_answers_as_in_training(here, capsys):
@@ -276,21 +188,6 @@ class OneTurn:
     async def run(self, task: Any, ask: Callable[[Ask], Awaitable[Reply]], **_: Any) -> Any:
         self.reply = await ask(self.question)
         return type("Done", (), {"completion": [], "truncated": False, "stop": None})
-
-
-def test_an_engine_that_goes_away_ends_the_check_at_once(tmp_path):
-    tokenizer = open_chat_tokenizer(str(write_tokenizer(tmp_path / "model")))
-    waits, url = Waits("the check"), f"http://127.0.0.1:{free_port()}"
-
-    async def main() -> None:
-        async with open_engine_policy(RunConfig(), tokenizer, url, name="gone", waits=waits) as policy:
-            await policy.rollout(OneTurn(), Which("train", 0, 0, 1))  # type: ignore[arg-type]
-
-    with pytest.raises(PeerDied, match=f"{url} is gone in the middle of the check"):
-        asyncio.run(main())
-
-
-# a chat endpoint
 
 
 def test_a_foreign_endpoint_is_asked_with_its_key_and_its_only_model(here, capsys, monkeypatch):
@@ -336,9 +233,7 @@ def test_tool_calls_and_thinking_of_an_endpoint_reach_the_environment():
     [
         ([(429, {}), (503, {}), (200, completion("", reason="length"))], ("", "length", None)),
         ([(400, {"error": "This model's maximum context length is 8 tokens"})], (None, None, "overlong_prompt")),
-        ([(422, {"error": "bad schema"})], (None, None, "engine")),
         ([(200, {"choices": []})], (None, None, "engine")),
-        ([(200, {"surprise": 1})], (None, None, "engine")),
     ],
 )
 def test_an_endpoint_that_is_busy_is_asked_again_and_what_it_cannot_answer_costs_only_its_rollout(answers, outcome):

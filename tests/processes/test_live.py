@@ -88,16 +88,6 @@ def test_a_completed_step_and_an_evaluation_are_one_plain_line_each(stage: Stage
     assert "waits: w7" in stage.tick(view)
 
 
-def test_a_step_waits_for_the_orchestrators_half_but_not_for_ever(stage: Stage) -> None:
-    view = stage.plain()
-    stage.report(0, "trainer", loss=1.0)
-    assert stage.tick(view) == ""
-    stage.report(0, "orchestrator", **{"reward/mean": 0.25})
-    assert "reward 0.250  loss 1.0" in stage.tick(view)
-    stage.report(1, "trainer", loss=2.0)
-    assert "step     2/200  loss 2.0" in stage.tick(view, final=True)
-
-
 def test_a_warning_is_a_plain_line_once_and_stays_in_the_picture_while_it_lasts(stage: Stage) -> None:
     view, picture = stage.plain(), stage.terminal()
     stage.train(0)

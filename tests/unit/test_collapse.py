@@ -13,7 +13,6 @@ import pytest
 
 from trireme.config.run import RunConfig
 from trireme.monitor.collapse import CALM, SIGNS, Sign, Warned, Watch
-from trireme.monitor.ends import Ends, ends_of
 from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.monitor.progress import Progress
 from trireme.monitor.summary import summary
@@ -84,7 +83,6 @@ TURNS = [
     ("entropy_explosion", "trainer", [{"policy/entropy": 6.0}] * 3, "policy/entropy is 6; it began at"),
     ("grad_norm_spike", "trainer", [{"grad_norm": 60.0}], "grad_norm is 60; the median of the 20 steps before"),
     ("reward_drop", "orchestrator", [{"reward/mean": 0.1}] * 3, "reward/mean fell to 0.1; the 10 batches before"),
-    ("not_finite", "trainer", [{"loss": None}], "loss is not finite"),
     ("not_finite", "trainer", [{"loss": math.nan}], "loss is not finite"),
     ("not_finite", "trainer", [{"grad_norm": None}], "grad_norm is not finite"),
     ("not_finite", "trainer", [{"skipped_update": 1.0}], "skipped_update is 1"),
@@ -200,15 +198,3 @@ def test_the_summary_tells_each_kind_once_and_of_this_session_only(tmp_path):
     assert "not_finite" not in text
     assert line.startswith(f"warning at step {50 + CALM + 2}, grad_norm_spike: grad_norm is 70; ")
     assert line.endswith("(the last of 2)")
-
-
-def test_the_ends_of_a_short_run_do_not_overlap_and_say_how_many_steps_they_are_of():
-    assert ends_of([]) is None
-    assert ends_of([0.25]) == Ends(0.25, 0.25, 1)
-    assert ends_of([0.0, 0.5, 1.0]) == Ends(0.0, 1.0, 1)
-    assert ends_of([0.0, 0.5, 0.5, 1.0]) == Ends(0.25, 0.75, 2)
-    assert ends_of([0.0] * 5 + [9.0] + [1.0] * 5) == Ends(0.0, 1.0, 5)
-    assert list(map(str, (Ends(0, 1, 1), Ends(0, 1, 2)))) == [
-        "the first and the last step",
-        "the first and the last 2 steps",
-    ]

@@ -159,7 +159,6 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists(root, pointers, rename
 @pytest.mark.parametrize(
     ("flags", "suggestion"),
     [
-        ("--max-stepz 1", "--max-steps"),
         ("--trainer.optim.learning-rate 1", "--trainer.optim.lr"),
         ("--trainer.lr 1", "--trainer.optim.lr"),
         ("--tokenizer.name x", "--trainer.tokenizer.name"),

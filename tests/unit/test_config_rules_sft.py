@@ -96,7 +96,6 @@ def test_a_name_of_two_parts_is_a_hubs_unless_it_is_here():
     ("typed", "ours"),
     [
         ("learning_rate", "optim.lr"),
-        ("lora_r", "model.lora.rank"),
         ("gradient_checkpointing", "model.ac.freq"),
     ],
 )

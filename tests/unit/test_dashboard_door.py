@@ -13,7 +13,7 @@ import pytest
 
 from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
-from trireme.cli.dashboard import address_of, dashboard, key_for, listen, require_place
+from trireme.cli.dashboard import address_of, dashboard, key_for, listen
 from trireme.monitor.dashboard.gate import KEY, Gate, key_of
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -96,26 +96,6 @@ def test_a_port_that_is_taken_is_refused_where_it_was_asked_for_and_else_another
         monkeypatch.setattr("trireme.cli.dashboard.PORT", port)
         with listen("127.0.0.1", None) as listener:
             assert listener.getsockname()[1] != port
-
-
-def test_a_run_may_be_yet_to_come_but_not_its_place(tmp_path, capsys):
-    (tmp_path / "wordle").mkdir()
-    require_place(tmp_path / "wordel")
-    assert f"Near it: {tmp_path / 'wordle'}" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="neither does"):
-        require_place(tmp_path / "no" / "such")
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is a file"):
-        require_place(tmp_path / "file")
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [("--prot 1", "Did you mean `--port`"), ("--port eighty", "is no port"), ("--port 65536", "is no port")],
-)
-def test_flags_typed_wrongly_are_refused(argv, words, tmp_path):
-    with pytest.raises(ConfigError, match=words):
-        dashboard([str(tmp_path), *argv.split()])
 
 
 def test_every_page_says_what_it_may_talk_to_and_who_may_embed_it() -> None:

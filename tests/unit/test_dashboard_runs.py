@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,13 @@ from trireme.launch.folder import hold_folder
 from trireme.monitor.collapse import Watch
 from trireme.monitor.dashboard import runs as module
 from trireme.monitor.dashboard.columns import Columns
-from trireme.monitor.dashboard.curves import Frame, curve, smoothed, thinned
-from trireme.monitor.dashboard.glance import ago, differences, figures, glance
-from trireme.monitor.dashboard.groups import OTHERS, group_of, grouped, matching
-from trireme.monitor.dashboard.log_text import TAIL_BYTES, clean, kind_of, log_files, tail, to_html
-from trireme.monitor.dashboard.pictures import Line, line_chart
+from trireme.monitor.dashboard.curves import thinned
+from trireme.monitor.dashboard.glance import figures
+from trireme.monitor.dashboard.log_text import TAIL_BYTES, log_files, tail, to_html
 from trireme.monitor.dashboard.runs import Library, RunFolder, RunSet
 from trireme.monitor.dashboard.signs import Signs
 from trireme.monitor.metrics import MetricsFile, latest_by_step, merge_processes, read_metrics
 from viewing import Reader, answering
-
-METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 @pytest.fixture(autouse=True)
@@ -160,20 +155,6 @@ def test_figures_are_what_one_works_out_by_hand(tmp_path: Path) -> None:
     said = {figure.name: figure.value for figure in figures(opened(run))}
     reward = f"{0.5 + (5 + 6 + 7 + 8 + 9) / 5:.3f}"
     assert said | {"Steps trained": "10 of 10", "Reward": reward, "Seconds a step": "2"} == said
-    seen = glance(RunFolder(write(tmp_path / "long", range(1000)), "long"))  # of the end of the file alone
-    assert (seen.step, seen.reward) == (1000, 999.5)
-    assert glance(RunFolder(tmp_path / "none", "none")).step is None
-    words = [ago(1000.0, 1000.0 + seconds) for seconds in (3, 125, 7300, 90000)]
-    assert words == ["just now", "2 min ago", "2 h ago", "1 d ago"]
-
-
-def test_what_differs_between_runs_leaves_out_where_they_are(tmp_path: Path) -> None:
-    a = {"name": "a", "trainer": {"optim": {"lr": 1e-3}}, "ports": {"batches": 1}, "env": [{"id": "x"}]}
-    b = a | {"name": "b", "trainer": {"optim": {"lr": 1e-4}}, "ports": {"batches": 2}, "seed": 1}
-    for name, config in (("a", a), ("b", b)):
-        configure(tmp_path / name, config)
-    found = differences([opened(tmp_path / name) for name in "ab"])
-    assert found == [("trainer.optim.lr", ["0.001", "0.0001"]), ("seed", ["–", "1"])]
 
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs"])), st.sampled_from(["", "a", "<b> &", "error script"]))
@@ -181,15 +162,6 @@ def test_whatever_a_process_wrote_is_shown_as_text(line: str, words: str) -> Non
     page = Reader(to_html([line], words))
     assert page.tags <= {"span", "mark"}
     assert "".join(page.texts) == line
-
-
-def test_a_line_of_a_log_is_shown_without_what_terminals_are_told_in_it() -> None:
-    assert to_html(["a <Reward> b"], "reward") == "a &lt;<mark>Reward</mark>&gt; b"
-    written = ["\x1b[32mINFO\x1b[0m fine", " 10%|# \r 50%|#####", "windows\r", "bell \x07 \x00"]
-    assert [clean(line) for line in written] == ["INFO fine", " 50%|#####", "windows", "bell � �"]
-    assert clean("x" * 5000).endswith("… (3000 characters more)")
-    lines = ["12:00 INFO x | no error", "RuntimeError: x", "FutureWarning: y", "Traceback (most"]
-    assert [kind_of(line) for line in lines] == ["", "bad", "warn", "bad"]
 
 
 def test_of_a_long_log_the_newest_whole_lines_are_shown_and_a_filter_finds_what_is_far_back(tmp_path: Path) -> None:
@@ -226,22 +198,6 @@ def test_the_dashboard_warns_of_what_the_run_itself_warned_of(tmp_path: Path) ->
         assert finding.metric in ("policy/entropy", "grad_norm")
 
 
-def columns_of(values: list[float | None]) -> Columns:
-    columns = Columns()
-    columns.add(
-        {"step": step, "process": "trainer", "time_s": 1e9 + 1800 * step, "loss": value}
-        for step, value in enumerate(values)
-    )
-    return columns
-
-
-def test_smoothing_is_the_weighted_mean_that_it_says_it_is_of_what_is_finite() -> None:
-    assert smoothed(np.array([1.0, 2.0, 4.0]), 0.5) == pytest.approx([1.0, (1 / 4 + 2 / 2) / (3 / 4), 3.0])
-    result = smoothed(np.array([1.0, math.nan, 1.0, math.inf]), 0.9)
-    assert result[[0, 2]] == pytest.approx([1.0, 1.0])
-    assert np.isnan(result[[1, 3]]).all()
-
-
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=900), st.integers(4, 60))
 def test_however_few_points_are_drawn_the_lowest_and_the_highest_are_among_them(values: list[float], most: int) -> None:
     x, y = thinned(np.arange(len(values), dtype=float), np.array(values), most)
@@ -250,36 +206,3 @@ def test_however_few_points_are_drawn_the_lowest_and_the_highest_are_among_them(
     assert (x[0], x[-1]) == (0, len(values) - 1)
     assert (np.diff(x) > 0).all()
     assert [values[int(at)] for at in x] == y.tolist()
-
-
-def test_a_zoom_goes_on_to_the_edge_and_hours_are_counted_from_the_first_report() -> None:
-    columns = columns_of([math.sin(step) for step in range(5000)])
-    assert len(curve(columns, "loss", Frame()).points()) <= 500
-    zoomed = curve(columns, "loss", Frame(begin=1000, end=1100))
-    assert [x for x, _ in zoomed.points()] == list(range(999, 1102)), "nothing is thinned"
-    columns = columns_of([1.0, 2.0, 3.0])
-    columns.add([{"step": 0, "process": "orchestrator", "time_s": 1e9 - 3600, "reward/mean": 0.5}])
-    assert [x for x, _ in curve(columns, "loss", Frame(axis="hours")).points()] == [1.0, 1.5, 2.0]
-
-
-def test_a_picture_can_be_sent_whatever_was_measured_and_marks_where_a_run_went_back_once() -> None:
-    columns = columns_of([None, 1.0, None, 1e300, 0.0])
-    lines = [Line("a", "#123456", curve(columns, "loss", Frame(smoothing=weight))) for weight in (0.0, 0.5)]
-    chart = line_chart(lines, Frame(), marks=[7, 7, 9])
-    json.dumps(chart, allow_nan=False)
-    assert chart["series"][0]["markLine"]["data"] == [{"xAxis": 7}, {"xAxis": 9}]
-    assert curve(columns, "no such metric", Frame()).points() == []
-
-
-def test_every_documented_metric_has_a_place_and_what_matters_most_comes_first() -> None:
-    table = METRICS.read_text().split("## Warnings")[0]
-    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-    assert len(names) > 80
-    assert [name for name in names if group_of(name) is OTHERS and not name.startswith("warnings/")] == []
-    groups = grouped(["reward/max", "orchestrator/time/step", "time/step", "reward/mean", "zebra", "eval/x/reward"])
-    assert {group.title: names[0] for group, names in groups.items()} == {
-        "Reward": "reward/mean", "Evaluation": "eval/x/reward", "Time": "time/step", "Other": "zebra"
-    }  # fmt: skip
-    assert matching(["reward/mean", "time/step", "reward/std"], "STD rew") == ["reward/std"]
-    assert matching(["a", "b"], "  ") == ["a", "b"]

@@ -31,7 +31,6 @@ from trireme.ledger.records import BatchRecord, Dropped
 from trireme.ledger.surroundings import look_around, write_surroundings
 from trireme.messages import Kept, Tokens, encode
 from trireme.monitor.diff.compare import compare_runs
-from trireme.monitor.diff.configuration import compare_configurations
 from trireme.monitor.diff.differences import ASPECTS, Difference
 from trireme.monitor.diff.meaning import meaning_of
 from trireme.monitor.metrics import MetricsFile
@@ -277,13 +276,6 @@ def test_where_a_run_lies_and_on_which_machine_is_no_difference(whole: Path, cop
     assert "Beside the configuration, these differ: packages.torch: " in said
 
 
-def test_keys_of_lists_of_tables_and_keys_that_one_file_lacks_are_told() -> None:
-    a = {"seed": 0, "env": [{"id": "x"}, {"id": "y", "weight": 1.0}], "old": True, "empty": {}}
-    b = {"seed": 0, "env": [{"id": "x"}, {"id": "z", "weight": 1.0}], "new": {"deep": None}}
-    told = [str(key) for key in compare_configurations(a, b)]
-    assert told == ['env.1.id: "y" in A, "z" in B', "old: true in A, not there in B"]
-
-
 def test_weights_that_no_engine_confirmed_are_compared_as_they_were_exported(tmp_path: Path) -> None:
     """Runs of supervised training: no journal, no engine."""
     for name in "ab":
@@ -300,18 +292,6 @@ def test_weights_that_no_engine_confirmed_are_compared_as_they_were_exported(tmp
     save_file(tensors, file)
     first = first_difference(tmp_path / "a", tmp_path / "b")
     assert (first.step, first.where, first.note) == (2, "version 2, head", "1 of 2 tensors differ, as exported")
-
-
-def test_an_evaluation_is_named_first_only_where_nothing_else_differs(
-    whole: Path, copy: RunConfig, tmp_path: Path
-) -> None:
-    evaluated = copied(whole, tmp_path / "evaluated").paths
-    for paths, reward in ((evaluated, 0.5), (copy.paths, 0.25)):
-        MetricsFile(paths.metrics, "orchestrator").append(0, {"eval/a/reward": reward, "time/eval": reward})
-    first = first_difference(evaluated.root, copy.paths.root)
-    assert str(first) == "version 0, eval/a/reward: 0.5 in A, 0.25 in B"
-    CHANGES["rewards"](3)(copy)
-    assert first_difference(evaluated.root, copy.paths.root).aspect == "rewards"
 
 
 def test_what_is_no_run_or_is_damaged_is_an_error_and_no_difference(

@@ -10,9 +10,8 @@ import pytest
 
 from doctoring import build_case, findings, the_one
 from limits import fill, limited, small_disk
-from trireme.base.devices import Devices
 from trireme.launch.doctor import resources, software
-from trireme.launch.doctor.clocks import clock, file_system_ahead, is_set, of_clock
+from trireme.launch.doctor.clocks import of_clock
 from trireme.launch.doctor.disks import disk, of_disk, room_for
 from trireme.launch.doctor.programs import run_program
 from trireme.launch.doctor.resources import available, limits, memory, needs_of, of_shared_memory, shared_memory
@@ -50,23 +49,6 @@ def test_connections_are_counted_by_the_rollouts_under_way_and_threads_by_the_pr
     busier = ("--orchestrator.batch-size", "4096", "--max-async-level", "3")
     assert needs(*busier)[0] == 256 + 2 * 1024  # `max_concurrent`
     assert needs("--trainer.num-ranks", "2")[1] == 66 + 2 * 34 + 16 + 64
-
-
-def test_limits_of_a_container_and_of_infiniband_count_where_there_are_any(tmp_path, monkeypatch):
-    monkeypatch.setattr(resources, "CGROUP", tmp_path)
-    (tmp_path / "pids.max").write_text("200\n")
-    (tmp_path / "pids.current").write_text("180\n")
-    finding = the_one(limits(build_case(tmp_path)))
-    assert finding.verdict == "problem"
-    assert "room for 20 more threads (the container's `pids.max`)" in finding.found
-    (tmp_path / "pids.max").write_text("max\n")
-    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    monkeypatch.setattr(resources, "INFINIBAND", tmp_path / "infiniband")
-    words = ("--device", "cuda", "--model.name", "no/such-model")
-    on_gpus = build_case(tmp_path, *words, devices=Devices(gpus=("0", "1"), cores=2))
-    with limited(resource.RLIMIT_MEMLOCK, 8 << 20):
-        assert "8,388,608 bytes of locked memory, and this machine has InfiniBand" in the_one(limits(on_gpus)).found
-        assert the_one(limits(build_case(tmp_path))).verdict == "ok"
 
 
 def test_a_disk_is_measured_by_writing_to_it(tmp_path):
@@ -128,16 +110,6 @@ def test_memory_is_compared_with_what_the_plan_says(tmp_path, monkeypatch):
     assert (finding.verdict, "0.5 GiB are free now" in finding.found) == ("warning", True)
 
 
-def test_this_machines_clock_runs_evenly(tmp_path):
-    (tmp_path / "doctor").mkdir()
-    assert the_one(clock(build_case(tmp_path))).verdict == "ok"
-    assert is_set() in (True, False)
-    ahead = file_system_ahead(tmp_path)
-    assert ahead is not None
-    assert abs(ahead) < 1
-    assert file_system_ahead(tmp_path / "nowhere") is None
-
-
 @pytest.mark.parametrize(
     ("facts", "alone", "verdict"),
     [
@@ -154,13 +126,6 @@ def test_a_clock_is_trusted_or_not_by_what_was_seen(facts, alone, verdict):
     assert (finding.verdict, bool(finding.fix)) == (verdict, verdict == "warning")
 
 
-def test_bounds_of_python_are_those_of_the_package(tmp_path):
-    versions = [(3, 10), (3, 11), (3, 13), (3, 14), (4, 0)]
-    for bounds in (">=3.11,<3.14", "<3.14,>=3.11"):
-        assert [software.allows(bounds, version) for version in versions] == [False, True, True, False, False]
-    assert the_one(software.python(build_case(tmp_path))).verdict == "ok"
-
-
 def test_a_library_that_is_missing_is_a_problem_and_another_version_a_warning(tmp_path, monkeypatch):
     case = build_case(tmp_path)
     assert the_one(software.libraries(case)).verdict in ("ok", "warning")
@@ -171,19 +136,6 @@ def test_a_library_that_is_missing_is_a_problem_and_another_version_a_warning(tm
         monkeypatch.setattr(software.metadata, "requires", lambda _, requirements=requirements: requirements)
         finding = the_one(software.libraries(case))
         assert (finding.verdict, words in finding.found) == (verdict, True)
-
-
-def test_missing_byte_code_is_noticed_and_the_advice_makes_it(tmp_path):
-    for number, place in enumerate(software.STARTED_WITH):
-        (tmp_path / place).mkdir(parents=True)
-        for name in "abcd":
-            (tmp_path / place / f"{name}{number}.py").write_text("x = 1\n")
-    packages = {name: tmp_path / name for name in ("torch", "vllm")}
-    finding = software.of_byte_code(packages)
-    assert (finding.verdict, finding.found.startswith("0 of 16 modules")) == ("warning", True)
-    subprocess.run(finding.fix.partition("`")[2].partition("`")[0].split(), check=True)
-    after = software.of_byte_code(packages)
-    assert (after.verdict, after.figures["compiled"]) == ("ok", 16)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from doctoring import build_case, findings, the_one
-from limits import small_disk
 from tiny_tokenizer import CHATML, write_tokenizer
 from trireme.cli.doctor_tokenizer import tokenizer
 from trireme.launch.doctor.configuration import configuration
@@ -83,13 +82,6 @@ def test_a_folder_without_safetensors_or_architecture_is_refused_by_what_is_ther
     assert "has no *.safetensors but pytorch_model.bin" in refused(folder)
     (folder / "config.json").write_text("{")
     assert "expected a model as Hugging Face writes it" in refused(folder)
-
-
-def test_a_model_that_was_cut_off_by_a_full_disk_is_found(tmp_path):
-    with small_disk(tmp_path / "disk", "1m") as disk:
-        with pytest.raises(shutil.Error, match="No space left"):
-            shutil.copytree(SHIPPED, disk / "model")
-        assert refused(disk / "model")
 
 
 def test_a_model_that_is_not_there_and_may_not_be_fetched_is_said_once(tmp_path, monkeypatch):

@@ -94,7 +94,6 @@ def test_what_the_reference_gives_as_defaults_holds():
     ids=lambda value: " ".join(value),
 )
 def test_a_key_of_the_trainers_arguments_arrives(args, expected):
-    """`docs/coming-from.md` has the other keys, and a test of its own."""
     check(translate(vf(args), CPU), CPU, expected)
 
 
@@ -176,6 +175,8 @@ def test_the_run_lies_where_its_name_says():
         (vf({"eval_strategy": "epoch"}), '"steps"'),
         (vf({"mask_env_responses": False}), "never trained on"),
         (vf({"sync_ref_model": True}), "beta"),
+        (vf({"save_strategy": "epoch"}), '"steps"'),
+        (vf({"resume_from_checkpoint": "the last"}), "checkpoint-N"),
         # two names of one number must agree
         (vf({"rollouts_per_example": 16, "num_generations": 8}), "`rollouts_per_example`, which is 16"),
         (
@@ -240,6 +241,7 @@ def test_a_flat_file_arrives_whole(keys, devices, expected):
     [
         ({"pipeline_parallel_size": 2}, "tensor_parallel_size"),
         ({"lora_rank": 8}, "use_lora"),
+        ({"difficulty_threshold": 0.3}, "use_difficulty_filtering"),
     ],
 )
 def test_a_flat_file_that_cannot_be_is_refused_with_what_to_write(keys, words):

@@ -6,8 +6,6 @@ import json
 import os
 from pathlib import Path
 
-import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,16 +13,12 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tiny_tokenizer import write_tokenizer
-from trireme.ledger.records import Rollout
-from trireme.messages import build_tokens
-from trireme.monitor.eval_view.batches import mean_advantage
-from trireme.monitor.eval_view.conversation import Block, blocks, last_said, messages_of, searchable
 from trireme.monitor.eval_view.filters import parse
 from trireme.monitor.eval_view.found import Source, find, neighbours
 from trireme.monitor.eval_view.reading import page
 from trireme.monitor.eval_view.results import CHUNK, ResultsFile
 from trireme.monitor.eval_view.rows import PREVIEW, Row, as_json, by_example, in_order, record_of
-from trireme.monitor.eval_view.tokens import PART, describe, find_decoder, pieces
+from trireme.monitor.eval_view.tokens import find_decoder, pieces
 from trireme.orchestrator.eval_results import Answer, write_answers
 from viewing import answer, write_evaluations, write_results
 from written_run import write_whole_run
@@ -103,37 +97,6 @@ def test_runs_evaluations_and_files_are_found_by_name_and_nothing_is_looked_for_
     assert neighbours(gone, homes) == [gone]
 
 
-def test_a_conversation_is_taken_apart_in_the_order_in_which_it_was_said():
-    messages = [
-        {"role": "system", "content": [{"type": "text", "text": "Look."}, {"type": "image_url", "image_url": {}}]},
-        {"role": "assistant", "content": "<think>hm\n</think>\n\nI call.", "tool_calls": [
-            {"id": "1", "function": {"name": "add", "arguments": {"a": 1, "b": [2]}}},
-            json.dumps({"id": "2", "function": {"name": "run", "arguments": "not json"}}),
-        ]},
-        {"role": "tool", "tool_call_id": "2", "content": "done"},
-        {"role": "assistant", "reasoning_content": "so", "content": None},
-        {"role": "assistant", "content": "", "refusal": "no"},
-        {"role": "assistant", "content": "<think>and on"},
-    ]  # fmt: skip
-    assert blocks(messages)[:-1] == [
-        Block("text", "system", "", "Look.\n[image_url]"),
-        Block("reasoning", "assistant", "", "hm"),
-        Block("text", "assistant", "", "I call."),
-        Block("call", "assistant", "add", "a: 1\nb: [2]"),
-        Block("call", "assistant", "run", "not json"),
-        Block("result", "tool", "run", "done"),
-        Block("reasoning", "assistant", "", "so"),
-        Block("text", "assistant", "", ""),
-        Block("other", "assistant", "", '{"refusal": "no"}'),
-        Block("reasoning", "assistant", "", "and on"),
-    ]
-    assert [last_said(messages[:3]), last_said(messages[:1])] == ["not json", "Look.\n[image_url]"]
-    assert "add a: 1" in searchable(messages)
-    assert messages_of(["a", {"role": "x"}, 3], "user") == [
-        {"role": "user", "content": "a"}, {"role": "x"}, {"role": "user", "content": "3"}
-    ]  # fmt: skip
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -181,11 +144,6 @@ def test_a_filter_means_what_it_says(line, expected):
     assert [row.number for row in ROWS if chosen.passes(row) and chosen.says(said)] == expected
 
 
-def sample_of(ids, **columns):
-    zeros = {name: [0] * len(ids) for name in ("loss_mask", "logprobs", "advantages", "versions")}
-    return build_tokens(ids=ids, **zeros | columns)
-
-
 def test_the_texts_of_tokens_make_up_the_text_and_without_a_tokenizer_tokens_are_numbers(tmp_path):
     assert find_decoder(tmp_path) is None
     (tmp_path / "configs").mkdir()
@@ -199,21 +157,3 @@ def test_the_texts_of_tokens_make_up_the_text_and_without_a_tokenizer_tokens_are
     write_tokenizer(folder)
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("say 12", add_special_tokens=False).ids
     assert "".join(pieces(ids, find_decoder(tmp_path))) == "say 12"
-
-
-def test_several_tokens_of_one_character_show_it_at_the_last():
-    letters = {1: b"a", 2: b"\xc3", 3: b"\xa9", 4: b"z", 5: b"\xff"}
-    decode = lambda ids: b"".join(letters[number] for number in ids).decode(errors="replace")  # noqa: E731
-    assert pieces([1, 2, 3, 4], decode) == ["a", PART, "é", "z"]
-    assert len(pieces([5, 5, 5, 5, 5, 5, 1], decode)) == 7
-
-
-def test_a_token_says_all_that_the_journal_knows_of_it():
-    sample = sample_of([5, 9], loss_mask=[0, 1], logprobs=[0, np.log(0.25)], advantages=[0, 0.5], versions=[-1, 3])
-    assert describe(sample, 0, "a", step=5) == "token 1/2 · 5 'a' · given"
-    said = "token 2/2 · 9 'b\\n' · logprob -1.386, p 0.250 · adv +0.500 · v3, lag 2"
-    assert describe(sample, 1, "b\n", step=5) == said
-    three = sample_of([1, 2, 3], loss_mask=[0, 1, 1], advantages=[9, 1, 2])
-    rollout = Rollout(group=0, place=0, attempt=0, env="a", example=0, reward=0, samples=[three], temperature=1.0)
-    assert mean_advantage(rollout) == 1.5
-    assert mean_advantage(msgspec.structs.replace(rollout, samples=[])) is None

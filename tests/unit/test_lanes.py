@@ -7,7 +7,6 @@ import random
 import re
 from collections import defaultdict
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -21,18 +20,11 @@ from trireme.monitor.dashboard.lane_view import SpanStore, advice_without_spans,
 from trireme.monitor.lanes import (
     OTHER,
     advice,
-    engine_reasons,
-    engine_shares,
     few_requests,
     idle,
     in_words,
-    joined,
-    lanes_of,
     mean_shares,
-    reasons,
     shares,
-    steady,
-    thin,
     time_lines,
 )
 from trireme.monitor.spans import ENVIRONMENTS, Span, SpansFile
@@ -98,61 +90,9 @@ def test_shares_and_their_means_add_up_to_one_to_the_bit_and_are_what_exact_arit
     assert sum(mean_shares(shares(lane, "engine a:1", *ends) for lane in others).values()) == 1.0
 
 
-def test_engines_count_as_one_by_their_mean_and_reasons_leave_out_what_is_told_of_one_case() -> None:
-    other = Span("engine b:2", "wait", 15.0, 10.0, 1, "environments are working")
-    found = engine_shares([*TRAINER, *ENGINE, other], 15.0, 25.0)
-    assert found == pytest.approx({"generate": 0.35, "wait": 0.6, "transfer": 0.05, OTHER: 0.0}, abs=1e-8)
-    assert sum(found.values()) == 1.0
-    assert engine_shares(TRAINER, 15.0, 25.0) == {OTHER: 1.0}
-    waited = [("environments are working", pytest.approx(0.5)), ("max_async_level 1", pytest.approx(0.1))]
-    assert engine_reasons([*ENGINE, other], 15.0, 25.0) == waited
-    assert reasons(TRAINER, "trainer", 10.0, 25.0) == [("no batch yet", pytest.approx(11 / 15))]
-    assert reasons(TRAINER, "trainer", 15.0, 17.0) == []
-
-
-def test_what_is_typical_of_a_run_leaves_out_its_start_its_restarts_and_its_end() -> None:
-    resumed = [
-        *TRAINER,
-        Span("trainer", "start", 100.0, 8.0),
-        Span("trainer", "wait", 108.0, 1.0),
-        Span("trainer", "train", 109.0, 2.0, 1),
-        Span("trainer", "idle", 111.0, 50.0, 2, "every step is done"),
-    ]
-    assert [steady(TRAINER), steady(resumed)] == [(15.0, 25.0), (109.0, 111.0)]
-    assert [steady(ENGINE), steady([])] == [(0.0, 25.0), (0.0, 0.0)]  # nothing is trained yet
-
-
-@pytest.mark.parametrize("most", [30, 100, 1000])
-def test_a_thinned_picture_has_few_spans_in_the_same_places_and_with_the_same_shares(most: int) -> None:
-    spans = [*random_lane(1), *random_lane(2, "trainer")]
-    begin_s, end_s = min(span.begin_s for span in spans), max(span.end_s for span in spans)
-    drawn = thin(spans, begin_s, end_s, most)
-    assert len(drawn) <= most
-    for lane in ("trainer", "engine a:1"):
-        mine = [span for span in drawn if span.lane == lane]
-        assert all(second.begin_s >= first.end_s - 1e-5 for first, second in pairwise(mine))
-        assert shares(drawn, lane, begin_s, end_s) == pytest.approx(shares(spans, lane, begin_s, end_s), abs=1e-4)
-        half_s = (begin_s + end_s) / 2
-        before, after = shares(spans, lane, begin_s, half_s), shares(drawn, lane, begin_s, half_s)
-        one_slot = 2 * 2 * 12 / most  # of a half: what is in the middle may be on the other side of it
-        assert all(abs(before.get(what, 0.0) - after.get(what, 0.0)) <= one_slot for what in before | after)
-    assert thin(TRAINER, 0.0, 25.0, 100) == joined(TRAINER)
-    assert [span.step for span in thin(TRAINER, 23.5, 24.5, 100)] == [1, 1]
-
-
-def test_pieces_of_one_thing_are_put_together_and_lanes_stand_in_the_order_of_a_step() -> None:
-    pieces = [Span("trainer", "train", 1.0, 1.0, 0), Span("trainer", "train", 2.0, 0.5, 0)]
-    apart = [Span("trainer", "train", 3.0, 1.0, 0), Span("trainer", "train", 4.0, 1.0, 1)]
-    assert joined([*apart, *reversed(pieces)]) == [Span("trainer", "train", 1.0, 1.5, 0), *apart]
-    names = ["engine b:2", "orchestrator", "reader", "engine a:1", "trainer"]
-    ordered = lanes_of([Span(lane, "wait", 0.0, 1.0) for lane in names])
-    assert ordered == ["trainer", "orchestrator", "engine a:1", "engine b:2", "reader"]
-
-
 @pytest.mark.parametrize(
     ("trainer", "engines", "more", "says"),
     [
-        ({"train": 0.3, "wait": 0.61, OTHER: 0.09}, {"generate": 0.97, "wait": 0.03}, {}, "more GPUs to inference"),
         ({"train": 0.3, "wait": 0.61, OTHER: 0.09}, {"generate": 0.97, "wait": 0.03}, {}, "waits 61%.*busy 97%"),
         ({"train": 0.98, "wait": 0.02}, {"generate": 0.4, "wait": 0.6}, {}, "give more GPUs to the trainer"),
         ({"train": 0.96, "wait": 0.04}, {"generate": 0.97, "wait": 0.03}, {}, "balanced"),

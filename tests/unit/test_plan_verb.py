@@ -137,6 +137,8 @@ def test_the_chip_of_this_machine_is_that_of_the_drivers_name(tmp_path, monkeypa
     write_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771'")
     chip = find_chip()
     assert (chip.name, chip.memory, chip.flops) == ("NVIDIA H200", 143771 * 2**20, CHIPS["h200"].flops)
+    write_nvidia_smi(tmp_path, monkeypatch, "exit 9")
+    assert find_chip() is None
 
 
 def write_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

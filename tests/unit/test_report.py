@@ -8,10 +8,8 @@ import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import msgspec
-import numpy as np
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -32,7 +30,6 @@ from trireme.monitor.report.choices import OWN, choices_of
 from trireme.monitor.report.html import to_html
 from trireme.monitor.report.markdown import to_markdown
 from trireme.monitor.report.page import Conversation, Figure, Message, Page, Table, Words
-from trireme.monitor.report.plots import Line, line_figure, smooth, thinned
 from trireme.monitor.report.sections import build_page
 from trireme.monitor.spans import Span
 from viewing import Reader, write_evaluations
@@ -42,7 +39,6 @@ EVIL = (
     '<script>alert(1)</script> ``` </pre> </details> <img src="http://example.org/x"> \u202e ![x](http://example.org/y)'
 )
 SHOWN = EVIL.replace("\u202e", "�")
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +122,7 @@ def test_plots_lie_beside_the_markdown_where_that_is_wanted(run: Path, tmp_path:
     assert report([str(run), "--out", str(tmp_path / "x" / "r.md"), "--figures", str(tmp_path / "plots")]) == 0
     links = re.findall(r"^!\[.*\]\((.*)\)$", (tmp_path / "x" / "r.md").read_text(), re.MULTILINE)
     assert "../plots/reward.svg" in links
-    for link in links:
-        assert ElementTree.parse(tmp_path / "x" / link).getroot().tag == f"{SVG}svg"
+    assert all("<svg" in (tmp_path / "x" / link).read_text() for link in links)
 
 
 def test_the_page_says_what_the_files_say(run: Path, page: Page) -> None:
@@ -239,26 +234,3 @@ def test_what_cannot_be_written_is_refused(run: Path, tmp_path: Path, arguments:
     with pytest.raises(ConfigError, match=said):
         report([*(word.format(run=run, tmp=tmp_path) for word in arguments.split()), "--no-audit"])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_line_goes_through_its_values() -> None:
-    """Whatever the scale is, what is drawn is an affine picture of the numbers."""
-    values = [0.0, 3.0, 1.0, 4.0, 1.5, 9.0]
-    paths = ElementTree.fromstring(line_figure("x", "X", [Line("x", list(enumerate(values)))]).svg).iter(f"{SVG}path")
-    (drawing,) = (path.get("d") or "" for path in paths if re.search("fill: none.*#1f5fa8", path.get("style") or ""))
-    corners = np.array([pair.split() for pair in re.findall(r"-?[\d.]+ -?[\d.]+", drawing)], float) * [1, -1]
-    for column, wanted in ((0, range(6)), (1, values)):
-        scale, zero = np.polyfit(wanted, corners[:, column], 1)
-        assert scale > 0
-        assert np.abs(np.polyval([scale, zero], wanted) - corners[:, column]).max() < 0.01
-
-
-def test_a_long_run_is_drawn_with_as_many_points_as_can_be_seen() -> None:
-    points = [(float(step), step % 2.0) for step in range(100_000)]
-    few = thinned(points, 800)
-    assert len(few) == 800
-    assert [y for _, y in few] == pytest.approx([0.5] * 800, abs=0.01)
-    assert thinned(points[:800], 800) == points[:800]
-    assert len(line_figure("x", "X", [Line("x", points)]).svg) < 100_000
-    assert smooth([0, 3, 6, 0, 3], 3) == [0, 3, 3, 3, 3]
-    assert smooth([1, float("nan"), 3], 3)[1] == 2

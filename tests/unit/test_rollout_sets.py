@@ -17,7 +17,6 @@ from trireme.cli.rollouts import rollouts
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import Rollout
 from trireme.monitor.rollout_sets import write
-from trireme.monitor.rollout_sets.messages import to_rows
 from written_run import GROUP, rewrite_batch, write_whole_run
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -140,12 +139,6 @@ def test_messages_have_the_keys_that_some_message_of_the_run_has_and_no_others(r
     messages = load(run / "rollouts/verl/sft.parquet")[0]["messages"]
     template = "{% for m in messages %}{{ m.role }}{% if 'tool_calls' in m %}!{% endif %}: {{ m.content }}|{% endfor %}"
     assert Template(template).render(messages=messages) == "user: say it|assistant: it|"
-    for call, function in (
-        ('{"name": "add", "arguments": "{}"}', {"name": "add", "arguments": "{}"}),
-        ("{torn", {"name": "", "arguments": "{torn"}),
-    ):
-        (row,) = to_rows([{"role": "assistant", "tool_calls": [call]}])
-        assert row["tool_calls"][0]["function"] == function
 
 
 def test_steps_environment_and_reward_choose_together(run):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,10 @@ from trireme.config.run import RunConfig
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord
 from trireme.monitor.audit.audit import audit_run
-from trireme.monitor.dashboard.example_fates import by_step, examples, groups_of, open_groups, totals
-from trireme.monitor.dashboard.indexing import bring_up_to_date, cache_folder, file_of, remove_old
+from trireme.monitor.dashboard.example_fates import by_step, totals
+from trireme.monitor.dashboard.indexing import bring_up_to_date
 from trireme.monitor.dashboard.rollout_query import query_of
-from trireme.monitor.dashboard.rollout_table import MOST_TEXT, RolloutTable
+from trireme.monitor.dashboard.rollout_table import RolloutTable
 from trireme.monitor.eval_view.batches import BatchFile
 from trireme.monitor.eval_view.filters import parse
 from written_run import rewrite_batch, write_whole_run
@@ -89,22 +88,6 @@ def test_steps_groups_and_attempts_can_be_asked_for(run: RunConfig, table: Rollo
             query_of(line)
 
 
-@pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize("sort", ["reward", "advantage"])
-def test_what_has_no_value_comes_last_either_way_round_and_pages_are_the_whole(
-    table: RolloutTable, sort: str, backwards: bool
-) -> None:
-    whole = table.search(query_of(""), sort=sort, backwards=backwards, limit=EVERYTHING)
-    values = [row[sort] for row in whole.rows]
-    known = [value for value in values if value is not None]
-    assert values == sorted(known, reverse=backwards) + [None] * (len(values) - len(known))
-    assert len(known) < len(values)
-    options = {"sort": sort, "backwards": backwards, "limit": 7}
-    pages = [table.search(query_of(""), offset=start, **options) for start in range(0, whole.total, 7)]
-    assert [row for page in pages for row in page.rows] == whole.rows
-    assert {page.total for page in pages} == {whole.total}
-
-
 def test_only_what_is_new_is_read_what_is_gone_is_forgotten_and_nothing_is_written_into_the_run(tmp_path: Path) -> None:
     run = write_whole_run(tmp_path / "run", batches=4)
     before = {path: path.stat().st_mtime_ns for path in run.paths.root.rglob("*")}
@@ -145,17 +128,6 @@ def test_a_file_that_is_no_table_or_is_damaged_while_it_is_kept_is_made_again(tm
     assert found(table, "") == before
 
 
-def test_of_a_long_rollout_beginning_and_end_are_searched_and_it_is_said_so(tmp_path: Path) -> None:
-    run = write_whole_run(tmp_path / "run", batches=1)
-    words = "alpha " + "x" * MOST_TEXT + " gamma " + "x" * MOST_TEXT + " omega"
-    said = [{"role": "assistant", "content": words}]
-    rewrite_batch(run, 0, lambda record: setattr(record.rollouts[0], "completion", said))
-    table = filled(run, tmp_path / "rollouts.sqlite")
-    assert found(table, "alpha") == found(table, "omega") == [(0, 0)]
-    assert found(table, "gamma") == []
-    assert table.search(query_of("alpha")).cut == 1
-
-
 def test_fates_are_counted_as_the_audit_counts_them(run: RunConfig, table: RolloutTable) -> None:
     counted, summary = totals(table), audit_run(run.paths.root).summary
     assert counted.trained + counted.masked == summary.trained
@@ -164,34 +136,3 @@ def test_fates_are_counted_as_the_audit_counts_them(run: RunConfig, table: Rollo
     steps, fates = by_step(table)
     assert steps == list(range(5))
     assert sum(map(sum, fates.values())) == summary.trained + summary.dropped
-
-
-def test_an_example_tells_the_fate_of_each_of_its_groups(run: RunConfig, table: RolloutTable) -> None:
-    every = examples(table, limit=EVERYTHING)
-    assert every.total == len(every.rows) == totals(table).examples
-    groups = [group for row in every.rows for group in groups_of(table, row["env"], row["example"])]
-    decided = [group["grp"] for group in groups if group["fate"] != "open"]
-    still = {group["grp"] for group in groups if group["fate"] == "open"}
-    assert len(decided) == len(set(decided))
-    begun = Journal(run.paths.journal).head_state().next_group
-    assert set(decided) | still | {id for id, _, _ in open_groups(table)} == set(range(begun))
-
-
-def test_a_table_lies_in_the_users_cache_until_it_is_old_one_of_each_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cache = cache_folder()
-    assert cache == tmp_path / "cache" / "trireme" / "dashboard"
-    assert file_of(tmp_path / "a", cache) != file_of(tmp_path / "b", cache)
-    assert file_of(tmp_path / "a", cache) == file_of(tmp_path / "b" / ".." / "a", cache)
-    for name, time_s in (("rollouts-1", 1e9), ("rollouts-2", 2e9), ("else", 1e9)):
-        (cache / f"{name}.sqlite").touch()
-        os.utime(cache / f"{name}.sqlite", (time_s, time_s))
-    remove_old(cache)
-    assert {file.stem for file in cache.glob("*.sqlite")} == {"rollouts-2", "else"}
-    (tmp_path / "file").write_text("a file in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    instead = cache_folder()
-    assert (instead.parent, instead.is_dir()) == (tmp_path, True)

@@ -83,20 +83,6 @@ def test_sums_and_what_has_no_name_are_all_the_time_that_passed_and_nothing_else
     assert lane.drain() == []
 
 
-def test_a_reason_that_is_learned_on_the_way_is_that_of_the_whole_wait() -> None:
-    clock = Hand()
-    lane = Lane("trainer", keeps=True, clock=clock)
-    lane.enter("wait", why="no batch yet")
-    for why in ("no batch yet: 8 of 8 groups missing", "no batch yet: 7 of 8", "an evaluation is running"):
-        clock.now_us += 10
-        lane.explain(why)
-    clock.now_us = 40
-    assert lane.drain() == [
-        Piece("wait", -1, "no batch yet: 8 of 8 groups missing", 0, 30),
-        Piece("wait", -1, "an evaluation is running", 30, 40),
-    ]
-
-
 def test_a_process_that_goes_on_with_the_file_never_overlaps_the_one_before(tmp_path: Path) -> None:
     """Also where the machine's clock was set back meanwhile."""
     path = tmp_path / "spans.jsonl"

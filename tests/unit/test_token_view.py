@@ -21,7 +21,6 @@ from trireme.ledger.shares import Shares, samples_of
 from trireme.messages import MicroBatch, Tokens, build_tokens
 from trireme.monitor.dashboard.reading import components_html, conversation_html
 from trireme.monitor.dashboard.token_view import (
-    COLOURS,
     LoadedRollout,
     TokenColumns,
     colours_of,
@@ -145,16 +144,6 @@ def test_a_token_tells_all_that_is_known_of_it() -> None:
     assert "trainer" not in colours_of([masked])
 
 
-def test_colours_grow_with_what_they_stand_for() -> None:
-    def strength(colour: str, place: int) -> float:
-        return COLOURS[colour][1](columns(), place)[1]
-
-    assert strength("engine", 3) > strength("engine", 2) > strength("engine", 4) == 0.0
-    assert [strength("ratio", place) for place in (2, 3)] == pytest.approx([1.0, 0.0], abs=1e-6)  # half as likely
-    assert [strength("advantage", place) for place in (4, 2)] == [1.0, 0.5]
-    assert COLOURS["version"][1](columns(), 2)[0] != COLOURS["version"][1](columns(), 3)[0]
-
-
 def test_one_span_of_each_token_and_its_text_is_the_tokens(run: RunConfig) -> None:
     write_tokenizer(run.paths.weights / "step_2")
     train(run, 2, world=1)
@@ -184,26 +173,3 @@ def test_what_a_model_wrote_is_never_markup() -> None:
     assert {name for _, attributes in seen.elements for name in attributes} <= {"class", "style", "data-t"}
     assert "".join(seen.texts).count("<script>alert(1)</script>") >= 15
     assert "\x1b" not in page
-
-
-def test_tools_and_reasoning_stand_under_their_names_and_rewards_have_a_bar_as_long_as_they_are_large() -> None:
-    call = {"id": "1", "function": {"name": "python", "arguments": '{"code": "1+1"}'}}
-    said = [
-        {"role": "assistant", "content": "<think>hm</think>so", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "2"},
-    ]
-    page = conversation_html(Record(row=Row(0, "1", 0, 1.0), completion=said))
-    assert page.index("reasoning") < page.index(">so<") < page.index("calls <b>python</b>") < page.index("code: 1+1")
-    assert "returned <b>python</b>" in page
-    bars = components_html({"exact": 2.0, "format": -0.5, "odd": math.nan}, 1.0)
-    found = re.findall(r'class="(good|bad)" style="width:(\d+)%', bars)
-    assert found == [("good", "50"), ("good", "100"), ("bad", "25"), ("good", "0")]
-
-
-def test_what_is_not_there_is_said_in_words(tmp_path: Path) -> None:
-    run = write_whole_run(tmp_path / "run", batches=1, trainer={"save_logprobs": False}).paths.root
-    for step, number, why in ((9, 0, "no batch 9"), (0, 99, "not 99")):
-        assert why in str(load_rollout(run, step, number))
-    loaded = load_rollout(run, 0, 0)
-    assert isinstance(loaded, LoadedRollout)
-    assert colours_of(loaded.samples) == ["engine", "advantage", "version", "mask"], "of the engines alone"
