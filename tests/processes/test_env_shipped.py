@@ -302,19 +302,6 @@ def test_a_policy_that_searches_and_reads_finds_answers(on):
     assert sum(done.reward for done in done if done.prompt[-1]["content"].startswith("In which year was")) >= 3
 
 
-def test_wrong_calls_are_answered_with_what_is_wrong_and_counted(on):
-    replies = [calls("view_sections", page_id="nowhere"), calls("read_section", page="x"), calls("fly")]
-    heard: list[str] = []
-
-    async def ask(question: Ask) -> Reply:
-        heard.append(question.messages[-1]["content"])
-        return [*replies, Reply(content="x", finish_reason="stop")][len(heard) - 1]
-
-    done = on("wiki-search", lambda environment: run_one(environment, ask), num_train=40)
-    assert all(message.startswith("Error: ") for message in heard[1:])
-    assert (done.metrics["tool_errors"], done.metrics["total_tool_calls"], done.reward) == (3.0, 3.0, 0.0)
-
-
 def test_the_last_line_is_compared_word_by_word_and_a_list_of_everything_does_not_pay(on):
     async def use(environment):
         answer = (await run_one(environment, says("x"))).answer
