@@ -1,4 +1,4 @@
-"""`trireme env check`: real workers, with a script, a fake engine or a fake chat endpoint as the policy."""
+"""`trireme env check`, by a script, a fake engine or a fake chat endpoint; and `env init`, `install` and `list`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import textwrap
+import tomllib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,20 @@ from tokenizers import Tokenizer
 
 from fake_chat import FakeChat, completion, served
 from fake_engine import Asked, open_fake_engine
+from local_packages import write_package
 from tiny_tokenizer import END, write_tokenizer
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.cli.env import env
 from trireme.config.orchestrator import Sampling
+from trireme.orchestrator.environments.catalog import list_environments
 from trireme.orchestrator.environments.check_endpoint import look_at, open_chat_endpoint
 from trireme.orchestrator.environments.check_rollouts import Which
-from trireme.orchestrator.environments.template import template_files
+from trireme.orchestrator.environments.template import KINDS, checked_name, suggested_name, template_files
+from trireme.orchestrator.environments.venv import find_environment
 from trireme.orchestrator.environments.wire import Ask, Reply
 
+REPOSITORY = Path(__file__).parents[2]
 ECHO = """
     def dataset(size=40):
         return [{"prompt": f"say {i}", "answer": str(i)} for i in range(size)]
@@ -35,12 +40,15 @@ ECHO = """
     def reward(completion, answer):
         return {"reward": float(completion == answer), "length": len(completion)}
 """
+PLAIN = "def dataset():\n    return [{'prompt': 'p'}]\n\n\ndef reward(completion):\n    return 1.0\n"
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("UV_OFFLINE", "1")
     return tmp_path
 
 
@@ -95,22 +103,12 @@ COMPARING = """
         longest = max(map(len, completions))
         return [len(completion) / longest for completion in completions]
 """
-RAISING = """
-    def respond(completion):
-        if not completion:
-            raise ValueError("nothing was said")
-"""
 
 
-def test_rewards_that_compare_a_group_are_given_whole_groups_and_nobody_waits_for_one_that_fails(here, capsys):
-    """It has nothing held out, so training examples are checked. The script says nothing once in each group of six."""
+def test_rewards_that_compare_a_group_are_given_whole_groups(here, capsys):
+    """It has nothing held out, so training examples are checked."""
     status, report = checked(capsys, write(here, COMPARING), "-r", 6, "--split", "eval")
     assert (status, report["num_done"], report["rewards"]["most"], report["split"]) == (0, 24, 1.0, "train")
-    status, report = checked(capsys, write(here, COMPARING + RAISING), "-r", 6, "--timeout", 300)
-    assert (status, report["num_done"]) == (1, 0)
-    told = {trouble["error"].split(",")[0]: trouble["count"] for trouble in report["troubles"]}
-    assert told["ValueError: nothing was said"] == 4
-    assert sum(told.values()) == 24
 
 
 def test_an_environment_that_cannot_be_loaded_is_the_checks_result(here, capsys):
@@ -256,3 +254,84 @@ def test_an_endpoint_that_refuses_the_key_or_stays_busy_ends_the_check_with_its_
     chat.answers = lambda number: (status, {"error": "what is wrong"})
     with pytest.raises(error, match=re.compile(words)):
         reply_of(chat, timeout_s=0.05 if status == 503 else 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "better"),
+    [("My Env!", "my-env"), ("2048", "env-2048"), ("json", "json-env"), ("", "my-env"), ("x" * 61, "x" * 50 + "-env")],
+)
+def test_a_name_that_will_not_do_is_refused_with_one_that_does(name, better):
+    with pytest.raises(ConfigError, match=f"Try `trireme env init {better}`"):
+        checked_name(name)
+    assert checked_name(better) == better == suggested_name(name)
+    assert checked_name("x" * 60) == "x" * 60
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_written_package_is_found_and_pins_exactly_what_the_shipped_ones_do(here, kind):
+    name = f"try-{kind}"
+    assert env(["init", f"try_{kind.replace('-', '_')}", "--kind", kind]) == 0
+    source = find_environment(name)
+    assert (source.kind, source.module) == ("package", name.replace("-", "_"))
+    written = tomllib.loads((source.folder / "pyproject.toml").read_text())
+    shipped = tomllib.loads((REPOSITORY / "environments/reverse_text/pyproject.toml").read_text())
+    for project in (written, shipped) if kind == "plain" else ():
+        project["project"]["dependencies"] = []
+    assert written["build-system"] == shipped["build-system"]
+    assert all(written["project"][key] == shipped["project"][key] for key in ("dependencies", "requires-python"))
+    texts = {file.name: file.read_text() for file in source.folder.iterdir()}
+    assert sorted(texts) == ["README.md", "pyproject.toml", f"{source.module}.py"]
+    [entry] = list_environments(here / "environments")
+    assert (entry.id, entry.kind, entry.venv) == (name, "package", None)
+
+
+@pytest.mark.parametrize("there", ["my_env", "my-env", "my_env.py"])
+def test_nothing_is_overwritten(here, there):
+    (here / "environments" / there).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"exists already - .*my-env-2"):
+        env(["init", "my-env"])
+    assert list((here / "environments").rglob("*")) == [here / "environments" / there]
+
+
+def test_an_environment_is_installed_once_and_found_offline_from_then_on(here, monkeypatch, capsys):
+    root = here / "environments"
+    write_package(root, "verifiers", "__version__ = '0'\n")
+    needs_verifiers = {"verifiers": '{ path = "../verifiers" }'}
+    write_package(root, "toy", PLAIN + "raise SystemExit('imported')\n", sources=needs_verifiers)
+    assert env(["install", "owner/toy"]) == 0
+    said, place = capsys.readouterr().out.strip().split(", in ")
+    assert said.startswith("owner/toy installed in ")
+    assert place.startswith(str(here / "cache" / "trireme" / "environments" / "toy-"))
+    monkeypatch.setenv("PATH", "/nowhere")  # no uv any more
+    monkeypatch.delenv("UV", raising=False)
+    assert env(["install", "toy", "--path", "environments"]) == 0
+    assert f"installed already, in {place}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="uv was not found"):
+        env(["install", "toy", "--again"])
+    with pytest.raises(ConfigError, match=r"'tyo' was not found .*did you mean 'toy'\?"):
+        env(["install", "tyo"])
+    assert env(["list", "--json"]) == 0
+    [toy, _] = json.loads(capsys.readouterr().out)
+    assert (toy["id"], toy["kind"], toy["verifiers"], toy["venv"]) == ("toy", "package", "0", place)
+    (here / "file.py").write_text(PLAIN)
+    assert env(["install", "file.py"]) == 0
+    assert "needs no virtual environment of its own" in capsys.readouterr().out
+
+
+def test_the_list_tells_environments_from_libraries_and_imports_neither(here, capsys):
+    root = here / "environments"
+    (root / "examples").mkdir(parents=True)
+    write_package(root, "toy", PLAIN + "raise SystemExit('imported')\n")
+    write_package(root, "box", "value = 1\n")
+    (root / "examples" / "shout.py").write_text('"""Shout.\n\nMore."""\n' + PLAIN)
+    (root / "broken").mkdir()
+    (root / "broken" / "pyproject.toml").write_text("[project\n")
+    entries = {Path(entry.id).name: entry for entry in list_environments(root)}
+    kinds = {"toy": "package", "box": "library", "shout.py": "file", "broken": "package"}
+    assert {name: entry.kind for name, entry in entries.items()} == kinds
+    assert "no readable [project] name" in entries["broken"].trouble
+    assert entries["shout.py"].description == "Shout."
+    assert env(["list"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert "not yet" in lines["toy"]
+    assert "broken" in lines["broken"].split(None, 1)[1]

@@ -1,23 +1,33 @@
 """The small environments that are shipped: their data and rules, and rollouts in a worker.
 
 wordle: guess a word by feedback. alphabet-sort: sort a list that grows. gsm8k: answer with a number in a box.
+wiki-search: search pages, with and without a judge. math-python: compute with a tool in a sandbox.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import math
 import re
+import runpy
 from collections.abc import Awaitable, Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toy_environments import import_shipped, packages_folder, run_all, run_one, says, with_package
-from trireme.base.errors import ConfigError
-from trireme.orchestrator.environments.wire import Ask, Reply
+from toy_environments import import_shipped, packages_folder, run_all, run_one, says, shared_packages, with_package
+from trireme.orchestrator.chat import ChatTokenizer
+from trireme.orchestrator.environments.wire import Ask, Reply, ToolCall
+from trireme.orchestrator.tool_calls import split_tool_calls
 
+pytestmark = pytest.mark.xdist_group("shipped environments")
+ROOT = Path(__file__).parents[2]
+index, wiki = import_shipped("wiki_search", "wiki_search_index"), import_shipped("wiki_search", "wiki_search_pages")
+maths = import_shipped("math_python", "math_python_problems")
 game = import_shipped("wordle", "wordle_game")
 episodes = import_shipped("alphabet_sort", "alphabet_sort_episodes")
 numbers, problems = import_shipped("gsm8k", "gsm8k_answers"), import_shipped("gsm8k", "gsm8k_problems")
@@ -30,27 +40,13 @@ MARK = " // new name!"
     ("make", "arguments", "advice"),
     [
         (game.choose_secrets, ANY | {"word_length": 6}, "expected 5, the only length"),
-        (game.choose_secrets, ANY | {"alphabet": "aab"}, "expected different small letters"),
-        (game.choose_secrets, ANY | {"alphabet": "abcdefghij", "word_length": 9}, "makes 10..9 words"),
-        (game.choose_secrets, ANY | {"alphabet": "a", "word_length": 1, "num_words": 0}, "raise `num_words`"),
-        (episodes.make_episodes, BOUNDS | {"items": "numbers"}, "expected one of 'names', 'letters'"),
-        (episodes.make_episodes, BOUNDS | {"sort_by": "middle"}, "expected one of 'any', 'first', 'last'"),
         (episodes.make_episodes, BOUNDS | {"num_turns": (3, 2)}, "expected 1 <= min_turns <= max_turns"),
-        (episodes.make_episodes, BOUNDS | {"names_per_turn": (0, 2)}, "expected 1 <= min_names_per_turn"),
-        (
-            episodes.make_episodes,
-            BOUNDS | {"items": "letters", "num_turns": (1, 9)},
-            "36 different letters",
-        ),
         (problems.make_problems, {"seed": 0}, r"num_train=-1, .* there is no `all` of them"),
     ],
 )
 def test_arguments_that_allow_no_example_are_refused_with_advice(make, arguments, advice):
     with pytest.raises(ValueError, match=advice):
         make(-1 if make is problems.make_problems else 10, 1, **arguments)
-
-
-# wordle
 
 
 def feedback_by_crossing_out(guess: str, secret: str) -> str:
@@ -72,13 +68,6 @@ def test_feedback_is_that_of_a_player_with_paper_for_every_guess_and_secret():
         words = ["".join(word) for word in itertools.product(letters, repeat=length)]
         for guess, secret in itertools.product(words, repeat=2):
             assert game.feedback(guess, secret) == feedback_by_crossing_out(guess, secret), (guess, secret)
-
-
-def test_a_guess_is_a_word_of_the_right_length_and_a_letter_elsewhere_counts_half():
-    texts = [None, "", "cran", "cranes", "cr ne", "crané", "12345", "\n CRANE "]
-    assert [game.read_guess(text, 5) for text in texts] == [None] * 7 + ["crane"]
-    closeness = [game.closeness(*words) for words in (("crane", "crane"), ("eerie", "crepe"), (None, "crane"))]
-    assert closeness == [1, (1 + 2 / 2) / 5, 0]
 
 
 def test_no_word_is_both_trained_on_and_evaluated_on_whatever_the_arguments():
@@ -120,27 +109,9 @@ def test_the_wordle_package_plays_whole_games_and_rewards_the_quicker_one(tmp_pa
         assert game.reward == pytest.approx(0.5 + 0.2 + 0.2 * (10 - turns) / 9 + 0.1)
     assert len({game.metrics["num_turns"] for game in won}) > 3
     assert (lost.stop, lost.reward, lost.metrics["num_turns"]) == ("max_turns_reached", 0.0, 9)
-    assert lost.completion[1]["content"] == "That is not a word of 3 letters in <guess> tags.\n8 guesses left."
-    assert lost.completion[-2]["content"].endswith("\n1 guess left.")
 
 
-# alphabet-sort
-
-
-def test_the_right_answer_of_an_episode_worked_by_hand():
-    turns = (("Mia Stone", "Ada West"), ("Leo Hall",), ("Zoe Bell", "Ben Zhang"))
-    ben, leo, zoe = "Ben Zhang // new name!", "Leo Hall // new name!", "Zoe Bell // new name!"
-    assert episodes.Episode(turns, "first").expected() == [
-        ["Ada West", "Mia Stone"],
-        ["Ada West", leo, "Mia Stone"],
-        ["Ada West", ben, "Leo Hall", "Mia Stone", zoe],
-    ]
-    assert episodes.Episode(turns, "last").expected()[2] == [zoe, "Leo Hall", "Mia Stone", "Ada West", ben]
-    text = "\n  Ada West // new name!\n\nLeo Hall //new name!\nMia Stone\n"  # a name and its mark are two items
-    assert episodes.items_in(text) == ["Ada West", "// new name!", "Leo Hall", "// new name!", "Mia Stone"]
-
-
-MARKED, UNMARKED = [item for i in range(150) for item in (str(i), "// new name!")], [str(i) for i in range(150)]
+MARKED = [item for i in range(150) for item in (str(i), "// new name!")]
 
 
 @pytest.mark.parametrize(
@@ -148,12 +119,9 @@ MARKED, UNMARKED = [item for i in range(150) for item in (str(i), "// new name!"
     [
         (["a", "b", "c"], ["a", "b", "c"], 1),
         (["a", "c", "b"], ["a", "b", "c"], 2 * 2 / 6),
-        (["a", "b"], ["a", "b", "// new name!"], 2 * 2 / 5),
-        ([], ["a"], 0),
         (None, ["a"], 0),
         # `SequenceMatcher` leaves out what it takes for junk in lists of 200 and more, unless it is told not to.
         (MARKED, MARKED[:-1], 2 * 299 / 599),
-        (UNMARKED + MARKED, MARKED + UNMARKED, 2 * 300 / 900),
     ],
 )
 def test_similarity_is_twice_the_items_in_common_blocks_over_all_items(given, expected, similarity):
@@ -221,20 +189,14 @@ def worth_without_marks(expected: list[str]) -> float:
     return (2 * names / (len(expected) + names)) ** 2
 
 
-# gsm8k
-
-
 def test_numbers_are_exact_and_read_in_all_their_spellings():
     spellings = ["1,234", "$1,234", r"\$1{,}234", "1234.", "1234.00", r"\frac{2468}{2}", "2468/2", "+1234"]
     assert {numbers.to_number(text) for text in [*spellings, r"1234 \text{ apples}"]} == {1234}
     assert numbers.is_same_number("1,234", "1234")
     assert (numbers.to_number("0.1"), numbers.to_number("-3/4")) == (Fraction(1, 10), Fraction(-3, 4))
     assert not numbers.is_same_number("0.3333333333333333", "1/3")
-
-
-def test_what_is_no_number_equals_nothing():
-    for text in ["", "-", ".", "twelve", "1/0", "12 13x", "1,23", "1e9", "nan", "9" * 101, "١٢", "3/4/5"]:
-        assert (numbers.to_number(text), numbers.is_same_number(text, text)) == (None, False), text
+    nonsense = ["", "-", ".", "twelve", "1/0", "12 13x", "1,23", "1e9", "nan", "9" * 101, "١٢", "3/4/5"]
+    assert {(numbers.to_number(text), numbers.is_same_number(text, text)) for text in nonsense} == {(None, False)}
 
 
 def test_problems_differ_and_training_never_sees_what_is_evaluated_whatever_the_seed():
@@ -250,30 +212,13 @@ def test_problems_differ_and_training_never_sees_what_is_evaluated_whatever_the_
     ("pattern", "solve"),
     [
         (r"buys (\d+) boxes with (\d+) .* gives (\d+) ", lambda a, b, c: a * b - c),
-        (r"costs \$(\d+)\. .* (\d+)% cheaper, .* \$(\d+) off", lambda p, r, c: p - p * r / 100 - c),
-        (r"has (\d+) \S+ and loses (\d+) of them\. .* half .* third", lambda n, k: (n - k) / 2 * 2 / 3),
         (r"(\d+) classes of (\d+) .* (\d+) teachers\. A bus has (\d+)", lambda n, p, t, s: -(-(n * p + t) // s)),
-        (r"at (\d+) km an .* for (\d+) .* (\d+) km .* slower for (\d+)", lambda v, h, w, m: v * h + (v - w) * m),
-        (r"has \$(\d+), .* \$(\d+) a .* spends \$(\d+) .* \$(\d+)\?", lambda s, w, x, g: (g - s) / (w - x)),
     ],
 )
 def test_answers_are_what_the_numbers_in_the_words_give(pattern, solve):
     made = problems.make_problems(2000, 0, seed=0)[0]
     match, answer = next((m, p.answer) for p in made if (m := re.search(pattern, p.question)))
     assert solve(*map(int, match.groups())) == answer
-
-
-def test_every_template_gives_sensible_whole_answers():
-    made = [problem.answer for problem in problems.make_problems(2000, 0, seed=1)[0]]
-    assert {type(answer) for answer in made} == {int}
-    assert 0 <= min(made) <= max(made) < 100_000
-
-
-def test_without_a_hub_its_data_set_is_refused_at_load_with_what_to_do(tmp_path_factory, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r'openai/gsm8k could not be loaded.* - use `dataset = "offline"`'):
-        with_package(packages_folder(tmp_path_factory), "gsm8k", lambda environment: None, dataset="hub")
 
 
 def test_a_right_number_in_a_box_is_rewarded_in_a_real_worker(tmp_path_factory):
@@ -286,3 +231,166 @@ def test_a_right_number_in_a_box_is_rewarded_in_a_real_worker(tmp_path_factory):
     outcomes = with_package(packages_folder(tmp_path_factory), "gsm8k", use, num_train=12, num_eval=4)
     assert [(done.reward, done.metrics["has_box"]) for done in outcomes] == [(0.0, 0.0), (1.0, 1.0), (0.0, 1.0)]
     assert outcomes[0].prompt[0]["role"] == "system"
+
+
+def test_searches_score_as_worked_by_hand():
+    pages = [index.Page("a", "x", (("y", "cat dog"),)), index.Page("b", "x", (("y", "dog dog dog dog"),))]
+    found = index.WikiIndex(pages)
+    # lengths: the title counts three times, the heading once: 3 + 1 + 2 = 6 and 3 + 1 + 4 = 8, 7 on average
+    rarity = math.log(1 + (2 - 1 + 0.5) / (1 + 0.5))
+    assert found._score("cat", "a") == pytest.approx(rarity * 1 * 2.2 / (1 + 1.2 * (0.25 + 0.75 * 6 / 7)))
+    searches = ("the DOG, please", "cat", "bird")
+    assert [[page.id for page in found.search(words, 5)] for words in searches] == [["b", "a"], ["a"], []]
+
+
+def test_every_page_is_found_first_by_its_title_and_every_section_of_it_can_be_read():
+    found = index.WikiIndex(wiki.build_pages())
+    assert len(found.pages) == len({page.title for page in found.pages.values()}) > 50
+    for page in found.pages.values():
+        assert found.search(page.title, 1)[0].title == page.title
+        sections = found.sections(page.id)
+        assert [found.section(section_id) for section_id, _ in sections] == [text for _, text in page.sections]
+    for ask in (lambda: found.sections("nowhere"), lambda: found.section("sull:nowhere")):
+        with pytest.raises(index.UnknownId, match=r"There is no (page|section) '.*'\. Take an id that \w+ shows"):
+            ask()
+
+
+def test_questions_differ_have_answers_on_the_pages_and_are_never_in_both_sets():
+    sets = [wiki.build_questions(-1, -1, seed=seed) for seed in range(2)]
+    train, evaluation = ({question.text: question.answer for each in sets for question in each[p]} for p in (0, 1))
+    assert not train.keys() & evaluation.keys()
+    assert sets[0] != sets[1]
+    assert sum(map(len, sets[0])) == len(train | evaluation) > 240
+    assert [len(part) for part in wiki.build_questions(7, 3, seed=0)] == [7, 3]
+    text = "\n".join(page.text for page in wiki.build_pages())
+    assert [answer for answer in (train | evaluation).values() if answer not in text] == []
+
+
+@pytest.fixture(scope="module")
+def on(tmp_path_factory):
+    with shared_packages(tmp_path_factory) as on:
+        yield on
+
+
+def calls(tool: str, **arguments: str) -> Reply:
+    call = ToolCall(id="call00001", name=tool, arguments=json.dumps(arguments))
+    return Reply(tool_calls=[call], finish_reason="tool_calls")
+
+
+def test_a_policy_that_searches_and_reads_finds_answers(on):
+    """It reads every section of the best page for the question's words, and answers with the first year in them."""
+
+    async def ask(question: Ask) -> Reply:
+        said = [message["content"] for message in question.messages if message["role"] == "tool"]
+        if not said:
+            return calls("search_pages", query=question.messages[-1]["content"])
+        if len(said) == 1:
+            return calls("view_sections", page_id=said[0].partition(":")[0])
+        ids = [line.rpartition(": ")[0] for line in said[1].splitlines()]
+        if len(said) < 2 + len(ids):
+            return calls("read_section", section_id=ids[len(said) - 2])
+        years = re.findall(r"\b\d{4}\b", "\n".join(said[2:])) if "year" in question.messages[1]["content"] else []
+        return Reply(content=f"I have read it.\n{[*years, 'unknown'][0]}", finish_reason="stop")
+
+    async def use(environment):
+        assert environment.num_eval > 40
+        return [await run_one(environment, ask, i) for i in range(40)]
+
+    done = on("wiki-search", use, num_train=40)
+    assert [rollout.metrics["tool_errors"] for rollout in done] == [0.0] * 40
+    assert all(rollout.metrics["read_section_calls"] >= 3 for rollout in done)
+    assert sum(done.reward for done in done if done.prompt[-1]["content"].startswith("In which year was")) >= 3
+
+
+def test_the_last_line_is_compared_word_by_word_and_a_list_of_everything_does_not_pay(on):
+    async def use(environment):
+        answer = (await run_one(environment, says("x"))).answer
+        everything = " ".join([*map(str, range(3000, 3030)), answer])
+        right = f"<think>maybe 7</think>So:\nThe answer is **{answer.upper()}**."
+        texts = [right, answer + "\nor something else", f"{answer}x", everything, ""]
+        return [(await run_one(environment, says(text))).reward for text in texts]
+
+    assert on("wiki-search", use, num_train=40) == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[int, list]:
+    """Problems of each difficulty."""
+    return {level: maths.make_problems(150, 0, difficulties=(level, level), seed=3)[0] for level in range(1, 6)}
+
+
+def test_expressions_have_the_value_that_python_gives_them(made):
+    for problem in made[1] + made[2]:
+        assert eval(problem.question.removeprefix("Compute ").removesuffix(".")) == problem.answer
+
+
+SOLUTIONS = [
+    (3, r"remainder of (\d+)\^(\d+) divided by (\d+)", lambda a, b, m: a**b % m),
+    (3, r"divisor of (\d+) and (\d+)\?", math.gcd),
+    (4, r"from 1 to (\d+) are divisible by (\d+) but not by (\d+)", lambda n, a, b: n // a - n // math.lcm(a, b)),
+]
+
+
+@pytest.mark.parametrize(("difficulty", "pattern", "solve"), SOLUTIONS)
+def test_answers_agree_with_another_way_to_compute_them(made, difficulty, pattern, solve):
+    found = [(m, p.answer) for p in made[difficulty] if (m := re.search(pattern, p.question))]
+    assert len(found) > 10
+    for match, answer in found[:10]:
+        assert solve(*map(int, match.groups())) == answer, match.string
+
+
+def test_training_on_computations_never_sees_what_is_evaluated_whatever_the_seed():
+    sets = [maths.make_problems(300, 60, difficulties=(1, 5), seed=seed) for seed in range(3)]
+    assert [tuple(map(len, each)) for each in sets] == [(300, 60)] * 3
+    train, evaluation = ({problem.question for each in sets for problem in each[part]} for part in (0, 1))
+    assert not train & evaluation
+    with pytest.raises(ValueError, match="expected one of 1 to 5"):
+        maths.make_problems(1, 1, difficulties=(0, 1), seed=0)
+
+
+def call(code: str, name: str = "python") -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'code': code}})}\n</tool_call>"
+
+
+def test_code_runs_in_the_sandbox_and_its_output_comes_back_as_a_tool_message(tmp_path_factory):
+    tokenizer = ChatTokenizer(ROOT / "models" / "math-python-tiny")
+
+    async def use(environment):
+        async def run(*turns: str):
+            """By a policy that says these texts, whose calls are found as in a run."""
+            questions: list[Ask] = []
+
+            async def ask(question: Ask) -> Reply:
+                questions.append(question)
+                content, calls = split_tool_calls(turns[len(questions) - 1], len(questions))
+                return Reply(content=content, tool_calls=calls or None, finish_reason="tool_calls" if calls else "stop")
+
+            done = await run_one(environment, ask)
+            return done, [question.messages[-1]["content"] for question in questions], questions
+
+        guess, (asked,), (first,) = await run("\\boxed{1}")
+        expression = asked.removeprefix("Compute ").removesuffix(".")
+        assert (guess.reward, guess.metrics["python_calls"], guess.metrics["has_answer"]) == (0.0, 0.0, 1.0)
+        prompt = tokenizer.encode(tokenizer.render(first.messages, tools=first.tools, generate=True))
+        assert len(prompt) < 30  # the tool as the template shows it is one token of the tiny model; see its words.json
+
+        right, heard, _ = await run(call(f"print({expression})"), f"\\boxed{{{eval(expression):,}}}")
+        assert heard[1] == right.answer
+        assert (right.reward, right.metrics["python_calls"], right.metrics["tool_errors"]) == (1.0, 1.0, 0.0)
+
+        connects = call("import socket; socket.create_connection(('127.0.0.1', 1))")
+        failing, heard, _ = await run(call("1/0"), connects, call("", name="ruby"), "?")
+        assert re.match(r"Error: Traceback(.|\n)*ZeroDivisionError: division by zero$", heard[1])
+        assert re.search("Network is unreachable|not permitted", heard[2])
+        assert (failing.reward, failing.metrics["tool_errors"], failing.metrics["has_answer"]) == (0.0, 3.0, 0.0)
+
+    sizes = {"num_train": 5, "num_eval": 2, "max_output_chars": 200}
+    args = sizes | {"difficulty": 1, "system_prompt": "", "timeout_s": 30}
+    with_package(packages_folder(tmp_path_factory), "math-python", use, **args)
+
+
+def test_the_tiny_models_warm_up_shows_nothing_that_is_evaluated():
+    data = runpy.run_path(str(ROOT / "configs" / "math-python" / "sft_data.py"))
+    conversations = [entry["messages"] for entry in data["conversations"](500)]
+    assert conversations
+    assert not [messages for messages in conversations if maths.is_for_eval(messages[1]["content"])]

@@ -156,8 +156,7 @@ def test_a_group_whose_scoring_raises_fails_as_one_and_may_come_again(on):
         return [await run_group(environment, ["x"] * 3, index=ONCE, name="again") for _ in range(2)]
 
     first, second = on(use)
-    failures = [(type(each), each.stage, each.error) for each in first]
-    assert failures == [(RolloutFailed, "score", "KeyError: 'judge'")] * 3
+    assert [(each.stage, each.error) for each in first] == [("score", "KeyError: 'judge'")] * 3
     assert [each.reward for each in second] == [1.0] * 3
 
 
@@ -271,9 +270,3 @@ def test_each_group_that_is_trained_on_was_compared_within_itself(tmp_path, max_
         said = [rollout.completion[0]["content"] for rollout in rollouts]
         assert [rollout.reward for rollout in rollouts] == [float(text == min(said)) for text in said]
         assert {rollout.metrics["size"] for rollout in rollouts} == {4.0}
-
-
-def test_a_run_whose_groups_do_not_fit_ends_in_words(tmp_path):
-    toy = {"id": str(tmp_path / "toy.py"), "name": "say", "max_concurrent": 3}
-    outcome = run(build_config(tmp_path, FIRST_OF_ITS_GROUP, orchestrator={"env": [toy]}))
-    assert "compare the 4 rollouts of a group, and its `max_concurrent` is 3" in str(outcome.error)

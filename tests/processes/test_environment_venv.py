@@ -62,17 +62,16 @@ def test_a_file_and_an_installed_distribution_run_with_this_interpreter(root):
         assert (source.kind, source.module, environment_python(source, cache=root)) == (kind, id, Path(sys.executable))
 
 
-@pytest.mark.parametrize(
-    ("id", "words"),
-    [
-        ("gone.py", "{here}/gone.py"),
-        ("wrod-count", "{root}/wrod_count.*did you mean 'word_count'"),
-        ("owner/thing", "Fetching 'owner/thing' from a hub is not possible here: download"),
-    ],
-)
-def test_an_unknown_id_is_refused_with_what_was_searched_and_what_to_do(root, monkeypatch, id, words):
-    monkeypatch.chdir(root.parent)
-    with pytest.raises(ConfigError, match=words.format(here=root.parent, root=root)):
+UNKNOWN = [
+    ("gone.py", "gone.py"),
+    ("wrod-count", "did you mean 'word_count'"),
+    ("owner/thing", "Fetching .* from a hub"),
+]
+
+
+@pytest.mark.parametrize(("id", "words"), UNKNOWN)
+def test_an_unknown_id_is_refused_with_what_was_searched_and_what_to_do(root, id, words):
+    with pytest.raises(ConfigError, match=words):
         find_environment(id, root=root)
 
 
@@ -125,9 +124,6 @@ def test_a_cache_that_cannot_be_written_to_and_a_missing_uv_are_named_with_what_
     (tmp_path / "file").touch()  # where a folder is to be
     with pytest.raises(ConfigError, match=rf"installed in {tmp_path}/file/environments.*set XDG_CACHE_HOME"):
         build(cache=tmp_path / "file")
-
-
-# with real uv and without any index
 
 
 @pytest.fixture
@@ -189,9 +185,3 @@ def test_dependencies_of_packages_beside_it_decide_which_virtual_environment_it_
         project.write("\n[tool.other]\nchanged = true\n")
     assert installed_venv(source, cache=tmp_path / "cache") is None
     assert build() != first
-
-
-def test_a_package_beside_it_that_is_not_there_is_named_before_uv_is_asked(tmp_path):
-    write_package(tmp_path, "game", "", sources={"box": '{ path = "../gone", editable = true }'})
-    with pytest.raises(ConfigError, match=rf"takes 'box' from '../gone', and there is nothing at {tmp_path}/gone"):
-        environment_python(find_environment("game", root=tmp_path), cache=tmp_path / "cache", uv="/no/uv/here")

@@ -11,9 +11,7 @@ from toy_environments import never, refuses, run_all, run_group, run_one, says, 
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, ToolCall
 from trireme.orchestrator.environments.worker_process import RolloutFailed
 
-pytestmark = pytest.mark.xdist_group(
-    "verifiers"
-)  # one process, so that tests share workers: each takes seconds to start
+pytestmark = pytest.mark.xdist_group("verifiers")  # one process, so that tests share workers
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +112,6 @@ def test_tool_calls_are_converted_both_ways(toys):
     assert (done.reward, done.metrics["add_calls"], done.stop) == (1.0, 1.0, "no_tools_called")
 
 
-def test_an_image_in_a_prompt_is_refused_in_words(toys):
-    with pytest.raises(RolloutFailed, match="a part of type 'image_url' - expected text only"):
-        toys("picture", lambda environment: run_one(environment, says("x")))
-
-
 def test_turns_that_an_environment_asks_for_at_once_are_answered_at_once(toys):
     """None of the first three gets an answer before all of them have been asked for."""
     num_asked, all_asked = 0, asyncio.Event()
@@ -139,23 +132,6 @@ def test_an_environment_that_stops_waiting_for_a_turn_ends_the_turn(toys):
     assert (done.stop, done.reward) == ("timeout_reached", 0.25)
 
 
-def test_the_reverse_text_package_rewards_the_reversed_text(on):
-    async def use(environment):
-        async def ask(question: Ask) -> Reply:
-            text = question.messages[-1]["content"]
-            return Reply(content=f"<reversed_text>{text[::-1]}</reversed_text>", finish_reason="stop")
-
-        assert (environment.num_train, environment.num_eval) == (50, 10)
-        return await run_one(environment, ask, 49), await run_one(environment, says("<reversed_text>"), 9, split="eval")
-
-    right, wrong = on("reverse-text", use, num_train=50, num_eval=10)
-    assert (right.reward, right.metrics["exact_match"], right.answer) == (1.0, 1.0, right.prompt[-1]["content"][::-1])
-    assert wrong.reward == 0.0
-
-
-# rewards that compare the rollouts of a group, rewards of single turns, judges
-
-
 def test_a_group_is_scored_by_its_group_rewards_and_its_own_together(toys):
     async def use(environment):
         assert environment.group_rewards
@@ -169,10 +145,7 @@ def test_a_group_is_scored_by_its_group_rewards_and_its_own_together(toys):
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [
-        ("short", "returned 1 values for a group of 3 rollouts"),
-        ("nan", "returned nan - expected a finite number"),
-    ],
+    [("short", "returned 1 values for a group of 3 rollouts"), ("nan", "returned nan - expected a finite number")],
 )
 def test_a_group_reward_of_the_wrong_shape_fails_its_whole_group(toys, value, words):
     outcomes = toys("bad_group", lambda environment: run_group(environment, ["a", "b", "c"]), value=value)
@@ -225,9 +198,7 @@ def test_a_judge_at_an_openai_endpoint_gives_the_reward(toys):
     with judge.running():
         outcomes = toys("judged", lambda e: run_group(e, ["correct", "wrong"], index=4), base_url=judge.url)
     assert [outcome.reward for outcome in outcomes] == [1.0, 0.0]
-    assert len(asked) == 2
-    assert all("Ground truth answer:\n```\n4\n```" in question for question in asked)
-    assert all("Question:\n```\nq4\n```" in question for question in asked)
+    assert [all(f"\n```\n{text}\n```" in question for text in ("q4", "4")) for question in asked] == [True] * 2
     (outcome,) = toys("judged", lambda environment: run_group(environment, ["x"]), base_url=judge.url)
     assert (type(outcome), outcome.stage) == (RolloutFailed, "score")
     assert "Judge model API error" in outcome.error

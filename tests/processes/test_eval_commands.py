@@ -322,29 +322,6 @@ def test_a_model_is_asked_as_the_endpoints_file_and_the_flags_say_and_without_s_
 ONE_BY_ONE = ["say.py", "-m", "grand-model", "-n", "8", "-r", "1", "-s", "-c", "1", "-b"]
 
 
-def test_an_endpoint_that_goes_away_is_named_and_the_rest_is_asked_later(here, capsys):
-    chat = FakeChat()
-    words = ["run", *ONE_BY_ONE, chat.url]
-    with chat.running():
-        chat.answers = lambda number: (200, completion("yes")) if number < 3 else leave()
-
-        def leave() -> tuple[int, Any]:
-            chat.leave.set()
-            return 503, {}
-
-        with pytest.raises(PeerDied, match=f"{chat.url} is gone"):
-            eval_command(words)
-    assert "type the same command again" in capsys.readouterr().err
-    again = FakeChat(port=chat.port)
-    with again.running():
-        assert eval_command(words) == 0
-        assert len(again.requests) == 5
-        [rollouts] = results()
-        assert [line["example"] for line in rollouts] == list(range(8))
-        assert eval_command(words) == 0  # that one is finished: a new one
-    assert [len(each) for each in results()] == [8, 8]
-
-
 def test_ctrl_c_keeps_what_was_answered(here):
     chat = FakeChat()
     with chat.running():

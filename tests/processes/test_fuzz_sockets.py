@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import re
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -21,7 +19,7 @@ import zmq
 
 from answering import DEADLINE_S, answering
 from mutations import mutations
-from toy_environments import ECHO, run_all, run_one, says, with_environment, write
+from toy_environments import run_one, says, with_environment, write
 from trireme import messages
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
@@ -320,40 +318,6 @@ def test_a_worker_that_sends_garbage_is_started_again_and_a_rollout_is_lost_only
     with_environment(tmp_path, write(tmp_path, GARBLING), use)
     assert "Environment worker" in caplog.text
     assert ", and was killed (log: " in caplog.text
-
-
-def test_neither_cancelled_rollouts_nor_a_slow_engine_cost_a_worker(tmp_path):
-    async def use(environment: Environment) -> None:
-        asked = asyncio.Event()
-
-        async def never(question: wire.Ask) -> Any:
-            asked.set()
-            await asyncio.sleep(DEADLINE_S)
-
-        cancelled = [asyncio.create_task(run_all(environment, ask, 4)) for ask in (never, *[says("x")] * 4)]
-        await asked.wait()
-        for task in cancelled:
-            task.cancel()
-        for index in range(3):
-            with pytest.raises(RolloutFailed, match="timeout"):
-                await run_one(environment, never, index)
-        assert [done.reward for done in await run_all(environment, says("2"), 4)] == [0.0, 0.0, 1.0, 0.0]
-        assert environment.num_restarts == 0
-
-    with_environment(tmp_path, write(tmp_path, ECHO), use, rollout_timeout_s=0.5)
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_frozen_worker_is_killed_and_its_rollouts_go_elsewhere(tmp_path, num_workers):
-    async def use(environment: Environment) -> int:
-        os.kill(environment._workers[0].pid, signal.SIGSTOP)
-        for _ in range(40):  # those that were given to the frozen worker first may run out of their time
-            outcomes = await run_all(environment, says("x"), 4)
-            if environment.num_restarts and all(isinstance(outcome, wire.Done) for outcome in outcomes):
-                return environment.num_restarts
-        return -1
-
-    assert with_environment(tmp_path, write(tmp_path, ECHO), use, rollout_timeout_s=1.0, num_workers=num_workers) == 1
 
 
 @pytest.fixture

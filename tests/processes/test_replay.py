@@ -215,14 +215,6 @@ def test_whatever_was_recorded_and_differs_is_named(run, capsys):
     assert "Nothing was trained yet: look at the model that it starts from" in capsys.readouterr().out
 
 
-def test_another_learning_rate_is_named_as_the_cause(run, capsys):
-    """The schedule ends at `max_steps`: a run that was lengthened was another one before."""
-    assert run.replay(max_steps=2 * STEPS) == 1
-    told = capsys.readouterr().out
-    assert "version 2: lr of the step that made it was " in told
-    assert "the first difference is at version 2." in told
-
-
 def test_a_batch_that_is_missing_or_damaged_is_named(run, capsys):
     """A missing one before anything is trained, and the last one too, for its version was confirmed."""
     run.journal.path(STEPS - 1).unlink()
