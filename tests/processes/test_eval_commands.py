@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -340,3 +341,55 @@ def test_ctrl_c_keeps_what_was_answered(here):
     assert process.returncode == 130
     assert "type the same command again" in said
     assert [len(file.read_text().splitlines()) for file in here.glob("outputs/**/results.jsonl.partial")] == [3]
+
+
+def test_several_rollouts_and_environments_are_measured_each_for_itself(here):
+    Path("other.py").write_text(TOY.replace("range(6)", "range(2)"))
+    with engine() as found:
+        words = ["--env.id", "other.py", "--rollouts-per-example", 4, "--pass-threshold", "0.25", "--pass-at", "[1, 4]"]
+        assert run_eval(found, *words, "--steps", "10,20") == 0
+        assert {asked.sampling["temperature"] for asked in found.requests} == {1.0}
+    assert [len(lines(10, name)) for name in ("toy", "other")] == [24, 8]
+    rows = json.loads(Path("run/evals/summary.json").read_text())
+    summary = {(row["model"], row["environment"]): row for row in rows}
+    assert [summary[model]["pass@4"] for model in (("step_10", "toy"), ("step_20", "other"))] == [0, 1]
+    assert summary["step_20", "other"]["avg@4"] == pytest.approx(0.3)
+
+
+def test_an_engine_that_was_left_in_the_middle_of_a_transfer_is_not_asked_for_answers(here):
+    with engine(label="eval-0a1b2c-loading") as found:
+        words = ["--client.base-url", f"{found.url}/v1", "--model.name", "base", "--env.id", "toy.py"]
+        with pytest.raises(ConfigError, match="was given a part of some weights"):
+            eval_command(words)
+
+
+def test_results_of_the_runs_own_evaluations_are_never_mixed_with_others(here):
+    own = Path("run/evals/step_10/toy.jsonl")
+    own.parent.mkdir(parents=True)
+    own.write_text('{"example_id": 0, "reward": 1.0, "example": 0, "rollout": 0}\n')
+    with engine() as found:
+        with pytest.raises(ConfigError, match=r"of the run's own evaluations .*--output-dir"):
+            run_eval(found, "--steps", 10)
+        assert own.read_text().count("\n") == 1
+        assert run_eval(found, "--steps", 10, "--output-dir", "elsewhere") == 0
+    assert Path("elsewhere/step_10/toy.jsonl").read_text().count("\n") == 6
+
+
+def test_rollouts_that_fail_are_counted_and_only_they_are_tried_again(here, capsys):
+    unlucky = """
+    from pathlib import Path
+
+    def reward(completion, answer):
+        return 1 / (answer == "yes" or Path("mended").exists())
+    """
+    Path("say.py").write_text(SAY + textwrap.dedent(unlucky))
+    with FakeChat().running() as chat:
+        words = ["run", "say.py", "-m", "m", "-b", chat.url, "-n", "4", "-r", "1", "-o", "o", "-s", "--into", "mine"]
+        assert eval_command(words) == 1
+        assert "2 rollouts failed: score: ZeroDivisionError" in capsys.readouterr().out
+        assert len(chat.requests) == 2 + 2 * 3
+        Path("mended").touch()
+        assert eval_command(words) == 0
+        assert len(chat.requests) == 8 + 2
+    rollouts = [json.loads(line) for line in Path("o/say--m/mine/results.jsonl").read_text().splitlines()]
+    assert [line["reward"] for line in rollouts] == [1.0] * 4

@@ -281,7 +281,6 @@ def test_from_a_checkpoint_of_a_folder_that_was_moved_come_the_same_bits_without
     assert versions == run.identical(SAVED_EVERY, 3)
 
 
-@pytest.mark.e2e  # two real ranks, twice
 def test_two_ranks_replay_what_two_ranks_have_trained_until_a_batch_is_another(tmp_path, tiny_model):
     with ready_to_train(tmp_path / "run", tiny_model, num_ranks=2) as run:
         words = [sys.executable, "-m", "trireme.cli.trainer", "--run", str(run.config.paths.run_config)]

@@ -18,8 +18,6 @@ from trireme.config.trainer import Loss, Optimizer, TrainerConfig
 from trireme.trainer.mesh import HoldOn, World, open_world
 from trireme.trainer.stepper import Stepper, base_state
 
-pytestmark = pytest.mark.e2e  # real ranks beside one another
-
 PATIENCE_S = 6.0
 
 CAPACITY = 48
