@@ -32,6 +32,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from trireme.base.token import bearer, read_key
 from trireme.config.run import RunConfig
 from trireme.config.written import read_run
 
@@ -117,7 +118,8 @@ class Start:
         if "the engine answers" not in self.seen:
             return -1
         port = read_run(RunConfig, self.root / "configs" / "run.json").inference.server.port
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=bearer(read_key(self.root)))
+        with suppress(OSError), urllib.request.urlopen(request, timeout=5) as answer:
             return sum(float(count) for count in FINISHED.findall(answer.read()))
         return -1
 

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from trireme.trainer.mesh import World
 
 
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rl` in the test's own process makes a token, which must not reach the engines of later tests."""
+    monkeypatch.setenv("TRIREME_TOKEN", "")
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random two-layer model and a tokenizer of single characters."""

@@ -9,6 +9,7 @@ import httpx
 
 from limits import fill, small_disk
 from scripted_kills import KilledRun, assert_same_weights, finish_undisturbed, open_run
+from trireme.base.token import bearer, read_key
 
 FLAGS = ("--max-steps", "8", "--trainer.ckpt.keep-last", "2")
 
@@ -33,7 +34,8 @@ def waits_for_room(run: KilledRun) -> list[str]:
     """As the status server says, which needs no disk."""
     port = json.loads(run.run.paths.run_config.read_text())["orchestrator"]["server"]["port"]
     try:
-        waits = httpx.get(f"http://127.0.0.1:{port}/status", timeout=2, trust_env=False).json()["waits"]
+        headers = bearer(read_key(run.run.root))
+        waits = httpx.get(f"http://127.0.0.1:{port}/status", headers=headers, trust_env=False).json()["waits"]
     except httpx.HTTPError:
         return []
     return [wait["text"] for wait in waits if "room for" in wait["text"] and "from disk" in wait["text"]]

@@ -27,6 +27,7 @@ from trireme.cli.replay import read_config
 from trireme.cli.replay import replay as replay_command
 from trireme.config.run import Model, RunConfig
 from trireme.config.written import write_run
+from trireme.ledger.entry import write_entry
 from trireme.ledger.journal import Journal
 from trireme.ledger.records import BatchRecord, Rollout, State
 from trireme.ledger.shares import Shares
@@ -84,7 +85,7 @@ class Recorded:
         ids = np.array(columns.pop("ids"))
         ids[-1] = (ids[-1] + 1) % 128
         samples[0] = type(samples[0])(ids=ids, **columns)
-        self.journal.append(record)
+        write_entry(self.journal.path(record.step), record.step, record)
 
     def identical(self, first: int, last: int) -> list[str]:
         tensors = len(self.versions.read(first).digests)

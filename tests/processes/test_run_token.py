@@ -31,11 +31,6 @@ from trireme.transport.bearer import RequireToken
 SECRET = "a-token-for-tests-0123456789"
 
 
-@pytest.fixture(autouse=True)
-def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TOKEN, raising=False)
-
-
 def open_app() -> TestClient:
     """As vLLM's server has it, where no token is set."""
 
