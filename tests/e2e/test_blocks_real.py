@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from real_run import DEADLINE_S, REPOSITORY
+
+pytestmark = pytest.mark.slow
 
 MODEL = str(REPOSITORY / "models" / "reverse-text-tiny")
 LENGTHS = [15, 17, 20, 33, 40]

@@ -15,6 +15,8 @@ from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.venv import environment_python, find_environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 
+pytestmark = pytest.mark.slow
+
 PACKAGES = Path(__file__).parents[1] / "environments"
 
 

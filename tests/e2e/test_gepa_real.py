@@ -7,8 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from real_run import SharedEngine, run_command
 from reflecting import Endpoint
+
+pytestmark = pytest.mark.slow
 
 
 def find_out(messages: list[dict[str, Any]]) -> str:

@@ -6,10 +6,14 @@ import asyncio
 import json
 import random
 
+import pytest
+
 from real_run import SharedEngine
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceConfig
 from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
+
+pytestmark = pytest.mark.slow
 
 DEADLINE_S = 120
 

@@ -63,7 +63,6 @@ def compute(folder: Path, world: World, **settings: Any) -> dict[str, Any]:
 def load_large(folder: Path, world: World) -> dict[str, int]:
     """Bytes: of this rank's parameters, read from files, read at once, alive at once. Without the pass on which the
     model is tried out, which gathers blocks as training does."""
-    model_module.require_packable = lambda *_: None
     reads: list[int] = []
     read = loading.PublishedFiles.read
 
@@ -73,13 +72,16 @@ def load_large(folder: Path, world: World) -> dict[str, int]:
         reads.append(tensor.nbytes)
         return tensor.clone()
 
-    loading.PublishedFiles.read, loading.READ_BYTES = counted, READ_BYTES  # type: ignore[method-assign]
-    with LiveBytes() as loading_peak:
-        model = load_model(TrainerModel(), str(folder), world)
-    held = sum(parameter.to_local().nbytes for parameter in model.parameters())
-    del model
-    with LiveBytes() as drawing_peak:
-        load_model(TrainerModel(from_scratch=True), str(folder), world)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model_module, "require_packable", lambda *_: None)
+        patched.setattr(loading.PublishedFiles, "read", counted)
+        patched.setattr(loading, "READ_BYTES", READ_BYTES)
+        with LiveBytes() as loading_peak:
+            model = load_model(TrainerModel(), str(folder), world)
+        held = sum(parameter.to_local().nbytes for parameter in model.parameters())
+        del model
+        with LiveBytes() as drawing_peak:
+            load_model(TrainerModel(from_scratch=True), str(folder), world)
     peaks = {"peak": loading_peak.peak, "peak_of_drawing": drawing_peak.peak}
     return {"held": held, "read": sum(reads), "largest_read": max(reads)} | peaks
 

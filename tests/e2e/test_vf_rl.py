@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from safetensors.numpy import load_file
 
 from real_run import free_ports, started, wait_until
+
+pytestmark = pytest.mark.slow
 
 FILE = """
 model = "models/reverse-text-tiny"

@@ -5,6 +5,7 @@ Gradients are the same however a batch is packed and split, and the same as thos
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -363,7 +364,7 @@ def test_a_packed_batch_has_the_cross_entropy_of_samples_alone(tiny_model: Path,
 
 @pytest.mark.parametrize("kind", ["gemma2", "vaultgemma"])
 def test_attention_scores_that_a_model_caps_are_capped_in_training_too(
-    kind: str, tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+    kind: str, tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cap is low enough to matter."""
     changes = {"vocab_size": tiny.VOCABULARY, "attn_logit_softcapping": 2.0, "initializer_range": 0.5}
@@ -371,7 +372,8 @@ def test_attention_scores_that_a_model_caps_are_capped_in_training_too(
     samples = [Sample(sample.tokens, 1.0) for sample in tiny.random_samples(MIXED)]
     plain, rows = plain_pass(folder, samples, "eager")
     (expected := -torch.cat([row.logprobs for row in rows]).mean()).backward()
-    with caplog.at_level("INFO"):
+    monkeypatch.setattr(logging.getLogger("trireme"), "propagate", True)
+    with caplog.at_level("INFO", logger="trireme"):
         model = load_model(TrainerModel(), str(folder), world)
     assert "attn_logit_softcapping" in caplog.text
     for row in rows:
