@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,15 @@ settings.load_profile("trireme")
 
 if TYPE_CHECKING:
     from trireme.trainer.mesh import World
+
+
+@pytest.fixture(autouse=True)
+def _logs_are_seen() -> None:
+    """Commands that run in the test's own process start logging to standard output, where `caplog` sees nothing."""
+    logger = logging.getLogger("trireme")
+    logger.handlers[:] = []
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
 
 
 @pytest.fixture(autouse=True)
