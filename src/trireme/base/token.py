@@ -1,7 +1,7 @@
 """The secret that the processes of a run share, and what is derived of it.
 
 It is in the environment of each process: in no argument, no configuration, no log. `rl` makes one for each run on one
-machine. A run's folder holds a key for whoever reads the folder, in a file that only its owner may read.
+machine. A run's folder holds a key for its readers, in a file that only its owner may read.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def write_key(folder: Path, key: str | None) -> None:
 def read_key(folder: Path) -> str | None:
     """Return the key in a run's folder; None where there is none that this user may read.
 
-    Only this key, never a token of the environment, is sent to an address that the folder names: a folder that somebody
-    else made could name anybody's.
+    Only this key, never a token of the environment, is sent to an address that the folder names: a folder from another
+    person could name any address.
     """
     with suppress(OSError, UnicodeDecodeError):
         with open(folder / KEY_FILE) as file:

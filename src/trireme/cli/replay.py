@@ -74,7 +74,7 @@ def _parse(argv: list[str]) -> Namespace:
 
 
 def _require_no_code(run: Path, config: RunConfig) -> None:
-    """Raises: ConfigError where the folder names code: whoever made the folder could have anything run here."""
+    """Raises: ConfigError where the folder names code: its author could have anything run on this machine."""
     named = {"trainer.loss.path": config.trainer.loss.path, "trust_remote_code": config.trainer.model.trust_remote_code}
     if code := [f"{key} = {value}" for key, value in named.items() if value]:
         raise ConfigError(

@@ -52,7 +52,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 def key_for_address(url: str | None) -> str | None:
-    """Return the key of KEY_VARIABLE for an address that was typed, where nobody can read along: with https.
+    """Return the key of KEY_VARIABLE for an address that was typed, if the connection is encrypted (https).
 
     Another address gets a key only where the user names its variable.
     """

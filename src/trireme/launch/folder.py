@@ -28,7 +28,7 @@ RUN_ENTRIES = frozenset(
     | {"metrics.jsonl", "spans.jsonl", "rollouts.jsonl", "report.html", "report.md", "wandb", "runs", KEY_FILE}
     | {*LOCKS.values()}
 )
-"""What a run writes into its folder. Only these are moved when another run takes the folder."""
+"""Names that a run writes into its folder. Only these are moved when another run takes the folder."""
 OF_THE_DISK = frozenset({"lost+found", ".snapshot"})
 RUN_PREFIXES = ("checkpoint-", ".checkpoint-")
 
@@ -133,7 +133,7 @@ def check_folder(config: RunConfig) -> None:
 
 
 def check_is_ours(paths: RunPaths) -> None:
-    """Raises: ConfigError where the folder holds files, but no run: somebody else keeps other things there."""
+    """Raises: ConfigError where the folder holds files, but no run: the user keeps other things there."""
     if holds_run(paths) or not paths.root.is_dir():
         return
     others = [entry for entry in paths.root.iterdir() if not _is_of_a_run(entry, OF_THE_DISK)]

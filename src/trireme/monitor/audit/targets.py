@@ -56,8 +56,8 @@ class TargetAudit:
         return self._custom.get(which) if rules.advantage == "custom" else None
 
     def _trusted(self, rules: Rules) -> Estimator | None:
-        """Return the function that the journal names, unless the user has not named it: whoever wrote the folder could
-        have anything run here."""
+        """Return the function that the journal names, if the user has named it too: the author of a folder could
+        otherwise have anything run on this machine."""
         try:
             if rules.advantage_path == self._run_code:
                 return estimator_of(rules)

@@ -167,7 +167,7 @@ class FatesPage:
             draw_audit(report)
 
 
-_auditing = asyncio.Lock()  # one at a time, whoever asks: each reads a whole run
+_auditing = asyncio.Lock()  # one audit at a time for all browsers: each reads a whole run
 
 
 async def audit(folder: Path) -> dict[str, Any] | str:
