@@ -18,7 +18,7 @@ from trireme.algo.architecture import Architecture, Layer
 GIB = 1 << 30
 MASTER_BYTES = 4  # of a parameter that is trained, and of its gradient: float32
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 3 * 4 / 128, "muon": 4.0, "sgd": 4.0}
-"""Of the optimizer's state, per parameter. In 8 bits: with 3 numbers for every 128 values."""
+"""Bytes of the optimizer's state per parameter. In 8 bits, 3 float32 numbers for every 128 values are included."""
 
 Parts = dict[str, float]
 

@@ -32,8 +32,8 @@ SWITCHES = {
 """How classes of transformers say that they lack an attention."""
 
 SOFT_CAP = "attn_logit_softcapping"
-"""In a model's config.json: attention scores go through SOFT_CAP * tanh(score / SOFT_CAP), which transformers' `sdpa`
-leaves out without a word. It is the only such feature in 5.19; models with sinks refuse `sdpa` themselves."""
+"""Key of a model's config.json: attention scores become SOFT_CAP * tanh(score / SOFT_CAP). transformers' `sdpa`
+silently leaves that out. It is the only such feature in 5.19; models with sinks refuse `sdpa` themselves."""
 
 CAPPED = ("gemma2", "vaultgemma")
 """Architectures that cap where config.json says nothing."""

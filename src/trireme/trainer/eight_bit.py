@@ -88,7 +88,7 @@ def _is_cut_within_rows(parameter: torch.Tensor) -> bool:
 
 
 def in_eight_bits(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What was saved of a parameter, in either form, as this optimizer holds it. Ranges may be whole."""
+    """Convert the saved state of a parameter, in either form, to what this optimizer holds. Ranges may be whole."""
     block = block_of(parameter)
     if block is None:
         return in_float32(saved, parameter)
@@ -177,7 +177,7 @@ def _take_step(
 
 
 _compiled = torch.compile(_take_step, dynamic=False)
-"""On a GPU, which saves passes over memory. A CPU needs no compiler so, and not the half minute that one takes."""
+"""The step, compiled on a GPU to save passes over memory. A CPU runs it as it is: compiling takes half a minute."""
 
 
 def _as_held(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,10 @@ Named = tuple[str, torch.nn.Parameter]
 
 
 def build_optimizer(model: torch.nn.Module, config: Optimizer) -> torch.optim.Optimizer:
-    """Of the parameters that are trained. Weight decay applies to matrices only, not to norms and biases; it is
-    decoupled, but for SGD, of which torch has the L2 form alone (added to the gradient, before momentum).
+    """Build the optimizer of the parameters that are trained.
+
+    Weight decay applies to matrices only, not to norms and biases; it is decoupled, but for SGD, of which torch has the
+    L2 form alone (added to the gradient, before momentum).
 
     AdamW is fused, on GPUs and CPUs: one kernel for all parameters, and one pass over memory. torch has no fused SGD
     for sharded parameters.
