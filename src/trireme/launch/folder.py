@@ -29,7 +29,9 @@ RUN_ENTRIES = frozenset(
     | {*LOCKS.values()}
 )
 """Names that a run writes into its folder. Only these are moved when another run takes the folder."""
-OF_THE_DISK = frozenset({"lost+found", ".snapshot"})
+NO_OBSTACLES = frozenset({"lost+found", ".snapshot", "gepa", "env-check"})
+"""Names of file systems, and folders that other commands of ours make in `outputs`."""
+SUBMISSIONS = ".submissions"  # ending of the folders of `trireme submit`, beside those of their runs
 RUN_PREFIXES = ("checkpoint-", ".checkpoint-")
 
 
@@ -136,8 +138,8 @@ def check_is_ours(paths: RunPaths) -> None:
     """Raises: ConfigError where the folder holds files, but no run: the user keeps other things there."""
     if holds_run(paths) or not paths.root.is_dir():
         return
-    others = [entry for entry in paths.root.iterdir() if not _is_of_a_run(entry, OF_THE_DISK)]
-    foreign = sorted(entry.name for entry in others if not _holds_runs(entry))
+    others = [entry for entry in paths.root.iterdir() if not _is_of_a_run(entry, NO_OBSTACLES)]
+    foreign = sorted(entry.name for entry in others if not (entry.suffix == SUBMISSIONS or _holds_runs(entry)))
     if foreign:
         shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         raise ConfigError(
