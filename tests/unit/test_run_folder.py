@@ -51,8 +51,8 @@ def test_folders_of_other_runs_are_no_obstacle(tmp_path: Path) -> None:
     for place in ("outputs/other", "outputs/group/member"):
         make_run(tmp_path / place)
     (tmp_path / "outputs" / ".launcher").touch()
-    for made_by_other_commands in ("gepa/wordle", "env-check/wordle", "mine.submissions/20260102-030405-ab12", "evals/model"):
-        (tmp_path / "outputs" / made_by_other_commands).mkdir(parents=True)
+    for name in ("gepa/wordle", "env-check/wordle", "mine.submissions/20260102-030405-ab12", "evals/model"):
+        (tmp_path / "outputs" / name).mkdir(parents=True)
     assert prepare_folder(RunPaths(tmp_path / "outputs"), resume=False, resume_step=None) is None
 
 
