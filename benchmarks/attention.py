@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 
-from trireme.trainer.short_attention import attend_short
+from trireme.trainer.model.short_attention import attend_short
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

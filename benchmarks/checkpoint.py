@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from tiny import open_state, random_samples, save_tiny_model, train_step
 from trireme.base.waiting import Waits
 from trireme.config.trainer import Checkpoints
-from trireme.trainer.checkpoint import CheckpointStore
-from trireme.trainer.mesh import open_world
-from trireme.trainer.model import num_parameters
+from trireme.trainer.checkpoint.checkpoint import CheckpointStore
+from trireme.trainer.model.model import num_parameters
+from trireme.trainer.parallel.mesh import open_world
 
 
 def main() -> None:

@@ -38,8 +38,8 @@ from chromium import open_chromium
 from dashboard_walk import VIEWS, dashboard_of
 from trireme.config.run import RunConfig
 from trireme.config.written import write_run
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import BatchRecord, Rollout, State
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import Tokens, build_tokens
 from trireme.monitor.lines import LinesFile
 from trireme.monitor.metrics import MetricsFile

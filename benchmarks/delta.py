@@ -30,9 +30,9 @@ from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import changed
 from trireme.base.processes import free_port
 from trireme.messages import TensorSpec
-from trireme.trainer.delta import Slices, Traffic
-from trireme.trainer.mesh import World, open_world
-from trireme.trainer.served import served_tensors
+from trireme.trainer.parallel.mesh import World, open_world
+from trireme.trainer.publish.delta import Slices, Traffic
+from trireme.trainer.publish.served import served_tensors
 from trireme.trainer.stepper import Stepper, base_state
 from trireme.transport.weights.buckets import spec_of
 from trireme.transport.weights.kinds import Sender, open_receiver, open_sender

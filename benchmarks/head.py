@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trireme.trainer.head import Head, HeadOutput, Targets, score_in_chunks
+from trireme.trainer.model.head import Head, HeadOutput, Targets, score_in_chunks
 
 MIB = 2**20
 

@@ -24,13 +24,13 @@ from trireme.base.devices import Devices
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
-from trireme.ledger.records import BatchRecord, Rollout, State
-from trireme.ledger.rules import rules_of
-from trireme.ledger.shares import row_capacity, share_of
-from trireme.ledger.targets import advantages_of, flaws_of, with_advantages
+from trireme.journal.records import BatchRecord, Rollout, State
+from trireme.journal.rules import rules_of
+from trireme.journal.shares import row_capacity, share_of
+from trireme.journal.targets import advantages_of, flaws_of, with_advantages
 from trireme.messages import Tokens, build_tokens
-from trireme.trainer.mesh import open_world
-from trireme.trainer.served import served_tensors
+from trireme.trainer.parallel.mesh import open_world
+from trireme.trainer.publish.served import served_tensors
 from trireme.trainer.stepper import Stepper, base_state
 
 ROOT = Path(__file__).parents[1]

@@ -120,9 +120,9 @@ def run_config(case: Case, folder: Path) -> Any:
 def planned_bytes(case: Case, config: Any) -> tuple[float, float]:
     """Of tensors, and of the process beyond what it is before a model is there."""
     from trireme.algo.architecture import architecture_of
-    from trireme.algo.memory import changed
-    from trireme.launch.estimate import CPU_SCATTERED, PROCESS_BYTES, scattered_bytes
-    from trireme.launch.sizes import training_of
+    from trireme.tools.plan.estimate import CPU_SCATTERED, PROCESS_BYTES, scattered_bytes
+    from trireme.tools.plan.memory import changed
+    from trireme.tools.plan.sizes import training_of
 
     training = training_of(config, architecture_of(architecture(case)), rows=case.rows)
     training = changed(training, packed=case.samples > 1)
@@ -208,7 +208,7 @@ def resident_bytes(field: str) -> int:
 
 def measure(case: Case) -> dict[str, float]:
     """In this process."""
-    from trireme.trainer.mesh import open_world
+    from trireme.trainer.parallel.mesh import open_world
 
     with tempfile.TemporaryDirectory() as name, open_world("cpu", threads=1, timeout_s=60) as world:
         config = run_config(case, Path(name))

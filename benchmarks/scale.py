@@ -28,13 +28,13 @@ from rich.console import Console
 from rich.table import Table
 
 from trireme.config.run import RunConfig
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import BatchRecord, Rollout, State
-from trireme.ledger.shares import Shares
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord, Rollout, State
+from trireme.journal.shares import Shares
 from trireme.messages import Heartbeat, build_tokens, decode_request, encode
-from trireme.orchestrator.engine_answers import read_response
+from trireme.orchestrator.engines.generation import Reader
+from trireme.orchestrator.engines.responses import read_response
 from trireme.orchestrator.environments import wire
-from trireme.orchestrator.generation import Reader
 
 PROMPT = 200
 VOCABULARY = 150_000

@@ -58,7 +58,7 @@ def packed_rows() -> float:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from trireme.trainer.samples_apart import ARGUMENT, ApartRow, attend_apart, attend_masked, row_given
+    from trireme.trainer.model.samples_apart import ARGUMENT, ApartRow, attend_apart, attend_masked, row_given
 
     sizes = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model("qwen3", **sizes, intermediate_size=256, head_dim=32, vocab_size=128)

@@ -15,7 +15,7 @@ settings.register_profile("trireme", max_examples=60, deadline=None, derandomize
 settings.load_profile("trireme")
 
 if TYPE_CHECKING:
-    from trireme.trainer.mesh import World
+    from trireme.trainer.parallel.mesh import World
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """This process as the only trainer rank."""
-    from trireme.trainer.mesh import open_world
+    from trireme.trainer.parallel.mesh import open_world
 
     with open_world("cpu", threads=1, timeout_s=60) as opened:
         yield opened

@@ -15,7 +15,7 @@ from trireme.base.devices import Devices
 from trireme.cli.doctor import doctor
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
-from trireme.launch.doctor.finding import Case, Finding
+from trireme.tools.doctor.finding import Case, Finding
 
 ENVIRONMENT = ["--orchestrator.env", '[{"id": "reverse-text"}]']
 

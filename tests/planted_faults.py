@@ -15,11 +15,11 @@ import numpy as np
 
 from trireme.algo.filters import FilterRules
 from trireme.config.run import RunConfig
-from trireme.ledger.entry import write_entry
-from trireme.ledger.journal import Journal
-from trireme.ledger.manifest import MANIFEST
-from trireme.ledger.records import BatchRecord, Dropped
-from trireme.ledger.versions import Versions
+from trireme.journal.entry import write_entry
+from trireme.journal.journal import Journal
+from trireme.journal.manifest import MANIFEST
+from trireme.journal.records import BatchRecord, Dropped
+from trireme.journal.versions import Versions
 from trireme.messages import Tokens
 from written_run import GROUP, digests_of, rewrite_batch, rewrite_version
 

@@ -20,7 +20,7 @@ import torch
 
 import forkserver
 from trireme.base.processes import free_port
-from trireme.trainer.mesh import open_world
+from trireme.trainer.parallel.mesh import open_world
 
 DEADLINE_S = 300
 

@@ -23,8 +23,8 @@ import forkserver
 from interrupts import heed_interrupts
 from trireme.base.paths import RunPaths, step_folder
 from trireme.base.processes import die_with_parent
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import BatchRecord
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord
 from trireme.monitor.metrics import Row, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[1]

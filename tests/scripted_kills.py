@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from real_run import REPOSITORY, Process, Run, wait_until
-from trireme.ledger.versions import Versions
+from trireme.journal.versions import Versions
 
 SCRIPTED = ("python", "tests/scripted_rl.py", "@", "tests/e2e/scripted.toml")
 REAL = ("rl", "@", "tests/e2e/synchronous.toml")

@@ -14,10 +14,10 @@ import msgspec
 from interrupts import heed_interrupts
 from trireme.base.paths import RunPaths, step_folder
 from trireme.config.run import RunConfig
+from trireme.journal.manifest import MANIFEST, Manifest
 from trireme.launch.children import Child, Crew
 from trireme.launch.descendants import read_process
 from trireme.launch.plan import Plan, ProcessSpec
-from trireme.ledger.manifest import MANIFEST, Manifest
 
 GRACE_S = 1.0
 DEADLINE_S = 60.0

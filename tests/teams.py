@@ -21,9 +21,9 @@ from trireme.algo.packing import empty_micro_batch, micro_batches_of_rank
 from trireme.base.errors import ConfigError
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, TrainerConfig, TrainerModel
-from trireme.trainer.forward import compute_columns
-from trireme.trainer.mesh import World, open_world
-from trireme.trainer.model import load_model
+from trireme.trainer.model.forward import compute_columns
+from trireme.trainer.model.model import load_model
+from trireme.trainer.parallel.mesh import World, open_world
 from trireme.trainer.step import forward_backward, policy_gradient
 from trireme.trainer.stepper import Stepper, base_state
 

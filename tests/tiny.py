@@ -18,11 +18,11 @@ from trireme.algo.packing import Sample, micro_batches_of_rank
 from trireme.base.waiting import Waits
 from trireme.config.trainer import Checkpoints, Loss, Optimizer, TrainerModel
 from trireme.messages import BatchReply, build_tokens
-from trireme.trainer.checkpoint import CheckpointStore, TrainerState
-from trireme.trainer.export import Exporter
-from trireme.trainer.mesh import World
-from trireme.trainer.model import load_model
-from trireme.trainer.optim import build_optimizer
+from trireme.trainer.checkpoint.checkpoint import CheckpointStore, TrainerState
+from trireme.trainer.checkpoint.export import Exporter
+from trireme.trainer.model.model import load_model
+from trireme.trainer.optim.optim import build_optimizer
+from trireme.trainer.parallel.mesh import World
 from trireme.trainer.step import forward_backward, policy_gradient, update
 
 VOCABULARY = 128

@@ -14,8 +14,8 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from trireme.monitor.eval_view.app import EvalView
-from trireme.monitor.eval_view.capture import key_event, settle, text
+from trireme.tools.viewer.app import EvalView
+from trireme.tools.viewer.capture import key_event, settle, text
 
 NARROW, WIDE = (80, 24), (140, 40)
 

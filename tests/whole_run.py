@@ -18,8 +18,8 @@ from trireme.base.errors import TriremeError
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import BatchRecord
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord
 from trireme.orchestrator.loop import Orchestrator, drive, open_orchestrator
 
 SAY = """

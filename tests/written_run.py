@@ -18,12 +18,12 @@ from trireme.algo.difficulty import Outcome
 from trireme.algo.filters import flaw_with
 from trireme.config.run import RunConfig
 from trireme.config.written import write_run
-from trireme.ledger.entry import write_entry
-from trireme.ledger.journal import Journal
-from trireme.ledger.manifest import MANIFEST, Manifest, describe_file
-from trireme.ledger.records import BatchRecord, Dropped, OpenGroup, Rollout, State
-from trireme.ledger.rules import Rules, rules_of
-from trireme.ledger.targets import (
+from trireme.journal.entry import write_entry
+from trireme.journal.journal import Journal
+from trireme.journal.manifest import MANIFEST, Manifest, describe_file
+from trireme.journal.records import BatchRecord, Dropped, OpenGroup, Rollout, State
+from trireme.journal.rules import Rules, rules_of
+from trireme.journal.targets import (
     advantages_of,
     estimator_of,
     filters_of,
@@ -32,7 +32,7 @@ from trireme.ledger.targets import (
     outcome_of,
     with_advantages,
 )
-from trireme.ledger.versions import Versions
+from trireme.journal.versions import Versions
 from trireme.messages import Tokens, build_tokens
 from trireme.monitor.metrics import MetricsFile
 from trireme.orchestrator.batch_metrics import batch_metrics, state_metrics

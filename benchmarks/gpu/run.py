@@ -181,9 +181,9 @@ def tiny_step(device: str) -> dict[str, float]:
     from trireme.algo.packing import Sample, micro_batches_of_rank
     from trireme.config.trainer import Loss, Optimizer, TrainerModel
     from trireme.messages import build_tokens
-    from trireme.trainer.mesh import open_world
-    from trireme.trainer.model import load_model
-    from trireme.trainer.optim import build_optimizer
+    from trireme.trainer.model.model import load_model
+    from trireme.trainer.optim.optim import build_optimizer
+    from trireme.trainer.parallel.mesh import open_world
     from trireme.trainer.step import forward_backward, policy_gradient, update
 
     rng = np.random.default_rng(0)
@@ -246,8 +246,8 @@ def throughput(device: str, attention: str, compiled: bool) -> dict[str, float]:
 
     from trireme.algo.packing import micro_batches_of_rank
     from trireme.config.trainer import Loss
-    from trireme.trainer.mesh import open_world
-    from trireme.trainer.model import load_model
+    from trireme.trainer.model.model import load_model
+    from trireme.trainer.parallel.mesh import open_world
     from trireme.trainer.perf import flops_per_token, throughput
     from trireme.trainer.step import forward_backward, policy_gradient
 
@@ -326,7 +326,7 @@ def a_tried_step(device: str) -> dict[str, Any]:
     from trireme.config.run import Model, RunConfig
     from trireme.config.trainer import TrainerConfig
     from trireme.messages import BatchReply
-    from trireme.trainer.mesh import open_world
+    from trireme.trainer.parallel.mesh import open_world
     from trireme.trainer.stepper import Stepper, base_state
     from trireme.trainer.trial import try_step
 
@@ -393,7 +393,7 @@ def experts_of_a_mixture(device: str) -> dict[str, Any]:
 
     from trireme.config.trainer import Experts, TrainerModel
     from trireme.messages import Routed
-    from trireme.trainer.moe import prepare_experts, routes_argument
+    from trireme.trainer.model.moe import prepare_experts, routes_argument
 
     large = device == "cuda"
     tokens, hidden, expert, experts, top_k = (8192, 2048, 768, 128, 8) if large else (64, 64, 32, 8, 2)

@@ -139,7 +139,7 @@ def _first_request(run_folder: Path) -> float:
 
 def our_prompts(run_folder: Path, num_batches: int) -> list[list[int]]:
     """The different ones that were trained on."""
-    from trireme.ledger.journal import Journal
+    from trireme.journal.journal import Journal
 
     journal, found = Journal(run_folder / "journal"), set()
     for step in range(num_batches):

@@ -10,8 +10,8 @@ import torch
 from families import backward, build_config, logits, row, save_family
 from tiny import largest_difference, take_gradients
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
-from trireme.trainer.mesh import World
-from trireme.trainer.model import load_model
+from trireme.trainer.model.model import load_model
+from trireme.trainer.parallel.mesh import World
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,8 @@ from chromium import Watched, find_chromium, open_chromium
 from dashboard_walk import VIEWS, colour, dashboard_of, fates, rollouts, search, tab, tokens
 from real_run import DEADLINE_S, REPOSITORY
 from trireme.base.paths import RunPaths
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import BatchRecord
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,8 +9,8 @@ import pytest
 from doctoring import build_case
 from machines import open_machines, why_not
 from real_run import command, run_command
-from trireme.launch.doctor.finding import Finding
-from trireme.launch.doctor.network import collectives
+from trireme.tools.doctor.finding import Finding
+from trireme.tools.doctor.network import collectives
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from machines import Machine, open_machines, why_not
 from real_run import Process, Run, wait_until
 from scripted_kills import Faults, audit
 from trireme.base.token import TOKEN
-from trireme.ledger.versions import Versions
+from trireme.journal.versions import Versions
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 

@@ -18,7 +18,7 @@ from posted_update import Post, update, updated_by_hand
 from real_run import REPOSITORY, SharedEngine, open_engine, run_apart, started
 from tiny import logprobs_of
 from trireme.algo.adapter_names import POLICY
-from trireme.ledger.versions import Versions
+from trireme.journal.versions import Versions
 
 MODEL = REPOSITORY / "models/reverse-text-tiny"
 RANK = 4

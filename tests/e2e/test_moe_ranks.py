@@ -15,9 +15,9 @@ from rank_processes import require_success, results_of, started_ranks
 from tiny import num_loss_samples, num_loss_tokens, random_samples, take_gradients
 from trireme.algo.packing import micro_batches_of_rank
 from trireme.config.trainer import ActivationCheckpointing, Experts, Loss, TrainerModel
-from trireme.trainer.mesh import World, open_world
-from trireme.trainer.model import load_model
-from trireme.trainer.moe import expert_metrics
+from trireme.trainer.model.model import load_model
+from trireme.trainer.model.moe import expert_metrics
+from trireme.trainer.parallel.mesh import World, open_world
 from trireme.trainer.step import forward_backward, policy_gradient
 
 CAPACITY = 41

@@ -13,10 +13,10 @@ import tiny
 from rank_processes import run_rank, run_ranks
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Lora, Loss, Optimizer, TrainerConfig, TrainerModel
-from trireme.trainer.checkpoint import load_checkpoint
-from trireme.trainer.lora import is_adapter, peft_name
-from trireme.trainer.mesh import World
-from trireme.trainer.served import merged_tensors
+from trireme.trainer.checkpoint.checkpoint import load_checkpoint
+from trireme.trainer.model.lora import is_adapter, peft_name
+from trireme.trainer.parallel.mesh import World
+from trireme.trainer.publish.served import merged_tensors
 from trireme.trainer.stepper import Stepper, base_state
 
 KINDS = ("adamw", "adamw_8bit", "muon", "sgd", "adapters")

@@ -11,7 +11,7 @@ import pytest
 from real_run import SharedEngine
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceConfig
-from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
+from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 import tiny
 from rank_processes import require_success, stages_of_this_rank, started_ranks
 from tiny import are_equal, content_of, largest_difference, open_store, random_samples, train_step
-from trireme.ledger.manifest import read_manifest
-from trireme.trainer.mesh import World, open_world
-from trireme.trainer.pieces import open_checkpoint, piece_of
-from trireme.trainer.state import load_tensors, tensors_of
+from trireme.journal.manifest import read_manifest
+from trireme.trainer.checkpoint.state import load_tensors, tensors_of
+from trireme.trainer.parallel.mesh import World, open_world
+from trireme.trainer.parallel.pieces import open_checkpoint, piece_of
 
 CAPACITY = 48
 LENGTHS = [40, 30, 18, 33, 15, 44, 20, 9, 13]

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tiny import largest_difference
-from trireme.ledger.manifest import complete_steps, read_manifest
+from trireme.journal.manifest import complete_steps, read_manifest
 from trireme.monitor.metrics import read_metrics
 
 DEADLINE_S = 300

@@ -15,10 +15,9 @@ from live_bytes import LiveBytes
 from rank_processes import run_rank, run_ranks
 from tiny import are_equal, largest_difference, take_gradients, weights_of
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
-from trireme.trainer import loading
-from trireme.trainer import model as model_module
-from trireme.trainer.mesh import World, _world
-from trireme.trainer.model import load_model
+from trireme.trainer.model.model import load_model, loading
+from trireme.trainer.model.model import model as model_module
+from trireme.trainer.parallel.mesh import World, _world
 
 KINDS = ("qwen3", "gemma2", "qwen3_moe", "gpt_oss")
 LARGE = {"vocab_size": 4000, "hidden_size": 256, "intermediate_size": 700, "num_hidden_layers": 4}

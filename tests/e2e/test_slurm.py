@@ -20,7 +20,7 @@ from trireme.cli.audit import audit
 from trireme.cli.cancel import cancel
 from trireme.cli.status import status
 from trireme.cli.submit import submit
-from trireme.launch.cluster.job import Submission, find_submission
+from trireme.tools.cluster.job import Submission, find_submission
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("Slurm"), pytest.mark.skipif(bool(missing()), reason=missing())]
 

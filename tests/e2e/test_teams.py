@@ -10,7 +10,7 @@ import torch
 import teams
 from rank_processes import require_success, started_ranks
 from tiny import largest_difference
-from trireme.trainer.mesh import World
+from trireme.trainer.parallel.mesh import World
 
 pytestmark = pytest.mark.slow
 

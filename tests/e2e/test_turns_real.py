@@ -14,10 +14,10 @@ from real_run import REPOSITORY, SharedEngine, run_apart
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceModel
 from trireme.config.orchestrator import Sampling
-from trireme.orchestrator.chat import ChatTokenizer
-from trireme.orchestrator.inference_pool import Generation, InferencePool, open_inference_pool
-from trireme.orchestrator.sampling import TurnSampling
-from trireme.orchestrator.turns import Said, TurnReader
+from trireme.orchestrator.engines.pool import Generation, InferencePool, open_inference_pool
+from trireme.orchestrator.rollout.chat import ChatTokenizer
+from trireme.orchestrator.rollout.sampling import TurnSampling
+from trireme.orchestrator.rollout.turns import Said, TurnReader
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from trireme.config.run import RunConfig
 from trireme.config.written import write_run
+from trireme.journal.journal import Journal
+from trireme.journal.versions import Versions
 from trireme.launch.rewind import rewind
-from trireme.ledger.journal import Journal
-from trireme.ledger.versions import Versions
-from trireme.monitor.audit.audit import audit_run
-from trireme.monitor.audit.report import Report
 from trireme.monitor.metrics import MetricsFile
+from trireme.tools.audit.audit import audit_run
+from trireme.tools.audit.report import Report
 from whole_run import build_config, run
 
 STORMY = """

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from trireme.launch.cluster.job import Job, Resources
-from trireme.launch.cluster.node_script import NODE_SCRIPT, SECRETS, node_script
-from trireme.launch.cluster.nodes import Wanted, plan_nodes
-from trireme.launch.cluster.secrets import write_secrets
-from trireme.launch.cluster.slurm import Options, batch_script
+from trireme.tools.cluster.job import Job, Resources
+from trireme.tools.cluster.node_script import NODE_SCRIPT, SECRETS, node_script
+from trireme.tools.cluster.nodes import Wanted, plan_nodes
+from trireme.tools.cluster.secrets import write_secrets
+from trireme.tools.cluster.slurm import Options, batch_script
 
 DEADLINE_S = 30
 

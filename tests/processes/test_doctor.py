@@ -16,8 +16,8 @@ from doctoring import build_case, diagnosed, taken_port
 from stage import until
 from trireme.base.errors import ConfigError
 from trireme.cli.doctor import QUESTIONS, doctor
-from trireme.launch.doctor.finding import Case, Finding, Question, counted, examine, ok, warning
-from trireme.launch.doctor.programs import Program
+from trireme.tools.doctor.finding import Case, Finding, Question, counted, examine, ok, warning
+from trireme.tools.doctor.programs import Program
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -99,7 +99,7 @@ def test_the_run_itself_is_not_tried_where_a_problem_would_end_it(tmp_path):
 
 
 def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
-    monkeypatch.setattr("trireme.launch.doctor.programs.LEAVE_S", 0.5)
+    monkeypatch.setattr("trireme.tools.doctor.programs.LEAVE_S", 0.5)
     (tmp_path / "hangs.py").write_text(
         "import signal, subprocess, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

@@ -7,8 +7,8 @@ import pytest
 from doctoring import build_case, diagnosed, the_one
 from planted_faults import change_column
 from trireme.base.devices import Devices
-from trireme.launch.doctor.programs import Ended
-from trireme.launch.doctor.rehearsal import (
+from trireme.tools.doctor.programs import Ended
+from trireme.tools.doctor.rehearsal import (
     environments,
     limit_of,
     of_run,

@@ -14,12 +14,12 @@ import pytest
 from doctoring import build_case, taken_port, the_one
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN
-from trireme.launch.doctor import hosts, network
-from trireme.launch.doctor.commands import listeners_of
-from trireme.launch.doctor.configuration import configuration
-from trireme.launch.doctor.finding import Finding
-from trireme.launch.doctor.hosts import Door, doors_of
-from trireme.launch.doctor.network import free_ports, kinds_of, zeromq
+from trireme.tools.doctor import hosts, network
+from trireme.tools.doctor.commands import listeners_of
+from trireme.tools.doctor.configuration import configuration
+from trireme.tools.doctor.finding import Finding
+from trireme.tools.doctor.hosts import Door, doors_of
+from trireme.tools.doctor.network import free_ports, kinds_of, zeromq
 
 
 @pytest.fixture

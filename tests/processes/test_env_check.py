@@ -22,12 +22,12 @@ from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.cli.env import env
 from trireme.config.orchestrator import Sampling
-from trireme.orchestrator.environments.catalog import list_environments
-from trireme.orchestrator.environments.check_endpoint import look_at, open_chat_endpoint
-from trireme.orchestrator.environments.check_rollouts import Which
-from trireme.orchestrator.environments.template import KINDS, checked_name, suggested_name, template_files
 from trireme.orchestrator.environments.venv import find_environment
 from trireme.orchestrator.environments.wire import Ask, Reply
+from trireme.tools.environments.catalog import list_environments
+from trireme.tools.environments.check_endpoint import look_at, open_chat_endpoint
+from trireme.tools.environments.check_rollouts import Which
+from trireme.tools.environments.template import KINDS, checked_name, suggested_name, template_files
 
 REPOSITORY = Path(__file__).parents[2]
 ECHO = """

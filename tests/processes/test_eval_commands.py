@@ -23,8 +23,8 @@ from trireme.cli.eval import eval as eval_command
 from trireme.cli.trireme import trireme
 from trireme.config.run import RunConfig
 from trireme.config.written import write_run
-from trireme.ledger.versions import Versions
-from trireme.orchestrator.environments.check_engine import WeightsReplaced
+from trireme.journal.versions import Versions
+from trireme.tools.environments.check_engine import WeightsReplaced
 from weighed_engine import LETTER, WeighedEngine, open_weighed_engine, write_weights
 
 REWARDS = {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}

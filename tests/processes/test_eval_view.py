@@ -19,8 +19,8 @@ import pytest
 
 from trireme.base.errors import ConfigError
 from trireme.cli.eval_view import eval_view
-from trireme.ledger.journal import Journal
-from trireme.monitor.eval_view.help import Help
+from trireme.journal.journal import Journal
+from trireme.tools.viewer.help import Help
 from viewing import NARROW, WIDE, answer, view, write_evaluations, write_results
 from written_run import rewrite_batch, write_whole_run
 

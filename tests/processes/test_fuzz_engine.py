@@ -11,7 +11,7 @@ import pytest
 
 from fake_engine import digests_of
 from mutations import mutations
-from trireme.orchestrator.engine_answers import (
+from trireme.orchestrator.engines.responses import (
     BadAnswer,
     Response,
     choice_of,

@@ -1,4 +1,4 @@
-"""The house: what may import what. The tables below are its documentation."""
+"""Which package may import which. The tables below are the documentation of the layers."""
 
 from __future__ import annotations
 
@@ -9,28 +9,44 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from parsing import parse
 
 SOURCE = Path(__file__).parents[2] / "src" / "trireme"
 
-FLOORS = {
+LAYERS = {
     "base": 0,
     "config": 1,
     "messages": 1,
     "algo": 2,
-    "ledger": 3,
+    "journal": 3,
     "transport": 3,
     "monitor": 4,
     "launch": 5,
     "orchestrator": 5,
     "trainer": 5,
     "inference": 5,
-    "cli": 6,
+    "tools": 6,
+    "cli": 7,
 }
-"""An import goes to a lower floor, or stays in its own room."""
+"""An import goes to a lower layer, or stays in its own package. So nothing but `cli` imports `tools`: without that
+folder, the rest still trains."""
 
-LIGHT = ("base", "config", "messages", "ledger", "monitor", "launch", "orchestrator")
-"""Rooms that start at once and run where there is no torch."""
+SUB_PACKAGES = {
+    "orchestrator": ("environments", "engines", "weights", "rollout", "evaluation"),
+    "trainer": ("parallel", "optim", "model", "checkpoint", "publish", "sft"),
+}
+"""Packages inside of a package. They import each other in one direction only, and never the loop above them."""
+
+LOOPS = {
+    "orchestrator": {"loop", "scheduler", "batcher", "status"},
+    "trainer": {"loop", "stepper", "trial"},
+}
+"""Modules of a package that its sub-packages never import."""
+
+LIGHT = ("base", "config", "messages", "journal", "monitor", "launch", "orchestrator")
+"""Packages that start at once and run where there is no torch."""
 
 HEAVY = {"torch", "transformers", "vllm", "safetensors", "accelerate"}
 
@@ -48,14 +64,14 @@ class Import(NamedTuple):
     module: str
 
     @property
-    def room(self) -> str:
-        return room_of(self.file)
+    def package(self) -> str:
+        return package_of(self.file)
 
     def __str__(self) -> str:
         return f"{self.file.relative_to(SOURCE)}:{self.line} imports {self.module}"
 
 
-def room_of(file: Path) -> str:
+def package_of(file: Path) -> str:
     return file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
@@ -77,17 +93,31 @@ def all_imports() -> list[Import]:
     return [found for file in FILES for found in imports_of(file)]
 
 
-def test_imports_go_down_a_floor_never_up_and_never_sideways():
-    assert {room_of(file) for file in FILES} - {"__init__"} == set(FLOORS)
+def test_imports_go_down_a_layer_never_up_and_never_sideways():
+    assert {package_of(file) for file in FILES} - {"__init__"} == set(LAYERS)
     ours = [(found, found.module.split(".")[1]) for found in all_imports() if found.module.startswith("trireme.")]
     assert len(ours) > 100
-    wrong = [(str(i), to) for i, to in ours if i.room != to and FLOORS.get(to, 99) >= FLOORS[i.room]]
+    wrong = [(str(i), to) for i, to in ours if i.package != to and LAYERS.get(to, 99) >= LAYERS[i.package]]
     assert wrong == []
 
 
-def test_rooms_that_need_no_torch_never_name_it():
+@pytest.mark.parametrize("package", SUB_PACKAGES)
+def test_sub_packages_import_each_other_one_way_and_never_the_loop_of_their_package(package: str):
+    found = {part.name for part in (SOURCE / package).iterdir() if part.is_dir() and part.name != "__pycache__"}
+    assert found == set(SUB_PACKAGES[package])
+    arrows: dict[tuple[str, str], str] = {}
+    for each in all_imports():
+        inside, parts = each.file.relative_to(SOURCE).parts, each.module.split(".")
+        if inside[0] == package and len(inside) > 2 and parts[:2] == ["trireme", package] and parts[2] != inside[1]:
+            arrows[inside[1], parts[2]] = str(each)
+    assert arrows
+    assert [arrow for (start, end), arrow in arrows.items() if (end, start) in arrows] == []
+    assert [arrow for (_, end), arrow in arrows.items() if end in LOOPS[package]] == []
+
+
+def test_packages_that_need_no_torch_never_name_it():
     named = [found for found in all_imports() if found.module.split(".")[0] in HEAVY]
-    assert [str(found) for found in named if found.room in LIGHT] == []
+    assert [str(found) for found in named if found.package in LIGHT] == []
 
 
 def test_no_import_goes_round_in_circles():

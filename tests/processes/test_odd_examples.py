@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.orchestrator.eval_results import read_answers, results_path
+from trireme.orchestrator.evaluation.results import read_answers, results_path
 from whole_run import build_config, run
 
 CODE = """

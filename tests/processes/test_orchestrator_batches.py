@@ -17,12 +17,12 @@ from tiny_tokenizer import LLAMA_3, write_tokenizer
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.config.written import write_run
-from trireme.ledger.records import BatchRecord
-from trireme.ledger.shares import share_of
-from trireme.ledger.versions import Versions
-from trireme.monitor.audit.audit import audit_run
-from trireme.orchestrator.policy import Policy
+from trireme.journal.records import BatchRecord
+from trireme.journal.shares import share_of
+from trireme.journal.versions import Versions
 from trireme.orchestrator.scheduler import Scheduler
+from trireme.orchestrator.weights.policy import Policy
+from trireme.tools.audit.audit import audit_run
 from whole_run import Outcome, block_until, build_config, run
 
 REWARD = """

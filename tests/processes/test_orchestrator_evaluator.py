@@ -16,10 +16,10 @@ from trireme.config.orchestrator import Evaluation
 from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Done
-from trireme.orchestrator.eval_results import evaluation_metrics, read_answers
-from trireme.orchestrator.evaluation import EvaluationRun, places
-from trireme.orchestrator.evaluator import Evaluator
-from trireme.orchestrator.rollouts import Finished
+from trireme.orchestrator.evaluation.evaluator import Evaluator
+from trireme.orchestrator.evaluation.results import evaluation_metrics, read_answers
+from trireme.orchestrator.evaluation.run import EvaluationRun, places
+from trireme.orchestrator.rollout.runner import Finished
 from whole_run import DEADLINE_S, build_config, run
 
 WITH_HELD_OUT = """

@@ -17,11 +17,11 @@ import pytest
 from fake_engine import Asked
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.ledger.journal import Journal
+from trireme.journal.journal import Journal
 from trireme.monitor.lanes import OTHER, joined, lanes_of, shares
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import Span, SpansFile, read_spans, reason_of
-from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
+from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.lanes import Lanes, engine_lane
 from whole_run import Running, block_until, build_config, run
 

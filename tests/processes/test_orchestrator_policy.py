@@ -23,13 +23,13 @@ from fake_engine import FakeEngine, WeightWire, digests_of, open_fake_engine, re
 from trireme.base.errors import DeadlineExceeded, PeerDied, WeightsMismatch
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.ledger.journal import Journal
-from trireme.ledger.versions import Versions
+from trireme.journal.journal import Journal
+from trireme.journal.versions import Versions
 from trireme.messages import Again, Done, GetBatch, Go, Live, NotYet, Publish, Refusal
 from trireme.orchestrator.answers import Answers, Peers
-from trireme.orchestrator.engine_keeper import keep_engines
-from trireme.orchestrator.inference_pool import KEEP_IDLE_S, InferencePool, OverlongPrompt, open_inference_pool
-from trireme.orchestrator.policy import Policy
+from trireme.orchestrator.engines.keeper import keep_engines
+from trireme.orchestrator.engines.pool import KEEP_IDLE_S, InferencePool, OverlongPrompt, open_inference_pool
+from trireme.orchestrator.weights.policy import Policy
 from whole_run import build_config, run
 
 END = 2

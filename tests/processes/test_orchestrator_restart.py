@@ -18,9 +18,9 @@ from fake_engine import FakeEngine, FakeTrainer, WeightWire, digests_of, open_fa
 from tiny_tokenizer import END
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.config.run import RunConfig
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import BatchRecord, State
-from trireme.ledger.versions import Versions
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord, State
+from trireme.journal.versions import Versions
 from trireme.messages import encode
 from trireme.orchestrator.loop import Orchestrator, drive, open_orchestrator
 from whole_run import DEADLINE_S, build_config, run

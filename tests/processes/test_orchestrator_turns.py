@@ -22,13 +22,13 @@ from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceModel
 from trireme.config.orchestrator import Sampling
 from trireme.config.run import RunConfig
-from trireme.orchestrator.chat import ChatTokenizer
-from trireme.orchestrator.engine_answers import Called, CalledFunction, Message
+from trireme.orchestrator.engines.pool import Generation, OverlongPrompt, open_inference_pool
+from trireme.orchestrator.engines.responses import Called, CalledFunction, Message
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, ToolCall
-from trireme.orchestrator.inference_pool import Generation, OverlongPrompt, open_inference_pool
-from trireme.orchestrator.rollouts import Finished, RolloutRunner
-from trireme.orchestrator.tool_calls import split_tool_calls
-from trireme.orchestrator.turns import Said, TurnReader
+from trireme.orchestrator.rollout.chat import ChatTokenizer
+from trireme.orchestrator.rollout.runner import Finished, RolloutRunner
+from trireme.orchestrator.rollout.tool_calls import split_tool_calls
+from trireme.orchestrator.rollout.turns import Said, TurnReader
 from whole_run import SAY, Outcome, build_config, run
 
 TALK = """

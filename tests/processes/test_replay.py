@@ -27,15 +27,15 @@ from trireme.cli.replay import read_config
 from trireme.cli.replay import replay as replay_command
 from trireme.config.run import Model, RunConfig
 from trireme.config.written import write_run
-from trireme.ledger.entry import write_entry
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import BatchRecord, Rollout, State
-from trireme.ledger.shares import Shares
-from trireme.ledger.span import find_span
-from trireme.ledger.versions import Versions
+from trireme.journal.entry import write_entry
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord, Rollout, State
+from trireme.journal.shares import Shares
+from trireme.journal.span import find_span
+from trireme.journal.versions import Versions
 from trireme.messages import COLUMNS, GetBatch, GetNewest, Go, Live, Newest, Ok, PolicyReady, PolicySent, Reply, Request
+from trireme.tools.replay.replay import replay as train_again
 from trireme.trainer.loop import train
-from trireme.trainer.replay import replay as train_again
 
 STEPS = 4
 SAVED_EVERY = 2

@@ -23,9 +23,9 @@ from trireme.config.run import RunConfig
 from trireme.config.written import write_run
 from trireme.inference.server import server_arguments
 from trireme.launch.standing import look_at
-from trireme.monitor.dashboard.pulse import ask_status
 from trireme.orchestrator.answers import Peers
 from trireme.orchestrator.status import Status, build_app
+from trireme.tools.dashboard.pulse import ask_status
 from trireme.transport.bearer import RequireToken
 
 SECRET = "a-token-for-tests-0123456789"

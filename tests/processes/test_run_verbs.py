@@ -28,8 +28,8 @@ from trireme.cli.status import status
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
 from trireme.config.written import write_run
-from trireme.launch.cluster.job import Submission, submissions_of
-from trireme.launch.cluster.secrets import write_secrets
+from trireme.tools.cluster.job import Submission, submissions_of
+from trireme.tools.cluster.secrets import write_secrets
 
 DEADLINE_S = 30
 PORT = free_port()

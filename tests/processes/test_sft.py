@@ -18,15 +18,15 @@ from trireme.cli.sft import sft
 from trireme.config.run import Model, RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import Checkpoints, Lora, Optimizer, TrainerModel
+from trireme.journal.manifest import complete_steps
 from trireme.launch.folder import hold_folder
-from trireme.ledger.manifest import complete_steps
 from trireme.monitor.lanes import joined, shares, steady
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import read_spans
-from trireme.trainer.mesh import open_world
-from trireme.trainer.sft_loop import train_sft
+from trireme.trainer.model.tokenizer import open_tokenizer
+from trireme.trainer.parallel.mesh import open_world
+from trireme.trainer.sft.loop import train_sft
 from trireme.trainer.stepper import base_state
-from trireme.trainer.tokenizer import open_tokenizer
 
 
 def write_lines(path: Path, *lines: object) -> Path:

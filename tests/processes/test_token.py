@@ -30,8 +30,8 @@ from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.messages import WIRE_VERSION, Done, Ok, Request, encode
 from trireme.orchestrator.answers import Peers
-from trireme.orchestrator.engine_keeper import world_size
-from trireme.orchestrator.inference_pool import open_inference_pool
+from trireme.orchestrator.engines.keeper import world_size
+from trireme.orchestrator.engines.pool import open_inference_pool
 from trireme.orchestrator.status import Status, build_app
 from trireme.transport.bearer import RequireToken
 from trireme.transport.control import ControlClient

@@ -15,7 +15,7 @@ from rank_processes import require_success, results_of, run_rank, started_ranks
 from trireme.algo.packing import Sample
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Loss, Optimizer, TrainerConfig
-from trireme.trainer.mesh import HoldOn, World, open_world
+from trireme.trainer.parallel.mesh import HoldOn, World, open_world
 from trireme.trainer.stepper import Stepper, base_state
 
 PATIENCE_S = 6.0

@@ -19,9 +19,9 @@ from tiny import are_equal, content_of, open_exporter, open_state, open_store, r
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.config.trainer import Checkpoints
-from trireme.ledger.manifest import complete_steps
-from trireme.trainer.checkpoint import CheckpointStore, TrainerState, load_checkpoint
-from trireme.trainer.mesh import World, open_world
+from trireme.journal.manifest import complete_steps
+from trireme.trainer.checkpoint.checkpoint import CheckpointStore, TrainerState, load_checkpoint
+from trireme.trainer.parallel.mesh import World, open_world
 
 DEADLINE_S = 120
 

@@ -23,13 +23,13 @@ from trireme.cli.audit import audit
 from trireme.config.orchestrator import Advantage, Buffer
 from trireme.config.run import RunConfig
 from trireme.config.written import write_run
+from trireme.journal.entry import write_entry
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord
+from trireme.journal.versions import Confirmation, Version, Versions
 from trireme.launch.rewind import rewind
-from trireme.ledger.entry import write_entry
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import BatchRecord
-from trireme.ledger.versions import Confirmation, Version, Versions
-from trireme.monitor.audit.audit import audit_run
-from trireme.monitor.audit.report import Report
+from trireme.tools.audit.audit import audit_run
+from trireme.tools.audit.report import Report
 from written_run import WrittenRun, build_config, build_rich_config, digests_of, rewrite_batch, write_whole_run
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trireme.config.run import RunConfig
-from trireme.ledger.records import Cursor, Dropped, OpenGroup, Outcome, Rollout, Scores, State
+from trireme.journal.records import Cursor, Dropped, OpenGroup, Outcome, Rollout, Scores, State
 from trireme.messages import Tokens, build_tokens
 from trireme.orchestrator.batch_metrics import batch_metrics, state_metrics
 from trireme.orchestrator.batcher import Batcher, Filled

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from trireme.base.errors import ConfigError
-from trireme.launch.cluster.job import Job, Resources
-from trireme.launch.cluster.kubernetes import (
+from trireme.tools.cluster.job import Job, Resources
+from trireme.tools.cluster.kubernetes import (
     Manifest,
     Options,
     addresses_of,
@@ -23,8 +23,8 @@ from trireme.launch.cluster.kubernetes import (
     submit,
     to_yaml,
 )
-from trireme.launch.cluster.node_script import node_script
-from trireme.launch.cluster.nodes import Wanted, plan_nodes
+from trireme.tools.cluster.node_script import node_script
+from trireme.tools.cluster.nodes import Wanted, plan_nodes
 
 VERSIONS = ("1.33", "1.37")  # the first in which all of it is stable, and the newest
 SECRETS = {"API_KEY": "s3cret", "TRIREME_TOKEN": "t0k3n"}

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trireme.base.errors import ConfigError
-from trireme.launch.cluster.job import seconds_of
-from trireme.launch.cluster.nodes import Wanted, plan_nodes
+from trireme.tools.cluster.job import seconds_of
+from trireme.tools.cluster.nodes import Wanted, plan_nodes
 
 ALL = tuple(range(8))
 TWO = {"nodes": 2, "gpus_per_node": 8}

@@ -15,7 +15,7 @@ from trireme.config.losses import Recipe
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Loss, TrainerConfig
 from trireme.trainer.custom_loss import load_custom_loss, made_up_columns
-from trireme.trainer.mesh import World
+from trireme.trainer.parallel.mesh import World
 from trireme.trainer.step import policy_gradient
 from trireme.trainer.stepper import base_state
 

@@ -14,7 +14,7 @@ import pytest
 from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
 from trireme.cli.dashboard import address_of, dashboard, key_for, listen
-from trireme.monitor.dashboard.gate import KEY, Gate, key_of
+from trireme.transport.gate import KEY, Gate, key_of
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
@@ -113,7 +113,7 @@ PROPS |= {"str(other == self._number).lower()"}
 def test_no_name_out_of_a_run_is_formatted_into_properties_that_are_parsed() -> None:
     """NiceGUI parses text for `props()`, and takes a property that begins with `:` for JavaScript."""
     found = set()
-    for file in Path("src/trireme/monitor/dashboard").glob("*.py"):
+    for file in Path("src/trireme/tools/dashboard").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "props":
                 parts = [part for each in node.args for part in ast.walk(each) if isinstance(part, ast.FormattedValue)]

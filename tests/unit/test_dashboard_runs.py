@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from trireme.base.paths import RunPaths
 from trireme.launch.folder import hold_folder
 from trireme.monitor.collapse import Watch
-from trireme.monitor.dashboard import runs as module
-from trireme.monitor.dashboard.columns import Columns
-from trireme.monitor.dashboard.curves import thinned
-from trireme.monitor.dashboard.glance import figures
-from trireme.monitor.dashboard.log_text import TAIL_BYTES, log_files, tail, to_html
-from trireme.monitor.dashboard.runs import Library, RunFolder, RunSet
-from trireme.monitor.dashboard.signs import Signs
 from trireme.monitor.metrics import MetricsFile, latest_by_step, merge_processes, read_metrics
+from trireme.tools.dashboard import runs as module
+from trireme.tools.dashboard.columns import Columns
+from trireme.tools.dashboard.curves import thinned
+from trireme.tools.dashboard.glance import figures
+from trireme.tools.dashboard.log_text import TAIL_BYTES, log_files, tail, to_html
+from trireme.tools.dashboard.runs import Library, RunFolder, RunSet
+from trireme.tools.dashboard.signs import Signs
 from viewing import Reader, answering
 
 

@@ -18,8 +18,8 @@ from trireme.algo.curriculum import Place, Stage, after_batch, weights_in
 from trireme.algo.difficulty import Outcome, Pools, from_scores, left_out, to_scores
 from trireme.algo.order import draws_of, environment_of, example_order, names_and_shares
 from trireme.base.errors import ConfigError
-from trireme.ledger.records import OpenGroup, State
-from trireme.ledger.rules import Rules
+from trireme.journal.records import OpenGroup, State
+from trireme.journal.rules import Rules
 from trireme.messages import decode_as, encode
 from trireme.orchestrator.buffer import Buffer
 

@@ -25,15 +25,15 @@ from trireme.cli.diff import diff
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.written import read_run, write_run
-from trireme.ledger.journal import Journal
-from trireme.ledger.logprobs import Scored, counting, identity, path_of, read_logprobs
-from trireme.ledger.records import BatchRecord, Dropped
-from trireme.ledger.surroundings import look_around, write_surroundings
+from trireme.journal.journal import Journal
+from trireme.journal.logprobs import Scored, counting, identity, path_of, read_logprobs
+from trireme.journal.records import BatchRecord, Dropped
+from trireme.journal.surroundings import look_around, write_surroundings
 from trireme.messages import Kept, Tokens, encode
-from trireme.monitor.diff.compare import compare_runs
-from trireme.monitor.diff.differences import ASPECTS, Difference
-from trireme.monitor.diff.meaning import meaning_of
 from trireme.monitor.metrics import MetricsFile
+from trireme.tools.diff.compare import compare_runs
+from trireme.tools.diff.differences import ASPECTS, Difference
+from trireme.tools.diff.meaning import meaning_of
 from written_run import build_config, rewrite_version, write_whole_run
 
 STEP = 2  # at which something is changed

@@ -10,11 +10,11 @@ import pytest
 
 from doctoring import build_case, findings, the_one
 from limits import fill, limited, small_disk
-from trireme.launch.doctor import resources, software
-from trireme.launch.doctor.clocks import of_clock
-from trireme.launch.doctor.disks import disk, of_disk, room_for
-from trireme.launch.doctor.programs import run_program
-from trireme.launch.doctor.resources import available, limits, memory, needs_of, of_shared_memory, shared_memory
+from trireme.tools.doctor import resources, software
+from trireme.tools.doctor.clocks import of_clock
+from trireme.tools.doctor.disks import disk, of_disk, room_for
+from trireme.tools.doctor.programs import run_program
+from trireme.tools.doctor.resources import available, limits, memory, needs_of, of_shared_memory, shared_memory
 
 GIB = 1 << 30
 
@@ -146,7 +146,7 @@ def test_what_does_not_load_is_told_of_with_its_own_words(package, words, tmp_pa
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text(f"raise ImportError({words!r})\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(software, "about_torch", lambda: run_program("trireme.trainer.about", limit_s=60))
+    monkeypatch.setattr(software, "about_torch", lambda: run_program("trireme.tools.replay.about", limit_s=60))
     finding = the_one(getattr(software, package)(build_case(tmp_path)))
     assert (finding.verdict, words in finding.found) == ("problem", True)
 

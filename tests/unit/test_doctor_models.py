@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 from doctoring import build_case, findings, the_one
 from tiny_tokenizer import CHATML, write_tokenizer
 from trireme.cli.doctor_tokenizer import tokenizer
-from trireme.launch.doctor.configuration import configuration
-from trireme.launch.doctor.finding import Finding
-from trireme.launch.doctor.models import model, of_folder
+from trireme.tools.doctor.configuration import configuration
+from trireme.tools.doctor.finding import Finding
+from trireme.tools.doctor.models import model, of_folder
 
 SHIPPED = Path(__file__).parents[2] / "models" / "reverse-text-tiny"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1839360\n"

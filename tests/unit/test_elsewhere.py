@@ -11,15 +11,15 @@ import pytest
 from resolved_runs import value_at
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
-from trireme.config.elsewhere import flat, hosted
-from trireme.config.elsewhere.kinds import kind_of
-from trireme.config.elsewhere.translation import Translation, as_toml
-from trireme.config.elsewhere.vf_rl import translate
-from trireme.config.elsewhere.vf_rl_file import VfArgs
+from trireme.config.file_kinds import kind_of
 from trireme.config.load import load_run_config, read_as
 from trireme.config.resolve import resolve
 from trireme.config.rules import problems
 from trireme.config.run import RunConfig
+from trireme.tools.formats import flat, hosted
+from trireme.tools.formats.translation import Translation, as_toml
+from trireme.tools.formats.vf_rl import translate
+from trireme.tools.formats.vf_rl_file import VfArgs
 
 CPU, ONE, EIGHT = Devices((), 4), Devices(("0",), 8), Devices(tuple("01234567"), 64)
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -22,14 +22,14 @@ from trireme.config.kept import MOST_KEPT, max_logprobs, slots_for
 from trireme.config.orchestrator import Sampling
 from trireme.config.orchestrator import Teacher as TeacherConfig
 from trireme.config.run import RunConfig
-from trireme.ledger.records import Rollout
+from trireme.journal.records import Rollout
 from trireme.messages import build_tokens
 from trireme.orchestrator import teacher as module
-from trireme.orchestrator.chat import open_chat_tokenizer
-from trireme.orchestrator.engine_answers import BadAnswer, Choice, choice_of, kept_of, read_message, read_response
+from trireme.orchestrator.engines.responses import BadAnswer, Choice, choice_of, kept_of, read_message, read_response
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.wire import Error, Garbage, Held, RunTask
-from trireme.orchestrator.sampling import TurnSampling, seed_of
+from trireme.orchestrator.rollout.chat import open_chat_tokenizer
+from trireme.orchestrator.rollout.sampling import TurnSampling, seed_of
 from trireme.orchestrator.teacher import open_teacher
 
 VOCABULARY = 10

@@ -6,17 +6,17 @@ import math
 
 import pytest
 
-from trireme.orchestrator.environments.check_report import (
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.wire import Done
+from trireme.tools.environments.check_report import (
     CheckReport,
     Loaded,
     Rewards,
     build_report,
     rewards_of,
 )
-from trireme.orchestrator.environments.check_rollouts import Attempt, Extent, Turned
-from trireme.orchestrator.environments.check_text import advice_of, difficulty_in_words, text_of
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
-from trireme.orchestrator.environments.wire import Done
+from trireme.tools.environments.check_rollouts import Attempt, Extent, Turned
+from trireme.tools.environments.check_text import advice_of, difficulty_in_words, text_of
 
 LOADED = Loaded("toy", "file", "toy.py", None, 0.1, 1, 10, 0, {"python": "3.11.7"})
 

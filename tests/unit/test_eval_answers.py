@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from limits import file_size_limit
 from trireme.algo.pass_at_k import mean_pass_at_k, pass_at_k, powers_of_two
 from trireme.base.errors import ConfigError
-from trireme.orchestrator.eval_results import Answer, AnswersFile, description_path, is_runs_own, make_way
+from trireme.orchestrator.evaluation.results import Answer, AnswersFile, description_path, is_runs_own, make_way
 
 
 def answered(example: int) -> Answer:

@@ -13,13 +13,13 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tiny_tokenizer import write_tokenizer
-from trireme.monitor.eval_view.filters import parse
-from trireme.monitor.eval_view.found import Source, find, neighbours
-from trireme.monitor.eval_view.reading import page
-from trireme.monitor.eval_view.results import CHUNK, ResultsFile
-from trireme.monitor.eval_view.rows import PREVIEW, Row, as_json, by_example, in_order, record_of
-from trireme.monitor.eval_view.tokens import find_decoder, pieces
-from trireme.orchestrator.eval_results import Answer, write_answers
+from trireme.orchestrator.evaluation.results import Answer, write_answers
+from trireme.tools.viewer.filters import parse
+from trireme.tools.viewer.found import Source, find, neighbours
+from trireme.tools.viewer.reading import page
+from trireme.tools.viewer.results import CHUNK, ResultsFile
+from trireme.tools.viewer.rows import PREVIEW, Row, as_json, by_example, in_order, record_of
+from trireme.tools.viewer.tokens import find_decoder, pieces
 from viewing import answer, write_evaluations, write_results
 from written_run import write_whole_run
 

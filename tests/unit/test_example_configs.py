@@ -15,11 +15,11 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import check
 from trireme.config.run import RunConfig
-from trireme.launch.estimate import estimate_run
-from trireme.launch.lengths import lengths_of
-from trireme.launch.machine import describe_machine
-from trireme.launch.sizes import read_sizes
-from trireme.launch.workspace.sized import SIZES, Size, size_of, sized
+from trireme.tools.plan.estimate import estimate_run
+from trireme.tools.plan.lengths import lengths_of
+from trireme.tools.plan.machine import describe_machine
+from trireme.tools.plan.sizes import read_sizes
+from trireme.tools.workspace.sized import SIZES, Size, size_of, sized
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ("alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-search", "wordle")

@@ -28,15 +28,15 @@ from tiny import (
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.cli.export import export
 from trireme.config.trainer import Lora, Optimizer, TrainerModel
-from trireme.ledger.manifest import MANIFEST, describe_file
+from trireme.journal.manifest import MANIFEST, describe_file
 from trireme.messages import TensorSpec
-from trireme.trainer.mesh import World
-from trireme.trainer.model import load_model
-from trireme.trainer.model_files import split, write_model
-from trireme.trainer.optim import build_optimizer
-from trireme.trainer.served import merged_tensors
-from trireme.trainer.state import TrainerState
-from trireme.trainer.weights_folder import open_source
+from trireme.tools.export.weights_folder import open_source
+from trireme.trainer.checkpoint.state import TrainerState
+from trireme.trainer.model.model import load_model
+from trireme.trainer.model.model_files import split, write_model
+from trireme.trainer.optim.optim import build_optimizer
+from trireme.trainer.parallel.mesh import World
+from trireme.trainer.publish.served import merged_tensors
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,14 @@ from toy_environments import with_environment
 from trireme.base.errors import ConfigError
 from trireme.base.processes import free_port
 from trireme.cli.gepa import gepa, to_flags
-from trireme.cli.gepa_models import Place, places_of
 from trireme.config.gepa import GepaConfig
 from trireme.config.load import load_config
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
-from trireme.orchestrator.gepa.examples import Example, draw_examples
-from trireme.orchestrator.gepa.journal import Journal, Reflected
-from trireme.orchestrator.gepa.prompted import PromptedEnvironment, own_prompt, with_system
+from trireme.tools.gepa.examples import Example, draw_examples
+from trireme.tools.gepa.journal import Journal, Reflected
+from trireme.tools.gepa.models import Place, places_of
+from trireme.tools.gepa.prompted import PromptedEnvironment, own_prompt, with_system
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -15,8 +15,6 @@ import pytest
 from trireme.base.processes import free_port
 from trireme.config.run import RunConfig
 from trireme.launch.standing import look_at
-from trireme.monitor.dashboard.gantt import gantt
-from trireme.monitor.dashboard.lane_view import SpanStore, advice_without_spans, look, trainer_shares
 from trireme.monitor.lanes import (
     OTHER,
     advice,
@@ -28,6 +26,8 @@ from trireme.monitor.lanes import (
     time_lines,
 )
 from trireme.monitor.spans import ENVIRONMENTS, Span, SpansFile
+from trireme.tools.dashboard.gantt import gantt
+from trireme.tools.dashboard.lane_view import SpanStore, advice_without_spans, look, trainer_shares
 
 TRAINER = [
     Span("trainer", "start", 0.0, 10.0),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trireme.trainer.layouts import Laid, Region, UnknownLayout, lay
+from trireme.trainer.model.layouts import Laid, Region, UnknownLayout, lay
 
 SOURCES = {name: torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed, name in enumerate("abcd")}
 

@@ -22,16 +22,16 @@ from trireme.cli.surroundings import note_surroundings
 from trireme.config.load import load_run_config
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
+from trireme.journal.entry import read_entry
+from trireme.journal.journal import Journal
+from trireme.journal.manifest import complete_steps, find_damage
+from trireme.journal.records import BatchRecord, Cursor, Dropped, OpenGroup, Rollout, State
+from trireme.journal.surroundings import digest_of_files, gpu_names, look_around, of_environment
+from trireme.journal.surroundings import read_surroundings as read
+from trireme.journal.surroundings import write_surroundings as write
+from trireme.journal.versions import Version, Versions
 from trireme.launch.folder import prepare_folder
 from trireme.launch.rewind import rewind
-from trireme.ledger.entry import read_entry
-from trireme.ledger.journal import Journal
-from trireme.ledger.manifest import complete_steps, find_damage
-from trireme.ledger.records import BatchRecord, Cursor, Dropped, OpenGroup, Rollout, State
-from trireme.ledger.surroundings import digest_of_files, gpu_names, look_around, of_environment
-from trireme.ledger.surroundings import read_surroundings as read
-from trireme.ledger.surroundings import write_surroundings as write
-from trireme.ledger.versions import Version, Versions
 from trireme.messages import build_tokens, encode
 from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
 from written_run import write_checkpoint

@@ -25,14 +25,14 @@ from trireme.algo.length_penalty import LengthPenalty
 from trireme.algo.packing import Sample, num_learned
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
-from trireme.ledger import targets
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import BatchRecord, Rollout, State
-from trireme.ledger.rules import Rules, rules_of
-from trireme.ledger.shares import Shares, cost_of_model, row_capacity, row_cost, share_of
-from trireme.ledger.targets import advantages_of, estimator_of
+from trireme.journal import targets
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord, Rollout, State
+from trireme.journal.rules import Rules, rules_of
+from trireme.journal.shares import Shares, cost_of_model, row_capacity, row_cost, share_of
+from trireme.journal.targets import advantages_of, estimator_of
 from trireme.messages import BatchReply, Kept, Tokens, build_tokens, encode
-from trireme.trainer.forward import places_of
+from trireme.trainer.model.forward import places_of
 from written_run import build_rich_config
 
 NAN = math.nan

@@ -19,14 +19,14 @@ from tiny import are_equal, random_samples, whole
 from trireme.algo.packing import micro_batches_of_rank
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import Lora, TrainerModel
-from trireme.trainer.export import describe_model
-from trireme.trainer.forward import compute_columns
-from trireme.trainer.hub_names import hub_names, sources_of
-from trireme.trainer.mesh import World
-from trireme.trainer.model import load_model, num_parameters
-from trireme.trainer.noise import published_config
-from trireme.trainer.served import served_tensors
-from trireme.trainer.sharding import decoder_layers
+from trireme.trainer.checkpoint.export import describe_model
+from trireme.trainer.model.forward import compute_columns
+from trireme.trainer.model.hub_names import hub_names, sources_of
+from trireme.trainer.model.model import load_model, num_parameters
+from trireme.trainer.model.noise import published_config
+from trireme.trainer.model.sharding import decoder_layers
+from trireme.trainer.parallel.mesh import World
+from trireme.trainer.publish.served import served_tensors
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,9 @@ from trireme.algo.packing import MicroBatch, Sample, micro_batches_of_rank
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import ActivationCheckpointing, Experts, Loss, TrainerModel
 from trireme.messages import Routed
-from trireme.trainer.forward import compute_columns
-from trireme.trainer.mesh import World
-from trireme.trainer.model import load_model
-from trireme.trainer.moe import (
+from trireme.trainer.model.forward import compute_columns
+from trireme.trainer.model.model import load_model
+from trireme.trainer.model.moe import (
     Routes,
     expert_metrics,
     find_weighing,
@@ -29,6 +28,7 @@ from trireme.trainer.moe import (
     router_of,
     routes_argument,
 )
+from trireme.trainer.parallel.mesh import World
 from trireme.trainer.step import forward_backward, policy_gradient
 
 CPU = torch.device("cpu")

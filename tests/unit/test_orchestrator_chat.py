@@ -10,7 +10,7 @@ import pytest
 
 from tiny_tokenizer import CHATML, END, LLAMA_3, MARKED, QWEN_3, write_tokenizer
 from trireme.base.errors import ConfigError
-from trireme.orchestrator.chat import ChatTokenizer, open_chat_tokenizer
+from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
 
 TEMPLATES = {"chatml": CHATML, "llama-3": LLAMA_3, "qwen-3": QWEN_3, "marked": MARKED}
 FUNCTION = {"name": "add", "description": "Adds <two> numbers & more: ä"}
@@ -113,7 +113,7 @@ def test_what_runs_without_a_model_loads_no_large_library():
     code = """
 import sys
 from trireme.base.devices import Devices
-from trireme.ledger.surroundings import look_around
+from trireme.journal.surroundings import look_around
 look_around(Devices(), {}, [])
 print(*{"torch", "vllm", "transformers", "numpy"} & sys.modules.keys())
 import trireme.orchestrator.loop

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, write_tokenizer
-from trireme.orchestrator.chat import ChatTokenizer, _for_template
-from trireme.orchestrator.continuation import Rewritten
+from trireme.orchestrator.engines.pool import Generation
 from trireme.orchestrator.environments.wire import ToolCall
-from trireme.orchestrator.inference_pool import Generation
-from trireme.orchestrator.tool_calls import split_tool_calls
-from trireme.orchestrator.trajectory import Trajectory
-from trireme.orchestrator.turns import Said
+from trireme.orchestrator.rollout.chat import ChatTokenizer, _for_template
+from trireme.orchestrator.rollout.continuation import Rewritten
+from trireme.orchestrator.rollout.tool_calls import split_tool_calls
+from trireme.orchestrator.rollout.trajectory import Trajectory
+from trireme.orchestrator.rollout.turns import Said
 
 ASK = {"role": "user", "content": "2 + 2?"}
 MORE = {"role": "user", "content": "sure?"}

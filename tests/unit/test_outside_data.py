@@ -23,15 +23,15 @@ from trireme.base.waiting import Waits
 from trireme.config.load import load_run_config
 from trireme.config.run import RunConfig
 from trireme.config.written import find_run_file, read_run
+from trireme.journal.entry import FORMAT, Header
+from trireme.journal.journal import Journal
+from trireme.journal.manifest import complete_steps
 from trireme.launch.folder import launcher_of
-from trireme.ledger.entry import FORMAT, Header
-from trireme.ledger.journal import Journal
-from trireme.ledger.manifest import complete_steps
 from trireme.messages import WIRE_VERSION, GetNewest, encode
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Progress
 from trireme.orchestrator.answers import Peers
-from trireme.orchestrator.engine_answers import BadAnswer, choice_of, prompt_logprobs_of, read_message, read_response
+from trireme.orchestrator.engines.responses import BadAnswer, choice_of, prompt_logprobs_of, read_message, read_response
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.status import Status, build_app
 from trireme.transport.control import NoQuestion, read_question

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.algo.activations import Pass
 from trireme.algo.architecture import architecture_of, is_known
-from trireme.algo.memory import Training, changed
-from trireme.algo.serving import GIB, Serving
-from trireme.launch.estimate import CUDA_BYTES, GPU_SCATTERED, scattered_bytes
-from trireme.launch.known_models import KNOWN_MODELS, known_config
+from trireme.tools.plan.estimate import CUDA_BYTES, GPU_SCATTERED, scattered_bytes
+from trireme.tools.plan.known_models import KNOWN_MODELS, known_config
+from trireme.tools.plan.memory import Training, changed
+from trireme.tools.plan.serving import GIB, Serving
 
 QWEN = architecture_of(KNOWN_MODELS["Qwen/Qwen2.5-7B"])
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from trireme.algo.chips import CHIPS
-from trireme.algo.pace import possible_splits
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.cli.plan import plan
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
-from trireme.launch.advice import advise
-from trireme.launch.estimate import Estimate, estimate_run
-from trireme.launch.fit import fit_warnings
-from trireme.launch.lengths import lengths_of
-from trireme.launch.machine import describe_machine, find_chip
-from trireme.launch.sizes import read_sizes
+from trireme.tools.plan.advice import advise
+from trireme.tools.plan.estimate import Estimate, estimate_run
+from trireme.tools.plan.fit import fit_warnings
+from trireme.tools.plan.lengths import lengths_of
+from trireme.tools.plan.machine import describe_machine, find_chip
+from trireme.tools.plan.pace import possible_splits
+from trireme.tools.plan.sizes import read_sizes
 
 
 @pytest.fixture

@@ -23,15 +23,15 @@ from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.written import write_run
-from trireme.ledger.surroundings import write_surroundings
-from trireme.monitor.diff.configuration import compare_configurations
+from trireme.journal.surroundings import write_surroundings
 from trireme.monitor.metrics import MetricsFile
-from trireme.monitor.report.choices import OWN, choices_of
-from trireme.monitor.report.html import to_html
-from trireme.monitor.report.markdown import to_markdown
-from trireme.monitor.report.page import Conversation, Figure, Message, Page, Table, Words
-from trireme.monitor.report.sections import build_page
 from trireme.monitor.spans import Span
+from trireme.tools.diff.configuration import compare_configurations
+from trireme.tools.report.choices import OWN, choices_of
+from trireme.tools.report.html import to_html
+from trireme.tools.report.markdown import to_markdown
+from trireme.tools.report.page import Conversation, Figure, Message, Page, Table, Words
+from trireme.tools.report.sections import build_page
 from viewing import Reader, write_evaluations
 from written_run import rewrite_batch, write_whole_run
 

@@ -14,9 +14,9 @@ from pyarrow import parquet
 
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.cli.rollouts import rollouts
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import Rollout
-from trireme.monitor.rollout_sets import write
+from trireme.journal.journal import Journal
+from trireme.journal.records import Rollout
+from trireme.tools.datasets import write
 from written_run import GROUP, rewrite_batch, write_whole_run
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

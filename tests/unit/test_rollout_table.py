@@ -8,15 +8,15 @@ import pytest
 
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import BatchRecord
-from trireme.monitor.audit.audit import audit_run
-from trireme.monitor.dashboard.example_fates import by_step, totals
-from trireme.monitor.dashboard.indexing import bring_up_to_date
-from trireme.monitor.dashboard.rollout_query import query_of
-from trireme.monitor.dashboard.rollout_table import RolloutTable
-from trireme.monitor.eval_view.batches import BatchFile
-from trireme.monitor.eval_view.filters import parse
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord
+from trireme.tools.audit.audit import audit_run
+from trireme.tools.dashboard.example_fates import by_step, totals
+from trireme.tools.dashboard.indexing import bring_up_to_date
+from trireme.tools.dashboard.rollout_query import query_of
+from trireme.tools.dashboard.rollout_table import RolloutTable
+from trireme.tools.viewer.batches import BatchFile
+from trireme.tools.viewer.filters import parse
 from written_run import rewrite_batch, write_whole_run
 
 EVERYTHING = 10_000

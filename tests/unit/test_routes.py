@@ -18,16 +18,22 @@ from trireme.algo.packing import Sample, micro_batches_of_rank
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import BatchRecord, Rollout, State
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import COLUMNS, Routed, Tokens, build_tokens, concat_tokens, decode_as, encode
-from trireme.orchestrator.chat import ChatTokenizer
-from trireme.orchestrator.engine_answers import BadAnswer, Choice, read_response
-from trireme.orchestrator.generation import Generation
-from trireme.orchestrator.inference_pool import open_inference_pool
-from trireme.orchestrator.routes import ExpertShape, expert_shape, experts_to_replay, routes_of, to_routed
-from trireme.orchestrator.trajectory import Question, Trajectory
-from trireme.orchestrator.turns import Said
+from trireme.orchestrator.engines.expert_routes import (
+    ExpertShape,
+    expert_shape,
+    experts_to_replay,
+    routes_of,
+    to_routed,
+)
+from trireme.orchestrator.engines.generation import Generation
+from trireme.orchestrator.engines.pool import open_inference_pool
+from trireme.orchestrator.engines.responses import BadAnswer, Choice, read_response
+from trireme.orchestrator.rollout.chat import ChatTokenizer
+from trireme.orchestrator.rollout.trajectory import Question, Trajectory
+from trireme.orchestrator.rollout.turns import Said
 
 SHAPE = ExpertShape(layers=3, top_k=2, num_experts=8)
 ASK = {"role": "user", "content": "2 + 2?"}

@@ -16,13 +16,13 @@ from resolved_runs import resolved
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import RunPaths, remove_partial_files
 from trireme.config.written import read_run, write_rooms, write_run
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord, State
 from trireme.launch.folder import check_folder, hold, hold_folder, launcher_of, prepare_folder
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import BatchRecord, State
-from trireme.monitor.diff.configuration import read_configuration
 from trireme.monitor.metrics import MetricsFile
-from trireme.monitor.report.choices import choices_of, whole
-from trireme.trainer.data import SampleWriter
+from trireme.tools.diff.configuration import read_configuration
+from trireme.tools.report.choices import choices_of, whole
+from trireme.trainer.sft.dataset import SampleWriter
 
 
 def tree(folder: Path) -> dict[str, str]:

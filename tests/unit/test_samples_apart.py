@@ -22,12 +22,19 @@ from trireme.algo.prefixes import shared
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import TrainerModel
 from trireme.messages import MicroBatch, build_tokens
-from trireme.trainer.context import SharedRow, Team, share_attention
-from trireme.trainer.head import Head
-from trireme.trainer.mesh import World
-from trireme.trainer.samples_apart import ARGUMENT, ApartRow, attend_apart, attend_masked, can_attend_apart, row_given
-from trireme.trainer.scorer import Scorer, attach_scorer, scorer_of, shared_frac
-from trireme.trainer.short_attention import SHORT, attend_short, is_short
+from trireme.trainer.model.head import Head
+from trireme.trainer.model.samples_apart import (
+    ARGUMENT,
+    ApartRow,
+    attend_apart,
+    attend_masked,
+    can_attend_apart,
+    row_given,
+)
+from trireme.trainer.model.scorer import Scorer, attach_scorer, scorer_of, shared_frac
+from trireme.trainer.model.short_attention import SHORT, attend_short, is_short
+from trireme.trainer.parallel.context import SharedRow, Team, share_attention
+from trireme.trainer.parallel.mesh import World
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 64, **HEADS}

@@ -22,12 +22,12 @@ from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig, Source
 from trireme.config.trainer import TrainerModel
-from trireme.trainer.conversation_files import read_conversations
-from trireme.trainer.conversations import Completion, Conversation, to_conversation
-from trireme.trainer.data import Epochs, Portion, SampleFiles, SampleWriter
-from trireme.trainer.mesh import World
-from trireme.trainer.rendering import Rendered, Renderer, Tokenized, tokenized
-from trireme.trainer.sft_data import prepare_data, steps_of
+from trireme.trainer.parallel.mesh import World
+from trireme.trainer.sft.conversation_files import read_conversations
+from trireme.trainer.sft.conversations import Completion, Conversation, to_conversation
+from trireme.trainer.sft.dataset import Epochs, Portion, SampleFiles, SampleWriter
+from trireme.trainer.sft.packing import prepare_data, steps_of
+from trireme.trainer.sft.rendering import Rendered, Renderer, Tokenized, tokenized
 
 GREETING = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}

@@ -14,13 +14,13 @@ import pytest
 
 from tiny_tokenizer import write_tokenizer
 from trireme.config.run import RunConfig
-from trireme.ledger.journal import Journal
-from trireme.ledger.logprobs import counting, identity, logprobs_of, path_of, read_logprobs, write_logprobs
-from trireme.ledger.records import BatchRecord, Rollout
-from trireme.ledger.shares import Shares, samples_of
+from trireme.journal.journal import Journal
+from trireme.journal.logprobs import counting, identity, logprobs_of, path_of, read_logprobs, write_logprobs
+from trireme.journal.records import BatchRecord, Rollout
+from trireme.journal.shares import Shares, samples_of
 from trireme.messages import MicroBatch, Tokens, build_tokens
-from trireme.monitor.dashboard.reading import components_html, conversation_html
-from trireme.monitor.dashboard.token_view import (
+from trireme.tools.dashboard.reading import components_html, conversation_html
+from trireme.tools.dashboard.token_view import (
     LoadedRollout,
     TokenColumns,
     colours_of,
@@ -30,7 +30,7 @@ from trireme.monitor.dashboard.token_view import (
     load_rollout,
     token_html,
 )
-from trireme.monitor.eval_view.rows import Record, Row
+from trireme.tools.viewer.rows import Record, Row
 from viewing import Reader
 from written_run import rewrite_batch, write_whole_run
 

@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import tiny
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.config.trainer import Checkpoints, Optimizer
-from trireme.ledger.manifest import MANIFEST, complete_steps, read_manifest
-from trireme.trainer.checkpoint import TrainerState, load_checkpoint
-from trireme.trainer.export_layout import layout_of
-from trireme.trainer.mesh import World
-from trireme.trainer.optim import build_optimizer
-from trireme.trainer.pieces import Piece, open_pieces, write_pieces
-from trireme.trainer.resuming import version_to_resume
-from trireme.trainer.served import served_tensors
+from trireme.journal.manifest import MANIFEST, complete_steps, read_manifest
+from trireme.trainer.checkpoint.checkpoint import TrainerState, load_checkpoint
+from trireme.trainer.checkpoint.export_layout import layout_of
+from trireme.trainer.checkpoint.resume import version_to_resume
+from trireme.trainer.optim.optim import build_optimizer
+from trireme.trainer.parallel.mesh import World
+from trireme.trainer.parallel.pieces import Piece, open_pieces, write_pieces
+from trireme.trainer.publish.served import served_tensors
 
 
 def train_until(state: TrainerState, world: World, *, until: int) -> TrainerState:

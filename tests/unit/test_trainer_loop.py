@@ -32,12 +32,12 @@ from trireme.monitor.lanes import joined, shares, steady
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import read_spans
 from trireme.trainer import heartbeat as heartbeat_module
-from trireme.trainer.checkpoint import complete_steps
+from trireme.trainer.checkpoint.checkpoint import complete_steps
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.loop import train
-from trireme.trainer.mesh import World
+from trireme.trainer.parallel.mesh import World
+from trireme.trainer.parallel.rows import given_to_team, packing_metrics
 from trireme.trainer.prefetch import Prefetch
-from trireme.trainer.rows import given_to_team, packing_metrics
 
 STEPS = 4
 TOUCH_S = 1e-4  # between two clocks that are read one after the other

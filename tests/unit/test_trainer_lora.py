@@ -16,17 +16,17 @@ import tiny
 from trireme.base.errors import ConfigError
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Lora, Loss, Optimizer, TrainerConfig, TrainerModel
-from trireme.trainer.checkpoint import load_checkpoint
-from trireme.trainer.lora import is_adapter
-from trireme.trainer.merging import export_merged
-from trireme.trainer.mesh import World
-from trireme.trainer.model import load_model
-from trireme.trainer.optim import build_optimizer
-from trireme.trainer.served import merged_tensors, served_specs, served_tensors
-from trireme.trainer.state import TrainerState, tensors_of
+from trireme.tools.export.merging import export_merged
+from trireme.tools.export.weights_folder import AdaptedModel
+from trireme.trainer.checkpoint.checkpoint import load_checkpoint
+from trireme.trainer.checkpoint.state import TrainerState, tensors_of
+from trireme.trainer.model.lora import is_adapter
+from trireme.trainer.model.model import load_model
+from trireme.trainer.model.tokenizer import open_tokenizer
+from trireme.trainer.optim.optim import build_optimizer
+from trireme.trainer.parallel.mesh import World
+from trireme.trainer.publish.served import merged_tensors, served_specs, served_tensors
 from trireme.trainer.stepper import Stepper, base_state
-from trireme.trainer.tokenizer import open_tokenizer
-from trireme.trainer.weights_folder import AdaptedModel
 
 LORA = Lora(rank=4, alpha=8)
 SELECTIVE = ActivationCheckpointing(mode="selective")

@@ -25,18 +25,18 @@ from trireme.algo.packing import Sample, empty_micro_batch, micro_batches_of_ran
 from trireme.config.losses import LOSSES
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, Scheduler, TrainerConfig, TrainerModel
-from trireme.ledger.journal import Journal
-from trireme.ledger.records import BatchRecord, Rollout, State
-from trireme.ledger.shares import Shares
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord, Rollout, State
+from trireme.journal.shares import Shares
 from trireme.messages import COLUMNS, Kept, MicroBatch, build_tokens
-from trireme.trainer.anchors import Anchors
-from trireme.trainer.checkpoint import TrainerState
-from trireme.trainer.forward import compute_columns
-from trireme.trainer.mesh import World
-from trireme.trainer.model import load_model
-from trireme.trainer.optim import build_optimizer, set_lr
-from trireme.trainer.replay import retrace
-from trireme.trainer.scorer import choices_at
+from trireme.tools.replay.replay import retrace
+from trireme.trainer.checkpoint.checkpoint import TrainerState
+from trireme.trainer.model.anchors import Anchors
+from trireme.trainer.model.forward import compute_columns
+from trireme.trainer.model.model import load_model
+from trireme.trainer.model.scorer import choices_at
+from trireme.trainer.optim.optim import build_optimizer, set_lr
+from trireme.trainer.parallel.mesh import World
 from trireme.trainer.step import forward_backward, policy_gradient, update
 from trireme.trainer.stepper import Stepper, base_state, merged
 

@@ -21,19 +21,18 @@ from answering import DEADLINE_S, answering
 from live_bytes import LiveBytes
 from tiny import open_state, save_tiny_model, weights_of
 from trireme.algo.digest import tensor_digest
-from trireme.algo.memory import Training
 from trireme.algo.probe import probe_ids
 from trireme.base.errors import PeerDied, Refused
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceConfig, InferenceModel
 from trireme.config.run import Ports, RunConfig, WeightBroadcast
-from trireme.launch.sizes import read_sizes, training_of
 from trireme.messages import Again, GetNewest, Go, Live, Newest, PolicyReady, PolicySent, Refusal, Reply, Request
-from trireme.trainer import publish
-from trireme.trainer.mesh import World
-from trireme.trainer.publish import PROBE_TOKENS, Publisher
-from trireme.trainer.served import served_tensors
+from trireme.tools.plan.memory import Training
+from trireme.tools.plan.sizes import read_sizes, training_of
+from trireme.trainer.parallel.mesh import World
+from trireme.trainer.publish.publish import PROBE_TOKENS, Publisher, publish
+from trireme.trainer.publish.served import served_tensors
 from trireme.transport.control import ControlClient
 from trireme.transport.weights import collective, ipc
 from trireme.transport.weights.collective import WeightGroup

@@ -18,9 +18,9 @@ from trireme.base.paths import RunPaths
 from trireme.config.losses import Loss
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Lora, Optimizer, TrainerConfig, TrainerModel
-from trireme.ledger.logprobs import counting, identity, logprobs_of, read_logprobs
+from trireme.journal.logprobs import counting, identity, logprobs_of, read_logprobs
 from trireme.messages import Tokens
-from trireme.trainer.mesh import World
+from trireme.trainer.parallel.mesh import World
 from trireme.trainer.said import Said
 from trireme.trainer.stepper import Stepper, base_state
 from trireme.trainer.trial import longest_row, try_step

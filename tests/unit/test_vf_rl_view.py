@@ -14,9 +14,9 @@ from rich.console import Console
 
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.ledger.journal import Journal
-from trireme.ledger.manifest import MANIFEST, FileEntry, Manifest, describe_file
-from trireme.ledger.records import BatchRecord, Rollout, State
+from trireme.journal.journal import Journal
+from trireme.journal.manifest import MANIFEST, FileEntry, Manifest, describe_file
+from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.progress import EngineStatus, ProcessState, Status
 from trireme.monitor.vf_rl_view import VfRlView

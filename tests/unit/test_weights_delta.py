@@ -20,7 +20,7 @@ from tiny import save_tiny_model
 from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Form, Patch, build_patch, changed, to_integers, whole_patch
 from trireme.base.errors import ConfigError
-from trireme.trainer.weights_folder import ModelFiles, Transfers, open_source, require_readable, shape_difference
+from trireme.tools.export.weights_folder import ModelFiles, Transfers, open_source, require_readable, shape_difference
 from trireme.transport.weights.ahead import Ahead
 from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head
 from trireme.transport.weights.kinds import open_receiver, open_sender

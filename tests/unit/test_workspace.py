@@ -13,9 +13,9 @@ from trireme.cli.prime_rl import prime_rl
 from trireme.cli.rl import rl
 from trireme.cli.vf_rl import vf_rl
 from trireme.config.endpoints import read_endpoints
-from trireme.launch.workspace.setup import Workspace
-from trireme.launch.workspace.shipped import IN_PACKAGE, PARTS, find_shipped
-from trireme.orchestrator.environments.catalog import list_environments
+from trireme.tools.environments.catalog import list_environments
+from trireme.tools.workspace.setup import Workspace
+from trireme.tools.workspace.shipped import IN_PACKAGE, PARTS, find_shipped
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = {"alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-search", "wordle"}

@@ -6,7 +6,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from trireme.monitor.audit.audit import audit_run
+from trireme.tools.audit.audit import audit_run
 
 
 def audit(argv: list[str]) -> int:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.paths import RunPaths
-from trireme.launch.cluster import kubernetes, slurm
-from trireme.launch.cluster.job import find_submission
 from trireme.launch.folder import launcher_of
+from trireme.tools.cluster import kubernetes, slurm
+from trireme.tools.cluster.job import find_submission
 
 END_S = 120.0
 POLL_S = 0.1

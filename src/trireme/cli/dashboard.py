@@ -42,7 +42,7 @@ def dashboard(argv: list[str]) -> int:
 
 
 def _serve(runs: list[Path], listener: socket.socket, secret: str | None) -> None:
-    from trireme.monitor.dashboard.app import open_dashboard  # a second's worth of imports
+    from trireme.tools.dashboard.app import open_dashboard  # a second's worth of imports
 
     open_dashboard(runs, listener, secret)
 
@@ -71,7 +71,7 @@ def key_for(host: str) -> str | None:
 
     Raises: ConfigError where others could ask, and there is no token.
     """
-    from trireme.monitor.dashboard.gate import key_of
+    from trireme.transport.gate import key_of
 
     secret = token()
     if secret is None and not is_loopback(host):
@@ -105,7 +105,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def address_of(listener: socket.socket, host: str, secret: str | None) -> str:
     """With the key in it, where there is one."""
-    from trireme.monitor.dashboard.gate import KEY
+    from trireme.transport.gate import KEY
 
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{listener.getsockname()[1]}/" + (f"?{KEY}={secret}" if secret else "")

@@ -6,8 +6,8 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from trireme.monitor.diff.compare import compare_runs
-from trireme.monitor.diff.report import as_json, as_text
+from trireme.tools.diff.compare import compare_runs
+from trireme.tools.diff.report import as_json, as_text
 
 
 def diff(argv: list[str]) -> int:

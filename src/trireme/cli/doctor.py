@@ -24,10 +24,10 @@ from trireme.config.arguments import TypedFile, TypedFlag, parse_arguments
 from trireme.config.load import knows, load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
-from trireme.launch.doctor.finding import Answer, Case, Question, counted, examine
-from trireme.launch.doctor.questions import AFTER, BEFORE
-from trireme.launch.doctor.view import text_of
-from trireme.launch.workspace.shipped import find_shipped
+from trireme.tools.doctor.finding import Answer, Case, Question, counted, examine
+from trireme.tools.doctor.questions import AFTER, BEFORE
+from trireme.tools.doctor.view import text_of
+from trireme.tools.workspace.shipped import find_shipped
 
 TOKENIZER = Question("tokenizer", "Do tokenizer and chat template work?", tokenizer)
 QUESTIONS = (*BEFORE, TOKENIZER, *AFTER)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trireme.base.errors import ConfigError
-from trireme.launch.doctor.finding import Case, Finding, of, ok, problem, told, warning
-from trireme.orchestrator.chat import ChatTokenizer, open_chat_tokenizer
+from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
+from trireme.tools.doctor.finding import Case, Finding, of, ok, problem, told, warning
 
 TEXT = "Row 12 oars; then rest."
 QUESTION = [{"role": "user", "content": TEXT}]

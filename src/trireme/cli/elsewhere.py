@@ -13,8 +13,6 @@ from trireme.cli.foreign import as_run, read_foreign, their_keys_named
 from trireme.cli.rl import dry_run, find_environments, write_configs
 from trireme.cli.trireme import trireme
 from trireme.config.arguments import HELP, TypedFlag, parse_arguments
-from trireme.config.elsewhere.translation import as_toml
-from trireme.config.elsewhere.vf_rl_engine import NEEDLESS, OURS
 from trireme.config.fields import as_flag
 from trireme.config.load import Invocation, knows
 from trireme.config.problems import raise_together
@@ -24,6 +22,8 @@ from trireme.config.written import Room
 from trireme.launch.folder import hold_folder
 from trireme.launch.going_on import check_goes_on
 from trireme.launch.plan import Plan, plan
+from trireme.tools.formats.translation import as_toml
+from trireme.tools.formats.vf_rl_engine import NEEDLESS, OURS
 
 ENVIRONMENTS = Path("environments")
 

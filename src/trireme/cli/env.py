@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from trireme.base.errors import ConfigError
-from trireme.cli.env_source import ROOT, build, find_source
 from trireme.config.arguments import HELP
-from trireme.orchestrator.environments.catalog import Entry, list_environments
-from trireme.orchestrator.environments.check_progress import CheckProgress
-from trireme.orchestrator.environments.template import KINDS, write_environment
 from trireme.orchestrator.environments.venv import installed_venv
+from trireme.tools.environments.catalog import Entry, list_environments
+from trireme.tools.environments.check_progress import CheckProgress
+from trireme.tools.environments.source import ROOT, build, find_source
+from trireme.tools.environments.template import KINDS, write_environment
 
 WIDTH = 150  # of the list where it does not go to a terminal
 

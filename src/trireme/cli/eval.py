@@ -27,9 +27,9 @@ class EvalVerb:
 
 
 VERBS = {
-    "run": EvalVerb("asks one model on one environment", "trireme.cli.eval_run", "eval_run"),
+    "run": EvalVerb("asks one model on one environment", "trireme.tools.evaluate.run", "eval_run"),
     "tui": EvalVerb("shows results in the terminal", "trireme.cli.eval_view", "eval_view"),
-    "weights": EvalVerb("evaluates checkpoints, one after the other", "trireme.cli.eval_weights", "eval_weights"),
+    "weights": EvalVerb("evaluates checkpoints, one after the other", "trireme.tools.evaluate.weights", "eval_weights"),
 }
 
 

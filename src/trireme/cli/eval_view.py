@@ -20,7 +20,7 @@ def eval_view(argv: list[str]) -> int:
     arguments = _parse(argv)
     folders = arguments.folders or [Path(name) for name in USUAL if Path(name).is_dir()] or [Path(USUAL[0])]
 
-    from trireme.monitor.eval_view.found import require_folders
+    from trireme.tools.viewer.found import require_folders
 
     require_folders(folders)
     if not (arguments.capture or (sys.stdout.isatty() and sys.stdin.isatty())):
@@ -29,11 +29,11 @@ def eval_view(argv: list[str]) -> int:
             "`--capture screen.txt` writes what it would show."
         )
 
-    from trireme.monitor.eval_view.app import EvalView
+    from trireme.tools.viewer.app import EvalView
 
     app = EvalView(folders)
     if arguments.capture:
-        from trireme.monitor.eval_view.capture import capture
+        from trireme.tools.viewer.capture import capture
 
         capture(app, arguments.capture, keys=arguments.press, size=arguments.size)
     else:

@@ -10,7 +10,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.log import start_logging
 from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.cli.door import run_door
-from trireme.ledger.manifest import MANIFEST, complete_steps
+from trireme.journal.manifest import MANIFEST, complete_steps
 
 DTYPES = ("bfloat16", "float16", "float32")
 MERGED_DTYPE = "bfloat16"
@@ -51,12 +51,12 @@ def export(argv: list[str]) -> int:
 
 def _write(arguments: Namespace, checkpoint: Path, folder: Path) -> None:
     if arguments.merge:
-        from trireme.trainer.merging import export_merged
+        from trireme.tools.export.merging import export_merged
 
         options = {"base_model": arguments.base, "trust_remote_code": arguments.trust_remote_code}
         export_merged(checkpoint, folder, dtype=arguments.dtype or MERGED_DTYPE, **options)
     else:
-        from trireme.trainer.export import export_checkpoint
+        from trireme.trainer.checkpoint.export import export_checkpoint
 
         export_checkpoint(checkpoint, folder, dtype=arguments.dtype)
 

@@ -16,11 +16,7 @@ from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.cli.rl import dry_run, launch
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, mark_file, parse_arguments
-from trireme.config.elsewhere import flat, hosted, vf_rl
-from trireme.config.elsewhere.flat_file import Flat, Hosted
-from trireme.config.elsewhere.kinds import Kind, belongs_elsewhere, kind_of
-from trireme.config.elsewhere.translation import Translation, as_toml
-from trireme.config.elsewhere.vf_rl_file import VfRl
+from trireme.config.file_kinds import Kind, belongs_elsewhere, kind_of
 from trireme.config.load import knows, read_as
 from trireme.config.manual import manual
 from trireme.config.resolve import resolve
@@ -28,6 +24,10 @@ from trireme.config.rules import check, check_launch
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
 from trireme.config.written import read_table
+from trireme.tools.formats import flat, hosted, vf_rl
+from trireme.tools.formats.flat_file import Flat, Hosted
+from trireme.tools.formats.translation import Translation, as_toml
+from trireme.tools.formats.vf_rl_file import VfRl
 
 FORMATS: dict[Kind, tuple[type[Section], Callable[..., Translation]]] = {
     "vf-rl": (VfRl, vf_rl.translate),
@@ -197,7 +197,7 @@ def _without_session(argv: list[str]) -> list[str]:
 def set_variables(files: Sequence[Path]) -> None:
     """Keys for APIs, for every process of the run; what the shell says counts more."""
     if files:
-        from trireme.launch.cluster.secrets import read_env_files
+        from trireme.tools.cluster.secrets import read_env_files
 
         for name, value in read_env_files(files).items():
             os.environ.setdefault(name, value)

@@ -17,15 +17,15 @@ from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.waiting import Waits
-from trireme.cli.env_source import build, find_source
-from trireme.cli.gepa_models import Start, build_models, places_of
 from trireme.config.arguments import HELP
 from trireme.config.gepa import GepaConfig
 from trireme.config.load import load_config
 from trireme.config.written import to_table, to_toml
 from trireme.launch.folder import hold_folder, holds_run, move_aside
-from trireme.orchestrator.environments.check_progress import CheckProgress
 from trireme.orchestrator.environments.venv import EnvironmentSource, installed_venv
+from trireme.tools.environments.check_progress import CheckProgress
+from trireme.tools.environments.source import build, find_source
+from trireme.tools.gepa.models import Start, build_models, places_of
 
 SHORT = {
     "-m": "--model",
@@ -94,7 +94,7 @@ def _from_here(folder: Path) -> Path:
 
 
 def _in_folder(config: GepaConfig, source: EnvironmentSource, folder: Path) -> int:
-    from trireme.orchestrator.gepa.results import Files, check_same, read_metadata
+    from trireme.tools.gepa.results import Files, check_same, read_metadata
 
     files, paths = Files(folder), RunPaths(folder)
     if holds_run(paths):
@@ -142,8 +142,8 @@ def _search(
     waits: Waits,
     progress: CheckProgress,
 ) -> dict[str, Any]:
-    from trireme.orchestrator.gepa.optimize import Optimization
-    from trireme.orchestrator.gepa.results import Files
+    from trireme.tools.gepa.optimize import Optimization
+    from trireme.tools.gepa.results import Files
 
     optimization = Optimization(config, source, Files(folder), open_models, waits, progress)
     try:

@@ -10,9 +10,9 @@ from pathlib import Path
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP
-from trireme.launch.workspace.setup import HOSTED, PRIME_RL, VF_RL, PythonProject, Workspace
-from trireme.launch.workspace.shipped import find_shipped
-from trireme.launch.workspace.sized import SIZES, Size, size_of
+from trireme.tools.workspace.setup import HOSTED, PRIME_RL, VF_RL, PythonProject, Workspace
+from trireme.tools.workspace.shipped import find_shipped
+from trireme.tools.workspace.sized import SIZES, Size, size_of
 
 VERBS = ("setup",)
 PYTHON_WORDS: dict[PythonProject, tuple[str, str]] = {

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
-from trireme.launch.cluster import kubernetes, slurm
-from trireme.launch.cluster.job import Submission, find_submission
+from trireme.tools.cluster import kubernetes, slurm
+from trireme.tools.cluster.job import Submission, find_submission
 
 ENDING = ".stdout"
 

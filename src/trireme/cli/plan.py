@@ -11,7 +11,6 @@ from rich.console import Console
 from trireme.algo.chips import CHIPS
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
-from trireme.cli.typed import count, positive, positive_int, share
 from trireme.config.arguments import TypedFile, parse_arguments
 from trireme.config.load import load_config, load_run_config
 from trireme.config.orchestrator import Environment
@@ -19,13 +18,14 @@ from trireme.config.resolve import resolve, resolve_sft, updated
 from trireme.config.rules import check, check_sft
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
+from trireme.config.typed import count, positive, positive_int, share
 from trireme.config.written import read_table
-from trireme.launch.advice import advise
-from trireme.launch.estimate import Estimate, estimate_run, estimate_sft
-from trireme.launch.estimate_view import show, to_json
-from trireme.launch.lengths import Rates, lengths_of, rates_of
-from trireme.launch.machine import Machine, describe_machine
-from trireme.launch.sizes import read_sizes
+from trireme.tools.plan.advice import advise
+from trireme.tools.plan.estimate import Estimate, estimate_run, estimate_sft
+from trireme.tools.plan.estimate_view import show, to_json
+from trireme.tools.plan.lengths import Rates, lengths_of, rates_of
+from trireme.tools.plan.machine import Machine, describe_machine
+from trireme.tools.plan.sizes import read_sizes
 
 WIDTH = 120
 

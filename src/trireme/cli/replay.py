@@ -15,8 +15,8 @@ from trireme.cli.door import RANKS_PARENT, become_ranks, end_with_parent, run_do
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.config.written import find_run_file, read_run
+from trireme.journal.span import find_span
 from trireme.launch.plan import plan
-from trireme.ledger.span import find_span
 
 ARGUMENTS = "TRIREME_REPLAY"  # our command line, as JSON, for the ranks below this process
 
@@ -50,7 +50,7 @@ def replay(argv: list[str]) -> int:
     become_ranks(config.trainer.num_ranks or 1, "trireme.cli.replay", run_file)
     start_logging("replay", "warning")
 
-    from trireme.trainer.replay import replay as train_again
+    from trireme.tools.replay.replay import replay as train_again
 
     return train_again(config, span, keep_going=arguments.keep_going)
 

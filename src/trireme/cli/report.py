@@ -10,9 +10,9 @@ from pathlib import Path
 from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
-from trireme.cli.typed import count
+from trireme.config.typed import count
 from trireme.config.written import find_run_file
-from trireme.monitor.report.page import Page
+from trireme.tools.report.page import Page
 
 KINDS = (".html", ".md")
 
@@ -30,7 +30,7 @@ def report(argv: list[str]) -> int:
     with _writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
 
-    from trireme.monitor.report.sections import build_page
+    from trireme.tools.report.sections import build_page
 
     page = build_page(arguments.run, num_rollouts=arguments.rollouts, audits=not arguments.no_audit)
     with _writing(out):
@@ -50,11 +50,11 @@ def _writing(out: Path) -> Iterator[None]:
 
 def _write(page: Page, out: Path, figures: Path | None) -> None:
     if out.suffix == ".html":
-        from trireme.monitor.report.html import to_html
+        from trireme.tools.report.html import to_html
 
         text = to_html(page)
     else:
-        from trireme.monitor.report.markdown import embedded, linked, to_markdown
+        from trireme.tools.report.markdown import embedded, linked, to_markdown
 
         text = to_markdown(page, linked(figures, beside=out) if figures else embedded)
     with atomic_write(out) as file:

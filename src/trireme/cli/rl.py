@@ -88,7 +88,7 @@ def _is_over(config: RunConfig) -> bool:
 def warn_of_memory(config: RunConfig, devices: Devices) -> None:
     """On CPUs nobody plans, and nothing is loaded for it."""
     if config.device == "cuda":
-        from trireme.launch.fit import fit_warnings
+        from trireme.tools.plan.fit import fit_warnings
 
         for warning in fit_warnings(config, devices):
             print(f"warning: {warning}", flush=True)
@@ -118,7 +118,7 @@ def write_configs(config: RunConfig, folder: Path) -> None:
 
 
 def _tell_changes(earlier: Path, now: Path) -> None:
-    from trireme.monitor.diff.configuration import compare_configurations
+    from trireme.tools.diff.configuration import compare_configurations
 
     before, after = (without_secrets(read_table(file)) for file in (earlier, now))
     changed = [each for each in compare_configurations(before, after) if not each.is_place]

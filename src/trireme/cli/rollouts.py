@@ -22,9 +22,9 @@ def rollouts(argv: list[str]) -> int:
     arguments = _parse(argv)
     folder = arguments.output or RunPaths(arguments.run).root / "rollouts" / arguments.to
 
-    from trireme.monitor.rollout_sets.chosen import Chosen
-    from trireme.monitor.rollout_sets.tables import Options
-    from trireme.monitor.rollout_sets.write import write_sets
+    from trireme.tools.datasets.chosen import Chosen
+    from trireme.tools.datasets.tables import Options
+    from trireme.tools.datasets.write import write_sets
 
     chosen = Chosen(steps=arguments.steps, env=arguments.env, least_reward=arguments.min_reward)
     options = Options(pass_threshold=arguments.pass_threshold, tokens=not arguments.no_tokens)

@@ -54,7 +54,7 @@ def _train(config: SftConfig, run_file: Path) -> None:
 
     with quick_imports():
         from trireme.trainer.out_of_memory import explained
-        from trireme.trainer.sft_loop import train_sft
+        from trireme.trainer.sft.loop import train_sft
 
     with explained("", config, seq_len=config.seq_len, device=config.device):
         train_sft(config)

@@ -12,14 +12,14 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.config.run import RunConfig
 from trireme.config.written import find_run_file, read_run
-from trireme.launch.cluster import kubernetes, slurm
-from trireme.launch.cluster.job import Submission, find_submission
-from trireme.launch.cluster.node_script import SECRETS
-from trireme.launch.cluster.secrets import read_token
 from trireme.launch.folder import launcher_of
 from trireme.launch.standing import look_at
 from trireme.monitor.live import open_view
 from trireme.monitor.view import View
+from trireme.tools.cluster import kubernetes, slurm
+from trireme.tools.cluster.job import Submission, find_submission
+from trireme.tools.cluster.node_script import SECRETS
+from trireme.tools.cluster.secrets import read_token
 
 POLL_S = 1.0
 DESERTED_S = 30.0

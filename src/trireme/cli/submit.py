@@ -19,12 +19,12 @@ from trireme.cli.rl import find_environments
 from trireme.config.arguments import HELP, mark_file
 from trireme.config.fields import as_key, find
 from trireme.config.run import RunConfig
-from trireme.launch.cluster import kubernetes, slurm
-from trireme.launch.cluster.job import Job, Resources, Scheduler, Submission, new_id, submissions_of
-from trireme.launch.cluster.node_script import NODE_SCRIPT, RUN_TOML, SECRETS, node_script
-from trireme.launch.cluster.nodes import ClusterPlan, plan_nodes
-from trireme.launch.cluster.run_file import MOST_GPUS_PER_NODE, check_folder, check_on_machines, run_toml, wanted
-from trireme.launch.cluster.secrets import HIDDEN, new_token, read_env_files, write_secrets
+from trireme.tools.cluster import kubernetes, slurm
+from trireme.tools.cluster.job import Job, Resources, Scheduler, Submission, new_id, submissions_of
+from trireme.tools.cluster.node_script import NODE_SCRIPT, RUN_TOML, SECRETS, node_script
+from trireme.tools.cluster.nodes import ClusterPlan, plan_nodes
+from trireme.tools.cluster.run_file import MOST_GPUS_PER_NODE, check_folder, check_on_machines, run_toml, wanted
+from trireme.tools.cluster.secrets import HIDDEN, new_token, read_env_files, write_secrets
 
 PROGRAM = "trireme submit"
 _RULE = "-" * 20

@@ -10,7 +10,7 @@ from typing import Any
 from trireme.base.devices import Devices
 from trireme.base.errors import TriremeError
 from trireme.config.run import RunConfig
-from trireme.ledger.surroundings import look_around, of_environment, write_surroundings
+from trireme.journal.surroundings import look_around, of_environment, write_surroundings
 
 
 def note_surroundings(config: RunConfig, devices: Devices) -> None:

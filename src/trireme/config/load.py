@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from trireme.base.errors import ConfigError
 from trireme.config.aliases import ALIASES, SFT_ALIASES, SHORT_FLAGS
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
-from trireme.config.elsewhere.kinds import belongs_elsewhere, kind_of
 from trireme.config.fields import Field, as_flag, as_key, fields_of, find
+from trireme.config.file_kinds import belongs_elsewhere, kind_of
 from trireme.config.manual import manual
 from trireme.config.problems import missing, raise_together, unknown_key, wrong_value
 from trireme.config.run import RunConfig

@@ -60,7 +60,7 @@ def _port(config: RunConfig) -> int:
 
 def _address(port: int) -> str:
     from trireme.base.token import token
-    from trireme.monitor.dashboard.gate import KEY, key_of
+    from trireme.transport.gate import KEY, key_of
 
     secret = token()
     return f"http://127.0.0.1:{port}/" + (f"?{KEY}={key_of(secret)}" if secret else "")

@@ -17,7 +17,7 @@ from trireme.base.locks import try_lock
 from trireme.base.paths import RunPaths
 from trireme.base.token import KEY_FILE
 from trireme.config.run import RunConfig
-from trireme.ledger.manifest import complete_steps
+from trireme.journal.manifest import complete_steps
 
 LOCKS = {"launcher": ".launcher", "orchestrator": ".orchestrator", "trainer": ".trainer"}
 """Lock files by process. The launcher's is inherited by all processes that it starts."""

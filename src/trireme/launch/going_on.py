@@ -11,8 +11,8 @@ from trireme.base.paths import RunPaths
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.written import read_table
+from trireme.journal.manifest import complete_steps
 from trireme.launch.folder import holds_run
-from trireme.ledger.manifest import complete_steps
 
 
 @dataclass(frozen=True)

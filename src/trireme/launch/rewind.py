@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from trireme.base.paths import RunPaths, step_folder, step_of
-from trireme.ledger.aside import move_aside
-from trireme.ledger.journal import Journal
-from trireme.ledger.versions import Versions
+from trireme.journal.aside import move_aside
+from trireme.journal.journal import Journal
+from trireme.journal.versions import Versions
 
 
 def rewind(paths: RunPaths, version: int) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from trireme.base.faults import reach
 from trireme.config.run import RunConfig
+from trireme.journal.manifest import complete_steps
 from trireme.launch.children import Crew, open_crew
 from trireme.launch.descendants import GRACE_S, Process
 from trireme.launch.endings import Done, Ending, Interrupted
@@ -21,7 +22,6 @@ from trireme.launch.folder import holds_run
 from trireme.launch.frozen import FrozenWatch
 from trireme.launch.health import HealthWatch
 from trireme.launch.restarts import Restarts
-from trireme.ledger.manifest import complete_steps
 from trireme.monitor.live import open_view
 from trireme.monitor.summary import restarts_lines, summary, warning_lines
 from trireme.monitor.view import View

@@ -17,7 +17,7 @@ from trireme.base.disk import pretend_full
 from trireme.base.log import get_logger
 from trireme.base.paths import replace_folder, step_folder
 from trireme.config.run import RunConfig
-from trireme.ledger.manifest import complete_steps
+from trireme.journal.manifest import complete_steps
 from trireme.monitor.metrics import Row, latest_by_step, merge_processes, read_metrics
 
 STATE = "trainer_state.json"

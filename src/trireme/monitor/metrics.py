@@ -93,3 +93,12 @@ def merge_processes(rows: Iterable[Row]) -> Row:
 
 def _distinct(name: str, process: str, taken: Row) -> str:
     return f"{process}/{name}" if name in taken and name not in ("step", "process", "time_s") else name
+
+
+def means(measured: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over those mappings that have it."""
+    values: dict[str, list[float]] = {}
+    for numbers in measured:
+        for name, value in numbers.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}

@@ -12,7 +12,7 @@ from trireme.base.paths import RunPaths
 from trireme.config.console import Console
 
 if TYPE_CHECKING:
-    from trireme.ledger.records import BatchRecord, Rollout
+    from trireme.journal.records import BatchRecord, Rollout
 
 MOST_CHARACTERS = 2000  # of a prompt, and of a completion
 
@@ -37,7 +37,7 @@ class Samples:
 
 
 def read_batch(folder: Path, step: int) -> BatchRecord | None:
-    from trireme.ledger.journal import Journal  # numpy behind it is not for `rl --help` to wait for
+    from trireme.journal.journal import Journal  # numpy behind it is not for `rl --help` to wait for
 
     try:
         return Journal(folder).read(step)

@@ -13,8 +13,8 @@ from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.ledger.journal import Journal
-from trireme.ledger.shares import Shares
+from trireme.journal.journal import Journal
+from trireme.journal.shares import Shares
 from trireme.messages import (
     Done,
     GetBatch,
@@ -29,8 +29,8 @@ from trireme.messages import (
     Reply,
     Request,
 )
-from trireme.orchestrator.policy import Policy
 from trireme.orchestrator.scheduler import Scheduler
+from trireme.orchestrator.weights.policy import Policy
 from trireme.transport.control import PATIENCE_S
 from trireme.transport.sanity import check_request
 

@@ -5,8 +5,8 @@ All from what the batch's entry in the journal holds, so that the audit can work
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -14,8 +14,9 @@ import numpy as np
 from trireme.algo.advantage import are_same
 from trireme.algo.staleness import lags
 from trireme.config.run import RunConfig
-from trireme.ledger.records import Dropped, Outcome, Rollout, State
-from trireme.ledger.targets import is_zero
+from trireme.journal.records import Dropped, Outcome, Rollout, State
+from trireme.journal.targets import is_zero
+from trireme.monitor.metrics import means
 
 Metrics = dict[str, float]
 Item = TypeVar("Item")
@@ -154,15 +155,6 @@ def _solved_fracs(rollouts: list[Rollout], outcomes: Sequence[Outcome]) -> tuple
     none = np.mean([max(rewards) <= 0 for rewards in groups])
     every = np.mean([min(rewards) >= 1 for rewards in groups])
     return float(none), float(every)
-
-
-def means(measured: Iterable[Mapping[str, float]]) -> Metrics:
-    """Of each number, over those that have it."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for numbers in measured:
-        for name, value in numbers.items():
-            values[name].append(value)
-    return {name: float(np.mean(numbers)) for name, numbers in values.items()}
 
 
 def _turns(name: str, rollouts: list[Rollout]) -> Metrics:

@@ -11,9 +11,9 @@ from trireme.algo.staleness import is_too_old
 from trireme.base.log import get_logger
 from trireme.base.turns import by_turns
 from trireme.config.run import RunConfig
-from trireme.ledger.records import Dropped, Rollout, State
-from trireme.ledger.rules import rules_of
-from trireme.ledger.targets import (
+from trireme.journal.records import Dropped, Rollout, State
+from trireme.journal.rules import rules_of
+from trireme.journal.targets import (
     by_group,
     estimates_of,
     estimator_of,

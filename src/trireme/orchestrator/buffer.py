@@ -14,8 +14,8 @@ from trireme.algo.difficulty import Outcome
 from trireme.algo.order import Cursor, DataOrder
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
-from trireme.ledger.records import OpenGroup, State
-from trireme.ledger.rules import Rules
+from trireme.journal.records import OpenGroup, State
+from trireme.journal.rules import Rules
 
 log = get_logger("buffer")
 

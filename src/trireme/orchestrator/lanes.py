@@ -16,9 +16,9 @@ from trireme.base.timing import age_s
 from trireme.config.run import RunConfig
 from trireme.monitor.lanes import idle
 from trireme.monitor.spans import ENGINE, ENVIRONMENTS, FEW, ORCHESTRATOR, Lane, SpansFile, What
-from trireme.orchestrator.inference_pool import Engine, InferencePool
-from trireme.orchestrator.policy import Policy
+from trireme.orchestrator.engines.pool import Engine, InferencePool
 from trireme.orchestrator.scheduler import Scheduler
+from trireme.orchestrator.weights.policy import Policy
 
 LOOK_S = 0.1
 

@@ -25,32 +25,32 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.rules_lora import serves_adapters
 from trireme.config.rules_moe import shares_prefixes
 from trireme.config.run import RunConfig
-from trireme.ledger.journal import Journal
-from trireme.ledger.manifest import is_complete
-from trireme.ledger.records import BatchRecord, State
-from trireme.ledger.rules import rules_of
-from trireme.ledger.versions import Versions
+from trireme.journal.journal import Journal
+from trireme.journal.manifest import is_complete
+from trireme.journal.records import BatchRecord, State
+from trireme.journal.rules import rules_of
+from trireme.journal.versions import Versions
 from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
 from trireme.monitor.spans import open_spans
 from trireme.orchestrator.answers import Answers, Peers
 from trireme.orchestrator.batch_metrics import merged, metrics_in_parts, state_metrics
 from trireme.orchestrator.batcher import Batcher, Filled
 from trireme.orchestrator.buffer import Buffer
-from trireme.orchestrator.chat import open_chat_tokenizer
-from trireme.orchestrator.engine_keeper import keep_engines
+from trireme.orchestrator.engines.expert_routes import experts_to_replay
+from trireme.orchestrator.engines.keeper import keep_engines
+from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.environment_counts import EnvironmentCounts
 from trireme.orchestrator.environments.pool import Environment, open_environment
-from trireme.orchestrator.eval_results import is_runs_own, results_path
-from trireme.orchestrator.evaluator import Evaluator
-from trireme.orchestrator.inference_pool import InferencePool, open_inference_pool
+from trireme.orchestrator.evaluation.evaluator import Evaluator
+from trireme.orchestrator.evaluation.results import is_runs_own, results_path
 from trireme.orchestrator.lanes import Lanes
-from trireme.orchestrator.policy import Policy
-from trireme.orchestrator.rollouts import RolloutRunner
-from trireme.orchestrator.routes import experts_to_replay
+from trireme.orchestrator.rollout.chat import open_chat_tokenizer
+from trireme.orchestrator.rollout.runner import RolloutRunner
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.status import Status, serve_status
 from trireme.orchestrator.teacher import open_teacher
 from trireme.orchestrator.watcher import Watcher
+from trireme.orchestrator.weights.policy import Policy
 from trireme.transport.control import ControlServer
 
 log = get_logger("orchestrator")

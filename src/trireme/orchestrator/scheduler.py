@@ -16,12 +16,12 @@ from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
-from trireme.ledger.records import Dropped, OpenGroup, Rollout
+from trireme.journal.records import Dropped, OpenGroup, Rollout
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.worker_process import RolloutFailed
-from trireme.orchestrator.policy import Policy
-from trireme.orchestrator.rollouts import RolloutRunner
+from trireme.orchestrator.rollout.runner import RolloutRunner
+from trireme.orchestrator.weights.policy import Policy
 
 log = get_logger("scheduler")
 

@@ -24,10 +24,10 @@ from trireme.config.run import RunConfig
 from trireme.messages import Heartbeat
 from trireme.monitor.collapse import Warned
 from trireme.orchestrator.answers import Peers
-from trireme.orchestrator.inference_pool import InferencePool
-from trireme.orchestrator.policy import Policy
+from trireme.orchestrator.engines.pool import InferencePool
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.watcher import Watcher
+from trireme.orchestrator.weights.policy import Policy
 from trireme.transport.bearer import RequireToken
 
 STALE_HEARTBEAT_S = 10.0

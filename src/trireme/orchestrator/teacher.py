@@ -18,10 +18,10 @@ from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Teacher as TeacherConfig
-from trireme.ledger.records import Rollout
+from trireme.journal.records import Rollout
 from trireme.messages import Tokens
-from trireme.orchestrator.chat import ChatTokenizer
-from trireme.orchestrator.engine_answers import BadAnswer, prompt_logprobs_of, read_response
+from trireme.orchestrator.engines.responses import BadAnswer, prompt_logprobs_of, read_response
+from trireme.orchestrator.rollout.chat import ChatTokenizer
 
 log = get_logger("teacher")
 

@@ -16,23 +16,23 @@ from trireme.base.log import get_logger
 from trireme.base.timing import Timer, age_s
 from trireme.base.waiting import DISK, Waits
 from trireme.config.run import RunConfig
-from trireme.ledger.shares import row_capacity, row_cost
+from trireme.journal.shares import row_capacity, row_cost
 from trireme.messages import BatchReply, Done, Ok, Publish, Reply
 from trireme.monitor.lanes import idle
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import TRAINER, Lane, What, open_spans
-from trireme.trainer.checkpoint import CheckpointStore, TrainerState
-from trireme.trainer.export import Exporter
+from trireme.trainer.checkpoint.checkpoint import CheckpointStore, TrainerState
+from trireme.trainer.checkpoint.export import Exporter
+from trireme.trainer.checkpoint.shared_folder import check_shared
 from trireme.trainer.heartbeat import Activity, heartbeat
-from trireme.trainer.mesh import HoldOn, World, open_world
+from trireme.trainer.model.scorer import shared_frac
+from trireme.trainer.parallel.mesh import HoldOn, World, open_world
+from trireme.trainer.parallel.rows import given_to_team, packing_metrics
 from trireme.trainer.perf import flops_per_token, peak_memory, throughput
 from trireme.trainer.prefetch import Prefetch, request_for
-from trireme.trainer.publish import Publisher
-from trireme.trainer.rows import given_to_team, packing_metrics
+from trireme.trainer.publish.publish import Publisher
+from trireme.trainer.publish.served import served_dtype
 from trireme.trainer.said import Said
-from trireme.trainer.scorer import shared_frac
-from trireme.trainer.served import served_dtype
-from trireme.trainer.shared_folder import check_shared
 from trireme.trainer.stepper import Stepper, base_state
 from trireme.trainer.trial import try_step
 from trireme.transport.control import ControlClient

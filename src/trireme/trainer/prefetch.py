@@ -15,8 +15,8 @@ from trireme.base.errors import DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.messages import BatchReply, GetBatch
-from trireme.trainer.background import Background
-from trireme.trainer.mesh import World
+from trireme.trainer.checkpoint.background import Background
+from trireme.trainer.parallel.mesh import World
 from trireme.transport.control import ControlClient
 
 CHECK_S = 1.0

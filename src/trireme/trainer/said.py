@@ -11,9 +11,9 @@ import torch
 from trireme.algo.columns import Columns
 from trireme.base.log import get_logger
 from trireme.base.paths import RunPaths
-from trireme.ledger.logprobs import write_logprobs
+from trireme.journal.logprobs import write_logprobs
 from trireme.messages import BatchReply
-from trireme.trainer.mesh import World
+from trireme.trainer.parallel.mesh import World
 
 log = get_logger("trainer")
 

@@ -16,13 +16,13 @@ from trireme.base.log import get_logger
 from trireme.config.losses import Loss, Recipe, recipe_of
 from trireme.config.trainer import Optimizer
 from trireme.messages import MicroBatch
-from trireme.trainer.anchors import Anchors
+from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.custom_loss import load_custom_loss
-from trireme.trainer.forward import compute_columns
-from trireme.trainer.lora import dropout
-from trireme.trainer.mesh import World
+from trireme.trainer.model.anchors import Anchors
+from trireme.trainer.model.forward import compute_columns
+from trireme.trainer.model.lora import dropout
+from trireme.trainer.parallel.mesh import World
 from trireme.trainer.said import Said
-from trireme.trainer.state import TrainerState
 
 log = get_logger("step")
 

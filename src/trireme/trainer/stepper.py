@@ -14,13 +14,13 @@ from trireme.base.timing import Timer
 from trireme.config.losses import Recipe, recipe_of
 from trireme.config.run import RunConfig
 from trireme.messages import BatchReply
-from trireme.trainer.anchors import Anchors
-from trireme.trainer.checkpoint import TrainerState
-from trireme.trainer.mesh import World
-from trireme.trainer.model import load_model
-from trireme.trainer.moe import expert_metrics
-from trireme.trainer.optim import build_optimizer, set_lr
-from trireme.trainer.reference import load_reference
+from trireme.trainer.checkpoint.checkpoint import TrainerState
+from trireme.trainer.model.anchors import Anchors
+from trireme.trainer.model.model import load_model
+from trireme.trainer.model.moe import expert_metrics
+from trireme.trainer.model.reference import load_reference
+from trireme.trainer.optim.optim import build_optimizer, set_lr
+from trireme.trainer.parallel.mesh import World
 from trireme.trainer.said import Said
 from trireme.trainer.step import forward_backward, optimizer_step, policy_gradient
 

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from trireme.algo.packing import positions
 from trireme.algo.probe import probe_ids
 from trireme.config.run import RunConfig
-from trireme.ledger.shares import row_capacity
+from trireme.journal.shares import row_capacity
 from trireme.messages import MicroBatch, build_tokens
-from trireme.trainer.anchors import Anchors
-from trireme.trainer.mesh import World
-from trireme.trainer.moe import expert_metrics
-from trireme.trainer.state import TrainerState
+from trireme.trainer.checkpoint.state import TrainerState
+from trireme.trainer.model.anchors import Anchors
+from trireme.trainer.model.moe import expert_metrics
+from trireme.trainer.parallel.mesh import World
 from trireme.trainer.step import forward_backward, update
 from trireme.trainer.stepper import loss_of
 

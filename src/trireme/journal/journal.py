@@ -1,0 +1,97 @@
+"""The journal: one file per batch, on disk before any trainer can see the batch. It is also the archive of rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trireme.base.errors import JournalCorrupt
+from trireme.journal.aside import move_aside
+from trireme.journal.entry import read_entry, write_entry
+from trireme.journal.records import BatchRecord, Rollout, State
+from trireme.messages import encode
+
+
+class Journal:
+    """The entries of a run, in order, without gaps."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._last: BatchRecord | None = None
+
+    def path(self, step: int) -> Path:
+        return self._folder / f"batch_{step:06d}.msgpack"
+
+    def append(self, record: BatchRecord) -> None:
+        """Returns when the entry is on disk. Raises OSError where it cannot be (a full disk): nothing was written.
+
+        Raises: JournalCorrupt where another orchestrator has written that entry.
+        """
+        write_entry(self.path(record.step), record.step, _in_pieces(record), replace=False)
+        self._last = record
+
+    def read(self, step: int) -> BatchRecord:
+        """Raises JournalCorrupt where the entry is not what was written."""
+        if self._last is not None and self._last.step == step:
+            return self._last
+        ways_out = f"Restore it, or go on from before it with --trainer.ckpt.resume-step {step} or less."
+        return read_entry(self.path(step), step, BatchRecord, ways_out=ways_out)
+
+    def has(self, step: int) -> bool:
+        return self.path(step).exists()
+
+    def steps(self) -> list[int]:
+        return sorted(int(path.stem.removeprefix("batch_")) for path in self._folder.glob("batch_*.msgpack"))
+
+    def require_all(self, steps: range | None = None, *, ways_out: str = "") -> list[int]:
+        """The steps of entries, all of them or those within a range.
+
+        Args:
+            ways_out: what else may be done than to restore an entry: a sentence.
+
+        Raises: JournalCorrupt where one before the newest is not there.
+        """
+        there = self.steps()
+        wanted = [step for step in range(there[-1] + 1 if there else 0) if steps is None or step in steps]
+        if missing := sorted(set(wanted) - set(there)):
+            raise JournalCorrupt(
+                f"{self._folder} misses batch {missing[0]} of {there[-1]}. Restore {self.path(missing[0])}."
+                f"{' ' * bool(ways_out)}{ways_out}"
+            )
+        return wanted
+
+    def head_state(self) -> State:
+        """The state after the newest entry; a fresh one where there is none. Raises: JournalCorrupt."""
+        steps = self.require_all()
+        return self.read(steps[-1]).state if steps else State()
+
+    def rewind(self, step: int) -> None:
+        """Sets aside the entries from `step` on, so that the run goes another way from there. Nothing is deleted."""
+        move_aside(self._folder, [self.path(number) for number in self.steps() if number >= step])
+        self._last = None
+
+
+def _in_pieces(record: BatchRecord) -> BatchRecord:
+    """Of the same bytes. To encode all rollouts in one go would keep other threads from running for as long."""
+    rollouts = [msgspec.Raw(_encoded(rollout)) for rollout in record.rollouts]
+    return msgspec.structs.replace(record, rollouts=rollouts)
+
+
+def _encoded(rollout: Rollout) -> bytes:
+    """What environments say may hold numbers that have no place in 64 bits: these are written in words."""
+    try:
+        return encode(rollout)
+    except OverflowError:
+        said = {"prompt": _in_64_bits(rollout.prompt), "completion": _in_64_bits(rollout.completion)}
+        return encode(msgspec.structs.replace(rollout, **said))
+
+
+def _in_64_bits(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _in_64_bits(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_in_64_bits(item) for item in value]
+    is_too_large = isinstance(value, int) and not -(2**63) <= value < 2**64
+    return str(value) if is_too_large else value

@@ -1,0 +1,99 @@
+"""What is kept of a run's work, in memory and in the journal.
+
+A rollout is one pass through an environment; a group is the rollouts of one example; a batch is what one optimizer step
+is trained on. Every rollout that was begun ends with exactly one fate: trained in a batch, or dropped for a reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from trireme.algo.difficulty import Outcome, Scores
+from trireme.algo.order import Cursor
+from trireme.journal.rules import Rules
+from trireme.messages import Tokens
+
+
+class Rollout(msgspec.Struct):
+    """One finished rollout.
+
+    Example:
+        Rollout(group=12, place=3, attempt=0, env="reverse-text", example=417, reward=0.75, samples=[Tokens(...)])
+    """
+
+    group: int
+    place: int  # within the group
+    attempt: int
+    env: str
+    example: int  # index in the environment's training set
+    reward: float
+    samples: list[Tokens]
+    temperature: float
+    metrics: dict[str, float] = {}
+    prompt: list[dict[str, Any]] = []
+    completion: list[dict[str, Any]] = []
+    answer: str | None = None
+    truncated: bool = False
+    stop: str | None = None
+    num_turns: int = 0  # model turns; 0 in journals that did not count them
+    flaws: list[str] = []  # what the filters found: truncated, repetition, gibberish, zero_advantage
+    masked: str | None = None  # the flaw for which none of its tokens is trained on; its reward counts in its group
+    token_rewards: list[np.ndarray] = []  # per sample [T] float32, NaN where none was given; empty: none at all
+    teacher: list[np.ndarray] = []  # per sample [T] float32, the teacher's logprobs, NaN where the mask is 0
+
+    @property
+    def oldest_version(self) -> int:
+        return min(int(sample.versions[sample.versions >= 0].min()) for sample in self.samples)
+
+
+class Dropped(msgspec.Struct):
+    """A rollout that is not trained on.
+
+    Example:
+        Dropped(group=12, place=3, attempt=0, env="reverse-text", example=417, reason="score: ValueError: no number")
+    """
+
+    group: int
+    place: int
+    attempt: int
+    env: str
+    example: int
+    reason: str
+
+
+class OpenGroup(msgspec.Struct, frozen=True):
+    """A group that was begun and is in no batch yet: begun anew by an orchestrator that restarts."""
+
+    id: int
+    env: str
+    example: int
+
+
+class State(msgspec.Struct):
+    """Everything that the orchestrator needs to go on after a batch."""
+
+    next_batch: int = 0
+    next_group: int = 0
+    sizes: dict[str, int] = {}  # training examples per environment
+    cursors: dict[str, Cursor] = {}
+    open_groups: list[OpenGroup] = []
+    counters: dict[str, int] = {}
+    scores: dict[str, Scores] = {}  # per environment, where difficulty pools are in use
+    baselines: dict[str, float] = {}  # per environment: the running mean reward of the `ema` advantage
+    stage: int = 0  # of the curriculum
+    stage_reward: float | None = None  # mean reward of that stage so far, smoothed
+
+
+class BatchRecord(msgspec.Struct):
+    """One entry of the journal: a batch, the fates decided since the one before, and the state to go on from."""
+
+    step: int
+    rollouts: list[Rollout]
+    dropped: list[Dropped]
+    state: State
+    metrics: dict[str, float] = {}
+    rules: Rules | None = None  # that it was filled by
+    outcomes: list[Outcome] = []  # of groups that ended since the batch before, in the order of their ids

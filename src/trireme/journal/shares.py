@@ -1,0 +1,119 @@
+"""From a journal entry to what one trainer rank is handed. Pure: whoever reads the entry later gets the same rows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+
+from trireme.algo.cost import LINEAR, Cost, cost_of
+from trireme.algo.packing import Sample, deal, each_row, num_learned, rows_of
+from trireme.base.turns import by_turns
+from trireme.config.readiness import config_file
+from trireme.config.run import RunConfig
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord, Rollout
+from trireme.messages import BatchReply, encode
+
+Dealt = list[list[list[int]]]  # of each rank, of each row: numbers of samples
+
+
+class Shares:
+    """Of a run's batches. The batch asked for last is kept: all ranks ask for the same one, one after the other."""
+
+    def __init__(self, journal: Journal, config: RunConfig) -> None:
+        self._journal = journal
+        self._capacity = row_capacity(config)
+        self._cost = row_cost(config)
+        self._dealing = asyncio.Lock()
+        self._kept: tuple[int, int, _Batch] | None = None  # step, number of ranks
+
+    def of(self, step: int, *, rank: int, world: int) -> BatchReply:
+        """What rank `rank` of `world` trains on; ranks that share their rows (`cp`) count as one.
+
+        Raises: JournalCorrupt where the batch is not what was written.
+        """
+        return self._dealt(step, world).share(rank)
+
+    async def by_turns(self, step: int, *, rank: int, world: int) -> BatchReply:
+        """The same, its rows encoded; meanwhile, others have their turns of the event loop. To balance many ranks takes
+        long enough (half a second for 64) to be worth a thread, though threads take turns only every few milliseconds.
+        """
+        async with self._dealing:
+            if world > 1:
+                batch = await asyncio.to_thread(self._dealt, step, world)
+            else:
+                batch = self._dealt(step, world)
+                await asyncio.sleep(0)
+        return await batch.share_by_turns(rank)
+
+    def _dealt(self, step: int, world: int) -> _Batch:
+        if self._kept is None or self._kept[:2] != (step, world):
+            batch = _Batch(self._journal.read(step), world=world, capacity=self._capacity, cost=self._cost)
+            self._kept = step, world, batch
+        return self._kept[2]
+
+
+class _Batch:
+    """Dealt to all ranks."""
+
+    def __init__(self, record: BatchRecord, *, world: int, capacity: int, cost: Cost) -> None:
+        self._samples = samples_of(record.rollouts)
+        lengths = [sample.tokens.length for sample in self._samples]
+        self._dealt: Dealt = deal(lengths, capacity=capacity, ranks=world, cost=cost)
+        self._counts = num_learned(self._samples)
+        self._step = record.step
+        self._num_rollouts = len(record.rollouts)
+
+    def share(self, rank: int) -> BatchReply:
+        return self._reply(rows_of(self._samples, self._dealt[rank]))
+
+    async def share_by_turns(self, rank: int) -> BatchReply:
+        """Of the same bytes on the wire. Long answers make rows of megabytes, and hundreds of them."""
+        rows = each_row(self._samples, self._dealt[rank])
+        return self._reply([msgspec.Raw(encode(row)) async for row in by_turns(rows, 1)])
+
+    def _reply(self, rows: list[Any]) -> BatchReply:
+        return BatchReply(
+            step=self._step,
+            micro_batches=rows,
+            loss_tokens=max(1, sum(self._counts)),
+            num_rollouts=self._num_rollouts,
+            loss_samples=max(1, sum(map(bool, self._counts))),
+        )
+
+
+def share_of(record: BatchRecord, *, rank: int, world: int, capacity: int, cost: Cost = LINEAR) -> BatchReply:
+    """The micro-batches of rank `rank` of `world`. Where every rollout is masked there is one empty row for each rank,
+    and the counts are 1, because the loss is divided by them: it is 0.
+
+    Args:
+        capacity: tokens of a row, see `row_capacity`.
+        cost: of a row, see `row_cost`.
+    """
+    return _Batch(record, world=world, capacity=capacity, cost=cost).share(rank)
+
+
+def samples_of(rollouts: list[Rollout]) -> list[Sample]:
+    """Of the rollouts that are trained on, in the order of the journal, on which the packing of rows depends."""
+    trained = [rollout for rollout in rollouts if rollout.masked is None]
+    return [Sample(sample, rollout.temperature) for rollout in trained for sample in rollout.samples]
+
+
+def row_capacity(config: RunConfig) -> int:
+    """Tokens of one packed row, which with `trainer.model.cp` several ranks share."""
+    return config.trainer.micro_batch_tokens or config.seq_len
+
+
+def row_cost(config: RunConfig) -> Cost:
+    """Of the model that is trained, the same for whoever packs."""
+    model = config.trainer.model
+    return cost_of_model(model.name or config.model.name, attention=model.attn, cp=model.cp)
+
+
+def cost_of_model(name: str | None, *, attention: str, cp: int = 1) -> Cost:
+    """By its `config.json`, in its folder or among what was downloaded; by tokens alone where there is none."""
+    file = config_file(name) if name else None
+    return cost_of(json.loads(file.read_text()), attention=attention, cp=cp) if file else LINEAR

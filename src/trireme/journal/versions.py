@@ -1,0 +1,81 @@
+"""Which weights each version was: what every engine confirmed, on disk before a token under it may be used.
+
+One file per version beside the batches. A version may be confirmed several times (an engine came back, a trainer
+replayed to it); each confirmation stays.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from trireme.journal.aside import move_aside
+from trireme.journal.entry import read_entry, write_entry
+
+
+class Confirmation(msgspec.Struct, frozen=True):
+    """One time that engines were found to serve what the trainer sent.
+
+    Example:
+        Confirmation(engines=["http://127.0.0.1:8000"], digests={"model.norm.weight": "9f…"}, difference=2.1e-7, time=…)
+    """
+
+    engines: list[str]
+    digests: dict[str, str]  # by tensor, of the weights in the precision in which they are served
+    difference: float  # largest, between the trainer's and an engine's logprobs on the probe
+    time: float  # unix
+
+
+class Version(msgspec.Struct):
+    """Everything known about one version."""
+
+    version: int
+    confirmations: list[Confirmation] = []
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The newest: what engines serve now, if it is the live one."""
+        return self.confirmations[-1].digests
+
+
+class Versions:
+    """The confirmed versions of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._newest: int | None = None
+
+    def path(self, version: int) -> Path:
+        return self.folder / f"version_{version:06d}.msgpack"
+
+    def record(self, version: int, engines: list[str], digests: dict[str, str], difference: float) -> None:
+        """Returns when it is on disk."""
+        entry = self.read(version) if self.has(version) else Version(version)
+        entry.confirmations.append(Confirmation(engines, digests, difference, round(time.time(), 3)))
+        write_entry(self.path(version), version, entry)
+        self._newest = max(self.newest, version)
+
+    def has(self, version: int) -> bool:
+        return self.path(version).exists()
+
+    def read(self, version: int) -> Version:
+        """Raises JournalCorrupt where the entry is not what was written."""
+        return read_entry(self.path(version), version, Version, ways_out="Restore it from a copy.")
+
+    def known(self) -> list[int]:
+        """All that were confirmed, in order."""
+        return sorted(int(path.stem.removeprefix("version_")) for path in self.folder.glob("version_*.msgpack"))
+
+    @property
+    def newest(self) -> int:
+        """-1 where none was confirmed. Looked up once: one process writes."""
+        if self._newest is None:
+            self._newest = max(self.known(), default=-1)
+        return self._newest
+
+    def rewind(self, step: int) -> None:
+        """Sets aside what came after version `step`."""
+        move_aside(self.folder, [self.path(version) for version in self.known() if version > step])
+        self._newest = None

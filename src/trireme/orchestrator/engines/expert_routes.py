@@ -1,0 +1,102 @@
+"""Which experts an engine sent each token to: what it must look like for this model, and how it joins a sample.
+
+An engine computes every token of a turn but the last one, which nothing follows yet. So what is known of a sample is a
+beginning of it; the next turn, where there is one, goes on from there.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trireme.base.errors import ConfigError
+from trireme.config.rules_moe import NUM_EXPERTS, REPLAY, num_experts_of, replays_routes
+from trireme.config.run import RunConfig
+from trireme.messages import Routed
+from trireme.orchestrator.engines.responses import BadAnswer, Choice
+
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Of a model with a mixture of experts."""
+
+    layers: int  # all, with those that have no experts
+    top_k: int  # experts of a token
+    num_experts: int  # of a layer
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype("uint8") if self.num_experts <= 256 else np.dtype("uint16")
+
+
+def expert_shape(config: dict[str, Any]) -> ExpertShape | None:
+    """From a model's `config.json`; None where it has no experts."""
+    config = config.get("text_config") or config
+    num_experts = num_experts_of(config)
+    layers, top_k = config.get("num_hidden_layers"), config.get("num_experts_per_tok")
+    return ExpertShape(layers, top_k, num_experts) if num_experts and layers and top_k else None
+
+
+def experts_to_replay(config: RunConfig, model_config: dict[str, Any]) -> ExpertShape | None:
+    """None without router replay.
+
+    Raises: ConfigError where the model has no experts.
+    """
+    if not replays_routes(config):
+        return None
+    shape = expert_shape(model_config)
+    if shape is None:
+        raise ConfigError(
+            f"`{REPLAY}` with {config.model.name} - a model with a mixture of experts was "
+            f"expected: its config.json names none of {', '.join(NUM_EXPERTS)}. Remove the line."
+        )
+    return shape
+
+
+def routes_of(choice: Choice, *, num_prompt: int, shape: ExpertShape) -> np.ndarray:
+    """[N, layers, top_k] of the last `num_prompt` tokens of the prompt, and of the answer but its last one.
+
+    Raises: BadAnswer.
+    """
+    if choice.routed_experts is None:
+        raise BadAnswer(
+            "The engine did not say which experts it used - expected it with `enable_return_routed_experts`."
+        )
+    routes = _read_array(choice.routed_experts)
+    expected = (num_prompt + len(choice.token_ids) - 1, shape.layers, shape.top_k)
+    if routes.shape != expected or routes.dtype.kind != "u":
+        raise BadAnswer(
+            f"The engine gave experts of (tokens, layers, experts of a token) {routes.shape}, as {routes.dtype} - "
+            f"{expected} were expected, as unsigned integers."
+        )
+    if routes.size and routes.max() >= shape.num_experts:
+        raise BadAnswer(f"The engine used expert {routes.max()} - the model has {shape.num_experts}, from 0 on.")
+    return routes.astype(shape.dtype)
+
+
+def _read_array(text: str) -> np.ndarray:
+    """What `numpy.save` wrote, in base64. Looks at the size first: a header can promise any number of values."""
+    try:
+        file = io.BytesIO(base64.b64decode(text, validate=True))
+        shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
+        values = np.frombuffer(file.read(), dtype=dtype)
+        return values.reshape(shape, order="F" if is_fortran else "C")
+    except Exception as error:  # whatever bytes can make a parser raise
+        raise BadAnswer(f"The engine gave experts that cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def to_routed(chunks: list[np.ndarray], length: int) -> Routed | None:
+    """Of a sample of `length` tokens whose beginning these are, one after the other; None where there are none."""
+    if not chunks:
+        return None
+    routes = np.concatenate(chunks)
+    known = np.zeros(length, dtype=np.uint8)
+    known[: len(routes)] = 1
+    _, layers, top_k = routes.shape
+    return Routed(known, routes.reshape(-1), layers, top_k)

@@ -1,0 +1,77 @@
+"""One turn of the model, made of what an engine answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from trireme.orchestrator.engines.expert_routes import ExpertShape, routes_of
+from trireme.orchestrator.engines.responses import Choice, Response, choice_of, kept_of
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One model turn."""
+
+    ids: list[int]  # [C]
+    logprobs: list[float]  # [C] under the distribution that was sampled from
+    versions: list[int]  # [C] policy version of each token
+    finish_reason: str  # "stop", "length", "repetition"
+    stop_reason: int | str | None = None  # the stop token or string that ended it; None at the end of sequence
+    kept: list[list[int]] | None = None  # [C] what each token was chosen from; None where from the whole vocabulary
+    routes: np.ndarray | None = None  # [N, layers, experts] see `routes_of`; None where nobody asked
+    cut: Literal["max_tokens", "context_full"] | None = None  # what it ran out of
+
+    @property
+    def spoken(self) -> list[int]:
+        """Its tokens without the one that ended the turn, which is no part of what was said."""
+        ended = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+        return self.ids[:-1] if ended else self.ids
+
+
+class Unconfirmed(Exception):
+    """An answer by weights that nobody has confirmed, or none: its engine is not the process that it was."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Makes a turn of an engine's answer to one request; raises BadAnswer where it makes no sense."""
+
+    max_tokens: int
+    vocab_size: int | None
+    with_kept: bool  # the sampler was cut
+    experts: ExpertShape | None  # where the engine was to say which of them it used
+    num_computed: int  # tokens of the prompt for which it was to say so
+
+    def choice(self, response: Response) -> Choice:
+        return choice_of(response, max_tokens=self.max_tokens, vocab_size=self.vocab_size)
+
+    def generation(self, choice: Choice, *, newest: int) -> Generation:
+        """
+        Args:
+            newest: version that the engine has confirmed.
+
+        Raises:
+            Unconfirmed: a token was sampled by weights that were never confirmed, or it was broken off.
+        """
+        spans = choice.weight_versions
+        strange = [span.version for span in spans if not _is_version(span.version, newest)]
+        if strange:
+            raise Unconfirmed(f"it sampled under version {strange[0][:40]!r}, known is {newest}")
+        if choice.finish_reason == "abort":
+            raise Unconfirmed("it was aborted in the engine")
+        return Generation(
+            ids=choice.token_ids,
+            logprobs=[entry.logprob for entry in choice.logprobs.content],
+            versions=[int(span.version) for span in spans for _ in range(span.start, span.end)],
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            kept=kept_of(choice, vocab_size=self.vocab_size) if self.with_kept else None,
+            routes=routes_of(choice, num_prompt=self.num_computed, shape=self.experts) if self.experts else None,
+        )
+
+
+def _is_version(text: str, newest: int) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 19 and int(text) <= newest

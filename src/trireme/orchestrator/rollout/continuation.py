@@ -1,0 +1,109 @@
+"""What follows on a turn of the model when the conversation goes on: only that is tokenised, never the turn again.
+
+Chat templates are programs that render whole conversations. One that only ever grows is *prefix-increasing*: what it
+made of the conversation so far is the beginning of what it makes of a longer one. Then the tokens of a rollout can be
+one sample. Templates of many thinking models (Qwen3, DeepSeek-R1) are not: they drop the thinking of earlier turns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jinja2
+
+from trireme.orchestrator.rollout.chat import ChatTokenizer
+from trireme.orchestrator.rollout.turns import Said
+
+_MARK = "\u2402mark\u2403"  # what no template and no conversation holds
+
+
+class Rewritten(Exception):
+    """The chat template renders the turn, or what came before, otherwise once more is said. Says how."""
+
+
+def text_after(
+    tokenizer: ChatTokenizer,
+    messages: list[dict[str, Any]],
+    *,
+    num_past: int,
+    said: Said,
+    sampled: list[int],
+    tools: list[dict] | None,
+) -> str:
+    """The text between the last sampled token and where the model is to speak again.
+
+    Args:
+        messages: the conversation, with the turn at `num_past`.
+        said: what the environment was shown of that turn.
+        sampled: the tokens of that turn.
+
+    Raises: Rewritten.
+    """
+    raw = tokenizer.decode(sampled, keep_special=True)
+    before = tokenizer.render(messages[:num_past], tools=tools, generate=True)
+    now = tokenizer.render(messages, tools=tools, generate=True)
+    if now.startswith(before + raw):
+        return now[len(before + raw) :]
+    with_turn = tokenizer.render(messages[: num_past + 1], tools=tools, generate=False)
+    _check_grows(before, with_turn, said)
+    _check_grows(with_turn, now)
+    end = _end_of_turn(tokenizer, messages[:num_past], with_turn[len(before) :], sampled, tools)
+    return end + now[len(with_turn) :]
+
+
+def _check_grows(shorter: str, longer: str, said: Said | None = None) -> None:
+    """That the longer conversation begins with the shorter one; with `said`, that the turn follows on it."""
+    if not longer.startswith(shorter):
+        place = next((place for place, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), 0)
+        was, is_now = shorter[max(0, place - 20) : place + 40], longer[max(0, place - 20) : place + 40]
+        raise Rewritten(f"{was!r} became {is_now!r}")
+    if said is not None and (lost := _lost(said, longer[len(shorter) :])):
+        raise Rewritten(f"{lost[:60]!r} is no longer there")
+
+
+def _lost(said: Said, rendered: str) -> str | None:
+    """What of the turn the template left out. Blanks, and how tool calls are written, are the template's affair."""
+    solid = _without_blanks(rendered)
+    parts = (said.reasoning or "", said.content, *(call.name for call in said.tool_calls))
+    return next((part for part in parts if _without_blanks(part) not in solid), None)
+
+
+def _without_blanks(text: str) -> str:
+    return "".join(text.split())
+
+
+def _end_of_turn(
+    tokenizer: ChatTokenizer,
+    past: list[dict[str, Any]],
+    rendered: str,
+    sampled: list[int],
+    tools: list[dict] | None,
+) -> str:
+    """What the template writes after a turn, less the token that ended it, where that was sampled.
+
+    Args:
+        rendered: the turn, as the template writes it.
+    """
+    last = tokenizer.decode(sampled[-1:], keep_special=True)
+    if last and tokenizer.is_special(sampled[-1]) and last in rendered:
+        return rendered[rendered.rfind(last) + len(last) :]
+    try:
+        marked = tokenizer.render([*past, {"role": "assistant", "content": _MARK}], tools=tools, generate=False)
+    except jinja2.TemplateError as error:
+        raise Rewritten(f"it cannot render a plain turn here: {error}") from error
+    end = marked[marked.rfind(_MARK) + len(_MARK) :]
+    if _MARK not in marked or not rendered.endswith(end):
+        raise Rewritten(f"a turn ends in {rendered[-40:]!r}, a plain one in {end[-40:]!r}")
+    return end
+
+
+def drops_thinking(tokenizer: ChatTokenizer) -> bool:
+    """Whether thinking is no longer in the prompt once the user has spoken again."""
+    thought = {"role": "assistant", "content": "yes", "reasoning_content": _MARK}
+    written = {"role": "assistant", "content": f"<think>\n{_MARK}\n</think>\n\nyes"}
+    question = {"role": "user", "content": "sure?"}
+    try:
+        texts = [tokenizer.render([question, turn, question], tools=None, generate=True) for turn in (thought, written)]
+    except jinja2.TemplateError:
+        return False
+    return not any(_MARK in text for text in texts)

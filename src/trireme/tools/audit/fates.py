@@ -1,0 +1,230 @@
+"""Every rollout that was begun has exactly one fate: trained in one batch, dropped for a reason, or still open.
+
+A group is decided as a whole, in one entry; failed attempts of its rollouts stand in the same one.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import Counter, defaultdict
+
+from trireme.journal.records import BatchRecord, OpenGroup
+from trireme.journal.rules import Rules
+from trireme.tools.audit.examples import OrderAudit
+from trireme.tools.audit.findings import Findings, some
+from trireme.tools.audit.groups import Decided, Fate, find_trouble
+
+OPEN, UNREADABLE = -1, -2  # instead of a batch
+
+MOST_REASONS = 50
+
+MOST_BEGUN = 1_000_000
+"""Groups that can have been begun between two entries; more is a number gone wrong, and not worth walking through."""
+
+
+class Fates:
+    """Follows all groups from their beginning to their end. Keeps eight bytes of each."""
+
+    def __init__(self, order: OrderAudit, findings: Findings) -> None:
+        self.trained = 0  # rollouts
+        self.dropped = 0
+        self.reasons: Counter[str] = Counter()
+        self.num_open = 0
+        self._order = order
+        self._findings = findings
+        self._batch_of = array("q")  # by group: which batch decided it
+        self._open: dict[int, OpenGroup | None] = {}  # what the data order says that they are
+        self._reported: set[int] = set()  # groups known to be lost
+        self._counters = {"trained": 0, "dropped": 0}
+
+    @property
+    def num_begun(self) -> int:
+        return len(self._batch_of)
+
+    def take(self, record: BatchRecord, rules: Rules, *, after_gap: bool) -> None:
+        """The next entry.
+
+        Args:
+            after_gap: those before it could not be read: what they decided is unknown, and not held against this one.
+        """
+        groups = self._by_group(record)
+        self._order.begin(record, rules, after_gap=after_gap)
+        self._begin(record, rules)
+        self._order.close(record, rules)
+        for group, said in sorted(groups.items()):
+            self._decide(record.step, group, said, rules)
+        self._compare_open(record, after_gap=after_gap)
+        self._compare_size(record, groups, rules)
+        self._count(record, after_gap=after_gap)
+
+    def _by_group(self, record: BatchRecord) -> dict[int, Decided]:
+        groups: dict[int, Decided] = defaultdict(Decided)
+        for rollout in record.rollouts:
+            groups[rollout.group].trained.append(rollout)
+        for dropped in record.dropped:
+            groups[dropped.group].dropped.append(dropped)
+        return groups
+
+    def _begin(self, record: BatchRecord, rules: Rules) -> None:
+        begun = record.state.next_group - self.num_begun
+        if not 0 <= begun <= MOST_BEGUN:
+            self._findings.add(
+                "fates",
+                record.step,
+                f"batch {record.step}: the next group is {record.state.next_group}, {self.num_begun} were begun before",
+                expected="groups numbered one by one",
+                meaning="A run that goes on from here would use group numbers twice, or leave some out. Look at "
+                "`state.next_group` of this batch.",
+            )
+            return
+        for group in range(self.num_begun, record.state.next_group):
+            self._open[group] = self._order.task(group, rules)
+            self._batch_of.append(OPEN)
+
+    # what was decided
+
+    def _decide(self, step: int, group: int, said: Decided, rules: Rules) -> None:
+        if not 0 <= group < self.num_begun:
+            self._findings.add(
+                "fates",
+                step,
+                f"batch {step} decides group {group}, which was never begun",
+                expected=f"groups 0 to {self.num_begun - 1}",
+                meaning="Rollouts came from nowhere. Look at `state.next_group` and the rollouts of this batch.",
+            )
+        elif group in self._open:
+            self._compare_task(step, self._open.pop(group), said.fates)
+            self._batch_of[group] = step
+        elif self._batch_of[group] >= 0:
+            self._decided_again(step, group, said)
+        self._reported.discard(group)
+        if trouble := find_trouble(group, said, rules):
+            self._wrong_group(step, *trouble)
+
+    def _decided_again(self, step: int, group: int, said: Decided) -> None:
+        how = "trained" if said.trained else "dropped"
+        self._findings.add(
+            "fates",
+            step,
+            f"batch {step}: group {group} is {how} here, and batch {self._batch_of[group]} had decided it before",
+            expected="one fate of each rollout, in one batch",
+            meaning=("Something was trained twice." if said.trained else "Something was counted twice.")
+            + " Compare the group in both batches.",
+        )
+
+    def _compare_task(self, step: int, task: OpenGroup | None, fates: list[Fate]) -> None:
+        if task is None:
+            return
+        for fate in fates:
+            if (fate.env, fate.example) != (task.env, task.example):
+                self._wrong_task(step, f"{_name(fate)} is {fate.env} example {fate.example}", task)
+                return
+
+    def _wrong_task(self, step: int, found: str, task: OpenGroup) -> None:
+        self._findings.add(
+            "order",
+            step,
+            f"batch {step}: {found}",
+            expected=f"group {task.id} is {task.env} example {task.example}, by the data order",
+            meaning="An example was skipped and another one came out of turn.",
+        )
+
+    def _wrong_group(self, step: int, found: str, expected: str) -> None:
+        self._findings.add(
+            "fates",
+            step,
+            f"batch {step}: {found}",
+            expected=expected,
+            meaning="A rollout was lost, counted twice, or torn from its group. Look at the rollouts and the dropped "
+            "ones of this group in this batch.",
+        )
+
+    def _compare_size(self, record: BatchRecord, groups: dict[int, Decided], rules: Rules) -> None:
+        trained = sum(bool(said.trained) for said in groups.values())
+        if len(record.rollouts) == rules.batch_size and trained == rules.batch_size // rules.group_size:
+            return
+        self._findings.add(
+            "fates",
+            record.step,
+            f"batch {record.step} has {len(record.rollouts)} rollouts of {trained} groups",
+            expected=f"{rules.batch_size} rollouts, {rules.group_size} of each group",
+            meaning="Rollouts were lost from the batch, or added to it.",
+        )
+
+    # what is open
+
+    def _compare_open(self, record: BatchRecord, *, after_gap: bool) -> None:
+        step, listed = record.step, Counter(group.id for group in record.state.open_groups)
+        for task in record.state.open_groups:
+            if task.id not in self._open or listed[task.id] > 1:
+                self._not_open(step, task.id)
+            elif (due := self._open[task.id]) is not None and due != task:
+                self._wrong_task(step, f"open group {task.id} is {task.env} example {task.example}", due)
+        missing = [group for group in self._open if group not in listed and group not in self._reported]
+        if missing and after_gap:
+            for group in missing:
+                del self._open[group]
+                self._batch_of[group] = UNREADABLE
+        elif missing:
+            self._reported |= set(missing)
+            self._findings.add(
+                "fates",
+                step,
+                f"batch {step}: group{'s' * (len(missing) > 1)} {some(missing)} began and had no fate until now, and "
+                "the batch does not list them as open",
+                expected="each group that was begun is trained, dropped or open",
+                meaning="Examples were lost: nobody would roll them out again. Look at `state.open_groups` of this "
+                "batch and of the one before.",
+            )
+        self.num_open = len(listed)
+
+    def _not_open(self, step: int, group: int) -> None:
+        known = 0 <= group < self.num_begun
+        batch = self._batch_of[group] if known else UNREADABLE
+        why = f"batch {batch} has decided it" if batch >= 0 else "it is listed twice" if known else "it was never begun"
+        self._findings.add(
+            "fates",
+            step,
+            f"batch {step} lists group {group} as open, and {why}",
+            expected="open groups that were begun, have no fate yet, and stand there once",
+            meaning="A run that goes on from here would train it twice. Look at `state.open_groups` of this batch.",
+        )
+
+    # what was counted
+
+    def _count(self, record: BatchRecord, *, after_gap: bool) -> None:
+        here = {"trained": len(record.rollouts), "dropped": len(record.dropped)}
+        self.trained += here["trained"]
+        self.dropped += here["dropped"]
+        for dropped in record.dropped:
+            kind = kind_of(dropped.reason)
+            self.reasons[kind if kind in self.reasons or len(self.reasons) < MOST_REASONS else "others"] += 1
+        counters = record.state.counters
+        for name, number in here.items():
+            expected, found = self._counters[name] + number, counters.get(name, 0)
+            if found != expected and not after_gap:
+                self._findings.add(
+                    "fates",
+                    record.step,
+                    f"batch {record.step}: the journal counts {found} rollouts {name} so far",
+                    expected=f"{expected}: {self._counters[name]} up to the batch before and {number} in this one",
+                    meaning=f"A batch was changed, or rollouts were lost. Look at `state.counters`, and those {name}.",
+                )
+            self._counters[name] = found
+
+
+def _name(fate: Fate) -> str:
+    return f"group {fate.group}, place {fate.place}, attempt {fate.attempt}"
+
+
+def kind_of(reason: str) -> str:
+    """Few kinds of many reasons.
+
+    Example:
+        kind_of("score: ValueError: no number in 'abc'")  # "score: ValueError"
+        kind_of("stale: begun under version 3")           # "stale"
+    """
+    stage, _, rest = reason.partition(":")
+    error = re.match(r"\s*([A-Za-z_][\w.]*)(?=:|$)", rest)
+    return f"{stage}: {error[1]}" if error and len(stage) < 30 else stage[:30]

@@ -1,0 +1,234 @@
+"""What the run said of each batch, beside what lies in the journal; and one line of the trainer for each step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+
+from trireme.journal.records import BatchRecord
+from trireme.tools.audit.findings import Findings, some
+from trireme.tools.audit.tokens import Columns
+
+
+class _Head(msgspec.Struct):
+    """As much of a line as tells whose it is."""
+
+    step: int
+    process: str
+    reward: float | msgspec.UnsetType | None = msgspec.field(default=msgspec.UNSET, name="reward/mean")
+
+
+class MetricsIndex:
+    """Where the last line of each step stands in `metrics.jsonl`; the lines themselves stay on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.unreadable = 0  # whole lines that say nothing
+        self.trained: set[int] = set()  # steps with a line of the trainer
+        self._batches: dict[int, int] = {}  # step -> offset of the line about its batch
+        self._file: IO[bytes] | None = None
+        if path.is_file():
+            self._file = open(path, "rb")  # noqa: SIM115 - read from until the audit ends
+            self._index(self._file)
+
+    def _index(self, file: IO[bytes]) -> None:
+        decoder, offset = msgspec.json.Decoder(_Head), 0
+        for line in file:
+            start, offset = offset, offset + len(line)
+            if not line.endswith(b"\n"):  # still being written, or cut off
+                break
+            try:
+                head = decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                self.unreadable += bool(line.strip())
+                continue
+            if head.process == "trainer":
+                self.trained.add(head.step)
+            elif head.process == "orchestrator" and head.reward is not msgspec.UNSET:
+                self._batches[head.step] = start
+
+    @property
+    def batches(self) -> set[int]:
+        """Steps with a line about their batch."""
+        return set(self._batches)
+
+    def batch(self, step: int) -> dict[str, Any] | None:
+        if self._file is None or step not in self._batches:
+            return None
+        self._file.seek(self._batches[step])
+        return msgspec.json.decode(self._file.readline())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def measure(record: BatchRecord, columns: Columns) -> dict[str, float]:
+    """The metrics of a batch, worked out again from its rollouts."""
+    rollouts, trained = record.rollouts, columns.tokens.loss_mask == 1
+    rewards = np.array([rollout.reward for rollout in rollouts])
+    lags = record.step - columns.tokens.versions[columns.tokens.versions >= 0]
+    completions = columns.per_rollout(trained, len(rollouts))
+    per_group = _grouped((rollout.group, rollout.reward) for rollout in rollouts)
+    per_environment = _grouped((rollout.env, rollout.reward) for rollout in rollouts)
+    own = _grouped(
+        (f"env/{rollout.env}/{name}", value) for rollout in rollouts for name, value in rollout.metrics.items()
+    )
+    measured: dict[str, float] = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/group_std": float(np.mean([np.std(values) for values in per_group.values()])),
+        "lag/mean": float(lags.mean()) if len(lags) else math.nan,
+        "lag/max": int(lags.max()) if len(lags) else math.nan,
+        "tokens/completion_mean": float(completions.mean()),
+        "tokens/completion_max": int(completions.max()),
+        "tokens/total": int(columns.lengths.sum()),
+        "truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
+        "rollouts/dropped": len(record.dropped),
+    }
+    if len(per_environment) > 1:
+        measured |= {f"reward/{name}/mean": float(np.mean(values)) for name, values in per_environment.items()}
+    reasons = Counter(dropped.reason.split(":")[0].replace(" ", "_") for dropped in record.dropped)
+    measured |= {f"rollouts/dropped/{reason}": count for reason, count in reasons.items()}
+    return measured | {name: float(np.mean(values)) for name, values in own.items()}
+
+
+def measure_more(record: BatchRecord) -> dict[str, float]:
+    """Those that journals of before did not have: compared where they are there."""
+    rollouts = record.rollouts
+    rewards = [rollout.reward for rollout in rollouts]
+    turns = [rollout.num_turns for rollout in rollouts if rollout.num_turns]
+    unmasked = sum(rollout.masked is None for rollout in rollouts)
+    measured: dict[str, float] = {
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "turns/mean": float(np.mean(turns)) if turns else math.nan,
+        "rollouts/trained": unmasked,
+        "filters/masked_frac": 1 - unmasked / len(rollouts),
+        "curriculum/stage": record.state.stage,
+    }
+    per_group = _grouped((rollout.group, rollout.reward) for rollout in rollouts)
+    for name, ended in _grouped((outcome.env, outcome) for outcome in record.outcomes).items():
+        groups = [per_group.get(outcome.group) or [outcome.mean] for outcome in ended]
+        measured[f"env/{name}/solve_none"] = float(np.mean([max(group) <= 0 for group in groups]))
+        measured[f"env/{name}/solve_all"] = float(np.mean([min(group) >= 1 for group in groups]))
+    for name, cursor in record.state.cursors.items():
+        measured[f"data/{name}/epoch"] = cursor.epoch
+    return {name: value for name, value in measured.items() if name in record.metrics}
+
+
+def _grouped(pairs: Any) -> dict[Any, list[Any]]:
+    values: dict[Any, list[Any]] = defaultdict(list)
+    for key, value in pairs:
+        values[key].append(value)
+    return values
+
+
+def compare_batch(
+    record: BatchRecord,
+    columns: Columns | None,
+    row: Mapping[str, Any] | None,
+    findings: Findings,
+    *,
+    may_lack_line: bool,
+    may_have_old_line: bool,
+) -> None:
+    """The journal's own metrics with its rollouts, then the line in the file with the journal's.
+
+    Args:
+        row: the batch's line in `metrics.jsonl`.
+        may_lack_line: a crash may have come before it.
+        may_have_old_line: that of a batch of this number on a way not taken, because a crash came before its own.
+    """
+    step = record.step
+    measured = measure_more(record) | measure(record, columns) if columns is not None and record.rollouts else {}
+    for name, value in measured.items():
+        if not _are_close(record.metrics.get(name), value):
+            findings.add(
+                "metrics",
+                step,
+                f"batch {step}: the journal says {name} = {_shown(record.metrics.get(name))}",
+                expected=f"{value:.9g}, by its rollouts",
+                meaning="A rollout of the batch was changed, or the metric was. Look at the batch.",
+            )
+            break
+    if row is None:
+        if not may_lack_line:
+            _missing_line(findings, "orchestrator", f"batch {step}", step)
+        return
+    wrong = next((name for name, value in record.metrics.items() if not _is_same(row.get(name), value)), None)
+    if wrong is not None and not may_have_old_line:
+        findings.add(
+            "metrics",
+            step,
+            f"batch {step}: metrics.jsonl says {wrong} = {_shown(row.get(wrong))}",
+            expected=f"{_shown(record.metrics[wrong])}, by the journal",
+            meaning="What was shown of the run is not what it did. Look at the orchestrator's last line of this step.",
+        )
+
+
+def compare_lines(
+    index: MetricsIndex, *, trained: int, newest: int, num_batches: int, set_aside: set[int], findings: Findings
+) -> None:
+    """One line of the trainer for each step, and none for a batch or a version that is not there.
+
+    Args:
+        trained: steps whose line must be there: all below this one.
+        newest: version; the trainer writes its line of a step when the version that it made is confirmed.
+        set_aside: steps of ways not taken, whose lines stay in the file.
+    """
+    for step in range(trained):
+        if step not in index.trained:
+            _missing_line(findings, "trainer", f"step {step}", step)
+    early = sorted(step for step in index.trained if newest <= step < num_batches and step not in set_aside)
+    if early:
+        findings.add(
+            "metrics",
+            early[0],
+            f"metrics.jsonl has a line of the trainer for step {some(early)}, and version {newest} is the newest",
+            expected=f"version {early[0] + 1} confirmed before that line is written",
+            meaning="A confirmation was lost, or the line is of another run. Look for "
+            f"journal/version_{early[0] + 1:06d}.msgpack.",
+        )
+    for process, steps in (("trainer", index.trained), ("orchestrator", index.batches)):
+        beyond = sorted(step for step in steps if step >= num_batches and step not in set_aside)
+        if beyond:
+            findings.add(
+                "metrics",
+                beyond[0],
+                f"metrics.jsonl has lines of the {process} for step {some(beyond)}; there are {num_batches} batches",
+                expected="a batch in the journal before anyone reports on it",
+                meaning="Batches that were trained on were lost from the journal, or belong to another run. Look for "
+                f"journal/batch_{beyond[0]:06d}.msgpack.",
+            )
+
+
+def _missing_line(findings: Findings, process: str, what: str, step: int) -> None:
+    findings.add(
+        "metrics",
+        step,
+        f"{what} has no line of the {process} in metrics.jsonl",
+        expected="one line for each, but for the two newest",
+        meaning="A line was lost (a full disk, or the file was changed). The journal still has the batch itself.",
+    )
+
+
+def _are_close(found: float | None, expected: float) -> bool:
+    if found is None:
+        return False
+    return math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-9) or (math.isnan(found) and math.isnan(expected))
+
+
+def _is_same(found: Any, value: float) -> bool:
+    """To the last bit: JSON writes floats so that they come back. What is not finite is written as null."""
+    return found is None if not math.isfinite(value) else found == value
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.9g}" if isinstance(value, int | float) else "nothing"

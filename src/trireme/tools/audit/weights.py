@@ -1,0 +1,182 @@
+"""Versions that engines confirmed, and checkpoints that were saved of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from trireme.algo.compare import first_difference
+from trireme.base.errors import JournalCorrupt
+from trireme.base.paths import RunPaths, step_folder, step_of
+from trireme.journal.manifest import find_damage, read_manifest
+from trireme.journal.versions import Version, Versions
+from trireme.tools.audit.findings import Findings, some
+
+
+class VersionAudit:
+    """Reads each record once; remembers which versions are confirmed."""
+
+    def __init__(self, versions: Versions, known: list[int], set_aside: set[int], findings: Findings) -> None:
+        """
+        Args:
+            set_aside: versions of which there is a record among those of ways not taken.
+        """
+        self.known = known
+        self._versions = versions
+        self._set_aside = set_aside
+        self._findings = findings
+        self._confirmed: set[int] = set()
+
+    @property
+    def newest(self) -> int:
+        return max(self.known, default=-1)
+
+    @property
+    def num_confirmed(self) -> int:
+        return len(self._confirmed)
+
+    def is_confirmed(self, version: int) -> bool:
+        """Now, or before somebody began to go back to an earlier step: batches go last, so they may still be there."""
+        return version in self._confirmed or (version > self.newest and version in self._set_aside)
+
+    def read(self, *, may_differ: bool) -> None:
+        """
+        Args:
+            may_differ: a replay may round differently, on a GPU: other digests are then only worth a note.
+        """
+        missing = sorted(set(range(self.newest)) - set(self.known))
+        for version in missing[:20]:
+            self._findings.add(
+                "versions",
+                version,
+                f"version {version} has no record, and version {self.newest} has",
+                expected="a record of each version that engines ever confirmed, from 0 on",
+                meaning=f"Nobody can tell which weights it was. Look for {self._versions.path(version)}.",
+            )
+        for version in self.known:
+            try:
+                entry = self._versions.read(version)
+            except (JournalCorrupt, OSError) as error:
+                self._findings.add(
+                    "versions",
+                    version,
+                    str(error),
+                    expected="a record as it was written",
+                    meaning="It was damaged after it was written, by the disk or by hand.",
+                )
+                continue
+            if self._is_sound(version, entry):
+                self._confirmed.add(version)
+            self._compare_confirmations(version, entry, may_differ=may_differ)
+
+    def _is_sound(self, version: int, entry: Version) -> bool:
+        digests = [confirmation.digests for confirmation in entry.confirmations]
+        difference = max((one.difference for one in entry.confirmations), default=0.0)
+        if entry.version != version:
+            found = f"the record of version {version} is about version {entry.version}"
+        elif not digests or not all(digests):
+            found = f"version {version} was recorded without digests"
+        elif not all(one.engines for one in entry.confirmations):
+            found = f"version {version} was recorded without an engine that confirmed it"
+        elif not (math.isfinite(difference) and difference >= 0):
+            found = f"version {version} was recorded with a difference of {difference} on the probe"
+        else:
+            return True
+        self._findings.add(
+            "versions",
+            version,
+            found,
+            expected="the engines that confirmed it, with the digest of each tensor",
+            meaning=f"Its tokens are by unknown weights. Look at {self._versions.path(version)}.",
+        )
+        return False
+
+    def _compare_confirmations(self, version: int, entry: Version, *, may_differ: bool) -> None:
+        for number, confirmation in enumerate(entry.confirmations[1:], start=2):
+            difference = first_difference(entry.confirmations[0].digests, confirmation.digests)
+            if difference is None:
+                continue
+            found = f"version {version}: its {number}. confirmation says that {difference}, by the first one"
+            if may_differ and entry.confirmations[0].digests.keys() == confirmation.digests.keys():
+                self._findings.note(f"{found} (a replay on another day may round differently on a GPU)")
+                continue
+            self._findings.add(
+                "versions",
+                version,
+                found,
+                expected="the same digests at each confirmation of a version",
+                meaning="Two sets of weights went by one name: a replay did not come to the same version, or the "
+                "record was changed. With another number of trainer ranks a replay rounds differently.",
+            )
+            return
+
+    def compare_with_batches(self, num_batches: int) -> None:
+        if self.newest <= num_batches:
+            return
+        self._findings.add(
+            "versions",
+            num_batches,
+            f"version {self.newest} was confirmed, and there are {num_batches} batches",
+            expected=f"batch {self.newest - 1} in the journal: version n is made by batch n - 1",
+            meaning="Batches that were trained on were lost from the journal, or going back to an earlier step was cut "
+            "off on the way (then give the same command again).",
+        )
+
+
+def list_checkpoints(folder: Path) -> list[int]:
+    """Of those that claim to be whole: a folder under its final name."""
+    steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(step for step in steps if step is not None)
+
+
+def check_checkpoints(
+    paths: RunPaths, steps: list[int], versions: VersionAudit, trained: set[int], findings: Findings
+) -> None:
+    """Reads every byte of them.
+
+    Args:
+        trained: steps that the trainer wrote a line about.
+    """
+    for step in steps:
+        folder = step_folder(paths.checkpoints, step)
+        trouble = _damage(folder, step)
+        if not folder.exists():  # removed meanwhile, by the trainer that keeps the last few
+            continue
+        if trouble is not None:
+            findings.add(
+                "checkpoints",
+                step,
+                trouble,
+                expected=f"checkpoint {step} as its manifest describes it",
+                meaning="It cannot be resumed from as it was saved. Move it away: the run goes on from an earlier one, "
+                "and comes to the same weights through the journal.",
+            )
+        if step > versions.newest:
+            findings.add(
+                "checkpoints",
+                step,
+                f"{folder} is of version {step}, and the newest confirmed one is {versions.newest}",
+                expected="checkpoints of versions that engines confirmed before",
+                meaning="Confirmations were lost, or the checkpoint is of another run.",
+            )
+        missing = sorted(set(range(step)) - trained)
+        if missing:
+            findings.add(
+                "metrics",
+                missing[0],
+                f"checkpoint {step} is there, and metrics.jsonl has no line of the trainer for step {some(missing)}",
+                expected=f"a line for each of steps 0 to {step - 1}, written before the checkpoint",
+                meaning="Lines were lost (a full disk, or the file was changed), or the checkpoint is of another run.",
+            )
+        if not list(step_folder(paths.weights, step).glob("*.safetensors")):
+            findings.note(f"there is no export of checkpoint {step} in {paths.weights}; removed, or never finished")
+
+
+def _damage(folder: Path, step: int) -> str | None:
+    try:
+        if (damage := find_damage(folder)) is not None:
+            return damage
+        version = read_manifest(folder).version
+    except (JournalCorrupt, OSError) as error:
+        return str(error)
+    return None if version == step else f"{folder} holds version {version} by its manifest, by its name {step}"

@@ -1,0 +1,158 @@
+"""Adapters in a checkpoint and their base model on disk become one model, a tensor at a time.
+
+What comes out has the bits that the trainer gives to engines: each parameter as it was held, plus its adapter's product
+in float32, then rounded.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from trireme.base.errors import ConfigError
+from trireme.config.trainer import Lora, TrainerModel
+from trireme.messages import TensorSpec
+from trireme.trainer.checkpoint.adapter_files import CONFIG, TRAINED_WITH, frozen_dtype
+from trireme.trainer.checkpoint.export import (
+    DESCRIPTION,
+    architecture_of,
+    describe_model,
+    make_folder,
+    require_undamaged,
+)
+from trireme.trainer.checkpoint.state import MODEL
+from trireme.trainer.model.hub_names import hub_names
+from trireme.trainer.model.loading import Places, find_files, find_layouts
+from trireme.trainer.model.lora import Product, base_name, inject_adapters, merge, products
+from trireme.trainer.model.model import build_model
+from trireme.trainer.model.model_files import num_bytes, write_model
+from trireme.trainer.model.noise import published_config
+from trireme.trainer.parallel.pieces import open_checkpoint
+
+
+def export_merged(
+    checkpoint: Path, folder: Path, *, dtype: str, base_model: str | None = None, trust_remote_code: bool = False
+) -> None:
+    """Makes `folder` out of a checkpoint of adapters and the model that they are for.
+
+    Args:
+        base_model: folder or hub name, where it is no longer what the adapters name.
+
+    Raises:
+        ConfigError: the checkpoint has no adapters, or their base model cannot be had.
+        JournalCorrupt: the checkpoint is damaged.
+        OSError: there is no room.
+    """
+    require_undamaged(checkpoint)
+    settings = read_settings(checkpoint)
+    merged = Merged(
+        settings,
+        base_model or settings["base_model_name_or_path"],
+        frozen=frozen_dtype(checkpoint / DESCRIPTION),
+        trust_remote_code=trust_remote_code,
+    )
+    specs = merged.specs(dtype)
+
+    def fill(partial: Path) -> None:
+        shutil.copytree(
+            checkpoint / DESCRIPTION, partial, ignore=shutil.ignore_patterns(CONFIG, TRAINED_WITH, "README.md")
+        )
+        merged.describe(partial, getattr(torch, dtype))
+        with open_checkpoint(checkpoint) as stored:
+            write_model(partial, specs, merged.tensors(stored, getattr(torch, dtype)))
+
+    make_folder(folder, fill, room=num_bytes(specs))
+
+
+def read_settings(checkpoint: Path) -> dict[str, Any]:
+    """What `adapter_config.json` says. Raises: ConfigError where there is none."""
+    path = checkpoint / DESCRIPTION / CONFIG
+    if not path.is_file():
+        raise ConfigError(
+            f"{checkpoint} holds a whole model and no adapters - expected some, to merge them. Leave `--merge` out."
+        )
+    settings: dict[str, Any] = json.loads(path.read_text())
+    return settings
+
+
+class Trained(Protocol):
+    """What was trained, by the names of checkpoints: the pieces of one, or a file of adapters."""
+
+    def names(self) -> list[str]: ...
+    def read_whole(self, name: str) -> torch.Tensor: ...
+
+
+class Merged:
+    """A base model in its files, and the shapes of its adapters; values are read when they are asked for."""
+
+    def __init__(
+        self, settings: dict[str, Any], base_model: str, *, frozen: torch.dtype, trust_remote_code: bool
+    ) -> None:
+        """
+        Args:
+            frozen: precision in which the base model was held.
+        """
+        self._frozen = frozen
+        self._model = build_model(TrainerModel(trust_remote_code=trust_remote_code), base_model)
+        self._names = hub_names(self._model)
+        self._files = find_files(base_model)
+        self._laid = find_layouts(Places(self._model), self._files, base_model)
+        inject_adapters(self._model, _to_lora(settings), base_model=base_model, seed=0, frozen="float32")
+        self._own = {base_name(name): name for name in self._model.state_dict()}
+        self._products = products(self._model)
+        self._parameters = {id(parameter): name for name, parameter in self._model.named_parameters()}
+
+    def specs(self, dtype: str) -> list[TensorSpec]:
+        return [
+            TensorSpec(name=name, dtype=dtype, shape=list(shape))
+            for own in self._exported
+            for name, shape in self._names.specs(own)
+        ]
+
+    @property
+    def _exported(self) -> list[str]:
+        """But for buffers that the base model's files do not have, either."""
+        return [name for name in self._names.parameters if name in self._laid]
+
+    @property
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of adapters, and of modules that are trained whole, by the model's own names."""
+        return {name: tuple(each.shape) for name, each in self._model.named_parameters() if each.requires_grad}
+
+    def tensors(self, stored: Trained, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        for own in self._exported:
+            whole = self._whole(own, stored)
+            if (product := self._products.get(own)) is not None:
+                whole = merge(whole, *self._factors(product, stored), product)
+            yield from self._names.to_hub(own, whole.to(dtype))
+
+    def _whole(self, own: str, stored: Trained) -> torch.Tensor:
+        """From the checkpoint, where it is trained whole beside the adapters."""
+        trained = f"{MODEL}.{self._own[own]}"
+        if trained in stored.names():
+            return stored.read_whole(trained)
+        return self._laid[own].tensor(self._files.read).to(self._frozen)
+
+    def _factors(self, product: Product, stored: Trained) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = (self._parameters[id(factor)] for factor in (product.left, product.right))
+        return stored.read_whole(f"{MODEL}.{left}"), stored.read_whole(f"{MODEL}.{right}")
+
+    def describe(self, folder: Path, dtype: torch.dtype) -> None:
+        model = self._model
+        describe_model(folder, published_config(model), model.generation_config, dtype, architecture_of(model))
+
+
+def _to_lora(settings: dict[str, Any]) -> Lora:
+    """The inverse of `lora.to_peft`, as far as shapes and scales depend on it."""
+    return Lora(
+        rank=settings["r"],
+        alpha=settings["lora_alpha"],
+        target_modules=(*(settings["target_modules"] or ()), *(settings.get("target_parameters") or ())),
+        modules_to_save=tuple(settings["modules_to_save"] or ()),
+        use_rslora=settings["use_rslora"],
+    )

@@ -1,0 +1,303 @@
+"""A model in its files, or adapters and the base model that they are for, on their way into an engine.
+
+What adapters come to is what a run's own engines were given: each product is added in float32, then rounded.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trireme.algo.digest import model_digest, tensor_digest
+from trireme.base.errors import ConfigError
+from trireme.messages import TensorSpec
+from trireme.trainer.model.model_files import INDEX, WHOLE
+from trireme.transport.weights.kinds import Sender, open_sender
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+Shapes = dict[str, tuple[int, ...]]
+
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES |= {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
+_COMPUTED = ("rotary_emb.inv_freq", "position_ids")
+"""Buffers that some files hold and others leave to the model."""
+
+
+class Source(Protocol):
+    """Where tensors come from."""
+
+    specs: list[TensorSpec]
+    folder: Path | None  # that a receiver may read by itself
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of `specs`, in their order."""
+        ...
+
+
+class ModelFiles:
+    """A model as Hugging Face has it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises: ConfigError where files are missing or damaged."""
+        self._files = _weight_files(folder)
+        self.specs = [spec for file in self._files for spec in read_specs(file)]
+        is_all = sorted(folder.glob("*.safetensors")) == sorted(self._files)
+        self.folder: Path | None = folder.resolve() if is_all else None
+
+    @property
+    def shapes(self) -> Shapes:
+        return {spec.name: tuple(spec.shape) for spec in self.specs}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for path in self._files:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    yield name, file.get_tensor(name)
+
+
+class AdaptedModel:
+    """Adapters of PEFT's form, added into their base model."""
+
+    folder: Path | None = None
+
+    def __init__(self, folder: Path, *, base: str | None, dtype: str) -> None:
+        """
+        Args:
+            base: folder or hub name of the base model, where it is not where the adapters say.
+            dtype: of what comes out.
+
+        Raises: ConfigError where files are missing or damaged, or the adapters are for another model.
+        """
+        from trireme.tools.export.merging import Merged  # with transformers behind it, which whole models do not need
+        from trireme.trainer.checkpoint.adapter_files import frozen_dtype
+
+        settings = _read_settings(folder)
+        base_model = base or settings["base_model_name_or_path"]
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._merged = Merged(settings, base_model, frozen=frozen_dtype(folder), trust_remote_code=False)
+        self._stored = AdapterFile(folder / ADAPTER_WEIGHTS, self._merged.trained_shapes, base_model)
+        self.specs = self._merged.specs(dtype)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor.contiguous()) for name, tensor in self._merged.tensors(self._stored, self._dtype))
+
+
+class AdapterFile:
+    """As the pieces of a checkpoint are read: `trireme.trainer.parallel.pieces.Stored`."""
+
+    def __init__(self, path: Path, wanted: Shapes, base_model: str) -> None:
+        """
+        Args:
+            wanted: by PEFT's names, what the base model with such adapters holds.
+        """
+        from trireme.trainer.checkpoint.state import MODEL
+        from trireme.trainer.model.lora import peft_name
+
+        self._path = path
+        found = {spec.name: tuple(spec.shape) for spec in read_specs(path)}
+        self._names = {f"{MODEL}.{own}": name for own in wanted if (name := peft_name(own)) in found}
+        theirs = {peft_name(own): shape for own, shape in wanted.items() if ".lora_" in own or peft_name(own) in found}
+        if difference := shape_difference(theirs, found):
+            raise ConfigError(
+                f"{path} does not fit {base_model}: {difference} - expected adapters of this very model. Name the one "
+                "that they are for: `--model.base FOLDER`."
+            )
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        with safe_open(self._path, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(self._names[name])
+            return tensor
+
+
+def open_source(folder: Path, *, base: str | None, dtype: str) -> ModelFiles | AdaptedModel:
+    """Reads headers, no values. See `ModelFiles` and `AdaptedModel`."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return AdaptedModel(folder, base=base, dtype=dtype)
+    return ModelFiles(folder)
+
+
+def require_readable(folder: Path) -> None:
+    """Headers only. Raises: ConfigError where files are missing or damaged."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        _read_settings(folder)
+        read_specs(folder / ADAPTER_WEIGHTS)
+    else:
+        ModelFiles(folder)
+
+
+def holds_model(folder: Path) -> bool:
+    return (folder / WHOLE).is_file() or (folder / INDEX).is_file()
+
+
+def shape_difference(expected: Shapes, found: Shapes) -> str | None:
+    """The first difference that matters. Heads that are the embedding too stand in some files and not in others."""
+    tied = {"lm_head.weight"} if "lm_head.weight" not in expected or "lm_head.weight" not in found else set()
+    for name, shape in expected.items():
+        if name not in found and name not in tied and not name.endswith(_COMPUTED):
+            return f"{name} is missing"
+        if found.get(name, shape) != shape:
+            return f"{name} has shape {list(found[name])}, expected {list(shape)}"
+    extra = [name for name in found if name not in expected and name not in tied and not name.endswith(_COMPUTED)]
+    return f"{extra[0]} is no tensor of it" if extra else None
+
+
+def local_folder(model: str) -> Path | None:
+    """Of a folder, or of a hub name whose files are here already; None where they are not."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def read_specs(path: Path) -> list[TensorSpec]:
+    """Raises: ConfigError where it is no whole safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            return [
+                TensorSpec(name=name, dtype=_DTYPES[part.get_dtype()], shape=list(part.get_shape()))
+                for name, part in slices.items()
+            ]
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} is missing - expected the weights there. Copy them again, or leave its step out."
+        ) from None
+    except (SafetensorError, OSError, KeyError) as error:
+        raise ConfigError(
+            f"{path} is damaged: {error} - expected a whole safetensors file. Make it again (`trireme export RUN "
+            "--step N --to FOLDER`) or copy it again, or leave its step out: `--steps`."
+        ) from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if not index.is_file():
+        return [folder / WHOLE]
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{index} is damaged: {error!r} - expected the list of a model's files. Copy the folder again."
+        ) from None
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    path = folder / ADAPTER_CONFIG
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text())
+        needed = ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "base_model_name_or_path")
+        missing = [key for key in needed if key not in settings]
+    except (ValueError, OSError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged: {error} - expected what PEFT writes. Copy the folder again.") from None
+    if missing:
+        raise ConfigError(
+            f"{path} does not say {', '.join(missing)} - expected what PEFT writes. Copy the folder again."
+        )
+    return settings
+
+
+# on their way
+
+
+@dataclass
+class Transfers:
+    """How weights travel in one evaluation; one sender for all of them."""
+
+    kind: str  # filesystem or gloo
+    host: str
+    port: int
+    folder: Path  # for what is in passing
+    bucket_bytes: int
+    timeout_s: float
+    _sender: Sender | None = None
+
+    def send(
+        self, source: Source, epoch: str, world_size: int, is_wanted: Callable[[], bool], digests: dict[str, str]
+    ) -> dict[str, Any]:
+        """Fills `digests`; returns the payload."""
+        tensors = _digested(source, digests)
+        if self.kind == "filesystem" and source.folder is not None:
+            for _ in tensors:
+                pass
+            return {"folder": str(source.folder), "bucket_bytes": None}
+        sender = self._open()
+        sender.join(epoch, world_size, is_wanted=is_wanted)
+        return sender.send(source.specs, tensors)
+
+    def _open(self) -> Sender:
+        if self._sender is None:
+            self._sender = open_sender(
+                self.kind,
+                host=self.host,
+                port=self.port,
+                folder=self.folder,
+                bucket_bytes=self.bucket_bytes,
+                timeout_s=self.timeout_s,
+            )
+        return self._sender
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _digested(source: Source, digests: dict[str, str]) -> Iterator[torch.Tensor]:
+    for name, tensor in source.tensors():
+        digests[name] = tensor_digest(tensor)
+        yield tensor
+
+
+@dataclass
+class Loadable:
+    """One model for an engine: what `trireme.tools.evaluate.engine.Weights` asks for."""
+
+    name: str
+    source: Source
+    transfers: Transfers
+    digests: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        return self.source.specs
+
+    @property
+    def kind(self) -> str:
+        return self.transfers.kind
+
+    @property
+    def host(self) -> str:
+        return self.transfers.host
+
+    @property
+    def port(self) -> int:
+        return self.transfers.port
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.transfers.bucket_bytes
+
+    @property
+    def digest(self) -> str:
+        """Of all tensors together."""
+        return model_digest(self.digests)
+
+    def send(self, epoch: str, world_size: int, is_wanted: Callable[[], bool]) -> dict[str, Any]:
+        self.digests.clear()
+        return self.transfers.send(self.source, epoch, world_size, is_wanted, self.digests)

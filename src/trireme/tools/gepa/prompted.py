@@ -1,0 +1,114 @@
+"""An environment with another system prompt: the system message is exchanged on its way to the policy.
+
+Nothing is loaded again, and it works for every environment, whether or not its `load_environment` takes a
+`system_prompt`. What the policy is asked is what it would be if the environment had been loaded with that prompt; only
+reward functions that read the prompt themselves still find the environment's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from trireme.base.errors import ConfigError
+from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
+from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
+from trireme.tools.gepa.examples import Example
+
+SYSTEM = ("system", "developer")
+SHOWN = 200  # characters of a prompt, in an error
+
+Messages = list[dict[str, Any]]
+
+
+def with_system(messages: Messages, prompt: str) -> Messages:
+    """The conversation with this system message, or without any where the prompt is empty.
+
+    Example:
+        with_system([{"role": "user", "content": "2 + 2?"}], "Be brief.")
+        # [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    """
+    has_one = bool(messages) and messages[0].get("role") in SYSTEM
+    rest = messages[1:] if has_one else messages
+    role = messages[0]["role"] if has_one else "system"
+    return [{"role": role, "content": prompt}, *rest] if prompt else list(rest)
+
+
+def system_of(messages: Messages) -> str:
+    """The inverse of `with_system`."""
+    if not messages or messages[0].get("role") not in SYSTEM:
+        return ""
+    content = messages[0].get("content")
+    return content if isinstance(content, str) else ""
+
+
+class PromptedEnvironment:
+    """Stands in for an environment whose workers, limits and counts it shares."""
+
+    def __init__(self, environment: Environment, prompt: str, *, columns: Sequence[str] = ()) -> None:
+        self._environment = environment
+        self._prompt = prompt
+        self._columns = list(columns)
+        self.asked: Messages = []
+        """The conversation as it was last asked to be gone on with."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)
+
+    async def run(self, task: RunTask, ask: AskPolicy, *, begin_anew: Callable[[], None] = lambda: None) -> Done:
+        """As of `Environment`."""
+
+        async def asked(question: Ask) -> Reply:
+            self.asked = with_system(question.messages, self._prompt)
+            return await ask(msgspec.structs.replace(question, messages=self.asked))
+
+        task = msgspec.structs.replace(task, columns=self._columns)
+        done = await self._environment.run(task, asked, begin_anew=begin_anew)
+        return msgspec.structs.replace(done, prompt=with_system(done.prompt, self._prompt))
+
+
+async def own_prompt(environment: Environment, examples: Sequence[Example]) -> str:
+    """The environment's system prompt: what stands first when it asks for a turn. No model is asked.
+
+    Raises: ConfigError where examples have different ones, or none of them comes as far as its first question.
+    """
+    seen = await asyncio.gather(*(_first_messages(environment, example) for example in examples))
+    prompts = list(dict.fromkeys(system_of(each) for each in seen if not isinstance(each, RolloutFailed)))
+    if not prompts:
+        raise ConfigError(
+            f"Environment {environment.name!r}: none of {len(seen)} examples came to its first question; one said: "
+            f"{seen[0]} - expected to read its system prompt there. `trireme env check {environment.name}` tells more."
+        )
+    if len(prompts) > 1:
+        raise ConfigError(
+            f"Environment {environment.name!r} gives its examples different system prompts, such as "
+            f"{prompts[0][:SHOWN]!r} and {prompts[1][:SHOWN]!r} - expected one for all, to begin with. Write one that "
+            "takes the place of all of them to a file, and give it as `--initial-prompt FILE`."
+        )
+    return prompts[0]
+
+
+class _Seen(Exception):
+    """Ends a rollout at its first question."""
+
+    def __init__(self, messages: Messages) -> None:
+        super().__init__()
+        self.messages = messages
+
+
+async def _first_messages(environment: Environment, example: Example) -> Messages | RolloutFailed:
+    async def ask(question: Ask) -> Reply:
+        raise _Seen(question.messages)
+
+    task = RunTask(task=f"prompt-{example.split}-{example.index}", split=example.split, index=example.index)
+    try:
+        await environment.run(task, ask)
+    except _Seen as seen:
+        return seen.messages
+    except RolloutFailed as failure:
+        return failure
+    return RolloutFailed("rollout", "it ended without asking for a turn")

@@ -1,0 +1,36 @@
+"""The line above the list: how many rollouts, their rewards, and what is wrong with their file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+from rich.text import Text
+
+from trireme.tools.viewer.batches import BatchFile
+from trireme.tools.viewer.filters import Filter
+from trireme.tools.viewer.pictures import clean, decimal, histogram
+from trireme.tools.viewer.results import ResultsFile
+from trireme.tools.viewer.rows import DROPPED, Row
+
+
+def figures(opened: ResultsFile | BatchFile, rows: Sequence[Row], chosen: Filter) -> Text:
+    """A line on what is listed."""
+    if opened.trouble:
+        return Text(clean(opened.trouble), style="red")
+    rewards = [row.reward for row in rows if row.reward is not None]
+    parts = [f"{len(rows)} rollouts" if not chosen.line else f"{len(rows)} of {len(opened.rows)} rollouts"]
+    if rewards:
+        parts.append(f"reward {decimal(fmean(rewards))} ±{decimal(pstdev(rewards), 2)}")
+        parts.append(f"{decimal(min(rewards), 2)} {histogram(rewards)} {decimal(max(rewards), 2)}")
+    dropped = sum(row.stop == DROPPED for row in rows)
+    counts = {"truncated": sum(row.truncated for row in rows), "dropped": dropped}
+    counts["failed"] = sum(bool(row.error) for row in rows) - dropped
+    parts += [f"{count} {name}" for name, count in counts.items() if count]
+    text = Text(" · ".join(parts))
+    if opened.damaged:
+        lines = ", ".join(map(str, opened.damaged[:3])) + ("…" if len(opened.damaged) > 3 else "")
+        text.append(f" · {len(opened.damaged)} damaged (line {lines})", style="red")
+    if chosen.line:
+        text.append(f" · / {clean(chosen.line)}", style="cyan")
+    return text

@@ -1,0 +1,221 @@
+"""The model in Hugging Face format, which `transformers` and vLLM load, made out of a checkpoint's own files.
+
+Everything but the weights lies in the checkpoint as it is to be (`model/`: configuration, tokenizer, chat template).
+The weights are put together from the pieces of all ranks, one tensor at a time: no process ever holds the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from trireme.base.disk import require_room
+from trireme.base.errors import JournalCorrupt
+from trireme.base.faults import reach
+from trireme.base.log import get_logger
+from trireme.base.paths import replace_folder, step_folder, sync_folder
+from trireme.journal.manifest import find_damage, read_manifest
+from trireme.trainer.checkpoint.adapter_files import adapter_layout, describe_adapters, holds_adapters, name_as_adapters
+from trireme.trainer.checkpoint.export_layout import Layout, layout_of, read_layout, write_layout
+from trireme.trainer.model.lora import Adapters, adapters_of
+from trireme.trainer.model.model_files import MAX_FILE_BYTES, num_bytes, write_model
+from trireme.trainer.model.noise import published_config
+from trireme.trainer.model.tokenizer import open_tokenizer
+from trireme.trainer.parallel.mesh import World
+from trireme.trainer.parallel.pieces import open_pieces
+
+log = get_logger("export")
+
+DESCRIPTION = "model"  # folder in a checkpoint: all of an export but its weights
+LAYOUT = "layout.json"  # in a checkpoint: what the weights consist of
+
+
+class Exporter:
+    """Makes `weights/step_N/`, each of which appears under its name only when whole and on disk."""
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        *,
+        tokenizer: str | PreTrainedTokenizerBase,
+        dtype: torch.dtype,
+        trust_remote_code: bool,
+    ) -> None:
+        """
+        Raises:
+            ConfigError: the tokenizer cannot be loaded.
+        """
+        self.folder = folder
+        self._world = world
+        self._dtype = dtype
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        if world.is_main:
+            self._tokenizer = open_tokenizer(tokenizer, trust_remote_code) if isinstance(tokenizer, str) else tokenizer
+
+    def prepare(self, model: PreTrainedModel) -> Export | None:
+        """What rank 0's thread needs to export the model's checkpoint; None on other ranks. No collective, no copy."""
+        if self._tokenizer is None:
+            return None
+        return Export(
+            folder=self.folder,
+            layout=adapter_layout(model) if adapters_of(model) else layout_of(model, self._dtype),
+            dtype=self._dtype,
+            config=published_config(model),
+            generation=copy.deepcopy(model.generation_config),
+            architecture=architecture_of(model),
+            tokenizer=self._tokenizer,
+            adapters=adapters_of(model),
+        )
+
+
+@dataclass(frozen=True)
+class Export:
+    """One checkpoint's. Its methods may be called in another thread, and again after they failed."""
+
+    folder: Path  # of `step_N`
+    layout: Layout
+    dtype: torch.dtype
+    config: PretrainedConfig
+    generation: GenerationConfig | None
+    architecture: str
+    tokenizer: PreTrainedTokenizerBase
+    adapters: Adapters | None  # where only these are trained, and exported
+
+    def describe(self, checkpoint: Path) -> list[Path]:
+        """Writes all but the weights; returns the files."""
+        folder, layout = checkpoint / DESCRIPTION, checkpoint / LAYOUT
+        folder.mkdir(exist_ok=True)
+        write_layout(layout, self.layout)
+        self.tokenizer.save_pretrained(folder)
+        if self.adapters is not None:
+            describe_adapters(folder, self.adapters)
+        else:
+            describe_model(folder, self.config, self.generation, self.dtype, self.architecture)
+        return [layout, *sorted(path for path in folder.rglob("*") if path.is_file())]
+
+    def take_back(self, checkpoint: Path) -> None:
+        shutil.rmtree(checkpoint / DESCRIPTION, ignore_errors=True)
+        (checkpoint / LAYOUT).unlink(missing_ok=True)
+
+    def write(self, checkpoint: Path, version: int) -> None:
+        """Makes `step_N` out of a checkpoint that is whole but for its manifest."""
+        folder = step_folder(self.folder, version)
+        write_export(folder, checkpoint / DESCRIPTION, self.layout, sorted(checkpoint.glob("rank_*.safetensors")))
+        log.info("weights %s", folder)
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, *, dtype: str | None = None) -> None:
+    """Makes `folder` out of a checkpoint alone, in the numbers that its run exports, or in others.
+
+    Raises:
+        JournalCorrupt: the checkpoint is damaged.
+        OSError: there is no room.
+    """
+    require_undamaged(checkpoint)
+    layout = read_layout(checkpoint / LAYOUT)
+    names = sorted(name for name in read_manifest(checkpoint).files if name.startswith("rank_"))
+    write_export(
+        folder,
+        checkpoint / DESCRIPTION,
+        layout.in_dtype(dtype) if dtype else layout,
+        [checkpoint / name for name in names],
+        dtype=getattr(torch, dtype) if dtype else None,
+    )
+
+
+def require_undamaged(checkpoint: Path) -> None:
+    """All of it is read, and compared with its digests."""
+    if damage := find_damage(checkpoint):
+        raise JournalCorrupt(f"The checkpoint {checkpoint} is damaged: {damage}. Export another step.")
+
+
+def write_export(
+    folder: Path,
+    description: Path,
+    layout: Layout,
+    pieces: Sequence[Path],
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """
+    Args:
+        dtype: of the layout, where it is not the description's.
+    """
+
+    def fill(partial: Path) -> None:
+        shutil.copytree(description, partial)
+        is_adapter = holds_adapters(partial)
+        with open_pieces(pieces) as stored:
+            most = sys.maxsize if is_adapter else max_file_bytes
+            write_model(partial, layout.specs, layout.tensors(stored), max_file_bytes=most)
+        if is_adapter:
+            name_as_adapters(partial)
+        elif dtype is not None:
+            correct_config(partial, dtype)
+
+    make_folder(folder, fill, room=num_bytes(layout.specs))
+
+
+def make_folder(folder: Path, fill: Callable[[Path], None], *, room: int) -> None:
+    """It appears under its name only when whole and on disk; after an error there is nothing.
+
+    Args:
+        fill: makes the folder that it is given.
+        room: bytes that it will take, at least.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        require_room(folder.parent, room)
+        fill(partial)
+        _sync(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    reach("export.written")
+    replace_folder(partial, folder)
+
+
+def architecture_of(model: PreTrainedModel) -> str:
+    """The class's own name: FSDP2 puts a subclass of its own in front."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def describe_model(
+    folder: Path, config: PretrainedConfig, generation: GenerationConfig | None, dtype: torch.dtype, architecture: str
+) -> None:
+    """Writes all that is not a weight but belongs to the model."""
+    config.save_pretrained(folder)
+    if generation is not None:  # as it is: `save_pretrained` refuses what some published models have
+        (folder / "generation_config.json").write_text(generation.to_json_string())
+    correct_config(folder, dtype, architecture)
+
+
+def correct_config(folder: Path, dtype: torch.dtype, architecture: str | None = None) -> None:
+    """`config.json` describes the saved file, not the model as it was trained."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["use_cache"] = True
+    if architecture:
+        config["architectures"] = [architecture]  # a model built from a configuration alone may not name its own
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)

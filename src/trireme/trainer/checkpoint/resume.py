@@ -1,0 +1,86 @@
+"""Which checkpoint a run goes on from, and what gives way to it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from trireme.base.errors import ConfigError
+from trireme.base.log import get_logger
+from trireme.base.paths import is_left_over, step_folder, step_of
+from trireme.config.trainer import Checkpoints
+from trireme.journal.aside import move_aside
+from trireme.journal.manifest import complete_steps, find_damage, is_complete, read_manifest
+
+log = get_logger("checkpoint")
+
+
+def version_to_resume(folder: Path, config: Checkpoints, *, resume: bool) -> int:
+    """The version to start from: 0 for a fresh run. All of what is chosen is read, and compared with its digests.
+
+    Raises:
+        ConfigError: the asked-for checkpoint is not there, not whole, or damaged.
+    """
+    if config.resume_step is None and not resume:
+        return 0
+    if config.resume_step in (None, -1):
+        return _newest_undamaged(folder)
+    if config.resume_step:
+        _require_undamaged(folder, config.resume_step)
+    return config.resume_step or 0
+
+
+def _newest_undamaged(folder: Path) -> int:
+    for step in reversed(steps_in(folder)):
+        damage = _damage_of(folder, step)
+        if damage is None:
+            return step
+        log.error("The checkpoint of step %d cannot be used: %s. The one before it is taken.", step, damage)
+    return 0
+
+
+def _damage_of(folder: Path, step: int) -> str | None:
+    found = step_folder(folder, step)
+    if damage := find_damage(found):
+        return damage
+    version = read_manifest(found).version
+    return None if version == step else f"the manifest in {found} is that of version {version}"
+
+
+def _require_undamaged(folder: Path, step: int) -> None:
+    steps = complete_steps(folder)
+    ways_out = "Set `--trainer.ckpt.resume-step` to one of these, or -1 for the newest."
+    if step not in steps:
+        raise ConfigError(
+            f"There is no complete checkpoint of step {step} in {folder} (complete: {steps or 'none'}). {ways_out}"
+        )
+    if damage := _damage_of(folder, step):
+        raise ConfigError(f"The checkpoint of step {step} is damaged: {damage} (complete: {steps}). {ways_out}")
+
+
+def set_aside_after(folder: Path, version: int) -> None:
+    """Nothing newer than what the run goes on from may be taken for its own: what is damaged, or of another way.
+
+    Args:
+        folder: of `step_N`.
+    """
+    move_aside(folder, [step_folder(folder, step) for step in steps_in(folder) if step > version])
+
+
+def steps_in(folder: Path) -> list[int]:
+    """All N of `step_N`, whole or not, in order."""
+    steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(step for step in steps if step is not None)
+
+
+def tidy(folder: Path) -> None:
+    """Removes what a dead process was writing or removing, or, where only the name was missing, gives it that."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if not is_left_over(path):
+            continue
+        final = path.with_name(path.stem.removeprefix("."))
+        if path.suffix == ".partial" and is_complete(path) and not final.exists():
+            path.rename(final)
+            log.info("checkpoint %s: whole, though the process that wrote it died before it had its name", final)
+        else:
+            shutil.rmtree(path)

@@ -1,0 +1,174 @@
+"""How the model's parameters relate to the tensors of published checkpoints, in both directions.
+
+transformers holds the experts of a layer in one tensor (`mlp.experts.gate_up_proj`) where most checkpoints have tensors
+of each expert, and engines want those. Which models differ from their checkpoints, and how, transformers says itself:
+its own conversions are run here, on tensors without values (`layouts`).
+
+Example:
+    names = hub_names(model)  # no values are touched
+    names.specs("model.layers.0.mlp.experts.down_proj")
+    # [("model.layers.0.mlp.experts.0.down_proj.weight", Size([2048, 768])), ("model.layers.0.mlp.experts.1. …"), …]
+    names.to_hub("model.layers.0.mlp.experts.down_proj", whole)  # [("….experts.0.down_proj.weight", view of it), …]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from trireme.base.errors import ConfigError
+from trireme.trainer.model.layouts import Laid, Region, UnknownLayout, lay
+
+Shape = tuple[int, ...]
+
+
+class HubNames:
+    """From the model's names to those of its published checkpoints. Knows the model as it was when this was built."""
+
+    def __init__(self, published: dict[str, dict[str, Laid]]) -> None:
+        self._published = published
+
+    @property
+    def parameters(self) -> list[str]:
+        """The model's own names, in its own order, tied ones once; then the buffers that checkpoints hold."""
+        return list(self._published)
+
+    def laid(self, name: str) -> dict[str, Laid]:
+        """Published names, each with where its values lie in this one of the model's."""
+        return self._published[name]
+
+    def specs(self, name: str) -> list[tuple[str, torch.Size]]:
+        """Names and shapes of what `to_hub` gives."""
+        return [(published, laid.shape) for published, laid in self._published[name].items()]
+
+    def to_hub(self, name: str, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """The published tensors that one of the model's holds: views of it, in any precision and on any device."""
+
+        def read(_: str, region: Region) -> torch.Tensor:
+            return whole[region]
+
+        return [(published, laid.tensor(read)) for published, laid in self._published[name].items()]
+
+
+_known: WeakKeyDictionary[PreTrainedModel, HubNames] = WeakKeyDictionary()
+
+
+def hub_names(model: PreTrainedModel) -> HubNames:
+    """Once for each model: `load_model` asks before anything is put into the model, such as adapters.
+
+    Raises:
+        ConfigError: its parameters are not those of its checkpoints, nor slices of them or joined from them.
+    """
+    if model not in _known:
+        _known[model] = _build(model)
+    return _known[model]
+
+
+def _build(model: PreTrainedModel) -> HubNames:
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes |= _persistent_buffers(model)
+    by_own_name: dict[str, dict[str, Laid]] = {name: {} for name in shapes}
+    for name, laid in _published_layouts(model, shapes).items():
+        if len(laid.sources) != 1:
+            raise _unknown(model, f"{name} would be made of {', '.join(laid.sources)}")
+        by_own_name[laid.sources[0]][name] = laid
+    return HubNames(by_own_name)
+
+
+def _persistent_buffers(model: PreTrainedModel) -> dict[str, Shape]:
+    """Part of a checkpoint, though not trained: the corrections of some routers."""
+    kept = model.state_dict()
+    return {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in kept}
+
+
+def _published_layouts(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> dict[str, Laid]:
+    """Published names, each with where its values lie in the model's tensors."""
+    tensors: Any = {name: lay(name, shape) for name, shape in shapes.items()}
+    try:
+        return revert_weight_conversion(model, tensors)
+    except UnknownLayout as error:
+        raise _unknown(model, str(error)) from error
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a checkpoint has for a model."""
+
+    layouts: dict[str, Laid]  # by the model's names: where the values lie in the checkpoint's tensors
+    unexpected: list[str]  # names in the checkpoint that the model has no place for
+
+
+def sources_of(model: PreTrainedModel, published: Mapping[str, Shape]) -> Sources:
+    """Notes in the model which conversions its checkpoint needed, as transformers does, so that they can be reverted.
+
+    Args:
+        published: names and shapes of the checkpoint's tensors.
+
+    Raises:
+        ConfigError: the conversion needs more than slices.
+    """
+    transforms = get_model_conversion_mapping(model)
+    try:
+        found = _converted(model, published, transforms)
+    except UnknownLayout as error:
+        raise _unknown(model, str(error)) from error
+    model._weight_conversions = [transform for transform in transforms if transform.was_used()]
+    own = model.state_dict()
+    ignored = _ignored_patterns(model)
+    unexpected = [name for name in found if name not in own and not any(re.search(p, name) for p in ignored)]
+    return Sources({name: laid for name, laid in found.items() if name in own}, unexpected)
+
+
+def _converted(
+    model: PreTrainedModel, published: Mapping[str, Shape], transforms: list[WeightTransform]
+) -> dict[str, Laid]:
+    """As `transformers.core_model_loading` does with values."""
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    own, prefix = model.state_dict(), model.base_model_prefix
+    collected: dict[str, WeightTransform] = {}
+    for name in sorted(published, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        if target not in own and name in own:
+            target, pattern = name, None
+        if pattern is None:
+            transform: WeightTransform = collected.setdefault(target, WeightRenaming(name, target))
+        else:
+            transform = collected.setdefault(target, deepcopy(by_pattern[pattern]))
+        future: Any = lay(name, published[name])
+        transform.add_tensor(target, name, pattern or name, future)
+    laid: dict[str, Laid] = {}
+    for target, transform in collected.items():
+        realized = transform.convert(target, model=model, config=model.config)
+        laid |= {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in realized.items()}
+    return laid
+
+
+def _ignored_patterns(model: PreTrainedModel) -> set[str]:
+    """What old checkpoints hold, or what a model has beside what is trained, such as heads for several next tokens."""
+    return {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+
+
+def _unknown(model: PreTrainedModel, detail: str) -> ConfigError:
+    return ConfigError(
+        f"{type(model).__name__}: its parameters cannot be laid out from its published checkpoints ({detail}) - "
+        "expected parameters that are published tensors, or slices of them, or joined from them. "
+        "Choose another model."
+    )

@@ -1,0 +1,281 @@
+"""The values of a sharded model: each rank reads, or draws, the parts that it holds. No rank ever has the whole model.
+
+A model is built on meta, without memory; `Places` remembers where its tensors are before anything is put into it
+(adapters) or made of it (shards), so that they are found again afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+from transformers.initialization import guard_torch_init_functions
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from trireme.base.errors import ConfigError
+from trireme.trainer.model.hub_names import Shape, sources_of
+from trireme.trainer.model.layouts import Laid, Region
+from trireme.trainer.parallel.pieces import Piece, piece_of
+
+READ_BYTES = 64 << 20  # at once: what loading needs beside the model itself
+
+
+class PublishedFiles:
+    """The safetensors files of a model, of which any part can be read."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.num_bytes_read = 0
+        self.shapes: dict[str, Shape] = {}
+        self._file_of: dict[str, Any] = {}  # safetensors exports no type of an open file
+        for path in files:
+            file = safe_open(path, framework="pt")
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                self._file_of[name] = file
+                self.shapes[name] = tuple(file.get_slice(name).get_shape())
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        tensor: torch.Tensor = (
+            self._file_of[name].get_slice(name)[region] if region else self._file_of[name].get_tensor(name)
+        )
+        self.num_bytes_read += tensor.nbytes
+        return tensor
+
+
+def find_files(name: str) -> PublishedFiles:
+    """Of a folder, or of a name on a hub, from which they are fetched.
+
+    Raises:
+        ConfigError: there are none, they are damaged, or the hub cannot be reached.
+    """
+    try:
+        return PublishedFiles(_file_names(name))
+    except (OSError, ValueError, KeyError) as error:
+        raise cannot_be_loaded(name, error) from error
+    except SafetensorError as error:
+        raise ConfigError(
+            f"The weights of {name!r} cannot be read: {error} - whole safetensors files were expected. "
+            "Copy or download the model again."
+        ) from error
+
+
+def _file_names(name: str) -> list[Path]:
+    options = {"_raise_exceptions_for_missing_entries": False}
+    if index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options):
+        return [Path(file) for file in get_checkpoint_shard_files(name, index)[0]]
+    if single := cached_file(name, SAFE_WEIGHTS_NAME, **options):
+        return [Path(single)]
+    raise OSError(f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+
+
+def cannot_be_loaded(name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"The model {name!r} cannot be loaded: {error}\n"
+        "Expected a folder with config.json and safetensors, or a hub name that this machine can reach. "
+        "Set `model.name` to one."
+    )
+
+
+class Step(NamedTuple):
+    """Of what transformers does to give a new model its first values."""
+
+    module: torch.nn.Module
+    owner: PreTrainedModel | None  # whose rules for first values hold; None for what the module's own constructor does
+
+    def take(self) -> None:
+        """Leaves alone what is marked as having its value."""
+        if self.owner is None:
+            self.module.reset_parameters()
+        else:
+            self.owner._initialize_weights(self.module, self.owner.is_custom_code())
+
+
+class Places:
+    """Where the tensors of a model are: taken before it is changed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.tied = dict(model.all_tied_weights_keys)  # name -> that of the tensor that it is
+        self._steps = list(dict.fromkeys(_steps(model)))
+        self._held = {
+            f"{path}.{name}" if path else name: (module, name)
+            for path, module in model.named_modules()
+            for name in (*module._parameters, *(set(module._buffers) - module._non_persistent_buffers_set))
+            if getattr(module, name) is not None
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """All that checkpoints hold, tied ones by each of their names."""
+        return list(self._held)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """As it is held now."""
+        module, attribute = self._held[name]
+        return getattr(module, attribute)
+
+    @torch.no_grad()
+    def read(self, layouts: dict[str, Laid], files: PublishedFiles) -> None:
+        """Fills every tensor from files; buffers that no file holds get what their model computes.
+
+        Args:
+            layouts: what `find_layouts` found.
+
+        Raises:
+            ConfigError: two tensors of the files differ, and the model has one for both.
+        """
+        for name in self.names:
+            if name in layouts and name not in self.tied:
+                tensor = self.tensor(name)
+                read_part(piece_of(tensor), layouts[name], files)
+                tensor._is_hf_initialized = True  # as transformers marks it
+        for name, other in self.tied.items():
+            if name in layouts and not is_part(piece_of(self.tensor(name)), layouts[name], files):
+                raise ConfigError(
+                    f"The weights hold {name} and {other}, which differ, and `tie_word_embeddings` in config.json says "
+                    "that they are one - expected them to agree. Set it to false there if both are meant."
+                )
+        self._compute_buffers()
+
+    def _compute_buffers(self) -> None:
+        """Everything else has its value."""
+        with guard_torch_init_functions():
+            for step in self._steps:
+                if step.owner is not None:
+                    step.take()
+
+    @torch.no_grad()
+    def draw(self) -> None:
+        """First values from torch's global generator, module by module, each one whole for a moment.
+
+        They are those of `AutoModelForCausalLM.from_config`, on any number of ranks. (Only where the rules of a module
+        reach into modules within it, as GPT-2's do to make some weights smaller, those keep what their own rules say.)
+        """
+        tied = {self._held[name] for name in self.tied}
+        for name in self.names:
+            if isinstance(tensor := self.tensor(name), torch.nn.Parameter):
+                tensor._is_hf_initialized = True  # it is drawn on the whole one, not here
+        with guard_torch_init_functions():
+            for step in self._steps:
+                parameters = [name for name, tensor in step.module._parameters.items() if tensor is not None]
+                drawn = [name for name in parameters if step.owner is not None and (step.module, name) not in tied]
+                with _whole_parameters(step.module, parameters, kept=drawn):
+                    step.take()
+
+    def require_values(self) -> None:
+        """Raises: ConfigError where a buffer was given none: the model's own code does not say how it is computed."""
+        forgotten = [name for name, buffer in self.model.named_buffers() if bool(buffer.isnan().any())]
+        if forgotten:
+            raise ConfigError(
+                f"{type(self.model).__name__}: no values for {_some(forgotten)}, which no file holds - expected "
+                "`_init_weights` of the model to compute them. Choose a model that transformers itself has."
+            )
+
+
+def find_layouts(places: Places, files: PublishedFiles, name: str) -> dict[str, Laid]:
+    """Where in its files each tensor of a model is.
+
+    Raises:
+        ConfigError: they have not the model's tensors, or have them in other shapes.
+    """
+    model = places.model
+    sources = sources_of(model, files.shapes)
+    layouts = dict(sources.layouts)
+    for tied, other in places.tied.items():
+        if other not in layouts and tied in layouts:
+            layouts[other] = layouts.pop(tied)
+    optional = model._keys_to_ignore_on_load_missing or ()
+    missing = [key for key in places.names if key not in layouts and key not in places.tied]
+    missing = [key for key in missing if not any(re.search(pattern, key) for pattern in optional)]
+    misshaped = [
+        f"{key} ({_sizes(laid.shape)} for {_sizes(places.tensor(key).shape)})"
+        for key, laid in layouts.items()
+        if laid.shape != places.tensor(key).shape
+    ]
+    faults = {"missing": missing, "without a place in the model": sources.unexpected, "of another shape": misshaped}
+    if any(faults.values()):
+        said = "; ".join(f"{len(names)} {fault}: {_some(names)}" for fault, names in faults.items() if names)
+        raise ConfigError(
+            f"The weights of {name!r} are not those of {type(model).__name__}, which its config.json describes. "
+            f"{said} - expected every tensor of the model, and no other. "
+            "Set `model.name` to a folder whose config.json and safetensors belong together."
+        )
+    return layouts
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _sizes(shape: torch.Size) -> str:
+    return str(list(shape))
+
+
+def _steps(module: torch.nn.Module, owner: PreTrainedModel | None = None) -> Iterator[Step]:
+    """In the order of constructors: children first; a model inside the model gets its values when it is complete."""
+    inner = module if isinstance(module, PreTrainedModel) else owner
+    for child in module.children():
+        yield from _steps(child, inner)
+    if hasattr(module, "reset_parameters"):
+        yield Step(module, None)
+    if isinstance(module, PreTrainedModel):
+        yield from (Step(part, part_owner) for part, part_owner in _in_order(module, module))
+
+
+def _in_order(module: torch.nn.Module, owner: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, PreTrainedModel]]:
+    for child in module.children():
+        yield from _in_order(child, child if isinstance(child, PreTrainedModel) else owner)
+    yield module, owner
+
+
+@contextmanager
+def _whole_parameters(module: torch.nn.Module, names: list[str], *, kept: list[str]) -> Iterator[None]:
+    """Lends the module whole parameters, on CPU. What it does to those that are kept, it does to this rank's parts."""
+    held = {name: module._parameters[name] for name in names}
+    for name, tensor in held.items():
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        module._parameters[name] = torch.nn.Parameter(whole, requires_grad=False)
+    try:
+        yield
+        for name in kept:
+            piece = piece_of(held[name])
+            piece.tensor.copy_(module._parameters[name][region_of(piece)])
+    finally:
+        module._parameters.update(held)
+
+
+def region_of(piece: Piece) -> Region:
+    """Of the whole, what a rank holds."""
+    sizes = zip(piece.offset, piece.tensor.shape, strict=True)
+    return tuple(slice(offset, offset + size) for offset, size in sizes)
+
+
+@torch.no_grad()
+def read_part(piece: Piece, laid: Laid, files: PublishedFiles) -> None:
+    """Reads only what this rank holds, some rows at a time."""
+    for region, part in _rows(piece):
+        laid.at(region).read_into(part, files.read)
+
+
+@torch.no_grad()
+def is_part(piece: Piece, laid: Laid, files: PublishedFiles) -> bool:
+    """Whether the files have for it what it holds."""
+    return all(torch.equal(laid.at(region).tensor(files.read).to(part), part) for region, part in _rows(piece))
+
+
+def _rows(piece: Piece) -> Iterator[tuple[Region, torch.Tensor]]:
+    """A piece in parts of a few MiB: the region of each in the whole, and its memory."""
+    if not piece.shape:
+        yield (), piece.tensor
+    elif piece.tensor.numel():
+        first, *others = region_of(piece)
+        step = max(1, READ_BYTES // (piece.tensor[0].numel() * piece.tensor.element_size()))
+        for begin in range(first.start, first.stop, step):
+            end = min(begin + step, first.stop)
+            yield (slice(begin, end), *others), piece.tensor[begin - first.start : end - first.start]

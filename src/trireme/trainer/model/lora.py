@@ -1,0 +1,376 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685, section 4.1) in a model: PEFT's layers, of which only the adapters train.
+
+The model keeps its class. A layer with an adapter holds what it was as `base_layer`, frozen. Modules that are trained
+whole (`modules_to_save`) are unfrozen where they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from trireme.algo.adapter_names import PREFIX
+from trireme.base.errors import ConfigError
+from trireme.config.trainer import Dtype, Lora
+from trireme.trainer.parallel.pieces import piece_of
+
+ADAPTER = "default"  # PEFT's name for the only one
+ALL_LINEAR = "all-linear"
+
+FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+"""Layers that models with fused experts hold as one parameter."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What a model knows of the adapters in it."""
+
+    config: Lora
+    base_model: str  # folder or hub name
+    modules: tuple[str, ...]  # full names of the linear layers that have one
+    parameters: tuple[str, ...]  # full names of the fused experts that have one
+    whole: tuple[str, ...]  # full names of the modules that are trained whole
+    seed: int
+    frozen: Dtype  # precision in which the rest is held
+    target_modules: tuple[str, ...]  # the same modules, and no others, as short as may be
+    target_parameters: tuple[str, ...]
+
+
+def adapters_of(model: torch.nn.Module) -> Adapters | None:
+    """None where the whole model is trained."""
+    return getattr(model, "_adapters", None)
+
+
+def inject_adapters(model: PreTrainedModel, config: Lora, *, base_model: str, seed: int, frozen: Dtype) -> None:
+    """Freezes the model and gives its layers adapters, without values as yet. To be called before it is sharded.
+
+    Args:
+        base_model: folder or hub name, for whoever loads the adapters later.
+        seed: of the values that `fill_adapters` draws, and of dropout.
+        frozen: precision in which to hold what is not trained. What is, is held in float32.
+
+    Raises:
+        ConfigError: the model has no such layers, or holds two of them as one.
+    """
+    adapters = _find(model, config, base_model, seed, frozen)
+    settings = to_peft(adapters)
+    for name in adapters.modules:
+        _wrap(model, name, Linear, settings)
+    for name in adapters.parameters:  # a module that has several is wrapped several times, as PEFT does
+        module, _, parameter = name.rpartition(".")
+        _wrap(model, module, ParamWrapper, settings, parameter_name=parameter)
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name) or any(_is_within(name, module) for module in adapters.whole))
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(getattr(torch, frozen))
+    model._adapters = adapters
+
+
+def _wrap(model: PreTrainedModel, name: str, kind: Any, settings: LoraConfig, **options: str) -> None:
+    """The adapter is where the layer is (on meta, too), and in float32 whatever that is in."""
+    inner = model.get_submodule(name)
+    with torch.device(next(inner.parameters()).device):
+        layer = kind(inner, ADAPTER, config=settings, r=settings.r, lora_alpha=settings.lora_alpha, **options)
+    layer.lora_A.float()
+    layer.lora_B.float()
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, layer)
+
+
+def to_peft(adapters: Adapters) -> LoraConfig:
+    """The same in PEFT's words: what `adapter_config.json` holds."""
+    config = adapters.config
+    return LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
+        lora_dropout=config.dropout,
+        target_modules=list(adapters.target_modules),
+        target_parameters=list(adapters.target_parameters) or None,
+        modules_to_save=list(config.modules_to_save) or None,
+        use_rslora=config.use_rslora,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=adapters.base_model,
+    )
+
+
+def _find(model: PreTrainedModel, config: Lora, base_model: str, seed: int, frozen: Dtype) -> Adapters:
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    head = [name for name in linear if model.get_submodule(name) is model.get_output_embeddings()]
+    fused = [name for name, tensor in model.named_parameters() if ".experts." in name and tensor.ndim == 3]
+    modules, parameters = _find_targets(config, [name for name in linear if name not in head], head, fused)
+    whole = _find_whole(model, config.modules_to_save)
+    if _is_tied(model) and (tied := [name for name in (*modules, *whole) if name in (*head, _embedding(model))]):
+        raise ConfigError(
+            f"`lora` is to train {', '.join(tied)}, and this model has one tensor for its embedding and its head "
+            "(`tie_word_embeddings`) - expected neither of them: one cannot change without the other. Leave "
+            f"{', '.join(_last(name) for name in tied)} out of `target_modules` and `modules_to_save`."
+        )
+    if config.dropout and (heads := set(modules) & set(head)):
+        raise ConfigError(
+            f"`lora.dropout = {config.dropout:g}` with an adapter on {', '.join(heads)} - expected 0: the head is "
+            "computed in chunks, twice each. Set `lora.dropout = 0`, or leave it out of `lora.target_modules`."
+        )
+    if parameters and config.dropout:
+        raise ConfigError(
+            f"`lora.dropout = {config.dropout:g}` with adapters on fused experts ({_in_layer(parameters[0])}) - "
+            "expected 0: these are adapted as one tensor, in front of which nothing can be dropped. "
+            "Set `lora.dropout = 0`, or leave the experts out of `lora.target_modules`."
+        )
+    if parameters and config.sync == "adapter":
+        raise ConfigError(
+            f'`lora.sync = "adapter"` with adapters on fused experts ({_in_layer(parameters[0])}) - expected linear '
+            'layers only: engines cannot be handed these. Set `lora.sync = "merged"`, or leave the experts out of '
+            "`lora.target_modules`."
+        )
+    return Adapters(
+        config,
+        base_model,
+        tuple(modules),
+        tuple(parameters),
+        tuple(whole),
+        seed,
+        frozen,
+        target_modules=_in_short(modules, linear, _last),
+        target_parameters=_in_short(parameters, fused, _in_layer),
+    )
+
+
+def _in_short(chosen: list[str], all_names: list[str], shorten: Callable[[str], str]) -> tuple[str, ...]:
+    """Whoever reads them takes every layer whose name ends so: where that would be too many, the full names."""
+    short = {shorten(name) for name in chosen}
+    meant = {name for name in all_names if short & _ends(name)}
+    return tuple(sorted(short if meant == set(chosen) else chosen))
+
+
+def _find_targets(config: Lora, linear: list[str], head: list[str], fused: list[str]) -> tuple[list[str], list[str]]:
+    """Full names of layers and of fused parameters, in the model's order."""
+    if ALL_LINEAR in config.target_modules:
+        return linear, fused
+    targets = set(config.target_modules)
+    unknown = targets - {end for name in (*linear, *head) for end in _ends(name)} - _ends_of_fused(fused)
+    if unknown:
+        has = sorted({_last(name) for name in (*linear, *head, *fused)})
+        raise ConfigError(
+            f"`lora.target_modules` names {', '.join(sorted(unknown))}, of which this model has none - expected some "
+            f'of {", ".join(has)}, or "{ALL_LINEAR}". Change `lora.target_modules`.'
+        )
+    in_experts = {FUSED.get(target, target) for target in targets}
+    return (
+        [name for name in (*linear, *head) if targets & _ends(name)],
+        [name for name in fused if in_experts & _ends(name)],
+    )
+
+
+def _ends_of_fused(fused: list[str]) -> set[str]:
+    """All words that mean a fused parameter."""
+    ends = {end for name in fused for end in _ends(name)}
+    return ends | {apart for apart, together in FUSED.items() if together in ends}
+
+
+def _find_whole(model: PreTrainedModel, names: tuple[str, ...]) -> list[str]:
+    found = {name: [full for full, _ in model.named_modules() if name in _ends(full)] for name in names}
+    unknown = [name for name, full in found.items() if not full]
+    if unknown:
+        has = sorted({_last(full) for full, module in model.named_modules() if [*module.parameters(recurse=False)]})
+        raise ConfigError(
+            f"`lora.modules_to_save` names {', '.join(unknown)}, of which this model has none - expected some of "
+            f"{', '.join(has)}. Change `lora.modules_to_save`."
+        )
+    return [full for names in found.values() for full in names]
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+
+
+def _embedding(model: PreTrainedModel) -> str:
+    return next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+
+
+def _ends(name: str) -> set[str]:
+    """All that a.b.c may be called by: c, b.c, a.b.c."""
+    parts = name.split(".")
+    return {".".join(parts[start:]) for start in range(len(parts))}
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _in_layer(name: str) -> str:
+    """mlp.experts.down_proj of model.layers.3.mlp.experts.down_proj."""
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[-1] + 1 :]) if numbers else name
+
+
+def _is_within(name: str, module: str) -> bool:
+    return name.startswith(f"{module}.")
+
+
+# names
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of the model belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def base_name(name: str) -> str:
+    """What a parameter was called before there were adapters: under this name published checkpoints have it."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+def peft_name(name: str) -> str:
+    """What PEFT calls a parameter in its files."""
+    return f"{PREFIX}{name.replace(f'.{ADAPTER}.', '.')}"
+
+
+def is_saved(model: torch.nn.Module, name: str) -> bool:
+    """Whether a parameter changes in training; what does not, comes from the base model again."""
+    return adapters_of(model) is None or model.get_parameter(name).requires_grad
+
+
+# values
+
+
+@torch.no_grad()
+def fill_adapters(model: PreTrainedModel) -> None:
+    """Draws A as PEFT does, and sets B to 0: at first an adapter changes nothing.
+
+    Each tensor is drawn whole, by its own seed, and each rank keeps its piece: any number of ranks starts the same.
+    """
+    adapters = adapters_of(model)
+    if adapters is None:
+        return
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            piece = piece_of(parameter)
+            drawn = _draw(name, piece.shape, adapters.seed)
+            places = zip(piece.offset, piece.tensor.shape, strict=True)
+            piece.tensor.copy_(drawn[tuple(slice(start, start + size) for start, size in places)])
+    for layer in _dropouts(model):
+        layer.eval()
+
+
+def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    bound = 1 / math.sqrt(shape[-1])  # Kaiming's with a = sqrt(5), in which the square roots cancel
+    return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(_mix(seed, name)))
+
+
+def _mix(*parts: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "big")
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a layer's adapter adds to one of its parameters: scale * left @ right."""
+
+    left: torch.nn.Parameter
+    right: torch.nn.Parameter
+    scale: float
+    num_experts: int = 1  # for fused experts, whose products are stacked
+    is_transposed: bool = False  # these hold [experts, in, out]
+
+
+def products(model: PreTrainedModel) -> dict[str, Product]:
+    """By the name that the parameter had before there were adapters."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            parameter = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+            found[base_name(f"{name}.{parameter}")] = _product(layer)
+    return found
+
+
+def _product(layer: LoraLayer) -> Product:
+    left, right = layer.lora_B[ADAPTER].weight, layer.lora_A[ADAPTER].weight
+    if not isinstance(layer, ParamWrapper):
+        return Product(left, right, layer.scaling[ADAPTER])
+    is_transposed = layer.num_experts > 1 and not layer._did_swap_in_out_features
+    return Product(left, right, layer.scaling[ADAPTER], layer.num_experts, is_transposed)
+
+
+def merge(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: Product) -> torch.Tensor:
+    """weight + scale * left @ right in float32. All are whole, not sharded."""
+    weight, left, right = weight.float(), left.float(), right.float()
+    if product.num_experts == 1:
+        return torch.addmm(weight.view(left.shape[0], right.shape[1]), left, right, alpha=product.scale).view_as(weight)
+    # PEFT lays the experts out as columns r * num_experts + e of `left`, and as rows e * rank + r of `right`.
+    left = left.reshape(left.shape[0], -1, product.num_experts).permute(2, 0, 1)  # [E, out, rank]
+    right = right.reshape(product.num_experts, -1, right.shape[-1])  # [E, rank, in]
+    if product.is_transposed:
+        left, right = right.transpose(1, 2), left.transpose(1, 2)
+    return torch.baddbmm(weight, left, right, alpha=product.scale)
+
+
+# passes
+
+
+@contextmanager
+def dropout(model: PreTrainedModel, *, step: int, rank: int, row: int) -> Iterator[None]:
+    """For one row's forward and backward pass. At any other time (probes, validation, reference) nothing is dropped.
+
+    What is dropped depends on the run's seed, the step, the rank and the row: whoever repeats the step, after a restart
+    or in a replay, drops the same. Iterations of a batch drop alike too, so that their ratios are the policy's doing.
+    """
+    adapters = adapters_of(model)
+    layers = [] if adapters is None or not adapters.config.dropout else _dropouts(model)
+    if layers:
+        assert adapters is not None
+        torch.manual_seed(_mix(adapters.seed, step, rank, row))
+    for layer in layers:
+        layer.train()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.eval()
+
+
+def _dropouts(model: PreTrainedModel) -> list[torch.nn.Module]:
+    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    return [layer.lora_dropout[ADAPTER] for layer in layers if ADAPTER in layer.lora_dropout]
+
+
+def trained_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """All that is trained; shares its memory with the model."""
+    return {name: tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
+
+
+@torch.no_grad()
+def copy_trained(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trained_tensors(model).items()}
+
+
+@contextmanager
+def exchanged(model: PreTrainedModel, others: dict[str, torch.Tensor]) -> Iterator[None]:
+    """The model with these values for what is trained; afterwards its own are back. Not within a forward pass."""
+    own = copy_trained(model)
+    _overwrite(model, others)
+    try:
+        yield
+    finally:
+        _overwrite(model, own)
+
+
+@torch.no_grad()
+def _overwrite(model: PreTrainedModel, values: dict[str, torch.Tensor]) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # parameters that are still gathered are of the other values
+    for name, tensor in trained_tensors(model).items():
+        piece_of(tensor).tensor.copy_(piece_of(values[name]).tensor)

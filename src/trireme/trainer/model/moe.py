@@ -1,0 +1,233 @@
+"""Mixtures of experts: how experts are computed, how routers are trained, and where the engine sent each token.
+
+Router replay (Rollout Routing Replay, arXiv 2510.11370): a token goes to the experts to which it went when it was
+sampled, whatever the trainer's own router, which rounds otherwise, would choose. What each of them counts comes from
+the trainer's router, over those experts, so that routers are trained. It is so for prompts and answers alike; a token
+of which the engine said nothing (the last of a sample, all of supervised training) goes where the trainer sends it.
+
+All that is known of transformers' internals is here: a block holds `experts` beside a router, `gate` or `router`, which
+returns (logits over all experts, what each chosen one counts, which are chosen). Checked against transformers 5.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from trireme.base.errors import ConfigError
+from trireme.config.trainer import Experts, TrainerModel
+from trireme.messages import Routed
+from trireme.trainer.parallel.mesh import World
+
+ROUTERS = ("gate", "router")
+ARGUMENT = "routes"
+
+Take = Callable[[np.ndarray], np.ndarray]
+"""From a column of a row to this rank's part of it."""
+
+
+class Routes:
+    """Where tokens are to go. They travel through the model's forward pass as an argument, so that activation
+    checkpointing finds them again in the backward pass."""
+
+    def __init__(self, routed: Routed, device: torch.device, take: Take | None = None) -> None:
+        places = np.cumsum(routed.known, dtype=np.int64) * routed.known  # from 1; 0 where nothing is known
+        if take is not None:
+            places = take(places)
+        table = routed.experts.reshape(-1, routed.layers, routed.top_k).astype(np.int16)
+        table = np.concatenate([np.zeros((1, routed.layers, routed.top_k), np.int16), table])
+        self.known = torch.from_numpy(places > 0).to(device)[:, None]  # [N, 1]
+        self.experts = torch.from_numpy(table[places]).to(device)  # [N, layers, top_k]
+
+
+def routes_argument(
+    model: PreTrainedModel, routed: Routed | None, device: torch.device, take: Take | None = None
+) -> dict[str, Routes]:
+    """What to add to a call of the model, so that tokens go where the engine sent them."""
+    replays = routed is not None and any(mixture.weighing for mixture in mixtures_of(model))
+    return {ARGUMENT: Routes(routed, device, take)} if routed is not None and replays else {}
+
+
+def prepare_experts(model: PreTrainedModel, config: TrainerModel, layers: list[nn.Module]) -> None:
+    """Before the model is sharded; one without experts stays as it is.
+
+    Args:
+        layers: its decoder layers.
+
+    Raises:
+        ConfigError: its experts or its routers cannot do what is asked for.
+    """
+    blocks = [(index, layer, block) for index, layer in enumerate(layers) for block in blocks_of(layer)]
+    if not blocks:
+        _refuse_replay_without_experts(model, config.moe)
+        return
+    _choose_implementation(model, config.moe.implementation)
+    text = model.config.get_text_config()
+    if getattr(text, "output_router_logits", False):  # transformers would compute a loss for an even load
+        text.output_router_logits = False
+    weighing = find_weighing(router_of(blocks[0][2]), text) if config.moe.router_replay else None
+    for _, _, block in blocks:
+        router_of(block).requires_grad_(config.moe.router == "trained")
+    model._mixtures = [Mixture(index, layer, block, weighing) for index, layer, block in blocks]
+
+
+def mixtures_of(model: PreTrainedModel) -> list[Mixture]:
+    """Of a prepared model; none where it has no experts."""
+    return getattr(model, "_mixtures", [])
+
+
+def blocks_of(layer: nn.Module) -> list[nn.Module]:
+    """Of a decoder layer: what has experts and a router."""
+    return [module for module in layer.modules() if hasattr(module, "experts") and _routers(module)]
+
+
+def router_of(block: nn.Module) -> nn.Module:
+    return _routers(block)[0]
+
+
+def _routers(module: nn.Module) -> list[nn.Module]:
+    return [child for name in ROUTERS if isinstance(child := getattr(module, name, None), nn.Module)]
+
+
+def routers_in_float32(layer: nn.Module, config: Experts) -> list[nn.Module]:
+    """Of a decoder layer: routers that are to be gathered in float32, and given float32, whatever the rest is in."""
+    return [router_of(block) for block in blocks_of(layer)] if config.router_dtype == "float32" else []
+
+
+def _refuse_replay_without_experts(model: PreTrainedModel, config: Experts) -> None:
+    if config.router_replay:
+        raise ConfigError(
+            f"`trainer.model.moe.router_replay = true` with {type(model).__name__} - a model with a mixture of experts "
+            "was expected. Remove the line."
+        )
+
+
+def _choose_implementation(model: PreTrainedModel, implementation: str) -> None:
+    try:
+        model.set_experts_implementation(implementation)
+    except ValueError as error:
+        raise ConfigError(
+            f'`trainer.model.moe.implementation = "{implementation}"` with {type(model).__name__}: {error} - expected '
+            'one that this model has. Set "eager".'
+        ) from error
+
+
+class Weighing:
+    """How a router makes of its logits what each of the chosen experts counts."""
+
+    def __init__(self, squash: Callable[[torch.Tensor], torch.Tensor], *, normalized: bool, scale: float) -> None:
+        self._squash = squash
+        self._normalized = normalized
+        self._scale = scale
+
+    def __call__(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """[N, top_k] float32, of [N, experts] logits."""
+        weights = self._squash(logits.float()).gather(-1, chosen)
+        if self._normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * self._scale
+
+
+def _softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.softmax(-1)
+
+
+def find_weighing(router: nn.Module, config: PretrainedConfig) -> Weighing:
+    """Found by asking another router of the kind, of random weights: models differ, and say so nowhere else.
+
+    Raises: ConfigError where it is none of those known.
+    """
+    logits, weights, chosen = _asked_at_random(type(router), config)
+    scales = {1.0, float(getattr(router, "routed_scaling_factor", 1.0))}
+    for squash, normalized, scale in product((_softmax, torch.sigmoid), (True, False), sorted(scales)):
+        weighing = Weighing(squash, normalized=normalized, scale=scale)
+        if torch.allclose(weighing(logits, chosen), weights, rtol=1e-4, atol=1e-6):
+            return weighing
+    raise ConfigError(
+        f"`trainer.model.moe.router_replay = true`: how {type(router).__name__} weighs experts is not known - expected "
+        "a softmax or sigmoid of its logits, normalised or not. Remove the line."
+    )
+
+
+@torch.no_grad()
+def _asked_at_random(kind: type[nn.Module], config: PretrainedConfig) -> tuple[torch.Tensor, ...]:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        router = kind(config).float()
+        for tensor in (*router.parameters(), *router.buffers()):
+            tensor.normal_(0.0, 0.3)
+        return router(torch.randn(32, config.hidden_size))
+
+
+class Mixture:
+    """The experts of one layer: sends tokens where they are to go, and counts where they went."""
+
+    def __init__(self, index: int, layer: nn.Module, block: nn.Module, weighing: Weighing | None) -> None:
+        """
+        Args:
+            index: of the layer.
+            weighing: where tokens may have to go elsewhere than the router would send them.
+        """
+        self.weighing = weighing
+        self._index = index
+        self._routes: Routes | None = None  # of the row that the layer is at
+        self._counts: torch.Tensor | None = None
+        self._forward = layer.forward
+        layer.forward = self._run
+        router_of(block).register_forward_hook(self._route)
+
+    def _run(self, *args: Any, routes: Routes | None = None, **kwargs: Any) -> Any:
+        """The layer's forward pass. What is recomputed in the backward pass comes through here again."""
+        self._routes = routes
+        return self._forward(*args, **kwargs)
+
+    def _route(self, router: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, weights, own = output
+        chosen, known = own, torch.zeros_like(own[:, :1], dtype=torch.bool)
+        if self._routes is not None and self.weighing is not None:
+            known = self._routes.known
+            chosen = torch.where(known, self._routes.experts[:, self._index].to(own.dtype), own)
+            weights = torch.where(known, self.weighing(logits, chosen).to(weights.dtype), weights)
+        if torch.is_grad_enabled():  # of training alone
+            counts = _count(own, chosen, known, num_experts=logits.shape[-1])
+            self._counts = counts if self._counts is None else self._counts + counts
+        return logits, weights, chosen
+
+    def take_counts(self) -> torch.Tensor:
+        """[experts + 2] float64: tokens that each got; those that were replayed, and of these those that the router
+        would have sent elsewhere. Since they were last taken."""
+        counts, self._counts = self._counts, None
+        assert counts is not None, "taken before any token came"
+        return counts.double()
+
+
+@torch.no_grad()
+def _count(own: torch.Tensor, chosen: torch.Tensor, known: torch.Tensor, *, num_experts: int) -> torch.Tensor:
+    places = chosen.reshape(-1)
+    per_expert = torch.zeros(num_experts, dtype=torch.int64, device=own.device)
+    per_expert.scatter_add_(0, places, torch.ones_like(places))
+    moved = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
+    return torch.cat([per_expert, known.sum()[None], moved.sum()[None]])
+
+
+def expert_metrics(model: PreTrainedModel, world: World) -> dict[str, float]:
+    """How evenly experts were used since last asked, by layer and then on average. A collective; of a model without
+    experts, nothing."""
+    mixtures = mixtures_of(model)
+    if not mixtures:
+        return {}
+    counts = torch.stack([mixture.take_counts() for mixture in mixtures])  # [layers, experts + 2]
+    dist.all_reduce(counts)
+    load, replayed, moved = counts[:, :-2], counts[:, -2].sum(), counts[:, -1].sum()
+    metrics = {
+        "moe/busiest_expert": float((load.amax(-1) / load.mean(-1)).mean()),
+        "moe/idle_experts_frac": float((load == 0).double().mean()),
+    }
+    return metrics | ({"moe/rerouted_frac": float(moved / replayed)} if replayed else {})

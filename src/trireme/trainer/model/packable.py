@@ -1,0 +1,96 @@
+"""Whether a model keeps the samples of a packed row apart: it is tried out, on whatever attention it runs with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from trireme.base.errors import ConfigError
+from trireme.trainer.model.sharding import class_name, reshard
+
+LENGTH = 8  # tokens of each of the two samples
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}  # of the largest logit
+
+
+def require_packable(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Changes a row's first sample, and looks whether the logits of the second one change. A collective.
+
+    Models that carry a state from token to token (state spaces, linear attention, convolutions over time), or that
+    know distances otherwise than by positions, would let one sample see the other. Some, gpt-oss among them, do not
+    look at positions when they build their masks, though they would take them: those are given masks.
+
+    Args:
+        dtype: of the forward pass.
+
+    Raises:
+        ConfigError: one sample sees the other, or the model cannot be run on text and positions alone.
+    """
+    name = class_name(model)
+    if model._is_stateful:
+        raise _cannot(name, "it carries a state from each token to the next, across samples")
+    try:
+        difference = _difference(model, device)
+        if difference > TOLERANCE[dtype] and _kinds_of_layers(model) <= _MASKS.keys():
+            _give_masks(model, dtype)
+            difference = _difference(model, device)
+    except (TypeError, ValueError) as error:
+        raise _cannot(name, f"it does not run on tokens and positions alone: {error}") from error
+    if not difference <= TOLERANCE[dtype]:
+        raise _cannot(name, f"the first sample of a row changed the second's logits by {difference:.1e} of the largest")
+
+
+def _difference(model: PreTrainedModel, device: torch.device) -> float:
+    first, second = (_second_sample(model, number, device) for number in (0, 1))
+    reshard(model)
+    return float((first - second).abs().max() / first.abs().max())
+
+
+@torch.no_grad()
+def _second_sample(model: PreTrainedModel, number: int, device: torch.device) -> torch.Tensor:
+    """Its logits behind the first sample of that number. What is dropped is the same for each."""
+    vocabulary = model.config.get_text_config().vocab_size
+    token = torch.arange(LENGTH, device=device)
+    ids = torch.cat([(token * 7 + 3 + number * 11) % vocabulary, (token * 5 + 1) % vocabulary])
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        output = model(
+            input_ids=ids[None], position_ids=torch.cat([token, token])[None], attention_mask=None, use_cache=False
+        )
+    return output.logits[0, LENGTH:]
+
+
+def _give_masks(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """From here on the decoder gets, for each kind of layer that it has, the mask that its positions ask for."""
+    config, kinds = model.config.get_text_config(), _kinds_of_layers(model)
+
+    def masks(decoder: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        positions = kwargs.get("position_ids")
+        if positions is None or kwargs.get("attention_mask") is not None:
+            return args, kwargs
+        embedded = torch.empty((*positions.shape, 1), dtype=dtype, device=positions.device)  # its shape is looked at
+        options = {"config": config, "inputs_embeds": embedded, "position_ids": positions}
+        options |= {"attention_mask": None, "past_key_values": None}
+        found = {kind: _MASKS[kind](**options) for kind in kinds or {FULL}}
+        return args, kwargs | {"attention_mask": found if kinds else found[FULL]}
+
+    model.get_decoder().register_forward_pre_hook(masks, with_kwargs=True)
+
+
+def _kinds_of_layers(model: PreTrainedModel) -> set[str]:
+    """Empty where all are of one kind."""
+    return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
+FULL = "full_attention"
+_MASKS = {FULL: create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+def _cannot(name: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{name} cannot be trained on packed rows: {reason} - expected a model whose attention sees nothing but a "
+        "token's own sample. Choose a transformer with rotary or learned positions; state spaces, linear attention and "
+        "ALiBi are not among them."
+    )

@@ -1,0 +1,156 @@
+"""Attention in a packed row without a mask: each sample by itself, those of like length together.
+
+Told of packed samples, transformers masks the whole row for `sdpa`: T x T pairs per layer where samples of L tokens
+need T x L, and no fast kernel. Here the tokens of each sample are gathered into [samples, L], transformers' own `sdpa`
+runs there as plain causal attention (on a CPU the formula, where samples are short), and the results go back to their
+places.
+
+T tokens of a row, S samples of a bucket, L tokens of its longest, D size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from trireme.algo.packing import buckets
+from trireme.trainer.model.short_attention import attend_short, is_short
+
+NAME = "samples_apart"
+ARGUMENT = "apart_row"  # under which a row travels through the model's forward pass
+
+_is_row_given: ContextVar[bool] = ContextVar("is_row_given", default=False)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Samples of about one length."""
+
+    shape: tuple[int, int]  # (S, L)
+    places: torch.Tensor  # [S * L] int64: of each sample's tokens in the row; beyond its end, of its last one
+    kept: torch.Tensor | None  # [tokens] int64: which of the S * L count; None where all do
+    targets: torch.Tensor  # [tokens] int64: where in the row these belong
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[1, heads, T, D] to [S, heads, L, D]."""
+        _, heads, _, size = tensor.shape
+        return tensor[0].index_select(1, self.places).view(heads, *self.shape, size).transpose(0, 1)
+
+    def real(self, found: torch.Tensor) -> torch.Tensor:
+        """[S, L, heads, D] to [tokens, heads, D]."""
+        flat = found.flatten(0, 1)
+        return flat if self.kept is None else flat.index_select(0, self.kept)
+
+
+class ApartRow:
+    """A packed row, as attention must know it. It travels through the model's forward pass as an argument, so that
+    activation checkpointing finds it again in the backward pass."""
+
+    def __init__(self, lengths: list[int], device: torch.device, places: np.ndarray | None = None) -> None:
+        """
+        Args:
+            places: [tokens of all samples] where each is in the row, if samples share some (`algo.prefixes`).
+        """
+        self.is_one_sample = len(lengths) == 1
+        places = np.arange(sum(lengths)) if places is None else places
+        starts = np.cumsum([0, *lengths[:-1]])
+        self.buckets = [
+            _bucket(starts[samples], np.array(lengths)[samples], places, device) for samples in buckets(lengths)
+        ]
+        targets = torch.cat([bucket.targets for bucket in self.buckets]).cpu().numpy()
+        order = np.unique(targets, return_index=True)[1]  # of a token that is shared, the first result
+        self.order = torch.from_numpy(order).to(device)  # [T]: where each token's result lies among all buckets'
+
+
+def _bucket(starts: np.ndarray, lengths: np.ndarray, places_in_row: np.ndarray, device: torch.device) -> Bucket:
+    longest = int(lengths.max())
+    within = np.arange(longest)[None]
+    real = within < lengths[:, None]
+    places = places_in_row[starts[:, None] + np.minimum(within, lengths[:, None] - 1)]
+
+    def on_device(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device)
+
+    return Bucket(
+        shape=(len(starts), longest),
+        places=on_device(places.ravel()),
+        kept=None if real.all() else on_device(np.flatnonzero(real)),
+        targets=on_device(places[real]),
+    )
+
+
+def can_attend_apart(model: PreTrainedModel) -> bool:
+    """Where every layer looks at all tokens before it, through transformers' `sdpa`. A window or a chunk would have to
+    be known here, and not every model says it."""
+    text = model.config.get_text_config()
+    layers = getattr(text, "layer_types", None) or []
+    windowed = getattr(text, "sliding_window", None) if not layers else None
+    return (
+        model.config._attn_implementation == "sdpa"
+        and all(layer == "full_attention" for layer in layers)
+        and not windowed
+        and not getattr(text, "attention_chunk_size", None)
+    )
+
+
+def attend_apart(model: PreTrainedModel) -> None:
+    """From now on a forward pass that is given its row, as `ARGUMENT`, needs no mask; any other is as before."""
+    AttentionInterface.register(NAME, _attention())
+    AttentionMaskInterface.register(NAME, _mask)
+    model.set_attn_implementation(NAME)
+
+
+def attend_masked(model: PreTrainedModel) -> None:
+    """The way back."""
+    model.set_attn_implementation("sdpa")
+
+
+@contextmanager
+def row_given() -> Iterator[None]:
+    """Around a forward pass that is given its row: no mask is made."""
+    token = _is_row_given.set(True)
+    try:
+        yield
+    finally:
+        _is_row_given.reset(token)
+
+
+def _mask(*arguments: Any, **options: Any) -> torch.Tensor | None:
+    return None if _is_row_given.get() else AttentionMaskInterface()["sdpa"](*arguments, **options)
+
+
+def _attention() -> Callable[..., tuple[torch.Tensor, Any]]:
+    plain = AttentionInterface()["sdpa"]
+
+    @torch.compiler.disable
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        *,
+        apart_row: ApartRow | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        if apart_row is None or apart_row.is_one_sample:
+            return plain(module, query, key, value, mask, **options)
+        found = []
+        for bucket in apart_row.buckets:
+            theirs = tuple(map(bucket.gather, (query, key, value)))
+            if is_short(theirs[0]) and not options.get("dropout"):
+                attended = attend_short(*theirs, scaling=options["scaling"])
+            else:
+                attended, _weights = plain(module, *theirs, None, **options)
+            found.append(bucket.real(attended))
+        return torch.cat(found).index_select(0, apart_row.order)[None], None
+
+    return attend

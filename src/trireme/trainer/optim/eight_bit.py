@@ -1,0 +1,209 @@
+"""AdamW whose two moments are held in 8 bits each, by the codes of `algo/codes.py`: 2 bytes per parameter instead of 8
+(after Dettmers et al. 2021, arXiv 2110.02861).
+
+The state is plain tensors, of which every block lies within a row of its parameter, so that shards can be cut and
+joined between blocks. What any number of ranks saved, any other number goes on with to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trireme.algo.codes import RANGES, decode, encode
+from trireme.trainer.parallel.pieces import piece_of
+
+BLOCKS = (128, 64, 32)
+"""Values that share a range: as many as divide a row evenly."""
+
+SMALLEST = 4096
+"""Values of a parameter that is worth it; smaller ones, norms and biases have their moments in float32."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+RANGE = "ranges"
+"""Beside moments that are codes (uint8): what the codes of each block span."""
+
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples, without what is before the point, fill the range from 0 to 1 as evenly as any sequence."""
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """`state[parameter]` has `exp_avg` and `exp_avg_sq`, sharded as the parameter. Where these are codes (uint8),
+    `ranges` is beside them, with `RANGES` numbers per block."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        assert closure is None, "no optimizer of the trainer's evaluates the loss again"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, group)
+
+    def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state |= _first_state(parameter)
+        state["step"] += 1
+        if not _local(parameter).numel():  # of a small parameter not every rank holds a part
+            return
+        assert parameter.grad is not None
+        held = [state.get(key) for key in (*MOMENTS, RANGE)]
+        (_compiled if parameter.is_cuda else _take_step)(
+            _local(parameter),
+            _local(parameter.grad),
+            state["step"],
+            *(None if value is None else _local(value) for value in held),
+            lr=torch.tensor(group["lr"]),  # a number would be compiled in
+            rounding=torch.tensor(GOLDEN * float(state["step"]) % 1),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """torch's own would turn codes into floats. Ranges may come whole: each rank takes its part."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.state.clear()
+        for number, saved in state_dict["state"].items():
+            parameter = parameters[number]
+            self.state[parameter] = {key: _as_held(key, tensor, parameter) for key, tensor in saved.items()}
+
+
+def block_of(parameter: torch.Tensor) -> int | None:
+    """Values that share a range; None where its moments are kept in float32."""
+    if parameter.ndim < 2 or parameter.numel() < SMALLEST or _is_cut_within_rows(parameter):
+        return None
+    return next((block for block in BLOCKS if parameter.shape[-1] % block == 0), None)
+
+
+def _is_cut_within_rows(parameter: torch.Tensor) -> bool:
+    last = parameter.ndim - 1
+    return isinstance(parameter, DTensor) and any(placement.is_shard(last) for placement in parameter.placements)
+
+
+def in_eight_bits(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Convert the saved state of a parameter, in either form, to what this optimizer holds. Ranges may be whole."""
+    block = block_of(parameter)
+    if block is None:
+        return in_float32(saved, parameter)
+    if RANGE in saved:
+        return saved
+    mean, square = (_local(saved[key]) for key in MOMENTS)
+    *rows, length = mean.shape
+    blocks = length // block
+    codes = [torch.empty_like(mean, dtype=torch.uint8) for _ in MOMENTS]
+    ranges = mean.new_empty(*rows, RANGES * blocks)
+    if mean.numel():
+        *codes, ranges = encode(mean, square, blocks)
+    held = {key: _filled(parameter, each) for key, each in zip(MOMENTS, codes, strict=True)}
+    return saved | held | {RANGE: _sharded_as(parameter, ranges)}
+
+
+def in_float32(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Likewise, as AdamW holds it."""
+    if (ranges := saved.get(RANGE)) is None:
+        return saved
+    mean, square = (_local(saved[key]) for key in MOMENTS)
+    moments = mean.float(), square.float()
+    if mean.numel():
+        moments = decode(mean, square, ranges[_own_region(parameter)[:-1]].to(mean.device))
+    held = {key: _filled(parameter, each) for key, each in zip(MOMENTS, moments, strict=True)}
+    return {key: value for key, value in saved.items() if key != RANGE} | held
+
+
+def _own_region(parameter: torch.Tensor) -> tuple[slice, ...]:
+    """Of the whole, what this rank holds."""
+    ours = piece_of(parameter)
+    return tuple(slice(at, at + size) for at, size in zip(ours.offset, ours.tensor.shape, strict=True))
+
+
+def _filled(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor like it, of which this is our part."""
+    tensor = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
+    _local(tensor).copy_(local)
+    return tensor
+
+
+def _first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    block = block_of(parameter)
+    dtype = None if block is None else torch.uint8
+    state = {"step": torch.tensor(0.0)} | {key: torch.zeros_like(parameter, dtype=dtype) for key in MOMENTS}
+    if block is not None:  # with ranges of 0, code 0 means 0
+        *rows, length = _local(parameter).shape
+        state[RANGE] = _sharded_as(parameter, torch.zeros(*rows, RANGES * (length // block)))
+    return state
+
+
+def _take_step(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    step: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    ranges: torch.Tensor | None,
+    *,
+    lr: torch.Tensor,
+    rounding: torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101, algorithm 2) in float32, on one rank's part of a parameter.
+
+    Args:
+        first: the moment's codes, whose ranges are given; without these the moment itself.
+        second: likewise, of the squares.
+        rounding: of the codes of squares, different at each step. A step changes a square by a small part of the
+            distance between two codes. Rounding to the nearest code would lose that every time; so the mean is kept.
+    """
+    mean, square = (first, second) if ranges is None else decode(first, second, ranges)
+    mean, square = mean.lerp(gradient, 1 - betas[0]), square.lerp(gradient.square(), 1 - betas[1])
+    if ranges is None:
+        first.copy_(mean)
+        second.copy_(square)
+    else:
+        for held, new in zip(
+            (first, second, ranges), encode(mean, square, ranges.shape[-1] // RANGES, rounding), strict=True
+        ):
+            held.copy_(new)
+    size = (square.sqrt() / (1 - betas[1] ** step).sqrt()).add_(eps)
+    weight.mul_(1 - lr * weight_decay).sub_(lr * (mean / (1 - betas[0] ** step)) / size)
+
+
+_compiled = torch.compile(_take_step, dynamic=False)
+"""The step, compiled on a GPU to save passes over memory. A CPU runs it as it is: compiling takes half a minute."""
+
+
+def _as_held(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if key == "step" or isinstance(tensor, DTensor):
+        return tensor
+    if not isinstance(parameter, DTensor):
+        return tensor.to(parameter.device)
+    rows = _own_region(parameter)[:-1]  # ranges are cut as their parameter is, but for the last dimension
+    return _sharded_as(parameter, tensor[rows].contiguous())
+
+
+def _sharded_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor of this part, whose whole has the shape of the parameter but for the last dimension."""
+    if not isinstance(parameter, DTensor):
+        return local.to(parameter.device)
+    shape = torch.Size((*parameter.shape[:-1], local.shape[-1]))
+    whole = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    return whole.to(parameter.device)  # with parameters in CPU memory, the mesh's device is another
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

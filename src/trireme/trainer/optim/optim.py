@@ -1,0 +1,101 @@
+"""The optimizer and its learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trireme.algo.schedule import lr_factor
+from trireme.config.trainer import Optimizer, Scheduler
+from trireme.trainer.optim.muon import Muon
+
+Named = tuple[str, torch.nn.Parameter]
+
+
+def build_optimizer(model: torch.nn.Module, config: Optimizer) -> torch.optim.Optimizer:
+    """Build the optimizer of the parameters that are trained.
+
+    Weight decay applies to matrices only, not to norms and biases; it is decoupled, but for SGD, of which torch has the
+    L2 form alone (added to the gradient, before momentum).
+
+    AdamW is fused, on GPUs and CPUs: one kernel for all parameters, and one pass over memory. torch has no fused SGD
+    for sharded parameters.
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    adam: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    match config.type:
+        case "sgd":
+            groups = _groups(trained, config.weight_decay)
+            return torch.optim.SGD(groups, lr=config.lr, momentum=config.betas[0])
+        case "muon":
+            outside = _outside_layers(model)
+            return Muon(_groups(trained, config.weight_decay, outside=outside), **adam)
+        case "adamw_8bit":
+            from trireme.trainer.optim.eight_bit import AdamW8bit
+
+            return AdamW8bit(_groups(trained, config.weight_decay), **adam)
+        case "adamw":
+            return torch.optim.AdamW(_groups(trained, config.weight_decay), **adam, fused=True)
+
+
+def _groups(
+    trained: list[Named], weight_decay: float, *, outside: set[torch.nn.Parameter] | None = None
+) -> list[dict[str, Any]]:
+    """
+    Args:
+        outside: parameters that Muon leaves to AdamW though they are matrices; where given, groups say whose they are.
+    """
+    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in trained:
+        is_hidden = outside is not None and parameter not in outside and _is_stack_of_matrices(name, parameter)
+        groups.setdefault((is_hidden, _decays(name, parameter)), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
+        | ({} if outside is None else {"is_hidden": is_hidden})
+        for (is_hidden, decays), parameters in groups.items()
+    ]
+
+
+def _decays(name: str, parameter: torch.Tensor) -> bool:
+    """Biases of experts have a row for each, and are no matrices."""
+    return parameter.ndim >= 2 and not _is_bias(name)
+
+
+def _is_stack_of_matrices(name: str, parameter: torch.Tensor) -> bool:
+    """A matrix, or one of each expert."""
+    return not _is_bias(name) and (parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name))
+
+
+def _is_bias(name: str) -> bool:
+    return name.endswith("bias")
+
+
+def _outside_layers(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Of embeddings and of the head: each of their rows is a token's, and no map from one space to another."""
+    return {parameter for module in _tables(model) for parameter in module.parameters(recurse=False)}
+
+
+def _tables(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    yield from (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        yield head
+
+
+def set_lr(
+    optimizer: torch.optim.Optimizer, optim: Optimizer, scheduler: Scheduler, *, step: int, max_steps: int
+) -> float:
+    """The rate is a function of the step alone, so a resumed run needs no schedule state."""
+    lr = optim.lr * lr_factor(
+        step,
+        kind=scheduler.type,
+        warmup_steps=scheduler.warmup_steps,
+        max_steps=max_steps,
+        floor=min(1.0, scheduler.min_lr / optim.lr),
+        decay_steps=scheduler.decay_of(max_steps),
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr

@@ -1,0 +1,105 @@
+"""What an optimizer remembers of each parameter, as a checkpoint holds it, and back.
+
+AdamW and its 8-bit form go on with each other's: moments are encoded, or decoded. Others remember something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from trireme.base.errors import ConfigError
+from trireme.trainer.optim.eight_bit import MOMENTS, RANGE, AdamW8bit, in_eight_bits, in_float32
+from trireme.trainer.parallel.pieces import Stored
+
+OPTIMIZER = "optimizer"
+MOMENTUM = "momentum_buffer"
+
+Remembered = dict[str, torch.Tensor]
+
+
+def optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """`optimizer.KEY.PARAMETER`. The rest of its state (learning rate, betas) follows from configuration and step."""
+    return {
+        f"{OPTIMIZER}.{key}.{name}": tensor
+        for name, parameter in model.named_parameters()
+        for key, tensor in optimizer.state.get(parameter, {}).items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, stored: Stored) -> None:
+    """The inverse: this rank's part of all of them.
+
+    Raises: ConfigError where an optimizer of another kind, or in an earlier format, has saved them.
+    """
+    parameters = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    saved = _read(parameters, stored)
+    groups = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, Remembered] = {}
+    for number, (group, parameter) in enumerate(groups):
+        if remembered := saved.get(names[id(parameter)]):
+            if not _keys(optimizer, group) <= remembered.keys():
+                raise _another_kind(optimizer, saved)
+            state[number] = _as_held(remembered, parameter, optimizer)
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _read(parameters: dict[str, torch.nn.Parameter], stored: Stored) -> dict[str, Remembered]:
+    """By parameter, then key."""
+    saved: dict[str, Remembered] = {}
+    for full_name, key, name in _optimizer_names(stored):
+        if name in parameters:
+            tensor = _like(parameters[name], stored, full_name)
+            stored.read_into(full_name, tensor)
+            saved.setdefault(name, {})[key] = tensor
+    return saved
+
+
+def _optimizer_names(stored: Stored) -> Iterator[tuple[str, str, str]]:
+    """Full name, key, parameter."""
+    for full_name in stored.names():
+        kind, _, rest = full_name.partition(".")
+        key, _, name = rest.partition(".")
+        if kind == OPTIMIZER:
+            yield full_name, key, name
+
+
+def _like(parameter: torch.Tensor, stored: Stored, name: str) -> torch.Tensor:
+    """Room for a tensor of the optimizer: sharded as its parameter, or, like a counter of steps, on every rank."""
+    shape, dtype = stored.shape(name), stored.dtype(name)
+    if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _keys(optimizer: torch.optim.Optimizer, group: dict) -> set[str]:
+    """What is remembered of each parameter of a group, whatever the number format."""
+    return {MOMENTUM} if isinstance(optimizer, torch.optim.SGD) or group.get("is_hidden") else set(MOMENTS)
+
+
+def _as_held(remembered: Remembered, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Remembered:
+    if not remembered.keys() >= set(MOMENTS):
+        return remembered
+    if remembered[MOMENTS[0]].dtype == torch.uint8 and RANGE not in remembered:
+        raise ConfigError(
+            f"The checkpoint's optimizer holds its moments as codes without `{RANGE}`, as earlier versions of Trireme "
+            "did - codes with them were expected, as small moments are lost without. Begin a new run with the weights "
+            "of this one as `model.name`, or resume with the version that wrote the checkpoint."
+        )
+    return (in_eight_bits if isinstance(optimizer, AdamW8bit) else in_float32)(remembered, parameter)
+
+
+def _another_kind(optimizer: torch.optim.Optimizer, saved: dict[str, Remembered]) -> ConfigError:
+    keys = {key for remembered in saved.values() for key in remembered}
+    theirs = ("muon" if keys & set(MOMENTS) else "sgd") if MOMENTUM in keys else "adamw"
+    ours = type(optimizer).__name__.lower().replace("adamw8bit", "adamw_8bit")
+    return ConfigError(
+        f"The checkpoint's optimizer is {theirs!r}, and `optim.type` is {ours!r} - the same was expected (or "
+        f"'adamw' and 'adamw_8bit', which go on with each other's moments) - set `optim.type = {theirs!r}`, or begin a "
+        "new run with the weights of this one as `model.name`."
+    )

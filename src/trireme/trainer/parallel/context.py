@@ -1,0 +1,227 @@
+"""Context parallelism: the ranks of a team hold a part of each row, so that longer rows fit.
+
+Everything but attention looks at one token at a time, so each rank does it for its own tokens. Around attention they
+change places (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1): from some tokens of all heads to all tokens of some
+heads, and back. In between, attention is any of transformers' own, told of the packed samples of the whole row.
+
+N ranks of a team, T tokens of a row (a multiple of N here), t = T / N of one rank, D size of a head.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from trireme.algo.packing import positions
+from trireme.base.errors import ConfigError
+from trireme.trainer.parallel.mesh import CONTEXT, World
+
+NAMES = {
+    "sdpa": "team_sdpa",
+    "flex_attention": "team_flex",
+    "flash_attention_2": "team_fa2",
+    "flash_attention_3": "team_fa3",
+}
+"""What an attention implementation of transformers is called when a team does it together."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's tokens of a row of which each rank of its team has equally many."""
+
+    first: int  # of this rank's tokens, counted in the row
+    size: int  # t; the last ones may be beyond the row's end
+
+    def take(self, column: np.ndarray, *, fill: int = 0) -> np.ndarray:
+        """This rank's part of a column of the row. Beyond the row's end comes `fill`."""
+        ours = column[self.first : self.first + self.size]
+        return np.pad(ours, (0, self.size - len(ours)), constant_values=fill)
+
+
+@dataclass(frozen=True)
+class Team:
+    """One rank's view of the ranks that share its rows; a rank by itself is a team too."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(world: World) -> Team:
+        return Team(world.cp_rank, world.cp_size, world.data_mesh[CONTEXT].get_group())
+
+    def part_of(self, length: int) -> Part:
+        size = -(-length // self.size)
+        return Part(self.rank * size, size)
+
+    def counts(self, part: Part, places: np.ndarray) -> list[int]:
+        """How many of these places in the row, which ascend, each rank of the team holds."""
+        return np.bincount(places // part.size, minlength=self.size).tolist()
+
+    def gather(self, columns: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """[C, k] columns of each rank's tokens to [C, K] of all. A collective.
+
+        Every rank computes the same loss from the result; in the backward pass the gradients of all of them are added
+        up. So `dp_size`, not `size`, is what a loss is multiplied by before FSDP averages over all ranks.
+        """
+        return columns if self.size == 1 else _Gather.apply(columns, counts, self)
+
+    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[1, A, B / N, D] to [1, A / N, B, D]: heads for tokens, or tokens for heads. A collective."""
+        return tensor if self.size == 1 else _Exchange.apply(tensor, 1, 2, self)
+
+
+class _Exchange(torch.autograd.Function):
+    """From whole along `split` and in parts along `join` to the other way round. Its gradient is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, split: int, join: int, team: Team) -> torch.Tensor:
+        ctx.way_back = (join, split, team)
+        return _exchange(tensor, split, join, team)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange(gradient, *ctx.way_back), None, None, None
+
+
+def _exchange(tensor: torch.Tensor, split: int, join: int, team: Team) -> torch.Tensor:
+    sent = torch.stack(tensor.chunk(team.size, dim=split))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=team.group)
+    return torch.cat(received.unbind(), dim=join)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, columns: torch.Tensor, counts: list[int], team: Team) -> torch.Tensor:
+        ctx.counts, ctx.team = counts, team
+        widest = max(counts)
+        ours = nn.functional.pad(columns, (0, widest - columns.shape[1]))
+        received = ours.new_empty(team.size, *ours.shape)
+        dist.all_gather_single(received, ours.contiguous()[None], group=team.group)
+        return torch.cat([each[:, :count] for each, count in zip(received, counts, strict=True)], dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """All ranks have the same gradient of the same loss: adding them up takes no collective."""
+        first = sum(ctx.counts[: ctx.team.rank])
+        ours = gradient[:, first : first + ctx.counts[ctx.team.rank]]
+        return ours * ctx.team.size, None, None
+
+
+class SharedRow:
+    """A packed row, as attention must know it. It travels through the model's forward pass as an argument, so that
+    activation checkpointing finds it again in the backward pass."""
+
+    def __init__(self, team: Team, lengths: list[int], device: torch.device) -> None:
+        """
+        Args:
+            lengths: of the row's samples. What it lacks to a multiple of the team's size becomes a sample more.
+        """
+        self.team = team
+        total = sum(lengths)
+        padding = team.part_of(total).size * team.size - total
+        self.positions = positions([*lengths, padding] if padding else lengths)  # [T]
+        self.position_ids = torch.from_numpy(self.positions).to(device)[None]
+        self._masks: dict[tuple[str, int | None], Any] = {}
+
+    def mask(self, name: str, window: int | None, query: torch.Tensor) -> Any:
+        """What transformers makes for the attention `name`, for all layers of one window."""
+        if (name, window) not in self._masks:
+            create = create_sliding_window_causal_mask if window else create_causal_mask
+            self._masks[name, window] = create(
+                config=SimpleNamespace(_attn_implementation=name, sliding_window=window),
+                inputs_embeds=query.new_empty(1, query.shape[2], 0),
+                attention_mask=None,
+                past_key_values=None,
+                position_ids=self.position_ids,
+            )
+        return self._masks[name, window]
+
+
+def share_attention(model: PreTrainedModel, team_size: int) -> None:
+    """The model's attention layers work for a team from now on. Every row must be shared then.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    name, text = model.config._attn_implementation, model.config.get_text_config()
+    if name not in NAMES:
+        raise ConfigError(
+            f'trainer.model.attn = "{name}" with trainer.model.cp = {team_size} - expected one of {", ".join(NAMES)}, '
+            "which can be given all tokens of some heads. Set one of these, or `cp = 1`."
+        )
+    if text.num_attention_heads % team_size:
+        raise ConfigError(
+            f"trainer.model.cp = {team_size}, and the model has {text.num_attention_heads} attention heads - expected "
+            "a divisor of them, as ranks that share a row share its heads. Set `cp` to one."
+        )
+    if getattr(text, "attention_chunk_size", None):
+        raise ConfigError(
+            f"trainer.model.cp = {team_size}, and the model attends within chunks of {text.attention_chunk_size} "
+            "tokens - expected windows or full attention, whose masks can be made for a shared row. Set `cp = 1`."
+        )
+    AttentionInterface.register(NAMES[name], _team_attention(name))
+    AttentionMaskInterface.register(NAMES[name], _no_mask)
+    model.set_attn_implementation(NAMES[name])
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Of the part of a row that a model sees, no mask can be made; `SharedRow` makes that of the whole."""
+
+
+def _team_attention(name: str) -> Callable[..., tuple[torch.Tensor, Any]]:
+    plain = AttentionInterface()[name]
+
+    @torch.compiler.disable
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        _: Any,
+        *,
+        shared_row: SharedRow,
+        sliding_window: int | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        team = shared_row.team
+        key, value = (_repeat_heads(each, team.size) for each in (key, value))
+        query, key, value = (team.exchange(each) for each in (query, key, value))
+        options |= {"position_ids": shared_row.position_ids, "sliding_window": sliding_window}
+        if (sinks := options.get("s_aux")) is not None:
+            options["s_aux"] = sinks.chunk(team.size)[team.rank]
+        layer = _with_groups(module, query.shape[1] // key.shape[1])
+        found, weights = plain(layer, query, key, value, shared_row.mask(name, sliding_window, query), **options)
+        return team.exchange(found), weights
+
+    return attend
+
+
+def _repeat_heads(tensor: torch.Tensor, team_size: int) -> torch.Tensor:
+    """[1, heads, t, D] with each head as often in a row as it takes to give every rank as many."""
+    heads = tensor.shape[1]
+    return tensor.repeat_interleave(math.lcm(heads, team_size) // heads, dim=1)
+
+
+def _with_groups(module: nn.Module, groups: int) -> nn.Module:
+    """The layer as one with this many query heads for a key."""
+    if getattr(module, "num_key_value_groups", groups) == groups:
+        return module
+    module = copy.copy(module)
+    module.num_key_value_groups = groups
+    return module

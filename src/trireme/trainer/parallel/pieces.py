@@ -1,0 +1,185 @@
+"""Sharded tensors in safetensors files: each rank writes the pieces that it holds, any number of ranks reads them.
+
+A file's metadata says of every tensor in it which piece of the whole it is. Nothing is pickled: who can write to a
+checkpoint cannot make us run code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trireme.base.errors import ConfigError, JournalCorrupt
+from trireme.journal.manifest import read_manifest
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of a tensor."""
+
+    tensor: torch.Tensor  # local; shares its memory with the model
+    shape: Index  # of the whole
+    offset: Index  # of this piece's first element in the whole
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+def piece_of(tensor: torch.Tensor) -> Piece:
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Piece(tensor.to_local(), tuple(tensor.shape), tuple(offset))
+
+
+def is_ours_to_write(tensor: torch.Tensor, rank: int) -> bool:
+    """What several ranks hold alike, the first of them writes."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank outside the mesh of its own model"
+    return all(
+        index == 0 for index, placement in zip(coordinate, tensor.placements, strict=True) if not placement.is_shard()
+    )
+
+
+def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> None:
+    places = {name: {"shape": piece.shape, "offset": piece.offset} for name, piece in pieces.items()}
+    tensors = {name: piece.tensor for name, piece in pieces.items()}
+    save_file(tensors, path, metadata={"format": "pt", "pieces": json.dumps(places)})
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A piece in a file, not read yet."""
+
+    file: Any  # safetensors' open file, of which it exports no type
+    name: str
+    shape: Index  # of the whole
+    offset: Index
+    size: Index
+
+    def read(self, start: Index, size: Index) -> torch.Tensor:
+        """The part of that begins at `start` of the whole."""
+        if not size:
+            return self.file.get_tensor(self.name)
+        begins = [at - offset for at, offset in zip(start, self.offset, strict=True)]
+        return self.file.get_slice(self.name)[
+            tuple(slice(begin, begin + length) for begin, length in zip(begins, size, strict=True))
+        ]
+
+
+class Stored:
+    """All pieces of all files; only what is asked for is read."""
+
+    def __init__(self, pieces: Iterable[_Stored]) -> None:
+        self.num_bytes_read = 0
+        self._pieces: dict[str, list[_Stored]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.name, []).append(piece)
+
+    def names(self) -> list[str]:
+        return list(self._pieces)
+
+    def shape(self, name: str) -> Index:
+        return self._pieces[name][0].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        first = self._pieces[name][0]
+        return first.read(first.offset, tuple(min(1, length) for length in first.size)).dtype
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Fills the piece that this rank holds of `tensor`.
+
+        Raises:
+            ConfigError: it was saved with another shape, or not at all: another model's.
+            JournalCorrupt: parts of it are in no file.
+        """
+        ours = piece_of(tensor)
+        if name not in self._pieces or self.shape(name) != ours.shape:
+            found = f"with shape {list(self.shape(name))}" if name in self._pieces else "not at all"
+            raise ConfigError(
+                f"The checkpoint has {name} {found}, the model has it with shape {list(ours.shape)} - a checkpoint of "
+                "the same model was expected. Set `model.name` to the model that it began with, or start a new run."
+            )
+        self._fill(name, ours)
+
+    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        """A part of the whole; only that is read.
+
+        Raises:
+            JournalCorrupt: some of it is in no file.
+        """
+        starts, sizes = tuple(part.start for part in region), tuple(part.stop - part.start for part in region)
+        ours = Piece(torch.empty(sizes, dtype=self.dtype(name)), self.shape(name), starts)
+        self._fill(name, ours)
+        return ours.tensor
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        return self.read(name, tuple(slice(0, size) for size in self.shape(name)))
+
+    def _fill(self, name: str, ours: Piece) -> None:
+        num_read = sum(_copy_overlap(stored, ours) for stored in self._pieces[name])
+        self.num_bytes_read += num_read * ours.tensor.element_size()
+        if num_read != ours.tensor.numel():
+            raise JournalCorrupt(
+                f"The checkpoint's files hold {num_read} of the {ours.tensor.numel()} elements of {name} that this "
+                "rank needs. Files of some ranks are missing: restore them, or resume from another step."
+            )
+
+
+def _copy_overlap(stored: _Stored, ours: Piece) -> int:
+    """Returns how many elements were copied."""
+    start = tuple(map(max, stored.offset, ours.offset))
+    ends = zip(stored.offset, stored.size, ours.offset, ours.tensor.shape, strict=True)
+    end = [min(theirs + their_size, mine + my_size) for theirs, their_size, mine, my_size in ends]
+    size = tuple(last - first for first, last in zip(start, end, strict=True))
+    if any(length <= 0 for length in size):
+        return 0
+    target = tuple(
+        slice(first - mine, first - mine + length) for first, mine, length in zip(start, ours.offset, size, strict=True)
+    )
+    with torch.no_grad():
+        ours.tensor[target].copy_(stored.read(start, size))
+    return ours.tensor[target].numel()
+
+
+@contextmanager
+def open_checkpoint(folder: Path) -> Iterator[Stored]:
+    """The pieces of all ranks that its manifest lists; files that it does not list are not read."""
+    names = sorted(name for name in read_manifest(folder).files if name.startswith("rank_"))
+    with open_pieces(folder / name for name in names) as stored:
+        yield stored
+
+
+@contextmanager
+def open_pieces(paths: Iterable[Path]) -> Iterator[Stored]:
+    """Raises JournalCorrupt where a file is not one of `write_pieces`."""
+    with ExitStack() as stack:
+        yield Stored([piece for path in paths for piece in _pieces_in(path, stack)])
+
+
+def _pieces_in(path: Path, stack: ExitStack) -> list[_Stored]:
+    try:
+        file = stack.enter_context(safe_open(path, framework="pt"))
+        places = json.loads(file.metadata()["pieces"])
+        return [
+            _Stored(file, name, tuple(place["shape"]), tuple(place["offset"]), tuple(file.get_slice(name).get_shape()))
+            for name, place in places.items()
+        ]
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise JournalCorrupt(f"{path} holds no pieces of a checkpoint: {error!r}. Resume from another step.") from error

@@ -1,0 +1,93 @@
+"""What engines hold, so that only what has changed since need be sent (`weight_broadcast.delta`).
+
+Each rank keeps an equal slice of every served tensor in host memory, whatever the model's sharding, names or adapters:
+all ranks together one copy of the model in the precision in which it is served. A rank compares its slice while the
+whole tensor passes by, and rank 0 gathers a bit per value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from trireme.algo.patch import Patch, build_patch, changed, pack_bits, to_integers, unpack_bits, whole_patch
+from trireme.trainer.parallel.mesh import World
+
+Part: TypeAlias = torch.Tensor | Patch
+"""What is sent of a tensor: all of it or, of a delta, a patch."""
+
+
+class Slices:
+    """One rank's share of what engines hold."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._slices: dict[str, torch.Tensor] = {}
+
+    def patches(self, tensors: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> Iterator[Patch]:
+        """What engines must be told of each tensor, on rank 0; on others of no meaning. A collective.
+
+        From here on these tensors are what is held: where the transfer breaks, the next one has to bring all.
+
+        Args:
+            whole: engines hold nothing, or something else than what passed by last.
+        """
+        for name, tensor in tensors:
+            own = self._own_slice(tensor)
+            is_changed = None if whole else self._where_changed(name, own, tensor.numel())
+            self._keep(name, own)
+            yield whole_patch(tensor) if is_changed is None else build_patch(tensor, is_changed)
+
+    def _own_slice(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[N / ranks] integers."""
+        size = _slice_size(tensor.numel(), self._world.size)
+        return to_integers(tensor)[size * self._world.rank : size * (self._world.rank + 1)]
+
+    def _where_changed(self, name: str, own: torch.Tensor, count: int) -> torch.Tensor | None:
+        """[count] bool, on rank 0."""
+        is_changed = changed(own, self._slices[name].to(own.device, non_blocking=True))
+        if self._world.size == 1:
+            return is_changed
+        bits = torch.zeros(_slice_size(count, self._world.size) // 8, dtype=torch.uint8, device=own.device)
+        packed = pack_bits(is_changed)
+        bits[: len(packed)] = packed
+        everyones = [torch.empty_like(bits) for _ in range(self._world.size)] if self._world.is_main else None
+        dist.gather(bits, everyones)
+        return unpack_bits(torch.cat(everyones), count) if everyones else None
+
+    def _keep(self, name: str, own: torch.Tensor) -> None:
+        if name not in self._slices:
+            self._slices[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+        self._slices[name].copy_(own)
+
+
+class Traffic:
+    """What one transfer took."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._num_changed: int | None = None
+
+    def counted(self, parts: Iterable[Part]) -> Iterator[Part]:
+        for part in parts:
+            if isinstance(part, Patch):
+                self._num_bytes += part.num_bytes
+                self._num_changed = (self._num_changed or 0) + part.num_changed
+            else:
+                self._num_bytes += part.nbytes
+            yield part
+
+    def metrics(self, num_values: int) -> dict[str, float]:
+        """Of a model with so many values."""
+        found = {"weights/sent_bytes": float(self._num_bytes)}
+        if self._num_changed is not None:
+            found["weights/changed_frac"] = self._num_changed / num_values
+        return found
+
+
+def _slice_size(count: int, num_ranks: int) -> int:
+    """Values of a rank's slice; a multiple of 8, so that the bits of all ranks are those of the tensor."""
+    return -(-count // (8 * num_ranks)) * 8

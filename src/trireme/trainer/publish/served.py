@@ -1,0 +1,108 @@
+"""The model as others load it: whole tensors under the names of its published checkpoints, one at a time.
+
+Engines, exported folders and digests all get these; only the trainer knows how it holds them. Adapters are added in,
+one tensor at a time, or come after the tensors that they are for (`lora.sync`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from trireme.config.run import RunConfig
+from trireme.messages import TensorSpec
+from trireme.trainer.model.hub_names import hub_names
+from trireme.trainer.model.lora import (
+    Product,
+    adapters_of,
+    base_name,
+    is_adapter,
+    merge,
+    peft_name,
+    products,
+    trained_tensors,
+)
+
+
+def served_dtype(config: RunConfig) -> str:
+    """Weights travel, and are exported, in the precision in which they are served."""
+    dtype = config.inference.model.dtype
+    if dtype != "auto":
+        return dtype
+    return "float32" if config.device == "cpu" else "bfloat16"
+
+
+def served_specs(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]:
+    """What `served_tensors` will give, without gathering anything."""
+    names = hub_names(model)
+    published = [spec for name in names.parameters for spec in names.specs(name)]
+    if serves_adapters(model):
+        published += [(peft_name(name), parameter.shape) for name, parameter in _adapters(model)]
+    text = str(dtype).removeprefix("torch.")
+    return [TensorSpec(name=name, dtype=text, shape=list(shape)) for name, shape in published]
+
+
+def served_tensors(
+    model: PreTrainedModel, dtype: torch.dtype, *, only_adapters: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor whole, one at a time, in the order of `served_specs`. A collective: all ranks iterate together.
+
+    Tied parameters come once, under the name of the embedding.
+
+    Args:
+        only_adapters: leave out the base model, which does not change; for `serves_adapters`.
+    """
+    if not serves_adapters(model):
+        yield from merged_tensors(model, dtype)
+        return
+    if not only_adapters:
+        yield from _published(model, dtype, {})
+    yield from adapter_tensors(model, dtype)
+
+
+def serves_adapters(model: PreTrainedModel) -> bool:
+    """Whether engines hold the adapters beside the base model."""
+    adapters = adapters_of(model)
+    return adapters is not None and adapters.config.sync == "adapter"
+
+
+def merged_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model as it computes. Where there are adapters, they are added in float32, then rounded. A collective."""
+    yield from _published(model, dtype, products(model))
+
+
+def adapter_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """As engines take them: under PEFT's names, and the scale is in B already, before it is rounded. A collective."""
+    factors = {id(product.left): product.scale for product in products(model).values()}
+    for name, parameter in _adapters(model):
+        yield peft_name(name), (_whole(parameter) * factors.get(id(parameter), 1.0)).to(dtype)
+
+
+def exported_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a folder with adapters holds: all that is trained, in the precision in which it is. A collective."""
+    for name, tensor in trained_tensors(model).items():
+        yield peft_name(name), _whole(tensor)
+
+
+def _published(
+    model: PreTrainedModel, dtype: torch.dtype, added: dict[str, Product]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    names = hub_names(model)
+    held = {base_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    for name in names.parameters:
+        whole = _whole(held[name])
+        if (product := added.get(name)) is not None:
+            whole = merge(whole, _whole(product.left), _whole(product.right), product)
+        for published, tensor in names.to_hub(name, whole.to(dtype)):
+            yield published, tensor.contiguous()
+
+
+def _adapters(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if is_adapter(name)]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

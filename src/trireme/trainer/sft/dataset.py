@@ -1,0 +1,236 @@
+"""Supervised data: conversations become samples on disk, once per start of a run, and samples become batches.
+
+Rank 0 renders and tokenizes all of them into `data/` in the run's folder; every rank maps those files into its memory,
+so that however large the data, no rank holds it. Which samples a batch has is a function of the step alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from math import floor
+from pathlib import Path
+
+import numpy as np
+
+from trireme.algo.packing import Sample
+from trireme.base.errors import ConfigError
+from trireme.base.log import get_logger
+from trireme.base.paths import replace_folder
+from trireme.messages import build_tokens
+from trireme.trainer.sft.conversations import Completion, Conversation
+from trireme.trainer.sft.rendering import Renderer, Tokenized, tokenized
+
+log = get_logger("data")
+
+_ARRAYS = ("ids", "mask", "starts")
+_COUNTS = "counts.json"
+_SAY_EVERY = 10_000  # conversations
+
+
+@dataclass
+class Counts:
+    """What became of the conversations of one source."""
+
+    conversations: int = 0
+    samples: int = 0
+    tokens: int = 0
+    learned: int = 0  # tokens
+    split: int = 0  # conversations of several samples, since the template rewrites earlier turns
+    cut: int = 0  # samples, at the end
+    dropped: int = 0  # samples, as too long
+    empty: int = 0  # samples of which nothing that is learned was left
+
+    def __str__(self) -> str:
+        tokens = f"{self.tokens} tokens, of which {self.learned} are learned"
+        told = f"{self.conversations} conversations, {self.samples} samples, {tokens}"
+        events = [
+            (self.split, "split, as the template rewrites earlier turns"),
+            (self.cut, "cut to seq_len"),
+            (self.dropped, "left out as longer than seq_len"),
+            (self.empty, "left out as nothing to learn was left in seq_len"),
+        ]
+        return "; ".join([told, *(f"{number} {what}" for number, what in events if number)])
+
+
+class SampleWriter:
+    """Samples of one kind, on their way to disk."""
+
+    def __init__(self, *, seq_len: int, drop: bool) -> None:
+        self.counts = Counts()
+        self._seq_len = seq_len
+        self._drop = drop
+        self._ids, self._mask, self._starts = array("i"), bytearray(), array("q", [0])
+
+    def add(self, samples: list[Tokenized]) -> None:
+        """Those of one conversation."""
+        self.counts.conversations += 1
+        self.counts.split += len(samples) > 1
+        for sample in samples:
+            if len(sample.ids) > self._seq_len and self._drop:
+                self.counts.dropped += 1
+            else:
+                self._add(sample)
+
+    def _add(self, sample: Tokenized) -> None:
+        ids, mask = sample.ids[: self._seq_len], sample.mask[: self._seq_len]
+        mask[:1] = [0]  # nothing stands before the first token from which it could be learned
+        if not any(mask):
+            self.counts.empty += 1
+            return
+        self.counts.cut += len(ids) < len(sample.ids)
+        self.counts.samples += 1
+        self.counts.tokens += len(ids)
+        self.counts.learned += sum(mask)
+        self._ids.extend(ids)
+        self._mask.extend(mask)
+        self._starts.append(len(self._ids))
+
+    def write(self, folder: Path) -> None:
+        """Write the samples into `folder`, in place of those of an earlier start.
+
+        Raises: ConfigError where the folder holds anything else; it is left alone.
+        """
+        if folder.exists() and not (folder / _COUNTS).exists():
+            raise ConfigError(
+                f"{folder} holds no samples of an earlier start (it has no {_COUNTS}) - expected that, or no such "
+                "folder, because the samples of this run go there. Choose another `output_dir`."
+            )
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        np.save(partial / "ids.npy", np.frombuffer(self._ids, dtype=np.int32))
+        np.save(partial / "mask.npy", np.frombuffer(self._mask, dtype=np.uint8))
+        np.save(partial / "starts.npy", np.frombuffer(self._starts, dtype=np.int64))
+        (partial / _COUNTS).write_text(json.dumps(asdict(self.counts)) + "\n")
+        replace_folder(partial, folder)
+
+
+class SampleFiles:
+    """What `SampleWriter` wrote; only what is asked for is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.counts = Counts(**json.loads((folder / _COUNTS).read_text()))
+        self._ids, self._mask, self._starts = (_mapped(folder / f"{name}.npy") for name in _ARRAYS)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        part = slice(int(self._starts[index]), int(self._starts[index + 1]))
+        return to_sample(self._ids[part], self._mask[part])
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(len(self)))
+
+    def digest(self) -> str:
+        """Of what the model is given and learns."""
+        total = hashlib.sha256()
+        for values in (self._ids, self._mask, self._starts):
+            total.update(np.ascontiguousarray(values).data)
+        return total.hexdigest()
+
+
+def _mapped(path: Path) -> np.ndarray:
+    return np.load(path, mmap_mode="r" if path.stat().st_size > 4096 else None)
+
+
+def to_sample(ids: np.ndarray, mask: np.ndarray) -> Sample:
+    zeros = np.zeros(len(ids))
+    return Sample(build_tokens(ids=ids, loss_mask=mask, logprobs=zeros, advantages=zeros, versions=zeros - 1), 1.0)
+
+
+def write_samples(
+    conversations: Iterable[Conversation | Completion],
+    renderer: Renderer,
+    train: SampleWriter,
+    held_out: SampleWriter | None = None,
+    *,
+    held_out_fraction: float = 0.0,
+) -> None:
+    """Every so many conversations, evenly over the data, one is held out: what is sorted is represented."""
+    for number, samples in enumerate(tokenized(renderer, iter(conversations))):
+        is_held_out = floor((number + 1) * held_out_fraction) > floor(number * held_out_fraction)
+        writer = held_out if held_out and is_held_out else train
+        writer.add(samples)
+        if (number + 1) % _SAY_EVERY == 0:
+            log.info("%d conversations read", number + 1)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The samples of one source."""
+
+    samples: SampleFiles | list[Sample]
+    repeat: float = 1.0
+
+    def of_epoch(self, epoch: int, seed: int) -> np.ndarray:
+        """Indices that an epoch has: all of them as often as `repeat` says, of the rest others each time."""
+        whole, rest = divmod(self.repeat, 1.0)
+        part = round(rest * len(self.samples))
+        if not part:
+            return np.tile(np.arange(len(self.samples)), int(whole))
+        passes, begin = divmod(epoch * part, len(self.samples))
+        order = np.concatenate([_permutation([seed, passes + i, 1], len(self.samples)) for i in range(2)])
+        return np.concatenate([np.tile(np.arange(len(self.samples)), int(whole)), order[begin : begin + part]])
+
+    def __len__(self) -> int:
+        """Of an epoch's share."""
+        whole, rest = divmod(self.repeat, 1.0)
+        return int(whole) * len(self.samples) + round(rest * len(self.samples))
+
+
+class Epochs:
+    """Batches out of fixed sets of samples, each epoch in a seeded order of its own. A function of the step alone."""
+
+    def __init__(self, portions: list[Portion], batch_size: int, seed: int) -> None:
+        self._portions = portions
+        self._batch_size = batch_size
+        self._seed = seed
+        self._known: tuple[int, np.ndarray] | None = None  # the epoch whose order was last asked for
+
+    @property
+    def length(self) -> int:
+        """Samples of an epoch."""
+        return sum(map(len, self._portions))
+
+    def batch(self, step: int) -> list[Sample]:
+        first = step * self._batch_size
+        return [self._at(place) for place in range(first, first + self._batch_size)]
+
+    def passed(self, step: int) -> float:
+        """Epochs that were gone through before the step."""
+        return step * self._batch_size / self.length
+
+    def _at(self, place: int) -> Sample:
+        epoch, index = divmod(place, self.length)
+        portion, sample = self._order(epoch)[index]
+        return self._portions[int(portion)].samples[int(sample)]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """[length, 2] portion and index in it."""
+        if self._known is None or self._known[0] != epoch:
+            shares = [portion.of_epoch(epoch, self._seed) for portion in self._portions]
+            numbers = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
+            listed = np.stack([numbers, np.concatenate(shares)], axis=1)
+            self._known = (epoch, listed[_permutation([self._seed, epoch], len(listed))])
+        return self._known[1]
+
+
+def _permutation(seed: list[int], length: int) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(length)
+
+
+def require_samples(writer: SampleWriter, what: str) -> None:
+    """Raises: ConfigError where nothing is left to learn from."""
+    if not writer.counts.samples:
+        raise ConfigError(
+            f"{what}: no sample is left ({writer.counts}) - expected at least one. Raise `seq_len`, or look at the "
+            "data and at `loss_on`."
+        )

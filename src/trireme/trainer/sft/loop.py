@@ -1,0 +1,260 @@
+"""Supervised fine-tuning: the trainer's step with another loss, on conversations from disk."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from trireme.algo.columns import Totals
+from trireme.algo.loss import cross_entropy
+from trireme.algo.packing import Sample, micro_batches_of_rank, num_learned
+from trireme.base.log import get_logger
+from trireme.base.timing import age_s
+from trireme.base.waiting import Waits
+from trireme.config.sft import SftConfig
+from trireme.journal.shares import cost_of_model
+from trireme.messages import MicroBatch
+from trireme.monitor.metrics import MetricsFile
+from trireme.monitor.spans import TRAINER, Lane, open_spans
+from trireme.monitor.wandb_mirror import open_wandb_mirror
+from trireme.trainer.checkpoint.checkpoint import CheckpointStore
+from trireme.trainer.checkpoint.export import Exporter
+from trireme.trainer.checkpoint.state import TrainerState
+from trireme.trainer.model.forward import compute_columns, places_of
+from trireme.trainer.model.model import load_model
+from trireme.trainer.optim.optim import build_optimizer, set_lr
+from trireme.trainer.parallel.mesh import World, open_world
+from trireme.trainer.parallel.rows import packing_metrics
+from trireme.trainer.perf import flops_per_token, peak_memory, throughput
+from trireme.trainer.sft.argmax import Guesses, watching
+from trireme.trainer.sft.dataset import SampleFiles
+from trireme.trainer.sft.packing import SftData, open_tokenizer_of, prepare_data, steps_of
+from trireme.trainer.step import forward_backward, optimizer_step
+
+log = get_logger("sft")
+
+TIMEOUT_S = 3600.0  # of one collective; ranks wait that long for the first one to have read the data
+MOST_NATS = 700.0  # a loss whose perplexity is still a number
+
+
+def train_sft(config: SftConfig) -> None:
+    """Runs to its last step; leaves checkpoints, and weights in Hugging Face format."""
+    with open_sft(config) as sft:
+        sft.measure_base()
+        while sft.state.version < sft.last_step:
+            metrics = sft.step()
+            sft.validate_if_due(metrics)
+            sft.record(metrics)
+            sft.save_if_due()
+
+
+@contextmanager
+def open_sft(config: SftConfig) -> Iterator[Sft]:
+    """
+    Raises:
+        ConfigError: the data, the tokenizer or the model cannot be had, before anything is trained.
+    """
+    torch.manual_seed(config.seed)
+    with ExitStack() as stack:
+        world = stack.enter_context(_open_world(config))
+        waits = Waits("sft" if world.is_main else f"sft.{world.rank}", config.paths.logs)
+        spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
+        lane = spans.lane(TRAINER, what="start", ago_s=age_s())
+        data = prepare_data(config, world, waits)
+        state = _base_state(config, world)
+        checkpoints = _open_checkpoints(config, world, waits, open_tokenizer_of(config))
+        stack.callback(checkpoints.close)
+        checkpoints.resume(state, resume=config.resume)
+        if world.is_main:
+            stack.enter_context(open_wandb_mirror(config))
+        metrics = MetricsFile(config.paths.metrics, process="sft")
+        stack.callback(metrics.close)
+        lane.enter(None)
+        yield Sft(config, world, state, checkpoints, metrics, data, lane)
+
+
+def _open_world(config: SftConfig) -> AbstractContextManager[World]:
+    return open_world(
+        config.device,
+        threads=config.threads,
+        timeout_s=TIMEOUT_S,
+        replicas=config.model.dp_replicate,
+        cp=config.model.cp,
+    )
+
+
+def _base_state(config: SftConfig, world: World) -> TrainerState:
+    assert config.model.name is not None, "`resolve_sft` gives it one"
+    model = load_model(config.model, config.model.name, world)
+    return TrainerState(model=model, optimizer=build_optimizer(model, config.optim))
+
+
+def _open_checkpoints(
+    config: SftConfig, world: World, waits: Waits, tokenizer: PreTrainedTokenizerBase
+) -> CheckpointStore:
+    exporter = Exporter(
+        config.paths.weights,
+        world,
+        tokenizer=tokenizer,
+        dtype=torch.float32 if config.device == "cpu" else torch.bfloat16,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return CheckpointStore(
+        config.paths.checkpoints,
+        config.ckpt,
+        world,
+        waits=waits,
+        disk_timeout_s=config.disk_timeout_s,
+        exporter=exporter,
+    )
+
+
+@dataclass
+class Sft:
+    """One rank, with everything open."""
+
+    config: SftConfig
+    world: World
+    state: TrainerState
+    checkpoints: CheckpointStore
+    metrics: MetricsFile
+    data: SftData
+    lane: Lane
+    _base: dict[str, float] = field(default_factory=dict)  # measured before the first step, to be recorded with it
+
+    def __post_init__(self) -> None:
+        self.last_step = steps_of(self.config, self.data.train)
+        self._capacity = self.config.micro_batch_tokens or self.config.seq_len
+        model = self.config.model
+        self._cost = cost_of_model(model.name, attention=model.attn, cp=model.cp)
+        log.info(
+            "%d steps of %d samples, %.2f epochs", self.last_step, self.config.batch_size, self._epoch(self.last_step)
+        )
+
+    def _epoch(self, version: int) -> float:
+        return self.data.train.passed(version)
+
+    def _pack(self, samples: list[Sample]) -> list[MicroBatch]:
+        """This rank's rows, or its team's."""
+        return micro_batches_of_rank(
+            samples,
+            capacity=self._capacity,
+            rank=self.world.dp_rank,
+            world=self.world.dp_size,
+            cost=self._cost,
+        )
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step on the next batch."""
+        began = time.perf_counter()
+        with self.lane.doing("wait", step=self.state.version, why="data from disk"):
+            samples = self.data.train.batch(self.state.version)
+        with self.lane.doing("train", step=self.state.version):
+            rows = self._pack(samples)
+            metrics = self._train(rows, loss_tokens=sum(num_learned(samples)))
+        metrics |= {"epoch": self._epoch(self.state.version), "perplexity": _perplexity(metrics["loss"])}
+        metrics |= self._throughput(samples, time.perf_counter() - began) | peak_memory(self.world.device)
+        return metrics | packing_metrics(rows, capacity=self._capacity, cost=self._cost, world=self.world)
+
+    def _train(self, rows: list[MicroBatch], *, loss_tokens: int) -> dict[str, float]:
+        """Version n becomes n + 1."""
+        config, state = self.config, self.state
+        lr = set_lr(state.optimizer, config.optim, config.scheduler, step=state.version, max_steps=self.last_step)
+        metrics = forward_backward(
+            state.model,
+            rows,
+            loss_tokens=loss_tokens,
+            step=state.version,
+            loss_function=cross_entropy,
+            world=self.world,
+        )
+        metrics |= optimizer_step(state, config.optim)
+        state.version += 1
+        return metrics | {"lr": lr, "loss_tokens": loss_tokens}
+
+    def _throughput(self, samples: list[Sample], seconds: float) -> dict[str, float]:
+        tokens = sum(sample.tokens.length for sample in samples)
+        flops = flops_per_token(self.state.model, tokens / len(samples))
+        return throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
+
+    def measure_base(self) -> None:
+        """The validation loss of the model that training begins with. A collective."""
+        if self.data.held_out and self.state.version == 0:
+            with self.lane.doing("evaluate"):
+                measured = self._measure(self.data.held_out)
+            self._base = {"validation/base_loss": measured["loss"]}
+            if "accuracy" in measured:
+                self._base["validation/base_accuracy"] = measured["accuracy"]
+            log.info("before the first step: validation loss %.4f", measured["loss"])
+
+    def validate_if_due(self, metrics: dict[str, float]) -> None:
+        """Adds `validation/…` at the interval and after the last step. A collective."""
+        interval, version = self.config.validation_interval, self.state.version
+        is_due = version == self.last_step or (interval is not None and version % interval == 0)
+        if self.data.held_out and is_due:
+            with self.lane.doing("evaluate", step=version):
+                measured = self._measure(self.data.held_out)
+            metrics |= {f"validation/{name}": value for name, value in measured.items()}
+
+    @torch.no_grad()
+    def _measure(self, held_out: SampleFiles) -> dict[str, float]:
+        """Over all tokens that are learned, a batch at a time."""
+        sums = {"loss": 0.0, "tokens": 0.0, "right": 0.0}
+        size = self.config.batch_size
+        with watching(self.state.model) as guesses:
+            for first in range(0, len(held_out), size):
+                samples = [held_out[index] for index in range(first, min(first + size, len(held_out)))]
+                for row in self._pack(samples):
+                    columns = compute_columns(self.state.model, row, self.world.device)
+                    sums["loss"] += float(cross_entropy(columns, Totals(tokens=1, samples=1)).value)
+                    sums["tokens"] += float(columns.mask.sum())
+                    sums["right"] += self._num_right(row, guesses)
+        sums = self.world.sum(sums)  # all of a team that shares a row count it, in loss and tokens
+        loss = sums["loss"] / sums["tokens"]
+        accuracy = {"accuracy": sums["right"] / sums["tokens"]} if self.world.cp_size == 1 else {}
+        return {"loss": loss, "perplexity": _perplexity(loss)} | accuracy
+
+    def _num_right(self, row: MicroBatch, guesses: Guesses) -> int:
+        """Tokens that the model would have said, too. Of a shared row each rank makes some logits only: 0 then."""
+        places, has_places = places_of(row)
+        if self.world.cp_size > 1 or not has_places:
+            return 0
+        said = torch.from_numpy(row.tokens.ids[places].astype("int64"))
+        return int((guesses.take(len(places)).cpu() == said).sum())
+
+    def save_if_due(self) -> None:
+        """Written while training goes on; after the last step, when this returns."""
+        version, last = self.state.version, self.last_step
+        if self.checkpoints.is_due(version, last=last):
+            with self.lane.doing("save", step=version):
+                self.checkpoints.save(self.state)
+                if version == last:
+                    self.checkpoints.wait()
+
+    def record(self, metrics: dict[str, float]) -> None:
+        if not self.world.is_main:
+            return
+        self.metrics.append(self.state.version - 1, metrics | self._base)
+        self._base = {}
+        validation = f"  validation {metrics['validation/loss']:.4f}" if "validation/loss" in metrics else ""
+        log.info(
+            "step %d/%d  epoch %.2f  loss %.4f  grad %.3f  lr %.2e  %.0f tok/s%s",
+            self.state.version,
+            self.last_step,
+            metrics["epoch"],
+            metrics["loss"],
+            metrics["grad_norm"],
+            metrics["lr"],
+            metrics["perf/tokens_per_s"],
+            validation,
+        )
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, MOST_NATS))

@@ -1,0 +1,198 @@
+"""Conversations become tokens, each of which is learned or not: exactly those that the model will have to say.
+
+The text is the chat template's. A message that is learned begins where the template has written everything before it
+(for the assistant, with its generation prompt, as an engine has it when it begins to sample) and ends with its
+end-of-turn token. Templates that mark the assistant's words themselves (`{% generation %}`) are rendered the same way:
+few templates have the marks, they know the assistant only, and they leave open whether the end of a turn belongs to it.
+
+Where a template only appends, a conversation is one sample. Where it rewrites earlier turns (most drop earlier
+thinking), a new sample begins there, as a rollout of several turns has samples: in each the model sees just what it
+would see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trireme.base.errors import ConfigError
+from trireme.trainer.sft.conversations import ASSISTANT, Completion, Conversation
+
+_BATCH = 64  # texts that are split into tokens at once, in as many threads as there are
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A text, and which parts of it are learned."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]  # of characters, ascending
+    is_plain: bool = False  # no template was there to write where it begins and ends
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """A sample, of any length."""
+
+    ids: list[int]
+    mask: list[int]  # 1 where it is learned
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """How one run makes samples of conversations."""
+
+    tokenizer: PreTrainedTokenizerBase
+    roles: tuple[str, ...] = (ASSISTANT,)
+    template_kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def samples(self, conversation: Conversation | Completion) -> list[Tokenized]:
+        return self.tokenize(self.render(conversation))
+
+    def render(self, conversation: Conversation | Completion) -> list[Rendered]:
+        """
+        Raises:
+            ConfigError: the template cannot render it, or begins an answer otherwise than it renders it.
+        """
+        if isinstance(conversation, Completion):
+            text = conversation.prompt + conversation.completion
+            return [Rendered(text, ((len(conversation.prompt), len(text)),), is_plain=True)]
+        return list(_joined(self._learned(conversation)))
+
+    def _learned(self, conversation: Conversation) -> Iterator[tuple[str, str]]:
+        """Of each message that is learned: the text up to it, and the text with it."""
+        for index in range(len(conversation.messages)):
+            if conversation.is_learned(index, self.roles):
+                before, after = self._before(conversation, index), self._apply(conversation, index + 1)
+                if not after.startswith(before):
+                    raise _contradiction(conversation, before, after)
+                yield before, after
+
+    def _before(self, conversation: Conversation, index: int) -> str:
+        """Of the assistant's messages the model is given the beginning; of others, nothing is anybody's but theirs."""
+        if conversation.messages[index]["role"] == ASSISTANT:
+            return self._apply(conversation, index, generate=True)
+        return self._apply(conversation, index) if index else ""
+
+    def _apply(self, conversation: Conversation, num_messages: int, *, generate: bool = False) -> str:
+        messages = list(conversation.messages[:num_messages])
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=list(conversation.tools) if conversation.tools else None,
+                tokenize=False,
+                add_generation_prompt=generate,
+                **dict(self.template_kwargs),
+            )
+        except Exception as error:  # whatever a template raises, or does not have
+            raise ConfigError(
+                f"{conversation.where}: the chat template cannot render its first {num_messages} messages "
+                f"({type(error).__name__}: {error}) - expected messages as the template knows them. Correct the "
+                "conversation, or set `chat_template` to a template that renders it."
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def tokenize(self, texts: Sequence[Rendered]) -> list[Tokenized]:
+        """All at once, which is quicker than one by one."""
+        if not self.tokenizer.is_fast:
+            return [self._in_parts(rendered) for rendered in texts]
+        encoded = self.tokenizer(
+            [rendered.text for rendered in texts], add_special_tokens=False, return_offsets_mapping=True
+        )
+        pairs = zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return [self._masked(rendered, ids, offsets) for rendered, ids, offsets in pairs]
+
+    def _masked(self, rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> Tokenized:
+        if any(begin < border < end for border in _borders(rendered) for begin, end in offsets):
+            return self._in_parts(rendered)
+        mask = [0] * len(ids)
+        places = iter(range(len(ids)))
+        place = next(places, None)
+        for first, last in rendered.spans:
+            while place is not None and offsets[place][0] < first:
+                place = next(places, None)
+            begin = place
+            while place is not None and offsets[place][1] <= last:
+                place = next(places, None)
+            stop = len(ids) if place is None else place
+            if begin is not None:
+                mask[begin:stop] = self._until_end_of_turn(ids[begin:stop])
+        return self._whole(rendered, ids, mask)
+
+    def _in_parts(self, rendered: Rendered) -> Tokenized:
+        """Where a token would reach over a border: an engine has the text before it as tokens of its own already."""
+        ids: list[int] = []
+        mask: list[int] = []
+        borders = [0, *_borders(rendered)]
+        for number, (first, last) in enumerate(zip(borders, [*borders[1:], len(rendered.text)], strict=True)):
+            part = self.tokenizer(rendered.text[first:last], add_special_tokens=False)["input_ids"]
+            ids += part
+            mask += self._until_end_of_turn(part) if number % 2 else [0] * len(part)
+        return self._whole(rendered, ids, mask)
+
+    def _whole(self, rendered: Rendered, ids: list[int], mask: list[int]) -> Tokenized:
+        if not rendered.is_plain:
+            return Tokenized(ids, mask)
+        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        return Tokenized([*self._begin, *ids, *end], [*[0] * len(self._begin), *mask, *[1] * len(end)])
+
+    @cached_property
+    def _begin(self) -> list[int]:
+        """What an engine puts in front of a text, where it puts anything there."""
+        bos = self.tokenizer.bos_token_id
+        return [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else []
+
+    def _until_end_of_turn(self, ids: list[int]) -> list[int]:
+        """What stands behind it, a line feed mostly, is the template's and never sampled."""
+        end = self.tokenizer.eos_token_id
+        if end in ids:
+            stop = ids.index(end) + 1
+        else:
+            special = [place for place, token in enumerate(ids) if token in self._special]
+            stop = special[-1] + 1 if special else len(ids)
+        return [1] * stop + [0] * (len(ids) - stop)
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.all_special_ids)
+
+
+def tokenized(renderer: Renderer, conversations: Iterator[Conversation | Completion]) -> Iterator[list[Tokenized]]:
+    """The samples of each."""
+    while batch := [renderer.render(one) for one in islice(conversations, _BATCH)]:
+        samples = iter(renderer.tokenize([rendered for texts in batch for rendered in texts]))
+        for texts in batch:
+            yield [next(samples) for _ in texts]
+
+
+def _joined(learned: Iterator[tuple[str, str]]) -> Iterator[Rendered]:
+    """Messages belong to one sample for as long as each text goes on where the one before ended."""
+    text = ""
+    spans: tuple[tuple[int, int], ...] = ()
+    for before, after in learned:
+        if spans and not before.startswith(text):
+            yield Rendered(text, spans)
+            spans = ()
+        text, spans = after, (*spans, (len(before), len(after)))
+    if spans:
+        yield Rendered(text, spans)
+
+
+def _borders(rendered: Rendered) -> list[int]:
+    return [border for span in rendered.spans for border in span]
+
+
+def _contradiction(conversation: Conversation, before: str, after: str) -> ConfigError:
+    same = next((i for i, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), len(after))
+    return ConfigError(
+        f"{conversation.where}: before an answer the chat template writes …{before[max(0, same - 20) :]!r}, and then "
+        f"renders the answer as …{after[max(0, same - 20) : same + 60]!r} - expected one to begin with the other, for "
+        "that is what the model would be given. Templates that open the thinking want `<think>` in every answer: add "
+        "it, or set `chat_template_kwargs = { enable_thinking = false }`, or another `chat_template`."
+    )
