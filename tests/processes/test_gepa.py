@@ -20,7 +20,8 @@ from interrupts import heed_interrupts
 from reflecting import ENVIRONMENT, RULES, Endpoint
 from trireme.base.errors import ConfigError, Refused
 from trireme.base.paths import RunPaths
-from trireme.cli import env_policy, gepa_models
+from trireme.tools.environments import policy as env_policy
+from trireme.tools.gepa import models as gepa_models
 from trireme.cli.gepa import gepa
 from trireme.launch.folder import hold_folder
 

@@ -17,8 +17,9 @@ from tiny import are_equal, largest_difference, take_gradients
 from trireme.algo.activations import Pass, kept_by_layer, kept_by_matrices, layer_input
 from trireme.algo.architecture import architecture_of
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
+from trireme.trainer.model import activations
 from trireme.trainer.model.activations import KEPT, Offload
-from trireme.trainer.model.model import activations, load_model
+from trireme.trainer.model.model import load_model
 from trireme.trainer.model.samples_apart import ARGUMENT, ApartRow, attend_apart, can_attend_apart, row_given
 from trireme.trainer.parallel.mesh import World
 

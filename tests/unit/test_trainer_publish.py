@@ -31,7 +31,8 @@ from trireme.messages import Again, GetNewest, Go, Live, Newest, PolicyReady, Po
 from trireme.tools.plan.memory import Training
 from trireme.tools.plan.sizes import read_sizes, training_of
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.publish.publish import PROBE_TOKENS, Publisher, publish
+from trireme.trainer.publish import publish
+from trireme.trainer.publish.publish import PROBE_TOKENS, Publisher
 from trireme.trainer.publish.served import served_tensors
 from trireme.transport.control import ControlClient
 from trireme.transport.weights import collective, ipc

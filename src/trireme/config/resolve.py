@@ -7,14 +7,13 @@ ids and parallelism mean nothing on CPU.
 from __future__ import annotations
 
 import json
-import socket
-from contextlib import ExitStack
 from itertools import islice
 from typing import Any, TypeVar
 
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.network import EVERYWHERE, listening_address
+from trireme.base.processes import free_port
 from trireme.config.losses import written_out
 from trireme.config.orchestrator import Environment, Evaluation
 from trireme.config.places import places_of
@@ -296,17 +295,10 @@ def _ports(config: RunConfig, section: Room | None) -> Values:
         given["ports.ranks"] = config.ports.ranks
     if section:
         return {key: KNOWN_PORTS[key] if port is None else port for key, port in given.items()}
-    open_keys = [key for key, port in given.items() if not port]
-    return dict(zip(open_keys, _free_ports(len(open_keys)), strict=True))
-
-
-def _free_ports(count: int) -> list[int]:
-    """All different, because each is held until all are found; free on every interface."""
-    with ExitStack() as held:
-        return [_hold_port(held.enter_context(socket.socket())) for _ in range(count)]
-
-
-def _hold_port(probe: socket.socket) -> int:
-    probe.bind(("", 0))
-    port: int = probe.getsockname()[1]
-    return port
+    chosen: set[int] = {port for port in given.values() if port}
+    for key in [key for key, port in given.items() if not port]:
+        while (port := free_port(EVERYWHERE)) in chosen:
+            pass
+        chosen.add(port)
+        given[key] = port
+    return {key: port for key, port in given.items() if port}
