@@ -1,4 +1,4 @@
-"""A new environment package that works at once: `trireme env init my-env`. Its texts are in `template_texts`."""
+"""`trireme env init my-env`: write an environment package that works at once, from the files in `templates/`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,39 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from trireme.base.errors import ConfigError
-from trireme.tools.environments.template_texts import MODULES, PROJECT, README, REWARDS, VERIFIERS
+from trireme.tools.templates import render
 
 TemplateKind = Literal["verifiers", "plain", "tool", "multi-turn"]
 KINDS: tuple[TemplateKind, ...] = get_args(TemplateKind)
 
+VERIFIERS = "verifiers==0.2.0"
+
+REWARDS: dict[TemplateKind, str] = {
+    "verifiers": "1 where the last word of the answer is the sum, else 0; 0.1 more for an answer of one word.",
+    "plain": "1 for the sum and nothing else, 0.5 where it stands somewhere in the answer, else 0.",
+    "tool": "1 where the last answer holds the product, else 0; 0.2 more for having called the tool.",
+    "multi-turn": "1 for the number, less 0.1 for each guess after the first, 0 where it was not found.",
+}
+"""The reward of each template, in the README that is written."""
+
 _TAKEN = {"verifiers", "datasets", "openai", "numpy", "torch", "pip", "uv", "hatchling", "test", "tests", "trireme"}
 """Modules that an environment of the same name would hide from itself."""
 
+_TEMPLATES = Path(__file__).parent / "templates"
+
 
 def write_environment(name: str, *, kind: TemplateKind, root: Path) -> Path:
-    """Writes the package and returns its folder; a crash on the way leaves none.
+    """Write the package under `root` and return its folder. A crash leaves no partial package.
 
-    Raises: ConfigError where the name will not do, or there is something of that name.
+    Raises: ConfigError for a name that cannot be used, or that is taken.
     """
     name = checked_name(name)
     folder = root / name.replace("-", "_")
-    if (there := _already_there(folder, name, root)) is not None:
+    taken = next((path for path in (folder, root / name, folder.with_suffix(".py")) if os.path.lexists(path)), None)
+    if taken is not None:
         raise ConfigError(
-            f"{there} exists already - expected no environment {name!r} there: nothing is overwritten. "
-            f"Take another name (`trireme env init {name}-2`), or move that folder away."
+            f"{taken} exists already - expected no environment {name!r} there: nothing is overwritten. "
+            f"Take another name (`trireme env init {name}-2`), or move {taken} away."
         )
     root.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=root))
@@ -47,30 +60,33 @@ def write_environment(name: str, *, kind: TemplateKind, root: Path) -> Path:
 
 
 def template_files(name: str, *, kind: TemplateKind) -> dict[str, str]:
-    """By file name."""
+    """Return the text of each file of the package, by file name."""
     module = name.replace("-", "_")
-    words = {"@NAME@": name, "@MODULE@": module, "@REWARD@": REWARDS[kind]}
-    words["@DEPENDENCIES@"] = "" if kind == "plain" else f'"{VERIFIERS}"'
-    texts = {"pyproject.toml": PROJECT, f"{module}.py": MODULES[kind], "README.md": README}
-    return {file: _filled(text, words) for file, text in texts.items()}
+    templates = {"pyproject.toml": "pyproject.toml", f"{module}.py": f"{kind.replace('-', '_')}.py"}
+    templates["README.md"] = "README.md"
+    dependencies = "" if kind == "plain" else f'"{VERIFIERS}"'
+    return {
+        file: render(_TEMPLATES, template, name=name, module=module, reward=REWARDS[kind], dependencies=dependencies)
+        for file, template in templates.items()
+    }
 
 
 def checked_name(name: str) -> str:
-    """The name as packages write it, with dashes.
+    """Return the name as packages write it, with dashes.
 
-    Raises: ConfigError with one that would do.
+    Raises: ConfigError, with the nearest name that can be used.
     """
     with_dashes = name.replace("_", "-")
-    if (why := _trouble(with_dashes)) is None:
+    if (problem := _problem(with_dashes)) is None:
         return with_dashes
     raise ConfigError(
-        f"{name!r} cannot be the name of an environment: {why} - expected lower-case letters and digits in words "
+        f"{name!r} cannot be the name of an environment: {problem} - expected lower-case letters and digits in words "
         f"joined by dashes, such as `my-env`. Try `trireme env init {suggested_name(name)}`."
     )
 
 
 def suggested_name(name: str) -> str:
-    """The nearest one that would do.
+    """Return the nearest name that can be used.
 
     Example:
         suggested_name("My Env!"), suggested_name("2048"), suggested_name("json")  # my-env, env-2048, json-env
@@ -78,35 +94,25 @@ def suggested_name(name: str) -> str:
     split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name)  # MyEnv
     plain = re.sub(r"[^a-z0-9]+", "-", split.lower()).strip("-") or "my-env"
     plain = plain if plain[0].isalpha() else f"env-{plain}"
-    return next(name for name in (plain, f"{plain[:50]}-env", f"my-{plain[:50].strip('-')}") if _trouble(name) is None)
+    return next(name for name in (plain, f"{plain[:50]}-env", f"my-{plain[:50].strip('-')}") if not _problem(name))
 
 
-def _trouble(name: str) -> str | None:
+def _problem(name: str) -> str | None:
+    """Return why a name with dashes cannot be used, or None."""
     module = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
-        return "it is no package's name"
+        return "it is not a valid package name"
     if len(name) > 60:
-        return f"it has {len(name)} letters, 60 are enough"
+        return f"it has {len(name)} letters, the limit is 60"
     if keyword.iskeyword(module):
-        return f"`{module}` is a word of Python"
+        return f"`{module}` is a keyword of Python"
     if module in sys.stdlib_module_names or module in _TAKEN or module.startswith("trireme_"):
         return f"a module `{module}` exists already, which it would hide"
     return None
 
 
-def _already_there(folder: Path, name: str, root: Path) -> Path | None:
-    places = (folder, root / name, root / f"{folder.name}.py")
-    return next((place for place in places if os.path.lexists(place)), None)
-
-
-def _filled(text: str, words: dict[str, str]) -> str:
-    for word, value in words.items():
-        text = text.replace(word, value)
-    return text
-
-
 def _umask() -> int:
-    """It can only be read by setting it."""
+    """Return the process's umask. It can only be read by setting it."""
     umask = os.umask(0o022)
     os.umask(umask)
     return umask
