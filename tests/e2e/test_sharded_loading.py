@@ -15,8 +15,8 @@ from live_bytes import LiveBytes
 from rank_processes import run_rank, run_ranks
 from tiny import are_equal, largest_difference, take_gradients, weights_of
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
-from trireme.trainer.model import model as model_module
 from trireme.trainer.model import loading
+from trireme.trainer.model import model as model_module
 from trireme.trainer.model.model import load_model
 from trireme.trainer.parallel.mesh import World, _world
 

@@ -20,10 +20,10 @@ from interrupts import heed_interrupts
 from reflecting import ENVIRONMENT, RULES, Endpoint
 from trireme.base.errors import ConfigError, Refused
 from trireme.base.paths import RunPaths
-from trireme.tools.environments import policy as env_policy
-from trireme.tools.gepa import models as gepa_models
 from trireme.cli.gepa import gepa
 from trireme.launch.folder import hold_folder
+from trireme.tools.environments import policy as env_policy
+from trireme.tools.gepa import models as gepa_models
 
 TINY = str(Path(__file__).parents[2] / "models" / "reverse-text-tiny")
 SMALL = ("-n", "6", "-N", "4", "--minibatch-size", "2", "--perfect-score", "1")
