@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 
 from tiny_tokenizer import write_tokenizer
 from trireme.orchestrator.evaluation.results import Answer, write_answers
-from trireme.tools.viewer.filters import parse
+from trireme.tools.rollout_filters import parse
+from trireme.tools.rollouts import PREVIEW, Row, as_json, record_of
+from trireme.tools.tokenizer import find_decoder, pieces
 from trireme.tools.viewer.found import Source, find, neighbours
 from trireme.tools.viewer.reading import page
 from trireme.tools.viewer.results import CHUNK, ResultsFile
-from trireme.tools.viewer.rows import PREVIEW, Row, as_json, by_example, in_order, record_of
-from trireme.tools.viewer.tokens import find_decoder, pieces
+from trireme.tools.viewer.rows import by_example, in_order
 from viewing import answer, write_evaluations, write_results
 from written_run import write_whole_run
 

@@ -15,8 +15,8 @@ from trireme.tools.dashboard.example_fates import by_step, totals
 from trireme.tools.dashboard.indexing import bring_up_to_date
 from trireme.tools.dashboard.rollout_query import query_of
 from trireme.tools.dashboard.rollout_table import RolloutTable
+from trireme.tools.rollout_filters import parse
 from trireme.tools.viewer.batches import BatchFile
-from trireme.tools.viewer.filters import parse
 from written_run import rewrite_batch, write_whole_run
 
 EVERYTHING = 10_000

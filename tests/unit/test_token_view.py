@@ -30,7 +30,7 @@ from trireme.tools.dashboard.token_view import (
     load_rollout,
     token_html,
 )
-from trireme.tools.viewer.rows import Record, Row
+from trireme.tools.rollouts import Record, Row
 from viewing import Reader
 from written_run import rewrite_batch, write_whole_run
 

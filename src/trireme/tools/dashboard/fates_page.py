@@ -23,7 +23,7 @@ from trireme.tools.dashboard.paged_list import PagedList, column
 from trireme.tools.dashboard.rollout_table import MASKED, TRAINED, find_batches
 from trireme.tools.dashboard.rollouts_page import css
 from trireme.tools.dashboard.runs import RunSet
-from trireme.tools.viewer.pictures import decimal
+from trireme.tools.rollouts import decimal
 
 ROWS = 25
 LOOK_S = 2.0

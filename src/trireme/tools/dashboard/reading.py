@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from trireme.tools.viewer.conversation import Block, blocks
-from trireme.tools.viewer.pictures import clean, decimal
-from trireme.tools.viewer.rows import Record
+from trireme.tools.conversation import Block, blocks
+from trireme.tools.rollouts import Record, clean, decimal
 
 LONGEST = 20_000  # characters of a block that are shown
 MARKS = {"reasoning": "reasoning", "call": "calls", "result": "returned", "other": "also"}

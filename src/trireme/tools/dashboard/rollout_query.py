@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trireme.tools.viewer.filters import CLOSE, NUMBERS, meaning_of, split_line, term_of
+from trireme.tools.rollout_filters import CLOSE, NUMBERS, meaning_of, split_line, term_of
 
 ALL_NUMBERS = (*NUMBERS, "step", "group", "attempt")
 COLUMNS = {"rollout": "place", "group": "grp"} | {

@@ -16,19 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from trireme.base.errors import JournalCorrupt
-from trireme.journal.entry import read_entry
 from trireme.journal.records import BatchRecord, Dropped, Rollout
 from trireme.tools.audit.fates import kind_of
 from trireme.tools.dashboard.rollout_query import Query
-from trireme.tools.viewer.batches import (
-    WAYS_OUT,
-    dropped_row_of,
-    record_of_rollout,
-    row_of,
-    text_to_search,
-)
-from trireme.tools.viewer.rows import Row
+from trireme.tools.rollouts import Row, dropped_row_of, read_batch, record_of_rollout, row_of, text_to_search
 
 FORMAT = 1
 """Of the tables below; a file of another one is made anew."""
@@ -111,7 +102,7 @@ class RolloutTable:
 
     def take(self, step: int, path: Path, file: str = "") -> None:
         """One batch; one that cannot be read is noted as trouble."""
-        record, trouble = read_batch(path, step)
+        record, trouble = read_batch(path)
         with self._connected() as db:
             _forget(db, step)
             open_groups = [[group.id, group.env, group.example] for group in record.state.open_groups] if record else []
@@ -236,13 +227,6 @@ def find_batches(journal: Path) -> list[int]:
 
 def _identity(stat: os.stat_result) -> str:
     return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
-
-
-def read_batch(path: Path, step: int) -> tuple[BatchRecord | None, str]:
-    try:
-        return read_entry(path, step, BatchRecord, ways_out=WAYS_OUT), ""
-    except (OSError, JournalCorrupt) as error:
-        return None, str(error)
 
 
 def _forget(db: sqlite3.Connection, step: int) -> None:

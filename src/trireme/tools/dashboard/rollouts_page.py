@@ -18,7 +18,7 @@ from trireme.tools.dashboard.rollout_query import Query, query_of
 from trireme.tools.dashboard.rollout_table import DROPPED, Found, RolloutTable, find_batches, name_of
 from trireme.tools.dashboard.runs import RunSet
 from trireme.tools.dashboard.token_view import LoadedRollout, load_rollout
-from trireme.tools.viewer.pictures import decimal
+from trireme.tools.rollouts import decimal
 
 ROWS = 50  # of a page of the list
 LOOK_S = 2.0

@@ -18,11 +18,9 @@ from trireme.base.paths import RunPaths
 from trireme.journal.logprobs import logprobs_of, read_logprobs
 from trireme.journal.records import BatchRecord, Rollout
 from trireme.messages import Tokens
-from trireme.tools.dashboard.rollout_table import list_batches, name_of, read_batch
-from trireme.tools.viewer.batches import record_of_rollout, row_of
-from trireme.tools.viewer.pictures import clean
-from trireme.tools.viewer.rows import Record
-from trireme.tools.viewer.tokens import find_decoder, pieces, visible
+from trireme.tools.dashboard.rollout_table import list_batches, name_of
+from trireme.tools.rollouts import Record, clean, read_batch, record_of_rollout, row_of
+from trireme.tools.tokenizer import find_decoder, pieces, visible
 
 RARE = 0.007
 """A probability that has the strongest colour, as everything below."""
@@ -79,7 +77,7 @@ class LoadedRollout:
 
 @lru_cache(maxsize=4)
 def _batch(journal: Path, step: int, file: str) -> tuple[BatchRecord | None, str]:
-    return read_batch(journal / name_of(step), step)
+    return read_batch(journal / name_of(step))
 
 
 def batch_of(run: Path, step: int) -> tuple[BatchRecord | None, str]:

@@ -22,8 +22,8 @@ from trireme.tools.dashboard.token_view import (
     load_rollout,
     token_html,
 )
-from trireme.tools.viewer.pictures import clean, decimal
-from trireme.tools.viewer.tokens import WINDOW, window_of
+from trireme.tools.rollouts import clean, decimal
+from trireme.tools.tokenizer import WINDOW, window_of
 
 NO_TRAINER = (
     "The trainer's side is not known: the step is not trained yet, or the run does not keep it "

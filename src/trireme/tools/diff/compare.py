@@ -27,7 +27,7 @@ from trireme.tools.diff.configuration import (
 )
 from trireme.tools.diff.differences import Difference, Found
 from trireme.tools.diff.training import STEP_ASPECTS, Weights, compare_evaluations, compare_steps, compare_weights
-from trireme.tools.viewer.tokens import find_decoder
+from trireme.tools.tokenizer import find_decoder
 
 
 class Side:

@@ -9,7 +9,7 @@ from trireme.journal.records import Rollout
 from trireme.monitor.samples import choose, message_text, read_batch
 from trireme.tools.report.facts import Facts, read_answers
 from trireme.tools.report.page import Block, Conversation, Message, Section, Words
-from trireme.tools.viewer.pictures import clean
+from trireme.tools.rollouts import clean
 
 MOST_CHARACTERS = 1500  # of a message
 MOST_MESSAGES = 12  # of a rollout

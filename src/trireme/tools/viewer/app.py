@@ -23,30 +23,19 @@ from textual.widgets import Footer, Input, Static, Tree
 from textual.worker import get_current_worker
 
 from trireme.base.errors import ConfigError
+from trireme.tools.rollout_filters import Filter, parse
+from trireme.tools.rollouts import Record, Row, as_json, clean
+from trireme.tools.tokenizer import Decode, find_decoder
 from trireme.tools.viewer.batches import BatchFile
-from trireme.tools.viewer.filters import Filter, parse
 from trireme.tools.viewer.found import Home, Source, find, neighbours
 from trireme.tools.viewer.headline import figures
 from trireme.tools.viewer.help import Help
 from trireme.tools.viewer.listing import Listing, columns_for
-from trireme.tools.viewer.pictures import clean
 from trireme.tools.viewer.reading import Reading
 from trireme.tools.viewer.results import ResultsFile
 from trireme.tools.viewer.rewards import Rewards
-from trireme.tools.viewer.rows import (
-    EXAMPLE_SORTS,
-    SORTS,
-    ExampleRow,
-    Record,
-    Row,
-    as_json,
-    by_example,
-    examples_in_order,
-    in_order,
-    key_of,
-)
+from trireme.tools.viewer.rows import EXAMPLE_SORTS, SORTS, ExampleRow, by_example, examples_in_order, in_order, key_of
 from trireme.tools.viewer.shelves import Shelves
-from trireme.tools.viewer.tokens import Decode, find_decoder
 
 FOLLOW_S = 2.0
 PANES = ("shelves", "listing", "reading")

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from trireme.base.errors import TriremeError
-from trireme.journal.entry import read_entry
-from trireme.journal.records import BatchRecord, Dropped, Rollout
-from trireme.tools.viewer.conversation import last_said, messages_of, searchable, text_of
-from trireme.tools.viewer.pictures import one_line
-from trireme.tools.viewer.rows import DROPPED, PREVIEW, Record, Row, preview
-
-WAYS_OUT = "`trireme audit` tells what is lost with it."
+from trireme.journal.records import BatchRecord, Rollout
+from trireme.tools.rollouts import Record, Row, dropped_row_of, read_batch, record_of_rollout, row_of, text_to_search
 
 
 class BatchFile:
@@ -33,10 +25,11 @@ class BatchFile:
             found = self.path.stat()
             file = (found.st_ino, found.st_size, found.st_mtime_ns)
             if file != self._file:
-                number = int(self.path.stem.removeprefix("batch_"))
-                self._take(read_entry(self.path, number, BatchRecord, ways_out=WAYS_OUT))
-                self._file, self.trouble = file, ""
-        except (OSError, TriremeError) as error:
+                record, self.trouble = read_batch(self.path)
+                if record is not None:
+                    self._take(record)
+                    self._file = file
+        except OSError as error:
             self.trouble = str(error)
         return False
 
@@ -53,60 +46,3 @@ class BatchFile:
 
     def text(self, row: Row) -> str:
         return text_to_search(self.record(row))
-
-
-def record_of_rollout(row: Row, rollout: Rollout) -> Record:
-    more: dict[str, object] = {"group": rollout.group, "attempt": rollout.attempt}
-    more |= {"masked": f"{rollout.masked}: none of its tokens is trained on"} if rollout.masked else {}
-    return Record(
-        row=row,
-        prompt=messages_of(rollout.prompt, "user"),
-        completion=messages_of(rollout.completion, "assistant"),
-        answer=rollout.answer or "",
-        metrics=rollout.metrics,
-        more=more,
-        samples=rollout.samples,
-        temperature=rollout.temperature,
-        token_rewards=rollout.token_rewards,
-    )
-
-
-def text_to_search(record: Record) -> str:
-    return searchable(record.prompt + record.completion) + f"\n{record.answer}\n{record.row.error}"
-
-
-def row_of(number: int, rollout: Rollout) -> Row:
-    return Row(
-        number=number,
-        example=str(rollout.example),
-        rollout=rollout.place,
-        reward=rollout.reward,
-        env=rollout.env,
-        tokens=sum(int(sample.loss_mask.sum()) for sample in rollout.samples),
-        turns=rollout.num_turns,
-        advantage=mean_advantage(rollout),
-        truncated=rollout.truncated,
-        stop=one_line(rollout.stop or "", PREVIEW),
-        flaws=", ".join(rollout.flaws),
-        question=preview(text_of(rollout.prompt[-1]) if rollout.prompt else ""),
-        said=preview(last_said(rollout.completion)),
-    )
-
-
-def mean_advantage(rollout: Rollout) -> float | None:
-    """Over the tokens that are trained on; None where there is none."""
-    parts = [sample.advantages[sample.loss_mask == 1] for sample in rollout.samples]
-    values = np.concatenate(parts) if parts else np.zeros(0)
-    return float(values.mean()) if len(values) else None
-
-
-def dropped_row_of(number: int, fate: Dropped) -> Row:
-    return Row(
-        number=number,
-        example=str(fate.example),
-        rollout=fate.place,
-        reward=None,
-        env=fate.env,
-        stop=DROPPED,
-        error=one_line(fate.reason, PREVIEW),
-    )

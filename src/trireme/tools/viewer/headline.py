@@ -7,11 +7,11 @@ from statistics import fmean, pstdev
 
 from rich.text import Text
 
+from trireme.tools.rollout_filters import Filter
+from trireme.tools.rollouts import DROPPED, Row, clean, decimal
 from trireme.tools.viewer.batches import BatchFile
-from trireme.tools.viewer.filters import Filter
-from trireme.tools.viewer.pictures import clean, decimal, histogram
+from trireme.tools.viewer.pictures import histogram
 from trireme.tools.viewer.results import ResultsFile
-from trireme.tools.viewer.rows import DROPPED, Row
 
 
 def figures(opened: ResultsFile | BatchFile, rows: Sequence[Row], chosen: Filter) -> Text:

@@ -17,8 +17,8 @@ from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from trireme.tools.viewer.pictures import decimal
-from trireme.tools.viewer.rows import DROPPED, ExampleRow, Row
+from trireme.tools.rollouts import DROPPED, Row, decimal
+from trireme.tools.viewer.rows import ExampleRow
 
 GAP = 1  # cells between columns
 LEAST = 14  # cells of the last column

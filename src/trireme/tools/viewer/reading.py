@@ -15,19 +15,11 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from trireme.tools.viewer.conversation import Block, blocks
+from trireme.tools.conversation import Block, blocks
+from trireme.tools.rollouts import Record, clean, decimal
+from trireme.tools.tokenizer import Decode, pieces, window_of
 from trireme.tools.viewer.listing import reward_style
-from trireme.tools.viewer.pictures import clean, decimal
-from trireme.tools.viewer.rows import Record
-from trireme.tools.viewer.tokens import (
-    COLOURS,
-    Decode,
-    describe,
-    legend,
-    pieces,
-    token_text,
-    window_of,
-)
+from trireme.tools.viewer.tokens import COLOURS, describe, legend, token_text
 
 LONGEST = 20_000  # characters of a block, before it is asked for in full
 ROLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}

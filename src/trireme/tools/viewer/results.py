@@ -12,8 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
-from trireme.tools.viewer.conversation import searchable
-from trireme.tools.viewer.rows import Record, Row, record_of
+from trireme.tools.conversation import searchable
+from trireme.tools.rollouts import Record, Row, record_of
 
 CHUNK = 8 << 20  # bytes read at once
 MOST_DAMAGED = 100  # line numbers kept

@@ -11,9 +11,9 @@ from textual.widgets import Tree
 from textual.widgets.tree import TreeNode
 
 from trireme.monitor.in_words import sparkline
+from trireme.tools.rollouts import clean, decimal
 from trireme.tools.viewer.found import Home, Shelf, Source
 from trireme.tools.viewer.listing import reward_style
-from trireme.tools.viewer.pictures import clean, decimal
 from trireme.tools.viewer.rewards import Rewards
 
 TREND = 10  # cells

@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.tools.viewer.rows import Row
+from trireme.tools.rollouts import Row
 
 TERM = re.compile(r"(?P<not>-?)(?P<field>[A-Za-z_]+)(?P<how><=|>=|!=|<|>|=|~|:)(?P<value>.*)", re.DOTALL)
 NUMBERS = ("reward", "advantage", "tokens", "turns", "rollout")
