@@ -36,8 +36,8 @@ from playwright.sync_api import Page, WebSocket
 
 from chromium import open_chromium
 from dashboard_walk import VIEWS, dashboard_of
+from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.config.written import write_run
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import Tokens, build_tokens

@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trireme.base.token import bearer, read_key
+from trireme.config.files import read_run
 from trireme.config.run import RunConfig
-from trireme.config.written import read_run
 
 CONFIG = "configs/reverse-text/rl.toml"
 COMMANDS = (("trireme", "--help"), ("rl", "--help"), ("rl", "@", CONFIG, "--dry-run"))

@@ -6,19 +6,19 @@ import shlex
 from typing import Any
 
 from trireme.base.devices import Devices
+from trireme.config.files import ProcessName
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import launch_problems, problems
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
-from trireme.config.written import Room
 
 CPU = Devices(cores=4)
 GPUS = Devices(gpus=("0", "1", "2", "3"), cores=16)
 ENV = """--orchestrator.env '[{id = "a"}, {id = "b"}]' """
 
 
-def resolved(flags: str = "", *, on: Devices = CPU, section: Room | None = None) -> RunConfig:
+def resolved(flags: str = "", *, on: Devices = CPU, section: ProcessName | None = None) -> RunConfig:
     """Resolve the run that these flags describe.
 
     Args:

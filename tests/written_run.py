@@ -16,8 +16,8 @@ import numpy as np
 
 from trireme.algo.difficulty import Outcome
 from trireme.algo.filters import flaw_with
+from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.config.written import write_run
 from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import MANIFEST, Manifest, describe_file

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.config.written import write_run
 from trireme.journal.journal import Journal
 from trireme.journal.versions import Versions
 from trireme.launch.rewind import rewind

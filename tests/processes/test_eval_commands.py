@@ -21,8 +21,8 @@ from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError, PeerDied, WeightsMismatch
 from trireme.cli.eval import eval as eval_command
 from trireme.cli.trireme import trireme
+from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.config.written import write_run
 from trireme.journal.versions import Versions
 from trireme.tools.environments.check_engine import WeightsReplaced
 from weighed_engine import LETTER, WeighedEngine, open_weighed_engine, write_weights

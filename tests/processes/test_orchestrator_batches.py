@@ -15,8 +15,8 @@ import pytest
 from fake_engine import PATIENCE_S, Asked, answer_at_random
 from tiny_tokenizer import LLAMA_3, write_tokenizer
 from trireme.base.waiting import Waits
+from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.config.written import write_run
 from trireme.journal.records import BatchRecord
 from trireme.journal.shares import share_of
 from trireme.journal.versions import Versions

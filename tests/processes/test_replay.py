@@ -25,8 +25,8 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.cli.replay import read_config
 from trireme.cli.replay import replay as replay_command
+from trireme.config.files import write_run
 from trireme.config.run import Model, RunConfig
-from trireme.config.written import write_run
 from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, Rollout, State

@@ -17,7 +17,7 @@ from stage import FAMILIES, GRACE_S, SLEEP, STUBBORN, Stage, child_of, looked, u
 from trireme.base.errors import DeadlineExceeded, PeerDied
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
-from trireme.config.supervisor import Supervisor
+from trireme.config.run import Supervisor
 from trireme.launch.children import open_crew
 from trireme.launch.descendants import read_processes
 from trireme.launch.endings import Done

@@ -19,8 +19,8 @@ from starlette.testclient import TestClient
 from resolved_runs import refusals
 from trireme.base.token import KEY_FILE, TOKEN, make_token, read_key, status_key, token, write_key
 from trireme.base.waiting import Waits
+from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.config.written import write_run
 from trireme.inference.server import server_arguments
 from trireme.launch.standing import look_at
 from trireme.orchestrator.answers import Peers

@@ -25,9 +25,9 @@ from trireme.cli import status as status_module
 from trireme.cli.cancel import cancel, end_launcher
 from trireme.cli.logs import logs
 from trireme.cli.status import status
+from trireme.config.files import write_run
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
-from trireme.config.written import write_run
 from trireme.tools.cluster.job import Submission, submissions_of
 from trireme.tools.cluster.secrets import write_secrets
 

@@ -20,9 +20,9 @@ from planted_faults import FAULTS, RICH_FAULTS, Fault, change_column, change_lin
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.cli.audit import audit
+from trireme.config.files import write_run
 from trireme.config.orchestrator import Advantage, Buffer
 from trireme.config.run import RunConfig
-from trireme.config.written import write_run
 from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord

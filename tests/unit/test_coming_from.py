@@ -25,20 +25,20 @@ from trireme.base import devices
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, step_folder
-from trireme.config.aliases import NOT_A_KEY
-from trireme.config.gepa import GepaConfig
+from trireme.config.compatibility import NOT_A_KEY
+from trireme.config.files import to_toml
 from trireme.config.load import load_run_config, read_as
 from trireme.config.resolve import resolve
 from trireme.config.rules import check
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
-from trireme.config.written import to_toml
 from trireme.launch.children import open_crew
 from trireme.launch.plan import ProcessSpec
 from trireme.orchestrator.evaluation.results import Answer, write_answers
 from trireme.tools.formats import flat, hosted, vf_rl
 from trireme.tools.formats.flat_file import Flat, Hosted
 from trireme.tools.formats.vf_rl_file import VfArgs
+from trireme.tools.gepa.config import GepaConfig
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "coming-from.md"

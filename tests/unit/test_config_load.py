@@ -10,10 +10,10 @@ import pytest
 
 from resolved_runs import value_at
 from trireme.base.errors import ConfigError
-from trireme.config.aliases import ALIASES, KNOWN_ELSEWHERE, KNOWN_ELSEWHERE_SFT, SFT_ALIASES, SHORT_FLAGS
-from trireme.config.fields import walk
+from trireme.config.compatibility import ALIASES, KNOWN_ELSEWHERE, KNOWN_ELSEWHERE_SFT, SFT_ALIASES, SHORT_FLAGS
 from trireme.config.load import load_run_config
 from trireme.config.run import RunConfig
+from trireme.config.section import walk
 from trireme.config.sft import SftConfig
 
 DATA = Path(__file__).parent.parent / "data"

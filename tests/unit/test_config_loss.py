@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from resolved_runs import CPU, prefixed, refusals, resolved
+from trireme.config.files import read_run, to_toml, write_run
 from trireme.config.losses import LOSSES, Loss, recipe_of
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
-from trireme.config.written import read_run, to_toml, write_run
 
 TABLE = "trainer.loss"
 

@@ -10,11 +10,11 @@ import pytest
 
 from resolved_runs import CPU, ENV, resolved, value_at
 from trireme.base.devices import Devices, detect_devices
+from trireme.config.files import PROCESSES, read_run, room_table, to_toml, write_rooms, write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve, resolve_sft
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.written import ROOMS, read_run, room_table, to_toml, write_rooms, write_run
 
 EIGHT_CORES = Devices(cores=8)
 DATA = Path(__file__).parent.parent / "data"
@@ -105,7 +105,7 @@ def test_gpus_are_contiguous_engines_first(flags, count, engines, trainer):
 def test_a_process_started_alone_takes_all_it_sees():
     assert resolved(on=gpus(4), section="trainer").trainer_gpu_ids == (0, 1, 2, 3)
     assert resolved(on=gpus(4), section="inference").inference_gpu_ids == (0, 1, 2, 3)
-    assert {resolved(on=gpus(1), section=room).weight_broadcast.type for room in ROOMS} == {"nccl"}
+    assert {resolved(on=gpus(1), section=room).weight_broadcast.type for room in PROCESSES} == {"nccl"}
 
 
 def test_environments_are_named_after_their_ids():
@@ -150,7 +150,7 @@ def test_a_written_run_reads_back_the_same(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["trainer"]["micro_batch_tokens"] == 2048
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", PROCESSES)
 def test_each_process_can_be_started_alone_from_what_a_run_wrote(room, tmp_path):
     config = resolved(f"@ {DATA / 'guide_example.toml'} --orchestrator.eval.num-examples none", on=gpus(4))
     write_rooms(config, tmp_path)

@@ -12,7 +12,8 @@ import pytest
 from resolved_runs import CPU, GPUS, prefixed, refusals, resolved
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
-from trireme.config import engine_names, rules_optim
+from trireme.config import inference as engine_names
+from trireme.config import rules_optim
 from trireme.config.readiness import looks_local
 from trireme.config.rules import check, launch_problems
 from trireme.config.rules_optim import optim_launch_problems

@@ -13,12 +13,11 @@ from resolved_runs import CPU
 from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
 from trireme.cli.machines import join_network, node_of, nodes_of
+from trireme.config.files import ProcessName
 from trireme.config.load import Invocation, load_run_config
-from trireme.config.places import NODE, Place, find_node, place_of
 from trireme.config.resolve import resolve
 from trireme.config.rules import launch_problems, problems
-from trireme.config.run import RunConfig
-from trireme.config.written import Room
+from trireme.config.run import NODE, Place, RunConfig, find_node, place_of
 
 SECRET = "a-token-for-tests-0123456789"
 MODEL = f"{resolved_runs.ENV} --model.name a/b "
@@ -36,19 +35,19 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def resolved(flags: str = "", section: Room | None = None) -> RunConfig:
+def resolved(flags: str = "", section: ProcessName | None = None) -> RunConfig:
     return resolved_runs.resolved(MODEL + flags, section=section)
 
 
-def loaded(flags: str, section: Room) -> tuple[RunConfig, Invocation]:
+def loaded(flags: str, section: ProcessName) -> tuple[RunConfig, Invocation]:
     return load_run_config(shlex.split(MODEL + flags), program=section, section=section)
 
 
-def refusal(flags: str, section: Room | None = None) -> str:
+def refusal(flags: str, section: ProcessName | None = None) -> str:
     return "\n".join(problems(resolved(flags, section), CPU, section=section))
 
 
-def not_ready(flags: str = "", section: Room | None = None) -> str:
+def not_ready(flags: str = "", section: ProcessName | None = None) -> str:
     return "\n".join(launch_problems(resolved(flags, section), CPU, section=section))
 
 

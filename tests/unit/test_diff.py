@@ -22,9 +22,9 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import RunPaths
 from trireme.cli.diff import diff
+from trireme.config.files import read_run, write_run
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.written import read_run, write_run
 from trireme.journal.journal import Journal
 from trireme.journal.logprobs import Scored, counting, identity, path_of, read_logprobs
 from trireme.journal.records import BatchRecord, Dropped

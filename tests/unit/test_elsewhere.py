@@ -11,7 +11,7 @@ import pytest
 from resolved_runs import value_at
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
-from trireme.config.file_kinds import kind_of
+from trireme.config.compatibility import kind_of
 from trireme.config.load import load_run_config, read_as
 from trireme.config.resolve import resolve
 from trireme.config.rules import problems

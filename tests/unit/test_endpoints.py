@@ -8,7 +8,7 @@ import pytest
 
 from trireme.base.errors import ConfigError
 from trireme.cli.login import services
-from trireme.config.endpoints import Endpoint, find_endpoint, read_endpoints
+from trireme.tools.evaluate.endpoints import Endpoint, find_endpoint, read_endpoints
 
 SECRET = "sk-the-secret-itself"
 NAMES = ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "TRIREME_TOKEN")

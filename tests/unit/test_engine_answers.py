@@ -18,8 +18,7 @@ from aiohttp.test_utils import TestServer
 
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.waiting import Waits
-from trireme.config.kept import MOST_KEPT, max_logprobs, slots_for
-from trireme.config.orchestrator import Sampling
+from trireme.config.orchestrator import MOST_KEPT, Sampling, slots_for
 from trireme.config.orchestrator import Teacher as TeacherConfig
 from trireme.config.run import RunConfig
 from trireme.journal.records import Rollout
@@ -149,7 +148,7 @@ def test_where_the_sampler_is_cut_all_that_it_may_keep_is_asked_for(sampling, th
     arguments = of_turn(sampling, theirs)
     config = RunConfig.model_validate({"orchestrator": {"sampling": sampling.model_dump()}})
     assert arguments["top_k"] == top_k
-    assert top_k < arguments["logprobs"] == slots_for(top_k) <= max_logprobs(config)
+    assert top_k < arguments["logprobs"] == slots_for(top_k) <= config.max_logprobs
 
 
 @pytest.mark.parametrize(

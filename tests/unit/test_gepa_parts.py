@@ -14,10 +14,10 @@ from toy_environments import with_environment
 from trireme.base.errors import ConfigError
 from trireme.base.processes import free_port
 from trireme.cli.gepa import gepa, to_flags
-from trireme.config.gepa import GepaConfig
 from trireme.config.load import load_config
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
+from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.examples import Example, draw_examples
 from trireme.tools.gepa.journal import Journal, Reflected
 from trireme.tools.gepa.models import Place, places_of

@@ -8,11 +8,11 @@ import pytest
 
 from stage import write_checkpoint
 from trireme.base.errors import ConfigError
+from trireme.config.files import write_run
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import TrainerModel
-from trireme.config.written import write_run
 from trireme.launch.going_on import check_goes_on, is_trained
 from written_run import build_config
 

@@ -13,7 +13,7 @@ from parsing import parse
 from resolved_runs import CPU, GPUS, prefixed, resolved
 from trireme.base.devices import Devices
 from trireme.base.token import TOKEN
-from trireme.config.engine_names import parser_names, sampling_names
+from trireme.config.inference import parser_names, sampling_names
 from trireme.config.rules_lora import engine_rank
 from trireme.config.rules_moe import shares_prefixes
 from trireme.config.run import RunConfig

@@ -14,8 +14,8 @@ import pytest
 from stage import DEADLINE_S, until
 from trireme.cli import machines
 from trireme.cli.machines import keep_ranks
+from trireme.config.files import read_run, write_run
 from trireme.config.run import RunConfig
-from trireme.config.written import read_run, write_run
 
 
 @pytest.mark.parametrize(

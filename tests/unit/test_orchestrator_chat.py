@@ -117,7 +117,7 @@ from trireme.journal.surroundings import look_around
 look_around(Devices(), {}, [])
 print(*{"torch", "vllm", "transformers", "numpy"} & sys.modules.keys())
 import trireme.orchestrator.loop
-from trireme.config.engine_names import parser_names
+from trireme.config.inference import parser_names
 assert parser_names("reasoning_parser")
 print(*{"torch", "vllm", "transformers"} & sys.modules.keys())
 """

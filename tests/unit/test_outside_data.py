@@ -20,9 +20,9 @@ from starlette.testclient import TestClient
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.token import read_key
 from trireme.base.waiting import Waits
+from trireme.config.files import find_run_file, read_run
 from trireme.config.load import load_run_config
 from trireme.config.run import RunConfig
-from trireme.config.written import find_run_file, read_run
 from trireme.journal.entry import FORMAT, Header
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import complete_steps

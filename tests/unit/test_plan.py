@@ -14,10 +14,10 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.cli.door import going_on, open_process
+from trireme.config.files import write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
-from trireme.config.written import write_run
 from trireme.launch.folder import hold_folder, move_aside, prepare_folder
 from trireme.launch.plan import Plan, describe, plan
 

@@ -18,11 +18,11 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.cli.report import report
+from trireme.config.files import write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.written import write_run
 from trireme.journal.surroundings import write_surroundings
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import Span

@@ -15,7 +15,7 @@ import pytest
 from resolved_runs import resolved
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import RunPaths, remove_partial_files
-from trireme.config.written import read_run, write_rooms, write_run
+from trireme.config.files import read_run, write_rooms, write_run
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, State
 from trireme.launch.folder import check_folder, hold, hold_folder, launcher_of, prepare_folder

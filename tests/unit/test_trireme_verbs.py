@@ -17,8 +17,8 @@ from trireme.base.errors import ConfigError
 from trireme.cli.door import run_door
 from trireme.cli.rl import rl, write_configs
 from trireme.cli.trireme import VERBS, trireme
+from trireme.config.arguments import count, json_table, not_negative, positive, positive_int, share
 from trireme.config.run import RunConfig
-from trireme.config.typed import count, json_table, not_negative, positive, positive_int, share
 
 ROOT = Path(__file__).parents[2]
 LIST = [sys.executable, "-m", "trireme.cli.trireme", "env", "list"]

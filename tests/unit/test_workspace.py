@@ -12,8 +12,8 @@ from trireme.cli.lab import lab
 from trireme.cli.prime_rl import prime_rl
 from trireme.cli.rl import rl
 from trireme.cli.vf_rl import vf_rl
-from trireme.config.endpoints import read_endpoints
 from trireme.tools.environments.catalog import list_environments
+from trireme.tools.evaluate.endpoints import read_endpoints
 from trireme.tools.workspace.setup import Workspace
 from trireme.tools.workspace.shipped import IN_PACKAGE, PARTS, find_shipped
 

@@ -21,13 +21,12 @@ from trireme.base.paths import RunPaths
 from trireme.base.processes import die_with_parent, free_port
 from trireme.cli.machines import KEEPER, Nodes, join_network, node_of
 from trireme.config.arguments import HELP
+from trireme.config.files import ProcessName, write_rooms, write_run
 from trireme.config.load import load_run_config
-from trireme.config.places import NODE
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check, check_launch, launch_problems
 from trireme.config.rules_sampling import sampling_notes
-from trireme.config.run import RunConfig
-from trireme.config.written import Room, write_rooms, write_run
+from trireme.config.run import NODE, RunConfig
 from trireme.launch.descendants import MARKER
 from trireme.launch.folder import prepare_folder
 from trireme.launch.plan import describe, plan
@@ -109,7 +108,7 @@ def _said_all(program: str, code: int) -> int:
     return code
 
 
-def open_process(room: Room, argv: list[str]) -> Opened | None:
+def open_process(room: ProcessName, argv: list[str]) -> Opened | None:
     """The configuration of a process, started by `rl` or alone; None where it was only to be shown.
 
     Everything that must happen before heavy imports happens here: environment variables, and the tie to the parent.
@@ -152,7 +151,7 @@ def going_on(config: RunConfig) -> RunConfig:
     return updated(config, {"resume": True, "trainer.ckpt.resume_step": None})
 
 
-def show(config: RunConfig, devices: Devices, room: Room | None = None) -> list[str]:
+def show(config: RunConfig, devices: Devices, room: ProcessName | None = None) -> list[str]:
     """Prints the plan, and what stands in its way here and now. Returns the latter."""
     run_file = config.paths.configs / f"{room}.json" if room else config.paths.run_config
     print(describe(plan(config, run_file, devices), config, only=room))

@@ -13,12 +13,12 @@ from trireme.cli.foreign import as_run, read_foreign, their_keys_named
 from trireme.cli.rl import dry_run, find_environments, write_configs
 from trireme.cli.trireme import trireme
 from trireme.config.arguments import HELP, TypedFlag, parse_arguments
-from trireme.config.fields import as_flag
+from trireme.config.files import ProcessName
 from trireme.config.load import Invocation, knows
 from trireme.config.problems import raise_together
 from trireme.config.rules import launch_problems
 from trireme.config.run import RunConfig
-from trireme.config.written import Room
+from trireme.config.section import as_flag
 from trireme.launch.folder import hold_folder
 from trireme.launch.going_on import check_goes_on
 from trireme.launch.plan import Plan, plan
@@ -129,7 +129,7 @@ def train(argv: list[str]) -> int:
         return 0
     if foreign.command.dry_run:
         return dry_run(config, devices)
-    rooms: tuple[Room, ...] = ("orchestrator", "trainer")
+    rooms: tuple[ProcessName, ...] = ("orchestrator", "trainer")
     found = [launch_problems(config, devices, section=room) for room in rooms]
     with their_keys_named(foreign.file, foreign.translation):
         raise_together([problem for problems in found for problem in problems])

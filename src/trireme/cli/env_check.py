@@ -18,12 +18,11 @@ from typing import Any
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
-from trireme.config.endpoints import KEY_VARIABLE, key_for_address
+from trireme.config.arguments import json_table, not_negative, positive, positive_int
 from trireme.config.load import load_run_config
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.config.typed import json_table, not_negative, positive, positive_int
 from trireme.launch.folder import hold_folder, holds_run
 from trireme.orchestrator.environments.venv import installed_venv
 from trireme.tools.environments.check import Check, LoadFailed, check_environment
@@ -32,6 +31,7 @@ from trireme.tools.environments.check_report import write_rollouts
 from trireme.tools.environments.check_text import text_of
 from trireme.tools.environments.policy import PolicyWanted, build_opener
 from trireme.tools.environments.source import ROOT, build, find_source
+from trireme.tools.evaluate.endpoints import KEY_VARIABLE, key_for_address
 
 MAX_CONCURRENT = 32
 

@@ -16,14 +16,14 @@ from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.cli.rl import dry_run, launch
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, mark_file, parse_arguments
-from trireme.config.file_kinds import Kind, belongs_elsewhere, kind_of
+from trireme.config.compatibility import Kind, belongs_elsewhere, kind_of
+from trireme.config.files import read_table
 from trireme.config.load import knows, read_as
-from trireme.config.manual import manual
+from trireme.config.reference import manual
 from trireme.config.resolve import resolve
 from trireme.config.rules import check, check_launch
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
-from trireme.config.written import read_table
 from trireme.tools.formats import flat, hosted, vf_rl
 from trireme.tools.formats.flat_file import Flat, Hosted
 from trireme.tools.formats.translation import Translation, as_toml

@@ -18,13 +18,13 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.waiting import Waits
 from trireme.config.arguments import HELP
-from trireme.config.gepa import GepaConfig
+from trireme.config.files import to_table, to_toml
 from trireme.config.load import load_config
-from trireme.config.written import to_table, to_toml
 from trireme.launch.folder import hold_folder, holds_run, move_aside
 from trireme.orchestrator.environments.venv import EnvironmentSource, installed_venv
 from trireme.tools.environments.check_progress import CheckProgress
 from trireme.tools.environments.source import build, find_source
+from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.models import Start, build_models, places_of
 
 SHORT = {

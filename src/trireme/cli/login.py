@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trireme.base.errors import ConfigError
-from trireme.config.endpoints import PLACES, read_endpoints
+from trireme.tools.evaluate.endpoints import PLACES, read_endpoints
 
 
 def login(argv: list[str]) -> int:

@@ -15,16 +15,15 @@ from pathlib import Path
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError
 from trireme.base.network import interface_of, own_address, stay_on_loopback
 from trireme.base.token import adopt_token, sealed
+from trireme.config.files import ProcessName, write_run
 from trireme.config.load import Invocation
-from trireme.config.places import NODE, find_node
 from trireme.config.resolve import updated
-from trireme.config.run import RunConfig
-from trireme.config.written import Room, write_run
+from trireme.config.run import NODE, RunConfig, find_node
 
 KEEPER = "TRIREME_KEEPER"  # pid of the process that starts this machine's ranks again
 
 
-def node_of(config: RunConfig, room: Room, invocation: Invocation) -> int:
+def node_of(config: RunConfig, room: ProcessName, invocation: Invocation) -> int:
     """Raises: ConfigError where nothing tells which machine this is; a plan that is only shown is that of the first."""
     addresses = hosts_of(config, room)
     try:
@@ -35,12 +34,12 @@ def node_of(config: RunConfig, room: Room, invocation: Invocation) -> int:
         return 0
 
 
-def hosts_of(config: RunConfig, room: Room) -> tuple[str, ...]:
+def hosts_of(config: RunConfig, room: ProcessName) -> tuple[str, ...]:
     hosts = config.hosts
     return {"inference": hosts.inference, "orchestrator": (hosts.orchestrator,), "trainer": hosts.trainer}[room]
 
 
-def join_network(config: RunConfig, room: Room, node: int) -> None:
+def join_network(config: RunConfig, room: ProcessName, node: int) -> None:
     """Takes the token, and tells torch and vLLM which of this machine's interfaces leads to the others.
 
     By themselves they take the address of the machine's own name, which is often one that only it knows.

@@ -11,15 +11,14 @@ from rich.console import Console
 from trireme.algo.chips import CHIPS
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
-from trireme.config.arguments import TypedFile, parse_arguments
+from trireme.config.arguments import TypedFile, count, parse_arguments, positive, positive_int, share
+from trireme.config.files import read_table
 from trireme.config.load import load_config, load_run_config
 from trireme.config.orchestrator import Environment
 from trireme.config.resolve import resolve, resolve_sft, updated
 from trireme.config.rules import check, check_sft
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.typed import count, positive, positive_int, share
-from trireme.config.written import read_table
 from trireme.tools.plan.advice import advise
 from trireme.tools.plan.estimate import Estimate, estimate_run, estimate_sft
 from trireme.tools.plan.estimate_view import show, to_json

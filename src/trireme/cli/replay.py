@@ -12,9 +12,9 @@ from trireme.base.errors import ConfigError
 from trireme.base.log import start_logging
 from trireme.base.network import stay_on_loopback
 from trireme.cli.door import RANKS_PARENT, become_ranks, end_with_parent, run_door, set_environment
+from trireme.config.files import find_run_file, read_run
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.config.written import find_run_file, read_run
 from trireme.journal.span import find_span
 from trireme.launch.plan import plan
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
-from trireme.config.typed import count
-from trireme.config.written import find_run_file
+from trireme.config.arguments import count
+from trireme.config.files import find_run_file
 from trireme.tools.report.page import Page
 
 KINDS = (".html", ".md")

@@ -9,11 +9,11 @@ from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.token import adopt_token, make_token, status_key, token, write_key
 from trireme.cli.door import make_room, run_door, show
+from trireme.config.files import read_table, without_secrets, write_rooms, write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import check, check_launch
 from trireme.config.run import RunConfig
-from trireme.config.written import read_table, without_secrets, write_rooms, write_run
 from trireme.launch.folder import check_folder, hold_folder
 from trireme.launch.going_on import check_goes_on, is_trained
 from trireme.launch.plan import plan

@@ -10,11 +10,11 @@ from trireme.base.log import start_logging
 from trireme.base.network import stay_on_loopback
 from trireme.base.processes import quick_imports
 from trireme.cli.door import become_ranks, end_with_parent, make_room, rank, run_door
+from trireme.config.files import to_table, to_toml, write_run
 from trireme.config.load import load_config
 from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft
 from trireme.config.sft import SftConfig
-from trireme.config.written import to_table, to_toml, write_run
 from trireme.launch.folder import hold_folder
 from trireme.launch.going_on import check_goes_on, is_trained
 

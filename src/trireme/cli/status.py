@@ -10,8 +10,8 @@ from pathlib import Path
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
+from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
-from trireme.config.written import find_run_file, read_run
 from trireme.launch.folder import launcher_of
 from trireme.launch.standing import look_at
 from trireme.monitor.live import open_view

@@ -17,8 +17,8 @@ from trireme.base.token import TOKEN
 from trireme.cli.foreign import Foreign, read_foreign
 from trireme.cli.rl import find_environments
 from trireme.config.arguments import HELP, mark_file
-from trireme.config.fields import as_key, find
 from trireme.config.run import RunConfig
+from trireme.config.section import as_key, find
 from trireme.tools.cluster import kubernetes, slurm
 from trireme.tools.cluster.job import Job, Resources, Scheduler, Submission, new_id, submissions_of
 from trireme.tools.cluster.node_script import NODE_SCRIPT, RUN_TOML, SECRETS, node_script

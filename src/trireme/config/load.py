@@ -14,16 +14,14 @@ from pydantic import Field as Documented
 from pydantic import ValidationError
 
 from trireme.base.errors import ConfigError
-from trireme.config.aliases import ALIASES, SFT_ALIASES, SHORT_FLAGS
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
-from trireme.config.fields import Field, as_flag, as_key, fields_of, find
-from trireme.config.file_kinds import belongs_elsewhere, kind_of
-from trireme.config.manual import manual
+from trireme.config.compatibility import ALIASES, SFT_ALIASES, SHORT_FLAGS, belongs_elsewhere, kind_of
+from trireme.config.files import NONE, PROCESSES, ProcessName, read_run, read_table
 from trireme.config.problems import missing, raise_together, unknown_key, wrong_value
+from trireme.config.reference import manual
 from trireme.config.run import RunConfig
-from trireme.config.section import Section
+from trireme.config.section import Field, Section, as_flag, as_key, fields_of, find
 from trireme.config.values import read_free, read_words
-from trireme.config.written import NONE, ROOMS, Room, read_run, read_table
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)
 Path_ = tuple[str, ...]  # of a key, from the root
@@ -56,7 +54,9 @@ class _Source:
         return path[len(self.hidden) :] if inside else path
 
 
-def load_run_config(argv: list[str], *, section: Room | None = None, program: str) -> tuple[RunConfig, Invocation]:
+def load_run_config(
+    argv: list[str], *, section: ProcessName | None = None, program: str
+) -> tuple[RunConfig, Invocation]:
     """The run as typed. Nothing is derived yet: see `trireme.config.resolve`.
 
     Args:
@@ -70,7 +70,7 @@ def load_run_config(argv: list[str], *, section: Room | None = None, program: st
 
 
 def load_config(
-    argv: list[str], root: type[AnyConfig], *, section: Room | None = None, program: str
+    argv: list[str], root: type[AnyConfig], *, section: ProcessName | None = None, program: str
 ) -> tuple[AnyConfig, Invocation]:
     if any(word in HELP for word in argv):
         print(manual(root, Invocation, section=section, program=program))
@@ -143,7 +143,7 @@ class _Reading:
     """The tree of values so far, where each came from, and what was wrong on the way."""
 
     root: type[Section]
-    section: Room | None
+    section: ProcessName | None
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[Path_, _Source] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -161,7 +161,7 @@ class _Reading:
         scope = self._scope(typed)
         if scope is None:
             return
-        is_room = len(scope) == 1 and scope[0] in ROOMS
+        is_room = len(scope) == 1 and scope[0] in PROCESSES
         table = self._split(table, scope[0]) if is_room else _nest(table, scope)
         self.take_table(table, _Source(typed.name, hidden=scope))
 
@@ -186,7 +186,7 @@ class _Reading:
 
     def _split(self, table: dict[str, Any], room: str) -> dict[str, Any]:
         """A process's own file: what its table knows goes there, the rest belongs to the run."""
-        if any(name in table for name in ROOMS):
+        if any(name in table for name in PROCESSES):
             self.whole_run_given = True
             return table
         whole: dict[str, Any] = {}

@@ -42,6 +42,26 @@ class Sampling(Section):
         """Whether the sampler chooses among a part of the vocabulary only."""
         return self.top_p < 1 or self.min_p > 0 or (self.top_k or 0) > 0
 
+    @property
+    def most_kept(self) -> int:
+        """The number of tokens that a cut sampler may choose from."""
+        return max(MOST_KEPT, self.top_k or 0)
+
+
+MOST_KEPT = 64
+"""The `top_k` of requests whose `top_p` or `min_p` cut while no `top_k` is given.
+
+A token's logprob under a cut sampler is its logprob among the tokens that were kept, so the trainer must know which
+those were. Engines say so through the logprobs of the likeliest tokens: those that were left out have none. That needs
+a limit on how many are kept.
+"""
+
+
+def slots_for(top_k: int) -> int:
+    """Return how many of the likeliest tokens to ask for: more than `top_k`, as tokens that tie for its last place are
+    all kept."""
+    return top_k + top_k // 4 + 8
+
 
 class Environment(Section):
     """`[[orchestrator.env]]`: one source of tasks."""

@@ -14,16 +14,15 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.network import EVERYWHERE, listening_address
 from trireme.base.processes import free_port
+from trireme.config.files import ProcessName
 from trireme.config.losses import written_out
 from trireme.config.orchestrator import Environment, Evaluation
-from trireme.config.places import places_of
 from trireme.config.readiness import config_file
 from trireme.config.rules_model import caps_scores
-from trireme.config.run import Model, RunConfig
+from trireme.config.run import Model, RunConfig, places_of
 from trireme.config.section import Section
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import TrainerModel
-from trireme.config.written import Room
 
 AnySection = TypeVar("AnySection", bound=Section)
 Values = dict[str, Any]  # dotted key -> value
@@ -41,7 +40,7 @@ KNOWN_PORTS = {
 _SHARED_GPU_UTILIZATION = 0.4
 
 
-def resolve(config: RunConfig, devices: Devices, *, section: Room | None = None, node: int = 0) -> RunConfig:
+def resolve(config: RunConfig, devices: Devices, *, section: ProcessName | None = None, node: int = 0) -> RunConfig:
     """The same run with nothing left open.
 
     Args:
@@ -94,7 +93,7 @@ def _hosts(config: RunConfig) -> Values:
     return values
 
 
-def _listening(config: RunConfig, section: Room | None, node: int) -> Values:
+def _listening(config: RunConfig, section: ProcessName | None, node: int) -> Values:
     """The servers that start here listen at the address at which the others look for them, or where they were told."""
     values: Values = {}
     if section in (None, "inference"):
@@ -125,14 +124,14 @@ def _asks_for_gpus(config: RunConfig) -> bool:
     return any(value is not None for value in asked)
 
 
-def _gpu_ids(config: RunConfig, devices: Devices, section: Room | None) -> Values:
+def _gpu_ids(config: RunConfig, devices: Devices, section: ProcessName | None) -> Values:
     if config.device == "cpu":
         return {"inference_gpu_ids": (), "trainer_gpu_ids": (), "inference_gpus": None, "trainer_gpus": None}
     engines, trainer = _split_gpus(config, devices) if section is None else _own_gpus(config, devices, section)
     return {"inference_gpu_ids": engines, "trainer_gpu_ids": trainer}
 
 
-def _own_gpus(config: RunConfig, devices: Devices, section: Room) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _own_gpus(config: RunConfig, devices: Devices, section: ProcessName) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A process started alone takes all it can see, and knows nothing of the others'."""
     engines, trainer = config.inference_gpu_ids or (), config.trainer_gpu_ids or ()
     if section == "inference":
@@ -283,7 +282,7 @@ def _cores_per_side(config: RunConfig, devices: Devices) -> int:
     return max(1, devices.cores // 2) if shared else devices.cores
 
 
-def _ports(config: RunConfig, section: Room | None) -> Values:
+def _ports(config: RunConfig, section: ProcessName | None) -> Values:
     """A port of 0, which the kernel would choose later, is chosen here: others must know it."""
     given = {
         "inference.server.port": config.inference.server.port,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from trireme.base.devices import Devices
+from trireme.config.files import PROCESSES, ProcessName
 from trireme.config.orchestrator import Sampling
 from trireme.config.problems import raise_together
 from trireme.config.readiness import (
@@ -45,14 +46,13 @@ from trireme.config.rules_waiting import RULES as WAITING_RULES
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
 from trireme.config.sft import SftConfig
-from trireme.config.written import ROOMS, Room
 
 Rule = Callable[[RunConfig, Devices], Iterator[str]]
-Rules = tuple[tuple[Rule, tuple[Room | None, ...]], ...]
+Rules = tuple[tuple[Rule, tuple[ProcessName | None, ...]], ...]
 AnyConfig = TypeVar("AnyConfig", bound=Section)
 
 
-def check(config: RunConfig, devices: Devices, *, section: Room | None = None) -> None:
+def check(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> None:
     """Raises: ConfigError where the resolved configuration contradicts itself or asks for GPUs that are not there.
 
     Args:
@@ -61,20 +61,20 @@ def check(config: RunConfig, devices: Devices, *, section: Room | None = None) -
     raise_together(problems(config, devices, section=section))
 
 
-def check_launch(config: RunConfig, devices: Devices, *, section: Room | None = None) -> None:
+def check_launch(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> None:
     """Raises: ConfigError where the run could not start here and now, or contradicts itself."""
     raise_together(problems(config, devices, section=section) + launch_problems(config, devices, section=section))
 
 
-def problems(config: RunConfig, devices: Devices, *, section: Room | None = None) -> list[str]:
+def problems(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> list[str]:
     return _collect(_RULES, config, devices, section)
 
 
-def launch_problems(config: RunConfig, devices: Devices, *, section: Room | None = None) -> list[str]:
+def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> list[str]:
     return _collect(_LAUNCH_RULES, config, devices, section)
 
 
-def _collect(rules: Rules, config: RunConfig, devices: Devices, section: Room | None) -> list[str]:
+def _collect(rules: Rules, config: RunConfig, devices: Devices, section: ProcessName | None) -> list[str]:
     concerned = (rule for rule, commands in rules if section in commands)
     return [message for rule in concerned for message in rule(config, devices)]
 
@@ -212,7 +212,7 @@ def _gpus_are_named_once(config: RunConfig, _: Devices) -> Iterator[str]:
             yield f"{side}_gpu_ids = {list(ids)} names a GPU twice - expected each once. Remove the second."
 
 
-def _sides(config: RunConfig) -> list[tuple[Room, tuple[int, ...], int | None]]:
+def _sides(config: RunConfig) -> list[tuple[ProcessName, tuple[int, ...], int | None]]:
     return [
         ("inference", config.inference_gpu_ids or (), config.inference_gpus),
         ("trainer", config.trainer_gpu_ids or (), config.trainer_gpus),
@@ -228,7 +228,7 @@ def _trainer_gpus_exist(config: RunConfig, devices: Devices) -> Iterator[str]:
         yield from _check_gpus_exist(config, devices, "trainer")
 
 
-def _check_gpus_exist(config: RunConfig, devices: Devices, side: Room) -> Iterator[str]:
+def _check_gpus_exist(config: RunConfig, devices: Devices, side: ProcessName) -> Iterator[str]:
     if config.device == "cpu":
         return
     ids = next(ids for name, ids, _ in _sides(config) if name == side)
@@ -317,7 +317,7 @@ def _check_attention(key: str, attention: str, device: str) -> Iterator[str]:
 
 
 _RUN = None  # `rl`: all processes together
-_ALL: tuple[Room | None, ...] = (_RUN, *ROOMS)
+_ALL: tuple[ProcessName | None, ...] = (_RUN, *PROCESSES)
 
 # Each rule with the commands that it concerns: the whole run, or one process started alone.
 _RULES: Rules = (

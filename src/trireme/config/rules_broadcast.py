@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trireme.base.devices import Devices
+from trireme.config.files import ProcessName
 from trireme.config.run import RunConfig
-from trireme.config.written import Room
 
 
 def _memory_handles_carry_whole_tensors(config: RunConfig, _: Devices) -> Iterator[str]:
@@ -19,6 +19,6 @@ def _memory_handles_carry_whole_tensors(config: RunConfig, _: Devices) -> Iterat
         )
 
 
-_COMMANDS: tuple[Room | None, ...] = (None, "trainer", "orchestrator", "inference")
+_COMMANDS: tuple[ProcessName | None, ...] = (None, "trainer", "orchestrator", "inference")
 
 RULES = ((_memory_handles_carry_whole_tensors, _COMMANDS),)

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 from trireme.base.devices import Devices
 from trireme.base.functions import function_problem
+from trireme.config.files import ProcessName
 from trireme.config.orchestrator import Stage
 from trireme.config.run import RunConfig
-from trireme.config.written import Room
 
 Rule = Callable[[RunConfig, Devices], Iterator[str]]
 
-_COMMANDS: tuple[Room | None, ...] = (None, "orchestrator")
+_COMMANDS: tuple[ProcessName | None, ...] = (None, "orchestrator")
 
 NEEDS_SIBLINGS = {"group_mean", "group_mean_std", "leave_one_out", "max_rl", "group_batch"}
 """Advantages that compare a rollout with others of its group."""
@@ -150,7 +150,7 @@ def _custom_advantage_exists(config: RunConfig, _: Devices) -> Iterator[str]:
         yield from [problem] if problem else []
 
 
-RULES: tuple[tuple[Rule, tuple[Room | None, ...]], ...] = tuple(
+RULES: tuple[tuple[Rule, tuple[ProcessName | None, ...]], ...] = tuple(
     (rule, _COMMANDS)
     for rule in (
         _stages_can_begin,
@@ -165,4 +165,4 @@ RULES: tuple[tuple[Rule, tuple[Room | None, ...]], ...] = tuple(
     )
 )
 
-LAUNCH_RULES: tuple[tuple[Rule, tuple[Room | None, ...]], ...] = ((_custom_advantage_exists, _COMMANDS),)
+LAUNCH_RULES: tuple[tuple[Rule, tuple[ProcessName | None, ...]], ...] = ((_custom_advantage_exists, _COMMANDS),)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from trireme.base.devices import Devices
+from trireme.config.files import ProcessName
 from trireme.config.orchestrator import Evaluation
 from trireme.config.run import RunConfig
-from trireme.config.written import Room
 
 
 def measures(evaluation: Evaluation, above: str = "") -> Iterator[str]:
@@ -70,6 +70,6 @@ def _evaluation_says_something(config: RunConfig, _: Devices) -> Iterator[str]:
         yield from _places(evaluation, config)
 
 
-_ORCHESTRATES: tuple[Room | None, ...] = (None, "orchestrator")
+_ORCHESTRATES: tuple[ProcessName | None, ...] = (None, "orchestrator")
 
 RULES = ((_evaluation_says_something, _ORCHESTRATES),)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from trireme.base.devices import Devices
 from trireme.base.network import is_here, is_loopback
 from trireme.base.token import HOW, TOKEN, token, token_problem
-from trireme.config.places import place_of
+from trireme.config.files import ProcessName
 from trireme.config.readiness import port_rule
-from trireme.config.run import RunConfig
-from trireme.config.written import Room
+from trireme.config.run import RunConfig, place_of
 
 WILDCARDS = ("0.0.0.0", "::", "")
 NOT_VLLMS = {
@@ -165,9 +164,9 @@ def _node(addresses: tuple[str, ...], number: int) -> str:
 
 
 _RUN = None
-_ALL: tuple[Room | None, ...] = (_RUN, "inference", "orchestrator", "trainer")
+_ALL: tuple[ProcessName | None, ...] = (_RUN, "inference", "orchestrator", "trainer")
 
-Rules = tuple[tuple[Callable[[RunConfig, Devices], Iterator[str]], tuple[Room | None, ...]], ...]
+Rules = tuple[tuple[Callable[[RunConfig, Devices], Iterator[str]], tuple[ProcessName | None, ...]], ...]
 
 RULES: Rules = (
     (_addresses_can_be_read, _ALL),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trireme.base.devices import Devices
+from trireme.config.files import ProcessName
 from trireme.config.run import RunConfig
 from trireme.config.trainer import Lora
-from trireme.config.written import Room
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks that vLLM can be told of."""
@@ -84,8 +84,8 @@ def _engines_can_hold_them(config: RunConfig, _: Devices) -> Iterator[str]:
         )
 
 
-_COMMANDS: tuple[Room | None, ...] = (None, "trainer")
-_EVERYBODY: tuple[Room | None, ...] = (None, "trainer", "orchestrator", "inference")
+_COMMANDS: tuple[ProcessName | None, ...] = (None, "trainer")
+_EVERYBODY: tuple[ProcessName | None, ...] = (None, "trainer", "orchestrator", "inference")
 
 RULES = (
     (_adapters_can_be_trained, _COMMANDS),

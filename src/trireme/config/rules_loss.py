@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from trireme.base.devices import Devices
 from trireme.base.functions import function_problem
+from trireme.config.files import ProcessName, toml_value
 from trireme.config.losses import CORRECTION_KEYS, SURROGATE_KEYS, Loss, Recipe, given_keys, recipe_of, used_keys
 from trireme.config.run import RunConfig
-from trireme.config.written import Room, toml_value
 
 TABLE = "trainer.loss"
 
@@ -93,7 +93,7 @@ def _custom_function_is_there(config: RunConfig, _: Devices) -> Iterator[str]:
         yield problem
 
 
-_COMMANDS: tuple[Room | None, ...] = (None, "trainer")
+_COMMANDS: tuple[ProcessName | None, ...] = (None, "trainer")
 
 RULES = (
     (_no_key_is_ignored, _COMMANDS),

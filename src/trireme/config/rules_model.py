@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from trireme.base.devices import Devices
+from trireme.config.files import ProcessName
 from trireme.config.readiness import looks_local
 from trireme.config.run import RunConfig
 from trireme.config.trainer import TrainerModel
-from trireme.config.written import Room
 
 PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 KERNELS = "kernels"  # with it, transformers fetches kernels from a hub
@@ -197,7 +197,7 @@ def _model_can_be_trained(config: RunConfig, _: Devices) -> Iterator[str]:
     yield from model_launch_problems("trainer.model", config.trainer.model, config.device)
 
 
-_COMMANDS: tuple[Room | None, ...] = (None, "trainer")
+_COMMANDS: tuple[ProcessName | None, ...] = (None, "trainer")
 
 RULES = ((_ranks_can_be_split, _COMMANDS),)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trireme.base.devices import Devices
+from trireme.config.files import ProcessName
 from trireme.config.readiness import looks_local
 from trireme.config.run import RunConfig
 from trireme.config.trainer import TrainerModel
-from trireme.config.written import Room
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """How configurations of models name it."""
@@ -85,10 +85,10 @@ def num_experts_of(config: dict[str, Any]) -> int:
 
 Rule = Callable[[RunConfig, Devices], Iterator[str]]
 
-RULES: tuple[tuple[Rule, tuple[Room | None, ...]], ...] = (
+RULES: tuple[tuple[Rule, tuple[ProcessName | None, ...]], ...] = (
     (_replay_has_the_prefix_cache, (None, "orchestrator", "inference")),
     (_experts_are_sharded, (None, "trainer")),
 )
-LAUNCH_RULES: tuple[tuple[Rule, tuple[Room | None, ...]], ...] = (
+LAUNCH_RULES: tuple[tuple[Rule, tuple[ProcessName | None, ...]], ...] = (
     (_replay_has_experts, (None, "orchestrator", "trainer", "inference")),
 )

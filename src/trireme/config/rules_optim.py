@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Iterator
 
 from trireme.base.devices import Devices
+from trireme.config.files import ProcessName
 from trireme.config.run import RunConfig
 from trireme.config.trainer import Optimizer, Scheduler, TrainerModel
-from trireme.config.written import Room
 
 
 def optim_problems(
@@ -90,7 +90,7 @@ def _optimizer_can_run(config: RunConfig, _: Devices) -> Iterator[str]:
     yield from optim_launch_problems("trainer.", config.trainer.optim, config.device)
 
 
-_COMMANDS: tuple[Room | None, ...] = (None, "trainer")
+_COMMANDS: tuple[ProcessName | None, ...] = (None, "trainer")
 
 RULES = ((_optimizer_makes_sense, _COMMANDS),)
 

@@ -7,11 +7,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from trireme.base.devices import Devices
-from trireme.config.engine_names import parser_names, sampling_names
-from trireme.config.kept import MOST_KEPT
-from trireme.config.orchestrator import Sampling
+from trireme.config.files import ProcessName
+from trireme.config.inference import parser_names, sampling_names
+from trireme.config.orchestrator import MOST_KEPT, Sampling
 from trireme.config.run import RunConfig
-from trireme.config.written import Room
 
 _OURS = frozenset({"n", "logprobs", "prompt_logprobs", "detokenize", "output_kind", "flat_logprobs"})
 """Sampling parameters that decide the form of an answer, which the orchestrator must be able to read."""
@@ -123,10 +122,10 @@ def _sampling_mask_is_possible(config: RunConfig, _: Devices) -> Iterator[str]:
             )
 
 
-_ROLLS_OUT: tuple[Room | None, ...] = (None, "orchestrator")
-_SERVES: tuple[Room | None, ...] = (None, "inference")
+_ROLLS_OUT: tuple[ProcessName | None, ...] = (None, "orchestrator")
+_SERVES: tuple[ProcessName | None, ...] = (None, "inference")
 
-RULES: tuple[tuple[Callable[[RunConfig, Devices], Iterator[str]], tuple[Room | None, ...]], ...] = (
+RULES: tuple[tuple[Callable[[RunConfig, Devices], Iterator[str]], tuple[ProcessName | None, ...]], ...] = (
     (_parsers_exist, _SERVES),
     (_automatic_tools_have_a_parser, _SERVES),
     (_seeds_do_not_kill_the_engine, _ROLLS_OUT),

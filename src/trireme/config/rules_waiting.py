@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trireme.base.devices import Devices
+from trireme.config.files import ProcessName
 from trireme.config.run import RunConfig
-from trireme.config.written import Room
 
 
 def _a_batch_is_waited_for_as_long_as_a_rollout_may_take(config: RunConfig, _: Devices) -> Iterator[str]:
@@ -26,6 +26,6 @@ def _a_batch_is_waited_for_as_long_as_a_rollout_may_take(config: RunConfig, _: D
             )
 
 
-_COMMANDS: tuple[Room | None, ...] = (None, "trainer", "orchestrator")
+_COMMANDS: tuple[ProcessName | None, ...] = (None, "trainer", "orchestrator")
 
 RULES = ((_a_batch_is_waited_for_as_long_as_a_rollout_may_take, _COMMANDS),)

@@ -1,20 +1,21 @@
-"""The whole run: one frozen root that every process loads."""
+"""The configuration of a whole run, which every process loads."""
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from trireme.base.network import is_loopback
+from trireme.base.errors import ConfigError
+from trireme.base.network import is_here, is_loopback
 from trireme.base.paths import RunPaths
-from trireme.config.console import Console
 from trireme.config.inference import InferenceConfig
-from trireme.config.orchestrator import OrchestratorConfig
-from trireme.config.places import place_of
+from trireme.config.orchestrator import OrchestratorConfig, slots_for
 from trireme.config.section import Section
-from trireme.config.supervisor import Supervisor
 from trireme.config.trainer import TrainerConfig
 
 Broadcast = Literal["auto", "gloo", "nccl", "ipc", "filesystem"]
@@ -98,6 +99,39 @@ class Hosts(Section):
         return all(map(is_loopback, self.all))
 
 
+class Supervisor(Section):
+    """`[supervisor]`: when a process is started again, and when the run is given up."""
+
+    restart: bool = True
+    """Start a process that died again, alone. `rl --no-restart` ends the run at the first death instead, and kills
+    nobody for being frozen or silent."""
+    max_restarts: Annotated[int, Field(ge=0)] = 5
+    """Restarts of one process in a row, without a newly trained step between them, before the run is given up."""
+    backoff_s: PositiveFloat = 1.0
+    """The first restart in a row is immediate, the second comes after this long; each further one waits twice as
+    long."""
+    longest_backoff_s: PositiveFloat = 30.0
+    """No restart waits longer than this."""
+    frozen_after_s: PositiveFloat = 20.0
+    """A process that has been stopped (SIGSTOP, a debugger) for this long is killed, and so started again."""
+    unhealthy_after_s: PositiveFloat = 60.0
+    """A server that answered `/health` before and has not done so for this long is killed, and so started again; one
+    whose port is closed is not waited for longer than 10 s."""
+
+
+class Console(Section):
+    """`[console]`: what the terminal shows. Nothing of it changes what is trained."""
+
+    style: Literal["trireme", "vf-rl"] = "trireme"
+    """`vf-rl`: plain lines as that command has them, and its folders `checkpoint-N` and `runs` beside ours."""
+    every: PositiveInt = 1
+    """Steps from one line to the next, where lines are written."""
+    samples_every: PositiveInt | None = None
+    """Steps from one look at what the model writes to the next; none where not given."""
+    num_samples: PositiveInt = 1
+    """Rollouts shown at each look."""
+
+
 class RunConfig(Section):
     """Everything about a run. `rl @ file.toml` resolves it once and writes it to `configs/run.json`."""
 
@@ -173,3 +207,79 @@ class RunConfig(Section):
     @property
     def synchronous(self) -> bool:
         return self.max_async_level == 0
+
+    @property
+    def max_logprobs(self) -> int:
+        """Logprobs per token that the engine must be able to return: enough for all tokens that a turn may keep, and
+        vLLM's own default of 20 at least."""
+        return max(20, slots_for(self.orchestrator.sampling.most_kept))
+
+
+NODE = "TRIREME_NODE"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process is reached.
+
+    Example:
+        place_of("10.0.0.2:8003")  # Place("10.0.0.2", 8003)
+    """
+
+    host: str
+    port: int | None = None
+
+    @property
+    def is_loopback(self) -> bool:
+        return is_loopback(self.host)
+
+
+def place_of(address: str) -> Place:
+    """Raises: ValueError where it is no `host` and no `host:port`."""
+    host, colon, port = address.partition(":")
+    if not host or "/" in address or (colon and not (port.isdigit() and 0 < int(port) < 65536)):
+        raise ValueError(address)
+    return Place(host, int(port) if colon else None)
+
+
+def places_of(addresses: tuple[str, ...]) -> list[Place]:
+    """Without those that cannot be read: they are for the rules to refuse."""
+    places = []
+    for address in addresses:
+        with suppress(ValueError):
+            places.append(place_of(address))
+    return places
+
+
+def find_node(table: str, addresses: tuple[str, ...], flag: int | None) -> int:
+    """Which of these addresses this machine is, counted from 0: the flag, `TRIREME_NODE`, or by its own addresses.
+
+    Raises: ConfigError where nothing tells.
+    """
+    given = _given(flag)
+    if given is not None:
+        if not 0 <= given < len(addresses):
+            raise ConfigError(
+                f"this is node {given}, and `{table}` has {len(addresses)} addresses ({', '.join(addresses)}) - "
+                f"expected a number from 0 to {len(addresses) - 1}. Correct `--node` (or {NODE})."
+            )
+        return given
+    if len(addresses) == 1:
+        return 0
+    ours = [number for number, address in enumerate(addresses) if is_here(address.partition(":")[0])]
+    if len(ours) != 1:
+        found = f"{len(ours)} of them are this machine" if ours else "none of them is this machine"
+        raise ConfigError(
+            f"`{table}` is {', '.join(addresses)}, and {found} - expected to find out which one is to start here. "
+            f"Add `--node N`, counted from 0 (or set {NODE}), or correct the addresses."
+        )
+    return ours[0]
+
+
+def _given(flag: int | None) -> int | None:
+    said = os.environ.get(NODE, "")
+    if flag is not None or not said:
+        return flag
+    if not said.isdigit():
+        raise ConfigError(f"{NODE} = {said!r} - expected the number of this machine, counted from 0. Correct it.")
+    return int(said)

@@ -6,7 +6,7 @@ import json
 import tomllib
 from typing import Any
 
-from trireme.config.fields import Field
+from trireme.config.section import Field
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _NONE = ("none", "null")

@@ -11,7 +11,6 @@ from typing import Any
 
 from trireme.base.log import get_logger
 from trireme.base.processes import quick_imports
-from trireme.config.kept import max_logprobs
 from trireme.config.rules_lora import engine_rank, serves_adapters
 from trireme.config.rules_moe import replays_routes
 from trireme.config.run import RunConfig
@@ -86,7 +85,7 @@ def server_arguments(config: RunConfig) -> list[str]:
         "enable-scale-out": True,  # /inference/v1/generate
         "disable-uvicorn-access-log": True,
         "trust-remote-code": model.trust_remote_code,
-        "max-logprobs": max_logprobs(config),  # through them it says what a cut sampler could choose from
+        "max-logprobs": config.max_logprobs,  # through them it says what a cut sampler could choose from
         "enable-auto-tool-choice": model.enable_auto_tool_choice or model.tool_call_parser is not None,
         "tool-call-parser": model.tool_call_parser,
         "reasoning-parser": model.reasoning_parser,

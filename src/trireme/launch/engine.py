@@ -12,8 +12,8 @@ from trireme.base.devices import Devices
 from trireme.base.errors import PeerDied
 from trireme.base.processes import last_lines
 from trireme.base.waiting import Waits
+from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.config.written import write_run
 from trireme.launch.children import Child, Crew, open_crew
 from trireme.launch.plan import ProcessSpec, plan
 

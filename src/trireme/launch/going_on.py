@@ -8,9 +8,9 @@ from typing import Any
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
+from trireme.config.files import read_table
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.written import read_table
 from trireme.journal.manifest import complete_steps
 from trireme.launch.folder import holds_run
 

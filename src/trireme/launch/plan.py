@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.base.devices import Devices
+from trireme.config.files import ProcessName
 from trireme.config.run import RunConfig
-from trireme.config.written import Room
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ProcessSpec:
                     ports={"http": 8000})
     """
 
-    name: Room
+    name: ProcessName
     argv: tuple[str, ...]
     env: Mapping[str, str]  # on top of the launcher's own
     log: Path
@@ -40,7 +40,7 @@ class Plan:
     run_file: Path
     processes: tuple[ProcessSpec, ...]
 
-    def process(self, name: Room) -> ProcessSpec:
+    def process(self, name: ProcessName) -> ProcessSpec:
         return next(process for process in self.processes if process.name == name)
 
 
@@ -88,7 +88,7 @@ def _trainer(config: RunConfig, run_file: Path, names: tuple[str, ...]) -> Proce
 
 
 def _spec(
-    name: Room,
+    name: ProcessName,
     config: RunConfig,
     run_file: Path,
     environment: dict[str, str],
@@ -130,7 +130,7 @@ def _visible(gpus: tuple[int, ...], names: tuple[str, ...]) -> str:
     return ",".join(names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus)
 
 
-def describe(plan: Plan, config: RunConfig, *, only: Room | None = None) -> str:
+def describe(plan: Plan, config: RunConfig, *, only: ProcessName | None = None) -> str:
     """What `--dry-run` prints."""
     shown = [process for process in plan.processes if only in (None, process.name)]
     blocks = ["\n".join(_facts(config)), *("\n".join(_describe_process(process)) for process in shown)]

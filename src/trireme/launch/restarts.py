@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.faults import reach
-from trireme.config.supervisor import Supervisor
+from trireme.config.run import Supervisor
 from trireme.launch.children import Child
 from trireme.launch.endings import Died, Done, Ending, by_suspicion, clock_time
 from trireme.monitor.logs import last_words

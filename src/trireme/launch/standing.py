@@ -12,8 +12,8 @@ import msgspec
 
 from trireme.base.paths import RunPaths
 from trireme.base.token import bearer, read_key
+from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
-from trireme.config.written import find_run_file, read_run
 from trireme.journal.manifest import complete_steps
 from trireme.launch.folder import launcher_of
 from trireme.monitor.in_words import evaluation_text, step_line, warning_text

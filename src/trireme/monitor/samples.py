@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths
-from trireme.config.console import Console
+from trireme.config.run import Console
 
 if TYPE_CHECKING:
     from trireme.journal.records import BatchRecord, Rollout

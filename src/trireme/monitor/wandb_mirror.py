@@ -13,9 +13,9 @@ from typing import Any
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write
+from trireme.config.files import without_secrets
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.written import without_secrets
 from trireme.monitor.metrics import Row, merge_processes, read_metrics
 
 POLL_S = 2.0

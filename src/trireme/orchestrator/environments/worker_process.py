@@ -18,7 +18,7 @@ from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.processes import last_lines
 from trireme.base.token import TOKEN
-from trireme.config.written import without_secrets
+from trireme.config.files import without_secrets
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.connection import Connection
 from trireme.orchestrator.environments.family import kill_family, resident_gib

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from trireme.config.kept import MOST_KEPT, most_kept, slots_for
-from trireme.config.orchestrator import Sampling
+from trireme.config.orchestrator import MOST_KEPT, Sampling, slots_for
 from trireme.config.rules_sampling import distorting
 
 ENVIRONMENTS = frozenset(
@@ -42,7 +41,7 @@ class TurnSampling:
             own: `sampling_arguments(sampling)`, where they are known already.
         """
         self.own = sampling_arguments(sampling) if own is None else own
-        self._most_kept = most_kept(sampling)
+        self._most_kept = sampling.most_kept
         self._seed = sampling.seed if sampling.seed is not None else run_seed
         self._key, self._attempt = key, attempt
         self._trained = trained

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shlex
 
 from trireme.base.errors import FINAL_EXIT_CODES
-from trireme.config.written import Room
+from trireme.config.files import ProcessName
 from trireme.tools.cluster.job import Job
 from trireme.tools.cluster.nodes import Node, Placed
 from trireme.tools.cluster.shell import waiting
@@ -20,7 +20,7 @@ SECRETS = "secrets.sh"
 RUN_TOML = "run.toml"
 NODE_SCRIPT = "node.sh"
 GRACE_S = 40
-_ORDER: tuple[Room, ...] = ("inference", "orchestrator", "trainer")
+_ORDER: tuple[ProcessName, ...] = ("inference", "orchestrator", "trainer")
 
 _KEEP = r"""
 say() { echo "$(date '+%F %T') machine $index ($(hostname)): $*"; }

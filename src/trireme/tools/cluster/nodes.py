@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from trireme.base.errors import ConfigError
-from trireme.config.written import Room
+from trireme.config.files import ProcessName
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Placed:
         Placed("trainer", place=1, gpus=(0, 1, 2, 3))  # the second of the trainer's machines
     """
 
-    room: Room
+    room: ProcessName
     place: int  # of its machine among those of the room, as `[hosts]` lists them
     gpus: tuple[int, ...] = ()  # as its machine counts them
 
@@ -46,7 +46,7 @@ class ClusterPlan:
     def is_single(self) -> bool:
         return len(self.nodes) == 1
 
-    def machines_of(self, room: Room) -> tuple[int, ...]:
+    def machines_of(self, room: ProcessName) -> tuple[int, ...]:
         return tuple(node.index for node in self.nodes for process in node.processes if process.room == room)
 
     @property

@@ -8,13 +8,13 @@ from typing import Any
 
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
+from trireme.config.files import NONE, to_table, to_toml
 from trireme.config.problems import raise_together
 from trireme.config.readiness import engines_other_model_exists, environment_files_exist, trainer_model_exists
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check, problems
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
-from trireme.config.written import NONE, to_table, to_toml
 from trireme.launch.folder import holds_run
 from trireme.tools.cluster.nodes import ClusterPlan, Placed, Wanted
 

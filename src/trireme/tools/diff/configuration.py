@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trireme.config.written import find_run_file, read_table, toml_value, without_secrets
+from trireme.config.files import find_run_file, read_table, toml_value, without_secrets
 
 Table = dict[str, Any]
 

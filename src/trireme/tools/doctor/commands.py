@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trireme.base.network import is_here
+from trireme.config.files import ProcessName
 from trireme.config.readiness import port_rule, ports
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
-from trireme.config.written import Room
 from trireme.tools.doctor.finding import Case
 
-BOUND: dict[Room, tuple[str, ...]] = {
+BOUND: dict[ProcessName, tuple[str, ...]] = {
     "inference": ("inference.server.port",),
     "orchestrator": ("orchestrator.server.port", "ports.batches"),
     "trainer": ("ports.weights", "ports.ranks"),
@@ -22,7 +22,7 @@ BOUND: dict[Room, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class Command:
     config: RunConfig  # resolved for it
-    room: Room | None  # `rl` where None
+    room: ProcessName | None  # `rl` where None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ def commands_of(case: Case) -> Iterator[Command]:
         yield Command(case.config, None)
         return
     hosts = case.config.hosts
-    rooms: dict[Room, tuple[str, ...]] = {
+    rooms: dict[ProcessName, tuple[str, ...]] = {
         "inference": hosts.inference,
         "orchestrator": (hosts.orchestrator,),
         "trainer": hosts.trainer,

@@ -16,8 +16,8 @@ import httpx
 
 from trireme.base.network import is_here
 from trireme.base.token import TOKEN, bearer, token
-from trireme.config.places import place_of
 from trireme.config.resolve import KNOWN_PORTS
+from trireme.config.run import place_of
 from trireme.tools.doctor.finding import Case, Finding, ok, problem, skipped, warning
 
 CONNECT_S = 3.0

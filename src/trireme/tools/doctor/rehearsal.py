@@ -10,14 +10,12 @@ from typing import Any
 
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.processes import last_lines
-from trireme.config.console import Console
+from trireme.config.files import write_run
 from trireme.config.orchestrator import Buffer, Environment, Filters
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import problems
-from trireme.config.run import Hosts, RunConfig
-from trireme.config.supervisor import Supervisor
+from trireme.config.run import Console, Hosts, RunConfig, Supervisor
 from trireme.config.trainer import Checkpoints
-from trireme.config.written import write_run
 from trireme.monitor.metrics import Row, read_metrics
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.doctor.finding import Case, Finding, of, ok, problem, skipped, warning

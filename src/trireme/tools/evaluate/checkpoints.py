@@ -8,13 +8,13 @@ from pathlib import Path
 from trireme.algo.compare import first_difference
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, step_folder, step_of
-from trireme.config.eval import EvalConfig, as_the_run, named
+from trireme.config.files import find_run_file, read_run
 from trireme.config.problems import raise_together
 from trireme.config.rules_evaluation import measures
 from trireme.config.run import RunConfig
-from trireme.config.written import find_run_file, read_run
 from trireme.journal.versions import Versions
 from trireme.messages import TensorSpec
+from trireme.tools.evaluate.eval_config import EvalConfig, as_the_run, named
 
 SHOWN = 20
 

@@ -23,22 +23,22 @@ from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.log import start_logging
 from trireme.base.waiting import Waits
-from trireme.config.endpoints import Endpoint, find_endpoint, key_for_address
-from trireme.config.eval import EvalConfig, named
+from trireme.config.arguments import json_table, positive_int
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.orchestrator import Sampling
 from trireme.config.problems import raise_together
 from trireme.config.resolve import updated
 from trireme.config.rules_evaluation import measures
 from trireme.config.run import RunConfig
-from trireme.config.typed import json_table, positive_int
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import AnswersFile
 from trireme.tools.environments.check import OpenPolicy
 from trireme.tools.environments.check_progress import CheckProgress
 from trireme.tools.environments.check_rollouts import CheckPolicy
 from trireme.tools.environments.policy import PolicyWanted, build_opener
+from trireme.tools.evaluate.endpoints import Endpoint, find_endpoint, key_for_address
 from trireme.tools.evaluate.environments import Loading, alone_in, found, install
+from trireme.tools.evaluate.eval_config import EvalConfig, named
 from trireme.tools.evaluate.report import conversation_of, text_of
 from trireme.tools.evaluate.rollouts import Evaluating, wanted_of
 from trireme.tools.evaluate.session import Session, all_answers, answer_missing, num_failed

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 from trireme.base.errors import ConfigError
 from trireme.base.network import is_loopback
 from trireme.base.token import TOKEN
-from trireme.config.endpoints import key_for_address
-from trireme.config.eval import EvalConfig
 from trireme.orchestrator.environments.pool import Environment
+from trireme.tools.evaluate.endpoints import key_for_address
+from trireme.tools.evaluate.eval_config import EvalConfig
 
 
 def key_of(config: EvalConfig) -> str | None:

@@ -24,7 +24,6 @@ from trireme.base.network import is_loopback
 from trireme.base.paths import atomic_write, step_folder
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
-from trireme.config.eval import EvalConfig, with_environments
 from trireme.config.load import load_config
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
@@ -39,6 +38,7 @@ from trireme.tools.environments.check_progress import CheckProgress
 from trireme.tools.evaluate.checkpoints import Plan, read_plan
 from trireme.tools.evaluate.engine import EngineState, EvaluatedEngine
 from trireme.tools.evaluate.environments import Loading, alone_in, found, install
+from trireme.tools.evaluate.eval_config import EvalConfig, with_environments
 from trireme.tools.evaluate.loader import Loader
 from trireme.tools.evaluate.report import as_json, mean_reward, to_table
 from trireme.tools.evaluate.rollouts import Evaluating, wanted_of

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trireme.config.fields import fields_of
+from trireme.config.files import toml_value
 from trireme.config.orchestrator import Sampling
 from trireme.config.run import RunConfig
+from trireme.config.section import fields_of
 from trireme.config.trainer import Lora
-from trireme.config.written import toml_value
 from trireme.tools.formats.flat_file import Common
 from trireme.tools.formats.translation import Reader, Sheet
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trireme.config.files import to_toml, toml_value
 from trireme.config.problems import raise_together
 from trireme.config.section import Section
-from trireme.config.written import to_toml, toml_value
 
 
 @dataclass(frozen=True)

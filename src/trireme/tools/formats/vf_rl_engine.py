@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from trireme.config.files import toml_value
 from trireme.config.orchestrator import OrchestratorConfig
-from trireme.config.written import toml_value
 from trireme.tools.formats.translation import Reader, Sheet
 from trireme.tools.formats.vf_rl_file import VfArgs, VfRl
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trireme.base.errors import ConfigError
-from trireme.config.gepa import GepaConfig
 from trireme.orchestrator.environments.wire import Split
+from trireme.tools.gepa.config import GepaConfig
 
 Purpose = Literal["train", "validation", "test"]
 PURPOSES: tuple[Purpose, ...] = ("train", "validation", "test")

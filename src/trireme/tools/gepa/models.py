@@ -12,8 +12,6 @@ from typing import Any
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
-from trireme.config.endpoints import KEY_VARIABLE, find_endpoint, key_for_address
-from trireme.config.gepa import REFLECTION_ENGINE, GepaConfig
 from trireme.config.orchestrator import Sampling
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
@@ -24,6 +22,8 @@ from trireme.tools.environments.check_engine import open_engine_policy
 from trireme.tools.environments.check_progress import CheckProgress
 from trireme.tools.environments.check_rollouts import CheckPolicy
 from trireme.tools.environments.policy import PolicyWanted, build_opener, engine_config
+from trireme.tools.evaluate.endpoints import KEY_VARIABLE, find_endpoint, key_for_address
+from trireme.tools.gepa.config import REFLECTION_ENGINE, GepaConfig
 from trireme.tools.gepa.optimize import Models, OpenModels
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
-from trireme.config.gepa import GepaConfig
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.venv import EnvironmentSource
 from trireme.tools.environments.check_progress import CheckProgress
 from trireme.tools.environments.check_rollouts import CheckPolicy
+from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.examples import PURPOSES, Drawn, draw_examples
 from trireme.tools.gepa.feedback import has_column
 from trireme.tools.gepa.journal import Journal, Scored

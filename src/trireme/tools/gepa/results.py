@@ -12,7 +12,7 @@ from typing import Any
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
-from trireme.config.gepa import REFLECTION_ENGINE, GepaConfig
+from trireme.tools.gepa.config import REFLECTION_ENGINE, GepaConfig
 from trireme.tools.gepa.examples import Drawn, Example
 from trireme.tools.gepa.journal import REFLECTIONS, ROLLOUTS
 from trireme.tools.gepa.search import Found

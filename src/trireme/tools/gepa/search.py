@@ -19,8 +19,8 @@ from gepa.core.state import GEPAState
 from gepa.strategies.instruction_proposal import InstructionProposalSignature
 
 from trireme.base.errors import Refused
-from trireme.config.gepa import GepaConfig
 from trireme.tools.gepa.bridge import Bridge
+from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.examples import Drawn, Example
 from trireme.tools.gepa.feedback import feedback_on
 from trireme.tools.gepa.journal import Journal, Reflected, Scored, name_of

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
+from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
-from trireme.config.written import find_run_file, read_run
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord
 from trireme.monitor.metrics import Row, latest_by_step, read_metrics

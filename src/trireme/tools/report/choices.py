@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from trireme.config.files import to_table, to_toml, without_secrets
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
 from trireme.config.sft import SftConfig
-from trireme.config.written import to_table, to_toml, without_secrets
 
 OWN = (
     *("name", "output_dir", "resume", "ports", "hosts", "wandb", "dashboard"),

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from trireme.base.paths import RunPaths, step_of
+from trireme.config.files import find_run_file, read_run, read_table
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.written import find_run_file, read_run, read_table
 from trireme.journal.journal import Journal
 from trireme.journal.surroundings import read_surroundings
 from trireme.monitor.metrics import Row, read_metrics

@@ -12,11 +12,10 @@ from pydantic import PositiveFloat, PositiveInt
 
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
-from trireme.config.fields import as_flag
 from trireme.config.orchestrator import Environment, Evaluation, Sampling
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.config.section import Section
+from trireme.config.section import Section, as_flag
 
 
 class Client(Section):

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trireme.base.errors import ConfigError
-from trireme.config.written import read_table
+from trireme.config.files import read_table
 
 PLACES = tuple(Path(name) for name in ("configs/endpoints.toml", "configs/endpoints.py", "endpoints.toml"))
 DEFAULT = "default"

@@ -1,4 +1,4 @@
-"""Configurations on disk: how files are read, and how a resolved run is written and read back."""
+"""Configuration files: read TOML and JSON, write a resolved run and read it back."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from pydantic import ValidationError
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, atomic_write
-from trireme.config.fields import fields_of
 from trireme.config.run import RunConfig
-from trireme.config.section import Section
+from trireme.config.section import Section, fields_of
 
-Room = Literal["trainer", "orchestrator", "inference"]
-ROOMS: tuple[Room, ...] = ("trainer", "orchestrator", "inference")
+ProcessName = Literal["trainer", "orchestrator", "inference"]
+PROCESSES: tuple[ProcessName, ...] = ("trainer", "orchestrator", "inference")
 
 NONE = "none"  # what flags and files say for "nothing"; TOML has no word of its own
 
@@ -102,7 +101,7 @@ def read_run(root: type[AnyConfig], file: Path) -> AnyConfig:
         ) from None
 
 
-def write_rooms(config: RunConfig, folder: Path, rooms: tuple[Room, ...] = ROOMS) -> list[Path]:
+def write_rooms(config: RunConfig, folder: Path, rooms: tuple[ProcessName, ...] = PROCESSES) -> list[Path]:
     """`trainer.toml` and so on: each starts its process alone, as `uv run trainer @ trainer.toml`."""
     tables = {folder / f"{room}.toml": room_table(config, room) for room in rooms}
     for file, table in tables.items():
@@ -110,10 +109,10 @@ def write_rooms(config: RunConfig, folder: Path, rooms: tuple[Room, ...] = ROOMS
     return list(tables)
 
 
-def room_table(config: RunConfig, room: Room) -> dict[str, Any]:
+def room_table(config: RunConfig, room: ProcessName) -> dict[str, Any]:
     """One process's view: its own table on top, the run's keys beside it where it has none of that name."""
     whole = to_table(config)
-    shared = {key: value for key, value in whole.items() if key not in ROOMS}
+    shared = {key: value for key, value in whole.items() if key not in PROCESSES}
     return shared | whole[room]
 
 
@@ -177,7 +176,7 @@ def toml_value(value: Any) -> str:
     return NONE if value is None else str(value)
 
 
-def find_run_file(run: Path, room: Room) -> Path:
+def find_run_file(run: Path, room: ProcessName) -> Path:
     """What `rl` wrote, or `room` where it was started alone; the newer one where there are both.
 
     Raises: ConfigError where the folder is not a run's.

@@ -1,13 +1,12 @@
-"""`--help`: every key with its type, its default and its sentence, straight from the schema."""
+"""The reference of all keys, generated from the models: `--help`."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
 
-from trireme.config.fields import Field, fields_of, find
-from trireme.config.section import Section
-from trireme.config.written import ROOMS, toml_value
+from trireme.config.files import PROCESSES, toml_value
+from trireme.config.section import Field, Section, fields_of, find
 
 _WIDTH = 110
 
@@ -18,7 +17,7 @@ def manual(root: type[Section], invocation: type[Section], *, section: str | Non
     if room and room.section:
         blocks += _tables(room.section, "")
         blocks.append("The rest is shared by the whole run; `rl --help` lists the other processes' tables.")
-        blocks += _tables(root, "", leave_out=(*ROOMS, *fields_of(room.section)))
+        blocks += _tables(root, "", leave_out=(*PROCESSES, *fields_of(room.section)))
     else:
         blocks += _tables(root, "")
     return "\n\n".join(blocks)
