@@ -26,11 +26,11 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
 from trireme.messages import Live, Ok, PolicyReady, PolicySent, Probe, Request, TensorSpec, encode
-from trireme.orchestrator.answers import Peers
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.worker_process import RolloutFailed
 from trireme.orchestrator.status import STUCK_S, Status, serve_status
+from trireme.orchestrator.trainer_requests import Peers
 from trireme.transport import control
 from trireme.transport.control import ControlClient, NoQuestion, read_question
 from trireme.transport.sanity import check_digests, check_request

@@ -26,10 +26,11 @@ from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.versions import Versions
 from trireme.messages import Again, Done, GetBatch, Go, Live, NotYet, Publish, Refusal
-from trireme.orchestrator.answers import Answers, Peers
 from trireme.orchestrator.engines.keeper import keep_engines
 from trireme.orchestrator.engines.pool import KEEP_IDLE_S, InferencePool, OverlongPrompt, open_inference_pool
+from trireme.orchestrator.trainer_requests import Peers, TrainerRequests
 from trireme.orchestrator.weights.policy import Policy
+from trireme.orchestrator.weights.update import WeightUpdates
 from whole_run import build_config, run
 
 END = 2
@@ -48,6 +49,7 @@ class Stage:
     life: AsyncExitStack
     pool: InferencePool
     policy: Policy
+    updates: WeightUpdates
     keeping: asyncio.Task
     attempts: int = 0
 
@@ -62,7 +64,7 @@ class Stage:
     async def announce(self, version: int, attempt: int = 1, *, incarnation: str = "one") -> Any:
         """Asks as the trainer does: until there is an answer."""
         message = ready_message(self.config, version, attempt, incarnation=incarnation)
-        while isinstance(reply := await self.policy.ready(message), NotYet):
+        while isinstance(reply := await self.updates.ready(message), NotYet):
             pass
         return reply
 
@@ -71,7 +73,7 @@ class Stage:
         if not message.payload:
             for _ in self.pool.reachable():
                 self.wire.send(go.epoch, message.digests)
-        while isinstance(reply := await self.policy.sent(message), NotYet):
+        while isinstance(reply := await self.updates.sent(message), NotYet):
             pass
         return reply
 
@@ -107,15 +109,15 @@ def hold_probe(engine: FakeEngine) -> asyncio.Event:
 @asynccontextmanager
 async def open_policy(
     config: RunConfig, urls: list[str], *, offers: bool = False, start_timeout_s: float = 20, max_concurrent: int = 64
-) -> AsyncIterator[tuple[InferencePool, Policy, asyncio.Task]]:
+) -> AsyncIterator[tuple[InferencePool, Policy, WeightUpdates, asyncio.Task]]:
     """As an orchestrator has it that has just been started."""
     waits = Waits("orchestrator")
     sizes = {"max_model_len": 64, "timeout_s": 20, "max_concurrent": max_concurrent}
     async with open_inference_pool(urls, waits=waits, **sizes) as pool:  # type: ignore[arg-type]
-        policy = Policy(pool, config.weight_broadcast, waits, Versions(config.paths.journal), offers=offers)
+        policy = Policy(pool, waits, Versions(config.paths.journal), offers=offers)
         pool.retry_s = pool.health_interval_s = 0.01
-        keeping = asyncio.create_task(keep_engines(pool, policy.judge, start_timeout_s=start_timeout_s))
-        yield pool, policy, keeping
+        keeping = asyncio.create_task(keep_engines(pool, policy.admit, start_timeout_s=start_timeout_s))
+        yield pool, policy, WeightUpdates(policy, config.weight_broadcast), keeping
         keeping.cancel()
         await asyncio.wait([keeping])
 
@@ -174,9 +176,9 @@ def test_a_version_is_live_once_it_is_sent_and_confirmed_and_not_before(tmp_path
         assert await stage.send(go, attempt=2) == Live(version=1)
         assert (stage.policy.version, stage.engine.version, stage.engine.paused) == (1, 1, False)
         assert stage.engine.weights == digests_of(1)
-        took = stage.policy.take_seconds()
+        took = stage.updates.take_seconds()
         assert took["time/update_weights"] > took["time/engines_paused"] > took["time/engines_load"] > 0
-        assert set(stage.policy.take_seconds().values()) == {0.0}
+        assert set(stage.updates.take_seconds().values()) == {0.0}
 
     on_stage(tmp_path, play, is_live=False, kind=kind, has_room=has_room)
 
@@ -194,7 +196,7 @@ def test_before_a_version_is_confirmed_requests_wait_in_engines_or_in_synchronou
         await until(lambda: not offers or stage.engine.requests)
         await asyncio.sleep(0.02)
         assert len(stage.engine.requests) == stage.policy.offered == (1 if offers else 0)
-        reply = await stage.policy.sent(sent_message(stage.config, 1, stage.attempts))
+        reply = await stage.updates.sent(sent_message(stage.config, 1, stage.attempts))
         assert reply == NotYet(note="engines are probed")
         assert (stage.policy.version, sending.done(), asking.done()) == (0, False, False)
         release.set()
@@ -244,13 +246,32 @@ async def test_an_engine_that_died_with_what_it_had_taken_in_makes_the_trainer_b
     assert "died before all was loaded" in reply.reason
 
 
+@pytest.mark.parametrize("failure", [PeerDied("the engine is gone"), RuntimeError("a mistake of ours")])
+def test_a_trainer_that_has_yet_to_send_hears_at_once_that_an_engine_cannot_receive(tmp_path, monkeypatch, failure):
+    async def fail(*_):
+        raise failure
+
+    async def play(stage):
+        monkeypatch.setattr("trireme.orchestrator.weights.update.receives_ahead", fail)
+        assert isinstance(await stage.announce(1), Go)
+        await asyncio.sleep(0.05)
+        return await stage.announce(1)
+
+    reply = on_stage(tmp_path, play)
+    if isinstance(failure, PeerDied):
+        assert reply == Again(reason="the engine is gone")
+    else:
+        assert isinstance(reply, Refusal)
+        assert "a mistake of ours" in reply.error
+
+
 @staged(is_live=False)
 async def test_a_question_that_is_asked_twice_gets_the_same_answer_and_does_nothing_twice(stage):
     first, second = await asyncio.gather(stage.announce(0), stage.announce(0))
     assert first == second == await stage.announce(0)
     again = sent_message(stage.config, 0)
-    lives = await asyncio.gather(stage.send(first), stage.policy.sent(again), stage.policy.sent(again))
-    assert [*lives, await stage.policy.sent(again)] == [Live(version=0)] * 4
+    lives = await asyncio.gather(stage.send(first), stage.updates.sent(again), stage.updates.sent(again))
+    assert [*lives, await stage.updates.sent(again)] == [Live(version=0)] * 4
     assert await stage.announce(0) == first
     once, twice = await asyncio.gather(stage.announce(1), stage.announce(1))
     assert once == twice
@@ -275,7 +296,7 @@ def test_weights_that_are_not_the_trainers_are_refused_and_never_live(tmp_path, 
         assert isinstance(reply, Refusal)
         assert (stage.policy.version, stage.pool.engines[0].state) == (-1, "quarantined")
         with pytest.raises(WeightsMismatch, match=words):
-            await stage.policy.failure
+            await stage.updates.failure
         return reply.error
 
     assert "127.0.0.1" in on_stage(tmp_path, play, is_live=False, **knobs)
@@ -286,7 +307,7 @@ async def test_a_probe_with_a_number_that_is_none_is_refused(stage):
     go, sent = await stage.announce(0), sent_message(stage.config, 0)
     stage.wire.send(go.epoch, sent.digests)
     probe = msgspec.structs.replace(sent.probe, logprobs=[*sent.probe.logprobs[:-1], math.nan])
-    assert "by up to nan" in (await stage.policy.sent(msgspec.structs.replace(sent, probe=probe))).error
+    assert "by up to nan" in (await stage.updates.sent(msgspec.structs.replace(sent, probe=probe))).error
 
 
 def test_no_rollout_of_a_version_that_is_found_wrong_gets_into_the_journal(tmp_path):
@@ -306,7 +327,7 @@ def test_no_rollout_of_a_version_that_is_found_wrong_gets_into_the_journal(tmp_p
 async def test_a_held_version_stays_until_it_is_let_go(stage):
     async with stage.policy.held() as version:
         announcing = asyncio.create_task(stage.announce(1))
-        reply = await stage.policy.ready(ready_message(stage.config, 1))
+        reply = await stage.updates.ready(ready_message(stage.config, 1))
         assert reply == NotYet(note="an evaluation is running")
         assert (version, stage.policy.version, stage.engine.paused) == (0, 0, False)
     assert isinstance(await announcing, Go)
@@ -352,9 +373,9 @@ def test_after_a_failed_transfer_the_next_trainer_is_asked_for_what_was_confirme
             assert isinstance(await sending, Again)
         else:
             await asyncio.sleep(0)
-        assert (await stage.policy.trainer_started()).version == 0
+        assert (await stage.updates.trainer_started()).version == 0
         await sending
-        assert "came up without weights" in stage.policy.needs_weights(0)
+        assert "came up without weights" in stage.updates.needed(0).reason
 
     on_stage(tmp_path, play)
 
@@ -362,7 +383,7 @@ def test_after_a_failed_transfer_the_next_trainer_is_asked_for_what_was_confirme
 @staged(is_live=False)
 async def test_what_an_orchestrator_that_is_no_more_had_begun_is_asked_for_again_and_its_paused_engine_goes_on(stage):
     stage.engine.running.clear()
-    reply = await stage.policy.sent(sent_message(stage.config, 5))
+    reply = await stage.updates.sent(sent_message(stage.config, 5))
     assert reply == Again(reason="version 5 was announced to an orchestrator that is no more")
     assert await stage.publish(5) == Live(version=5)
     assert not stage.engine.paused
@@ -371,9 +392,11 @@ async def test_what_an_orchestrator_that_is_no_more_had_begun_is_asked_for_again
 @staged()
 async def test_a_trainer_stays_while_an_engine_lacks_its_weights_and_that_of_another_run_is_refused(stage):
     journal, scheduler = Journal(stage.config.paths.journal), SimpleNamespace(next_batch=3)
-    answers = Answers(stage.config, journal, stage.policy, scheduler, Peers(), Waits("orchestrator"))
+    answers = TrainerRequests(
+        stage.config, journal, stage.policy, stage.updates, scheduler, Peers(), Waits("orchestrator")
+    )
     stage.engine.version = -1
-    await until(lambda: stage.policy.needs_weights(0))
+    await until(lambda: stage.updates.needed(0))
     assert isinstance(await answers(Done(run_id=stage.config.run_id, version=0)), Publish)
     error = (await answers(GetBatch(run_id="/runs/other", step=0, rank=0, world=1))).error
     assert "/runs/other" in error
@@ -393,7 +416,7 @@ async def test_an_engine_may_stay_away_for_long_also_during_an_update_and_across
     stage.keeping.cancel()
     urls = [engine.url for engine in stage.engines]
     async with open_policy(stage.config, urls, start_timeout_s=SHORT_S) as opened:
-        stage.pool, stage.policy, keeping = opened
+        stage.pool, stage.policy, stage.updates, keeping = opened
         await until(lambda: stage.states[0] == ("live", 1))  # it serves what was confirmed
         await asyncio.sleep(2 * SHORT_S)
         assert await stage.publish(2) == Live(version=2)
@@ -405,7 +428,7 @@ async def test_an_engine_may_stay_away_for_long_also_during_an_update_and_across
 async def test_a_run_begins_with_all_of_its_engines_or_says_which_one_is_missing(stage):
     await stage.kill()
     urls = [engine.url for engine in stage.engines]
-    async with open_policy(stage.config, urls, start_timeout_s=SHORT_S) as (_, _, keeping):
+    async with open_policy(stage.config, urls, start_timeout_s=SHORT_S) as (*_, keeping):
         await asyncio.wait([keeping])
         assert f"{urls[1]} to come up" in str(keeping.exception().exceptions[0])
 
@@ -564,7 +587,7 @@ async def test_an_answer_by_weights_that_nobody_confirmed_is_thrown_away_and_ask
     turn = asyncio.create_task(stage.pool.generate([5], {}))
     await until(lambda: stage.pool.engines[0].life == 2)  # suspected at once, whatever the interval
     assert (len(stage.engine.requests), stage.pool.interruptions) == (1, 1)
-    await until(lambda: stage.policy.needs_weights(0))
+    await until(lambda: stage.updates.needed(0))
     await stage.publish(0)
     assert (await turn).versions == [0, 0]
 

@@ -23,8 +23,8 @@ from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.inference.server import server_arguments
 from trireme.launch.standing import look_at
-from trireme.orchestrator.answers import Peers
 from trireme.orchestrator.status import Status, build_app
+from trireme.orchestrator.trainer_requests import Peers
 from trireme.tools.dashboard.pulse import ask_status
 from trireme.transport.bearer import RequireToken
 

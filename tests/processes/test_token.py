@@ -29,10 +29,10 @@ from trireme.base.token import TOKEN
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.messages import WIRE_VERSION, Done, Ok, Request, encode
-from trireme.orchestrator.answers import Peers
 from trireme.orchestrator.engines.keeper import world_size
 from trireme.orchestrator.engines.pool import open_inference_pool
 from trireme.orchestrator.status import Status, build_app
+from trireme.orchestrator.trainer_requests import Peers
 from trireme.transport.bearer import RequireToken
 from trireme.transport.control import ControlClient
 from trireme.transport.curve import as_asker, pair_of

@@ -30,10 +30,10 @@ from trireme.launch.folder import launcher_of
 from trireme.messages import WIRE_VERSION, GetNewest, encode
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Progress
-from trireme.orchestrator.answers import Peers
 from trireme.orchestrator.engines.responses import BadAnswer, choice_of, prompt_logprobs_of, read_message, read_response
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.status import Status, build_app
+from trireme.orchestrator.trainer_requests import Peers
 from trireme.transport.control import NoQuestion, read_question
 
 WORDS = """

@@ -32,7 +32,6 @@ from trireme.journal.rules import rules_of
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
 from trireme.monitor.spans import open_spans
-from trireme.orchestrator.answers import Answers, Peers
 from trireme.orchestrator.batch_metrics import merged, metrics_in_parts, state_metrics
 from trireme.orchestrator.batcher import Batcher, Filled
 from trireme.orchestrator.buffer import Buffer
@@ -49,8 +48,10 @@ from trireme.orchestrator.rollout.runner import RolloutRunner
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.status import Status, serve_status
 from trireme.orchestrator.teacher import open_teacher
+from trireme.orchestrator.trainer_requests import Peers, TrainerRequests
 from trireme.orchestrator.watcher import Watcher
 from trireme.orchestrator.weights.policy import Policy
+from trireme.orchestrator.weights.update import WeightUpdates
 from trireme.transport.control import ControlServer
 
 log = get_logger("orchestrator")
@@ -87,7 +88,7 @@ async def drive(o: Orchestrator) -> None:
     """From the next batch to the last one."""
     async with asyncio.TaskGroup() as tasks:
         background = [
-            tasks.create_task(o.control.serve(o.answers)),
+            tasks.create_task(o.control.serve(o.requests)),
             tasks.create_task(o.status.keep_beating()),
             tasks.create_task(o.keep_engines()),
             tasks.create_task(o.scheduler.run()),
@@ -120,12 +121,13 @@ class Orchestrator:
     pool: InferencePool
     journal: Journal
     policy: Policy
+    updates: WeightUpdates
     buffer: Buffer
     scheduler: Scheduler
     batcher: Batcher
     evaluator: Evaluator
     control: ControlServer
-    answers: Answers
+    requests: TrainerRequests
     peers: Peers
     metrics: MetricsFile
     watcher: Watcher
@@ -154,10 +156,10 @@ class Orchestrator:
         record = self._close(step, batch, metrics)
         await self._commit(record)
         self.scheduler.batch_closed()
-        self.answers.batch_closed()
+        self.requests.batch_closed()
         metrics = record.metrics | self.environment_counts.take()
         metrics |= {"time/fill_batch": filled - began, "time/journal": time.perf_counter() - filled}
-        return metrics | self.policy.take_seconds() | {"perf/engine_idle_frac": self.lanes.idle_frac()}
+        return metrics | self.updates.take_seconds() | {"perf/engine_idle_frac": self.lanes.idle_frac()}
 
     def _close(self, step: int, batch: Filled, metrics: dict[str, float]) -> BatchRecord:
         """Nothing may come in between: groups that are taken from now on are taken after this batch was closed."""
@@ -195,11 +197,11 @@ class Orchestrator:
     async def keep_engines(self) -> None:
         if self.status.state == "starting":  # a run that only lacks its end is "finishing" by now
             self.status.state = "running"
-        await keep_engines(self.pool, self.policy.judge, start_timeout_s=self.config.inference.start_timeout_s)
+        await keep_engines(self.pool, self.policy.admit, start_timeout_s=self.config.inference.start_timeout_s)
 
     async def fail_with_policy(self) -> None:
         """Raises what makes the live weights untrustworthy."""
-        await self.policy.failure
+        await self.updates.failure
 
     async def finish(self, evaluation: asyncio.Task) -> None:
         """The last version live and evaluated; then the trainer, which might have been needed till then, may leave."""
@@ -264,14 +266,8 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
         environments = await _open_environments(config, orchestrator.env, stack, waits)
         evaluated = await _environments_to_evaluate(config, environments, stack, waits)
         versions = Versions(config.paths.journal)
-        policy = Policy(
-            pool,
-            config.weight_broadcast,
-            waits,
-            versions,
-            offers=not config.synchronous,
-            disk_timeout_s=config.disk_timeout_s,
-        )
+        policy = Policy(pool, waits, versions, offers=not config.synchronous, disk_timeout_s=config.disk_timeout_s)
+        updates = WeightUpdates(policy, config.weight_broadcast)
         buffer = Buffer(
             {name: environment.num_train for name, environment in environments.items()}, rules_of(config), state
         )
@@ -293,12 +289,13 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
             pool=pool,
             journal=journal,
             policy=policy,
+            updates=updates,
             buffer=buffer,
             scheduler=scheduler,
             batcher=Batcher(config, scheduler, state, teacher=teacher),
             evaluator=evaluator,
             control=control,
-            answers=Answers(config, journal, policy, scheduler, peers, waits),
+            requests=TrainerRequests(config, journal, policy, updates, scheduler, peers, waits),
             peers=peers,
             metrics=metrics,
             watcher=watcher,

@@ -23,9 +23,9 @@ from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
 from trireme.messages import Heartbeat
 from trireme.monitor.collapse import Warned
-from trireme.orchestrator.answers import Peers
 from trireme.orchestrator.engines.pool import InferencePool
 from trireme.orchestrator.scheduler import Scheduler
+from trireme.orchestrator.trainer_requests import Peers
 from trireme.orchestrator.watcher import Watcher
 from trireme.orchestrator.weights.policy import Policy
 from trireme.transport.bearer import RequireToken

@@ -1,4 +1,4 @@
-"""One transfer of one version to the engines.
+"""Weight updates: what the orchestrator answers to the trainer, and what it makes of each attempt at a version.
 
 trainer                      orchestrator                         engines
   PolicyReady(n+1)  ------>    waits for a running evaluation
@@ -9,66 +9,196 @@ trainer                      orchestrator                         engines
                                tells them to load        ------>  load
                                compares digests          <------  digests
                                resumes, probes           <------  logprobs of a fixed prompt
-                               writes down that it is so
+                               writes the confirmation to disk
   <-----------------  Live     version = n+1
 
-Engines that have no room for all of it beside what they serve load what comes while it comes, and are paused before
-anything is sent. An engine that dies on the way makes the trainer begin again (`Again`), with the engines that are
-there then.
+An engine without room for both versions loads tensors while they come, and is paused before anything is sent. An engine
+that fails on the way makes the trainer begin again (`Again`), with the engines that are there then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from trireme.algo.adapter_names import is_of_adapter
 from trireme.algo.compare import first_difference
-from trireme.base.errors import PeerDied, WeightsMismatch
+from trireme.base.errors import PeerDied, TriremeError, WeightsMismatch
 from trireme.base.faults import reach
-from trireme.messages import PULLED_KINDS, Go, Live, PolicyReady, PolicySent, Probe, TensorSpec
+from trireme.base.log import get_logger
+from trireme.config.run import WeightBroadcast
+from trireme.messages import (
+    PULLED_KINDS,
+    Again,
+    Go,
+    Live,
+    Newest,
+    NotYet,
+    PolicyReady,
+    PolicySent,
+    Probe,
+    Publish,
+    Refusal,
+    Reply,
+)
 from trireme.orchestrator.engines.pool import Engine
 from trireme.orchestrator.weights.adapters import load_adapter, name_adapter
 from trireme.orchestrator.weights.pause import pausing, receives_ahead
+from trireme.orchestrator.weights.policy import Policy
+from trireme.transport.control import within_patience
+from trireme.transport.sanity import check_digests
 
-if TYPE_CHECKING:
-    from trireme.orchestrator.weights.policy import Policy
+log = get_logger("policy")
 
 Found = TypeVar("Found")
-
-Peers = frozenset[tuple[str, int]]
-"""Engines by address and life: who must be in a transfer's group."""
 
 
 @dataclass
 class UpdateSeconds:
-    """What updates took; of what each engine does by itself, the mean of all."""
+    """Time that updates took. Of what each engine does by itself: the mean over the engines."""
 
     in_all: float = 0.0  # from the trainer's announcement to the confirmation on disk
-    paused: float = 0.0  # requests stood still
-    loading: float = 0.0  # meanwhile, for the tensors, and for what vLLM makes of them
+    paused: float = 0.0  # requests were frozen
+    loading: float = 0.0  # part of `paused`: tensors arrived and vLLM processed them
+
+
+class WeightUpdates:
+    """Answers what the trainer asks about versions. At most one update is under way."""
+
+    def __init__(self, policy: Policy, config: WeightBroadcast) -> None:
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises WeightsMismatch once an engine was found to serve other weights than the trainer's."""
+        self._policy = policy
+        self._config = config
+        self._update: Update | None = None
+        self._spent = UpdateSeconds()
+
+    async def ready(self, message: PolicyReady) -> Reply:
+        """Answer `PolicyReady`. The same attempt gets the same answer; a new one replaces the attempt before."""
+        while self._update is None or not self._update.is_for(message):
+            before = self._update
+            if before is not None and before.is_later_than(message):
+                return Refusal(error=f"attempt {message.attempt} at version {message.version} has been superseded")
+            if before is not None:
+                await before.abandon()
+            if self._update is before:  # else the same question, asked twice, has begun the update meanwhile
+                self._update = Update(self._policy, self._config, message, before, self._spent)
+        update = self._update
+        if (failure := update.failure_before_sent()) is not None:
+            return _answer_failure(failure)
+        if not await within_patience(update.prepared):
+            return NotYet(note=update.note)
+        return self._answer(update.prepared)
+
+    async def sent(self, message: PolicySent) -> Reply:
+        """Answer `PolicySent`."""
+        update = self._update
+        if update is None or (update.message.version, update.message.attempt) != (message.version, message.attempt):
+            return Again(reason=f"version {message.version} was announced to an orchestrator that is no more")
+        if problem := check_digests(update.message, message):
+            return Refusal(error=problem)
+        confirmed = update.confirm(message)
+        if not await within_patience(confirmed):
+            return NotYet(note=update.note)
+        return self._answer(confirmed)
+
+    def _answer(self, task: asyncio.Task[Go] | asyncio.Task[Live] | asyncio.Task[Go | Live]) -> Reply:
+        error = task.exception()
+        if error is None:
+            return task.result()
+        if isinstance(error, WeightsMismatch) and not self.failure.done():
+            self.failure.set_exception(error)
+            self.failure.exception()  # mark it as retrieved: the trainer gets the same error in its `Refusal`
+        return _answer_failure(error)
+
+    async def trainer_started(self) -> Newest:
+        """Answer `GetNewest`. A new trainer neither finishes nor repeats what the one before was sending."""
+        update = self._update
+        if update is not None and update.is_confirming:
+            update.when_confirmed_or_failed(lambda: self._forget_if_failed(update))
+        elif update is not None:
+            await update.abandon()
+            self._forget_if_failed(update)
+        return self._policy.newest
+
+    def _forget_if_failed(self, update: Update) -> None:
+        """Engines that come up after this are given the version that was confirmed last."""
+        if self._update is update and not update.is_confirming:
+            self._update, self._policy.is_moving = None, False
+
+    def needed(self, version: int) -> Publish | None:
+        """Return the request to publish `version` (again), which the trainer has; None where engines need nothing."""
+        newest, update = self._policy.versions.newest, self._update
+        is_confirming = update is not None and update.message.version == version and update.is_confirming
+        if version > newest and not is_confirming:
+            return Publish(reason=f"version {version} was not confirmed")
+        if version < newest or self._policy.is_moving:
+            return None
+        waiting = [engine.url for engine in self._policy.pool.engines if engine.state == "quarantined"]
+        return Publish(reason=f"{', '.join(waiting)} came up without weights") if waiting else None
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return metrics of the updates since the last call."""
+        spent = self._spent
+        metrics = {
+            "time/update_weights": spent.in_all,
+            "time/engines_paused": spent.paused,
+            "time/engines_load": spent.loading,
+        }
+        spent.in_all = spent.paused = spent.loading = 0.0
+        return metrics
+
+
+def _answer_failure(error: BaseException) -> Reply:
+    """Have the trainer begin again, or stop it where another attempt would fail in the same way."""
+    if isinstance(error, TriremeError) and not isinstance(error, PeerDied):
+        return Refusal(error=str(error))
+    if isinstance(error, PeerDied):
+        return Again(reason=str(error))
+    log.error("a weight update failed unexpectedly", exc_info=error)
+    return Refusal(
+        error=f"The orchestrator failed in a weight update: {error!r} - expected engines to load it. Look at the "
+        "traceback in logs/orchestrator.stdout."
+    )
 
 
 class Update:
     """One attempt at one version."""
 
-    def __init__(self, policy: Policy, message: PolicyReady, before: Update | None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: WeightBroadcast,
+        message: PolicyReady,
+        before: Update | None,
+        spent: UpdateSeconds,
+    ) -> None:
+        """
+        Args:
+            before: the attempt before, whose connections are reused where it went well.
+            spent: where the time that it takes is added.
+        """
         self.message = message
         self.note = "an evaluation is running"
         self.epoch = ""
         self._policy = policy
         self._pool = policy.pool
+        self._config = config
         self._before = before
+        self._spent = spent
         self._targets: list[Engine] = []
         self._lives: dict[str, int] = {}
-        self._still_since: dict[str, float] = {}
+        self._peers: frozenset[tuple[str, int]] = frozenset()  # address and life of each engine in the transfer's group
+        self._joins = True  # a new group; else that of the attempt before
+        self._paused_since: dict[str, float] = {}
         self._receiving: dict[str, asyncio.Task[bool]] = {}
         self._confirmed: asyncio.Task[Live] | None = None
         self._began = 0.0
@@ -79,58 +209,61 @@ class Update:
         return (own.incarnation, own.version, own.attempt) == (message.incarnation, message.version, message.attempt)
 
     def is_later_than(self, message: PolicyReady) -> bool:
-        """Whether `message` was overtaken on its way by what the same trainer asked later."""
+        """Whether the same trainer has asked for this attempt after `message`, which was overtaken on its way."""
         own = self.message
         return own.incarnation == message.incarnation and own.attempt > message.attempt
 
-    def broken(self) -> BaseException | None:
-        """What has gone wrong already while the trainer has yet to send."""
-        failed = [task for task in self._receiving.values() if task.done() and task.exception() is not None]
-        error = failed[0].exception() if failed else self._gone()
-        return error if isinstance(error, PeerDied) else None
-
-    def _gone(self) -> PeerDied | None:
-        """What an engine has taken in is lost with it, whether or not another has come up in its place."""
-        gone = [engine.url for engine in self._targets if not self._is_there(engine)]
+    def failure_before_sent(self) -> BaseException | None:
+        """Return what has failed while the trainer has yet to send. Any failure counts: sending would be in vain."""
+        for task in self._receiving.values():
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                return error
+        gone = [engine.url for engine in self._targets if not self._is_same_process(engine)]
         return PeerDied(f"{', '.join(gone)} died before all was loaded") if gone else None
 
-    def _is_there(self, engine: Engine) -> bool:
-        """Still the process that this transfer began with."""
+    def _is_same_process(self, engine: Engine) -> bool:
+        """Whether the engine is still the process that this transfer began with. Another one lacks what was sent."""
         return engine.life == self._lives[engine.url] and engine.state != "starting"
 
     @property
     def is_confirming(self) -> bool:
-        """All is sent, so no trainer is needed any more, and nothing has gone wrong since."""
+        """Whether all is sent, so that no trainer is needed any more, and nothing has failed since."""
         task = self._confirmed
         return task is not None and not (task.done() and (task.cancelled() or task.exception() is not None))
 
-    def when_confirmed_or_not(self, call: Callable[[], None]) -> None:
+    def when_confirmed_or_failed(self, call: Callable[[], None]) -> None:
         assert self._confirmed is not None, "all is sent"
         self._confirmed.add_done_callback(lambda _: call())
 
     async def abandon(self) -> None:
-        """Engines that have begun to load stay paused and in quarantine: they may hold half an update."""
-        tasks = [self.prepared, self._confirmed, *self._receiving.values()]
+        """Stop. Engines that have begun to load stay paused and in quarantine: they may hold half an update."""
+        tasks = [task for task in (self.prepared, self._confirmed, *self._receiving.values()) if task is not None]
         for task in tasks:
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._before = None
 
+    # until the trainer may send
+
     async def _prepare(self) -> Go | Live:
-        """Has the engines wait for tensors."""
-        if self.message.everywhere:
+        """Have the engines wait for tensors. `Live` where no engine needs any."""
+        everywhere = self.message.everywhere
+        if everywhere:
             while self._policy.is_held:
                 await asyncio.sleep(0.05)
-            self._policy.leave()
+            self._policy.is_moving = True
         self._began = time.perf_counter()
-        await self._until_engines_are_up()
-        self._targets = self._who_needs_it()
+        # at least one engine, at the start of a run all of them; `engines/health.py` has the deadline for each
+        while everywhere and (not self._pool.reachable() or any(map(self._pool.is_missed, self._pool.engines))):
+            self.note = f"engines come up: {self._pool.describe()}"
+            await asyncio.sleep(0.1)
+        reachable = self._pool.reachable()
+        self._targets = [engine for engine in reachable if everywhere or engine.state == "quarantined"]
         if not self._targets:
             return Live(version=self.message.version)
-        self._lives = {engine.url: engine.life for engine in self._targets}
         self.note = "engines get ready"
-        self._join_or_go_on()
+        self._lives = {engine.url: engine.life for engine in self._targets}
+        self._choose_epoch()
         rank, world_size = 1, 1 + sum(engine.num_workers for engine in self._targets)
         for engine in self._targets:
             self._receiving[engine.url] = asyncio.create_task(self._receive(engine, rank, world_size))
@@ -138,68 +271,48 @@ class Update:
         reach("update.told")
         return Go(version=self.message.version, epoch=self.epoch, world_size=world_size)
 
-    async def _until_engines_are_up(self) -> None:
-        """At least one; at the start of a run all. `InferencePool.keep` has the deadline for each."""
-        while not self._pool.reachable() or any(map(self._pool.is_missed, self._pool.engines)):
-            if not self.message.everywhere:
-                return
-            self.note = f"engines come up: {self._pool.describe()}"
-            await asyncio.sleep(0.1)
-
-    def _who_needs_it(self) -> list[Engine]:
-        engines = self._pool.reachable()
-        return engines if self.message.everywhere else [engine for engine in engines if engine.state == "quarantined"]
-
-    def _join_or_go_on(self) -> None:
-        """The connections of the transfer before can be used again where it went well, between the very same peers."""
+    def _choose_epoch(self) -> None:
+        """Reuse the connections of the attempt before, where it went well between the very same processes."""
         before, self._before = self._before, None
-        peers = frozenset((engine.url, engine.life) for engine in self._targets)
-        self.peers: Peers = peers
-        if before is not None and before.can_be_followed_by(self.message, peers):
+        self._peers = frozenset((engine.url, engine.life) for engine in self._targets)
+        if before is not None and before.can_be_followed_by(self.message, self._peers):
             self.epoch, self._joins = before.epoch, False
-        else:
-            self.epoch, self._joins = self._policy.new_epoch(self.message.incarnation), True
+        else:  # unique: no peer may take another orchestrator's epoch for ours
+            self.epoch, self._joins = f"{self.message.incarnation}/{uuid.uuid4().hex[:12]}", True
+        adapters = [spec for spec in self.message.specs if is_of_adapter(spec.name)]
+        # engines that confirmed the base model in this epoch are sent the adapters alone
+        self._specs = adapters if adapters and not self._joins else self.message.specs
 
-    def can_be_followed_by(self, message: PolicyReady, peers: Peers) -> bool:
-        went_well = self._confirmed is not None and self._confirmed.done() and not self._confirmed.cancelled()
-        return (
-            went_well
-            and self._confirmed is not None
-            and self._confirmed.exception() is None
-            and message.incarnation == self.message.incarnation
-            and peers == self.peers
-        )
+    def can_be_followed_by(self, message: PolicyReady, peers: frozenset[tuple[str, int]]) -> bool:
+        went_well = self._confirmed is not None and self._confirmed.done() and self.is_confirming
+        return went_well and message.incarnation == self.message.incarnation and peers == self._peers
 
     async def _receive(self, engine: Engine, rank_offset: int, world_size: int) -> bool:
-        """Whether it has loaded all of it, or only taken it in."""
+        """Return whether the engine has loaded all of it already, or only taken it in."""
         if self._joins:
-            info = self._join_info(rank_offset, world_size)
+            info = {
+                "kind": self.message.kind,
+                "host": self.message.host,
+                "port": self.message.port,
+                "epoch": self.epoch,
+                "rank_offset": rank_offset,
+                "world_size": world_size,
+                "bucket_bytes": self._config.bucket_mib << 20,
+                "timeout_s": self._config.timeout_s,
+            }
             await self._pool.post(engine, "init_weight_transfer_engine", {"init_info": info})
-        if self.message.kind in PULLED_KINDS or await receives_ahead(self._pool, engine, self._specs()):
+        if self.message.kind in PULLED_KINDS or await receives_ahead(self._pool, engine, self._specs):
             return False
         await self._fetch(engine, {})
         return True
 
-    def _join_info(self, rank_offset: int, world_size: int) -> dict:
-        config = self._policy.config
-        return {
-            "kind": self.message.kind,
-            "host": self.message.host,
-            "port": self.message.port,
-            "epoch": self.epoch,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "bucket_bytes": config.bucket_mib << 20,
-            "timeout_s": config.timeout_s,
-        }
-
     async def _fetch(self, engine: Engine, payload: dict) -> None:
-        """Requests freeze, and it loads."""
+        """Pause the engine and have it load."""
         self._pool.is_given(engine, self.message.version, is_paused=True)
         self._pool.quarantine(engine)
-        info = {"specs": msgspec.to_builtins(self._specs()), "payload": payload}
-        async with pausing(self._pool, engine, timeout_s=self._policy.config.timeout_s):
-            self._still_since[engine.url] = time.perf_counter()
+        info = {"specs": msgspec.to_builtins(self._specs), "payload": payload}
+        async with pausing(self._pool, engine, timeout_s=self._config.timeout_s):
+            self._paused_since[engine.url] = time.perf_counter()
             await self._pool.post(engine, "start_weight_update")
             reach("update.paused")
             with self._loading():
@@ -209,12 +322,9 @@ class Update:
     def _loading(self) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self._policy.spent.loading += (time.perf_counter() - began) / len(self._targets)
+        self._spent.loading += (time.perf_counter() - began) / len(self._targets)
 
-    def _specs(self) -> list[TensorSpec]:
-        """What the trainer sends: adapters alone to engines that have confirmed the base model in this epoch."""
-        adapters = [spec for spec in self.message.specs if is_of_adapter(spec.name)]
-        return adapters if adapters and not self._joins else self.message.specs
+    # once the trainer has sent
 
     def confirm(self, message: PolicySent) -> asyncio.Task[Live]:
         if self._confirmed is None:
@@ -222,9 +332,10 @@ class Update:
         return self._confirmed
 
     async def _confirm(self, message: PolicySent) -> Live:
-        """Raises:
-        WeightsMismatch: an engine holds, or computes with, anything else than was sent.
-        PeerDied: an engine has gone.
+        """
+        Raises:
+            WeightsMismatch: an engine holds, or computes with, anything else than was sent.
+            PeerDied: an engine has gone.
         """
         self.note = "engines load"
         await self._each(self._load, message)
@@ -233,33 +344,32 @@ class Update:
         if self.message.everywhere:  # whatever is sent from now on is answered by the new version
             await self._policy.offer(message.version, self._targets)
         differences = await self._each(self._resume, message)
-        await self._write_down(message, max(differences))
-        self._policy.spent.in_all += time.perf_counter() - self._began
-        confirmed = [engine for engine in self._targets if self._is_there(engine)]  # another one has to be given it
-        live = await self._policy.go_live(message.version, confirmed)
+        reach("version.before_record")
+        await self._policy.record(message.version, self._targets, message.digests, max(differences))
+        reach("version.recorded")
+        self._spent.in_all += time.perf_counter() - self._began
+        confirmed = [engine for engine in self._targets if self._is_same_process(engine)]
+        await self._policy.go_live(message.version, confirmed)
         reach("version.live")
-        return live
+        return Live(version=message.version)
 
     async def _each(self, do: Callable[[Engine, PolicySent], Awaitable[Found]], message: PolicySent) -> list[Found]:
-        """With every engine, and to the end with each: nothing of this attempt goes on beside the next."""
-        tasks = [self._unless_replaced(do, engine, message) for engine in self._targets]
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+        """Do it with every engine, to the end with each: nothing of this attempt overlaps with the next."""
+
+        async def unless_replaced(engine: Engine) -> Found:
+            try:
+                return await do(engine, message)
+            except WeightsMismatch as mismatch:
+                serves = (await self._pool.report(engine)).version
+                if serves != str(message.version):  # the wrong weights are those of a process that was sent nothing
+                    raise PeerDied(f"{engine.url} was replaced meanwhile: it serves version {serves!r}") from mismatch
+                raise
+
+        results = await asyncio.gather(*map(unless_replaced, self._targets), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         for error in sorted(errors, key=lambda error: isinstance(error, PeerDied)):
             raise error
         return [result for result in results if not isinstance(result, BaseException)]
-
-    async def _unless_replaced(
-        self, do: Callable[[Engine, PolicySent], Awaitable[Found]], engine: Engine, message: PolicySent
-    ) -> Found:
-        """Raises PeerDied where the weights that are wrong are those of another process than was given them."""
-        try:
-            return await do(engine, message)
-        except WeightsMismatch as mismatch:
-            serves = (await self._pool.report(engine)).version
-            if serves != str(message.version):
-                raise PeerDied(f"{engine.url} was replaced meanwhile: it serves version {serves!r}") from mismatch
-            raise
 
     async def _load(self, engine: Engine, message: PolicySent) -> None:
         if not await self._receiving[engine.url]:
@@ -268,27 +378,13 @@ class Update:
             await self._pool.post(engine, "finish_weight_update", {"weight_version": str(message.version)})
         await load_adapter(self._pool, engine)
 
-    async def _resume(self, engine: Engine, message: PolicySent) -> float:
-        """Returns how far apart trainer and engine are on the probe."""
-        self.note = "engines are probed"
-        await name_adapter(self._pool, engine)
-        await self._pool.post(engine, "resume")
-        self._policy.spent.paused += (time.perf_counter() - self._still_since[engine.url]) / len(self._targets)
-        self._pool.is_given(engine, message.version)
-        return await self._compare_logprobs(engine, message.version, message.probe)
-
-    async def _write_down(self, message: PolicySent, difference: float) -> None:
-        reach("version.before_record")
-        urls = [engine.url for engine in self._targets]
-        await self._policy.record(message.version, urls, message.digests, difference)
-        reach("version.recorded")
-
     async def _compare_digests(self, engine: Engine, message: PolicySent) -> None:
         for worker, (digests, incomplete) in enumerate(await self._pool.worker_reports(engine)):
             who = f"{engine.url}, worker {worker}"
             if difference := first_difference(message.digests, digests):
                 raise WeightsMismatch(
-                    f"Version {message.version} did not arrive at {who} as it was sent: {difference}."
+                    f"Version {message.version} did not arrive at {who} as it was sent: {difference}. Expected the "
+                    "digests of the trainer. Look at logs/inference.stdout."
                 )
             if incomplete:
                 raise WeightsMismatch(
@@ -296,11 +392,19 @@ class Update:
                     "kept old weights. Expected every tensor of the model. Its log tells more: logs/inference.stdout"
                 )
 
+    async def _resume(self, engine: Engine, message: PolicySent) -> float:
+        """Resume generation, then probe the engine. Returns the largest difference of a logprob."""
+        self.note = "engines are probed"
+        await name_adapter(self._pool, engine)
+        await self._pool.post(engine, "resume")
+        self._spent.paused += (time.perf_counter() - self._paused_since[engine.url]) / len(self._targets)
+        self._pool.is_given(engine, message.version)
+        return await self._compare_logprobs(engine, message.version, message.probe)
+
     async def _compare_logprobs(self, engine: Engine, version: int, probe: Probe) -> float:
-        """Returns the largest difference."""
         theirs = await self._pool.prompt_logprobs(engine, probe.ids)
         worst = float(np.abs(np.subtract(probe.logprobs, theirs)).max())  # NaN where any is
-        tolerance = self._policy.config.probe_tolerance or 1e-3
+        tolerance = self._config.probe_tolerance or 1e-3
         if not worst <= tolerance:
             raise WeightsMismatch(
                 f"{engine.url} does not compute with version {version}: on a fixed prompt its logprobs differ from the "

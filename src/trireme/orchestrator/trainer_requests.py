@@ -1,4 +1,4 @@
-"""What the orchestrator answers when the trainer asks. Every answer is the same however often it is asked for."""
+"""Answers to the trainer's requests. Requests are idempotent: asked again, they get the same answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from trireme.base.faults import reach
-from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
@@ -24,28 +23,26 @@ from trireme.messages import (
     Ok,
     PolicyReady,
     PolicySent,
-    Publish,
     Refusal,
     Reply,
     Request,
 )
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.weights.policy import Policy
+from trireme.orchestrator.weights.update import WeightUpdates
 from trireme.transport.control import PATIENCE_S
 from trireme.transport.sanity import check_request
 
-log = get_logger("answers")
-
 FRESH_S = 10.0
-"""What a process said of itself holds for so long."""
+"""A heartbeat counts for this long."""
 
 
 @dataclass
 class Peers:
-    """What other processes said of themselves, and when."""
+    """The state of the other processes, from their heartbeats."""
 
     heartbeats: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
-    trainer_is_done: bool = False  # it has said so, and waits to be let go
+    trainer_is_done: bool = False  # it has sent `Done`
     trainer_may_leave: asyncio.Event = field(default_factory=asyncio.Event)
     trainer_left: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -56,14 +53,15 @@ class Peers:
         return any(beat.busy and time.monotonic() - at < FRESH_S for at, beat in self.heartbeats.values())
 
 
-class Answers:
-    """Handles one request at a time; may be called concurrently."""
+class TrainerRequests:
+    """Handles one request per call; calls may overlap."""
 
     def __init__(
         self,
         config: RunConfig,
         journal: Journal,
         policy: Policy,
+        updates: WeightUpdates,
         scheduler: Scheduler,
         peers: Peers,
         waits: Waits,
@@ -73,6 +71,7 @@ class Answers:
         self._journal = journal
         self._shares = Shares(journal, config)
         self._policy = policy
+        self._updates = updates
         self._scheduler = scheduler
         self._peers = peers
         self._batch_closed = asyncio.Event()
@@ -94,13 +93,13 @@ class Answers:
             return Refusal(error=problem)
         match request:
             case GetNewest():
-                return await self._policy.trainer_started()
+                return await self._updates.trainer_started()
             case GetBatch():
                 return await self._batch(request)
             case PolicyReady():
-                return await self._policy.ready(request)
+                return await self._updates.ready(request)
             case PolicySent():
-                return await self._policy.sent(request)
+                return await self._updates.sent(request)
             case Heartbeat():
                 self._peers.note(request)
             case Done():
@@ -108,15 +107,15 @@ class Answers:
         return Ok()
 
     def batch_closed(self) -> None:
-        """Wakes whoever waits for a batch."""
+        """Wake the requests that wait for a batch."""
         self._batch_closed.set()
         self._batch_closed = asyncio.Event()
 
     async def _batch(self, request: GetBatch) -> Reply:
-        """The first rank is told where weights are needed first; the others ask after it has its share."""
-        if request.rank == 0 and (reason := self._policy.needs_weights(request.step)):
-            return Publish(reason=reason)
-        if request.rank == 0 and (note := self._policy.is_to_be_served_first(request.step)):
+        """Answer with this rank's share. Rank 0 asks first, and is told instead where engines need weights."""
+        if request.rank == 0 and (publish := self._updates.needed(request.step)):
+            return publish
+        if request.rank == 0 and (note := self._policy.must_be_evaluated_first(request.step)):
             await asyncio.sleep(PATIENCE_S / 2)
             return NotYet(note=note)
         if not self._journal.has(request.step):
@@ -129,10 +128,10 @@ class Answers:
         return await self._shares.by_turns(request.step, rank=request.rank, world=request.world)
 
     async def _done(self, request: Done) -> Reply:
-        """The trainer stays until the last version is evaluated: an engine that comes up without it needs it."""
+        """Let the trainer exit once the last version is evaluated. Until then, an engine may need its weights."""
         self._peers.trainer_is_done = True
-        if reason := self._policy.needs_weights(request.version):
-            return Publish(reason=reason)
+        if publish := self._updates.needed(request.version):
+            return publish
         with suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
                 await self._peers.trainer_may_leave.wait()
