@@ -92,7 +92,7 @@ def test_a_line_after_the_slash_leaves_what_it_says(tmp_path):
             ("paris capital", "2 of 4 rollouts"),
             ("reward<0.95 -is:truncated", "1 of 4 rollouts", "Paris is the capital"),
             ("is:failed", "1 of 4", "1 failed", "timeout: not finished"),
-            ("rewrad<1", "there is no rewrad", "mean reward<1?"),
+            ("rewrad<1", "no field", "mean reward<1?"),
         ):
             await viewer.press("/", "ctrl+u")
             assert in_order(await viewer.type(line), *parts)

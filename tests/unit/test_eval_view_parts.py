@@ -14,13 +14,12 @@ from tokenizers import Tokenizer
 
 from tiny_tokenizer import write_tokenizer
 from trireme.orchestrator.evaluation.results import Answer, write_answers
-from trireme.tools.rollout_filters import parse
-from trireme.tools.rollouts import PREVIEW, Row, as_json, record_of
+from trireme.tools.rollout_filters import parse_filter
+from trireme.tools.rollouts import CHUNK, PREVIEW, Record, ResultsFile, Row, record_of
 from trireme.tools.tokenizer import find_decoder, pieces
 from trireme.tools.viewer.found import Source, find, neighbours
 from trireme.tools.viewer.reading import page
-from trireme.tools.viewer.results import CHUNK, ResultsFile
-from trireme.tools.viewer.rows import by_example, in_order
+from trireme.tools.viewer.rows import as_json, by_example, in_order
 from viewing import answer, write_evaluations, write_results
 from written_run import write_whole_run
 
@@ -29,7 +28,7 @@ NARROW = Console(width=30)
 
 def read_all(path: Path) -> ResultsFile:
     file = ResultsFile(path)
-    while file.read_on():
+    while file.read_more():
         pass
     return file
 
@@ -54,7 +53,7 @@ def test_a_large_file_is_read_in_parts_and_no_conversation_stays_in_memory(tmp_p
     said = ["x" * (2 * CHUNK), *["word " * 20_000] * 200]  # one line is longer than a part
     file = ResultsFile(write_results(tmp_path / "long.jsonl", [answer(n, 0.5, each) for n, each in enumerate(said)]))
     parts = 1
-    while file.read_on():
+    while file.read_more():
         assert len(file.rows) < 201
         parts += 1
     assert parts > os.path.getsize(file.path) / CHUNK - 2 > 2
@@ -71,11 +70,11 @@ def test_a_last_line_counts_once_it_is_whole_with_or_without_its_end(tmp_path):
     file = read_all(path)
     for end in range(1, len(line)):
         path.write_bytes(before + line[:end])
-        file.read_on()
+        file.read_more()
         assert (len(file.rows), file.damaged) == (1, [])
     for content, rows in ((before + line, 2), (before + line + b"\n" + line + b"\n", 3)):
         path.write_bytes(content)
-        file.read_on()
+        file.read_more()
         assert ([row.rollout for row in file.rows], file.damaged) == ([0] * rows, [])
 
 
@@ -141,8 +140,8 @@ ROWS = [
     ],
 )
 def test_a_filter_means_what_it_says(line, expected):
-    chosen, said = parse(line), "It's The Capital of reward<1 France"
-    assert [row.number for row in ROWS if chosen.passes(row) and chosen.says(said)] == expected
+    chosen, said = parse_filter(line), "It's The Capital of reward<1 France"
+    assert [row.number for row in ROWS if chosen.matches(row, lambda row: Record(row, answer=said))] == expected
 
 
 def test_the_texts_of_tokens_make_up_the_text_and_without_a_tokenizer_tokens_are_numbers(tmp_path):

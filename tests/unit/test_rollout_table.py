@@ -15,8 +15,8 @@ from trireme.tools.dashboard.example_fates import by_step, totals
 from trireme.tools.dashboard.indexing import bring_up_to_date
 from trireme.tools.dashboard.rollout_query import query_of
 from trireme.tools.dashboard.rollout_table import RolloutTable
-from trireme.tools.rollout_filters import parse
-from trireme.tools.viewer.batches import BatchFile
+from trireme.tools.rollout_filters import parse_filter
+from trireme.tools.rollouts import BatchFile
 from written_run import rewrite_batch, write_whole_run
 
 EVERYTHING = 10_000
@@ -53,11 +53,11 @@ def found(table: RolloutTable, line: str) -> list[tuple[int, int]]:
 
 
 def found_by_the_viewer(run: RunConfig, line: str) -> list[tuple[int, int]]:
-    chosen, kept = parse(line), []
+    chosen, kept = parse_filter(line), []
     for step in Journal(run.paths.journal).steps():
         file = BatchFile(Journal(run.paths.journal).path(step))
-        file.read_on()
-        kept += [(step, row.number) for row in file.rows if chosen.passes(row) and chosen.says(file.text(row))]
+        file.read_more()
+        kept += [(step, row.number) for row in file.rows if chosen.matches(row, file.record)]
     return sorted(kept)
 
 
@@ -84,7 +84,7 @@ def test_steps_groups_and_attempts_can_be_asked_for(run: RunConfig, table: Rollo
     assert found(table, f"step=2 group={group} -is:failed") == [(2, number) for number in mine]
     assert all(row["attempt"] > 0 for row in table.search(query_of("attempt>0"), limit=EVERYTHING).rows)
     for line in ("stp=3", "step~3", "reward=high", "is:good", "env<3"):
-        with pytest.raises(ConfigError, match="expected"):
+        with pytest.raises(ConfigError, match="Expected"):
             query_of(line)
 
 

@@ -1,159 +1,131 @@
-"""What was said in a rollout, in order: text, reasoning, calls of tools and what they returned. Pure.
+"""Messages of a rollout as blocks to read: text, reasoning, tool calls and tool results, in order. Pure.
 
-Messages are as chat APIs have them: `content` is a text or a list of parts, `tool_calls` hold a name and arguments,
-reasoning comes as a key of its own or between `<think>` tags.
+Messages have the form of chat APIs: `content` is a text or a list of parts, `tool_calls` hold a name and arguments,
+reasoning is a key of its own or stands between `<think>` tags. Files of other tools deviate from that in every possible
+way, so a value of an unexpected type is shown as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 BlockKind = Literal["text", "reasoning", "call", "result", "other"]
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING_KEYS}
 THINK = re.compile(r"\s*<think>(?P<inside>.*?)(?:</think>\s*|\Z)", re.DOTALL)
 
+Message = dict[str, Any]
 
-@dataclass(frozen=True)
-class Block:
-    """A piece of a conversation, with its own heading.
+
+class Block(NamedTuple):
+    """A piece of a conversation with a heading of its own.
 
     Example:
-        Block("call", "assistant", "python", '{"code": "print(1)"}')
+        Block("call", "assistant", "python", 'code: print(1)')
     """
 
     kind: BlockKind
     role: str
-    name: str  # of the tool; otherwise empty
+    name: str  # of the tool; empty in blocks of text
     text: str
 
 
-def messages_of(value: Any, role: str) -> list[dict[str, Any]]:
-    """A list of messages, whatever was written down; a text alone is a message of `role`."""
+class ToolCall(NamedTuple):
+    """A call of a tool as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: Any  # usually JSON as text
+
+    def lines(self) -> str:
+        """Return the arguments as lines `name: value`, so that a program keeps its line breaks."""
+        given = _parse_json(self.arguments) if isinstance(self.arguments, str) else self.arguments
+        if not isinstance(given, dict):
+            return "" if self.arguments is None else _as_text(self.arguments)
+        texts = {str(name): _as_text(value) for name, value in given.items()}
+        return "\n".join(f"{name}:\n{text}" if "\n" in text else f"{name}: {text}" for name, text in texts.items())
+
+
+def messages_of(value: Any, role: str) -> list[Message]:
+    """Return a list of messages whatever `value` is; a text alone becomes a message of `role`."""
     if value is None or value == "":
         return []
     items = value if isinstance(value, list) else [value]
-    return [
-        item if isinstance(item, dict) else {"role": role, "content": item if isinstance(item, str) else _json(item)}
-        for item in items
-    ]
+    return [item if isinstance(item, dict) else {"role": role, "content": _as_text(item)} for item in items]
 
 
-def text_of(message: dict[str, Any]) -> str:
-    """Of its content; parts that are no text (an image) are named."""
-    return _content(message.get("content"))
-
-
-def _content(content: Any) -> str:
+def content_text(content: Any) -> str:
+    """Return the text of a message's `content`. Other parts, such as images, become their type: "[image]"."""
     if content is None:
         return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(_part(part) for part in content)
-    return _json(content)
+    if not isinstance(content, list):
+        return _as_text(content)
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else _as_text(part)
+        texts.append(text if isinstance(text, str) else f"[{part.get('type', 'part')}]")
+    return "\n".join(texts)
 
 
-def _part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict):
-        text = part.get("text")
-        return text if isinstance(text, str) else f"[{part.get('type', 'part')}]"
-    return _json(part)
-
-
-def last_said(completion: Sequence[dict[str, Any]]) -> str:
-    """The model's last words, or its last call of a tool."""
-    for message in reversed(completion):
-        if message.get("role") == "assistant":
-            return next((block.text or block.name for block in reversed(list(blocks_of(message)))), "")
-    return text_of(completion[-1]) if completion else ""
-
-
-def blocks(messages: Sequence[dict[str, Any]]) -> list[Block]:
-    """Of a whole conversation. Results of tools get the name of the call that they answer."""
-    names: dict[str, str] = {}
-    found: list[Block] = []
-    for message in messages:
-        names |= {str(call.get("id")): _call_name(call) for call in _calls(message)}
-        found += blocks_of(message, names)
+def tool_calls(message: Message) -> list[ToolCall]:
+    """Return the calls of a message. Some files hold each call as a text of JSON."""
+    calls = message.get("tool_calls")
+    found = []
+    for given in calls if isinstance(calls, list) else [calls] if calls else []:
+        call = given if isinstance(given, dict) else _parse_json(given)
+        if not isinstance(call, dict):
+            call = {"arguments": _as_text(given)}
+        function = call["function"] if isinstance(call.get("function"), dict) else call
+        found.append(ToolCall(str(call.get("id") or ""), str(function.get("name", "")), function.get("arguments")))
     return found
 
 
-def blocks_of(message: dict[str, Any], names: dict[str, str] | None = None) -> Iterator[Block]:
-    role = str(message.get("role", "?"))
-    text = text_of(message)
-    for key in REASONING_KEYS:
-        if message.get(key):
-            yield Block("reasoning", role, "", _content(message[key]))
-    if role == "assistant" and (thought := THINK.match(text)):
-        yield Block("reasoning", role, "", thought["inside"].strip("\n"))
-        text = text[thought.end() :]
-    if role in ("tool", "function"):
-        answers = (names or {}).get(str(message.get("tool_call_id")), "")
-        yield Block("result", role, str(message.get("name") or answers), text)
-    elif text or not (_calls(message) or any(message.get(key) for key in REASONING_KEYS)):
-        yield Block("text", role, "", text)
-    for call in _calls(message):
-        yield Block("call", role, _call_name(call), _arguments(call))
-    if rest := {key: value for key, value in message.items() if key not in KNOWN_KEYS and value not in (None, "", [])}:
-        yield Block("other", role, "", _json(rest))
+def blocks(messages: Sequence[Message]) -> list[Block]:
+    """Split a conversation into blocks. A tool's result gets the name of the call that it answers."""
+    names: dict[str, str] = {}  # tool call id -> tool
+    found: list[Block] = []
+    for message in messages:
+        role, text, calls = str(message.get("role", "?")), content_text(message.get("content")), tool_calls(message)
+        names |= {call.id: call.name for call in calls}
+        thoughts = [content_text(message[key]) for key in REASONING_KEYS if message.get(key)]
+        if role == "assistant" and (thought := THINK.match(text)):
+            thoughts.append(thought["inside"].strip("\n"))
+            text = text[thought.end() :]
+        found += [Block("reasoning", role, "", thought) for thought in thoughts]
+        if role in ("tool", "function"):
+            name = message.get("name") or names.get(str(message.get("tool_call_id")), "")
+            found.append(Block("result", role, str(name), text))
+        elif text or not (calls or thoughts):
+            found.append(Block("text", role, "", text))
+        found += [Block("call", role, call.name or "?", call.lines()) for call in calls]
+        rest = {key: value for key, value in message.items() if key not in KNOWN_KEYS and value not in (None, "", [])}
+        if rest:
+            found.append(Block("other", role, "", _as_text(rest)))
+    return found
 
 
-def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Some write each call down as a text of JSON."""
-    calls = message.get("tool_calls")
-    found = calls if isinstance(calls, list) else [calls] if calls else []
-    return [call if isinstance(call, dict) else _read_call(call) for call in found]
+def last_words(completion: Sequence[Message]) -> str:
+    """Return the model's last text, or the name of the tool that it called last."""
+    for message in reversed(completion):
+        if message.get("role") == "assistant":
+            return next((block.text or block.name for block in reversed(blocks([message]))), "")
+    return content_text(completion[-1].get("content")) if completion else ""
 
 
-def _read_call(text: Any) -> dict[str, Any]:
+def _parse_json(text: Any) -> Any:
     try:
-        call = json.loads(text)
-    except (TypeError, ValueError):
-        call = None
-    return call if isinstance(call, dict) else {"name": "?", "arguments": text}
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
-def _function(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    return function if isinstance(function, dict) else call
-
-
-def _call_name(call: dict[str, Any]) -> str:
-    return str(_function(call).get("name", "?"))
-
-
-def _arguments(call: dict[str, Any]) -> str:
-    """As lines `name: value` where they are an object, so that a program stands there as it was written."""
-    given = _function(call).get("arguments")
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError):
-            return given
-    if isinstance(given, dict):
-        return "\n".join(_argument(str(name), value) for name, value in given.items())
-    return "" if given is None else _json(given)
-
-
-def _argument(name: str, value: Any) -> str:
-    text = value if isinstance(value, str) else _json(value)
-    return f"{name}:\n{text}" if "\n" in text else f"{name}: {text}"
-
-
-def _json(value: Any) -> str:
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
     try:
         return json.dumps(value, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError):
         return repr(value)
-
-
-def searchable(messages: Sequence[dict[str, Any]]) -> str:
-    """All text of a conversation, for searching."""
-    return "\n".join(f"{block.name} {block.text}" for block in blocks(messages))

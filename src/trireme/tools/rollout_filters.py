@@ -1,10 +1,10 @@
-"""What a line typed after `/` selects. Pure.
+"""The filter line of the viewer and the dashboard. Pure.
 
 capital of france           rollouts that say all three words, in any case
 "capital of" france         a phrase and a word
-reward<0.5 turns>=2         numbers: reward, advantage, tokens, turns, rollout, example
-example=12 env=wordle       names: example, env, stop, error; `~` for a part of it: stop~length
-is:truncated -is:failed     flags: truncated, failed, flawed; `-` in front of anything turns it round
+reward<0.5 turns>=2         numbers: reward, advantage, tokens, turns, rollout
+example=12 env=wordle       names: example, env, stop, error, flaws; `~` for a part of it: stop~length
+is:truncated -is:failed     flags: truncated, failed, flawed; `-` before any term negates it
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 from trireme.base.errors import ConfigError
-from trireme.tools.rollouts import Row
+from trireme.tools.rollouts import Record, Row
 
-TERM = re.compile(r"(?P<not>-?)(?P<field>[A-Za-z_]+)(?P<how><=|>=|!=|<|>|=|~|:)(?P<value>.*)", re.DOTALL)
 NUMBERS = ("reward", "advantage", "tokens", "turns", "rollout")
 NAMES = ("example", "env", "stop", "error", "flaws")
 FLAGS: dict[str, Callable[[Row], bool]] = {
@@ -34,123 +32,115 @@ COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
     "=": operator.eq,
-    ":": operator.eq,
     "!=": operator.ne,
 }
-CLOSE = 1e-9  # of two rewards that are the same
+ORDERINGS = ("<", "<=", ">", ">=")
+CLOSE = 1e-9  # difference of two numbers that count as equal
 
-Test = Callable[[Row], bool]
+_TERM = re.compile(r"(?P<not>-?)(?P<field>[A-Za-z_]+)(?P<op><=|>=|!=|<|>|=|~|:)(?P<value>.*)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Filter:
-    """Tests of what the list shows, which are quick, and words that need all of a rollout's text."""
+class Term(NamedTuple):
+    """One condition.
+
+    Example:
+        Term("reward", "<", 0.5), Term("stop", "~", "length"), Term("is", "=", "failed"), Term("text", "~", "paris")
+    """
+
+    field: str  # one of the numbers or names, "is", or "text" for all that was said
+    op: str  # a key of `COMPARE`, or "~" for contains
+    value: str | float  # in lower case; a number for numbers and for orderings of `example`
+    is_negated: bool = False
+
+    def holds(self, row: Row) -> bool:
+        """Evaluate a condition on anything but the text. A number that is missing fails, also when compared by `!=`."""
+        return self._holds(row) != self.is_negated
+
+    def _holds(self, row: Row) -> bool:
+        if self.field == "is":
+            return FLAGS[str(self.value)](row)
+        found = getattr(row, self.field)
+        if isinstance(self.value, str):
+            return self.value in found.lower() if self.op == "~" else COMPARE[self.op](found.lower(), self.value)
+        if self.field == "example":
+            return found.lstrip("-").isdecimal() and COMPARE[self.op](int(found), self.value)
+        if found is None:
+            return False
+        return COMPARE[self.op](0.0 if abs(found - self.value) < CLOSE else found - self.value, 0.0)
+
+
+class Filter(NamedTuple):
+    """Conditions that hold at once."""
 
     line: str = ""
-    tests: tuple[Test, ...] = ()
-    words: tuple[str, ...] = ()  # in lower case
-    absent: tuple[str, ...] = ()  # words that must not be there
+    terms: tuple[Term, ...] = ()
 
-    @property
-    def needs_text(self) -> bool:
-        return bool(self.words or self.absent)
-
-    def passes(self, row: Row) -> bool:
-        return all(test(row) for test in self.tests)
-
-    def says(self, text: str) -> bool:
-        lower = text.lower()
-        return all(word in lower for word in self.words) and not any(word in lower for word in self.absent)
+    def matches(self, row: Row, read: Callable[[Row], Record]) -> bool:
+        """Evaluate all conditions. The record is read only if there are words to look for and all else holds."""
+        words = [term for term in self.terms if term.field == "text"]
+        if not all(term.holds(row) for term in self.terms if term.field != "text"):
+            return False
+        text = read(row).text.lower() if words else ""
+        return all((str(word.value) in text) != word.is_negated for word in words)
 
 
-def parse(line: str) -> Filter:
-    """Raises: ConfigError where a term cannot be meant so."""
-    tests: list[Test] = []
-    words: list[str] = []
-    absent: list[str] = []
-    for part in split_line(line):
-        if term := term_of(part):
-            tests.append(_turned(meaning_of(term), bool(term["not"])))
-        elif part.startswith("-") and len(part) > 1:
-            absent.append(part[1:].lower())
+def parse_filter(line: str, numbers: Sequence[str] = NUMBERS) -> Filter:
+    """Parse what a user typed.
+
+    Args:
+        numbers: Names of numeric fields; the dashboard has more of them than a `Row`.
+
+    Raises:
+        ConfigError: A term names an unknown field, or its value does not fit its field.
+    """
+    terms = []
+    for part in _split(line):
+        match = _TERM.fullmatch(part)
+        if match and (match["field"].lower() in (*numbers, *NAMES, "is") or match["op"] not in ":~"):
+            terms.append(_term(match, numbers))
         else:
-            words.append(part.lower())
-    return Filter(line.strip(), tuple(tests), tuple(words), tuple(absent))
+            is_negated = part.startswith("-") and len(part) > 1
+            terms.append(Term("text", "~", part[is_negated:].lower(), is_negated))
+    return Filter(line.strip(), tuple(terms))
 
 
-def term_of(part: str, numbers: Sequence[str] = NUMBERS) -> re.Match[str] | None:
-    """None where it is a word to look for."""
-    term = TERM.fullmatch(part)
-    is_meant = term and (term["field"].lower() in (*numbers, *NAMES, "is") or term["how"] not in ":~")
-    return term if is_meant else None
-
-
-def split_line(line: str) -> list[str]:
-    """An apostrophe is a letter; a quote that is still open ends with the line."""
+def _split(line: str) -> list[str]:
+    """Split at spaces outside of double quotes. An apostrophe is a letter, and an open quote ends with the line."""
     lexer = shlex.shlex(line, posix=True)
     lexer.whitespace_split, lexer.commenters, lexer.quotes, lexer.escape = True, "", '"', ""
     try:
         return list(lexer)
     except ValueError:
-        return split_line(line + '"')
+        return _split(line + '"')
 
 
-def _turned(test: Test, is_turned: bool) -> Test:
-    return (lambda row: not test(row)) if is_turned else test
-
-
-def meaning_of(term: re.Match[str], numbers: Sequence[str] = NUMBERS) -> Test:
-    """Raises: ConfigError where it cannot be meant so."""
-    field, how, value = term["field"].lower(), term["how"], term["value"]
+def _term(match: re.Match[str], numbers: Sequence[str]) -> Term:
+    field, op, value, is_negated = match["field"].lower(), match["op"], match["value"].lower(), bool(match["not"])
+    op = "=" if op == ":" else op
     if field == "is":
-        return _flag(value.lower())
+        if value not in FLAGS:
+            raise ConfigError(
+                f"`{match[0]}`: there is no flag {value!r}. Expected is:{', is:'.join(FLAGS)}. Type one of these."
+            )
+        return Term("is", "=", value, is_negated)
     if field in numbers:
-        return _number_test(field, how, value)
+        if op == "~":
+            raise ConfigError(f"`{match[0]}`: {field} is a number. Expected <, <=, =, !=, >= or >. Use one of these.")
+        try:
+            return Term(field, op, float(value), is_negated)
+        except ValueError:
+            raise ConfigError(
+                f"`{match[0]}`: {value!r} is not a number. Expected one, as in {field}{op}0.5. Change it."
+            ) from None
     if field in NAMES:
-        return _name_test(field, how, value)
+        if op not in ORDERINGS:
+            return Term(field, op, value, is_negated)
+        if field == "example" and value.lstrip("-").isdecimal():
+            return Term(field, op, int(value), is_negated)
+        raise ConfigError(f"`{match[0]}`: {field} is a name. Expected {field}={value or 'x'}. Use =, != or ~.")
     known = [*numbers, *NAMES, "is"]
     near = get_close_matches(field, known, n=1)
     raise ConfigError(
-        f"`{term[0]}`: there is no {field} - expected one of {', '.join(known)}. "
-        + (f"Did you mean {near[0]}{how}{value}?" if near else 'Quote it to search for it: ""')
+        f"`{match[0]}`: there is no field {field}. Expected one of {', '.join(known)}. "
+        + (f"Did you mean {near[0]}{op}{value}?" if near else "To search for it as text, type a space before the sign.")
     )
-
-
-def _flag(name: str) -> Test:
-    if name not in FLAGS:
-        raise ConfigError(f"`is:{name}`: no rollout is that - expected is:{', is:'.join(FLAGS)}. Type one of these.")
-    return FLAGS[name]
-
-
-def _number_test(field: str, how: str, value: str) -> Test:
-    try:
-        wanted = float(value)
-    except ValueError:
-        raise ConfigError(
-            f"`{field}{how}{value}`: {value!r} is no number - expected {field}{how}0.5. Mend it."
-        ) from None
-    if how == "~":
-        raise ConfigError(
-            f"`{field}~{value}`: {field} is a number - expected <, <=, =, !=, >= or >. Take one of these."
-        )
-    compare = COMPARE[how]
-
-    def test(row: Row) -> bool:
-        found = getattr(row, field)
-        if found is None:
-            return False
-        return compare(0.0 if abs(found - wanted) < CLOSE else found - wanted, 0.0)
-
-    return test
-
-
-def _name_test(field: str, how: str, value: str) -> Test:
-    lower = value.lower()
-    if how in ("<", "<=", ">", ">="):
-        if field == "example" and value.lstrip("-").isdigit():
-            compare, wanted = COMPARE[how], int(value)
-            return lambda row: row.example.lstrip("-").isdecimal() and compare(int(row.example), wanted)
-        raise ConfigError(f"`{field}{how}{value}`: {field} is a name - expected {field}={value or 'x'}. Use = or ~.")
-    if how == "~":
-        return lambda row: lower in getattr(row, field).lower()
-    return lambda row: COMPARE[how](getattr(row, field).lower(), lower)

@@ -1,12 +1,15 @@
-"""Rollouts as the tools show them: a row of a list, all of one rollout, and text that is safe to show.
+"""Rollouts as rows and records, read from a batch in the journal or from a file of evaluation results.
 
-The viewer, the dashboard and the report build both from a batch of the journal or from a line of results.
+A `Row` is what a list shows of a rollout, a `Record` is all of it, and `open_rollouts` reads either kind of file.
+Viewer and dashboard use these types, so a field that is added here can be shown, filtered and sorted in both.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,24 +21,27 @@ from trireme.base.errors import JournalCorrupt
 from trireme.journal.entry import read_entry
 from trireme.journal.records import BatchRecord, Dropped, Rollout
 from trireme.messages import Tokens
-from trireme.tools.conversation import last_said, messages_of, searchable, text_of
+from trireme.tools.conversation import Message, blocks, content_text, last_words, messages_of
 
-REPAIR_HINT = "`trireme audit` lists what is lost with it."
-SHOWN_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "␡"}
-SHOWN_CONTROLS |= dict.fromkeys(range(0x80, 0xA0), "�")
-SHOWN_CONTROLS |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x2028, 0x2029), "�")
-SHOWN_CONTROLS |= dict.fromkeys(range(0xD800, 0xE000), "�")  # halves of a character: no terminal takes them
-DROPPED = "dropped"  # how a rollout ended that is not trained on
-PREVIEW = 200  # characters kept of a text, for the list
+DROPPED = "dropped"  # `Row.stop` of a rollout that is not trained on
+PREVIEW = 200  # characters of a text that a row keeps
+CHUNK = 8 << 20  # bytes of a results file that are read at once
+MOST_DAMAGED = 100  # line numbers that are kept
+REPAIR_HINT = "`trireme audit` tells what is lost with it."
+
+KNOWN_KEYS = {
+    *("example_id", "reward", "prompt", "completion", "answer", "info", "metrics", "example", "rollout"),
+    *("tokens", "turns", "truncated", "stop", "error", "is_truncated", "stop_condition"),
+}
 
 
 class Row(msgspec.Struct):
-    """What the list shows of a rollout, and where the rest is."""
+    """What a list shows of a rollout, and where the rest is."""
 
-    number: int  # in its source, from 0
+    number: int  # in its file, from 0
     example: str
     rollout: int
-    reward: float | None  # None where it failed, or the file has none
+    reward: float | None  # None for a failed rollout, or where the file has none
     env: str = ""
     tokens: int = 0  # sampled
     turns: int = 0  # of the model
@@ -44,9 +50,9 @@ class Row(msgspec.Struct):
     stop: str = ""
     error: str = ""
     flaws: str = ""
-    question: str = ""  # how it begins
-    said: str = ""  # what the model said last
-    offset: int = 0  # in its file
+    question: str = ""  # how the last message of the prompt begins
+    said: str = ""  # how the model's last message begins
+    offset: int = 0  # byte in its file
     length: int = 0  # bytes there
 
 
@@ -54,78 +60,88 @@ class Record(msgspec.Struct):
     """All of a rollout."""
 
     row: Row
-    prompt: list[dict[str, Any]] = []
-    completion: list[dict[str, Any]] = []
+    prompt: list[Message] = []
+    completion: list[Message] = []
     answer: str = ""
     metrics: dict[str, float] = {}
     info: dict[str, Any] = {}  # of the example
-    more: dict[str, Any] = {}  # what else was said of it
+    more: dict[str, Any] = {}  # keys of the file that have no field here
     samples: list[Tokens] = []
     temperature: float = 1.0
     token_rewards: list[Any] = []  # per sample [T], NaN where there is none
 
+    @property
+    def text(self) -> str:
+        """All text that a search looks through."""
+        said = "\n".join(f"{block.name} {block.text}" for block in blocks(self.prompt + self.completion))
+        return f"{said}\n{self.answer}\n{self.row.error}"
 
-KNOWN = {
-    *("example_id", "reward", "prompt", "completion", "answer", "info", "metrics", "example", "rollout"),
-    *("tokens", "turns", "truncated", "stop", "error", "is_truncated", "stop_condition"),
-}
+    @property
+    def facts(self) -> list[str]:
+        """Length and ending of the rollout, in words."""
+        row = self.row
+        facts = [
+            f"{row.tokens} token{'' if row.tokens == 1 else 's'}",
+            f"{row.turns} turn{'' if row.turns == 1 else 's'}",
+        ]
+        facts += [f"ended by {row.stop}"] if row.stop else []
+        facts += ["truncated"] if row.truncated else []
+        facts += [f"flaws: {row.flaws}"] if row.flaws else []
+        return facts + ([f"temperature {self.temperature:g}"] if self.samples else [])
 
 
-def record_of(value: Mapping[str, Any], *, number: int, seen: Mapping[str, int] | None = None) -> Record:
-    """From a line of results, ours or another's that has our first keys. What is not as expected is shown as it is.
+# one line of an evaluation
+
+
+def record_of(value: Mapping[str, Any], *, number: int, rollout: int = 0) -> Record:
+    """Convert a line of results, of ours or of another tool that writes our first keys.
+
+    Values of an unexpected type are kept in `more` and shown as they are.
 
     Args:
-        seen: rollouts before it per example, for files that do not number them.
+        number: Index of the line among the rollouts of its file.
+        rollout: Index of the rollout, for files that do not number them.
     """
-    example = str(value.get("example_id", value.get("example", number)))
     prompt, completion = messages_of(value.get("prompt"), "user"), messages_of(value.get("completion"), "assistant")
-    others = {name: item for name, item in value.items() if name not in KNOWN}
-    numbers = {name: item for name, item in others.items() if _number(item) is not None}
-    metrics = _dict(value.get("metrics")) | {name: item for name, item in numbers.items() if name != "version"}
+    metrics, info = _dict(value.get("metrics")), _dict(value.get("info"))
+    more = {name: item for name, item in value.items() if name not in KNOWN_KEYS and item not in (None, "", [], {})}
+    for name in [name for name, item in more.items() if name != "version" and _number(item) is not None]:
+        metrics[name] = more.pop(name)  # other tools write metrics beside the reward
+    more |= {name: value[name] for name in ("info", "metrics") if not isinstance(value.get(name), dict | None)}
+    if len(error := str(value.get("error") or "")) > PREVIEW:
+        more["error"] = error
+    answer = value.get("answer")
     row = Row(
         number=number,
-        example=example,
-        rollout=_whole(value.get("rollout"), (seen or {}).get(example, 0)),
+        example=str(value.get("example_id", value.get("example", number))),
+        rollout=_whole(value.get("rollout"), rollout),
         reward=_number(value.get("reward")),
         tokens=_whole(value.get("tokens"), 0),
         turns=_whole(value.get("turns"), sum(message.get("role") == "assistant" for message in completion)),
         truncated=bool(value.get("truncated", value.get("is_truncated", False))),
         stop=one_line(value.get("stop") or value.get("stop_condition") or "", PREVIEW),
-        error=one_line(value.get("error") or "", PREVIEW),
-        question=preview(text_of(prompt[-1]) if prompt else ""),
-        said=preview(last_said(completion)),
+        error=one_line(error, PREVIEW),
+        question=_question(prompt),
+        said=one_line(last_words(completion), PREVIEW),
     )
     return Record(
         row=row,
         prompt=prompt,
         completion=completion,
-        answer=_text(value.get("answer")),
+        answer="" if answer is None else answer if isinstance(answer, str) else repr(answer),
         metrics={name: found for name, item in metrics.items() if (found := _number(item)) is not None},
-        info=_dict(value.get("info")),
-        more=_more(value, others, numbers),
+        info=info,
+        more=more,
     )
 
 
-def _more(value: Mapping[str, Any], others: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
-    rest = {name: item for name, item in others.items() if name not in numbers or name == "version"}
-    odd = {name: value[name] for name in ("info", "metrics") if name in value and not _is_dict_or_nothing(value[name])}
-    if (error := value.get("error")) and len(str(error)) > PREVIEW:
-        odd["error"] = error
-    return odd | {name: item for name, item in rest.items() if item not in (None, "", [], {})}
-
-
-def _is_dict_or_nothing(value: Any) -> bool:
-    return value is None or isinstance(value, dict)
-
-
-def preview(text: str) -> str:
-    return one_line(text, PREVIEW)
+def _question(prompt: list[Message]) -> str:
+    return one_line(content_text(prompt[-1].get("content")), PREVIEW) if prompt else ""
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, bool | int | float):
-        number = float(value) if abs(value) < 1e300 else math.inf
-        return number if math.isfinite(number) else None
+    if isinstance(value, bool | int | float) and abs(value) < 1e300:  # not NaN, and not too large for a float
+        return float(value)
     return None
 
 
@@ -138,42 +154,12 @@ def _dict(value: Any) -> dict[str, Any]:
     return {str(name): item for name, item in value.items()} if isinstance(value, dict) else {}
 
 
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else repr(value)
-
-
-def read_batch(path: Path) -> tuple[BatchRecord | None, str]:
-    """Return a batch of the journal and an empty text, or None and what is wrong with the file."""
-    try:
-        step = int(path.stem.removeprefix("batch_"))
-        return read_entry(path, step, BatchRecord, ways_out=REPAIR_HINT), ""
-    except (OSError, JournalCorrupt) as error:
-        return None, str(error)
-
-
-def record_of_rollout(row: Row, rollout: Rollout) -> Record:
-    more: dict[str, object] = {"group": rollout.group, "attempt": rollout.attempt}
-    more |= {"masked": f"{rollout.masked}: none of its tokens is trained on"} if rollout.masked else {}
-    return Record(
-        row=row,
-        prompt=messages_of(rollout.prompt, "user"),
-        completion=messages_of(rollout.completion, "assistant"),
-        answer=rollout.answer or "",
-        metrics=rollout.metrics,
-        more=more,
-        samples=rollout.samples,
-        temperature=rollout.temperature,
-        token_rewards=rollout.token_rewards,
-    )
-
-
-def text_to_search(record: Record) -> str:
-    return searchable(record.prompt + record.completion) + f"\n{record.answer}\n{record.row.error}"
+# one rollout of a batch
 
 
 def row_of(number: int, rollout: Rollout) -> Row:
+    trained = [sample.advantages[sample.loss_mask == 1] for sample in rollout.samples]
+    advantages = np.concatenate(trained) if trained else np.zeros(0)
     return Row(
         number=number,
         example=str(rollout.example),
@@ -182,20 +168,13 @@ def row_of(number: int, rollout: Rollout) -> Row:
         env=rollout.env,
         tokens=sum(int(sample.loss_mask.sum()) for sample in rollout.samples),
         turns=rollout.num_turns,
-        advantage=mean_advantage(rollout),
+        advantage=float(advantages.mean()) if len(advantages) else None,
         truncated=rollout.truncated,
         stop=one_line(rollout.stop or "", PREVIEW),
         flaws=", ".join(rollout.flaws),
-        question=preview(text_of(rollout.prompt[-1]) if rollout.prompt else ""),
-        said=preview(last_said(rollout.completion)),
+        question=_question(rollout.prompt),
+        said=one_line(last_words(rollout.completion), PREVIEW),
     )
-
-
-def mean_advantage(rollout: Rollout) -> float | None:
-    """Over the tokens that are trained on; None where there is none."""
-    parts = [sample.advantages[sample.loss_mask == 1] for sample in rollout.samples]
-    values = np.concatenate(parts) if parts else np.zeros(0)
-    return float(values.mean()) if len(values) else None
 
 
 def dropped_row_of(number: int, fate: Dropped) -> Row:
@@ -210,28 +189,173 @@ def dropped_row_of(number: int, fate: Dropped) -> Row:
     )
 
 
-def as_json(record: Record) -> str:
-    """What was said and how it was rewarded; no tokens."""
-    row = msgspec.to_builtins(record.row)
-    head = {name: row[name] for name in ("env", "example", "rollout", "reward", "tokens", "turns", "stop", "error")}
-    body = {"prompt": record.prompt, "completion": record.completion, "answer": record.answer}
-    text = json.dumps(head | body | {"metrics": record.metrics, "info": record.info}, default=str, indent=1)
-    return text.encode(errors="replace").decode()
+def record_of_rollout(row: Row, rollout: Rollout) -> Record:
+    more: dict[str, object] = {"group": rollout.group, "attempt": rollout.attempt}
+    if rollout.masked:
+        more["masked"] = f"{rollout.masked}: none of its tokens is trained on"
+    return Record(
+        row=row,
+        prompt=messages_of(rollout.prompt, "user"),
+        completion=messages_of(rollout.completion, "assistant"),
+        answer=rollout.answer or "",
+        metrics=rollout.metrics,
+        more=more,
+        samples=rollout.samples,
+        temperature=rollout.temperature,
+        token_rewards=rollout.token_rewards,
+    )
+
+
+# files
+
+
+def open_rollouts(path: Path) -> BatchFile | ResultsFile:
+    """Open a batch of the journal or a file of results, by its name. Nothing is read before `read_more`."""
+    return BatchFile(path) if path.suffix == ".msgpack" else ResultsFile(path)
+
+
+def read_batch(path: Path) -> tuple[BatchRecord | None, str]:
+    """Return a batch of the journal and an empty text, or None and what is wrong with the file."""
+    try:
+        step = int(path.stem.removeprefix("batch_"))
+        return read_entry(path, step, BatchRecord, ways_out=REPAIR_HINT), ""
+    except (OSError, JournalCorrupt) as error:
+        return None, str(error)
+
+
+class BatchFile:
+    """A batch of training: the rollouts that are trained on, then those that were dropped and why.
+
+    The file is complete when it appears and is only ever replaced as a whole, so it is read once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        self.damaged: list[int] = []
+        self.trouble = ""  # why the file cannot be read
+        self._rollouts: list[Rollout] = []
+        self._identity: tuple[int, int, int] | None = None
+
+    def read_more(self) -> bool:
+        """Read the batch if it is new. Return False: there is never a second part."""
+        try:
+            stat = self.path.stat()
+            identity = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            if identity != self._identity:
+                batch, self.trouble = read_batch(self.path)
+                if batch is None:
+                    return False
+                self._rollouts, self._identity = batch.rollouts, identity
+                self.rows = [row_of(number, rollout) for number, rollout in enumerate(batch.rollouts)]
+                self.rows += [dropped_row_of(number, fate) for number, fate in enumerate(batch.dropped, len(self.rows))]
+        except OSError as error:
+            self.trouble = str(error)
+        return False
+
+    def record(self, row: Row) -> Record:
+        """Return all of a rollout. Of a dropped one the journal has nothing but the reason."""
+        return record_of_rollout(row, self._rollouts[row.number]) if row.number < len(self._rollouts) else Record(row)
+
+
+class ResultsFile:
+    """A file of results with a rollout on each line, read in parts from where the last part ended.
+
+    Rows stay in memory and conversations do not: `record` reads its line again. Lines that are no JSON object are
+    counted in `damaged`, and an unfinished last line is left for later. A replaced file is read from its beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reset()
+
+    def _reset(self) -> None:
+        self.rows: list[Row] = []
+        self.damaged: list[int] = []  # numbers of lines, from 1
+        self.trouble = ""  # why the file cannot be read
+        self._identity: tuple[int, int] | None = None  # device and inode
+        self._offset = 0
+        self._num_lines = 0
+        self._num_rollouts: Counter[str] = Counter()  # by example
+
+    def read_more(self) -> bool:
+        """Read about `CHUNK` bytes of whole lines. Return whether there is more."""
+        try:
+            with open(self.path, "rb") as file:
+                stat = os.fstat(file.fileno())
+                identity = (stat.st_dev, stat.st_ino)
+                if self._identity not in (None, identity) or stat.st_size < self._offset:
+                    self._reset()
+                self._identity, self.trouble = identity, ""
+                file.seek(self._offset)
+                end = self._offset + CHUNK
+                while self._offset < end and (line := file.readline()):
+                    value = _parse(line)
+                    if value is None and not line.endswith(b"\n"):
+                        return False  # its writer has not finished it
+                    self._add(line, value)
+                return self._offset < stat.st_size
+        except OSError as error:
+            self.trouble = f"{self.path} cannot be read: {error.strerror or error}"
+            return False
+
+    def _add(self, line: bytes, value: dict[str, Any] | None) -> None:
+        self._num_lines += 1
+        if value is not None:
+            example = str(value.get("example_id", value.get("example", len(self.rows))))
+            row = record_of(value, number=len(self.rows), rollout=self._num_rollouts[example]).row
+            row.offset, row.length = self._offset, len(line)
+            self._num_rollouts[example] += 1
+            self.rows.append(row)
+        elif line.strip() and len(self.damaged) < MOST_DAMAGED:
+            self.damaged.append(self._num_lines)
+        self._offset += len(line)
+
+    def record(self, row: Row) -> Record:
+        """Read all of a rollout from disk; the row alone if its line is gone."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(row.offset)
+                value = _parse(file.read(row.length))
+        except OSError:
+            value = None
+        if value is None:
+            return Record(row, more={"gone": f"line at byte {row.offset} of {self.path} is not there any more"})
+        record = record_of(value, number=row.number)
+        record.row = row
+        return record
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+# text and numbers that are safe to show: nothing that a model, a tool or an environment wrote may move a terminal's
+# cursor, change its colours or reverse the direction of a line
+
+_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "␡"}
+_PICTURES |= dict.fromkeys(range(0x80, 0xA0), "�")
+_PICTURES |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x2028, 0x2029), "�")
+_PICTURES |= dict.fromkeys(range(0xD800, 0xE000), "�")  # lone surrogates cannot be encoded
 
 
 def clean(text: str) -> str:
-    """Control characters become pictures of themselves, tabs spaces; line ends stay."""
-    return text.replace("\r\n", "\n").translate(SHOWN_CONTROLS).expandtabs(4)
+    """Replace control characters by their Unicode pictures and tabs by spaces; line ends stay."""
+    return text.replace("\r\n", "\n").translate(_PICTURES).expandtabs(4)
 
 
-def one_line(value: Any, longest: int) -> str:
-    """The beginning of a text, on one line."""
+def one_line(value: object, longest: int) -> str:
+    """Return the beginning of a text, cleaned and on one line."""
     text = value if isinstance(value, str) else str(value)
     return clean(" ".join(text[: 2 * longest].split())[:longest])
 
 
 def decimal(value: float | None, digits: int = 3) -> str:
-    """0.5 -> "0.500"; "-" where there is none."""
+    """Format a number: 0.5 -> "0.500"; "-" for None, infinities and NaN."""
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.3g}"

@@ -1,6 +1,6 @@
-"""The text of single tokens, by the tokenizer of a run.
+"""The text of each token of a sample, by the run's own tokenizer.
 
-A token's text is what it adds to the text before it; where several tokens make up one character, the last one has it.
+A token's text is what it adds to the text before it. Where several tokens make up one character, the last one has it.
 """
 
 from __future__ import annotations
@@ -13,44 +13,36 @@ from pathlib import Path
 from trireme.base.paths import RunPaths, step_of
 from trireme.tools.rollouts import clean
 
-PART = "▯"  # a token that is the beginning of a character
-WINDOW = 1500  # tokens shown at once
+WINDOW = 1500  # tokens that are shown at once
+PART = "▯"  # a token that is only the beginning of a character
 
 Decode = Callable[[Sequence[int]], str]
 
 
-def find_decoder(home: Path) -> Decode | None:
-    """Of the run's tokenizer: beside its exported weights, or its model's. None where neither is here."""
-    for file in _candidates(home):
-        if file.is_file() and (decode := _load(file, file.stat().st_mtime_ns)):
+def find_decoder(run: Path) -> Decode | None:
+    """Load the tokenizer from the run's newest exported weights, or from its model; None if neither is on this machine.
+
+    Nothing is downloaded, and only `tokenizer.json` is read, which holds no code.
+    """
+    paths = RunPaths(run)
+    exported = sorted(paths.weights.glob("step_*"), key=lambda folder: step_of(folder) or 0, reverse=True)
+    for file in [*(folder / "tokenizer.json" for folder in exported), _tokenizer_of_model(paths.run_config)]:
+        if file and file.is_file() and (decode := _load(file, file.stat().st_mtime_ns)):
             return decode
     return None
 
 
-def _candidates(home: Path) -> list[Path]:
-    paths = RunPaths(home)
-    exported = sorted(paths.weights.glob("step_*"), key=lambda folder: step_of(folder) or 0, reverse=True)
-    return [folder / "tokenizer.json" for folder in (*exported, *_model(paths))]
-
-
-def _model(paths: RunPaths) -> list[Path]:
-    """Its folder, or where what was downloaded lies."""
-    try:
-        name = json.loads(paths.run_config.read_bytes())["model"]["name"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
-    if not isinstance(name, str) or Path(name).is_dir():
-        return [Path(str(name))]
-    return [found.parent] if (found := _downloaded(name)) else []
-
-
-def _downloaded(name: str) -> Path | None:
+def _tokenizer_of_model(run_config: Path) -> Path | None:
+    """Return the tokenizer in the model's folder, or in the cache of downloads."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
+        name = json.loads(run_config.read_bytes())["model"]["name"]
+        if Path(name).is_dir():
+            return Path(name) / "tokenizer.json"
         found = try_to_load_from_cache(name, "tokenizer.json")
-    except HFValidationError:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, HFValidationError):
         return None
     return Path(found) if isinstance(found, str) else None
 
@@ -67,7 +59,7 @@ def _load(file: Path, changed_ns: int) -> Decode | None:
 
 
 def pieces(ids: Sequence[int], decode: Decode | None) -> list[str]:
-    """The text of each token; its number where there is no tokenizer."""
+    """Return the text of each token, or its number if there is no tokenizer."""
     if decode is None:
         return [f"{number} " for number in ids]
     found: list[str] = []
@@ -85,11 +77,11 @@ def pieces(ids: Sequence[int], decode: Decode | None) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """A line end shows itself before it ends the line."""
+    """Return a token's text, cleaned, with a sign before each line end."""
     return clean(text).replace("\n", "⏎\n") or PART
 
 
 def window_of(cursor: int, length: int) -> range:
-    """The window that the cursor is in; windows do not overlap."""
+    """Return the window that the cursor is in. Windows do not overlap."""
     start = cursor // WINDOW * WINDOW
     return range(start, min(length, start + WINDOW))

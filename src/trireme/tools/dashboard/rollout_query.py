@@ -1,32 +1,25 @@
-"""The line that selects rollouts, as a condition of SQL: the words of the viewer (`eval_view/filters.py`), and `step`,
-`group` and `attempt` beside them. Pure.
+"""The filter line of `tools/rollout_filters.py` as a condition of SQL, with three more numbers. Pure.
 
-What a rollout does not have (a dropped one has no reward) fails every test of it, and passes the test turned round.
+A value that a rollout does not have (a dropped one has no reward) fails every test, and passes the negated test.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from trireme.tools.rollout_filters import CLOSE, NUMBERS, meaning_of, split_line, term_of
+from trireme.tools.rollout_filters import CLOSE, NUMBERS, Term, parse_filter
 
 ALL_NUMBERS = (*NUMBERS, "step", "group", "attempt")
-COLUMNS = {"rollout": "place", "group": "grp"} | {
-    name: name for name in (*ALL_NUMBERS, "env", "stop", "error", "flaws") if name not in ("rollout", "group")
-}
+COLUMNS = {"rollout": "place", "group": "grp"}  # where the table has another name than the filter
 FLAGS = {"truncated": "truncated", "failed": "error != ''", "flawed": "flaws != ''"}
-SAME = {"=": "=", ":": "=", "!=": "!="}
-
-Value = str | float
 
 
 @dataclass(frozen=True)
 class Query:
-    """For `WHERE`. `needs_text` where the texts are to be joined."""
+    """A condition for `WHERE`. With `needs_text`, the table of texts has to be joined."""
 
     condition: str = "1"
-    values: tuple[Value, ...] = ()
+    values: tuple[str | float, ...] = ()
     needs_text: bool = False
 
     def __and__(self, other: Query) -> Query:
@@ -38,52 +31,26 @@ class Query:
 
 
 def query_of(line: str) -> Query:
-    """Raises: ConfigError where a term cannot be meant so."""
+    """Raises: ConfigError where a term has no meaning."""
     query = Query()
-    for part in split_line(line):
-        if term := term_of(part, ALL_NUMBERS):
-            meaning_of(term, ALL_NUMBERS)
-            query &= _turned(_term(term), bool(term["not"]))
-        elif part.startswith("-") and len(part) > 1:
-            query &= _turned(_word(part[1:]), True)
-        else:
-            query &= _word(part)
+    for term in parse_filter(line, ALL_NUMBERS).terms:
+        condition, values = _condition(term)
+        known = f"COALESCE({condition}, 0)"
+        query &= Query(f"NOT {known}" if term.is_negated else known, values, needs_text=term.field == "text")
     return query
 
 
-def _turned(query: Query, is_turned: bool) -> Query:
-    condition = f"NOT COALESCE({query.condition}, 0)" if is_turned else f"COALESCE({query.condition}, 0)"
-    return Query(condition, query.values, query.needs_text)
-
-
-def _word(word: str) -> Query:
-    return Query("instr(text, ?) > 0", (word.lower(),), needs_text=True)
-
-
-def _term(term: re.Match[str]) -> Query:
-    field, how, value = term["field"].lower(), term["how"], term["value"]
-    if field == "is":
-        return Query(f"({FLAGS[value.lower()]})")
-    if field in ALL_NUMBERS:
-        return _number(COLUMNS[field], how, float(value))
-    if field == "example":
-        return _example(how, value.lower())
-    return _name(f"lowered({COLUMNS[field]})", how, value.lower())
-
-
-def _number(column: str, how: str, wanted: float) -> Query:
-    difference = f"(CASE WHEN abs({column} - ?1) < {CLOSE} THEN 0 ELSE {column} - ?1 END)"
-    return Query(f"({difference} {SAME.get(how, how)} 0)".replace("?1", "?"), (wanted,) * 2)
-
-
-def _example(how: str, value: str) -> Query:
-    """A number in the journal, and a name in the files of results."""
-    if how in ("<", "<=", ">", ">="):
-        return Query(f"(example {how} ?)", (int(value),))
-    return _name("CAST(example AS TEXT)", how, value)
-
-
-def _name(column: str, how: str, value: str) -> Query:
-    if how == "~":
-        return Query(f"(instr({column}, ?) > 0)", (value,))
-    return Query(f"({column} {SAME[how]} ?)", (value,))
+def _condition(term: Term) -> tuple[str, tuple[str | float, ...]]:
+    column = COLUMNS.get(term.field, term.field)
+    if term.field == "is":
+        return f"({FLAGS[str(term.value)]})", ()
+    if term.field == "text":
+        return "instr(text, ?) > 0", (term.value,)
+    if term.field == "example":  # a number in the journal, and a name in a filter
+        column = "example" if not isinstance(term.value, str) else "CAST(example AS TEXT)"
+    elif isinstance(term.value, str):
+        column = f"lowered({column})"
+    else:
+        difference = f"(CASE WHEN abs({column} - ?) < {CLOSE} THEN 0 ELSE {column} - ? END)"
+        return f"({difference} {term.op} 0)", (term.value, term.value)
+    return (f"(instr({column}, ?) > 0)" if term.op == "~" else f"({column} {term.op} ?)"), (term.value,)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from trireme.journal.records import BatchRecord, Dropped, Rollout
 from trireme.tools.audit.fates import kind_of
 from trireme.tools.dashboard.rollout_query import Query
-from trireme.tools.rollouts import Row, dropped_row_of, read_batch, record_of_rollout, row_of, text_to_search
+from trireme.tools.rollouts import Row, dropped_row_of, read_batch, record_of_rollout, row_of
 
 FORMAT = 1
 """Of the tables below; a file of another one is made anew."""
@@ -256,9 +256,7 @@ def _trained_lines(record: BatchRecord) -> Iterator[Line]:
     for number, rollout in enumerate(record.rollouts):
         row = row_of(number, rollout)
         fate = MASKED if rollout.masked else TRAINED
-        yield _line(
-            record.step, row, rollout, fate, rollout.masked or "", text_to_search(record_of_rollout(row, rollout))
-        )
+        yield _line(record.step, row, rollout, fate, rollout.masked or "", record_of_rollout(row, rollout).text)
 
 
 def _dropped_lines(record: BatchRecord) -> Iterator[Line]:

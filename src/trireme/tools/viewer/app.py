@@ -23,18 +23,25 @@ from textual.widgets import Footer, Input, Static, Tree
 from textual.worker import get_current_worker
 
 from trireme.base.errors import ConfigError
-from trireme.tools.rollout_filters import Filter, parse
-from trireme.tools.rollouts import Record, Row, as_json, clean
+from trireme.tools.rollout_filters import Filter, parse_filter
+from trireme.tools.rollouts import BatchFile, Record, ResultsFile, Row, clean, open_rollouts
 from trireme.tools.tokenizer import Decode, find_decoder
-from trireme.tools.viewer.batches import BatchFile
 from trireme.tools.viewer.found import Home, Source, find, neighbours
 from trireme.tools.viewer.headline import figures
 from trireme.tools.viewer.help import Help
 from trireme.tools.viewer.listing import Listing, columns_for
 from trireme.tools.viewer.reading import Reading
-from trireme.tools.viewer.results import ResultsFile
 from trireme.tools.viewer.rewards import Rewards
-from trireme.tools.viewer.rows import EXAMPLE_SORTS, SORTS, ExampleRow, by_example, examples_in_order, in_order, key_of
+from trireme.tools.viewer.rows import (
+    EXAMPLE_SORTS,
+    SORTS,
+    ExampleRow,
+    as_json,
+    by_example,
+    examples_in_order,
+    in_order,
+    key_of,
+)
 from trireme.tools.viewer.shelves import Shelves
 
 FOLLOW_S = 2.0
@@ -188,7 +195,7 @@ class EvalView(App[None]):
         if self.source is None or self.source.kind != source.kind:
             self.groups, self.sorted_by, self.backwards = False, "example", False
         self.source = source
-        self.opened = ResultsFile(source.path) if source.kind == "results" else BatchFile(source.path)
+        self.opened = open_rollouts(source.path)
         self._say_where()
         self._read(self.opened)
 
@@ -197,7 +204,7 @@ class EvalView(App[None]):
         worker = get_current_worker()
         more = True
         while more and not worker.is_cancelled:
-            more = opened.read_on()
+            more = opened.read_more()
             self._hand_over(self._select)
 
     # what is shown of it
@@ -212,7 +219,7 @@ class EvalView(App[None]):
         for row in list(opened.rows):
             if worker.is_cancelled:
                 return
-            if chosen.passes(row) and (not chosen.needs_text or chosen.says(opened.text(row))):
+            if chosen.matches(row, opened.record):
                 passed.append(row)
         lines: Lines
         if self.groups:
@@ -378,7 +385,7 @@ class EvalView(App[None]):
     def _set_filter(self, line: str) -> bool:
         """Returns whether it could be understood."""
         try:
-            self.filter = parse(line)
+            self.filter = parse_filter(line)
         except ConfigError as error:
             self.notify(str(error), severity="error", markup=False)
             return False

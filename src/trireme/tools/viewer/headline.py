@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from rich.text import Text
 
 from trireme.tools.rollout_filters import Filter
-from trireme.tools.rollouts import DROPPED, Row, clean, decimal
-from trireme.tools.viewer.batches import BatchFile
-from trireme.tools.viewer.pictures import histogram
-from trireme.tools.viewer.results import ResultsFile
+from trireme.tools.rollouts import DROPPED, BatchFile, ResultsFile, Row, clean, decimal
 
 
 def figures(opened: ResultsFile | BatchFile, rows: Sequence[Row], chosen: Filter) -> Text:
@@ -34,3 +32,16 @@ def figures(opened: ResultsFile | BatchFile, rows: Sequence[Row], chosen: Filter
     if chosen.line:
         text.append(f" · / {clean(chosen.line)}", style="cyan")
     return text
+
+
+def histogram(values: Sequence[float], width: int = 10) -> str:
+    """Draw how many values lie in each of `width` equal parts from the lowest to the highest.
+
+    Example:
+        histogram([0, 0, 0, 0.5, 1], width=3)  # "█▃▃"
+    """
+    low, span = min(values), (max(values) - min(values)) or 1.0
+    counts = [0] * width
+    for value in values:
+        counts[min(width - 1, int(width * (value - low) / span))] += 1
+    return "".join(" ▁▂▃▄▅▆▇█"[math.ceil(8 * count / max(counts))] for count in counts)

@@ -19,7 +19,12 @@ from trireme.tools.conversation import Block, blocks
 from trireme.tools.rollouts import Record, clean, decimal
 from trireme.tools.tokenizer import Decode, pieces, window_of
 from trireme.tools.viewer.listing import reward_style
-from trireme.tools.viewer.tokens import COLOURS, describe, legend, token_text
+from trireme.tools.viewer.tokens import (
+    COLOURS,
+    describe,
+    legend,
+    token_text,
+)
 
 LONGEST = 20_000  # characters of a block, before it is asked for in full
 ROLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -238,7 +243,7 @@ def _head(record: Record) -> Iterator[Text]:
     if row.advantage is not None:
         first.append(f" · advantage {row.advantage:+.3f}", style="bold")
     yield first
-    yield Text(" · ".join(_facts(record)), style="bright_black")
+    yield Text(" · ".join(record.facts), style="bright_black")
     if record.metrics:
         yield _pairs((clean(name), decimal(value)) for name, value in record.metrics.items())
     if row.error:
@@ -254,20 +259,6 @@ def _rest(record: Record) -> Iterator[Text]:
         yield Text("━━ also ", style="bold bright_black")
     for name, value in rest.items():
         yield Text.assemble((f"{clean(name)}: ", "bold bright_black"), (_value(value), "bright_black"))
-
-
-def _facts(record: Record) -> Iterator[str]:
-    row = record.row
-    yield f"{row.tokens} tokens"
-    yield f"{row.turns} turn{'' if row.turns == 1 else 's'}"
-    if row.stop:
-        yield f"ended by {row.stop}"
-    if row.truncated:
-        yield "truncated"
-    if row.flaws:
-        yield f"flaws: {row.flaws}"
-    if record.samples:
-        yield f"temperature {record.temperature:g}"
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> Text:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trireme.base.paths import RunPaths
 from trireme.monitor.metrics import read_metrics
+from trireme.tools.rollouts import ResultsFile
 from trireme.tools.viewer.found import TRAINING, Home, Source
-from trireme.tools.viewer.results import ResultsFile
 
 Wanted = Callable[[], bool]
 
@@ -66,7 +66,7 @@ def _mean_of(path: Path, is_wanted: Wanted) -> float | None:
     total, count = 0.0, 0
     is_more = True
     while is_more and is_wanted():
-        is_more = file.read_on()
+        is_more = file.read_more()
         rewards = [row.reward for row in file.rows if row.reward is not None]
         total, count = total + sum(rewards), count + len(rewards)
         file.rows.clear()

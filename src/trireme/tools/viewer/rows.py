@@ -1,14 +1,15 @@
-"""Orders and groups of the list of rollouts. Pure."""
+"""A line of the list of rollouts, and all that there is about a rollout. Pure; whatever a file holds becomes one."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from statistics import fmean, pstdev
 from typing import Any, TypeVar
 
 import msgspec
 
-from trireme.tools.rollouts import DROPPED, Row
+from trireme.tools.rollouts import DROPPED, Record, Row
 
 AnyRow = TypeVar("AnyRow", "Row", "ExampleRow")
 
@@ -26,6 +27,8 @@ class ExampleRow(msgspec.Struct):
     high: float | None
     question: str
 
+
+# order
 
 SORTS: dict[str, Callable[[Row], Any]] = {
     "example": lambda row: (row.stop == DROPPED, row.env, _natural(row.example), row.rollout),
@@ -97,3 +100,12 @@ EXAMPLE_SORTS: dict[str, Callable[[ExampleRow], Any]] = {
     "high": lambda row: row.high,
     "question": lambda row: row.question,
 }
+
+
+def as_json(record: Record) -> str:
+    """What was said and how it was rewarded; no tokens."""
+    row = msgspec.to_builtins(record.row)
+    head = {name: row[name] for name in ("env", "example", "rollout", "reward", "tokens", "turns", "stop", "error")}
+    body = {"prompt": record.prompt, "completion": record.completion, "answer": record.answer}
+    text = json.dumps(head | body | {"metrics": record.metrics, "info": record.info}, default=str, indent=1)
+    return text.encode(errors="replace").decode()

@@ -1,4 +1,7 @@
-"""The tokens of a sample: their text, and colours by what the journal knows of each. Pure."""
+"""The tokens of a sample: their text, and colours by what the journal knows of each. Pure but for finding a tokenizer.
+
+A token's text is what it adds to the text before it; where several tokens make up one character, the last one has it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from trireme.tools.rollouts import clean
 from trireme.tools.tokenizer import visible
 
 COLOURS = ("logprob", "advantage", "version", "plain")
+WINDOW = 1500  # tokens shown at once
+PART = "▯"  # a token that is the beginning of a character
 GIVEN = Style(dim=True)
 CURSOR = Style(reverse=True, bold=True)
 VERSIONS = ("#1f4f7a", "#5b2a6e", "#1f6b4a", "#7a5a1f", "#7a2f3d", "#3d4b8a")
