@@ -43,7 +43,7 @@ CORE = (
     "transport",
     "messages.py",
 )
-TOOLS = ("doctor", "cluster", "workspace", "gepa", "check_", "advice", "estimate", "elsewhere")  # in the core's folders
+TOOLS = ("doctor", "cluster", "workspace", "gepa", "check_", "advice", "estimate", "formats")  # in the core's folders
 COPIED = ("src", "tests", "configs", "environments", "models", "scripts", "docs", "pyproject.toml", "benchmarks")
 LIMIT_S = 200.0  # for one mutant
 AT_ONCE = 2

@@ -13,7 +13,7 @@ from typing import Any
 
 from trireme.cli import rl
 from trireme.cli.door import run_door
-from trireme.cli.vf_rl import vf_rl
+from trireme.cli.other_formats import vf_rl
 from trireme.launch.plan import Plan, ProcessSpec
 
 ENGINE = Path(__file__).with_name("scripted_engine.py")
@@ -23,7 +23,7 @@ def main() -> None:
     rl.plan = _with_scripted_engine(rl.plan)  # type: ignore[attr-defined]
     if sys.argv[1:2] == ["vf-rl"]:
         del sys.argv[1]
-        run_door("vf-rl", vf_rl)
+        vf_rl()
     run_door("rl", rl.rl)
 
 

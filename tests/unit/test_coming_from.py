@@ -35,9 +35,9 @@ from trireme.config.section import Section
 from trireme.launch.children import open_crew
 from trireme.launch.plan import ProcessSpec
 from trireme.orchestrator.evaluation.results import Answer, write_answers
-from trireme.tools.formats import flat, hosted, vf_rl
-from trireme.tools.formats.flat_file import Flat, Hosted
-from trireme.tools.formats.vf_rl_file import VfArgs
+from trireme.tools.formats.flat import FLAT, HOSTED, Flat, Hosted
+from trireme.tools.formats.translation import translate
+from trireme.tools.formats.vf_rl import VF_RL, VfArgs
 from trireme.tools.gepa.config import GepaConfig
 
 REPOSITORY = Path(__file__).parents[2]
@@ -201,9 +201,9 @@ def load(row: Row, folder: Path) -> Section:
     table = merged(SMALL[row.means], typed)
     if row.means == "gepa":
         return read_as(GepaConfig, table, where="the row")
-    translate = {"vf-rl": vf_rl.translate, "prime-rl": flat.translate, "hosted": hosted.translate}.get(row.means)
+    format = {"vf-rl": VF_RL, "prime-rl": FLAT, "hosted": HOSTED}.get(row.means)
     file = folder / "row.toml"
-    file.write_text(to_toml(translate(table, EIGHT_GPUS).table if translate else table))
+    file.write_text(to_toml(translate(format, table, EIGHT_GPUS).table if format else table))
     argv = ["--orchestrator", "@", str(file)] if row.means == "rl orchestrator" else ["@", str(file)]
     config = resolve(load_run_config(argv, program="rl")[0], EIGHT_GPUS)
     check(config, EIGHT_GPUS)

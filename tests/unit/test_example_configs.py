@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from trireme.base.devices import Devices
-from trireme.cli.foreign import as_run, read_foreign
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import check
 from trireme.config.run import RunConfig
+from trireme.tools.formats.run_file import read_run_file, resolve_run
 from trireme.tools.plan.estimate import estimate_run
 from trireme.tools.plan.lengths import lengths_of
 from trireme.tools.plan.machine import describe_machine
@@ -54,7 +54,7 @@ def run_of(kind: str, name: str, size: Size, folder: Path) -> RunConfig:
         return config
     argv = ["@", str(file)]
     kinds = ("vf-rl",) if kind == "vf-rl" else ("flat", "hosted")
-    return as_run(read_foreign(argv, devices, program=kind, kinds=kinds), devices)
+    return resolve_run(read_run_file(argv, devices, program=kind, kinds=kinds), devices)
 
 
 @examples

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from trireme.base.errors import ConfigError
 from trireme.cli.lab import lab
-from trireme.cli.prime_rl import prime_rl
+from trireme.cli.other_formats import run_translated
 from trireme.cli.rl import rl
-from trireme.cli.vf_rl import vf_rl
 from trireme.tools.environments.catalog import list_environments
 from trireme.tools.evaluate.endpoints import read_endpoints
 from trireme.tools.workspace.setup import Workspace
@@ -51,10 +51,10 @@ def test_the_folder_of_the_tutorial(lab_folder, capsys):
 @pytest.mark.parametrize(
     ("kind", "folders", "command"),
     [
-        (["--vf-rl"], ("vf-rl",), vf_rl),
-        (["--prime-rl"], ("prime-rl",), prime_rl),
+        (["--vf-rl"], ("vf-rl",), partial(run_translated, "vf-rl")),
+        (["--prime-rl"], ("prime-rl",), partial(run_translated, "prime-rl")),
         (["--prime-rl"], ENVIRONMENTS, rl),
-        ([], ("rl",), prime_rl),
+        ([], ("rl",), partial(run_translated, "prime-rl")),
     ],
     ids=["vf-rl", "prime-rl", "ours", "hosted"],
 )

@@ -14,7 +14,6 @@ from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.token import TOKEN
-from trireme.cli.foreign import Foreign, read_foreign
 from trireme.cli.rl import find_environments
 from trireme.config.arguments import HELP, mark_file
 from trireme.config.run import RunConfig
@@ -25,6 +24,7 @@ from trireme.tools.cluster.node_script import NODE_SCRIPT, RUN_TOML, SECRETS, no
 from trireme.tools.cluster.nodes import ClusterPlan, plan_nodes
 from trireme.tools.cluster.run_file import MOST_GPUS_PER_NODE, check_folder, check_on_machines, run_toml, wanted
 from trireme.tools.cluster.secrets import HIDDEN, new_token, read_env_files, write_secrets
+from trireme.tools.formats.run_file import TypedRun, read_run_file
 
 PROGRAM = "trireme submit"
 _RULE = "-" * 20
@@ -56,8 +56,8 @@ def submit(argv: list[str]) -> int:
 
 def _prepare(file: str, options: Namespace, typed: list[str], on: Scheduler) -> Prepared:
     resources = Resources(options.time, options.cpus_per_node, options.memory_per_node)
-    foreign = _read(file, options, typed)
-    config = foreign.config
+    typed_run = _read(file, options, typed)
+    config = typed_run.config
     machines = wanted(
         config,
         nodes=options.nodes,
@@ -73,22 +73,22 @@ def _prepare(file: str, options: Namespace, typed: list[str], on: Scheduler) -> 
             find_environments(config)
     elif not options.image and not options.dry_run:
         raise ConfigError(_no_image())
-    secrets = read_env_files(_env_files(foreign, options)) | {TOKEN: new_token()}
+    secrets = read_env_files(_env_files(typed_run, options)) | {TOKEN: new_token()}
     job = _job(config, plan, file, options, on)
-    return Prepared(job, config, resources, options, secrets, tuple(_notes(foreign, job, on)))
+    return Prepared(job, config, resources, options, secrets, tuple(_notes(typed_run, job, on)))
 
 
-def _read(file: str, options: Namespace, typed: list[str]) -> Foreign:
+def _read(file: str, options: Namespace, typed: list[str]) -> TypedRun:
     """In any of the formats, for the machines' GPUs, which this one may not have."""
     each = MOST_GPUS_PER_NODE if options.gpus_per_node is None else options.gpus_per_node
     devices = Devices(gpus=tuple(map(str, range(each * (options.nodes or 1)))), cores=1)
-    return read_foreign([file, *typed], devices, program=PROGRAM, kinds=("hosted", "flat", "vf-rl", "run"))
+    return read_run_file([file, *typed], devices, program=PROGRAM, kinds=("hosted", "flat", "vf-rl", "run"))
 
 
-def _env_files(foreign: Foreign, options: Namespace) -> list[Path]:
+def _env_files(typed_run: TypedRun, options: Namespace) -> list[Path]:
     """Beside the run's file, where they are not where the command was typed."""
-    beside = [Path(foreign.file).parent / path for path in foreign.translation.env_files]
-    listed = zip(foreign.translation.env_files, beside, strict=True)
+    beside = [Path(typed_run.file).parent / path for path in typed_run.translation.env_files]
+    listed = zip(typed_run.translation.env_files, beside, strict=True)
     return [*(near if not path.exists() and near.exists() else path for path, near in listed), *options.env_file]
 
 
@@ -120,8 +120,8 @@ def _refuse_part_of_many(resources: Resources, plan: ClusterPlan, on: Scheduler)
         )
 
 
-def _notes(foreign: Foreign, job: Job, on: Scheduler) -> Iterator[str]:
-    config = foreign.config
+def _notes(typed_run: TypedRun, job: Job, on: Scheduler) -> Iterator[str]:
+    config = typed_run.config
     if config.trainer.ckpt.interval is None:
         yield (
             "`trainer.ckpt.interval` is not set: a job that is started again repeats every step from the journal. "

@@ -1,68 +1,170 @@
-"""The flat file of `prime-rl`, translated into our configuration, key by key."""
+"""The flat files of `prime-rl` and of hosted training, which differ in how they name the model and count GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from trireme.base.devices import Devices
-from trireme.config.arguments import TypedFlag
-from trireme.config.load import read_as
-from trireme.tools.formats.flat_file import Flat
-from trireme.tools.formats.flat_keys import lift, put_memory, put_shared
-from trireme.tools.formats.translation import Reader, Sheet, Translation
+from trireme.config.orchestrator import Sampling
+from trireme.config.run import RunConfig, Wandb
+from trireme.config.section import Section
+from trireme.config.trainer import Lora
+from trireme.tools.formats.translation import Format, Refused, Rule, Settings, To, plain_name
+
+ADAPTER_LR, WHOLE_LR = 1e-5, 1e-6
+"""Where the guide to these formats begins, with adapters and without."""
+TURNS = 4  # of `max_tokens` that fit into a sample if the file does not say how long it may be
 
 
-def translate(
-    table: dict[str, Any], devices: Devices, *, where: str = "the file", flags: Sequence[TypedFlag] = ()
-) -> Translation:
-    """
-    Args:
-        flags: typed on top, in the keys of this format.
-
-    Raises: ConfigError with all keys that are not of this format, cannot have that value, or mean nothing here.
-    """
-    sheet = Sheet()
-    file = read_as(Flat, lift(table, Flat, sheet), where=where, flags=flags)
-    keys = Reader(sheet, file)
-    keys.take("model_name", "model.name")
-    _put_devices(keys, file, devices)
-    put_shared(sheet, file)
-    return sheet.finish(env_files=file.env_file)
+def name_run(name: str | None, file: Common, devices: Devices) -> Settings:
+    return {"name": name or plain_name(file.env[0].id)}
 
 
-def _put_devices(keys: Reader, file: Flat, devices: Devices) -> None:
-    if file.pipeline_parallel_size > 1:
-        keys.refuse(
-            "pipeline_parallel_size",
-            "expected 1: engines are cut by tensors, not by layers, so that every GPU can be sent its weights. "
-            "Raise `tensor_parallel_size` instead.",
-        )
-    elif keys.given("pipeline_parallel_size"):
-        keys.tell("pipeline_parallel_size", "always so here")
-    if not devices.gpus:
-        keys.sheet.set("device", "cpu")
-        keys.tell("num_gpus", 'device = "cpu": this machine shows no GPU')
-        if keys.given("tensor_parallel_size"):
-            keys.tell("tensor_parallel_size", "without effect on a CPU")
-        return
-    put_memory(keys.sheet)
-    if keys.given("tensor_parallel_size"):
-        keys.take("tensor_parallel_size", "inference.parallel.tp")
-    if file.num_gpus and file.num_gpus > 1:
-        engines = engine_share(file.num_gpus, file.tensor_parallel_size)
-        keys.take("num_gpus", "inference_gpus", engines, why="half of them, in whole engines")
-        keys.take("num_gpus", "trainer_gpus", file.num_gpus - engines, why="the others")
-    elif file.num_gpus:
-        keys.tell("num_gpus", "engine and trainer share it")
-        keys.sheet.set("inference_gpu_ids", [0])
-        keys.sheet.set("trainer_gpu_ids", [0])
+def limit_samples(seq_len: int | None, file: Common, devices: Devices) -> Settings:
+    usual, max_tokens = RunConfig.model_fields["seq_len"].default, file.sampling and file.sampling.max_tokens
+    return {"seq_len": seq_len or max(usual, TURNS * (max_tokens or 0))}
+
+
+def choose_rate(lr: float | None, file: Common, devices: Devices) -> Settings:
+    return {"trainer.optim.lr": lr or (ADAPTER_LR if file.use_lora else WHOLE_LR)}
+
+
+def set_lora(key: str) -> Rule:
+    def rule(value: float | None, file: Common, devices: Devices) -> Settings:
+        if file.use_lora:
+            return {f"trainer.model.lora.{key}": value or getattr(Lora(), key)}
+        if value is not None:
+            raise Refused("expected `use_lora = true` with it. Add that, or remove the key.")
+        return {}
+
+    return rule
+
+
+def set_threshold(threshold: float | None, file: Common, devices: Devices) -> Settings:
+    if threshold is not None and not file.use_difficulty_filtering:
+        raise Refused("expected `use_difficulty_filtering = true` with it. Add that, or remove the key.")
+    return {"orchestrator.buffer.difficulty_threshold": threshold}
+
+
+def split_gpus(num_gpus: int | None, file: Flat, devices: Devices) -> Settings:
+    if not devices.gpus or num_gpus is None:
+        return {}
+    if num_gpus == 1:
+        return {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}
+    engines = engine_share(num_gpus, file.tensor_parallel_size or 1)
+    return {"inference_gpus": engines, "trainer_gpus": num_gpus - engines}
 
 
 def engine_share(num_gpus: int, tp: int) -> int:
-    """Half of the GPUs, in whole engines of `tp`; one engine at least.
+    """Return half of the GPUs, in whole engines of `tp`; one engine at least.
 
     Example:
         engine_share(8, 4)  # 4: one engine, and 4 GPUs to train with
     """
     return max(1, num_gpus // 2 // tp) * tp
+
+
+def set_tensor_parallel(size: int | None, file: Flat, devices: Devices) -> Settings:
+    return {"inference.parallel.tp": size} if devices.gpus else {}
+
+
+def check_pipeline(size: int, file: Flat, devices: Devices) -> Settings:
+    if size > 1:
+        raise Refused(
+            "expected 1: engines are split by tensors, not by layers, so that each GPU can be sent its weights. "
+            "Raise `tensor_parallel_size` instead."
+        )
+    return {}
+
+
+class FlatEnv(Section):
+    """`[env]` or `[[env]]`: one environment."""
+
+    id: str
+    """Its name."""
+    name: str | None = None
+    """Name in metrics."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of its `load_environment`."""
+    weight: PositiveFloat = 1.0
+    """Share of the examples, relative to the other environments'."""
+
+
+class Saving(Section):
+    """`[checkpointing]`: what is kept on disk."""
+
+    save_every_n_steps: Annotated[PositiveInt | None, To("trainer.ckpt.interval")] = None
+    """Save every this many steps."""
+    keep_n_checkpoints: Annotated[PositiveInt | None, To("trainer.ckpt.keep_last")] = None
+    """Keep this many of the newest; all where not given."""
+
+
+class Common(Section):
+    """Keys that both formats have."""
+
+    name: Annotated[str | None, To(name_run)] = None
+    """Name of the run; the first environment's where not given."""
+    output_dir: Annotated[str | None, To("output_dir")] = None
+    """Where runs are written."""
+    seed: Annotated[int | None, To("seed")] = None
+    """Seed of everything random."""
+    max_steps: Annotated[PositiveInt | None, To("max_steps")] = None
+    """Training steps."""
+    batch_size: Annotated[PositiveInt | None, To("orchestrator.batch_size")] = None
+    """Rollouts per step."""
+    rollouts_per_example: Annotated[PositiveInt | None, To("orchestrator.rollouts_per_example")] = None
+    """Rollouts per example: the group."""
+    seq_len: Annotated[PositiveInt | None, To(limit_samples)] = None
+    """Longest sample, in tokens."""
+    learning_rate: Annotated[PositiveFloat | None, To(choose_rate)] = None
+    """Peak learning rate."""
+    use_lora: Annotated[bool, To(None, "true sets [trainer.model.lora]")] = False
+    """Train low-rank adapters instead of the whole model."""
+    lora_rank: Annotated[PositiveInt | None, To(set_lora("rank"))] = None
+    """Rank of the adapters."""
+    lora_alpha: Annotated[PositiveFloat | None, To(set_lora("alpha"))] = None
+    """Scale of the adapters: they are multiplied by alpha / rank."""
+    use_difficulty_filtering: Annotated[bool, To("orchestrator.buffer.use_difficulty_filtering")] = False
+    """Leave out groups whose rewards hardly differ."""
+    difficulty_threshold: Annotated[NonNegativeFloat | None, To(set_threshold)] = None
+    """Least variance of the rewards within a group."""
+    max_async_level: Annotated[NonNegativeInt | None, To("max_async_level")] = None
+    """Steps that generation may run ahead of training."""
+    sampling: Annotated[Sampling | None, To("orchestrator.sampling")] = None
+    env: Annotated[tuple[FlatEnv, ...], To("orchestrator.env")]
+    checkpointing: Saving | None = None
+    wandb: Annotated[Wandb | None, To("wandb")] = None
+    env_file: Annotated[tuple[Path, ...], To(None, "given to the run by `prime-rl` and `trireme submit`")] = ()
+    """Files of environment variables for the run: API keys."""
+
+
+class Flat(Common):
+    """A flat file of `prime-rl`."""
+
+    model_name: Annotated[str, To("model.name")]
+    """The model that the run starts from."""
+    num_gpus: Annotated[PositiveInt | None, To(split_gpus, "without effect: this machine shows no GPU")] = None
+    """GPUs for engines and trainer together; all where not given."""
+    tensor_parallel_size: Annotated[
+        PositiveInt | None, To(set_tensor_parallel, "without effect: this machine shows no GPU")
+    ] = None
+    """GPUs that share one engine."""
+    pipeline_parallel_size: Annotated[PositiveInt, To(check_pipeline, "always 1 here")] = 1
+    """Stages that an engine is cut into."""
+
+
+class Hosted(Common):
+    """A file of hosted training."""
+
+    model: Annotated[str, To("model.name")]
+    """The model that the run starts from."""
+
+
+LONG_SAMPLES: Settings = {"trainer.model.optimization_dtype": "bfloat16", "trainer.model.ac.freq": 1}
+"""What makes long samples fit on GPUs. These formats have no keys for it."""
+
+FLAT = Format(Flat, "configs/prime-rl", presets_on_gpus=LONG_SAMPLES)
+HOSTED = Format(Hosted, "configs/rl", presets_on_gpus=LONG_SAMPLES)

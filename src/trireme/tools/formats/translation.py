@@ -1,15 +1,84 @@
-"""What a run of another format is in ours: our keys, and for each of theirs a line on what became of it."""
+"""Translate a run file of another format into our configuration, key by key.
+
+A format is a schema whose fields name their destinations; `translate` reads a file as that schema and follows them.
+
+Example:
+    class VfArgs(Section):
+        learning_rate: Annotated[PositiveFloat, To("trainer.optim.lr")] = 1e-5
+        gradient_checkpointing: Annotated[bool, To(checkpoint_layers)] = False
+        max_prompt_len: Annotated[int | None, To(None, "prompt and completion share max_seq_len")] = None
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trireme.base.devices import Devices
+from trireme.config.arguments import TypedFlag
 from trireme.config.files import to_toml, toml_value
+from trireme.config.load import read_as
 from trireme.config.problems import raise_together
-from trireme.config.section import Section
+from trireme.config.section import Section, fields_of
+
+Settings = dict[str, Any]  # our dotted key -> value; None leaves our default
+Rule = Callable[[Any, Any, Devices], Settings]
+"""A function of a key's value, the whole file and this machine's devices."""
+
+
+class Refused(ValueError):
+    """A value that has no meaning here. The message says what was expected and what to write instead."""
+
+
+@dataclass(frozen=True)
+class To:
+    """The destination of a key of another format.
+
+    Attributes:
+        target: our dotted key, which takes the value as it is; or a rule that returns our keys with their values and
+            raises `Refused`; or None for a key that sets nothing here.
+        otherwise: why the key sets nothing, for the comments of the translated file.
+    """
+
+    target: str | Rule | None
+    otherwise: str = "sets nothing here"
+
+    def settings(self, value: Any, file: Section, devices: Devices) -> Settings:
+        if self.target is None:
+            return {}
+        settings = {self.target: value} if isinstance(self.target, str) else self.target(value, file, devices)
+        return {ours: _plain(each) for ours, each in settings.items() if each is not None}
+
+
+@dataclass(frozen=True)
+class ToEach:
+    """The destinations of the keys of a table that takes any key.
+
+    Attributes:
+        known: destinations by key, written with underscores.
+        rest: our table that takes the other keys as they are.
+    """
+
+    known: Mapping[str, To]
+    rest: str
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of run files.
+
+    Attributes:
+        schema: its keys with types, defaults and destinations.
+        examples: the folder with files of this format.
+        presets: our keys that the format sets without a key of its own, and those that it sets on GPUs only.
+    """
+
+    schema: type[Section]
+    examples: str
+    presets: Settings = field(default_factory=dict)
+    presets_on_gpus: Settings = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -28,86 +97,141 @@ class Translation:
 
 
 def as_toml(translation: Translation) -> str:
-    """A file for `rl @`, with its notes as comments on top."""
+    """Return a file for `rl @`, with the notes as comments on top."""
     comments = "".join(f"# {line}\n" for note in translation.notes for line in note.splitlines())
     return f"{comments}\n{to_toml(translation.table)}"
 
 
-class Sheet:
-    """A translation that is being written. Only what is put on it gets into the run, and nothing without a note."""
+def translate(
+    format: Format,
+    table: dict[str, Any],
+    devices: Devices,
+    *,
+    where: str = "the file",
+    flags: Sequence[TypedFlag] = (),
+) -> Translation:
+    """Translate a file that was read already.
 
-    def __init__(self) -> None:
-        self.table: dict[str, Any] = {}
-        self.problems: list[str] = []
-        self._notes: list[str] = []
-        self._origins: dict[str, str] = {}
+    Args:
+        where: the file's name, for messages.
+        flags: keys of this format that were typed on top of the file.
 
-    def put(self, ours: str, value: Any, *, theirs: str, said: str = "", why: str = "") -> None:
-        """
-        Args:
-            ours: dotted key.
-            theirs: dotted key of the other format.
-            said: their value as it is to be shown, with its `=`.
-        """
-        self.set(ours, value)
-        self._origins[ours] = theirs
-        self._notes.append(f"{theirs}{said} -> {ours} = {toml_value(value)}" + (f"; {why}" if why else ""))
-
-    def set(self, ours: str, value: Any) -> None:
-        """Without a note: for what a note has said already."""
-        *tables, key = ours.split(".")
-        here = self.table
-        for table in tables:
-            here = here.setdefault(table, {})
-        here[key] = value
-
-    def note(self, text: str) -> None:
-        self._notes.append(text)
-
-    def refuse(self, problem: str) -> None:
-        self.problems.append(problem)
-
-    def finish(self, *, env_files: tuple[Path, ...] = ()) -> Translation:
-        """Raises: ConfigError with everything that was refused."""
-        raise_together(self.problems)
-        return Translation(self.table, tuple(self._notes), env_files, self._origins)
+    Raises: ConfigError with all keys that the format does not have, that cannot have that value, or that disagree.
+    """
+    file = read_as(format.schema, _lift(table, format.schema), where=where, flags=flags)
+    presets = format.presets | (format.presets_on_gpus if devices.gpus else {"device": "cpu"})
+    keys, chosen, problems = list(_keys(file)), dict[str, _Key](), list[str]()
+    for key in keys:
+        try:
+            key.settings = key.to.settings(key.value, file, devices)
+        except Refused as refused:
+            problems.append(f"`{key.written}` - {refused}")
+        for ours, value in key.settings.items():
+            rival = chosen.get(ours)
+            if rival and rival.is_given and key.is_given and rival.settings[ours] != value:
+                problems.append(
+                    f"`{rival.written}` and `{key.written}` set `{ours}` to {toml_value(rival.settings[ours])} and "
+                    f"{toml_value(value)} - expected them to agree. Remove one of the two."
+                )
+            elif rival is None or key.is_given:
+                chosen[ours] = key
+    raise_together(problems)
+    notes = [f"{ours} = {toml_value(value)}: from no key of the file" for ours, value in presets.items()]
+    notes += [note for key in keys for note in _notes(key, chosen)]
+    return Translation(
+        table=_nested(presets | {ours: key.settings[ours] for ours, key in chosen.items()}),
+        notes=tuple(notes),
+        env_files=getattr(file, "env_file", ()),
+        origins={ours: key.name for ours, key in chosen.items()},
+    )
 
 
-class Reader:
-    """One table of theirs and the sheet: each key is read, shown with its value and where that comes from, and put."""
+def if_true(ours: str, value: Any) -> Rule:
+    """Return a rule that gives our key a value where theirs is true."""
+    return lambda wanted, file, devices: {ours: value} if wanted else {}
 
-    def __init__(self, sheet: Sheet, section: Section, above: str = "") -> None:
-        """
-        Args:
-            above: the table's name with a dot, for keys as people write them: "trainer.args.".
-        """
-        self.sheet = sheet
-        self.section = section
-        self.above = above
 
-    def given(self, key: str) -> bool:
-        return key in self.section.model_fields_set
+def plain_name(id: str) -> str:
+    """Return the name of an environment without its owner: "reverse-text" for "primeintellect/reverse-text"."""
+    return id.rstrip("/").rpartition("/")[2].removesuffix(".py")
 
-    def said(self, key: str) -> str:
-        """ " = 0.7 (default)": their value as notes show it."""
-        value = getattr(self.section, key)
-        shown = toml_value(list(map(_plain, value)) if isinstance(value, tuple) else value)
-        return f" = {shown}" + ("" if self.given(key) else " (default)")
 
-    def take(self, key: str, ours: str, value: Any = None, *, why: str = "") -> None:
-        """Puts a key of theirs at a place of ours; with another value where one is given. None is left out."""
-        value = getattr(self.section, key) if value is None else value
-        value = list(value) if isinstance(value, tuple) else value
-        if value is not None:
-            self.sheet.put(ours, value, theirs=f"{self.above}{key}", said=self.said(key), why=why)
+@dataclass
+class _Key:
+    """A key of the file, with its value or its default."""
 
-    def tell(self, key: str, text: str) -> None:
-        """Of a key that leads to none of ours."""
-        self.sheet.note(f"{self.above}{key}{self.said(key)}: {text}")
+    name: str  # dotted
+    value: Any
+    is_given: bool
+    to: To
+    settings: Settings = field(default_factory=dict)
 
-    def refuse(self, key: str, text: str) -> None:
-        self.sheet.refuse(f"`{self.above}{key}{self.said(key)}` - {text}")
+    @property
+    def written(self) -> str:
+        return f"{self.name} = {toml_value(_plain(self.value))}"
+
+
+def _lift(table: dict[str, Any], schema: type[Section]) -> dict[str, Any]:
+    """Move keys of the whole run out of the tables below which the guide shows them. TOML takes them for keys of those
+    tables.
+
+    Example:
+        _lift({"wandb": {"env_file": ["secrets.env"]}}, Hosted)  # {"wandb": {}, "env_file": ["secrets.env"]}
+    """
+    lifted, root = dict(table), fields_of(schema)
+    for name, below in table.items():
+        section = root[name].section if name in root else None
+        if section and isinstance(below, dict):
+            strays = (below.keys() & root.keys()) - fields_of(section).keys() - table.keys()
+            lifted |= {key: below[key] for key in strays}
+            lifted[name] = {key: value for key, value in below.items() if key not in strays}
+    return lifted
+
+
+def _keys(section: Section, above: str = "") -> Iterator[_Key]:
+    """Yield every key that has a destination; tables without one are walked through."""
+    for name, info in type(section).model_fields.items():
+        value, is_given = getattr(section, name), name in section.model_fields_set
+        destination = next((each for each in info.metadata if isinstance(each, To | ToEach)), None)
+        if isinstance(destination, To):
+            yield _Key(f"{above}{name}", value, is_given, destination)
+        elif isinstance(destination, ToEach):
+            for item, each in value.items():
+                plain = item.replace("-", "_")
+                to = destination.known.get(plain, To(f"{destination.rest}.{plain}"))
+                yield _Key(f"{above}{name}.{plain}", each, True, to)
+        elif isinstance(value, Section):
+            yield from _keys(value, f"{above}{name}.")
+
+
+def _notes(key: _Key, chosen: dict[str, _Key]) -> Iterator[str]:
+    """Say what became of a key. A default is mentioned only where it sets something."""
+    used = {ours: value for ours, value in key.settings.items() if key.is_given or chosen[ours] is key}
+    for ours, value in used.items():
+        default = "" if key.is_given else " (default)"
+        yield f"{key.written}{default} -> {ours} = {toml_value(value)}"
+    if key.is_given and not used:
+        yield f"{key.written}: {key.to.otherwise}"
+
+
+def _nested(settings: Settings) -> dict[str, Any]:
+    """
+    Example:
+        _nested({"trainer.optim.lr": 1e-5})  # {"trainer": {"optim": {"lr": 1e-5}}}
+    """
+    table: dict[str, Any] = {}
+    for ours, value in settings.items():
+        *above, last = ours.split(".")
+        here = table
+        for name in above:
+            here = here.setdefault(name, {})
+        here[last] = value
+    return table
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return value.model_dump(mode="json", exclude_unset=True)
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
     return str(value) if isinstance(value, Path) else value

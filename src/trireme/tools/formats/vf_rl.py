@@ -1,286 +1,351 @@
-"""The single file of `vf-rl`, translated into our configuration, key by key."""
+"""The single-file format of `vf-rl`: its keys with their defaults there, and what each becomes here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from trireme.base.devices import Devices
-from trireme.config.arguments import TypedFlag
-from trireme.config.load import read_as
-from trireme.tools.formats.translation import Reader, Sheet, Translation
-from trireme.tools.formats.vf_rl_engine import put_engine
-from trireme.tools.formats.vf_rl_file import VfArgs, VfRl, VfWandb
+from trireme.config.orchestrator import OrchestratorConfig
+from trireme.config.section import Section
+from trireme.tools.formats.translation import Format, Refused, Rule, Settings, To, ToEach, if_true, plain_name
 
-ARGS = "trainer.args."
+TARGETS = ("q_proj", "v_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
 CPU_ROW_TOKENS = 512
+NO_GPU = "without effect: this machine shows no GPU"
+NO_LORA = "without effect: use_lora = false"
 SAMPLE_STEPS = 5  # from one look at completions to the next
-SAMPLING = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-SAID_ELSEWHERE = {
-    "temperature": "the reference's default; the tutorial says 1.0",
-    "max_tokens": "the reference's default: up to the context; the tutorial says 512",
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+MODEL_FLAGS = ("dtype", "max_model_len", "enforce_eager", "enable_auto_tool_choice", "tool_call_parser")
+VLLM_FLAGS = {
+    "model": To("model.name"),
+    "host": To("inference.server.host"),
+    "port": To("inference.server.port"),
+    **{flag: To(f"inference.model.{flag}") for flag in (*MODEL_FLAGS, "reasoning_parser", "trust_remote_code")},
+    "tensor_parallel_size": To("inference.parallel.tp"),
+    "data_parallel_size": To("inference.parallel.dp"),
+    "gpu_memory_utilization": To("inference.gpu_memory_utilization"),
+    "max_num_seqs": To("inference.max_num_seqs"),
+    "disable_log_requests": To(None, "not needed here: requests are not logged"),
+    "enable_log_requests": To(None, "not needed here: the journal has every rollout"),
 }
+"""Flags of vLLM that have a key here, or need none."""
 
 
-def translate(
-    table: dict[str, Any], devices: Devices, *, where: str = "the file", flags: Sequence[TypedFlag] = ()
-) -> Translation:
-    """
-    Args:
-        flags: typed on top, in the keys of this format.
-
-    Raises: ConfigError with all keys that are not of this format, cannot have that value, or mean nothing here.
-    """
-    file, sheet = read_as(VfRl, table, where=where, flags=flags), Sheet()
-    args = Reader(sheet, file.trainer.args, ARGS)
-    top = Reader(sheet, file)
-    top.take("model", "model.name")
-    _put_place(args, file)
-    _put_environment(sheet, file)
-    _put_devices(sheet, file, devices)
-    put_engine(sheet, file, args)
-    _put_batch(args, file, devices)
-    _put_model(args, file.trainer.args, devices)
-    _put_recipe(args, file.trainer.args)
-    _put_sampling(args)
-    _put_evaluation(args, file.trainer.args)
-    _put_checkpoints(args, file.trainer.args)
-    _put_console(args, file.trainer.args)
-    return sheet.finish()
+def name_run(name: str | None, file: VfRl, devices: Devices) -> Settings:
+    folder = file.trainer.args.output_dir
+    return {"name": PurePath(folder).name if folder else name or plain_name(file.env.id)}
 
 
-def _put_place(args: Reader, file: VfRl) -> None:
-    given = file.trainer.args
-    folder = PurePath(given.output_dir) if given.output_dir else None
-    name = given.run_name or file.env.id.rstrip("/").rpartition("/")[2].removesuffix(".py")
-    why = "" if given.run_name else "the environment's name"
-    args.take("run_name", "name", folder.name if folder else name, why="the folder's name" if folder else why)
-    if folder:
-        args.take("output_dir", "output_dir", str(folder.parent), why=f"the run's folder is {folder}")
-    args.take("seed", "seed")
-    if given.resume_from_checkpoint:
-        _put_resume(args, given.resume_from_checkpoint)
+def place_run(folder: str | None, file: VfRl, devices: Devices) -> Settings:
+    return {"output_dir": str(PurePath(folder).parent)} if folder else {}
 
 
-def _put_resume(args: Reader, place: str) -> None:
+def set_resume(place: str | None, file: VfRl, devices: Devices) -> Settings:
+    if not place:
+        return {}
     step = PurePath(place).name.removeprefix("checkpoint-")
-    if place.lower() == "true":
-        args.take("resume_from_checkpoint", "resume", True)
-    elif step.isdigit():
-        args.take("resume_from_checkpoint", "trainer.ckpt.resume_step", int(step), why="of this run's own folder")
-    else:
-        args.refuse("resume_from_checkpoint", 'expected "true", or a folder `checkpoint-N` of this run. Write one.')
+    if not (place.lower() == "true" or step.isdigit()):
+        raise Refused('expected "true", or a folder `checkpoint-N` of this run. Write one of them.')
+    return {"trainer.ckpt.resume_step": int(step)} if step.isdigit() else {"resume": True}
 
 
-def _put_environment(sheet: Sheet, file: VfRl) -> None:
-    args, env = file.trainer.args, Reader(sheet, file.env, "env.")
-    entry: dict[str, Any] = {"id": file.env.id}
-    sheet.put("orchestrator.env", [entry], theirs="env.id", said=env.said("id"))
-    if file.env.args:
-        entry["args"] = file.env.args
-        sheet.note("env.args -> orchestrator.env[0].args")
-    limits = {"max_concurrent": "max_concurrent", "generation_timeout": "rollout_timeout_s"}
-    for theirs, ours in limits.items():
-        entry[ours] = getattr(args, theirs)
-        reader = Reader(sheet, args, ARGS)
-        sheet.note(f"{ARGS}{theirs}{reader.said(theirs)} -> orchestrator.env[0].{ours} = {entry[ours]:g}")
+def set_environment(env: VfEnv, file: VfRl, devices: Devices) -> Settings:
+    args = file.trainer.args
+    limits = {"max_concurrent": args.max_concurrent, "rollout_timeout_s": args.generation_timeout}
+    return {"orchestrator.env": [{"id": env.id, "args": env.args, **limits}]}
 
 
-def _put_devices(sheet: Sheet, file: VfRl, devices: Devices) -> None:
-    """Contiguous, engines first; one GPU is shared; none at all means the CPU."""
-    engines, trainer = file.inference.gpus, file.trainer.gpus
-    if not devices.gpus:
-        sheet.set("device", "cpu")
-        sheet.note(f'inference.gpus = {engines}, trainer.gpus = {trainer} -> device = "cpu": this machine shows no GPU')
-        return
-    sheet.put("inference_gpus", engines, theirs="inference.gpus", said=f" = {engines}")
-    sheet.put("trainer_gpus", trainer, theirs="trainer.gpus", said=f" = {trainer}", why="those after the engines'")
-    if devices.num_gpus == 1 and engines == trainer == 1:
-        sheet.note("this machine has one GPU: engine and trainer share it")
+def give_gpus(key: str) -> Rule:
+    return lambda count, file, devices: {key: count} if devices.gpus else {}
 
 
-def _put_batch(args: Reader, file: VfRl, devices: Devices) -> None:
-    given = file.trainer.args
-    group = _one_of(args, "rollouts_per_example", "num_generations")
-    rows = _one_of(args, "micro_batch_size", "per_device_train_batch_size")
-    args.take(group, "orchestrator.rollouts_per_example")
-    _put_batch_size(args, getattr(given, rows) * file.trainer.gpus, rows)
-    args.take("max_seq_len", "seq_len")
-    tokens = _row_tokens(given.max_seq_len, getattr(given, rows), on_cpu=not devices.gpus)
-    why = "rollouts are packed into rows of so many tokens; the gradient does not depend on it"
-    args.take(rows, "trainer.micro_batch_tokens", tokens, why=why)
-    args.take("max_steps", "max_steps")
-    args.take("num_batches_ahead", "max_async_level")
-    args.take("max_concurrent", "orchestrator.max_concurrent")
-    if given.max_prompt_len:
-        args.tell("max_prompt_len", "not needed here: prompt and completions share max_seq_len, nothing is cut off")
-    if given.generation_batch_size:
-        args.tell("generation_batch_size", "not needed here: vLLM takes requests as they come; see max_concurrent")
+def set_dtype(bf16: bool, file: VfRl, devices: Devices) -> Settings:
+    """Require that a file asks for bfloat16 on a CPU: it is slower there."""
+    is_wanted = bf16 and (devices.gpus or "bf16" in file.trainer.args.model_fields_set)
+    return {"trainer.model.optimization_dtype": "bfloat16" if is_wanted else "float32"}
 
 
-def _row_tokens(longest: int, rollouts: int, *, on_cpu: bool) -> int:
-    """As many rollouts of full length as are to be held at once. On CPUs attention costs by the square of the row."""
-    return min(rollouts * longest, max(longest, CPU_ROW_TOKENS)) if on_cpu else rollouts * longest
+def set_lora(key: str) -> Rule:
+    return lambda value, file, devices: {f"trainer.model.lora.{key}": value} if file.trainer.args.use_lora else {}
 
 
-def _one_of(args: Reader, ours: str, older: str) -> str:
-    """The name under which it was given. Both at once are refused unless they agree."""
-    value, before = getattr(args.section, ours), getattr(args.section, older)
-    if before is None:
-        return ours
-    if args.given(ours) and value != before:
-        args.refuse(older, f"another name of `{ours}`, which is {value}; expected one of the two. Remove `{older}`.")
-    return older
+def set_betas(beta: float, file: VfRl, devices: Devices) -> Settings:
+    return {"trainer.optim.betas": [file.trainer.args.adam_beta1, file.trainer.args.adam_beta2]}
 
 
-def _put_batch_size(args: Reader, at_once: int, rows: str) -> None:
-    """
-    Args:
-        at_once: rollouts that all GPUs take at once.
-    """
-    given: Any = args.section
-    times = given.gradient_accumulation_steps
-    if times is None:
-        args.take("batch_size", "orchestrator.batch_size")
-        if given.batch_size % at_once:
-            args.tell(
-                "batch_size", f"no multiple of the {at_once} of {rows} x trainer.gpus; not needed here: rows are packed"
-            )
-    elif not args.given("batch_size"):
-        why = f"times {at_once}, which is {rows} x trainer.gpus"
-        args.take("gradient_accumulation_steps", "orchestrator.batch_size", at_once * times, why=why)
-    elif given.batch_size == at_once * times:
-        args.take("batch_size", "orchestrator.batch_size", why="as gradient_accumulation_steps says, too")
-    else:
-        args.refuse(
-            "gradient_accumulation_steps",
-            f"{rows} x trainer.gpus x it is {at_once * times}, and batch_size is {given.batch_size}; expected them to "
-            "agree. Remove `gradient_accumulation_steps`: it follows.",
-        )
+def set_scheduler(type: str, file: VfRl, devices: Devices) -> Settings:
+    return {"trainer.scheduler.type": type.removesuffix("_with_warmup")}
 
 
-def _put_model(args: Reader, given: VfArgs, devices: Devices) -> None:
-    if given.use_lora:
-        args.tell("use_lora", "[trainer.model.lora], as the next lines say")
-        for key in ("rank", "alpha", "dropout", "target_modules", "modules_to_save", "use_rslora"):
-            args.take(f"lora_{key}", f"trainer.model.lora.{key}")
-    else:
-        args.tell("use_lora", "no [trainer.model.lora]: the whole model is trained")
-        for key in sorted(key for key in given.model_fields_set if key.startswith("lora_")):
-            args.tell(key, "without effect: use_lora = false")
-    if devices.gpus or args.given("bf16"):
-        args.take("bf16", "trainer.model.optimization_dtype", "bfloat16" if given.bf16 else "float32")
-    else:
-        args.take("bf16", "trainer.model.optimization_dtype", "float32", why="on CPUs, unless it is asked for")
-    if given.gradient_checkpointing:
-        args.take("gradient_checkpointing", "trainer.model.ac.freq", 1)
-    if args.given("ds3_gather_for_generation"):
-        args.tell(
-            "ds3_gather_for_generation", "no meaning here: weights are sent tensor by tensor, never gathered whole"
-        )
+def check_sync(wanted: bool, file: VfRl, devices: Devices) -> Settings:
+    if wanted and not file.trainer.args.ref_model_sync_steps:
+        raise Refused("expected `ref_model_sync_steps` with it. Write how many steps lie between two updates.")
+    return {}
 
 
-def _put_recipe(args: Reader, given: VfArgs) -> None:
-    args.take("learning_rate", "trainer.optim.lr")
-    args.take("weight_decay", "trainer.optim.weight_decay")
-    args.take("max_grad_norm", "trainer.optim.max_norm")
-    args.take("adam_beta1", "trainer.optim.betas", [given.adam_beta1, given.adam_beta2], why="with adam_beta2")
-    args.tell("adam_beta2", "the second of trainer.optim.betas")
-    args.take("adam_epsilon", "trainer.optim.eps")
-    args.take("lr_scheduler_type", "trainer.scheduler.type", given.lr_scheduler_type.removesuffix("_with_warmup"))
-    args.take("warmup_steps", "trainer.scheduler.warmup_steps")
-    args.take("num_iterations", "trainer.num_iterations")
-    args.take("beta", "trainer.loss.beta")
-    _put_reference(args, given)
-    if given.mask_truncated_completions:
-        args.take("mask_truncated_completions", "orchestrator.filters.truncated", "mask")
-    if not given.mask_env_responses:
-        args.refuse(
-            "mask_env_responses", "tokens that the model did not write are never trained on here. Remove the key."
-        )
+def set_reference(steps: int | None, file: VfRl, devices: Devices) -> Settings:
+    if steps and file.trainer.args.beta == 0:
+        raise Refused("expected `beta` above 0: without it there is no reference model. Set `beta`, or remove the key.")
+    return {"trainer.loss.reference_update_every": steps}
 
 
-def _put_reference(args: Reader, given: VfArgs) -> None:
-    every = given.ref_model_sync_steps
-    if not given.sync_ref_model and every is None:
-        return
-    if given.beta == 0:
-        args.refuse(
-            "ref_model_sync_steps" if every else "sync_ref_model",
-            "without `beta` there is no reference model. Set `beta` above 0, or remove the key.",
-        )
-    elif every is None:
-        args.refuse("sync_ref_model", "expected `ref_model_sync_steps` beside it. Write how many steps lie between.")
-    else:
-        args.take("ref_model_sync_steps", "trainer.loss.reference_update_every")
+def check_mask(mask: bool, file: VfRl, devices: Devices) -> Settings:
+    if not mask:
+        raise Refused("expected true: tokens that the model did not write are never trained on. Remove the key.")
+    return {}
 
 
-def _put_sampling(args: Reader) -> None:
-    for key in SAMPLING:
-        why = "" if args.given(key) else SAID_ELSEWHERE.get(key, "")
-        args.take(key, f"orchestrator.sampling.{key}", why=why)
-        if getattr(args.section, key) is None and why:
-            args.tell(key, why)
+def set_row_tokens(rollouts: int | None, file: VfRl, devices: Devices) -> Settings:
+    """Return room for so many rollouts of full length. On a CPU, attention costs by the square of the row."""
+    if rollouts is None:
+        return {}
+    longest = file.trainer.args.max_seq_len
+    most = rollouts * longest if devices.gpus else max(longest, CPU_ROW_TOKENS)
+    return {"trainer.micro_batch_tokens": min(rollouts * longest, most)}
 
 
-def _put_evaluation(args: Reader, given: VfArgs) -> None:
-    if given.eval_strategy == "epoch":
-        args.refuse(
-            "eval_strategy", 'expected "steps" or "no": steps are counted here. Write "steps" and `eval_steps`.'
-        )
-    if given.eval_strategy == "no":
-        if given.eval_steps and args.given("eval_strategy"):
-            args.tell("eval_steps", 'without effect: eval_strategy = "no"')
-        if not given.eval_steps or args.given("eval_strategy"):
-            return
-    if given.eval_steps:
-        args.take("eval_steps", "orchestrator.eval.interval", why="100 held-out examples, sampled as in training")
-    else:
-        args.tell("eval_strategy", "no eval_steps: evaluated before the first step and after the last")
-    for key in SAMPLING:
-        if (value := getattr(given, key)) is not None:
-            args.sheet.set(f"orchestrator.eval.sampling.{key}", value)
+def multiply_batch(times: int | None, file: VfRl, devices: Devices) -> Settings:
+    """Return the batch: micro-batches of each GPU, times GPUs, times rollouts in one."""
+    rollouts = file.trainer.args.per_device_train_batch_size or file.trainer.args.micro_batch_size
+    return {"orchestrator.batch_size": times * rollouts * file.trainer.gpus} if times else {}
 
 
-def _put_checkpoints(args: Reader, given: VfArgs) -> None:
-    if given.save_strategy == "epoch":
-        args.refuse(
-            "save_strategy", 'expected "steps" or "no": steps are counted here. Write "steps" and `save_steps`.'
-        )
-    if given.save_strategy == "no":
-        args.tell("save_strategy", "saved after the last step only")
-    else:
-        args.take("save_steps", "trainer.ckpt.interval", why="folders checkpoint-N")
-    args.take("save_total_limit", "trainer.ckpt.keep_last")
+def set_sampling(key: str) -> Rule:
+    def rule(value: Any, file: VfRl, devices: Devices) -> Settings:
+        tables = ("orchestrator.sampling", *(["orchestrator.eval.sampling"] if evaluates(file.trainer.args) else []))
+        return {f"{table}.{key}": value for table in tables}
+
+    return rule
 
 
-def _put_console(args: Reader, given: VfArgs) -> None:
-    args.sheet.set("console.style", "vf-rl")
-    args.take("logging_steps", "console.every")
-    if given.log_completions:
-        args.take("log_completions", "console.samples_every", SAMPLE_STEPS)
-        args.take("num_completions_to_print", "console.num_samples")
-    else:
-        args.tell("log_completions", "no completions are shown; all are in the journal")
-    _put_wandb(args, given)
+def evaluates(args: VfArgs) -> bool:
+    """Return whether the run evaluates. `eval_steps` alone asks for it, too."""
+    return args.eval_strategy == "steps" or bool(args.eval_steps and "eval_strategy" not in args.model_fields_set)
 
 
-def _put_wandb(args: Reader, given: VfArgs) -> None:
-    """Its table alone is asking for it, too."""
-    if given.report_to == "none" and (args.given("report_to") or given.wandb is None):
-        args.tell("report_to", "metrics go to metrics.jsonl only")
-        return
-    args.tell("report_to", "[wandb]" + ("" if given.report_to == "wandb" else ", because there is such a table"))
-    wandb = Reader(args.sheet, given.wandb or VfWandb(), f"{ARGS}wandb.")
-    wandb.take("project", "wandb.project")
-    wandb.take("name", "wandb.name", why="" if wandb.given("name") else "run_name")
+def set_evaluation(steps: int | None, file: VfRl, devices: Devices) -> Settings:
+    return {"orchestrator.eval.interval": steps} if evaluates(file.trainer.args) else {}
+
+
+def check_strategy(strategy: str, file: VfRl, devices: Devices) -> Settings:
+    if strategy == "epoch":
+        raise Refused('expected "steps" or "no": there are no epochs here. Write "steps" and the number of steps.')
+    return {}
+
+
+def set_saving(steps: int, file: VfRl, devices: Devices) -> Settings:
+    return {"trainer.ckpt.interval": steps} if file.trainer.args.save_strategy != "no" else {}
+
+
+def set_timeouts(seconds: float, file: VfRl, devices: Devices) -> Settings:
+    """The orchestrator waits for the server, too, and never less than by default."""
+    waits = max(seconds, OrchestratorConfig().engine_timeout_s)
+    return {"inference.start_timeout_s": seconds, "orchestrator.engine_timeout_s": waits}
+
+
+def set_project(to: str, file: VfRl, devices: Devices) -> Settings:
+    return {"wandb.project": (file.trainer.args.wandb or VfWandb()).project} if to == "wandb" else {}
+
+
+def set_wandb(table: VfWandb | None, file: VfRl, devices: Devices) -> Settings:
+    """The table alone asks for it, too."""
+    args = file.trainer.args
+    is_off = args.report_to == "none" and "report_to" in args.model_fields_set
+    return {} if table is None or is_off else {"wandb.project": table.project, "wandb.name": table.name}
+
+
+class VfWandb(Section):
+    """`[trainer.args.wandb]`: where metrics go with `report_to = "wandb"`."""
+
+    project: str = "trireme"
+    """Project."""
+    name: str | None = None
+    """Name of the run there; `run_name` where not given."""
+
+
+class VfArgs(Section):
+    """`[trainer.args]`: the recipe."""
+
+    run_name: Annotated[str | None, To(name_run)] = None
+    """Name of the run; its folder is `outputs/<run_name>`. The environment's name where not given."""
+    output_dir: Annotated[str | None, To(place_run)] = None
+    """Folder of the run; `outputs/<run_name>` where not given."""
+    seed: Annotated[int, To("seed")] = 42
+    """Seed of everything random."""
+    resume_from_checkpoint: Annotated[str | None, To(set_resume)] = None
+    """`true` for the newest, or the folder `checkpoint-N` to go back to."""
+
+    use_lora: Annotated[bool, To(None, "true sets [trainer.model.lora]")] = True
+    """Train low-rank adapters; `false` trains the whole model."""
+    lora_rank: Annotated[PositiveInt, To(set_lora("rank"), NO_LORA)] = 16
+    """Rank of the adapters."""
+    lora_alpha: Annotated[PositiveFloat, To(set_lora("alpha"), NO_LORA)] = 16
+    """Scale of the adapters: they are multiplied by alpha / rank."""
+    lora_dropout: Annotated[Share, To(set_lora("dropout"), NO_LORA)] = 0.0
+    """Dropout in front of the adapters."""
+    lora_target_modules: Annotated[tuple[str, ...], To(set_lora("target_modules"), NO_LORA)] = TARGETS
+    """Names of the layers that get an adapter."""
+    lora_modules_to_save: Annotated[tuple[str, ...] | None, To(set_lora("modules_to_save"), NO_LORA)] = None
+    """Names of modules that are trained whole."""
+    lora_use_rslora: Annotated[bool, To(set_lora("use_rslora"), NO_LORA)] = False
+    """Scale by alpha / sqrt(rank) instead."""
+
+    learning_rate: Annotated[PositiveFloat, To("trainer.optim.lr")] = 1e-5
+    """Peak learning rate."""
+    lr_scheduler_type: Annotated[Literal["constant", "constant_with_warmup", "linear", "cosine"], To(set_scheduler)] = (
+        "constant"
+    )
+    """Shape of the learning rate after the warm-up."""
+    warmup_steps: Annotated[NonNegativeInt, To("trainer.scheduler.warmup_steps")] = 0
+    """Steps of linear rise."""
+    max_grad_norm: Annotated[PositiveFloat, To("trainer.optim.max_norm")] = 1.0
+    """Gradients with a larger norm are scaled down to it."""
+    weight_decay: Annotated[NonNegativeFloat, To("trainer.optim.weight_decay")] = 0.0
+    """Decoupled weight decay."""
+    adam_beta1: Annotated[Share, To(set_betas)] = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: Annotated[Share, To(set_betas)] = 0.999
+    """Decay of AdamW's second moment."""
+    adam_epsilon: Annotated[PositiveFloat, To("trainer.optim.eps")] = 1e-8
+    """AdamW's epsilon."""
+    bf16: Annotated[bool, To(set_dtype)] = True
+    """Forward and backward pass in bfloat16."""
+    gradient_checkpointing: Annotated[bool, To(if_true("trainer.model.ac.freq", 1))] = False
+    """Recompute activations instead of keeping them."""
+    max_steps: Annotated[PositiveInt, To("max_steps")] = 500
+    """Training steps."""
+    num_iterations: Annotated[PositiveInt, To("trainer.num_iterations")] = 1
+    """Optimizer steps per batch."""
+    beta: Annotated[NonNegativeFloat, To("trainer.loss.beta")] = 0.0
+    """Weight of the KL divergence to the reference model."""
+    sync_ref_model: Annotated[bool, To(check_sync, "see ref_model_sync_steps")] = False
+    """Make the policy the reference from time to time."""
+    ref_model_sync_steps: Annotated[PositiveInt | None, To(set_reference)] = None
+    """Steps from one such time to the next."""
+    mask_truncated_completions: Annotated[bool, To(if_true("orchestrator.filters.truncated", "mask"))] = False
+    """Train on nothing of rollouts that ran out of tokens (overlong filtering)."""
+    mask_env_responses: Annotated[bool, To(check_mask, "always true here")] = True
+    """Train on what the model wrote only, not on what tools and users answered."""
+
+    micro_batch_size: Annotated[PositiveInt, To(set_row_tokens)] = 8
+    """Rollouts per GPU at once."""
+    batch_size: Annotated[PositiveInt, To("orchestrator.batch_size")] = 512
+    """Rollouts per step."""
+    rollouts_per_example: Annotated[PositiveInt, To("orchestrator.rollouts_per_example")] = 16
+    """Rollouts per example: the group."""
+    num_generations: Annotated[PositiveInt | None, To("orchestrator.rollouts_per_example")] = None
+    """Older name of `rollouts_per_example`."""
+    per_device_train_batch_size: Annotated[PositiveInt | None, To(set_row_tokens)] = None
+    """Older name of `micro_batch_size`."""
+    gradient_accumulation_steps: Annotated[PositiveInt | None, To(multiply_batch)] = None
+    """Older way to say `batch_size`: micro-batches of each GPU per step."""
+    max_seq_len: Annotated[PositiveInt, To("seq_len")] = 2048
+    """Longest sample, in tokens."""
+    max_prompt_len: Annotated[PositiveInt | None, To(None, "not needed: prompt and completions share max_seq_len")] = (
+        None
+    )
+    """Longest prompt, in tokens."""
+
+    max_tokens: Annotated[PositiveInt | None, To(set_sampling("max_tokens"))] = None
+    """Most tokens per model turn."""
+    temperature: Annotated[NonNegativeFloat, To(set_sampling("temperature"))] = 0.7
+    """Softmax temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1), To(set_sampling("top_p"))] = 1.0
+    """Nucleus sampling."""
+    top_k: Annotated[int | None, To(set_sampling("top_k"))] = None
+    """Sample from this many most likely tokens only."""
+    min_p: Annotated[float, Field(ge=0, le=1), To(set_sampling("min_p"))] = 0.0
+    """Leave out tokens less likely than this times the most likely one."""
+    repetition_penalty: Annotated[PositiveFloat, To(set_sampling("repetition_penalty"))] = 1.0
+    """Above 1 makes tokens that occurred less likely."""
+    presence_penalty: Annotated[float, To(set_sampling("presence_penalty"))] = 0.0
+    """Subtracted from the logits of tokens that occurred."""
+    frequency_penalty: Annotated[float, To(set_sampling("frequency_penalty"))] = 0.0
+    """Subtracted from logits for each occurrence."""
+
+    num_batches_ahead: Annotated[NonNegativeInt, To("max_async_level")] = 1
+    """Steps that generation may run ahead of training."""
+    generation_timeout: Annotated[PositiveFloat, To(None, "rollout_timeout_s of the environment")] = 600.0
+    """Seconds that generating may take."""
+    max_concurrent: Annotated[PositiveInt, To("orchestrator.max_concurrent")] = 1024
+    """Requests under way at once."""
+    generation_batch_size: Annotated[
+        PositiveInt | None, To(None, "not needed: vLLM takes requests as they come; see max_concurrent")
+    ] = None
+    """Completions generated at once."""
+    vllm_server_host: Annotated[str | None, To("inference.server.host")] = None
+    """Address of the vLLM server."""
+    vllm_server_port: Annotated[int, Field(ge=1, le=65535), To("inference.server.port")] = 8000
+    """Port of the vLLM server."""
+    vllm_server_timeout: Annotated[PositiveFloat, To(set_timeouts)] = 300.0
+    """Seconds that it may take to come up."""
+
+    eval_strategy: Annotated[Literal["no", "steps", "epoch"], To(check_strategy, "see eval_steps")] = "no"
+    """Evaluate on held-out examples every `eval_steps` steps."""
+    eval_steps: Annotated[PositiveInt | None, To(set_evaluation, 'without effect: eval_strategy = "no"')] = None
+    """Steps from one evaluation to the next."""
+    save_strategy: Annotated[
+        Literal["no", "steps", "epoch"], To(check_strategy, "saved after the last step, and as save_steps says")
+    ] = "steps"
+    """Save a checkpoint every `save_steps` steps."""
+    save_steps: Annotated[PositiveInt, To(set_saving, 'without effect: save_strategy = "no"')] = 50
+    """Steps from one checkpoint to the next."""
+    save_total_limit: Annotated[PositiveInt | None, To("trainer.ckpt.keep_last")] = None
+    """Keep this many of the newest checkpoints; all where not given."""
+
+    logging_steps: Annotated[PositiveInt, To("console.every")] = 1
+    """Steps from one line of metrics to the next."""
+    log_completions: Annotated[
+        bool, To(if_true("console.samples_every", SAMPLE_STEPS), "no completions are shown; all are in the journal")
+    ] = True
+    """Show what the model writes, from time to time."""
+    num_completions_to_print: Annotated[PositiveInt, To("console.num_samples")] = 1
+    """Completions shown each time."""
+    report_to: Annotated[Literal["none", "wandb"], To(set_project, "see [wandb]")] = "none"
+    """Where metrics go besides the run's folder."""
+    wandb: Annotated[VfWandb | None, To(set_wandb, 'without effect: report_to = "none"')] = None
+    ds3_gather_for_generation: Annotated[bool, To(None, "not needed: weights are sent tensor by tensor")] = True
+    """Of DeepSpeed: gather the weights to generate."""
+
+
+class VfEnv(Section):
+    """`[env]`: the environment."""
+
+    id: str
+    """Its name."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of its `load_environment`."""
+
+
+class VfInference(Section):
+    """`[inference]`: vLLM."""
+
+    gpus: Annotated[PositiveInt, To(give_gpus("inference_gpus"), NO_GPU)]
+    """Number of GPUs for vLLM, counted from the first."""
+    args: Annotated[dict[str, Any], ToEach(VLLM_FLAGS, rest="inference.args")] = {}
+    """Arguments of vLLM's server, by its own names."""
+
+
+class VfTrainer(Section):
+    """`[trainer]`: the trainer."""
+
+    gpus: Annotated[PositiveInt, To(give_gpus("trainer_gpus"), NO_GPU)]
+    """Number of GPUs for training, after those of vLLM."""
+    args: VfArgs = VfArgs()
+
+
+class VfRl(Section):
+    """The file of a run of `vf-rl`."""
+
+    model: Annotated[str, To("model.name")]
+    """The model that the run starts from."""
+    env: Annotated[VfEnv, To(set_environment)]
+    inference: VfInference
+    trainer: VfTrainer
+
+
+VF_RL = Format(VfRl, "configs/vf-rl", presets={"console.style": "vf-rl"})

@@ -16,13 +16,12 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.processes import free_port
-from trireme.cli import elsewhere, panes
-from trireme.cli.foreign import as_run, read_foreign, set_variables
-from trireme.cli.prime_rl import prime_rl
-from trireme.cli.vf_rl import vf_rl
+from trireme.cli import panes, vf_commands
+from trireme.cli.other_formats import run_translated, set_variables
 from trireme.config.load import load_run_config, read_as
 from trireme.config.run import RunConfig
 from trireme.launch.plan import Plan
+from trireme.tools.formats.run_file import read_run_file, resolve_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = Devices((), 4)
@@ -52,7 +51,7 @@ def flat_file(tmp_path: Path) -> str:
 
 
 def read(argv: list[str]) -> RunConfig:
-    return as_run(read_foreign(argv, CPU, program="vf-rl", kinds=("vf-rl",)), CPU)
+    return resolve_run(read_run_file(argv, CPU, program="vf-rl", kinds=("vf-rl",)), CPU)
 
 
 def test_flags_may_be_theirs_or_ours(vf_file):
@@ -62,7 +61,12 @@ def test_flags_may_be_theirs_or_ours(vf_file):
 
 
 def test_the_printed_translation_is_a_file_of_rl(vf_file, capsys):
-    assert vf_rl(["@", vf_file, "--print-config", "--max-steps", "3", "--trainer.optim.nonfinite", "stop"]) == 0
+    assert (
+        run_translated(
+            "vf-rl", ["@", vf_file, "--print-config", "--max-steps", "3", "--trainer.optim.nonfinite", "stop"]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     config = read_as(RunConfig, tomllib.loads(printed), where="printed")
     assert (config.orchestrator.batch_size, config.max_steps, config.trainer.optim.nonfinite) == (64, 3, "stop")
@@ -73,19 +77,22 @@ def test_the_printed_translation_is_a_file_of_rl(vf_file, capsys):
 def test_a_flat_file_needs_no_at_sign_and_a_flag_that_both_formats_have_is_theirs(flat_file, capsys):
     flags = ["--max-steps", "3", "--model-name", "other/model", "--sampling.top-p", "0.9"]
     for argv in ([flat_file], ["@", flat_file]):
-        assert prime_rl([*argv, "--print-config", *flags]) == 0
+        assert run_translated("prime-rl", [*argv, "--print-config", *flags]) == 0
         table = tomllib.loads(capsys.readouterr().out)
         assert (table["max_steps"], table["model"]["name"]) == (3, "other/model")
         assert table["orchestrator"]["sampling"]["top_p"] == 0.9
 
 
 def test_a_dry_run_starts_nothing_and_shows_the_plan(vf_file, tmp_path, capsys):
-    assert vf_rl(["@", vf_file, "--dry-run", "--output-dir", str(tmp_path)]) == 0
+    assert run_translated("vf-rl", ["@", vf_file, "--dry-run", "--output-dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "64 rollouts = 4 groups x 16" in shown
     assert "http 8000" in shown
     assert not (tmp_path / "reverse-text" / "logs").exists()
-    assert prime_rl(["@", "configs/reverse-text/rl.toml", "--dry-run", "--output-dir", str(tmp_path)]) == 0
+    assert (
+        run_translated("prime-rl", ["@", "configs/reverse-text/rl.toml", "--dry-run", "--output-dir", str(tmp_path)])
+        == 0
+    )
     assert "150 steps on cpu" in capsys.readouterr().out
 
 
@@ -105,11 +112,11 @@ def test_what_is_wrong_is_said_in_the_words_of_the_file(flags, words, vf_file):
 
 def test_each_command_sends_other_formats_on(flat_file, vf_file):
     with pytest.raises(ConfigError, match=f"Type `prime-rl {flat_file}`"):
-        vf_rl(["@", flat_file])
+        run_translated("vf-rl", ["@", flat_file])
     with pytest.raises(ConfigError, match=f"Type `vf-rl @ {vf_file}`"):
-        prime_rl([vf_file])
+        run_translated("prime-rl", [vf_file])
     with pytest.raises(ConfigError, match="takes one"):
-        vf_rl([])
+        run_translated("vf-rl", [])
 
 
 def test_keys_of_an_env_file_reach_the_run_and_the_shell_counts_more(tmp_path, monkeypatch):
@@ -122,9 +129,9 @@ def test_keys_of_an_env_file_reach_the_run_and_the_shell_counts_more(tmp_path, m
 
 def test_flags_of_vllm_become_flags_of_inference():
     argv = ["--model", "m", "--port", "8007", "--max-model-len", "1024", "--enforce-eager", "--disable-log-requests"]
-    flags = list(elsewhere.engine_flags([*argv, "--max-num-batched-tokens", "4096", "--dry-run"]))
+    flags = list(vf_commands.engine_flags([*argv, "--max-num-batched-tokens", "4096", "--dry-run"]))
     assert flags == [
-        *("--inference.model.name", "m", "--inference.server.port", "8007"),
+        *("--model.name", "m", "--inference.server.port", "8007"),
         *("--inference.model.max-model-len", "1024", "--seq-len", "1024", "--inference.model.enforce-eager"),
         *("--inference.args.max-num-batched-tokens", "4096", "--dry-run"),
     ]
@@ -132,9 +139,9 @@ def test_flags_of_vllm_become_flags_of_inference():
 
 def test_environments_of_the_repository_need_no_fetching(monkeypatch, capsys):
     asked: list[list[str]] = []
-    monkeypatch.setattr(elsewhere, "trireme", lambda argv: asked.append(argv) or 0)
-    assert elsewhere.known_name("vf-nowhere") == "vf-nowhere"
-    assert elsewhere.install(["vf-math-python", "--from-repo", "-p", "environments"]) == 0
+    monkeypatch.setattr(vf_commands, "trireme", lambda argv: asked.append(argv) or 0)
+    assert vf_commands.known_name("vf-nowhere") == "vf-nowhere"
+    assert vf_commands.install(["vf-math-python", "--from-repo", "-p", "environments"]) == 0
     assert asked == [["env", "install", "math-python", "--path", "environments"]]
     assert "already" in capsys.readouterr().out
 
@@ -151,9 +158,9 @@ def test_a_file_can_be_served_by_one_command_and_trained_by_another(vf_file, tmp
     monkeypatch.setattr("trireme.cli.inference.inference", served.append)
     monkeypatch.setattr("trireme.launch.supervise.supervise", supervise)
     argv = ["@", vf_file, "--trainer.args.vllm-server-port", str(free_port()), "--output-dir", str(tmp_path)]
-    elsewhere.serve(argv)
+    vf_commands.serve(argv)
     engine, _ = load_run_config(served[0], section="inference", program="inference")
-    assert elsewhere.train(argv) == 0
+    assert vf_commands.train(argv) == 0
     names, config = started[0]
     assert names == ["orchestrator", "trainer"]
     assert engine.inference.server.port == config.inference.server.port == int(argv[3])

@@ -16,10 +16,10 @@ from trireme.config.load import load_run_config, read_as
 from trireme.config.resolve import resolve
 from trireme.config.rules import problems
 from trireme.config.run import RunConfig
-from trireme.tools.formats import flat, hosted
-from trireme.tools.formats.translation import Translation, as_toml
-from trireme.tools.formats.vf_rl import translate
-from trireme.tools.formats.vf_rl_file import VfArgs
+from trireme.tools.formats.flat import FLAT as FLAT_FORMAT
+from trireme.tools.formats.flat import HOSTED as HOSTED_FORMAT
+from trireme.tools.formats.translation import Translation, as_toml, translate
+from trireme.tools.formats.vf_rl import VF_RL, VfArgs
 
 CPU, ONE, EIGHT = Devices((), 4), Devices(("0",), 8), Devices(tuple("01234567"), 64)
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -57,9 +57,9 @@ def test_what_the_reference_gives_as_defaults_holds():
     expected |= {"max_steps": 500, "trainer.optim.lr": 1e-5, "max_async_level": 1, "trainer.ckpt.interval": 50}
     expected |= {"inference.server.port": 8000, "inference.start_timeout_s": 300.0, "wandb": None}
     expected |= {"orchestrator.engine_timeout_s": 600.0, "orchestrator.eval": None}
-    check(translate(vf({}), CPU), CPU, expected)
+    check(translate(VF_RL, vf({}), CPU), CPU, expected)
     modules = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert set(value_at(config_of(translate(vf({}), CPU)), "trainer.model.lora.target_modules")) == modules
+    assert set(value_at(config_of(translate(VF_RL, vf({}), CPU)), "trainer.model.lora.target_modules")) == modules
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_the_reference_gives_as_defaults_holds():
     ids=lambda value: " ".join(value),
 )
 def test_a_key_of_the_trainers_arguments_arrives(args, expected):
-    check(translate(vf(args), CPU), CPU, expected)
+    check(translate(VF_RL, vf(args), CPU), CPU, expected)
 
 
 VLLM = {"enforce-eager": True, "tensor_parallel_size": 2, "max-model-len": 1024, "max_num_batched_tokens": 4096}
@@ -129,7 +129,7 @@ OLD = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumul
     ],
 )
 def test_batches_gpus_and_flags_of_the_engine_arrive(table, devices, expected):
-    check(translate(table, devices), devices, expected)
+    check(translate(VF_RL, table, devices), devices, expected)
 
 
 # Every key of `[trainer.args]` with a value that is not its default.
@@ -156,7 +156,7 @@ OTHER: dict[str, Any] = {
 @pytest.mark.parametrize("key", sorted(VfArgs.model_fields))
 def test_no_key_that_was_given_goes_without_a_word(key):
     try:
-        told = translate(vf({key: OTHER[key]}), CPU).notes
+        told = translate(VF_RL, vf({key: OTHER[key]}), CPU).notes
     except ConfigError as error:
         told = tuple(str(error).split("`"))
     assert any(line.startswith(f"trainer.args.{key}") for line in told)
@@ -164,7 +164,7 @@ def test_no_key_that_was_given_goes_without_a_word(key):
 
 def test_the_run_lies_where_its_name_says():
     given = ({"run_name": "alphabet"}, {}, {"output_dir": "elsewhere/mine", "run_name": "alphabet"})
-    roots = [str(config_of(translate(vf(args), CPU)).paths.root) for args in given]
+    roots = [str(config_of(translate(VF_RL, vf(args), CPU)).paths.root) for args in given]
     assert roots == ["outputs/alphabet", "outputs/reverse-text", "elsewhere/mine"]
 
 
@@ -174,11 +174,12 @@ def test_the_run_lies_where_its_name_says():
         (vf({"lora_rnk": 8}), "lora_rank"),
         (vf({"eval_strategy": "epoch"}), '"steps"'),
         (vf({"mask_env_responses": False}), "never trained on"),
-        (vf({"sync_ref_model": True}), "beta"),
+        (vf({"sync_ref_model": True}), "ref_model_sync_steps"),
+        (vf({"ref_model_sync_steps": 9}), "beta"),
         (vf({"save_strategy": "epoch"}), '"steps"'),
         (vf({"resume_from_checkpoint": "the last"}), "checkpoint-N"),
         # two names of one number must agree
-        (vf({"rollouts_per_example": 16, "num_generations": 8}), "`rollouts_per_example`, which is 16"),
+        (vf({"rollouts_per_example": 16, "num_generations": 8}), "Remove one of the two"),
         (
             vf({"batch_size": 100, "micro_batch_size": 8, "gradient_accumulation_steps": 8}),
             "gradient_accumulation_steps",
@@ -190,7 +191,7 @@ def test_the_run_lies_where_its_name_says():
 )
 def test_what_cannot_be_is_refused_with_what_to_write(table, words):
     with pytest.raises(ConfigError) as caught:
-        translate(table, CPU, where="mine.toml")
+        translate(VF_RL, table, CPU, where="mine.toml")
     assert words in str(caught.value)
 
 
@@ -233,7 +234,7 @@ HOSTED |= {"checkpointing": {"save_every_n_steps": 50, "keep_n_checkpoints": 10}
 )
 def test_a_flat_file_arrives_whole(keys, devices, expected):
     table = {key: value for key, value in (FLAT | keys).items() if value is not None}
-    check(flat.translate(table, devices), devices, expected)
+    check(translate(FLAT_FORMAT, table, devices), devices, expected)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_a_flat_file_arrives_whole(keys, devices, expected):
 )
 def test_a_flat_file_that_cannot_be_is_refused_with_what_to_write(keys, words):
     with pytest.raises(ConfigError, match=words):
-        flat.translate(FLAT | keys, EIGHT)
+        translate(FLAT_FORMAT, FLAT | keys, EIGHT)
 
 
 def test_a_hosted_file_arrives_whole():
@@ -255,7 +256,7 @@ def test_a_hosted_file_arrives_whole():
     expected |= {"orchestrator.env.1.id": "owner/reverse-text", "orchestrator.env.1.weight": 0.5}
     expected |= {"orchestrator.env.1.args": {"num_train": 9}, "orchestrator.sampling.max_tokens": 512}
     check(
-        hosted.translate(HOSTED | keys, EIGHT),
+        translate(HOSTED_FORMAT, HOSTED | keys, EIGHT),
         EIGHT,
         keys | expected | {"trainer.ckpt.interval": 50, "trainer.ckpt.keep_last": 10},
     )

@@ -1,0 +1,127 @@
+"""Read a command line whose run file may be in another format: a file, flags of either format, flags of the command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from trireme.base.devices import Devices
+from trireme.base.errors import ConfigError
+from trireme.config.arguments import HELP, TypedFile, TypedFlag, mark_file, parse_arguments
+from trireme.config.compatibility import Kind, belongs_elsewhere, kind_of
+from trireme.config.files import read_table
+from trireme.config.load import knows, read_as
+from trireme.config.reference import manual
+from trireme.config.resolve import resolve
+from trireme.config.rules import check
+from trireme.config.run import RunConfig
+from trireme.config.section import Section
+from trireme.tools.formats.flat import FLAT, HOSTED
+from trireme.tools.formats.translation import Format, Translation, translate
+from trireme.tools.formats.vf_rl import VF_RL
+
+FORMATS: dict[Kind, Format] = {"vf-rl": VF_RL, "flat": FLAT, "hosted": HOSTED}
+
+
+class Command(Section):
+    """Flags of the command itself; no part of the configuration, and not allowed in files."""
+
+    session: str | None = None
+    """Name of the tmux session; also `-s`. Without tmux everything runs in this terminal."""
+    one_terminal: bool = False
+    """Everything in this terminal, also where tmux is installed."""
+    print_config: bool = False
+    """Print the run in the keys of `rl`, with a comment on what became of each key; start nothing."""
+    dry_run: bool = False
+    """Show what would be started; start nothing."""
+
+
+@dataclass(frozen=True)
+class TypedRun:
+    """A run as it was typed, in any format.
+
+    Example:
+        TypedRun(file="reverse-text.toml", command=Command(), config=RunConfig(...), translation=Translation(...))
+    """
+
+    file: str
+    command: Command
+    config: RunConfig  # nothing is derived yet
+    translation: Translation
+
+
+def read_run_file(argv: list[str], devices: Devices, *, program: str, kinds: tuple[Kind, ...]) -> TypedRun:
+    """Read one file, with or without an `@`, and the flags around it.
+
+    Args:
+        kinds: formats that the program takes; the first is the one that it is about.
+
+    Raises: ConfigError with all that is wrong in the file, or with the flags; SystemExit(0) after `--help`.
+    """
+    format = FORMATS[kinds[0]]
+    if any(word in HELP for word in argv):
+        print(manual(format.schema, Command, section=None, program=program))
+        raise SystemExit(0)
+    arguments = parse_arguments(mark_file(["--session" if word == "-s" else word for word in argv]))
+    files = [argument for argument in arguments if isinstance(argument, TypedFile)]
+    if len(files) != 1 or files[0].scope:
+        raise ConfigError(
+            f"{len(files)} files were given ({', '.join(file.name for file in files) or 'none'}) - `{program}` takes "
+            f"one, which holds the whole run. Type `{program} @ {format.examples}/reverse-text.toml`, or the like."
+        )
+    flags = [argument for argument in arguments if isinstance(argument, TypedFlag)]
+    own = [flag for flag in flags if _is_of_the_command(flag)]
+    command = read_as(Command, {}, where=program, flags=own)
+    file = files[0].name
+    table = read_table(Path(file))
+    if (kind := kind_of(table)) not in kinds:
+        raise ConfigError(belongs_elsewhere(file, kind, expected=kinds[0]))
+    rest = [flag for flag in flags if flag not in own]
+    if kind == "run":
+        theirs, translation = [], Translation(table, (f"{file} is a file of `rl`: nothing had to be translated",))
+    else:
+        # A flag that neither format knows is taken as theirs, so that it is refused with suggestions from their keys.
+        schema = FORMATS[kind].schema
+        theirs = [flag for flag in rest if knows(schema, flag) or not knows(RunConfig, flag)]
+        translation = translate(FORMATS[kind], table, devices, where=file, flags=theirs)
+    ours = [flag for flag in rest if flag not in theirs]
+    with their_keys_named(file, translation):
+        config = read_as(RunConfig, translation.table, where=f"{file}, translated", flags=ours)
+    given = config.model_dump(mode="json", exclude_unset=True)
+    typed = (" ".join([flag.name, *flag.values]) + " was typed" for flag in ours)
+    return TypedRun(file, command, config, replace(translation, table=given, notes=(*translation.notes, *typed)))
+
+
+def _is_of_the_command(flag: TypedFlag) -> bool:
+    """Also where it is misspelt, so that it gets its suggestion."""
+    nearly = len(flag.path) == 1 and get_close_matches(flag.path[0], Command.model_fields, cutoff=0.75)
+    return knows(Command, flag) or bool(nearly and not knows(RunConfig, flag))
+
+
+def resolve_run(typed: TypedRun, devices: Devices) -> RunConfig:
+    """Return the run with everything derived and checked.
+
+    Raises: ConfigError that names the keys of the file, too.
+    """
+    config = resolve(typed.config, devices)
+    with their_keys_named(typed.file, typed.translation):
+        check(config, devices)
+    return config
+
+
+@contextmanager
+def their_keys_named(file: str, translation: Translation) -> Iterator[None]:
+    """Add to an error that names a key of ours the key of the file that it comes from."""
+    try:
+        yield
+    except ConfigError as error:
+        found = [
+            f"\n`{ours}` is `{theirs}` in {file}."
+            for ours, theirs in translation.origins.items()
+            if ours != theirs and re.search(rf"(?<![\w.]){re.escape(ours)}(?!\w)", str(error))
+        ]
+        raise ConfigError(f"{error}{''.join(found)}") from None
