@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from trireme.tools.cluster.job import Job, Resources
-from trireme.tools.cluster.node_script import NODE_SCRIPT, SECRETS, node_script
+from trireme.tools.cluster.job import NODE_SCRIPT, Job, SubmitOptions, node_script
 from trireme.tools.cluster.nodes import Wanted, plan_nodes
-from trireme.tools.cluster.secrets import write_secrets
-from trireme.tools.cluster.slurm import Options, batch_script
+from trireme.tools.cluster.secrets import SECRETS, write_secrets
+from trireme.tools.cluster.slurm import batch_script
 
 DEADLINE_S = 30
 
@@ -217,6 +216,6 @@ def test_secrets_reach_the_processes_and_no_script(machine):
 
 
 def test_a_batch_script_is_written_as_a_shell_reads_it(machine):
-    script = batch_script(machine.job, Resources(), Options(), workdir=machine.folder)
+    script = batch_script(machine.job, SubmitOptions(), workdir=machine.folder)
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (checked.returncode, checked.stderr) == (0, "")

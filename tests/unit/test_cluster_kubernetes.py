@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,8 @@ import pytest
 import yaml
 
 from trireme.base.errors import ConfigError
-from trireme.tools.cluster.job import Job, Resources
-from trireme.tools.cluster.kubernetes import (
-    Manifest,
-    Options,
-    addresses_of,
-    describe_status,
-    hide,
-    manifests,
-    name_of,
-    submit,
-    to_yaml,
-)
-from trireme.tools.cluster.node_script import node_script
+from trireme.tools.cluster.job import Job, SubmitOptions, node_script
+from trireme.tools.cluster.kubernetes import addresses_of, describe_status, manifests, name_of, submit
 from trireme.tools.cluster.nodes import Wanted, plan_nodes
 
 VERSIONS = ("1.33", "1.37")  # the first in which all of it is stable, and the newest
@@ -37,23 +27,18 @@ def job(nodes: int, gpus_per_node: int = 8) -> Job:
     return Job("20260102-030405-ab12", "Qwen3 30B_wiki!", plan, run, state, folder, toml)
 
 
-def made(given: Job, options: Options, **resources: Any) -> list[Manifest]:
-    return manifests(given, Resources(**resources), options, node_script(given), SECRETS, Path("/runs"))
-
-
-STORAGE = Options("registry/trireme:1", storage="500Gi")
-
-
-def rendered(given: Job, options: Options = STORAGE, **resources: Any) -> dict[str, Manifest]:
-    """By kind; what a cluster would read from the file."""
-    return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(to_yaml(made(given, options, **resources)))}
+def rendered(given: Job, **options: Any) -> dict[str, dict[str, Any]]:
+    """Return the manifests by kind, as a cluster would read them."""
+    given_options = SubmitOptions(**({"image": "registry/trireme:1", "storage": "500Gi"} | options))
+    read = yaml.safe_load_all(manifests(given, given_options, SECRETS, Path("/runs")))
+    return {manifest["kind"]: manifest for manifest in read}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 0), (4, 8)])
 def test_every_manifest_is_valid_by_kubernetes_own_schema(version, nodes, gpus):
-    options = Options("i", namespace="lab", storage="2Ti", storage_class="fast")
-    found = rendered(job(nodes, gpus), options, time="1-00:00:00", cpus_per_node=96, memory_per_node="900G")
+    options = {"namespace": "lab", "storage_class": "fast", "cpus_per_node": 96, "memory_per_node": "900G"}
+    found = rendered(job(nodes, gpus), time="1-00:00:00", **options)
     assert found.keys() - {"Service"} == {"ConfigMap", "Secret", "PersistentVolumeClaim", "Job"}
     assert ("Service" in found) == (nodes > 1)
     for manifest in found.values():
@@ -64,7 +49,7 @@ def test_every_manifest_is_valid_by_kubernetes_own_schema(version, nodes, gpus):
 def test_a_pods_command_names_its_own_number_and_all_addresses():
     given = job(2)
     found = rendered(given)
-    assert found["ConfigMap"]["data"] == {"run.toml": given.run_toml, "node.sh": node_script(given)}
+    assert found["ConfigMap"]["data"] == {"run.toml": given.run_toml, "node.sh": node_script(given, to_terminal=True)}
     command = found["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
     shell = command[2].replace("exec bash", "printf '%s\n'")
     said = subprocess.check_output(["bash", "-c", shell], env={"JOB_COMPLETION_INDEX": "1"}, text=True, timeout=10)
@@ -84,12 +69,23 @@ def test_the_run_succeeds_with_the_orchestrators_pod_and_fails_with_any():
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
 
 
-def test_secrets_are_in_the_secret_alone_and_never_shown():
-    found = made(job(2), STORAGE)
-    assert [manifest["kind"] for manifest in found if "s3cret" in to_yaml([manifest])] == ["Secret"]
-    shown = to_yaml(hide(found))
-    assert "API_KEY: (hidden)" in shown
-    assert not {secret for secret in SECRETS.values() if secret in shown}
+def test_secrets_are_in_the_secret_alone():
+    found = rendered(job(2))
+    assert found["Secret"]["stringData"] == SECRETS
+    assert [kind for kind, manifest in found.items() if "s3cret" in str(manifest)] == ["Secret"]
+
+
+@pytest.mark.parametrize(
+    "text", ["a\"b'c: {d} # e", "x\n  y\n\n", "  first\nsecond", "tab\t\x7f\x85\u2028é\U0001f600", "- no"]
+)
+def test_every_text_reaches_the_cluster_as_it_is(monkeypatch, text):
+    monkeypatch.setitem(SECRETS, "ODD", text)
+    given = replace(job(1), run_toml=text)
+    found = rendered(given, image=text, volume=text, namespace=text, storage=None)
+    assert found["Secret"]["stringData"]["ODD"] == found["ConfigMap"]["data"]["run.toml"] == text
+    pod = found["Job"]["spec"]["template"]["spec"]
+    claim = next(volume for volume in pod["volumes"] if volume["name"] == "runs")["persistentVolumeClaim"]["claimName"]
+    assert claim == pod["containers"][0]["image"] == found["Job"]["metadata"]["namespace"] == text
 
 
 @pytest.fixture
@@ -108,14 +104,14 @@ def kubectl(tmp_path, monkeypatch):
 
 
 def test_all_is_made_at_once_with_secrets_through_a_pipe_and_taken_back_where_the_cluster_refuses(kubectl):
-    given, options = job(2), Options("i", namespace="lab", claim="c")
-    found = made(given, options)
-    assert submit(given, found, options) == name_of(given)
+    given = job(2)
+    text = manifests(given, SubmitOptions(image="i", volume="c"), SECRETS, Path("/runs"))
+    assert submit(given, text, "lab") == name_of(given)
     assert (kubectl / "words").read_text() == "--namespace lab create --filename -\n"
-    assert list(yaml.safe_load_all((kubectl / "given").read_text())) == found
+    assert (kubectl / "given").read_text() == text
     (kubectl / "answer").write_text('jobs.batch is forbidden: User "x" cannot create resource "jobs"')
     with pytest.raises(ConfigError, match="cannot create resource"):
-        submit(given, found, options)
+        submit(given, text, "lab")
     assert f"--selector trireme-submission={given.id}" in (kubectl / "words").read_text().splitlines()[-1]
 
 

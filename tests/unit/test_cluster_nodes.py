@@ -34,7 +34,7 @@ TWO = {"nodes": 2, "gpus_per_node": 8}
 )
 def test_gpus_are_dealt_out_engines_first_in_equal_shares_of_the_trainer(asked, expected):
     nodes = plan_nodes(Wanted(**asked)).nodes
-    assert [[(process.room, process.place, process.gpus) for process in node.processes] for node in nodes] == expected
+    assert [[(process.kind, process.place, process.gpus) for process in node.processes] for node in nodes] == expected
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_no_gpu_is_given_twice_and_none_that_is_not_there(nodes, per_node, engin
     except ConfigError:
         return
     assert all(node.processes for node in plan.nodes)
-    placed = [(each.room, node.index, gpu) for node in plan.nodes for each in node.processes for gpu in each.gpus]
+    placed = [(each.kind, node.index, gpu) for node in plan.nodes for each in node.processes for gpu in each.gpus]
     assert len({(node, gpu) for _, node, gpu in placed}) == len(placed)
     assert {gpu for *_, gpu in placed} <= set(range(per_node))
     if per_node and engines and trainer:
-        assert Counter(room for room, *_ in placed) == {"inference": engines, "trainer": trainer}
+        assert Counter(kind for kind, *_ in placed) == {"inference": engines, "trainer": trainer}
 
 
 def test_a_time_limit_is_read_as_slurm_reads_it():

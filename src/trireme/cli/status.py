@@ -18,8 +18,7 @@ from trireme.monitor.live import open_view
 from trireme.monitor.view import View
 from trireme.tools.cluster import kubernetes, slurm
 from trireme.tools.cluster.job import Submission, find_submission
-from trireme.tools.cluster.node_script import SECRETS
-from trireme.tools.cluster.secrets import read_token
+from trireme.tools.cluster.secrets import SECRETS, read_token
 
 POLL_S = 1.0
 DESERTED_S = 30.0

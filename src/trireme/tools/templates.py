@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 def render(folder: Path, file: str, /, **values: Any) -> str:
     """Return `folder/file.j2` filled in with `values`; a value that is missing is an error.
 
-    Filters: `sh` quotes a value as one word of a shell; `json` writes it as JSON, which is YAML too.
+    Filters: `sh` quotes a value as one word of a shell, `yaml` as one line of YAML, and `yaml_lines` as a block of it.
     """
     environment = Environment(
         loader=FileSystemLoader(folder),
@@ -22,5 +21,14 @@ def render(folder: Path, file: str, /, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"sh": lambda value: shlex.quote(str(value)), "json": json.dumps}
+    environment.filters |= {"sh": lambda value: shlex.quote(str(value)), "yaml": _to_yaml}
+    environment.filters["yaml_lines"] = lambda value: _to_yaml(value, style="|")
     return environment.get_template(f"{file}.j2").render(values)
+
+
+def _to_yaml(value: object, style: str = '"') -> str:
+    """Return a text as a scalar of YAML. Texts that a block cannot hold are quoted instead."""
+    import yaml
+
+    scalar = yaml.dump(str(value), default_style=style, width=float("inf"), allow_unicode=style == "|")
+    return scalar.removesuffix("...\n").removesuffix("\n")  # without the end of a document

@@ -1,107 +1,196 @@
-"""What is submitted, whatever to; and the record of it, by which it is found again.
+"""What is submitted to a cluster, and the record of it (`submission.json`), by which the run's commands find the job.
 
-A submission has a folder beside the run's: `outputs/NAME.submissions/20260102-030405-ab12/`. Inside it would be moved
-aside with an earlier run.
+A submission has a folder next to the run's: `outputs/NAME.submissions/20260102-030405-ab12/`. A folder inside the run's
+would be moved aside together with an earlier run.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import secrets
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from trireme.base.errors import ConfigError
+from trireme.base.errors import FINAL_EXIT_CODES, ConfigError
 from trireme.base.paths import atomic_write
 from trireme.config.problems import raise_together
+from trireme.config.section import Section
+from trireme.config.files import ProcessName
 from trireme.tools.cluster.nodes import ClusterPlan
+from trireme.tools.templates import render
 
 Scheduler = Literal["slurm", "kubernetes"]
+
 RECORD = "submission.json"
+RUN_TOML = "run.toml"
+NODE_SCRIPT = "node.sh"
+TEMPLATES = Path(__file__).parent / "templates"
+END_S = 120
+"""How long before a kill the scheduler asks a run to end, in seconds."""
+GRACE_S = 40
+"""How long `node.sh` waits for the processes of its machine to end, in seconds."""
+
+
+class SubmitOptions(Section):
+    """Flags of `trireme submit` itself. All others are keys of the run."""
+
+    on: Scheduler | None = None
+    """Default: the scheduler whose commands are in PATH."""
+    dry_run: bool = False
+    """Show all that would be submitted; submit nothing."""
+    env_file: tuple[Path, ...] = ()
+    """More secrets: a file with lines NAME=value. May be repeated."""
+    nodes: int | None = None
+    """Number of machines. Default: as many as the run's GPUs take."""
+    gpus_per_node: int | None = None
+    """0 runs on CPUs."""
+    inference_nodes: int | None = None
+    """Machines for engines. Default: half of them."""
+    time: str | None = None
+    """Time limit as Slurm writes it: 90 (minutes), 12:00:00, 2-00:00:00."""
+    cpus_per_node: int | None = None
+    """Default: all."""
+    memory_per_node: str | None = None
+    """Such as 500G. Default: all."""
+    partition: str | None = None
+    """Slurm. Default: Slurm's own default."""
+    account: str | None = None
+    """Slurm."""
+    qos: str | None = None
+    """Slurm."""
+    sbatch: tuple[str, ...] = ()
+    """Slurm: any other option, such as --sbatch=--constraint=h100. May be repeated."""
+    requeues: int = 20
+    """Slurm: how often the job resumes after its time limit."""
+    python: str | None = None
+    """Interpreter on the machines. Default: the one that runs this command (Slurm), or the image's (Kubernetes)."""
+    image: str | None = None
+    """Kubernetes: an image with trireme and the run's environments; see docker/."""
+    namespace: str | None = None
+    """Kubernetes. Default: kubectl's own."""
+    volume: str | None = None
+    """Kubernetes: an existing volume claim, for the run's folder."""
+    storage: str | None = None
+    """Kubernetes: or the size of a claim to create, such as 500Gi."""
+    storage_class: str | None = None
+    """Kubernetes: class of the claim that is created."""
+
+    @property
+    def time_s(self) -> int | None:
+        return seconds_of(self.time) if self.time else None
+
+    def check(self, on: Scheduler, num_nodes: int) -> None:
+        """Raises: ConfigError with all values that cannot be used."""
+        problems = []
+        if self.time is not None and seconds_of(self.time) is None:
+            problems.append(
+                f"`--time {self.time}` - expected minutes, hours:minutes:seconds or days-hours:minutes:seconds. "
+                "For a day and a half write `--time 1-12:00:00`."
+            )
+        if self.cpus_per_node is not None and self.cpus_per_node < 1:
+            problems.append(
+                f"`--cpus-per-node {self.cpus_per_node}` - expected at least 1. Leave it out to take whole machines."
+            )
+        if self.memory_per_node is not None and not re.fullmatch(r"\d+[KMGT]", self.memory_per_node):
+            problems.append(
+                f"`--memory-per-node {self.memory_per_node}` - expected a number with K, M, G or T. "
+                "Write `--memory-per-node 500G`."
+            )
+        if on == "slurm" and num_nodes > 1 and (self.cpus_per_node or self.memory_per_node):
+            problems.append(
+                f"`--cpus-per-node` or `--memory-per-node` with {num_nodes} machines - a run on several machines takes "
+                "whole ones: another run of yours on the same machine would want the same ports. Leave the two out."
+            )
+        if on == "kubernetes" and bool(self.volume) == bool(self.storage):
+            problems.append(
+                "the run needs one volume for its checkpoints, its journal and its logs - expected one of `--volume` "
+                "and `--storage`. Write `--volume CLAIM` to use an existing one, or `--storage 500Gi` to create one."
+            )
+        if on == "kubernetes" and not self.image and not self.dry_run:
+            problems.append(
+                "no image was named - expected `--image`, which holds trireme and the run's environments. Build one "
+                "from `docker/`, push it to the cluster's registry, and write `--image REGISTRY/trireme:TAG`."
+            )
+        raise_together(problems)
+
+
+def seconds_of(limit: str) -> int | None:
+    """Return the seconds of a time limit as Slurm writes it, or None where it is not one.
+
+    Example:
+        seconds_of("90"), seconds_of("1:30:00"), seconds_of("2-12"), seconds_of("4h")  # 5400, 5400, 216000, None
+    """
+    if not (found := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)):
+        return None
+    days, *rest = found.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is None and len(numbers) < 3:
+        minutes, seconds = [*numbers, 0][:2]
+        return minutes * 60 + seconds
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run on its way to a cluster. Paths are the machines', `folder` is here."""
+    """A run to be submitted. All paths but `folder` are as the machines see them."""
 
     id: str
     name: str  # of the run, for people
     plan: ClusterPlan
     run: Path  # the run's folder
-    state: Path  # the submission's folder, where marks of what was started lie
-    folder: Path
+    state: Path  # the submission's folder, with a mark for each process that was started
+    folder: Path  # the submission's folder, as this machine sees it
     run_toml: str
-    python: str | None = None  # the interpreter on the machines; commands by their names where not given
-    goes_back: bool = False  # `trainer.ckpt.resume_step`: the first start goes back, later ones go on
-    restarts: int = 5  # of one process, in a row
+    python: str | None = None  # the interpreter on the machines; None runs commands by their names
+    goes_back: bool = False  # `trainer.ckpt.resume_step` is set: it holds for the first start, and not for restarts
+    restarts: int = 5  # of one process, without a step between them
 
 
-@dataclass(frozen=True)
-class Resources:
-    """Of each machine, and of the whole."""
+def node_script(job: Job, *, to_terminal: bool = False, pause_s: int = 5, leave_s: int = 10) -> str:
+    """Render `node.sh`, which runs and restarts the processes of one machine: `bash node.sh INDEX ADDRESS...`.
 
-    time: str | None = None  # as Slurm writes it
-    cpus_per_node: int | None = None
-    memory_per_node: str | None = None  # "500G"
+    Slurm and Kubernetes run the same script. It marks each started process on disk, so that a requeued job or a
+    replaced pod resumes as well.
 
-    def __post_init__(self) -> None:
-        raise_together(list(self._problems()))
-
-    def _problems(self) -> Iterator[str]:
-        if self.time is not None and seconds_of(self.time) is None:
-            yield (
-                f"`--time {self.time}` - expected minutes, hours:minutes:seconds or days-hours:minutes:seconds. "
-                "For a day and a half write `--time 1-12:00:00`."
-            )
-        if self.cpus_per_node is not None and self.cpus_per_node < 1:
-            yield f"`--cpus-per-node {self.cpus_per_node}` - expected at least 1. Leave it out to take whole machines."
-        if self.memory_per_node is not None and not re.fullmatch(r"\d+[KMGT]", self.memory_per_node):
-            yield (
-                f"`--memory-per-node {self.memory_per_node}` - expected a number with K, M, G or T. "
-                "Write `--memory-per-node 500G`."
-            )
-
-
-def seconds_of(limit: str) -> int | None:
-    """A limit as Slurm writes it: "90" (minutes), "1:30:00", "2-12" (days and hours), "2-12:30:00"; None where it is
-    none."""
-    if not (found := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)):
-        return None
-    days, *rest = found.groups()
-    numbers = [int(number) for number in rest if number is not None]
-    if days is not None:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
-    if len(numbers) == 3:
-        return (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
-    minutes, seconds = [*numbers, 0][:2]
-    return minutes * 60 + seconds
-
-
-def new_id() -> str:
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    Args:
+        to_terminal: also print what the processes print, which goes to the run's `logs/` in any case.
+        pause_s: seconds before the first restart. The n-th restart in a row waits n times as long.
+        leave_s: seconds that processes left behind by a dead one have to end by themselves.
+    """
+    kinds: tuple[ProcessName, ...] = ("inference", "orchestrator", "trainer")
+    hosts = {kind: [f"${{{index + 1}}}" for index in job.plan.machines_of(kind)] for kind in kinds}
+    return render(
+        TEMPLATES,
+        NODE_SCRIPT,
+        job=job,
+        hosts=hosts,
+        to_terminal=to_terminal,
+        pause_s=pause_s,
+        leave_s=leave_s,
+        grace_s=GRACE_S,
+        final_codes=(0, *FINAL_EXIT_CODES),
+    )
 
 
 def submissions_of(run: Path) -> Path:
-    folder = run.absolute()  # which has a name, where "." has none
+    """Return the folder of a run's submissions."""
+    folder = run.absolute()  # has a name, also where `run` is "."
     return folder.with_name(f"{folder.name}.submissions")
 
 
 @dataclass(frozen=True)
 class Submission:
-    """The record: `submission.json`."""
+    """The record of a submission: `submission.json`."""
 
     id: str
     scheduler: Scheduler
-    job: str  # Slurm's number of it, or its name
+    job: str  # Slurm's job number, or the name of the Kubernetes Job
     run: str  # the run's folder, as the machines see it
-    processes: dict[str, int]  # by name: the machine of each
+    processes: dict[str, int]  # the machine of each process, by the process's name
     namespace: str | None = None
-    folder: Path = Path()  # where the record lies; not in it
+    folder: Path = Path()  # where the record lies; not written to it
 
     @property
     def leader(self) -> int:
@@ -115,16 +204,14 @@ class Submission:
 
 
 def find_submission(run: Path) -> Submission | None:
-    """The newest of a run; that of `run` itself where it is a submission's folder; None where it was never submitted.
+    """Return a run's newest submission, or the one whose folder `run` is; None for a run that was never submitted.
 
-    Raises: ConfigError where the record is damaged.
+    Raises: ConfigError for a damaged record.
     """
     records = [run / RECORD, *sorted(submissions_of(run).glob(f"*/{RECORD}"), reverse=True)]
-    newest = next((record for record in records if record.is_file()), None)
-    return _read(newest) if newest else None
-
-
-def _read(record: Path) -> Submission:
+    record = next((record for record in records if record.is_file()), None)
+    if record is None:
+        return None
     try:
         return Submission(**json.loads(record.read_text()), folder=record.parent)
     except (ValueError, TypeError, RecursionError) as error:
