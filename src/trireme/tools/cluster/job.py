@@ -14,9 +14,9 @@ from typing import Literal
 
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError
 from trireme.base.paths import atomic_write
+from trireme.config.files import ProcessName
 from trireme.config.problems import raise_together
 from trireme.config.section import Section
-from trireme.config.files import ProcessName
 from trireme.tools.cluster.nodes import ClusterPlan
 from trireme.tools.templates import render
 
