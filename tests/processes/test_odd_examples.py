@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.orchestrator.evaluation.results import read_answers, results_path
+from trireme.orchestrator.evaluation.results import read_eval_results, results_path
 from whole_run import build_config, run
 
 CODE = """
@@ -30,6 +30,6 @@ def test_an_example_that_no_template_can_render_costs_its_own_rollouts(odd: str,
     assert len(outcome.records) == 3
     assert {rollout.example for record in outcome.records for rollout in record.rollouts} == {1, 2, 3}
     assert {drop.example for record in outcome.records for drop in record.dropped} == {0}
-    answers = read_answers(results_path(config.paths, 0, "say"))
+    answers = read_eval_results(results_path(config.paths, 0, "say"))
     assert {answer.example for answer in answers if answer.error is not None} == {0}
     assert len(answers) == 4

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Evaluation
 from trireme.monitor.metrics import MetricsFile, read_metrics
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Done
-from trireme.orchestrator.evaluation.evaluator import Evaluator
-from trireme.orchestrator.evaluation.results import evaluation_metrics, read_answers
-from trireme.orchestrator.evaluation.run import EvaluationRun, places
+from trireme.orchestrator.evaluation.evaluator import Evaluator, max_concurrent_rollouts
+from trireme.orchestrator.evaluation.results import evaluation_metrics, read_eval_results
 from trireme.orchestrator.rollout.runner import Finished
 from whole_run import DEADLINE_S, build_config, run
 
@@ -125,13 +124,14 @@ def test_training_groups_finish_while_an_evaluation_goes_on(tmp_path):
 
 def test_an_environment_that_is_trained_on_keeps_three_quarters_of_its_own_places_for_training(tmp_path):
     config = build_config(tmp_path, orchestrator={"eval": {"rollouts_per_example": 3}})
+    slots = max_concurrent_rollouts
     own = SimpleNamespace(config=SimpleNamespace(max_concurrent=8), group_rewards=False)
-    assert places(config, own, num_environments=1, is_trained_on=True) == 2
-    assert places(config, own, num_environments=4, is_trained_on=False) == 1024 // 4 // 4
+    assert slots(config, own, num_environments=1, is_trained_on=True) == 2
+    assert slots(config, own, num_environments=4, is_trained_on=False) == 1024 // 4 // 4
     compared = SimpleNamespace(config=SimpleNamespace(max_concurrent=8), group_rewards=True)
-    assert places(config, compared, num_environments=1, is_trained_on=True) == 3  # a group waits for all its members
+    assert slots(config, compared, num_environments=1, is_trained_on=True) == 3  # a group waits for all its members
     tight = build_config(tmp_path, orchestrator={"max_concurrent": 2, "eval": {}})
-    assert places(tight, own, num_environments=3, is_trained_on=True) == 1
+    assert slots(tight, own, num_environments=3, is_trained_on=True) == 1
 
 
 SPLITS = """
@@ -181,7 +181,7 @@ def test_an_evaluation_environment_of_its_own_is_never_trained_on_and_what_its_r
     of_evaluation = {name: value for name, value in row.items() if name.startswith("eval/")}
     assert of_evaluation == pytest.approx({f"eval/held/{name}": value for name, value in measured.items()})
     assert row["time/eval"] > 0
-    again = read_answers(config.paths.evals / "step_1" / "held.jsonl")
+    again = read_eval_results(config.paths.evals / "step_1" / "held.jsonl")
     assert evaluation_metrics("held", again, config.orchestrator.eval) == of_evaluation
 
 
@@ -190,7 +190,7 @@ def test_a_rollout_that_failed_has_not_passed_and_has_no_part_in_the_mean_also_i
     old = {"prompt": [], "completion": [], "answer": None, "info": {}, "metrics": {"length": 2.0}}
     rewards = [(7, 1.0), (7, None), ("x", 0.0), ("x", 0.25)]
     path.write_text("".join(json.dumps({"example_id": e, "reward": reward} | old) + "\n" for e, reward in rewards))
-    answers = read_answers(path)
+    answers = read_eval_results(path)
     measured = evaluation_metrics("say", answers, Evaluation(pass_at=(2, 1)))
     expected = {"error_rate": 0.25, "avg@2": (1.0 + 0.125) / 2, "reward": 1.25 / 3, "pass@1": 0.25, "pass@2": 0.5}
     expected |= {"length": 2.0}
@@ -199,64 +199,35 @@ def test_a_rollout_that_failed_has_not_passed_and_has_no_part_in_the_mean_also_i
     assert evaluation_metrics("say", answers[1:2], Evaluation()) == all_failed
 
 
-class Runner:
-    """Stands where rollouts are run; what each is asked for is kept. The first two examples are of other versions."""
+@pytest.mark.parametrize(("newest", "is_kept"), [(4, True), (5, False)])
+def test_an_evaluation_that_a_later_version_had_a_part_in_is_discarded(tmp_path, newest, is_kept):
+    """The answers of its own version were on disk until then."""
+    config = build_config(tmp_path, orchestrator={"eval": {"num_examples": 2}})
+    partial = []
 
-    def __init__(self, fails=lambda asked: False, versions=([], [])):
-        self.asked = []
-        self._fails = fails
-        self._samples = [[SimpleNamespace(versions=np.array(v), loss_mask=np.ones(3))] if v else [] for v in versions]
+    class Runner:
+        async def run(self, environment, *, example, **asked):
+            await asyncio.sleep(0.1 * example)
+            partial.extend(lines(config, 4, ".say.*.partial"))
+            sample = SimpleNamespace(versions=np.array([-1, 4, newest if example else 4]))
+            done = Done(task="", reward=1.0, metrics={}, prompt=[], completion=[], example_id=example)
+            return Finished(done, num_turns=1, truncated=False, stop=None, samples=[sample])
 
-    async def run(self, environment, **asked):
-        self.asked.append(asked)
-        await asyncio.sleep(0)
-        if self._fails(asked):
-            raise RolloutFailed("score", "no number")
-        done = Done(task="", reward=1.0, metrics={}, prompt=[], completion=[], example_id=asked["example"])
-        samples = self._samples[asked["example"]]
-        return Finished(done, samples=samples, token_rewards=[], num_turns=1, truncated=False, stop=None)
-
-
-def run_examples(tmp_path, runner, *, group_rewards, before=None):
-    """Its answers, and those that were handed on as they came."""
-    kept = []
-
-    async def keep(answer):
-        kept.append(answer)
-
-    config = build_config(tmp_path, orchestrator={"eval": {"rollouts_per_example": 3, "num_examples": 2}})
-    environment = SimpleNamespace(name="say", num_eval=5, num_train=9, group_rewards=group_rewards)
-    how = {"version": 4, "places": 3, "serial": 1, "before": before or {}, "keep": keep}
-    return asyncio.run(EvaluationRun(config, environment, runner, **how).run()).answers, kept
-
-
-@pytest.mark.parametrize(("group_rewards", "errors", "asked_again"), [(True, 3, [0, 1, 2]), (False, 1, [1])])
-def test_rollouts_that_are_scored_together_are_asked_again_together(tmp_path, group_rewards, errors, asked_again):
-    runner = Runner(lambda asked: asked["example"] == 1 and asked["attempt"] == 0)
-    answers, _ = run_examples(tmp_path, runner, group_rewards=group_rewards)
-    assert [answer.reward for answer in answers] == [1.0] * 6
-    assert {(asked["group_size"], asked["split"]) for asked in runner.asked} == {(3, "eval")}
-    names = [{asked["group"] for asked in runner.asked if asked["example"] == example} for example in (0, 1)]
-    assert [len(group) for group in [*names, names[0] | names[1]]] == [1, 1, 2]
-
-    before = {(answer.example, answer.rollout): answer for answer in answers}
-    del before[0, 1]
-    runner = Runner()
-    again, kept = run_examples(tmp_path, runner, group_rewards=group_rewards, before=before)
-    assert [asked["key"] for asked in runner.asked] == [f"eval-say-0-{place}" for place in asked_again]
-    assert [answer.rollout for answer in kept] == asked_again
-    assert again == answers
-
-    runner = Runner(lambda asked: asked["key"] == "eval-say-1-2")
-    answers, _ = run_examples(tmp_path, runner, group_rewards=group_rewards)
-    assert [answer.error for answer in answers] == [None] * (6 - errors) + ["score: no number"] * errors
-
-
-def test_an_answer_that_another_version_had_a_part_in_is_not_kept(tmp_path):
-    runner = Runner(versions=([-1, 4, 4], [-1, 4, 5]))
-    answers, kept = run_examples(tmp_path, runner, group_rewards=False)
-    assert [answer.example for answer in answers] == [0, 0, 0, 1, 1, 1]
-    assert [answer.example for answer in kept] == [0, 0, 0]
+    held_out = SimpleNamespace(
+        name="say",
+        config=SimpleNamespace(max_concurrent=8),
+        num_eval=5,
+        num_train=9,
+        group_rewards=False,
+        check_group_size=lambda size: None,
+    )
+    policy = SimpleNamespace(expect_evaluations=lambda due: None)
+    metrics = SimpleNamespace(append=lambda version, row: None)
+    evaluator = Evaluator(config, {"say": held_out}, policy, Runner(), metrics, Waits("orchestrator"))
+    assert asyncio.run(evaluator.evaluate(4)) is is_kept
+    assert [answer["example"] for answer in partial] == [0]
+    assert len(lines(config, 4)) == (2 if is_kept else 0)
+    assert lines(config, 4, ".say.*.partial") == []
 
 
 def test_an_evaluation_may_take_longer_than_the_trainer_is_waited_for(tmp_path):

@@ -34,7 +34,7 @@ from trireme.config.run import RunConfig
 from trireme.config.section import Section
 from trireme.launch.children import open_crew
 from trireme.launch.plan import ProcessSpec
-from trireme.orchestrator.evaluation.results import Answer, write_answers
+from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
 from trireme.tools.formats.flat import FLAT, HOSTED, Flat, Hosted
 from trireme.tools.formats.translation import translate
 from trireme.tools.formats.vf_rl import VF_RL, VfArgs
@@ -371,8 +371,8 @@ def test_the_table_of_memory_is_what_a_plan_says(call, workspace):
 
 def test_the_script_of_the_guide_reads_our_results(tmp_path):
     rewards = [(0, 0.0), (0, 1.0), (7, 0.5), (7, 0.5)]
-    answers = (Answer(example_id=id, reward=reward, example=id, rollout=n) for n, (id, reward) in enumerate(rewards))
-    write_answers(tmp_path / "results.jsonl", answers)
+    results = [EvalResult(example_id=id, reward=r, example=id, rollout=n) for n, (id, r) in enumerate(rewards)]
+    write_eval_results(tmp_path / "results.jsonl", results)
     groups: dict[int, list[float]] = {}
     for rollout in map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines()):
         groups.setdefault(rollout["example_id"], []).append(rollout["reward"])

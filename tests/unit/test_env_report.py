@@ -8,6 +8,8 @@ import pytest
 
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.wire import Done
+from trireme.orchestrator.rollout.driver import Extent, Outcome, RolloutSpec
+from trireme.orchestrator.rollout.runner import Finished
 from trireme.tools.environments.check_report import (
     CheckReport,
     Loaded,
@@ -15,27 +17,27 @@ from trireme.tools.environments.check_report import (
     build_report,
     rewards_of,
 )
-from trireme.tools.environments.check_rollouts import Attempt, Extent, Turned
 from trireme.tools.environments.check_text import advice_of, difficulty_in_words, text_of
 
 LOADED = Loaded("toy", "file", "toy.py", None, 0.1, 1, 10, 0, {"python": "3.11.7"})
 
 
-def scored(example: int, place: int, reward: float, *, truncated: bool = False, **metrics: float) -> Attempt:
+def scored(example: int, place: int, reward: float, *, truncated: bool = False, **metrics: float) -> Outcome:
     done = Done(task="t", reward=reward, metrics=metrics, prompt=[], completion=[], example_id=example)
-    turned = Turned(done, num_turns=1 + place, truncated=truncated, stop="stop", num_sampled=10 * (1 + place))
-    return Attempt(example, place, 0.5, turned=turned)
+    finished = Finished(done, num_turns=1 + place, truncated=truncated, stop="stop", num_sampled=10 * (1 + place))
+    return Outcome(RolloutSpec("train", example, place), 0.5, finished)
 
 
-def failed(example: int, place: int, error: str, stage: str = "score") -> Attempt:
-    return Attempt(example, place, 2.0, failure=RolloutFailed(stage, error, f"Traceback\n  {error}"))
+def failed(example: int, place: int, error: str, stage: str = "score") -> Outcome:
+    failure = RolloutFailed(stage, error, f"Traceback\n  {error}")
+    return Outcome(RolloutSpec("train", example, place), 2.0, failure=failure)
 
 
-def report_of(attempts: list[Attempt], **options: object) -> CheckReport:
-    examples = tuple(sorted({attempt.example for attempt in attempts}))
-    size = max(attempt.place for attempt in attempts) + 1
+def report_of(outcomes: list[Outcome], **options: object) -> CheckReport:
+    examples = tuple(sorted({outcome.spec.example for outcome in outcomes}))
+    size = max(outcome.spec.rollout for outcome in outcomes) + 1
     settings = {"policy": "p", "is_baseline": True, "seconds": 1.0, "num_restarts": 0} | options
-    return build_report(LOADED, attempts, Extent("train", examples, size), **settings)  # type: ignore[arg-type]
+    return build_report(LOADED, outcomes, Extent("train", examples, size), **settings)  # type: ignore[arg-type]
 
 
 def rewards_of_report(report: CheckReport) -> Rewards:

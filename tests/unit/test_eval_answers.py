@@ -17,38 +17,38 @@ from hypothesis import strategies as st
 from limits import file_size_limit
 from trireme.algo.pass_at_k import mean_pass_at_k, pass_at_k, powers_of_two
 from trireme.base.errors import ConfigError
-from trireme.orchestrator.evaluation.results import Answer, AnswersFile, description_path, is_runs_own, make_way
+from trireme.orchestrator.evaluation.results import EvalResult, EvalResultsFile, description_path, is_runs_own, make_way
 
 
-def answered(example: int) -> Answer:
+def answered(example: int) -> EvalResult:
     found = {"metrics": {"length": 3.0}, "info": {"a": {"b": 1}}}
-    return Answer(example_id=example, reward=0.5, example=example, rollout=0, **found)
+    return EvalResult(example_id=example, reward=0.5, example=example, rollout=0, **found)
 
 
 @given(cut=st.integers(min_value=0, max_value=400))
 def test_wherever_the_last_line_was_torn_the_others_count_and_what_comes_next_does_too(cut: int) -> None:
     """Also where what is left of it ends like a whole one."""
     with TemporaryDirectory() as folder:
-        file = AnswersFile(Path(folder) / "say.jsonl")
+        file = EvalResultsFile(Path(folder) / "say.jsonl")
         file.append(answered(0))
         whole = file.partial.stat().st_size
         file.append(answered(1))
         os.truncate(file.partial, min(file.partial.stat().st_size, whole + cut))
         survives = file.partial.read_bytes()[whole:].rstrip(b"\n").endswith(b'"error": null}')
-        next_one = AnswersFile(file.path)
+        next_one = EvalResultsFile(file.path)
         next_one.append(answered(2))
-        assert next_one.come_so_far().keys() == {(0, 0), (2, 0)} | ({(1, 0)} if survives else set())
+        assert next_one.read_partial().keys() == {(0, 0), (2, 0)} | ({(1, 0)} if survives else set())
 
 
 def test_a_full_disk_leaves_no_half_of_a_line_and_a_line_that_is_none_of_ours_is_named(tmp_path: Path) -> None:
-    file = AnswersFile(tmp_path / "say.jsonl")
+    file = EvalResultsFile(tmp_path / "say.jsonl")
     file.append(answered(0))
     before = file.partial.read_bytes()
     with file_size_limit(len(before) + 40), pytest.raises(OSError, match="File too large"):
         file.append(answered(1))
     assert file.partial.read_bytes() == before
     file.append(answered(1))
-    assert file.come_so_far().keys() == {(0, 0), (1, 0)}
+    assert file.read_partial().keys() == {(0, 0), (1, 0)}
     with open(file.partial, "ab") as more:
         more.write(b'{"loss": 1}\n')
     with pytest.raises(ConfigError, match=r"line 3 is no result of an evaluation"):
@@ -57,7 +57,7 @@ def test_a_full_disk_leaves_no_half_of_a_line_and_a_line_that_is_none_of_ours_is
 
 def test_what_the_command_left_is_not_the_runs_own_and_makes_way_whole(tmp_path: Path) -> None:
     path = tmp_path / "say.v1.jsonl"
-    file = AnswersFile(path)
+    file = EvalResultsFile(path)
     file.finish([answered(0)])
     assert is_runs_own(path)
     make_way(path)  # of its own results a run makes others in their place

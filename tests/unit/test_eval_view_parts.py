@@ -13,7 +13,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tiny_tokenizer import write_tokenizer
-from trireme.orchestrator.evaluation.results import Answer, write_answers
+from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
 from trireme.tools.rollout_filters import parse_filter
 from trireme.tools.rollouts import CHUNK, PREVIEW, Record, ResultsFile, Row, record_of
 from trireme.tools.tokenizer import find_decoder, pieces
@@ -34,12 +34,14 @@ def read_all(path: Path) -> ResultsFile:
 
 
 def test_what_an_evaluation_writes_is_what_the_list_shows(tmp_path):
-    written = Answer(
+    written = EvalResult(
         example_id=3, reward=0.5, prompt=[{"role": "user", "content": "why?"}], answer="so", rollout=2, version=20,
         completion=[{"role": "assistant", "content": "because"}], metrics={"close": 0.25}, tokens=87, turns=2,
         truncated=True, stop="length",
     )  # fmt: skip
-    write_answers(tmp_path / "say.jsonl", [written, Answer(example_id="x", reward=None, error="timeout: late")])
+    write_eval_results(
+        tmp_path / "say.jsonl", [written, EvalResult(example_id="x", reward=None, error="timeout: late")]
+    )
     file = read_all(tmp_path / "say.jsonl")
     row, failed = file.rows
     assert (row.example, row.rollout, row.reward, row.tokens, row.turns) == ("3", 2, 0.5, 87, 2)

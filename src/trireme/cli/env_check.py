@@ -51,11 +51,11 @@ def env_check(argv: list[str]) -> int:
         if check.source.folder is not None and installed_venv(check.source) is None:
             check = replace(check, install_s=build(check.source, progress))
         try:
-            report, attempts = asyncio.run(check_environment(check, open_policy, waits=waits, progress=progress))
+            report, outcomes = asyncio.run(check_environment(check, open_policy, waits=waits, progress=progress))
         except LoadFailed as error:
             print(json.dumps({"holds": False, "error": str(error)}, indent=1) if arguments.json else error)
             return 1
-        write_rollouts(attempts, config.paths.root / "rollouts.jsonl")
+        write_rollouts(outcomes, config.paths.root / "rollouts.jsonl")
     print(json.dumps(report.as_json(), indent=1) if arguments.json else text_of(report))
     progress.say(f"every rollout: {config.paths.root / 'rollouts.jsonl'}; logs: {config.paths.logs}")
     return 0 if report.holds else 1

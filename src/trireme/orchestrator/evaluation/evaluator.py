@@ -1,4 +1,4 @@
-"""The policy on examples that it is not trained on."""
+"""Evaluate versions of the policy during a run, on examples that it is not trained on."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from trireme.config.run import RunConfig
 from trireme.monitor.metrics import MetricsFile
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import (
-    Answer,
-    AnswersFile,
+    EvalResult,
+    EvalResultsFile,
     evaluation_metrics,
     is_runs_own,
     make_way,
-    read_answers,
+    read_eval_results,
     results_path,
 )
-from trireme.orchestrator.evaluation.run import Evaluated, EvaluationRun, places
-from trireme.orchestrator.rollout.runner import RolloutRunner
+from trireme.orchestrator.rollout.driver import Outcome, RolloutSpec, missing_specs, read_extent, run_rollouts
+from trireme.orchestrator.rollout.runner import Finished, RolloutRunner
 from trireme.orchestrator.weights.policy import Policy
 
 log = get_logger("eval")
+
+SHARE = 4
+"""Without `eval.max_concurrent`, an evaluation runs one rollout for so many slots that training has."""
 
 
 class Evaluator:
@@ -82,24 +85,29 @@ class Evaluator:
         )
 
     async def evaluate(self, version: int) -> bool:
-        """Returns whether it is: not where a later version answered a part, because the engine of this one died."""
+        """Evaluate `version`, write its results and report its metrics.
+
+        Returns: False where a later version sampled a part of it, because an engine of this one died: the results are
+            discarded.
+        """
         began = time.perf_counter()
         self.version = version
-        files = {name: self._answers_file(version, env) for name, env in self._environments.items()}
+        files = {name: self._results_file(version, env) for name, env in self._environments.items()}
         try:
             with self._waits.busy():
-                results = await asyncio.gather(
-                    *(self._one(version, env, files[name]) for name, env in self._environments.items())
+                evaluated = await asyncio.gather(
+                    *(self._evaluate_environment(version, env, files[name]) for name, env in self._environments.items())
                 )
         finally:
             self.version = None
-        others = set().union(*(result.versions for result in results)) - {version}
+        others = set().union(*(versions for _, versions in evaluated)) - {version}
         if others:
-            log.warning("evaluation of version %d: version %d answered a part of it", version, max(others))
+            log.warning("evaluation of version %d: version %d sampled a part of it", version, max(others))
             for file in files.values():
                 file.discard()
             return False
-        await self._when_there_is_room(lambda: _write_all(files.values(), results), version)
+        results = [each for each, _ in evaluated]
+        await self._write_when_there_is_room(lambda: _write_all(files.values(), results), version)
         reach("evaluation.written")
         self.report(version, seconds=time.perf_counter() - began)
         return True
@@ -113,46 +121,91 @@ class Evaluator:
         assert self._eval is not None
         row: dict[str, float] = {} if seconds is None else {"time/eval": seconds}
         for name in self._environments:
-            row |= evaluation_metrics(name, read_answers(results_path(self._config.paths, version, name)), self._eval)
+            row |= evaluation_metrics(
+                name, read_eval_results(results_path(self._config.paths, version, name)), self._eval
+            )
         self._metrics.append(version, row)
         log.info("version %d: %s", version, row)
 
-    def _answers_file(self, version: int, environment: Environment) -> AnswersFile:
-        """What has come stands under a name that tells what it depends on: it is gone on with by nothing else."""
+    def _results_file(self, version: int, environment: Environment) -> EvalResultsFile:
+        """Key partial results by a hash of the sampling and environment configuration, so that an evaluation with
+        another configuration never resumes from them."""
         assert self._eval is not None
-        depends_on = f"{self._eval.sampling!r} {environment.config!r}"
+        configuration = f"{self._eval.sampling!r} {environment.config!r}"
         path = results_path(self._config.paths, version, environment.name)
-        digest = hashlib.sha256(depends_on.encode()).hexdigest()[:8]
-        return AnswersFile(path, partial=f".{path.stem}.{digest}.partial")
+        digest = hashlib.sha256(configuration.encode()).hexdigest()[:8]
+        return EvalResultsFile(path, partial=f".{path.stem}.{digest}.partial")
 
-    async def _one(self, version: int, environment: Environment, file: AnswersFile) -> Evaluated:
+    async def _evaluate_environment(
+        self, version: int, environment: Environment, file: EvalResultsFile
+    ) -> tuple[list[EvalResult], set[int]]:
+        """Return its results, and the policy versions that sampled any token of them."""
         assert self._eval is not None
+        evaluation = self._eval
         self._num_begun += 1
-        room = places(
-            self._config,
-            environment,
-            num_environments=len(self._environments),
-            is_trained_on=not self._eval.env,
+        serial = self._num_begun  # the same version may be evaluated twice, and each time its groups are others
+        num_rollouts = evaluation.rollouts_per_example
+        extent = read_extent(
+            environment, split="eval", num_examples=evaluation.num_examples, rollouts_per_example=num_rollouts
         )
-        one_by_one = asyncio.Lock()
+        specs = extent.specs(f"eval-{environment.name}")
+        results = await asyncio.to_thread(file.read_partial)
+        missing = missing_specs(specs, results, scored_together=environment.group_rewards)
+        versions: set[int] = set()
+        appending = asyncio.Lock()
 
-        async def keep(answer: Answer) -> None:
-            async with one_by_one:
-                await self._when_there_is_room(lambda: file.append(answer), version)
+        async def roll_out(spec: RolloutSpec) -> Finished:
+            finished = await self._runner.run(
+                environment,
+                key=spec.name,
+                split=spec.split,
+                example=spec.example,
+                attempt=spec.attempt,
+                sampling=evaluation.sampling,
+                group=f"{spec.group}/{serial}",
+                group_size=spec.group_size,
+                trained=False,
+            )
+            reach("evaluation.running")
+            return finished
 
-        run = EvaluationRun(
-            self._config,
-            environment,
-            self._runner,
-            version=version,
-            places=room,
-            serial=self._num_begun,
-            before=await asyncio.to_thread(file.come_so_far),
-            keep=keep,
+        async def keep(outcome: Outcome) -> None:
+            result = results[outcome.spec.key] = EvalResult.of(outcome, version=version)
+            if outcome.finished is None:
+                return
+            versions.update(outcome.finished.versions)
+            if outcome.finished.versions <= {version}:
+                async with appending:
+                    await self._write_when_there_is_room(lambda: file.append(result), version)
+
+        await run_rollouts(
+            missing,
+            roll_out,
+            keep,
+            scored_together=environment.group_rewards,
+            max_attempts=self._config.orchestrator.max_rollout_attempts,
+            max_concurrent=max_concurrent_rollouts(
+                self._config,
+                environment,
+                num_environments=len(self._environments),
+                is_trained_on=not evaluation.env,
+            ),
         )
-        return await run.run()
+        ordered = [results[spec.key] for spec in specs]
+        if errors := [result.error for result in ordered if result.error is not None]:
+            log.warning(
+                "%s, version %d: %d of %d rollouts failed %d times each, the first: %s. They are left out of the mean "
+                "rewards, count as not passed in pass@k, and stand in the results file with their `error`.",
+                environment.name,
+                version,
+                len(errors),
+                len(ordered),
+                self._config.orchestrator.max_rollout_attempts,
+                errors[0],
+            )
+        return ordered, versions
 
-    async def _when_there_is_room(self, write: Callable[[], None], version: int) -> None:
+    async def _write_when_there_is_room(self, write: Callable[[], None], version: int) -> None:
         await asyncio.to_thread(
             when_there_is_room,
             write,
@@ -163,8 +216,24 @@ class Evaluator:
         )
 
 
-def _write_all(files: Iterable[AnswersFile], results: Iterable[Evaluated]) -> None:
+def max_concurrent_rollouts(
+    config: RunConfig, environment: Environment, *, num_environments: int, is_trained_on: bool
+) -> int:
+    """Return how many rollouts of this environment an evaluation runs at once; the other slots stay training's.
+
+    Rollouts that are scored together wait for each other, so there is room for a group of them in any case.
+    """
+    evaluation = config.orchestrator.eval
+    assert evaluation is not None
+    total = evaluation.max_concurrent or config.orchestrator.max_concurrent // SHARE
+    own = total // num_environments
+    if is_trained_on:
+        own = min(own, environment.config.max_concurrent // SHARE)
+    return max(own, evaluation.rollouts_per_example if environment.group_rewards else 1)
+
+
+def _write_all(files: Iterable[EvalResultsFile], results: Iterable[Iterable[EvalResult]]) -> None:
     reach("evaluation.before_write")
-    for file, result in zip(files, results, strict=True):
+    for file, each in zip(files, results, strict=True):
         make_way(file.path)
-        file.finish(result.answers)
+        file.finish(each)

@@ -17,14 +17,11 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, atomic_write, step_folder
 from trireme.config.orchestrator import Evaluation
 from trireme.monitor.metrics import means
-from trireme.orchestrator.environments.wire import Done
-
-Place = tuple[int, int]
-"""Of an answer: its example, and which of that example's rollouts it is."""
+from trireme.orchestrator.rollout.driver import Outcome, RolloutKey
 
 
-class Answer(msgspec.Struct, kw_only=True):
-    """What came of one rollout. The first keys are those that analysis scripts expect.
+class EvalResult(msgspec.Struct, kw_only=True):
+    """One rollout of an evaluation, as a line of a results file. The first keys are those that analysis scripts expect.
 
     Example:
         {"example_id": 3, "reward": 0.5, ..., "example": 3, "rollout": 1, "version": 20, "tokens": 87, ...}
@@ -48,16 +45,25 @@ class Answer(msgspec.Struct, kw_only=True):
     error: str | None = None
 
     @classmethod
-    def of(cls, done: Done, **counted: Any) -> Self:
-        """Of a rollout that came to its end: what its environment says of it, and what was counted."""
-        said = ("example_id", "reward", "prompt", "completion", "answer", "info", "metrics")
-        return cls(**{name: getattr(done, name) for name in said}, **counted)
-
-    @classmethod
-    def failed(cls, failure: Exception, *, example: int, rollout: int, version: int) -> Self:
+    def of(cls, outcome: Outcome, **more: Any) -> Self:
+        """Build the line of a rollout that ended, with `more` fields (such as `version`)."""
+        more |= {"example": outcome.spec.example, "rollout": outcome.spec.rollout}
+        finished = outcome.finished
+        if finished is None:
+            return cls(example_id=outcome.spec.example, reward=None, error=str(outcome.failure), **more)
+        own = ("example_id", "reward", "prompt", "completion", "answer", "info", "metrics")
         return cls(
-            example_id=example, reward=None, example=example, rollout=rollout, version=version, error=str(failure)
+            **{name: getattr(finished.done, name) for name in own},
+            tokens=finished.num_sampled or 0,
+            turns=finished.num_turns,
+            truncated=finished.truncated,
+            stop=finished.stop,
+            **more,
         )
+
+    @property
+    def rollout_key(self) -> RolloutKey:
+        return self.example, self.rollout
 
     @property
     def group(self) -> int | str:
@@ -85,7 +91,7 @@ def make_way(results: Path) -> None:
             path.rename(path.with_name(f"{path.stem}.command{path.suffix}"))
 
 
-class AnswersFile:
+class EvalResultsFile:
     """Answers as they come, each on disk at once; what was killed goes on where it stopped.
 
     Until all are there they stand in `NAME.jsonl.partial`, in the order in which they came; then in `NAME.jsonl`.
@@ -100,18 +106,18 @@ class AnswersFile:
         self.partial = path.with_name(partial or f"{path.name}.partial")
         self._is_whole = False  # the last line, as far as is known
 
-    def answered(self) -> dict[Place, Answer]:
+    def answered(self) -> dict[RolloutKey, EvalResult]:
         """Of earlier evaluations. Where a rollout was tried again, the newest; those that failed are to be again.
 
         Raises: ConfigError where a line is none of ours.
         """
-        return _by_place(answer for file in (self.path, self.partial) for answer in _read_answered(file))
+        return _by_key(answer for file in (self.path, self.partial) for answer in _read_answered(file))
 
-    def come_so_far(self) -> dict[Place, Answer]:
+    def read_partial(self) -> dict[RolloutKey, EvalResult]:
         """As `answered`, of an evaluation that was cut short."""
-        return _by_place(_read_answered(self.partial))
+        return _by_key(_read_answered(self.partial))
 
-    def append(self, answer: Answer) -> None:
+    def append(self, answer: EvalResult) -> None:
         """Raises OSError where the disk is full; then nothing is written."""
         if not self._is_whole:
             self._begin()
@@ -136,23 +142,23 @@ class AnswersFile:
         """What has come will not be gone on with."""
         self.partial.unlink(missing_ok=True)
 
-    def finish(self, answers: Iterable[Answer]) -> None:
-        write_answers(self.path, sorted(answers, key=lambda answer: (answer.example, answer.rollout)))
+    def finish(self, answers: Iterable[EvalResult]) -> None:
+        write_eval_results(self.path, sorted(answers, key=lambda answer: answer.rollout_key))
         self.partial.unlink(missing_ok=True)
 
 
-def _by_place(answers: Iterable[Answer]) -> dict[Place, Answer]:
-    return {(answer.example, answer.rollout): answer for answer in answers if answer.reward is not None}
+def _by_key(answers: Iterable[EvalResult]) -> dict[RolloutKey, EvalResult]:
+    return {answer.rollout_key: answer for answer in answers if answer.reward is not None}
 
 
-def _read_answered(path: Path) -> Iterator[Answer]:
+def _read_answered(path: Path) -> Iterator[EvalResult]:
     """Lines of a partial file may be torn: their writers were killed."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
         if not line.strip() or (path.suffix == ".partial" and _is_torn(line)):
             continue
         try:
-            yield msgspec.convert(json.loads(line), Answer)
+            yield msgspec.convert(json.loads(line), EvalResult)
         except (ValueError, RecursionError, msgspec.ValidationError) as error:
             raise ConfigError(
                 f"{path}, line {number} is no result of an evaluation ({error}) - expected one JSON object per rollout."
@@ -168,20 +174,20 @@ def _is_torn(line: bytes) -> bool:
     return False
 
 
-def write_answers(path: Path, answers: Iterable[Answer]) -> None:
+def write_eval_results(path: Path, answers: Iterable[EvalResult]) -> None:
     with atomic_write(path) as file:
         file.writelines(map(_to_line, answers))
 
 
-def _to_line(answer: Answer) -> bytes:
+def _to_line(answer: EvalResult) -> bytes:
     return json.dumps(msgspec.to_builtins(answer)).encode() + b"\n"
 
 
-def read_answers(path: Path) -> list[Answer]:
-    return [msgspec.convert(json.loads(line), Answer) for line in path.read_bytes().splitlines()]
+def read_eval_results(path: Path) -> list[EvalResult]:
+    return [msgspec.convert(json.loads(line), EvalResult) for line in path.read_bytes().splitlines()]
 
 
-def evaluation_metrics(name: str, answers: Sequence[Answer], evaluation: Evaluation) -> dict[str, float]:
+def evaluation_metrics(name: str, answers: Sequence[EvalResult], evaluation: Evaluation) -> dict[str, float]:
     """`eval/NAME/...`. What failed has no reward: it is in `error_rate`, left out of the means, and has not passed."""
     if not answers:
         return {}
@@ -195,7 +201,7 @@ def evaluation_metrics(name: str, answers: Sequence[Answer], evaluation: Evaluat
     return {f"eval/{name}/{measure}": value for measure, value in metrics.items()}
 
 
-def _rewards(answers: Sequence[Answer], scored: Sequence[Answer]) -> dict[str, float]:
+def _rewards(answers: Sequence[EvalResult], scored: Sequence[EvalResult]) -> dict[str, float]:
     """`reward` is the mean over rollouts, avg@k that over examples of the mean of each one's k rollouts."""
     rewards = np.array([answer.reward for answer in scored])
     per_example = [np.mean([answer.reward for answer in group]) for group in _groups(scored).values()]
@@ -206,7 +212,7 @@ def _rewards(answers: Sequence[Answer], scored: Sequence[Answer]) -> dict[str, f
     }
 
 
-def _passed(answers: Sequence[Answer], evaluation: Evaluation) -> dict[str, float]:
+def _passed(answers: Sequence[EvalResult], evaluation: Evaluation) -> dict[str, float]:
     """pass@k over the examples with the full number of rollouts, which all of them have in a whole file."""
     most = _most(answers)
     counts = [
@@ -218,13 +224,13 @@ def _passed(answers: Sequence[Answer], evaluation: Evaluation) -> dict[str, floa
     return {f"pass@{k}": mean_pass_at_k(most, counts, k) for k in wanted}
 
 
-def _most(answers: Sequence[Answer]) -> int:
+def _most(answers: Sequence[EvalResult]) -> int:
     """Rollouts per example."""
     return max(map(len, _groups(answers).values()))
 
 
-def _groups(answers: Sequence[Answer]) -> dict[int | str, list[Answer]]:
-    groups: dict[int | str, list[Answer]] = {}
+def _groups(answers: Sequence[EvalResult]) -> dict[int | str, list[EvalResult]]:
+    groups: dict[int | str, list[EvalResult]] = {}
     for answer in answers:
         groups.setdefault(answer.group, []).append(answer)
     return groups

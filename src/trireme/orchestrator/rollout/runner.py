@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import jinja2
 import numpy as np
@@ -35,15 +35,29 @@ class Finished:
     """A rollout that ended and was scored. Unpacks into `done, samples`.
 
     Example:
-        Finished(done, samples=[Tokens(...)], token_rewards=[], num_turns=3, truncated=True, stop="max_tokens")
+        Finished(done, num_turns=3, truncated=True, stop="max_tokens", samples=[Tokens(...)])
     """
 
     done: Done
-    samples: list[Tokens]
-    token_rewards: list[np.ndarray]  # per sample [T] float32, NaN where none was given; empty: none at all
     num_turns: int  # of the model
     truncated: bool  # the model ran out of tokens, or the conversation out of context
     stop: str | None  # "max_tokens", "context_full", "prompt_too_long", or which of the environment's conditions
+    samples: list[Tokens] = field(default_factory=list)  # empty where the model was not an engine of ours
+    token_rewards: list[np.ndarray] = field(default_factory=list)
+    """Per sample [T] float32, NaN where none was given. Empty: none at all."""
+    num_sampled: int | None = None  # tokens of the model; None where nothing counts them
+    num_tokens: int | None = None  # of the longest sample, or of the whole conversation
+
+    @classmethod
+    def from_environment(cls, done: Done, *, num_sampled: int | None = None, num_tokens: int | None = None) -> Self:
+        """Build it from what the environment says alone: the model was not an engine of ours."""
+        num_turns = sum(message.get("role") == "assistant" for message in done.completion)
+        return cls(done, num_turns, done.truncated, done.stop, num_sampled=num_sampled, num_tokens=num_tokens)
+
+    @property
+    def versions(self) -> set[int]:
+        """Policy versions that sampled any of its tokens."""
+        return {int(v) for sample in self.samples for v in np.unique(sample.versions[sample.versions >= 0])}
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.done, self.samples))
@@ -216,13 +230,16 @@ class _Play:
             token_rewards = self.trajectory.token_rewards(done.turn_rewards)
         except ValueError as error:
             raise RolloutFailed("score", str(error)) from error
+        samples = self.trajectory.samples()
         return Finished(
             done=done,
-            samples=self.trajectory.samples(),
-            token_rewards=token_rewards,
             num_turns=self.trajectory.num_turns,
             truncated=done.truncated or self._cut is not None,
             stop=self._cut or done.stop,
+            samples=samples,
+            token_rewards=token_rewards,
+            num_sampled=sum(int(sample.loss_mask.sum()) for sample in samples),
+            num_tokens=max((sample.length for sample in samples), default=0),
         )
 
 

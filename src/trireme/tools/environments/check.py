@@ -12,15 +12,17 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.base.errors import TriremeError
+from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.venv import EnvironmentSource
 from trireme.orchestrator.environments.wire import Split
+from trireme.orchestrator.rollout.driver import Extent, Outcome, RolloutSpec, read_extent, run_rollouts
+from trireme.orchestrator.rollout.runner import Finished
 from trireme.tools.environments.check_progress import CheckProgress
 from trireme.tools.environments.check_report import CheckReport, Loaded, build_report
-from trireme.tools.environments.check_rollouts import Attempt, CheckPolicy, Extent, extent_of, run_check
+from trireme.tools.environments.check_rollouts import CheckPolicy
 
 LOAD_TIMEOUT_S = 600.0
 
@@ -49,7 +51,7 @@ class Check:
 
 async def check_environment(
     check: Check, open_policy: OpenPolicy, *, waits: Waits, progress: CheckProgress
-) -> tuple[CheckReport, list[Attempt]]:
+) -> tuple[CheckReport, list[Outcome]]:
     """First the environment, then the policy: what fails in a second must not cost the start of an engine.
 
     Raises:
@@ -62,11 +64,19 @@ async def check_environment(
         extent = _extent(check, environment)
         async with open_policy() as policy:
             began = time.monotonic()
-            with progress.rollouts(extent.num_rollouts, limit_s=check.environment.rollout_timeout_s) as told:
-                attempts = await run_check(environment, policy, extent, on_attempt=told)
+            with progress.rewards(extent.num_rollouts, limit_s=check.environment.rollout_timeout_s) as told:
+
+                async def roll_out(spec: RolloutSpec) -> Finished:
+                    return await policy.rollout(environment, spec)
+
+                async def tell(outcome: Outcome) -> None:
+                    told(outcome.reward)
+
+                specs, together = extent.specs("check"), environment.group_rewards
+                outcomes = await run_rollouts(specs, roll_out, tell, scored_together=together)
             report = build_report(
                 _facts(check, environment, load_s),
-                attempts,
+                outcomes,
                 extent,
                 policy=policy.name,
                 is_baseline=policy.is_policy,
@@ -74,7 +84,7 @@ async def check_environment(
                 num_restarts=environment.num_restarts,
                 success_at=check.success_at,
             )
-    return report, attempts
+    return report, outcomes
 
 
 @asynccontextmanager
@@ -98,18 +108,16 @@ async def _loaded(check: Check, waits: Waits, progress: CheckProgress) -> AsyncI
 
 def _extent(check: Check, environment: Environment) -> Extent:
     environment.check_group_size(check.rollouts_per_example)
-    extent = extent_of(
-        environment,
-        split=check.split,
-        num_examples=check.num_examples,
-        rollouts_per_example=check.rollouts_per_example,
-    )
-    if extent is None:
-        raise LoadFailed(
-            f"Environment {check.source.id!r} has no examples, neither to train on nor held out - expected at least "
-            f"one - check what its `load_environment(**{check.environment.args!r})` makes its data set of."
+    try:
+        return read_extent(
+            environment,
+            split=check.split,
+            num_examples=check.num_examples,
+            rollouts_per_example=check.rollouts_per_example,
+            is_spread=True,
         )
-    return extent
+    except ConfigError as error:
+        raise LoadFailed(str(error)) from error
 
 
 def _facts(check: Check, environment: Environment, load_s: float) -> Loaded:

@@ -17,8 +17,9 @@ from trireme.base.waiting import Wait, Waits
 from trireme.config.orchestrator import Sampling
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, FinishReason, Reply, ToolCall
+from trireme.orchestrator.rollout.driver import RolloutSpec
+from trireme.orchestrator.rollout.runner import Finished
 from trireme.orchestrator.rollout.sampling import sampling_arguments
-from trireme.tools.environments.check_rollouts import Turned, Which, as_environments_tell
 
 LOOK_TIMEOUT_S = 10.0
 FIRST_PAUSE_S = 1.0
@@ -79,7 +80,7 @@ class ChatEndpoint:
     def name(self) -> str:
         return f"{self.model} at {self.api}, temperature {self.sampling.temperature:g}"
 
-    async def rollout(self, environment: Environment, which: Which) -> Turned:
+    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Finished:
         """Raises: ConfigError where the server refuses what every question has; DeadlineExceeded."""
         num_sampled = num_tokens = 0
 
@@ -92,8 +93,8 @@ class ChatEndpoint:
             num_tokens = max(num_tokens, answer.usage.prompt_tokens + answer.usage.completion_tokens)
             return _to_reply(answer)
 
-        done = await environment.run(which.task(environment), ask)
-        return as_environments_tell(done, num_sampled=num_sampled or None, num_tokens=num_tokens or None)
+        done = await environment.run(spec.task(environment), ask)
+        return Finished.from_environment(done, num_sampled=num_sampled or None, num_tokens=num_tokens or None)
 
     async def _answer(self, question: Ask) -> _Answer | Reply:
         body = self._body(question)

@@ -19,8 +19,8 @@ from trireme.orchestrator.engines.pool import Engine, InferencePool, open_infere
 from trireme.orchestrator.engines.responses import Response
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.runner import RolloutRunner
-from trireme.tools.environments.check_rollouts import Turned, Which
+from trireme.orchestrator.rollout.driver import RolloutSpec
+from trireme.orchestrator.rollout.runner import Finished, RolloutRunner
 from trireme.transport.posts import Unreachable
 
 
@@ -67,25 +67,17 @@ class EnginePolicy:
         self._sampling = sampling
         self._trained = trained
 
-    async def rollout(self, environment: Environment, which: Which) -> Turned:
-        finished = await self._runner.run(
+    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Finished:
+        return await self._runner.run(
             environment,
-            key=which.key,
-            split=which.split,
-            example=which.example,
-            attempt=which.attempt,
+            key=spec.name,
+            split=spec.split,
+            example=spec.example,
+            attempt=spec.attempt,
             sampling=self._sampling,
-            group=which.group,
-            group_size=which.group_size,
+            group=spec.group,
+            group_size=spec.group_size,
             trained=self._trained,
-        )
-        return Turned(
-            done=finished.done,
-            num_turns=finished.num_turns,
-            truncated=finished.truncated,
-            stop=finished.stop,
-            num_sampled=sum(int(sample.loss_mask.sum()) for sample in finished.samples),
-            num_tokens=max((sample.length for sample in finished.samples), default=0),
         )
 
 

@@ -13,8 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from trireme.tools.environments.check_rollouts import Attempt
-
 SAY_EVERY_S = 10.0  # where there is no terminal
 
 
@@ -60,14 +58,12 @@ class CheckProgress:
             yield
 
     @contextmanager
-    def rollouts(self, total: int, *, limit_s: float) -> Iterator[Callable[[Attempt], None]]:
-        """Yields what each rollout that ends is to be told to. Each may take `limit_s`."""
-        with self.rewards(total, limit_s=limit_s) as told:
-            yield lambda attempt: told(attempt.turned.done.reward if attempt.turned is not None else None)
-
-    @contextmanager
     def rewards(self, total: int, *, limit_s: float) -> Iterator[Callable[[float | None], None]]:
-        """The same for rewards; None of a rollout that failed."""
+        """Yield a function to call with the reward of each rollout that ended, or with None where it failed.
+
+        Args:
+            limit_s: how long each rollout may take.
+        """
         tally, limit = Tally(total), f"each at most {limit_s:.0f} s"
         if not self._console.is_terminal:
             yield self._now_and_then(tally, limit)

@@ -14,7 +14,7 @@ import numpy as np
 from trireme.algo.advantage import SAME, are_same
 from trireme.base.paths import atomic_write
 from trireme.orchestrator.environments.wire import Split
-from trireme.tools.environments.check_rollouts import Attempt, Extent
+from trireme.orchestrator.rollout.driver import Extent, Outcome
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class CheckReport:
 
 def build_report(
     loaded: Loaded,
-    attempts: Sequence[Attempt],
+    outcomes: Sequence[Outcome],
     extent: Extent,
     *,
     policy: str,
@@ -117,9 +117,9 @@ def build_report(
     num_restarts: int,
     success_at: float | None = None,
 ) -> CheckReport:
-    scored = [attempt.turned for attempt in attempts if attempt.turned is not None]
-    sampled = [turned.num_sampled for turned in scored if turned.num_sampled is not None]
-    tokens = [turned.num_tokens for turned in scored if turned.num_tokens is not None]
+    scored = [outcome.finished for outcome in outcomes if outcome.finished is not None]
+    sampled = [finished.num_sampled for finished in scored if finished.num_sampled is not None]
+    tokens = [finished.num_tokens for finished in scored if finished.num_tokens is not None]
     return CheckReport(
         loaded=loaded,
         policy=policy,
@@ -129,36 +129,36 @@ def build_report(
         rollouts_per_example=extent.rollouts_per_example,
         num_done=len(scored),
         seconds=seconds,
-        slowest_s=max((attempt.seconds for attempt in attempts), default=0.0),
+        slowest_s=max((outcome.seconds for outcome in outcomes), default=0.0),
         num_restarts=num_restarts,
-        rewards=rewards_of(_groups(attempts), success_at=success_at) if scored else None,
+        rewards=rewards_of(_groups(outcomes), success_at=success_at) if scored else None,
         success_at=success_at,
-        components=_components([turned.done.metrics for turned in scored]),
-        turns=Numbers.of([turned.num_turns for turned in scored]) if scored else None,
+        components=_components([finished.done.metrics for finished in scored]),
+        turns=Numbers.of([finished.num_turns for finished in scored]) if scored else None,
         sampled=Numbers.of(sampled) if sampled else None,
         tokens=Numbers.of(tokens) if tokens else None,
-        truncated=float(np.mean([turned.truncated for turned in scored])) if scored else 0.0,
-        stops=dict(Counter(turned.stop or "(not said)" for turned in scored).most_common()),
-        troubles=_troubles(attempts),
+        truncated=float(np.mean([finished.truncated for finished in scored])) if scored else 0.0,
+        stops=dict(Counter(finished.stop or "(not said)" for finished in scored).most_common()),
+        troubles=_troubles(outcomes),
     )
 
 
-def write_rollouts(attempts: Sequence[Attempt], file: Path) -> None:
+def write_rollouts(outcomes: Sequence[Outcome], file: Path) -> None:
     """One line per rollout, with the keys that analysis scripts expect (`example_id`, `reward`)."""
     with atomic_write(file) as out:
-        for attempt in attempts:
-            out.write(json.dumps(_line(attempt)).encode() + b"\n")
+        for outcome in outcomes:
+            out.write(json.dumps(_line(outcome)).encode() + b"\n")
 
 
-def _line(attempt: Attempt) -> dict[str, Any]:
-    where = {"example": attempt.example, "rollout": attempt.place, "seconds": round(attempt.seconds, 3)}
-    if attempt.turned is None:
-        failure = attempt.failure
+def _line(outcome: Outcome) -> dict[str, Any]:
+    where = {"example": outcome.spec.example, "rollout": outcome.spec.rollout, "seconds": round(outcome.seconds, 3)}
+    if outcome.finished is None:
+        failure = outcome.failure
         return where | {"error": str(failure), "traceback": failure.traceback if failure else ""}
-    done = attempt.turned.done
+    done = outcome.finished.done
     said = {name: getattr(done, name) for name in ("prompt", "completion", "answer", "info")}
     counted = ("num_turns", "num_sampled", "num_tokens", "truncated", "stop")
-    counts = {name: getattr(attempt.turned, name) for name in counted}
+    counts = {name: getattr(outcome.finished, name) for name in counted}
     return where | {"example_id": done.example_id, "reward": done.reward, "metrics": done.metrics} | said | counts
 
 
@@ -188,11 +188,11 @@ def success_of(groups: Sequence[Sequence[float]], *, success_at: float | None) -
     return float(np.mean([np.mean(group) for group in groups])) if is_share else None
 
 
-def _groups(attempts: Sequence[Attempt]) -> list[list[float]]:
+def _groups(outcomes: Sequence[Outcome]) -> list[list[float]]:
     groups: dict[int, list[float]] = defaultdict(list)
-    for attempt in attempts:
-        if attempt.turned is not None:
-            groups[attempt.example].append(attempt.turned.done.reward)
+    for outcome in outcomes:
+        if outcome.finished is not None:
+            groups[outcome.spec.example].append(outcome.finished.done.reward)
     return list(groups.values())
 
 
@@ -205,18 +205,18 @@ def _components(rows: Sequence[dict[str, float]]) -> dict[str, Numbers]:
     return {name: Numbers.of(each) for name, each in values.items()}
 
 
-def _troubles(attempts: Sequence[Attempt]) -> list[Trouble]:
+def _troubles(outcomes: Sequence[Outcome]) -> list[Trouble]:
     """The most frequent first."""
-    found: dict[tuple[str, str], list[Attempt]] = defaultdict(list)
-    for attempt in attempts:
-        if (failure := attempt.failure) is not None:
-            found[failure.stage, failure.error].append(attempt)
+    found: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        if (failure := outcome.failure) is not None:
+            found[failure.stage, failure.error].append(outcome)
     troubles = [
-        Trouble(stage, error, len(each), sorted({attempt.example for attempt in each}), _traceback(each[0]))
+        Trouble(stage, error, len(each), sorted({outcome.spec.example for outcome in each}), _traceback(each[0]))
         for (stage, error), each in found.items()
     ]
     return sorted(troubles, key=lambda trouble: -trouble.count)
 
 
-def _traceback(attempt: Attempt) -> str:
-    return attempt.failure.traceback if attempt.failure is not None else ""
+def _traceback(outcome: Outcome) -> str:
+    return outcome.failure.traceback if outcome.failure is not None else ""

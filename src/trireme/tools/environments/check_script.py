@@ -14,7 +14,8 @@ from typing import Any
 
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, ToolCall
-from trireme.tools.environments.check_rollouts import Turned, Which, as_environments_tell
+from trireme.orchestrator.rollout.driver import RolloutSpec
+from trireme.orchestrator.rollout.runner import Finished
 
 MOST_TURNS = 32
 """Then the conversation "no longer fits", as it would in a model's context: an environment may have no limit."""
@@ -28,24 +29,24 @@ class ScriptedPolicy:
     name = "scripted answers that make no sense"
     is_policy = False
 
-    async def rollout(self, environment: Environment, which: Which) -> Turned:
+    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Finished:
         num_turns = 0
 
         async def ask(question: Ask) -> Reply:
             nonlocal num_turns
             num_turns += 1
-            return answer(question, which, turn=num_turns)
+            return answer(question, spec, turn=num_turns)
 
-        return as_environments_tell(await environment.run(which.task(environment), ask))
+        return Finished.from_environment(await environment.run(spec.task(environment), ask))
 
 
-def answer(question: Ask, which: Which, *, turn: int) -> Reply:
+def answer(question: Ask, spec: RolloutSpec, *, turn: int) -> Reply:
     """The same for the same rollout and turn."""
     if turn > MOST_TURNS:
         return Reply(error=f"The script takes {MOST_TURNS} turns.", error_kind="overlong_prompt")
     kinds = [*_TEXTS, *(_CALLS if question.tools else ())]
-    kind = kinds[(which.example + which.place + turn - 1) % len(kinds)]
-    return kind(question, random.Random(f"{which.key}/{turn}"))
+    kind = kinds[(spec.example + spec.rollout + turn - 1) % len(kinds)]
+    return kind(question, random.Random(f"{spec.name}/{turn}"))
 
 
 def _says(text: str, *, finish_reason: Any = "stop") -> Reply:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from trireme.base.errors import ConfigError
+from trireme.base.network import is_loopback
 from trireme.base.paths import RunPaths
+from trireme.base.token import TOKEN
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
@@ -18,6 +22,8 @@ from trireme.orchestrator.environments.venv import installed_venv
 from trireme.tools.environments.check import LOAD_TIMEOUT_S
 from trireme.tools.environments.check_progress import CheckProgress
 from trireme.tools.environments.source import ROOT, build, find_source
+from trireme.tools.evaluate.endpoints import key_for_address
+from trireme.tools.evaluate.eval_config import EvalConfig
 
 
 def found(environments: tuple[EnvironmentConfig, ...], *, max_concurrent: int) -> tuple[EnvironmentConfig, ...]:
@@ -77,3 +83,18 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         holding.__exit__(None, None, None)
+
+
+def key_of(config: EvalConfig) -> str | None:
+    """Raises: ConfigError where a variable is named, and is not set."""
+    name = config.client.api_key_var
+    if name and not os.environ.get(name):
+        raise ConfigError(
+            f"client.api_key_var = {name!r}: this variable is not set - expected the server's key in it. Type `export "
+            f"{name}=…`, or leave it out."
+        )
+    is_near = is_loopback(urlsplit(config.client.base_url).hostname or "")
+    if name:
+        return os.environ[name]
+    ours = os.environ.get(TOKEN) if is_near or config.weights_dir else None
+    return ours or key_for_address(config.client.base_url)

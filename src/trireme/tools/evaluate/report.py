@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from trireme.orchestrator.evaluation.results import Answer
+from trireme.orchestrator.evaluation.results import EvalResult
 from trireme.tools.environments.check_report import rewards_of
 from trireme.tools.environments.check_text import difficulty_in_words
 from trireme.tools.evaluate.session import Session
@@ -33,7 +33,7 @@ def to_table(evaluated: Sequence[tuple[str, Sequence[Session]]]) -> Table:
         for session in each:
             metrics = session.metrics
             figures = [f"{metrics[name]:.3f}" if name in metrics else "-" for name in measures]
-            table.add_row(model, session.name, _extent(session), *figures, *_health(metrics))
+            table.add_row(model, session.environment.name, _extent(session), *figures, *_health(metrics))
     return table
 
 
@@ -44,8 +44,7 @@ def _measures(sessions: Sequence[Session]) -> list[str]:
 
 
 def _extent(session: Session) -> str:
-    wanted = session.evaluating.wanted
-    return f"{wanted.num_examples} x {wanted.rollouts_per_example}"
+    return f"{len(session.extent.examples)} x {session.extent.rollouts_per_example}"
 
 
 def _health(metrics: dict[str, float]) -> list[str]:
@@ -59,8 +58,8 @@ def _health(metrics: dict[str, float]) -> list[str]:
 
 def as_json(evaluated: Sequence[tuple[str, Sequence[Session]]]) -> str:
     rows: list[dict[str, Any]] = [
-        {"model": model, "environment": session.name}
-        | ({"results": str(session.results.path)} if session.results else {})
+        {"model": model, "environment": session.environment.name}
+        | ({"results": str(session.file.path)} if session.file else {})
         | session.metrics
         for model, sessions in evaluated
         for session in sessions
@@ -70,8 +69,8 @@ def as_json(evaluated: Sequence[tuple[str, Sequence[Session]]]) -> str:
 
 def text_of(session: Session) -> str:
     """One model on one environment."""
-    metrics, evaluating = session.metrics, session.evaluating
-    lines = [f"{session.name} ({evaluating.wanted.split} examples), {evaluating.policy.name}"]
+    metrics = session.metrics
+    lines = [f"{session.environment.name} ({session.extent.split} examples), {session.policy.name}"]
     lines += [_line("rollouts", f"{_extent(session)}, {metrics.get('error_rate', 1.0):.1%} failed")]
     if "reward" in metrics:
         lines += [_line("reward", f"avg - {metrics['reward']:.3f}, std - {metrics['std']:.3f}")]
@@ -79,28 +78,27 @@ def text_of(session: Session) -> str:
         lines += [_line(name, f"{metrics[name]:.3f}") for name in metrics if name not in _OWN and name != "reward"]
         lines += [_line("truncated", f"{metrics['truncated_frac']:.1%}")]
         lines += [_line("tokens", f"{metrics['tokens_mean']:.1f} per rollout, {metrics['turns_mean']:.1f} turns")]
-        if evaluating.policy.is_policy:
+        if session.policy.is_policy:
             lines += [f"- {difficulty_in_words(rewards_of(_groups(session)))}"]
     return "\n".join([*lines, *_failures(session)])
 
 
 def _by_rollout(session: Session) -> list[list[float]]:
     """The first rewards of each example's first rollout, of its second, …"""
-    wanted = session.evaluating.wanted
-    shown = range(min(_SHOWN_REWARDS, wanted.num_examples))
+    shown = session.extent.examples[:_SHOWN_REWARDS]
     return [
         [
             answer.reward
             for example in shown
-            if (answer := session.answers.get((example, rollout))) and answer.reward is not None
+            if (answer := session.results.get((example, rollout))) and answer.reward is not None
         ]
-        for rollout in range(wanted.rollouts_per_example)
+        for rollout in range(session.extent.rollouts_per_example)
     ]
 
 
 def _groups(session: Session) -> list[list[float]]:
     groups: dict[int, list[float]] = {}
-    for answer in session.answers.values():
+    for answer in session.results.values():
         if answer.reward is not None:
             groups.setdefault(answer.example, []).append(answer.reward)
     return list(groups.values())
@@ -111,12 +109,12 @@ def _numbers(values: Sequence[float]) -> str:
 
 
 def _failures(session: Session) -> list[str]:
-    errors = [answer.error for answer in session.answers.values() if answer.error is not None]
+    errors = [answer.error for answer in session.results.values() if answer.error is not None]
     kinds = {error: errors.count(error) for error in dict.fromkeys(errors)}
     return [f"{count} rollouts failed: {error}" for error, count in list(kinds.items())[:5]]
 
 
-def conversation_of(answer: Answer) -> str:
+def conversation_of(answer: EvalResult) -> str:
     """One rollout, whole, to be looked through."""
     title = f"=== example {answer.example}, rollout {answer.rollout}"
     messages = [_message(message) for message in (*answer.prompt, *answer.completion)]

@@ -31,18 +31,15 @@ from trireme.config.resolve import updated
 from trireme.config.rules_evaluation import measures
 from trireme.config.run import RunConfig
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.evaluation.results import AnswersFile
 from trireme.tools.environments.check import OpenPolicy
 from trireme.tools.environments.check_progress import CheckProgress
 from trireme.tools.environments.check_rollouts import CheckPolicy
 from trireme.tools.environments.policy import PolicyWanted, build_opener
 from trireme.tools.evaluate.endpoints import Endpoint, find_endpoint, key_for_address
-from trireme.tools.evaluate.environments import Loading, alone_in, found, install
+from trireme.tools.evaluate.environments import Loading, alone_in, found, install, key_of
 from trireme.tools.evaluate.eval_config import EvalConfig, named
 from trireme.tools.evaluate.report import conversation_of, text_of
-from trireme.tools.evaluate.rollouts import Evaluating, wanted_of
-from trireme.tools.evaluate.session import Session, all_answers, answer_missing, num_failed
-from trireme.tools.evaluate.settings import key_of, settings_of
+from trireme.tools.evaluate.session import Session, run_sessions
 
 OUTPUT = Path("outputs/evals")
 RESULTS, METADATA = "results.jsonl", "metadata.json"
@@ -186,7 +183,7 @@ def evaluate(asked: Asked, *, dry_run: bool = False) -> int:
                 progress.say("What was answered so far is kept: type the same command again for the rest.")
             raise
     _tell(asked, sessions, progress)
-    return 1 if num_failed(sessions) else 0
+    return 1 if any(session.num_failed for session in sessions) else 0
 
 
 def _homes(asked: Asked) -> Iterator[Path]:
@@ -197,23 +194,18 @@ def _homes(asked: Asked) -> Iterator[Path]:
 async def _run(asked: Asked, opener: OpenPolicy, loading: Loading, progress: CheckProgress) -> list[Session]:
     async with loading.open(asked.config.env) as environments, opener() as policy:
         sessions = [_session(asked, environment, policy) for environment in environments]
-        await answer_missing(sessions, progress)
+        await run_sessions(sessions, progress)
     return sessions
 
 
 def _session(asked: Asked, environment: Environment, policy: CheckPolicy) -> Session:
-    config = asked.config
-    wanted = wanted_of(environment, num_examples=config.num_examples, rollouts_per_example=config.rollouts_per_example)
-    evaluating = Evaluating(environment, policy, wanted, purpose="eval", max_attempts=config.max_attempts)
-    settings = settings_of(environment, config, wanted.split)
-    settings |= {"model": asked.model, "base_url": asked.wanted.base_url}
-    extent = {"num_examples": wanted.num_examples, "rollouts_per_example": wanted.rollouts_per_example}
-    session = Session(evaluating, config.evaluation, settings)
+    session = Session(
+        environment, policy, asked.config, purpose="eval", model=asked.model, base_url=asked.wanted.base_url
+    )
     if asked.saves:
         home = asked.root / f"{environment.name}--{_as_name(asked.model)}"
-        folder = home / (asked.run_id or _run_id(asked, home, settings | extent))
-        session.results, session.description = AnswersFile(folder / RESULTS), folder / METADATA
-        session.begin()
+        folder = home / (asked.run_id or _run_id(asked, home, session.settings | session.size))
+        session.resume(folder / RESULTS, folder / METADATA)
     return session
 
 
@@ -258,12 +250,13 @@ def _run_config(asked: Asked, home: Path) -> RunConfig:
 
 def _tell(asked: Asked, sessions: list[Session], progress: CheckProgress) -> None:
     if asked.shows:
-        for answer in all_answers(sessions):
-            print(conversation_of(answer), end="\n\n")
+        for session in sessions:
+            for result in session.results.values():
+                print(conversation_of(result), end="\n\n")
     for session in sessions:
         print(text_of(session))
-        if session.results is not None:
-            progress.say(f"every rollout: {session.results.path} (`trireme eval tui` shows them)")
+        if session.file is not None:
+            progress.say(f"every rollout: {session.file.path} (`trireme eval tui` shows them)")
     if not asked.saves:
         progress.say("nothing was saved; `-s` does that.")
 

@@ -1,179 +1,205 @@
-"""One results file of an evaluation outside a run: what it was made with, what is there, what is missing."""
+"""One model on one environment, outside a run: which rollouts are missing, what came of them, where that is written.
+
+Example of a description, which lies next to the results:
+    {"env_id": "wordle", "env_args": {}, "model": "Qwen/…", "num_examples": 100, "rollouts_per_example": 4,
+     "sampling_args": {"temperature": 1.0}, "split": "eval", "date": "2026-11-21 23:10:00", "time_ms": 81000,
+     "finished": true, "avg_reward": 0.41, "avg_metrics": {…}, "metrics": {"avg@4": 0.41, "pass@1": 0.41, …}}
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
-from trireme.config.orchestrator import Evaluation
-from trireme.orchestrator.evaluation.results import Answer, AnswersFile, Place, evaluation_metrics
+from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.evaluation.results import EvalResult, EvalResultsFile, evaluation_metrics
+from trireme.orchestrator.rollout.driver import (
+    Outcome,
+    RolloutKey,
+    RolloutSpec,
+    gather_or_cancel,
+    missing_specs,
+    read_extent,
+    run_rollouts,
+)
+from trireme.orchestrator.rollout.runner import Finished
 from trireme.tools.environments.check_progress import CheckProgress
-from trireme.tools.evaluate.rollouts import Evaluating, together
+from trireme.tools.environments.check_rollouts import CheckPolicy
+from trireme.tools.evaluate.eval_config import EvalConfig
 
-_ANSWERS_DEPEND_ON = ("env_id", "env_args", "model", "split", "sampling_args", "max_turns", "weights")
+_RESULTS_DEPEND_ON = ("env_id", "env_args", "model", "split", "sampling_args", "max_turns", "weights")
 
 
-@dataclass
 class Session:
-    """One policy on one environment, and where it is written down.
+    """The evaluation of one model on one environment. It writes nothing before `resume` says where."""
 
-    Example of its description, which lies beside the results:
-        {"env_id": "wordle", "env_args": {}, "model": "Qwen/…", "num_examples": 100, "rollouts_per_example": 4,
-         "sampling_args": {"temperature": 1.0}, "split": "eval", "date": "2026-11-21 23:10:00", "time_ms": 81000,
-         "finished": true, "avg_reward": 0.41, "avg_metrics": {…}, "metrics": {"avg@4": 0.41, "pass@1": 0.41, …}}
-    """
-
-    evaluating: Evaluating
-    evaluation: Evaluation
-    settings: dict[str, Any]
-    results: AnswersFile | None = None  # None: nothing is written
-    description: Path | None = None
-    answers: dict[Place, Answer] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return self.evaluating.environment.name
-
-    def begin(self) -> None:
-        """Takes up what is there.
-
-        Raises: ConfigError where that was made with other settings, or is somebody else's.
+    def __init__(
+        self,
+        environment: Environment,
+        policy: CheckPolicy,
+        config: EvalConfig,
+        *,
+        purpose: str,
+        version: int = -1,
+        **settings: Any,
+    ) -> None:
         """
-        if self.results is None:
-            return
-        answered = self.results.answered()
-        before = self._described()
-        if before is None and (answered or self.results.path.exists()):
-            raise ConfigError(
-                f"{self.results.path} is there, and no {self._description.name} beside it says how it was made: it is "
-                "of the run's own evaluations - expected a folder without it. Add `--output-dir FOLDER`."
-            )
-        self._check_same(before or {})
-        self._check_not_more(answered)
-        self.answers = answered
-        self.seconds = float((before or {}).get("time_ms") or 0) / 1000
+        Args:
+            purpose: differs between evaluations of this environment by one process.
+            version: of the policy, where it has one.
+            settings: what else stands in the description.
+
+        Raises: ConfigError where the environment has no examples, or compares another number of rollouts.
+        """
+        self.environment = environment
+        self.policy = policy
+        self.config = config
+        self.version = version
+        self.extent = read_extent(
+            environment,
+            split="eval",
+            num_examples=config.num_examples,
+            rollouts_per_example=config.rollouts_per_example,
+        )
+        self.settings = settings | {
+            "env_id": Path(environment.config.id).name,
+            "env_args": environment.config.args,
+            "sampling_args": config.evaluation.sampling.model_dump(exclude_defaults=True, mode="json"),
+            "split": self.extent.split,
+            "max_turns": environment.config.max_turns,
+        }
+        self.results: dict[RolloutKey, EvalResult] = {}
+        self.seconds = 0.0
+        self.file: EvalResultsFile | None = None
+        self._description: Path | None = None
+        self._specs = self.extent.specs(purpose)
 
     @property
-    def _description(self) -> Path:
-        assert self.description is not None
-        return self.description
+    def size(self) -> dict[str, int]:
+        return {
+            "num_examples": len(self.extent.examples),
+            "rollouts_per_example": self.extent.rollouts_per_example,
+        }
 
-    def _described(self) -> dict[str, Any] | None:
+    def resume(self, results: Path, description: Path) -> None:
+        """Write to these files from now on, and keep the results that they hold.
+
+        Raises: ConfigError where those were made with other settings, or are of the run's own evaluations.
+        """
+        self.file, self._description = EvalResultsFile(results), description
+        answered, before = self.file.answered(), self._read_description()
+        if not before and (answered or results.exists()):
+            raise ConfigError(
+                f"{results} is there, and no {description.name} next to it says how it was made: it is of the run's "
+                "own evaluations - expected a folder without it. Add `--output-dir FOLDER`."
+            )
+        self._check_same(before)
+        if beyond := set(answered) - {spec.key for spec in self._specs}:
+            example, rollout = (max(key[axis] for key in beyond) for axis in (0, 1))
+            raise ConfigError(
+                f"{description}: there are results of example {example} and rollout {rollout}, and "
+                f"{len(self.extent.examples)} x {self.extent.rollouts_per_example} are asked for - expected at least "
+                "as many as there are. Ask for more, or name another folder: `--output-dir`."
+            )
+        self.results = answered
+        self.seconds = float(before.get("time_ms") or 0) / 1000
+
+    def note(self, **settings: Any) -> None:
+        """Add settings that were not known when the session began.
+
+        Raises: ConfigError where they differ from those of the results that are resumed.
+        """
+        self.settings |= settings
+        self._check_same(self._read_description())
+
+    def _read_description(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
-            found = json.loads(self._description.read_text())
-            return found if isinstance(found, dict) else None
-        return None
+            found = json.loads(self._description.read_text()) if self._description else {}
+            return found if isinstance(found, dict) else {}
+        return {}
 
     def _check_same(self, before: dict[str, Any]) -> None:
-        for key in _ANSWERS_DEPEND_ON:
+        for key in _RESULTS_DEPEND_ON:
             if key in before and key in self.settings and before[key] != self.settings[key]:
                 raise ConfigError(
-                    f"{self._description}: what is there was made with {key} = {before[key]!r}, now it is "
-                    f"{self.settings[key]!r} - expected the same, to go on with it. Add `--output-dir` with another "
-                    "folder, or remove these results."
+                    f"{self._description}: the results there were made with {key} = {before[key]!r}, now it is "
+                    f"{self.settings[key]!r} - expected the same, to resume. Add `--output-dir` with another folder, "
+                    "or remove these results."
                 )
 
-    def _check_not_more(self, answered: dict[Place, Answer]) -> None:
-        wanted = self.evaluating.wanted
-        if beyond := set(answered) - set(wanted.places):
-            examples, rollouts = (1 + max(place[axis] for place in beyond) for axis in (0, 1))
-            raise ConfigError(
-                f"{self._description}: there are results of example {examples - 1} and rollout {rollouts - 1}, and "
-                f"{wanted.num_examples} x {wanted.rollouts_per_example} are asked for - expected at least as many as "
-                "there are. Ask for more, or name another folder: `--output-dir`."
-            )
-
     @property
-    def missing(self) -> list[Place]:
-        return self.evaluating.missing(self.answers)
+    def missing(self) -> list[RolloutSpec]:
+        return missing_specs(self._specs, self.results, scored_together=self.environment.group_rewards)
 
     @property
     def is_done(self) -> bool:
-        return not self.missing and (self.results is None or self.results.path.exists())
+        return not self.missing and (self.file is None or self.file.path.exists())
 
-    def note(self, **settings: Any) -> None:
-        """Something that is known only now.
-
-        Raises: ConfigError where it was otherwise when this was begun.
-        """
-        self.settings |= settings
-        self._check_same(self._described() or {} if self.description else {})
-
-    def take(self, answer: Answer) -> None:
-        self.answers[answer.example, answer.rollout] = answer
-        if self.results is not None:
-            self.results.append(answer)
-
-    def finish(self) -> None:
-        if self.results is not None:
-            self.results.finish(self.answers.values())
-        self.describe(finished=True)
-
-    def describe(self, *, finished: bool) -> None:
-        if self.description is None:
-            return
-        wanted = self.evaluating.wanted
-        content = self.settings | {
-            "num_examples": wanted.num_examples,
-            "rollouts_per_example": wanted.rollouts_per_example,
-            "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "time_ms": round(self.seconds * 1000),
-            "finished": finished,
-        }
-        with atomic_write(self.description) as file:
-            file.write(json.dumps(content | (self._figures() if finished else {}), indent=1).encode() + b"\n")
-
-    def _figures(self) -> dict[str, Any]:
-        metrics = self.metrics
-        scored = [answer.metrics for answer in self.answers.values() if answer.reward is not None]
-        own = {name for each in scored for name in each}
-        return {
-            "avg_reward": metrics.get("reward"),
-            "avg_metrics": {name: value for name, value in metrics.items() if name in own},
-            "metrics": metrics,
-        }
+    @property
+    def num_failed(self) -> int:
+        return sum(result.reward is None for result in self.results.values())
 
     @property
     def metrics(self) -> dict[str, float]:
-        """As `eval/ENV/…` of a run."""
-        prefix = f"eval/{self.name}/"
-        found = evaluation_metrics(self.name, list(self.answers.values()), self.evaluation)
+        """The figures that a run has as `eval/ENV/…`, without that prefix."""
+        prefix = f"eval/{self.environment.name}/"
+        found = evaluation_metrics(self.environment.name, list(self.results.values()), self.config.evaluation)
         return {name.removeprefix(prefix): value for name, value in found.items()}
 
+    async def run(self, told: Callable[[float | None], None]) -> None:
+        """Make the missing rollouts. Each is on disk, and its reward told, as soon as it ended.
 
-async def answer_missing(sessions: Sequence[Session], progress: CheckProgress) -> None:
-    """All of them at once; each is finished as soon as it has everything."""
+        Raises: TriremeError where no other rollout could go better: the engine is gone, the key is wrong.
+        """
+        began, before = time.monotonic(), self.seconds
+
+        async def roll_out(spec: RolloutSpec) -> Finished:
+            return await self.policy.rollout(self.environment, spec)
+
+        async def keep(outcome: Outcome) -> None:
+            self.seconds = before + time.monotonic() - began
+            result = self.results[outcome.spec.key] = EvalResult.of(outcome, version=self.version)
+            if self.file is not None:
+                self.file.append(result)
+            told(result.reward)
+
+        self._describe(finished=False)
+        await run_rollouts(
+            self.missing,
+            roll_out,
+            keep,
+            scored_together=self.environment.group_rewards,
+            max_attempts=self.config.max_attempts,
+        )
+        if self.file is not None:
+            self.file.finish(self.results.values())
+        self._describe(finished=True)
+
+    def _describe(self, *, finished: bool) -> None:
+        if self._description is None:
+            return
+        content = self.settings | self.size
+        content |= {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "time_ms": round(self.seconds * 1000)}
+        content["finished"] = finished
+        if finished:
+            metrics = self.metrics
+            own = {name for result in self.results.values() for name in result.metrics}
+            content["avg_reward"] = metrics.get("reward")
+            content["avg_metrics"] = {name: value for name, value in metrics.items() if name in own}
+            content["metrics"] = metrics
+        with atomic_write(self._description) as file:
+            file.write(json.dumps(content, indent=1).encode() + b"\n")
+
+
+async def run_sessions(sessions: Sequence[Session], progress: CheckProgress) -> None:
+    """Make what is missing in all sessions at once; each is finished as soon as it has everything."""
     total = sum(len(session.missing) for session in sessions)
-    limit_s = max(session.evaluating.environment.config.rollout_timeout_s for session in sessions)
+    limit_s = max(session.environment.config.rollout_timeout_s for session in sessions)
     with progress.rewards(total, limit_s=limit_s) as told:
-
-        async def one(session: Session) -> None:
-            began, before = time.monotonic(), session.seconds
-
-            def take(answer: Answer) -> None:
-                session.seconds = before + time.monotonic() - began
-                session.take(answer)
-                told(answer.reward)
-
-            session.describe(finished=False)
-            await session.evaluating.run(session.missing, take)
-            session.finish()
-
-        await together(one(session) for session in sessions if not session.is_done)
-
-
-def num_failed(sessions: Sequence[Session]) -> int:
-    return sum(answer.reward is None for answer in all_answers(sessions))
-
-
-def all_answers(sessions: Sequence[Session]) -> Iterator[Answer]:
-    for session in sessions:
-        yield from session.answers.values()
+        await gather_or_cancel(session.run(told) for session in sessions if not session.is_done)

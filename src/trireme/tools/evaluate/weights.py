@@ -29,7 +29,7 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.evaluation.results import AnswersFile, description_path
+from trireme.orchestrator.evaluation.results import description_path
 from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner
 from trireme.tools.environments.check_endpoint import Server, look_at
@@ -37,13 +37,11 @@ from trireme.tools.environments.check_engine import EnginePolicy, open_standing_
 from trireme.tools.environments.check_progress import CheckProgress
 from trireme.tools.evaluate.checkpoints import Plan, read_plan
 from trireme.tools.evaluate.engine import EngineState, EvaluatedEngine
-from trireme.tools.evaluate.environments import Loading, alone_in, found, install
+from trireme.tools.evaluate.environments import Loading, alone_in, found, install, key_of
 from trireme.tools.evaluate.eval_config import EvalConfig, with_environments
 from trireme.tools.evaluate.loader import Loader
 from trireme.tools.evaluate.report import as_json, mean_reward, to_table
-from trireme.tools.evaluate.rollouts import Evaluating, wanted_of
-from trireme.tools.evaluate.session import Session, answer_missing, num_failed
-from trireme.tools.evaluate.settings import key_of, settings_of
+from trireme.tools.evaluate.session import Session, run_sessions
 
 SUMMARY = "summary.json"
 Evaluated = list[tuple[str, Sequence[Session]]]
@@ -141,7 +139,7 @@ class CheckpointEvaluation:
             file.write(as_json(evaluated).encode() + b"\n")
         Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(to_table(evaluated))
         self.progress.say(f"every rollout: {self.plan.output}/step_N/ENV.jsonl (`trireme eval tui {self.plan.output}`)")
-        return 1 if num_failed([session for _, sessions in evaluated for session in sessions]) else 0
+        return 1 if any(session.num_failed for _, sessions in evaluated for session in sessions) else 0
 
     def _left_behind(self, engine: EvaluatedEngine) -> str:
         return (
@@ -206,34 +204,29 @@ class CheckpointEvaluation:
     ) -> tuple[str, list[Session]]:
         label = self.plan.label[step]
         sessions = [self._session(step, environment, policy) for environment in environments]
-        for session in sessions:
-            session.begin()
         if not all(session.is_done for session in sessions):
             digest = await loader.load(step)
             for session in sessions:
                 session.note(**({"weights": digest} if digest else {}))
-            await answer_missing(sessions, self.progress)
+            await run_sessions(sessions, self.progress)
         mean = mean_reward(sessions)
         self.progress.say(f"{label}: mean reward {mean:.3f}" if mean is not None else f"{label}: nothing was scored")
         return label, sessions
 
     def _session(self, step: int, environment: Environment, policy: EnginePolicy) -> Session:
-        config, folder = self.config, step_folder(self.plan.output, step)
-        wanted = wanted_of(
-            environment, num_examples=config.num_examples, rollouts_per_example=config.rollouts_per_example
-        )
-        evaluating = Evaluating(
+        session = Session(
             environment,
             policy,
-            wanted,
+            self.config,
             purpose=f"eval-{step}",
             version=step,
-            max_attempts=config.max_attempts,
+            base_url=self.config.client.base_url,
+            step=step,
+            checkpoint=self.plan.label[step],
         )
-        settings = settings_of(environment, config, wanted.split)
-        settings |= {"base_url": config.client.base_url, "step": step, "checkpoint": self.plan.label[step]}
-        path = folder / f"{environment.name}.jsonl"
-        return Session(evaluating, config.evaluation, settings, AnswersFile(path), description_path(path))
+        path = step_folder(self.plan.output, step) / f"{environment.name}.jsonl"
+        session.resume(path, description_path(path))
+        return session
 
 
 def run_config(config: EvalConfig, server: Server, tokenizer: str) -> RunConfig:

@@ -18,7 +18,7 @@ import msgspec
 
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.paths import atomic_write
-from trireme.orchestrator.evaluation.results import Answer
+from trireme.orchestrator.evaluation.results import EvalResult
 from trireme.tools.gepa.examples import Example, Purpose
 
 ROLLOUTS = "rollouts.jsonl"
@@ -30,8 +30,8 @@ def name_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class Scored(Answer, kw_only=True):
-    """One rollout with one prompt. The keys of `Answer` first, as analysis scripts expect them.
+class Scored(EvalResult, kw_only=True):
+    """One rollout with one prompt. The keys of `EvalResult` first, as analysis scripts expect them.
 
     Example:
         {"example_id": 3, "reward": 0.5, ..., "purpose": "train", "split": "train", "prompt_name": "1f3a…", "nth": 0}

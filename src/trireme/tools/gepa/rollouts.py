@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
-from trireme.orchestrator.environments.open_rollout import RolloutFailed, cancel_all
 from trireme.orchestrator.environments.pool import Environment
-from trireme.tools.environments.check_rollouts import CheckPolicy, Turned, Which
+from trireme.orchestrator.rollout.driver import Outcome, RolloutSpec, run_rollouts
+from trireme.orchestrator.rollout.runner import Finished
+from trireme.tools.environments.check_rollouts import CheckPolicy
 from trireme.tools.gepa.examples import Example
 from trireme.tools.gepa.journal import Journal, Scored, key_of, name_of
-from trireme.tools.gepa.prompted import Messages, PromptedEnvironment
+from trireme.tools.gepa.prompted import PromptedEnvironment
 
 
 class Trials:
@@ -35,67 +35,39 @@ class Trials:
         """Rollouts that were wanted, by purpose: run now, or found in the journal."""
 
     async def run(self, prompt: str, examples: Sequence[Example]) -> list[Scored]:
-        """In order of the examples. A rollout that fails has a line too.
+        """Return one line per example, in order. A rollout that fails has a line too.
 
         Raises: TriremeError where no other rollout could go better: the key is wrong, the engine is gone.
         """
-        numbered = [(example, self._next_time(prompt, example)) for example in examples]
-        trials = [asyncio.create_task(self._one(prompt, example, nth)) for example, nth in numbered]
-        try:
-            return list(await asyncio.gather(*trials))
-        finally:
-            await cancel_all(trials)
+        name = name_of(prompt)
+        tried = {
+            RolloutSpec(example.split, example.index, self._next_time(prompt, example)): example for example in examples
+        }
+        prompted = {
+            spec: PromptedEnvironment(self._environment, prompt, columns=self._columns)
+            for spec, example in tried.items()
+            if key_of(name, example, spec.rollout) not in self._journal.rollouts
+        }
+
+        async def roll_out(spec: RolloutSpec) -> Finished:
+            return await self._policy.rollout(cast(Environment, prompted[spec]), spec)
+
+        async def keep(outcome: Outcome) -> None:
+            spec = outcome.spec
+            more: dict[str, Any] = {"purpose": tried[spec].purpose, "split": spec.split}
+            more |= {"prompt_name": name, "nth": spec.rollout}
+            if outcome.finished is not None:
+                more |= {"columns": outcome.finished.done.columns, "state_keys": outcome.finished.done.state_keys}
+            elif outcome.failure is not None:
+                more |= {"prompt": prompted[spec].asked, "traceback": outcome.failure.traceback}
+            self._journal.add_rollout(Scored.of(outcome, **more))
+            self.calls[tried[spec].purpose] += 1
+
+        for spec, example in tried.items():
+            self.calls[example.purpose] += spec not in prompted
+        await run_rollouts(list(prompted), roll_out, keep, scored_together=False)
+        return [self._journal.rollouts[key_of(name, example, spec.rollout)] for spec, example in tried.items()]
 
     def _next_time(self, prompt: str, example: Example) -> int:
         self._times[key := key_of(name_of(prompt), example, 0)] += 1
         return self._times[key] - 1
-
-    async def _one(self, prompt: str, example: Example, nth: int) -> Scored:
-        known = self._journal.rollouts.get(key_of(name_of(prompt), example, nth))
-        if known is not None:
-            self.calls[example.purpose] += 1
-            return known
-        which = Which(example.split, example.index, nth, 1)
-        tried = PromptedEnvironment(self._environment, prompt, columns=self._columns)
-        try:
-            scored = _scored(await self._policy.rollout(cast(Environment, tried), which), prompt, example, nth)
-        except RolloutFailed as failure:
-            scored = _failed(failure, prompt, example, nth, asked=tried.asked)
-        self._journal.add_rollout(scored)
-        self.calls[example.purpose] += 1
-        return scored
-
-
-def _scored(turned: Turned, prompt: str, example: Example, nth: int) -> Scored:
-    done = turned.done
-    return Scored.of(
-        done,
-        example=example.index,
-        rollout=nth,
-        tokens=turned.num_sampled or 0,
-        turns=turned.num_turns,
-        truncated=turned.truncated,
-        stop=turned.stop,
-        purpose=example.purpose,
-        split=example.split,
-        prompt_name=name_of(prompt),
-        nth=nth,
-        columns=done.columns,
-        state_keys=done.state_keys,
-    )
-
-
-def _failed(failure: RolloutFailed, prompt: str, example: Example, nth: int, *, asked: Messages) -> Scored:
-    return Scored(
-        example_id=example.index,
-        reward=None,
-        prompt=asked,
-        example=example.index,
-        rollout=nth,
-        error=str(failure),
-        traceback=failure.traceback,
-        purpose=example.purpose,
-        split=example.split,
-        prompt_name=name_of(prompt),
-        nth=nth,
-    )

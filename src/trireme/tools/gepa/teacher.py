@@ -10,7 +10,8 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, RunTask
-from trireme.tools.environments.check_rollouts import CheckPolicy, Which
+from trireme.orchestrator.rollout.driver import RolloutSpec
+from trireme.tools.environments.check_rollouts import CheckPolicy
 from trireme.tools.gepa.journal import Journal, Reflected, name_of
 
 SHORTEST = 250
@@ -47,8 +48,8 @@ class OneQuestion:
 async def ask_once(policy: CheckPolicy, question: str, *, number: int = 0) -> str:
     """Raises: RolloutFailed where there is no answer; TriremeError where there will be none."""
     asked = cast(Environment, OneQuestion(question))
-    turned = await policy.rollout(asked, Which("train", number, 0, 1))
-    return str(turned.done.completion[0]["content"])
+    finished = await policy.rollout(asked, RolloutSpec("train", number, 0))
+    return str(finished.done.completion[0]["content"])
 
 
 async def greet(policy: CheckPolicy, *, flag: str) -> None:

@@ -1,0 +1,231 @@
+"""Roll out N examples x G rollouts: retries, a concurrency limit, and a callback for each rollout that ended.
+
+Evaluation inside and outside a run, the environment check and GEPA all make their rollouts with `run_rollouts`.
+
+- A rollout that fails (`RolloutFailed`, or an exception that nothing expected) is retried, then costs one outcome.
+- Any other `TriremeError` ends everything: the engine is gone, the key is wrong, no other rollout could go better.
+- Where rewards compare the rollouts of an example, its group is scored, fails and is resumed together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, TypeVar
+
+from trireme.base.errors import ConfigError, TriremeError
+from trireme.base.log import get_logger
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.environments.wire import RunTask, Split
+from trireme.orchestrator.rollout.runner import Finished
+
+log = get_logger("rollouts")
+
+Value = TypeVar("Value")
+
+RolloutKey = tuple[int, int]
+"""Example, and index of the rollout among those of its example: what a result is resumed by."""
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """One rollout to make.
+
+    Example:
+        RolloutSpec("eval", example=3, rollout=1, group_size=4, purpose="eval-wordle")
+    """
+
+    split: Split
+    example: int  # index in the split
+    rollout: int  # among those of its example, from 0
+    group_size: int = 1
+    purpose: str = "check"  # differs between groups of the same example that one process makes
+    attempt: int = 0
+
+    @property
+    def group(self) -> str:
+        return f"{self.purpose}-{self.example}"
+
+    @property
+    def name(self) -> str:
+        """The same for every attempt: seeds are made of it."""
+        return f"{self.group}-{self.rollout}"
+
+    @property
+    def key(self) -> RolloutKey:
+        return self.example, self.rollout
+
+    def task(self, environment: Environment) -> RunTask:
+        """Return the message that asks an environment worker for this rollout."""
+        return RunTask(
+            task=f"{self.name}.{self.attempt}",
+            split=self.split,
+            index=self.example,
+            attempt=self.attempt,
+            max_turns=environment.config.max_turns,
+            group=self.group,
+            group_size=self.group_size,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A rollout that ended: it was scored (`finished`), or failed as often as it may (`failure`)."""
+
+    spec: RolloutSpec
+    seconds: float  # from its first attempt
+    finished: Finished | None = None
+    failure: RolloutFailed | None = None
+
+    @property
+    def reward(self) -> float | None:
+        return None if self.finished is None else self.finished.done.reward
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Which rollouts are made: some examples of a split, and the same number of rollouts of each."""
+
+    split: Split
+    examples: Sequence[int]
+    rollouts_per_example: int
+
+    @property
+    def num_rollouts(self) -> int:
+        return len(self.examples) * self.rollouts_per_example
+
+    def specs(self, purpose: str) -> list[RolloutSpec]:
+        size = self.rollouts_per_example
+        return [
+            RolloutSpec(self.split, example, rollout, size, purpose)
+            for example in self.examples
+            for rollout in range(size)
+        ]
+
+
+def read_extent(
+    environment: Environment,
+    *,
+    split: Split,
+    num_examples: int | None,
+    rollouts_per_example: int,
+    is_spread: bool = False,
+) -> Extent:
+    """Return which rollouts of a loaded environment are to be made. A split without examples is replaced by the other.
+
+    Args:
+        num_examples: all of the split where None, or more than it has.
+        is_spread: take examples from all over the split, which may be sorted; else its first ones.
+
+    Raises: ConfigError where it has no examples, or its rewards compare another number of rollouts.
+    """
+    environment.check_group_size(rollouts_per_example)
+    sizes: dict[Split, int] = {"train": environment.num_train, "eval": environment.num_eval}
+    split = split if sizes[split] else "eval" if split == "train" else "train"
+    size = sizes[split]
+    if not size:
+        raise ConfigError(
+            f"environment {environment.name!r} has no examples, neither to train on nor held out - expected at least "
+            f"one - check what its `load_environment(**{environment.config.args!r})` makes its data set of."
+        )
+    count = min(size, num_examples or size)
+    examples = [i * size // count for i in range(count)] if is_spread else range(count)
+    return Extent(split, examples, rollouts_per_example)
+
+
+def missing_specs(
+    specs: Iterable[RolloutSpec], answered: Collection[RolloutKey], *, scored_together: bool
+) -> list[RolloutSpec]:
+    """Return the rollouts that have no result yet; of an incomplete group that is scored together, all of them."""
+    specs = list(specs)
+    missing = [spec for spec in specs if spec.key not in answered]
+    if not scored_together:
+        return missing
+    examples = {spec.example for spec in missing}
+    return [spec for spec in specs if spec.example in examples]
+
+
+async def run_rollouts(
+    specs: Sequence[RolloutSpec],
+    roll_out: Callable[[RolloutSpec], Awaitable[Finished]],
+    on_outcome: Callable[[Outcome], Awaitable[None]],
+    *,
+    scored_together: bool,
+    max_attempts: int = 1,
+    max_concurrent: int | None = None,
+) -> list[Outcome]:
+    """Make all rollouts, and return their outcomes in the order of `specs`.
+
+    Args:
+        specs: the rollouts of one example are neighbours.
+        roll_out: makes one attempt.
+        on_outcome: is awaited once per rollout, as soon as its outcome is final.
+        scored_together: rewards compare the rollouts of an example (`Environment.group_rewards`).
+        max_concurrent: rollouts at once; at least one group where it is scored together. None leaves the limit to
+            the environment.
+
+    Raises: TriremeError where no other rollout could go better; the rollouts under way are cancelled first.
+    """
+    slots = asyncio.Semaphore(max_concurrent or max(1, len(specs)))
+
+    async def run_one(spec: RolloutSpec) -> Outcome:
+        async with slots:
+            began = time.monotonic()
+            for attempt in range(max_attempts):
+                try:
+                    finished = await roll_out(replace(spec, attempt=attempt))
+                    return Outcome(spec, time.monotonic() - began, finished)
+                except RolloutFailed as error:
+                    failure = error
+                except TriremeError:
+                    raise
+                except Exception as error:
+                    log.exception("rollout %s broke", spec.name)
+                    failure = RolloutFailed("rollout", f"{type(error).__name__}: {error}")
+                if attempt + 1 < max_attempts:
+                    log.warning("rollout %s failed, retry %d: %s", spec.name, attempt + 1, failure)
+            return Outcome(spec, time.monotonic() - began, failure=failure)
+
+    async def run_group(group: list[RolloutSpec]) -> list[Outcome]:
+        ended: dict[RolloutSpec, Outcome] = {}
+
+        async def run_member(spec: RolloutSpec) -> None:
+            ended[spec] = await run_one(spec)
+            if (failure := ended[spec].failure) is not None:
+                raise failure
+
+        try:
+            await gather_or_cancel(run_member(spec) for spec in group)
+        except RolloutFailed:
+            words = "not scored, because another rollout of its group failed and rewards compare the whole group"
+            for spec in group:
+                if spec not in ended or ended[spec].failure is None:
+                    ended[spec] = Outcome(spec, 0.0, failure=RolloutFailed("score", words))
+        for spec in group:
+            await on_outcome(ended[spec])
+        return [ended[spec] for spec in group]
+
+    async def run_alone(spec: RolloutSpec) -> Outcome:
+        outcome = await run_one(spec)
+        await on_outcome(outcome)
+        return outcome
+
+    if not scored_together:
+        return await gather_or_cancel(map(run_alone, specs))
+    groups = [list(group) for _, group in groupby(specs, lambda spec: spec.example)]
+    return [outcome for group in await gather_or_cancel(map(run_group, groups)) for outcome in group]
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:
+    """Run all at once and return their results in order. Where one raises, cancel the others, then raise its error."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
