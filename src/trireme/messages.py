@@ -3,6 +3,7 @@
     environment worker <-> orchestrator    see `orchestrator/environments/wire.py`: workers lack this package
     orchestrator -> trainer                GetNewest asks, Newest answers; GetBatch asks, BatchReply or Publish answers
     trainer -> orchestrator -> engines     PolicyReady, Go, PolicySent, Live; Again where an attempt came to nothing
+    orchestrator or `eval` -> engine       InitInfo, UpdateInfo: bodies of vLLM's weight-transfer routes, as JSON
     trainer -> orchestrator                Heartbeat, Done
 
 The trainer always asks and the orchestrator always answers, within a second, if only with `NotYet`. Every request
@@ -131,6 +132,34 @@ class TensorSpec(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     shape: list[int]
+
+
+class InitInfo(msgspec.Struct, frozen=True):
+    """`init_info` of vLLM's `/init_weight_transfer_engine`: where and how an engine's workers join a transfer.
+
+    Example:
+        InitInfo("gloo", "127.0.0.1", 5556, "a1/7", rank_offset=1, world_size=3, bucket_bytes=1 << 26, timeout_s=600.0)
+    """
+
+    kind: str  # gloo | nccl | ipc | filesystem
+    host: str  # where the sender's rendezvous listens
+    port: int
+    epoch: str  # names a set of peers: a receiver of the same address and epoch keeps its connections
+    rank_offset: int  # rank of the engine's first worker; the sender is rank 0
+    world_size: int  # ranks of all engines, and the sender
+    bucket_bytes: int  # most bytes that travel at once
+    timeout_s: float
+
+
+class UpdateInfo(msgspec.Struct, frozen=True):
+    """`update_info` of vLLM's `/update_weights`: what an engine is to load.
+
+    Example:
+        UpdateInfo([TensorSpec("model.norm.weight", "bfloat16", [64])], payload={"folder": "/runs/7/broadcast"})
+    """
+
+    specs: list[TensorSpec]  # in the order in which they are sent
+    payload: dict[str, Any] = {}  # what a kind of `PULLED_KINDS` needs: a folder, or memory handles
 
 
 class Probe(msgspec.Struct, frozen=True):

@@ -7,16 +7,11 @@ One engine for all kinds (gloo, nccl, ipc, filesystem): a kind only decides wher
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from trireme.algo.adapter_names import is_of_adapter
 from trireme.algo.digest import tensor_digest
@@ -29,7 +24,7 @@ from trireme.inference.vllm_api import (
     load_adapter,
     load_tied_head,
 )
-from trireme.messages import TensorSpec
+from trireme.messages import InitInfo, TensorSpec, UpdateInfo
 from trireme.transport.weights.ahead import Ahead
 from trireme.transport.weights.buckets import split_into_buckets
 from trireme.transport.weights.kinds import Receiver, open_receiver
@@ -39,28 +34,6 @@ Arrived = tuple[str, torch.Tensor, str]
 
 LOADED_BYTES = 16 << 20
 """Tensors that are loaded in one call. So much memory a transfer takes beside its buckets, or one tensor more."""
-
-
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    """Where and how to join; the same for all workers of all engines but for `rank_offset`."""
-
-    kind: str
-    host: str
-    port: int
-    epoch: str
-    rank_offset: int
-    world_size: int
-    bucket_bytes: int
-    timeout_s: float
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """What will come: `TensorSpec`s as dictionaries, and the payload of kinds that are fetched."""
-
-    specs: list[dict[str, Any]]
-    payload: dict[str, Any] = field(default_factory=dict)
 
 
 class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -78,6 +51,12 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.adapter: dict[str, torch.Tensor] = {}
         self._is_reloading = False
         self._ahead: Ahead[Arrived] | None = None
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
+        return msgspec.convert(init_dict, InitInfo)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
+        return msgspec.convert(update_dict, UpdateInfo)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._ahead = None
@@ -121,9 +100,8 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         assert self._receiver is not None, "update_weights before init_weight_transfer_engine"
-        specs = msgspec.convert(update_info.specs, list[TensorSpec])
-        arrived = self._arrived(specs, update_info.payload)
-        self._expect(specs)
+        arrived = self._arrived(update_info.specs, update_info.payload)
+        self._expect(update_info.specs)
         loads = _Loads(self.model, tied=self.model_config.hf_config.tie_word_embeddings)
         for name, own, digest in arrived:
             self.digests[name] = digest
