@@ -31,11 +31,11 @@ from trireme.algo.patch import changed
 from trireme.base.processes import free_port
 from trireme.messages import TensorSpec
 from trireme.trainer.parallel.mesh import World, open_world
-from trireme.trainer.publish.delta import Slices, Traffic
-from trireme.trainer.publish.served import served_tensors
-from trireme.trainer.stepper import Stepper, base_state
+from trireme.trainer.publish.delta import SentWeights, TransferSize
+from trireme.trainer.publish.served_weights import served_tensors
+from trireme.trainer.step import Stepper, base_state
+from trireme.transport.weights.backends import Sender, open_receiver, open_sender
 from trireme.transport.weights.buckets import spec_of
-from trireme.transport.weights.kinds import Sender, open_receiver, open_sender
 
 RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4)
 DTYPES = (torch.bfloat16, torch.float32)
@@ -150,7 +150,7 @@ class Trainer:
     def __init__(self, world: World, specs: list[TensorSpec], port: int, *, delta: bool) -> None:
         options = {"host": "127.0.0.1", "port": port, "bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S}
         self._sender: Sender = open_sender("gloo", folder=Path("unused"), delta=delta, **options)
-        self._slices = Slices(world) if delta else None
+        self._sent_weights = SentWeights(world) if delta else None
         self._specs = [TensorSpec(name=spec.name, dtype="bfloat16", shape=spec.shape) for spec in specs]
         self._is_first = True
         self.digests: dict[str, str] = {}
@@ -158,13 +158,13 @@ class Trainer:
 
     def publish(self, model: dict[str, torch.Tensor]) -> None:
         self._sender.join("epoch", 2)
-        traffic, tensors = Traffic(), self._digested(model)
-        if self._slices is None:
-            self._sender.send(self._specs, traffic.counted(tensor for _, tensor in tensors))
+        size, tensors = TransferSize(), self._digested(model)
+        if self._sent_weights is None:
+            self._sender.send(self._specs, size.counted(tensor for _, tensor in tensors))
         else:
-            self._sender.send(self._specs, traffic.counted(self._slices.patches(tensors, whole=self._is_first)))
+            self._sender.send(self._specs, size.counted(self._sent_weights.patches(tensors, whole=self._is_first)))
         self._is_first = False
-        self.sent_bytes = traffic.metrics(1)["weights/sent_bytes"]
+        self.sent_bytes = size.metrics(1)["weights/sent_bytes"]
 
     def _digested(self, model: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in model.items():

@@ -30,8 +30,8 @@ from trireme.journal.shares import row_capacity, share_of
 from trireme.journal.targets import advantages_of, flaws_of, with_advantages
 from trireme.messages import Tokens, build_tokens
 from trireme.trainer.parallel.mesh import open_world
-from trireme.trainer.publish.served import served_tensors
-from trireme.trainer.stepper import Stepper, base_state
+from trireme.trainer.publish.served_weights import served_tensors
+from trireme.trainer.step import Stepper, base_state
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "environments" / "reverse_text"))

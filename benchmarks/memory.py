@@ -134,7 +134,7 @@ def planned_bytes(case: Case, config: Any) -> tuple[float, float]:
 
 def measured_bytes(case: Case, config: Any, world: Any) -> tuple[float, float]:
     """As `planned_bytes`; of the first three steps."""
-    from trireme.trainer.stepper import Stepper, base_state
+    from trireme.trainer.step import Stepper, base_state
 
     before = resident_bytes("VmRSS")
     state = base_state(config, world)
@@ -149,8 +149,8 @@ def measured_bytes(case: Case, config: Any, world: Any) -> tuple[float, float]:
 
 def tried_bytes(config: Any, world: Any) -> float:
     """Of tensors, in the step that changes nothing."""
-    from trireme.trainer.stepper import base_state
-    from trireme.trainer.trial import try_step
+    from trireme.trainer.step import base_state
+    from trireme.trainer.try_step import try_step
 
     state = base_state(config, world)
     return _held(state) + highest_of(lambda: try_step(config, state, world))
@@ -245,7 +245,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    import trireme.trainer.stepper  # noqa: F401 (what it imports is there before anything is measured)
+    import trireme.trainer.step  # noqa: F401 (what it imports is there before anything is measured)
 
     torch.set_num_threads(1)
     chosen = CASES if arguments.cases is None else [CASES[number] for number in arguments.cases]

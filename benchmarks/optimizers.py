@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from trireme.config.trainer import Optimizer
-from trireme.trainer.optim.optim import build_optimizer
+from trireme.trainer.optim.optimizer import build_optimizer
 
 REPEATS = 3
 

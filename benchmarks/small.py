@@ -58,22 +58,28 @@ def packed_rows() -> float:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from trireme.trainer.model.samples_apart import ARGUMENT, ApartRow, attend_apart, attend_masked, row_given
+    from trireme.trainer.model.packed_attention import (
+        ARGUMENT,
+        PackedRow,
+        row_given,
+        use_masked_attention,
+        use_packed_attention,
+    )
 
     sizes = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model("qwen3", **sizes, intermediate_size=256, head_dim=32, vocab_size=128)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     lengths = [24] * 64
-    row, ids = ApartRow(lengths, torch.device("cpu")), torch.zeros(1, sum(lengths), dtype=torch.int64)
+    row, ids = PackedRow(lengths, torch.device("cpu")), torch.zeros(1, sum(lengths), dtype=torch.int64)
     places = torch.cat([torch.arange(length) for length in lengths])[None]
 
     def apart() -> None:
-        attend_apart(model)
+        use_packed_attention(model)
         with row_given():
             model(input_ids=ids, position_ids=places, use_cache=False, **{ARGUMENT: row}).logits.sum().backward()
 
     def masked() -> None:
-        attend_masked(model)
+        use_masked_attention(model)
         model(input_ids=ids, position_ids=places, use_cache=False).logits.sum().backward()
 
     return by_turns(apart, masked)

@@ -48,7 +48,7 @@ PHASES = (
 )
 ROOMS = {
     "launcher": "trireme.cli.rl trireme.launch.supervise",
-    "inference": "trireme.inference.forked",
+    "inference": "trireme.inference.cpu.forked_engine",
     "trainer": "trireme.cli.trainer trireme.trainer.loop",
     "orchestrator": "trireme.cli.orchestrator trireme.orchestrator.loop",
 }

@@ -26,8 +26,8 @@ import torch
 from trireme.algo.digest import tensor_digest
 from trireme.base.processes import free_port
 from trireme.messages import TensorSpec
+from trireme.transport.weights.backends import open_receiver, open_sender
 from trireme.transport.weights.collective import WeightGroup, open_store
-from trireme.transport.weights.kinds import open_receiver, open_sender
 
 BUCKET_BYTES = 64 << 20
 TIMEOUT_S = 300

@@ -27,7 +27,7 @@ from aiohttp import web
 from safetensors import safe_open
 
 from fake_engine import Asked, FakeEngine, WeightWire, build_app, door_keeper, serving
-from trireme.algo.adapter_names import is_of_adapter
+from trireme.algo.weight_checks import is_of_adapter
 from trireme.base.faults import reach
 from trireme.base.log import get_logger, start_logging
 from trireme.base.token import token
@@ -37,8 +37,7 @@ from trireme.config.run import RunConfig
 from trireme.messages import TensorSpec
 
 if TYPE_CHECKING:
-    from trireme.transport.weights.ahead import Ahead
-    from trireme.transport.weights.kinds import Receiver
+    from trireme.transport.weights.backends import BackgroundReceive, Receiver
 
 log = get_logger("scripted")
 
@@ -150,7 +149,7 @@ class Core(FakeEngine):
         self.unloaded: list[str] = []
         self.names: list[str] = []  # of adapters
         self._receiver: Receiver | None = None
-        self._ahead: Ahead[tuple[str, str]] | None = None
+        self._background: BackgroundReceive[tuple[str, str]] | None = None
         self._address: tuple[Any, ...] = ()
         self.asked_log: str | None = None  # file with a line per request for tokens: the same request, the same line
         for name, value in config.inference.args.items():  # its knobs, where vLLM's own arguments stand
@@ -197,11 +196,11 @@ class Core(FakeEngine):
     async def _init_weight_transfer_engine(self, body: dict[str, Any]) -> None:
         import torch
 
-        from trireme.transport.weights.kinds import open_receiver
+        from trireme.transport.weights.backends import open_receiver
 
         info = dict(body["init_info"])
         epoch, rank, world_size = info.pop("epoch"), info.pop("rank_offset"), info.pop("world_size")
-        self._bucket_bytes, self._ahead = info["bucket_bytes"], None
+        self._bucket_bytes, self._background = info["bucket_bytes"], None
         address = (*info.values(), epoch)
         if self._receiver is None or address != self._address:
             if self._receiver is not None:
@@ -218,9 +217,9 @@ class Core(FakeEngine):
         specs = msgspec.convert(body["update_info"]["specs"], list[TensorSpec])
         keeps_base = all(is_of_adapter(spec.name) for spec in specs)
         self.digests = {name: d for name, d in self.digests.items() if keeps_base and not is_of_adapter(name)}
-        ahead, self._ahead = self._ahead, None
+        background, self._background = self._background, None
         payload = body["update_info"]["payload"]
-        here = self._digested(self._receiver.tensors(specs, payload)) if ahead is None else ahead.take(60.0)
+        here = self._digested(self._receiver.tensors(specs, payload)) if background is None else background.take(60.0)
         for name, digest in here:
             self.digests[name] = digest
             if not is_of_adapter(name):
@@ -229,14 +228,14 @@ class Core(FakeEngine):
 
     def _receive_ahead(self, specs: list[dict[str, Any]]) -> bool:
         """As vLLM's workers with our engine: a thread takes in what fits into one bucket."""
-        from trireme.transport.weights.ahead import Ahead
+        from trireme.transport.weights.backends import BackgroundReceive
         from trireme.transport.weights.buckets import split_into_buckets
 
         assert self._receiver is not None, "receive_ahead before init_weight_transfer_engine"
         expected = msgspec.convert(specs, list[TensorSpec])
         if len(split_into_buckets(expected, self._bucket_bytes)) > 1:
             return False
-        self._ahead = Ahead(self._digested(self._receiver.tensors(expected, {})))
+        self._background = BackgroundReceive(self._digested(self._receiver.tensors(expected, {})))
         return True
 
     def _digested(self, coming: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -24,8 +24,7 @@ from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, Tra
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
 from trireme.trainer.parallel.mesh import World, open_world
-from trireme.trainer.step import forward_backward, policy_gradient
-from trireme.trainer.stepper import Stepper, base_state
+from trireme.trainer.step import Stepper, base_state, forward_backward, policy_gradient
 
 CAPACITY = 50
 LENGTHS = [40, 30, 18, 33, 15, 44, 20, 9, 13]

@@ -21,7 +21,7 @@ from trireme.messages import BatchReply, build_tokens
 from trireme.trainer.checkpoint.checkpoint import CheckpointStore, TrainerState
 from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.model.model import load_model
-from trireme.trainer.optim.optim import build_optimizer
+from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.step import forward_backward, policy_gradient, update
 

@@ -22,7 +22,7 @@ from fake_engine import Asked, FakeEngine, WeightWire
 from tiny_tokenizer import END, write_tokenizer
 from trireme.algo.digest import tensor_digest
 from trireme.messages import TensorSpec
-from trireme.transport.weights.kinds import Receiver, open_receiver
+from trireme.transport.weights.backends import Receiver, open_receiver
 
 LETTER = "letter.weight"
 

@@ -12,8 +12,8 @@ from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Patch
 from trireme.base.processes import free_port
 from trireme.messages import TensorSpec
+from trireme.transport.weights.backends import Receiver, Sender, open_receiver, open_sender
 from trireme.transport.weights.buckets import spec_of
-from trireme.transport.weights.kinds import Receiver, Sender, open_receiver, open_sender
 
 BUCKET_BYTES = 4096
 DEADLINE_S = 60

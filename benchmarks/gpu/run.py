@@ -182,7 +182,7 @@ def tiny_step(device: str) -> dict[str, float]:
     from trireme.config.trainer import Loss, Optimizer, TrainerModel
     from trireme.messages import build_tokens
     from trireme.trainer.model.model import load_model
-    from trireme.trainer.optim.optim import build_optimizer
+    from trireme.trainer.optim.optimizer import build_optimizer
     from trireme.trainer.parallel.mesh import open_world
     from trireme.trainer.step import forward_backward, policy_gradient, update
 
@@ -327,8 +327,8 @@ def a_tried_step(device: str) -> dict[str, Any]:
     from trireme.config.trainer import TrainerConfig
     from trireme.messages import BatchReply
     from trireme.trainer.parallel.mesh import open_world
-    from trireme.trainer.stepper import Stepper, base_state
-    from trireme.trainer.trial import try_step
+    from trireme.trainer.step import Stepper, base_state
+    from trireme.trainer.try_step import try_step
 
     samples = long_samples(device)
     length, count = samples[0].tokens.length, len(samples)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from posted_update import Post, update, updated_by_hand
 from real_run import REPOSITORY, SharedEngine, open_engine, run_apart, started
 from tiny import logprobs_of
-from trireme.algo.adapter_names import POLICY
+from trireme.algo.weight_checks import POLICY
 from trireme.journal.versions import Versions
 
 MODEL = REPOSITORY / "models/reverse-text-tiny"

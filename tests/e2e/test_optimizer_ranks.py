@@ -16,8 +16,8 @@ from trireme.config.trainer import Lora, Loss, Optimizer, TrainerConfig, Trainer
 from trireme.trainer.checkpoint.checkpoint import load_checkpoint
 from trireme.trainer.model.lora import is_adapter, peft_name
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.publish.served import merged_tensors
-from trireme.trainer.stepper import Stepper, base_state
+from trireme.trainer.publish.served_weights import merged_tensors
+from trireme.trainer.step import Stepper, base_state
 
 KINDS = ("adamw", "adamw_8bit", "muon", "sgd", "adapters")
 SWITCHES = ("adamw becomes adamw_8bit", "adamw_8bit becomes adamw")

@@ -17,7 +17,7 @@ from tiny import are_equal, content_of, largest_difference, open_store, random_s
 from trireme.journal.manifest import read_manifest
 from trireme.trainer.checkpoint.state import load_tensors, tensors_of
 from trireme.trainer.parallel.mesh import World, open_world
-from trireme.trainer.parallel.pieces import open_checkpoint, piece_of
+from trireme.trainer.parallel.shards import open_checkpoint, shard_of
 
 CAPACITY = 48
 LENGTHS = [40, 30, 18, 33, 15, 44, 20, 9, 13]
@@ -56,7 +56,7 @@ def run(stage: Stage, model: Path, folder: Path, world: World) -> dict[str, Any]
     store = open_store(folder / stage.name / "checkpoints", world, exporter=exporter)
     store.save(state)
     store.wait()
-    held = sum(piece_of(tensor).num_bytes for tensor in tensors_of(state).values())
+    held = sum(shard_of(tensor).num_bytes for tensor in tensors_of(state).values())
     return {"loaded": loaded, "after": content_of(state), "metrics": metrics, "held": held, "read": num_read}
 
 

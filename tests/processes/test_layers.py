@@ -41,7 +41,7 @@ SUB_PACKAGES = {
 
 LOOPS = {
     "orchestrator": {"loop", "scheduler", "batcher", "status"},
-    "trainer": {"loop", "stepper", "trial"},
+    "trainer": {"loop", "try_step"},
 }
 """Modules of a package that its sub-packages never import."""
 

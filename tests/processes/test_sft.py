@@ -23,10 +23,10 @@ from trireme.launch.folder import hold_folder
 from trireme.monitor.lanes import joined, shares, steady
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import read_spans
-from trireme.trainer.model.tokenizer import open_tokenizer
+from trireme.trainer.model.model import open_tokenizer
 from trireme.trainer.parallel.mesh import open_world
 from trireme.trainer.sft.loop import train_sft
-from trireme.trainer.stepper import base_state
+from trireme.trainer.step import base_state
 
 
 def write_lines(path: Path, *lines: object) -> Path:

@@ -15,8 +15,8 @@ from rank_processes import require_success, results_of, run_rank, started_ranks
 from trireme.algo.packing import Sample
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Loss, Optimizer, TrainerConfig
-from trireme.trainer.parallel.mesh import HoldOn, World, open_world
-from trireme.trainer.stepper import Stepper, base_state
+from trireme.trainer.parallel.mesh import KeepAlive, World, open_world
+from trireme.trainer.step import Stepper, base_state
 
 PATIENCE_S = 6.0
 
@@ -98,7 +98,7 @@ def test_ranks_wait_for_the_first_one_longer_than_their_timeout_where_it_tells_t
 def wait_longer(folder: Path) -> None:
     with open_world("cpu", threads=1, timeout_s=PATIENCE_S) as world:
         world.barrier()
-        hold_on, began = HoldOn(world, timeout_s=PATIENCE_S), time.monotonic()
+        hold_on, began = KeepAlive(world, timeout_s=PATIENCE_S), time.monotonic()
         while world.is_main and time.monotonic() - began < 1.5 * PATIENCE_S:
             time.sleep(0.05)
             hold_on()

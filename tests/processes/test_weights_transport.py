@@ -10,8 +10,9 @@ import torch
 
 from trireme.algo.digest import tensor_digest
 from trireme.messages import TensorSpec
+from trireme.transport.weights.backends import Receiver, Sender, open_receiver, open_sender
 from trireme.transport.weights.buckets import (
-    Flats,
+    BucketBuffers,
     bucket_size,
     num_bytes,
     pack_bucket,
@@ -19,7 +20,6 @@ from trireme.transport.weights.buckets import (
     split_into_buckets,
     unpack_bucket,
 )
-from trireme.transport.weights.kinds import Receiver, Sender, open_receiver, open_sender
 from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, digests_of, outcome, random_model, receive, specs_of
 
 MODELS = [random_model(seed) for seed in range(4)]
@@ -83,12 +83,12 @@ def test_buckets_by_hand():
 
 
 def test_a_bucket_unpacks_to_what_was_packed_and_stays_as_it_is_while_the_next_one_is_filled():
-    flats = Flats(torch.device("cpu"))
+    buffers = BucketBuffers(torch.device("cpu"))
     specs = specs_of(MODEL)
-    flat = pack_bucket(specs, MODEL.values(), flats)
-    following = flats.take(20).fill_(2)
+    flat = pack_bucket(specs, MODEL.values(), buffers)
+    following = buffers.take(20).fill_(2)
     assert {name: tensor_digest(tensor) for name, tensor in unpack_bucket(specs, flat)} == digests_of(MODEL)
-    third = flats.take(8).fill_(3)
+    third = buffers.take(8).fill_(3)
     assert (following == 2).all()
     assert third.data_ptr() == flat.data_ptr()  # no new memory where there is enough
-    assert flats.take(40).numel() == 40
+    assert buffers.take(40).numel() == 40

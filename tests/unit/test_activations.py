@@ -20,7 +20,13 @@ from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.trainer.model import activations
 from trireme.trainer.model.activations import KEPT, Offload
 from trireme.trainer.model.model import load_model
-from trireme.trainer.model.samples_apart import ARGUMENT, ApartRow, attend_apart, can_attend_apart, row_given
+from trireme.trainer.model.packed_attention import (
+    ARGUMENT,
+    PackedRow,
+    row_given,
+    supports_packed_attention,
+    use_packed_attention,
+)
 from trireme.trainer.parallel.mesh import World
 
 KINDS = ("qwen3", "gpt_oss", "qwen3_moe")
@@ -127,9 +133,9 @@ def kept(config: dict[str, Any], attention: str, dtype: torch.dtype, *, packed: 
     model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attention).train()
     lengths = [TOKENS // 2] * 2 if packed else [TOKENS]
     context = {}
-    if can_attend_apart(model):
-        attend_apart(model)
-        context = {ARGUMENT: ApartRow(lengths, torch.device("cpu"))}
+    if supports_packed_attention(model):
+        use_packed_attention(model)
+        context = {ARGUMENT: PackedRow(lengths, torch.device("cpu"))}
     if frozen:
         model.requires_grad_(False)
         model.get_input_embeddings().requires_grad_(True)

@@ -25,10 +25,9 @@ from trireme.algo.advantage import (
 )
 from trireme.algo.curriculum import Stage
 from trireme.algo.difficulty import Pools
-from trireme.algo.filters import FLAWS, FilterRules, find_flaws, flaw_with, is_gibberish, repeats
+from trireme.algo.filters import FLAWS, FilterRules, find_flaws, flaw_with, is_gibberish, longest_run, repeats, runs_of
 from trireme.algo.length_penalty import LengthPenalty as PenaltyRules
 from trireme.algo.length_penalty import with_length_penalty
-from trireme.algo.runs import longest_run, runs_of
 from trireme.algo.staleness import groups_allowed, is_too_old, lags
 from trireme.config.orchestrator import Advantage, DifficultyPools, Filters, LengthPenalty
 from trireme.config.orchestrator import Stage as StageSection

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trireme.algo import digest, patch
-from trireme.algo.codes import RANGES, SPAN, decode, encode
-from trireme.algo.compare import first_difference
 from trireme.algo.digest import model_digest, tensor_digest
 from trireme.algo.patch import Form, Patch, apply_patch, build_patch, changed, to_bytes, to_integers, whole_patch
+from trireme.algo.weight_checks import first_difference
+from trireme.trainer.optim.adamw_8bit import RANGES, SPAN, decode, encode
 
 DTYPES = [torch.uint8, torch.bool, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from trireme.algo.schedule import lr_factor
 from trireme.config.trainer import Scheduler
+from trireme.trainer.optim.optimizer import lr_factor
 
 HALF = math.sqrt(0.5)
 

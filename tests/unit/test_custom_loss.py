@@ -16,8 +16,7 @@ from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Loss, TrainerConfig
 from trireme.trainer.custom_loss import load_custom_loss, made_up_columns
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.step import policy_gradient
-from trireme.trainer.stepper import base_state
+from trireme.trainer.step import base_state, policy_gradient
 
 GOOD = "def loss(columns, scale=1.0):\n    return -scale * columns.advantages * columns.logprobs\n"
 

@@ -31,12 +31,12 @@ from trireme.config.trainer import Lora, Optimizer, TrainerModel
 from trireme.journal.manifest import MANIFEST, describe_file
 from trireme.messages import TensorSpec
 from trireme.tools.export.weights_folder import open_source
+from trireme.trainer.checkpoint.hf_files import split, write_model
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
-from trireme.trainer.model.model_files import split, write_model
-from trireme.trainer.optim.optim import build_optimizer
+from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.publish.served import merged_tensors
+from trireme.trainer.publish.served_weights import merged_tensors
 
 
 @pytest.fixture(scope="module")

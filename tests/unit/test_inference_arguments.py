@@ -21,7 +21,7 @@ from trireme.inference import server
 from trireme.inference.server import FORKED, environment, server_arguments
 
 REPLAY = "--trainer.model.moe.router-replay true"
-SHORT_WAY = "trireme.inference.generate.Generate"
+FAST_PATH = "trireme.inference.fast_generate.FastGenerate"
 SYNCHRONOUS = "--max-async-level 0"
 ADAPTER = prefixed("trainer.model.lora", "--rank 9 --sync adapter")
 EXECUTOR = "--distributed-executor-backend"
@@ -65,8 +65,8 @@ def test_a_flag_of_vllm_follows_from_the_configuration(flag: str, typed: str, on
         ("--enable-auto-tool-choice", "--inference.model.tool-call-parser hermes", CPU),
         ("--enable-lora", ADAPTER, CPU),
         ("--enable-return-routed-experts", REPLAY, GPUS),
-        ("trireme.inference.cpu_routing.RoutingWorker", REPLAY, CPU),
-        ("trireme.inference.cpu_routing.RoutingScheduler", REPLAY, CPU),
+        ("trireme.inference.cpu.expert_routes.RoutingWorker", REPLAY, CPU),
+        ("trireme.inference.cpu.expert_routes.RoutingScheduler", REPLAY, CPU),
         ("--no-enable-prefix-caching", SYNCHRONOUS, CPU),
         ("--enable-prefix-caching", f"{SYNCHRONOUS} {REPLAY}", CPU),
     ],
@@ -103,7 +103,7 @@ def test_a_synchronous_run_on_cpu_shares_no_prefixes_with_or_without_the_cache()
 
 def test_requests_take_the_short_way_unless_vllms_own_has_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def takes_it(**given: str) -> bool:
-        return SHORT_WAY in server_arguments(RunConfig.model_validate({"inference": {"args": given}}))
+        return FAST_PATH in server_arguments(RunConfig.model_validate({"inference": {"args": given}}))
 
     assert takes_it()
     for name in ("enable_log_requests", "enable_log_outputs", "otlp_traces_endpoint"):

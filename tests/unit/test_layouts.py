@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from trireme.trainer.model.layouts import Laid, Region, UnknownLayout, lay
+from trireme.trainer.model.layouts import Region, TensorLayout, UnsupportedLayout, identity_layout
 
 SOURCES = {name: torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed, name in enumerate("abcd")}
 
 
-def laid(name: str) -> Laid:
-    return lay(name, SOURCES[name].shape)
+def laid(name: str) -> TensorLayout:
+    return identity_layout(name, SOURCES[name].shape)
 
 
 def experts(of: Callable[[str], Any]) -> Any:
@@ -50,14 +50,14 @@ def test_a_part_is_read_from_the_parts_of_the_sources_that_it_needs(region):
 def test_the_inverse_gives_views_of_the_whole():
     whole = torch.randn(2, 8, 6)
     for expert in range(2):
-        for half, piece in enumerate(torch.chunk(lay("whole", whole.shape), 2, dim=1)):
+        for half, piece in enumerate(torch.chunk(identity_layout("whole", whole.shape), 2, dim=1)):
             found = torch.chunk(piece, 2, dim=0)[expert].squeeze().tensor(lambda _, region: whole[region])
             assert torch.equal(found, whole[expert, 4 * half : 4 * half + 4])
             assert found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def test_what_is_computed_has_no_layout():
-    with pytest.raises(UnknownLayout, match="mul"):
+    with pytest.raises(UnsupportedLayout, match="mul"):
         torch.mul(laid("a"), 2)  # type: ignore[call-overload]
-    with pytest.raises(UnknownLayout, match=r"joined along dimension 0: \[\(4, 6\), \(4, 7\)\]"):
-        torch.cat([laid("a"), lay("e", (4, 7))])  # type: ignore[list-item]
+    with pytest.raises(UnsupportedLayout, match=r"joined along dimension 0: \[\(4, 6\), \(4, 7\)\]"):
+        torch.cat([laid("a"), identity_layout("e", (4, 7))])  # type: ignore[list-item]

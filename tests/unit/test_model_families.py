@@ -22,11 +22,10 @@ from trireme.config.trainer import Lora, TrainerModel
 from trireme.trainer.checkpoint.export import describe_model
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.hub_names import hub_names, sources_of
-from trireme.trainer.model.model import load_model, num_parameters
-from trireme.trainer.model.noise import published_config
+from trireme.trainer.model.model import load_model, num_parameters, published_config
 from trireme.trainer.model.sharding import decoder_layers
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.publish.served import served_tensors
+from trireme.trainer.publish.served_weights import served_tensors
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 from trireme.base.errors import ConfigError
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import ActivationCheckpointing, Lora, TrainerConfig, TrainerModel
-from trireme.trainer.out_of_memory import explained, proposals
+from trireme.trainer.out_of_memory import explain_out_of_memory, proposals
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.10 GiB in total.")
 FULL_CPU = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
@@ -18,7 +18,7 @@ def message_of(
     error: Exception, config: TrainerConfig | SftConfig, table: str = "trainer.", device: str = "cuda"
 ) -> str:
     with pytest.raises(type(error) if "shapes" in str(error) else ConfigError) as caught:
-        with explained(table, config, seq_len=4096, device=device):
+        with explain_out_of_memory(table, config, seq_len=4096, device=device):
             raise error
     return str(caught.value)
 

@@ -17,23 +17,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tiny import take_gradients
-from trireme.algo.packing import buckets, positions
-from trireme.algo.prefixes import shared
+from trireme.algo.packing import buckets, positions, shared
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import TrainerModel
 from trireme.messages import MicroBatch, build_tokens
+from trireme.trainer.model.cpu_attention import SHORT, attend, is_faster
+from trireme.trainer.model.forward import Scorer, attach_scorer, scorer_of, shared_frac
 from trireme.trainer.model.head import Head
-from trireme.trainer.model.samples_apart import (
+from trireme.trainer.model.packed_attention import (
     ARGUMENT,
-    ApartRow,
-    attend_apart,
-    attend_masked,
-    can_attend_apart,
+    PackedRow,
     row_given,
+    supports_packed_attention,
+    use_masked_attention,
+    use_packed_attention,
 )
-from trireme.trainer.model.scorer import Scorer, attach_scorer, scorer_of, shared_frac
-from trireme.trainer.model.short_attention import SHORT, attend_short, is_short
-from trireme.trainer.parallel.context import SharedRow, Team, share_attention
+from trireme.trainer.parallel.context_parallel import SharedRow, Team, share_attention
 from trireme.trainer.parallel.mesh import World
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -50,7 +49,7 @@ def model_of(kind: str = "qwen3", **settings: Any) -> PreTrainedModel:
 
 def passed(model: PreTrainedModel, lengths: list[int], *, apart: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits, and the gradient of the embedding under a loss that weighs every token otherwise."""
-    total, context = sum(lengths), {ARGUMENT: ApartRow(lengths, CPU)} if apart else {}
+    total, context = sum(lengths), {ARGUMENT: PackedRow(lengths, CPU)} if apart else {}
     ids = torch.arange(total)[None] * 7 % SMALL["vocab_size"]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with row_given() if context else nullcontext():
@@ -67,23 +66,23 @@ def test_logits_and_gradients_are_those_of_the_masked_row(kind: str, lengths: li
     more = {"qwen3_moe": experts, "mistral": {"sliding_window": None}, "gemma": {"head_dim": 8}}.get(kind, {})
     model = model_of(kind, **more)
     masked = passed(model, lengths)
-    assert can_attend_apart(model)
-    attend_apart(model)
+    assert supports_packed_attention(model)
+    use_packed_attention(model)
     apart = passed(model, lengths, apart=True)
     for ours, theirs in zip(apart, masked, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
     without = passed(model, lengths)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     again = passed(model, lengths, apart=True)
-    attend_masked(model)
+    use_masked_attention(model)
     for ours, theirs in zip((*again, *without, *passed(model, lengths)), (*apart, *masked, *masked), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_models_whose_layers_do_not_see_everything_keep_the_mask() -> None:
-    assert not can_attend_apart(model_of("mistral", sliding_window=8))
-    assert not can_attend_apart(model_of("gemma3_text", sliding_window=8, head_dim=8))
-    assert can_attend_apart(model_of("qwen2", sliding_window=8, use_sliding_window=False))
+    assert not supports_packed_attention(model_of("mistral", sliding_window=8))
+    assert not supports_packed_attention(model_of("gemma3_text", sliding_window=8, head_dim=8))
+    assert supports_packed_attention(model_of("qwen2", sliding_window=8, use_sliding_window=False))
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=200))
@@ -117,8 +116,8 @@ def test_logprobs_and_gradients_of_samples_that_share_are_those_of_samples_that_
     found = []
     for shares in (False, True):
         model = model_of(head_dim=8).eval()
-        attend_apart(model)
-        options = {"head": Head(model), "is_apart": True, "shares_prefixes": shares, "is_tried": True}
+        use_packed_attention(model)
+        options = {"head": Head(model), "is_packed": True, "shares_prefixes": shares, "is_tried": True}
         scorer = Scorer(model, Team(), chunk=1024, tolerance=1e-3, **options)
         starts = np.cumsum([0, *map(len, SAMPLES[:-1])])
         scored = scorer.score(row_of(SAMPLES), np.setdiff1d(np.arange(sum(map(len, SAMPLES))), starts), CPU)
@@ -135,7 +134,7 @@ def test_nothing_is_shared_where_chance_has_a_say(world: World, dropout: float, 
     model = model_of(head_dim=8, attention_dropout=dropout).eval()
     attach_scorer(model, TrainerModel(), world)
     scorer = scorer_of(model, CPU)
-    assert (scorer.is_apart, scorer.shares_prefixes) == (True, shares)
+    assert (scorer.is_packed, scorer.shares_prefixes) == (True, shares)
     assert shared_frac(model, [row_of(SAMPLES)]) == (pytest.approx(1 - 11 / 24) if shares else 0)
 
 
@@ -147,7 +146,7 @@ def test_short_attention_has_the_results_and_gradients_of_the_formula(heads: int
         for count in (heads, groups, groups)
     ]
     expected = scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3, enable_gqa=True).transpose(1, 2)
-    found = attend_short(*inputs, scaling=0.3)
+    found = attend(*inputs, scaling=0.3)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     upstream = torch.randn_like(expected)
     gradients = (torch.autograd.grad(output, inputs, upstream) for output in (found, expected))
@@ -157,10 +156,10 @@ def test_short_attention_has_the_results_and_gradients_of_the_formula(heads: int
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_short_attention_is_for_short_samples_in_the_precisions_that_were_measured(dtype: torch.dtype) -> None:
-    assert is_short(torch.empty(1, 2, SHORT[dtype], 4, dtype=dtype))
-    assert not is_short(torch.empty(1, 2, SHORT[dtype] + 1, 4, dtype=dtype))
-    assert not is_short(torch.empty(1, 2, 3, 4, dtype=torch.float16))
-    assert not is_short(torch.empty(1, 2, 3, 4, dtype=dtype, device="meta"))
+    assert is_faster(torch.empty(1, 2, SHORT[dtype], 4, dtype=dtype))
+    assert not is_faster(torch.empty(1, 2, SHORT[dtype] + 1, 4, dtype=dtype))
+    assert not is_faster(torch.empty(1, 2, 3, 4, dtype=torch.float16))
+    assert not is_faster(torch.empty(1, 2, 3, 4, dtype=dtype, device="meta"))
 
 
 @given(length=st.integers(1, 60), size=st.integers(1, 8), seed=st.integers(0, 99))

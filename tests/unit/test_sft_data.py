@@ -23,10 +23,9 @@ from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig, Source
 from trireme.config.trainer import TrainerModel
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.sft.conversation_files import read_conversations
-from trireme.trainer.sft.conversations import Completion, Conversation, to_conversation
+from trireme.trainer.sft.conversations import Completion, Conversation, read_conversations, to_conversation
 from trireme.trainer.sft.dataset import Epochs, Portion, SampleFiles, SampleWriter
-from trireme.trainer.sft.packing import prepare_data, steps_of
+from trireme.trainer.sft.prepare_data import prepare_data, steps_of
 from trireme.trainer.sft.rendering import Rendered, Renderer, Tokenized, tokenized
 
 GREETING = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]

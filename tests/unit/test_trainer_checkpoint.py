@@ -18,10 +18,10 @@ from trireme.journal.manifest import MANIFEST, complete_steps, read_manifest
 from trireme.trainer.checkpoint.checkpoint import TrainerState, load_checkpoint
 from trireme.trainer.checkpoint.export_layout import layout_of
 from trireme.trainer.checkpoint.resume import version_to_resume
-from trireme.trainer.optim.optim import build_optimizer
+from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.parallel.pieces import Piece, open_pieces, write_pieces
-from trireme.trainer.publish.served import served_tensors
+from trireme.trainer.parallel.shards import Shard, open_shards, write_shards
+from trireme.trainer.publish.served_weights import served_tensors
 
 
 def train_until(state: TrainerState, world: World, *, until: int) -> TrainerState:
@@ -157,8 +157,8 @@ def test_a_step_that_the_user_names_and_that_is_missing_or_damaged_is_refused(
 
 
 def test_a_missing_part_of_a_tensor_is_noticed(tmp_path: Path) -> None:
-    write_pieces(tmp_path / "half.safetensors", {"model.x": Piece(torch.zeros(4, 3), (8, 3), (4, 0))})
-    with open_pieces([tmp_path / "half.safetensors"]) as stored, pytest.raises(JournalCorrupt, match="12 of the 24"):
+    write_shards(tmp_path / "half.safetensors", {"model.x": Shard(torch.zeros(4, 3), (8, 3), (4, 0))})
+    with open_shards([tmp_path / "half.safetensors"]) as stored, pytest.raises(JournalCorrupt, match="12 of the 24"):
         stored.read_into("model.x", torch.zeros(8, 3))
 
 

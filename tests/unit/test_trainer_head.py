@@ -18,10 +18,9 @@ from trireme.algo.logprobs import Choices, token_logprobs
 from trireme.algo.packing import micro_batches_of_rank
 from trireme.config.trainer import TrainerModel
 from trireme.messages import MicroBatch
-from trireme.trainer.model.forward import compute_columns
+from trireme.trainer.model.forward import Scorer, attach_scorer, compute_columns, scorer_of
 from trireme.trainer.model.head import Head, HeadOutput, NoHead, Targets, score_in_chunks
 from trireme.trainer.model.model import load_model
-from trireme.trainer.model.scorer import Scorer, attach_scorer, scorer_of
 from trireme.trainer.parallel.mesh import World
 
 K, V = 45, 97

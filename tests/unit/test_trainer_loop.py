@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +21,7 @@ from trireme import messages
 from trireme.algo.cost import Cost
 from trireme.algo.digest import tensor_digest
 from trireme.algo.packing import micro_batches_of_rank, rows_of
-from trireme.base.errors import DeadlineExceeded, Refused
+from trireme.base.errors import Refused
 from trireme.base.waiting import Waits
 from trireme.config.losses import Loss
 from trireme.config.run import Model, Ports, RunConfig, WeightBroadcast
@@ -34,10 +32,9 @@ from trireme.monitor.spans import read_spans
 from trireme.trainer import heartbeat as heartbeat_module
 from trireme.trainer.checkpoint.checkpoint import complete_steps
 from trireme.trainer.heartbeat import Activity, heartbeat
-from trireme.trainer.loop import train
+from trireme.trainer.loop import share_with_team, train
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.parallel.rows import given_to_team, packing_metrics
-from trireme.trainer.prefetch import Prefetch
+from trireme.trainer.perf import packing_metrics
 
 STEPS = 4
 TOUCH_S = 1e-4  # between two clocks that are read one after the other
@@ -279,83 +276,9 @@ def rank_of(rank: int = 1, cp_rank: int = 0) -> Any:
     return SimpleNamespace(rank=rank, is_main=rank == 0, dp_size=2, dp_rank=rank % 2, cp_rank=cp_rank, sum=add_up)
 
 
-@dataclass
-class BatchesOnly:
-    filled: int = 9
-    asked: list[tuple[int, int, int]] = field(default_factory=list)
-    was_asked: threading.Event = field(default_factory=threading.Event)
-
-    def __call__(self, request: messages.Request) -> messages.Reply:
-        assert isinstance(request, messages.GetBatch)
-        self.asked.append((request.step, request.rank, request.world))
-        self.was_asked.set()
-        if request.step >= self.filled:
-            return messages.NotYet(note="3 of 8 groups missing")
-        return messages.BatchReply(step=request.step, micro_batches=[], loss_tokens=1, num_rollouts=1)
-
-
-@contextmanager
-def prefetching(handle: Any, *, rank: Any = None, ahead: int = 1, timeout_s: float = DEADLINE_S) -> Iterator[Prefetch]:
-    config = RunConfig(max_async_level=ahead, max_steps=5, trainer=TrainerConfig(batch_timeout_s=timeout_s))
-    with answering(handle) as address:
-        prefetch = Prefetch(config, rank or rank_of(), Waits("trainer.1"), address=address)
-        try:
-            yield prefetch
-        finally:
-            prefetch.close()
-
-
-@pytest.mark.parametrize("filled", [3, 9])
-def test_the_next_batch_is_asked_for_before_its_turn_and_waited_for_in_its_turn(filled: int) -> None:
-    orchestrator = BatchesOnly(filled)
-    with prefetching(orchestrator) as prefetch:
-        assert prefetch.take(3) is None  # it was not asked for
-        prefetch.begin_if_ahead(3)
-        assert orchestrator.was_asked.wait(DEADLINE_S)
-        orchestrator.filled = 9
-        batch = prefetch.take(3)
-        assert prefetch.take(3) is None
-    assert batch is not None
-    assert batch.step == 3
-    assert set(orchestrator.asked) == {(3, 1, 2)}
-
-
-@pytest.mark.parametrize(
-    ("rank", "ahead", "step"),
-    [
-        (rank_of(0), 1, 3),  # it may have to give an engine weights first
-        (rank_of(), 0, 3),  # the batch cannot begin before these weights are live
-        (rank_of(), 1, 5),  # there is none
-        (rank_of(3, cp_rank=1), 1, 3),  # the first of its team asks
-    ],
-)
-def test_a_rank_that_could_not_have_a_batch_early_does_not_ask_for_it(rank: Any, ahead: int, step: int) -> None:
-    orchestrator = BatchesOnly()
-    with prefetching(orchestrator, rank=rank, ahead=ahead) as prefetch:
-        prefetch.begin_if_ahead(step)
-        assert prefetch.take(step) is None
-    assert orchestrator.asked == []
-
-
-@pytest.mark.parametrize(
-    ("handle", "timeout_s", "error", "words"),
-    [
-        (lambda _: messages.Refusal(error="another run's trainer"), DEADLINE_S, Refused, "another run's trainer"),
-        (BatchesOnly(filled=0), 0.05, DeadlineExceeded, r"trainer.1 waits .* for batch 1 from orchestrator"),
-    ],
-)
-def test_a_refusal_and_a_deadline_are_raised_where_the_batch_is_wanted(
-    handle: Any, timeout_s: float, error: type[Exception], words: str
-) -> None:
-    with prefetching(handle, timeout_s=timeout_s) as prefetch:
-        prefetch.begin_if_ahead(1)
-        with pytest.raises(error, match=words):
-            prefetch.take(1)
-
-
 def test_waste_and_imbalance_by_hand(world: World) -> None:
     batch = messages.BatchReply(step=1, micro_batches=[], loss_tokens=1, num_rollouts=1)
-    assert given_to_team(batch, world) is batch  # a rank on its own
+    assert share_with_team(batch, world) is batch  # a rank on its own
     rows = micro_batches_of_rank(random_samples([40, 30, 18]), capacity=CAPACITY, rank=0, world=1)
     found = packing_metrics(rows, capacity=CAPACITY, cost=Cost(), world=world)
     assert found == {"perf/packing_waste": pytest.approx(1 - 88 / 96), "perf/rank_imbalance": pytest.approx(0.0)}

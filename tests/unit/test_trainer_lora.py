@@ -21,12 +21,11 @@ from trireme.tools.export.weights_folder import AdaptedModel
 from trireme.trainer.checkpoint.checkpoint import load_checkpoint
 from trireme.trainer.checkpoint.state import TrainerState, tensors_of
 from trireme.trainer.model.lora import is_adapter
-from trireme.trainer.model.model import load_model
-from trireme.trainer.model.tokenizer import open_tokenizer
-from trireme.trainer.optim.optim import build_optimizer
+from trireme.trainer.model.model import load_model, open_tokenizer
+from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.publish.served import merged_tensors, served_specs, served_tensors
-from trireme.trainer.stepper import Stepper, base_state
+from trireme.trainer.publish.served_weights import merged_tensors, served_specs, served_tensors
+from trireme.trainer.step import Stepper, base_state
 
 LORA = Lora(rank=4, alpha=8)
 SELECTIVE = ActivationCheckpointing(mode="selective")

@@ -31,14 +31,12 @@ from trireme.journal.shares import Shares
 from trireme.messages import COLUMNS, Kept, MicroBatch, build_tokens
 from trireme.tools.replay.replay import retrace
 from trireme.trainer.checkpoint.checkpoint import TrainerState
-from trireme.trainer.model.anchors import Anchors
-from trireme.trainer.model.forward import compute_columns
+from trireme.trainer.model.forward import choices_at, compute_columns
 from trireme.trainer.model.model import load_model
-from trireme.trainer.model.scorer import choices_at
-from trireme.trainer.optim.optim import build_optimizer, set_lr
+from trireme.trainer.model.reference import FixedLogprobs
+from trireme.trainer.optim.optimizer import build_optimizer, set_lr
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.step import forward_backward, policy_gradient, update
-from trireme.trainer.stepper import Stepper, base_state, merged
+from trireme.trainer.step import Stepper, base_state, forward_backward, merged, policy_gradient, update
 
 CAPACITY = 48
 LENGTHS = [30, 20, 12, 7]
@@ -126,7 +124,7 @@ def test_one_iteration_is_a_plain_step_to_the_bit(tiny_model: Path, world: World
     state, metrics = trained(config_of(tiny_model, type=name, num_iterations=1), world)
     plain = tiny.open_state(tiny_model, world)
     plain.optimizer = torch.optim.AdamW(plain.model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
-    anchors = Anchors(recomputed=LOSSES[name].proximal == "recomputed")
+    fixed = FixedLogprobs(recomputed=LOSSES[name].proximal == "recomputed")
     expected = forward_backward(
         plain.model,
         micro_batches_of_rank(samples_at(0), capacity=CAPACITY, rank=0, world=1),
@@ -135,7 +133,7 @@ def test_one_iteration_is_a_plain_step_to_the_bit(tiny_model: Path, world: World
         step=0,
         loss_function=policy_gradient(Loss(type=name)),
         world=world,
-        anchors=anchors,
+        fixed=fixed,
     ) | update(plain.model, plain.optimizer, 1.0)
     assert tiny.are_equal(tiny.weights_of(state.model), tiny.weights_of(plain.model))
     assert metrics == [expected | {"lr": 1e-3, "skipped_in_a_row": 0.0}]

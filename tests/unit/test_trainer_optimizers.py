@@ -14,9 +14,9 @@ from trireme.base.errors import ConfigError, NotFinite
 from trireme.config.trainer import Optimizer, TrainerModel
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
-from trireme.trainer.optim.eight_bit import block_of
+from trireme.trainer.optim.adamw_8bit import block_of
 from trireme.trainer.optim.muon import orthogonal, rate_of
-from trireme.trainer.optim.optim import build_optimizer
+from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.step import optimizer_step
 

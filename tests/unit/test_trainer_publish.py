@@ -21,7 +21,7 @@ from answering import DEADLINE_S, answering
 from live_bytes import LiveBytes
 from tiny import open_state, save_tiny_model, weights_of
 from trireme.algo.digest import tensor_digest
-from trireme.algo.probe import probe_ids
+from trireme.algo.weight_checks import probe_ids
 from trireme.base.errors import PeerDied, Refused
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
@@ -31,14 +31,14 @@ from trireme.messages import Again, GetNewest, Go, Live, Newest, PolicyReady, Po
 from trireme.tools.plan.memory import Training
 from trireme.tools.plan.sizes import read_sizes, training_of
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.publish import publish
-from trireme.trainer.publish.publish import PROBE_TOKENS, Publisher
-from trireme.trainer.publish.served import served_tensors
+from trireme.trainer.publish import publisher as publish
+from trireme.trainer.publish.publisher import PROBE_TOKENS, Publisher
+from trireme.trainer.publish.served_weights import served_tensors
 from trireme.transport.control import ControlClient
 from trireme.transport.weights import collective, ipc
+from trireme.transport.weights.backends import Receiver, open_receiver
 from trireme.transport.weights.collective import WeightGroup
 from trireme.transport.weights.ipc import IpcSender
-from trireme.transport.weights.kinds import Receiver, open_receiver
 
 KINDS = ["gloo", "filesystem"]
 MIB = 1 << 20

@@ -20,10 +20,10 @@ from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Lora, Optimizer, TrainerConfig, TrainerModel
 from trireme.journal.logprobs import counting, identity, logprobs_of, read_logprobs
 from trireme.messages import Tokens
+from trireme.trainer.logprob_log import LogprobLog
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.said import Said
-from trireme.trainer.stepper import Stepper, base_state
-from trireme.trainer.trial import longest_row, try_step
+from trireme.trainer.step import Stepper, base_state
+from trireme.trainer.try_step import longest_row, try_step
 
 CAPACITY = 100
 EVERY_TERM = Loss(beta=0.1, proximal="recomputed", entropy_bonus=0.01, reference_update_every=1)
@@ -96,15 +96,21 @@ LENGTHS = [30, 20, 12, 40]
 
 
 def weights_after(
-    model: Path, folder: Path, world: World, said: Said | None, *, lengths: list[int] = LENGTHS, iterations: int = 1
+    model: Path,
+    folder: Path,
+    world: World,
+    logprob_log: LogprobLog | None,
+    *,
+    lengths: list[int] = LENGTHS,
+    iterations: int = 1,
 ) -> dict[str, torch.Tensor]:
     trainer = TrainerConfig(threads=1, optim=Optimizer(lr=1e-2), num_iterations=iterations)
     config = RunConfig(output_dir=folder, device="cpu", model=Model(name=str(model)), trainer=trainer)
     state = open_state(model, world, lr=1e-2)
     reply = batch_reply(random_samples(lengths), world, capacity=64, step=0)
-    Stepper(config, state, world, said=said).step(reply)
-    if said is not None:
-        said.write()
+    Stepper(config, state, world, logprob_log=logprob_log).step(reply)
+    if logprob_log is not None:
+        logprob_log.write()
     return weights_of(state.model)
 
 
@@ -120,7 +126,7 @@ def by_plain_arithmetic(model: Path, sample: Sample) -> np.ndarray:
 def test_logprobs_are_those_of_the_weights_before_the_step(
     tiny_model: Path, tmp_path: Path, world: World, iterations: int
 ) -> None:
-    watched = weights_after(tiny_model, tmp_path, world, Said(RunPaths(tmp_path), world), iterations=iterations)
+    watched = weights_after(tiny_model, tmp_path, world, LogprobLog(RunPaths(tmp_path), world), iterations=iterations)
     assert are_equal(watched, weights_after(tiny_model, tmp_path, world, None, iterations=iterations))
     known = read_logprobs(tmp_path / "logprobs", 0)
     for sample in random_samples(LENGTHS):
@@ -132,7 +138,7 @@ def test_logprobs_are_those_of_the_weights_before_the_step(
 def test_a_batch_without_a_token_that_counts_leaves_an_empty_file(
     tiny_model: Path, tmp_path: Path, world: World
 ) -> None:
-    weights_after(tiny_model, tmp_path, world, Said(RunPaths(tmp_path), world), lengths=[])
+    weights_after(tiny_model, tmp_path, world, LogprobLog(RunPaths(tmp_path), world), lengths=[])
     assert [len(logprobs) for logprobs in read_logprobs(tmp_path / "logprobs", 0).values()] == [0]
 
 
@@ -140,14 +146,14 @@ def test_what_cannot_be_written_ends_nothing_and_is_said_once(
     tiny_model: Path, tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "logprobs").write_text("in the way")
-    said = Said(RunPaths(tmp_path), world)
+    logprob_log = LogprobLog(RunPaths(tmp_path), world)
     for _ in range(2):
-        weights_after(tiny_model, tmp_path, world, said)
+        weights_after(tiny_model, tmp_path, world, logprob_log)
     assert caplog.text.count("Training goes on") == 1
     second: Any = SimpleNamespace(dp_rank=0, cp_rank=1)  # of a team one rank writes
-    said = Said(RunPaths(tmp_path / "team"), second)
-    said.begin(batch_reply(random_samples(LENGTHS), world, capacity=64, step=0))
-    said.write()
+    logprob_log = LogprobLog(RunPaths(tmp_path / "team"), second)
+    logprob_log.begin(batch_reply(random_samples(LENGTHS), world, capacity=64, step=0))
+    logprob_log.write()
     assert not (tmp_path / "team").exists()
 
 

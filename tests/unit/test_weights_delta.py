@@ -1,4 +1,4 @@
-"""Changes alone travel, and whole tensors arrive: to the bit, or not at all, also where they are received ahead."""
+"""Only changes travel and whole tensors arrive, to the bit or not at all, also when received in the background."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Form, Patch, build_patch, changed, to_integers, whole_patch
 from trireme.base.errors import ConfigError
 from trireme.tools.export.weights_folder import ModelFiles, Transfers, open_source, require_readable, shape_difference
-from trireme.transport.weights.ahead import Ahead
+from trireme.transport.weights.backends import BackgroundReceive, open_receiver, open_sender
 from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head
-from trireme.transport.weights.kinds import open_receiver, open_sender
 from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, Tensors, digests_of, outcome, random_model, specs_of
 
 CPU = torch.device("cpu")
@@ -125,9 +124,9 @@ def test_files_bring_changes_to_the_bit(tmp_path: Path) -> None:
         list(receiver.tensors(specs_of(model), payload))
 
 
-def receive_ahead(ends: Ends, model: dict[str, torch.Tensor]) -> Ahead[tuple[str, torch.Tensor]]:
+def receive_ahead(ends: Ends, model: dict[str, torch.Tensor]) -> BackgroundReceive[tuple[str, torch.Tensor]]:
     (receiver,) = ends.receivers
-    return Ahead((name, tensor.clone()) for name, tensor in receiver.tensors(specs_of(model), {}))
+    return BackgroundReceive((name, tensor.clone()) for name, tensor in receiver.tensors(specs_of(model), {}))
 
 
 def test_transfers_received_ahead_and_others_may_follow_one_another_until_one_breaks() -> None:
@@ -137,28 +136,28 @@ def test_transfers_received_ahead_and_others_may_follow_one_another_until_one_br
     for seed in range(1, 5):
         model = random_model(seed=seed)
         if seed % 2:
-            ahead = receive_ahead(ends, model)
+            background = receive_ahead(ends, model)
             ends.sender.join("a/1", 2)
             ends.sender.send(specs_of(model), iter(model.values()))  # would wait for a receiver that does not listen
-            assert digests_of(dict(ahead.take(DEADLINE_S))) == digests_of(model)
+            assert digests_of(dict(background.take(DEADLINE_S))) == digests_of(model)
         else:
             futures = ends.send(model, epoch="a/1", receivers=ends.receivers, join=False)
             assert outcome(futures)[1:] == [digests_of(model)]
     model = random_model(seed=1)
-    ahead = receive_ahead(ends, model)
+    background = receive_ahead(ends, model)
     ends.sender.join("a/1", 2)
     ends.sender.close()
     with pytest.raises(RuntimeError):
-        ahead.take(DEADLINE_S)
+        background.take(DEADLINE_S)
     assert outcome(ends.send(model, epoch="a/2", receivers=ends.receivers)) == [None, digests_of(model)]
     ends.close()
 
 
 def test_a_transfer_that_does_not_come_is_waited_for_no_longer_than_allowed() -> None:
     never = Event()
-    ahead = Ahead(number for number in count() if never.wait())
+    background = BackgroundReceive(number for number in count() if never.wait())
     with pytest.raises(TimeoutError, match="waited 0 s for the trainer to send what it had announced"):
-        ahead.take(0.05)
+        background.take(0.05)
 
 
 @pytest.fixture(scope="module")

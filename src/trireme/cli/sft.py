@@ -53,10 +53,10 @@ def _train(config: SftConfig, run_file: Path) -> None:
     start_logging("sft" if rank() == 0 else f"sft.{rank()}", config.log_level)
 
     with quick_imports():
-        from trireme.trainer.out_of_memory import explained
+        from trireme.trainer.out_of_memory import explain_out_of_memory
         from trireme.trainer.sft.loop import train_sft
 
-    with explained("", config, seq_len=config.seq_len, device=config.device):
+    with explain_out_of_memory("", config, seq_len=config.seq_len, device=config.device):
         train_sft(config)
 
 

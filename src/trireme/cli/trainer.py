@@ -29,12 +29,14 @@ def trainer(argv: list[str]) -> int | None:
 
     with quick_imports():
         from trireme.trainer.loop import train
-        from trireme.trainer.out_of_memory import explained
+        from trireme.trainer.out_of_memory import explain_out_of_memory
 
     with ExitStack() as stack:
         if rank() == 0:
             stack.enter_context(hold(config.paths, "trainer"))
-        stack.enter_context(explained("trainer.", config.trainer, seq_len=config.seq_len, device=config.device))
+        stack.enter_context(
+            explain_out_of_memory("trainer.", config.trainer, seq_len=config.seq_len, device=config.device)
+        )
         train(config)
     return None
 

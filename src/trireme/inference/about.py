@@ -18,14 +18,14 @@ def about() -> dict[str, Any]:
     load_general_plugins()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    import trireme.inference.engines
     import trireme.inference.vllm_api as touched
+    import trireme.inference.weight_engine
 
     return {
         "vllm": vllm.__version__,
         "platform": current_platform.device_type,
         "plugin": "trireme" in WeightTransferEngineFactory._registry,
-        "worker": trireme.inference.engines.__name__,
+        "worker": trireme.inference.weight_engine.__name__,
         "internals": touched.__all__,
         "seconds": time.monotonic() - began,
     }

@@ -9,7 +9,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if "trireme" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("trireme", "trireme.inference.engines", "TriremeWeightEngine")
+        WeightTransferEngineFactory.register_engine("trireme", "trireme.inference.weight_engine", "TriremeWeightEngine")
 
     from vllm.platforms import current_platform
 

@@ -20,7 +20,7 @@ log = get_logger("inference")
 NORMS, PROVIDER = ("rms_norm", "fused_add_rms_norm"), "trireme_cpu"  # see `norms`
 KNOWN = "0.32."  # versions of vLLM
 OWN_WAY = ("api-key", "enable-log-requests", "enable-log-outputs", "enable-request-id-headers", "otlp-traces-endpoint")
-FORKED = "trireme.inference.forked.ForkedExecutor"
+FORKED = "trireme.inference.cpu.forked_engine.ForkedExecutor"
 
 
 def serve(config: RunConfig) -> None:
@@ -40,7 +40,7 @@ def serve(config: RunConfig) -> None:
         uvloop.run(run_server(args))
         return
     with quick_imports():
-        from trireme.inference.forked import serve_forked
+        from trireme.inference.cpu.forked_engine import serve_forked
     serve_forked(args)
 
 
@@ -80,7 +80,7 @@ def server_arguments(config: RunConfig) -> list[str]:
         "seed": config.seed,
         "tensor-parallel-size": inference.parallel.tp,
         "weight-transfer-config": '{"backend": "trireme"}',
-        "worker-extension-cls": "trireme.inference.engines.WorkerExtension",
+        "worker-extension-cls": "trireme.inference.weight_engine.WorkerExtension",
         "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
         "enable-scale-out": True,  # /inference/v1/generate
         "disable-uvicorn-access-log": True,
@@ -111,7 +111,7 @@ def _is_for_one_worker(arguments: dict[str, Any]) -> bool:
 def _short_way(arguments: dict[str, Any]) -> list[str]:
     """Unless something is asked for that lies on vLLM's own way to its engine, or this is not the vLLM that we know."""
     is_watched = any(arguments.get(name) for name in OWN_WAY) or os.environ.get("VLLM_API_KEY")
-    return [] if is_watched or not _is_known() else ["--middleware", "trireme.inference.generate.Generate"]
+    return [] if is_watched or not _is_known() else ["--middleware", "trireme.inference.fast_generate.FastGenerate"]
 
 
 def _is_known() -> bool:
@@ -168,7 +168,7 @@ def _replay_arguments(config: RunConfig) -> dict[str, Any]:
     """The engine is to say which experts it used; for that it needs its prefix cache, see `shares_prefixes`."""
     if config.device != "cpu":
         return {"enable-return-routed-experts": True, "enable-prefix-caching": True}
-    ours = "trireme.inference.cpu_routing"
+    ours = "trireme.inference.cpu.expert_routes"
     return {
         "scheduler-cls": f"{ours}.RoutingScheduler",
         "worker-cls": f"{ours}.RoutingWorker",

@@ -25,9 +25,8 @@ from trireme.algo.advantage import (
     process_advantages,
 )
 from trireme.algo.difficulty import Outcome
-from trireme.algo.filters import FilterRules, Turn, find_flaws, has_signal
+from trireme.algo.filters import FilterRules, Turn, find_flaws, has_signal, runs_of
 from trireme.algo.length_penalty import with_length_penalty
-from trireme.algo.runs import runs_of
 from trireme.base.errors import ConfigError
 from trireme.base.functions import load_function
 from trireme.journal.records import Rollout

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from trireme.base.disk import POLL_S
 from trireme.base.errors import DeadlineExceeded
@@ -17,24 +18,22 @@ from trireme.base.timing import Timer, age_s
 from trireme.base.waiting import DISK, Waits
 from trireme.config.run import RunConfig
 from trireme.journal.shares import row_capacity, row_cost
-from trireme.messages import BatchReply, Done, Ok, Publish, Reply
+from trireme.messages import BatchReply, Done, GetBatch, Ok, Publish, Reply, decode_reply, encode
 from trireme.monitor.lanes import idle
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import TRAINER, Lane, What, open_spans
 from trireme.trainer.checkpoint.checkpoint import CheckpointStore, TrainerState
 from trireme.trainer.checkpoint.export import Exporter
-from trireme.trainer.checkpoint.shared_folder import check_shared
+from trireme.trainer.checkpoint.resume import check_shared
 from trireme.trainer.heartbeat import Activity, heartbeat
-from trireme.trainer.model.scorer import shared_frac
-from trireme.trainer.parallel.mesh import HoldOn, World, open_world
-from trireme.trainer.parallel.rows import given_to_team, packing_metrics
-from trireme.trainer.perf import flops_per_token, peak_memory, throughput
-from trireme.trainer.prefetch import Prefetch, request_for
-from trireme.trainer.publish.publish import Publisher
-from trireme.trainer.publish.served import served_dtype
-from trireme.trainer.said import Said
-from trireme.trainer.stepper import Stepper, base_state
-from trireme.trainer.trial import try_step
+from trireme.trainer.logprob_log import LogprobLog
+from trireme.trainer.model.forward import shared_frac
+from trireme.trainer.parallel.mesh import CONTEXT, KeepAlive, World, open_world
+from trireme.trainer.perf import flops_per_token, packing_metrics, peak_memory, throughput
+from trireme.trainer.publish.publisher import Publisher
+from trireme.trainer.publish.served_weights import served_dtype
+from trireme.trainer.step import Stepper, base_state
+from trireme.trainer.try_step import try_step
 from trireme.transport.control import ControlClient
 
 log = get_logger("trainer")
@@ -85,7 +84,7 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
         lane = spans.lane(TRAINER, what="start", ago_s=age_s(), words=lambda: _why(waits))
         address = f"tcp://{config.hosts.orchestrator}:{config.ports.batches}"
-        control = ControlClient(address, waits, meanwhile=HoldOn(world, timeout_s=trainer.batch_timeout_s))
+        control = ControlClient(address, waits, meanwhile=KeepAlive(world, timeout_s=trainer.batch_timeout_s))
         stack.callback(control.close)
         activity = Activity()
         if world.is_main:
@@ -109,11 +108,9 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
         stack.callback(publisher.close)
         metrics = MetricsFile(config.paths.metrics, process="trainer")
         stack.callback(metrics.close)
-        prefetch = Prefetch(config, world, waits, address=address)
-        stack.callback(prefetch.close)
         activity.state = "running"
         lane.enter(None)
-        yield Trainer(config, world, state, checkpoints, publisher, control, activity, metrics, waits, prefetch, lane)
+        yield Trainer(config, world, state, checkpoints, publisher, control, activity, metrics, waits, lane)
 
 
 def _why(waits: Waits) -> str:
@@ -147,15 +144,14 @@ class Trainer:
     activity: Activity
     metrics: MetricsFile
     waits: Waits
-    prefetch: Prefetch
     lane: Lane
 
     def __post_init__(self) -> None:
         self._timer = Timer(also=self._in_lane)
         self._step_began = time.perf_counter()
-        self._said = Said(self.config.paths, self.world) if self.config.trainer.save_logprobs else None
+        self._logprob_log = LogprobLog(self.config.paths, self.world) if self.config.trainer.save_logprobs else None
         self._stepper = Stepper(
-            self.config, self.state, self.world, self._timer, self._said, before_weights_change=self.settle
+            self.config, self.state, self.world, self._timer, self._logprob_log, before_weights_change=self.settle
         )
         self._settled = self.state.version  # up to here, checkpoints are begun
         self._settling_s = 0.0
@@ -189,8 +185,7 @@ class Trainer:
             while self.world.agree(isinstance(reply, Publish)):
                 self._publish_again()
                 reply = self._first_share() if self.world.is_main else None
-            batch = given_to_team(self._own_share(reply), self.world)
-        self.prefetch.begin_if_ahead(self.state.version + 1)
+            batch = share_with_team(self._own_share(reply), self.world)
         assert batch.step == self.state.version, f"asked for batch {self.state.version}, got {batch.step}"
         reach("trainer.batch_received", rank=self.world.rank)
         return batch
@@ -206,14 +201,14 @@ class Trainer:
         """None where another rank of the team is handed it."""
         if self.world.cp_rank:
             return None
-        step = self.state.version
-        share = first if self.world.is_main else self.prefetch.take(step) or self._ask_for_batch()
+        share = first if self.world.is_main else self._ask_for_batch()
         assert isinstance(share, BatchReply), share
         return share
 
     def _ask_for_batch(self) -> Reply:
         step = self.state.version
-        request = request_for(self.config, self.world, step)
+        world = self.world  # ranks that share their rows ask as one
+        request = GetBatch(run_id=self.config.run_id, step=step, rank=world.dp_rank, world=world.dp_size)
         return self.control.ask(request, what=f"batch {step}", deadline_s=self.config.trainer.batch_timeout_s)
 
     def step(self, batch: BatchReply) -> dict[str, float]:
@@ -290,9 +285,9 @@ class Trainer:
                 time.sleep(POLL_S if self.metrics.waiting else 0)
 
     def record(self, metrics: dict[str, float]) -> None:
-        """One line per step, of rank 0; and what the weights said before it, of every rank."""
-        if self._said:
-            self._said.write()
+        """Write the step's metrics on rank 0, and on every rank the logprobs of the weights before the step."""
+        if self._logprob_log:
+            self._logprob_log.write()
         now = time.perf_counter()
         metrics |= self._timer.take() | self.publisher.take_metrics()
         metrics |= {"time/step": now - self._step_began, "time/idle": idle(self.lane.take())}
@@ -329,3 +324,24 @@ class Trainer:
         except DeadlineExceeded as error:  # everything is saved, so nothing depends on the answer
             log.warning("%s", error)
             return Ok()
+
+
+def share_with_team(batch: BatchReply | None, world: World) -> BatchReply:
+    """Broadcast the batch of a team's first rank to all ranks that share its rows. A collective of the team.
+
+    Args:
+        batch: None on the other ranks of the team.
+    """
+    if world.cp_size > 1:
+        group = world.data_mesh[CONTEXT].get_group()
+        content = bytearray(encode(batch)) if batch is not None else bytearray()
+        size = torch.tensor([len(content)])
+        dist.broadcast(size, group=group, group_src=0)
+        data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, group=group, group_src=0)
+        if batch is None:
+            reply = decode_reply(data.numpy().tobytes())
+            assert isinstance(reply, BatchReply), reply
+            batch = reply
+    assert batch is not None, "the first rank of a team has no batch"
+    return batch

@@ -17,7 +17,9 @@ NUM_PROPOSALS = 4
 
 
 @contextmanager
-def explained(table: str, config: TrainerConfig | SftConfig, *, seq_len: int, device: str) -> Iterator[None]:
+def explain_out_of_memory(
+    table: str, config: TrainerConfig | SftConfig, *, seq_len: int, device: str
+) -> Iterator[None]:
     """
     Args:
         table: in which the user writes `config`, with a dot behind it; empty for the top of the file.

@@ -9,6 +9,9 @@ from transformers import PreTrainedModel
 
 from trireme.algo import flops
 from trireme.algo.chips import chip_called
+from trireme.algo.cost import Cost
+from trireme.messages import MicroBatch
+from trireme.trainer.parallel.mesh import World
 
 GIB = 1 << 30
 
@@ -72,3 +75,17 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     }
     torch.cuda.reset_peak_memory_stats(device)
     return peaks
+
+
+def packing_metrics(rows: list[MicroBatch], *, capacity: int, cost: Cost, world: World) -> dict[str, float]:
+    """How full the rows of all ranks are, and how long ranks wait for each other by the cost model. A collective."""
+    rounds, ranks = range(len(rows)), range(world.dp_size)
+    own = {f"{number}/{world.dp_rank}": cost.of_row(row.lengths) for number, row in enumerate(rows)}
+    own["tokens"] = float(sum(row.tokens.length for row in rows))
+    costs = world.sum({f"{number}/{rank}": 0.0 for number in rounds for rank in ranks} | own)
+    tokens, mean = costs.pop("tokens"), sum(costs.values()) / len(ranks)
+    slowest = sum(max(costs[f"{number}/{rank}"] for rank in ranks) for number in rounds)
+    return {
+        "perf/packing_waste": 1 - tokens / (len(rounds) * len(ranks) * capacity),
+        "perf/rank_imbalance": slowest / mean - 1,
+    }

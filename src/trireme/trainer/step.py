@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,16 +14,21 @@ from trireme.algo.divergence import kl_estimate
 from trireme.algo.loss import build_loss, effective_share
 from trireme.base.errors import NotFinite
 from trireme.base.log import get_logger
+from trireme.base.timing import Timer
 from trireme.config.losses import Loss, Recipe, recipe_of
+from trireme.config.run import RunConfig
 from trireme.config.trainer import Optimizer
-from trireme.messages import MicroBatch
+from trireme.messages import BatchReply, MicroBatch
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.custom_loss import load_custom_loss
-from trireme.trainer.model.anchors import Anchors
+from trireme.trainer.logprob_log import LogprobLog
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.lora import dropout
+from trireme.trainer.model.model import load_model
+from trireme.trainer.model.moe import expert_metrics
+from trireme.trainer.model.reference import FixedLogprobs, load_reference
+from trireme.trainer.optim.optimizer import build_optimizer, set_lr
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.said import Said
 
 log = get_logger("step")
 
@@ -49,9 +55,9 @@ def forward_backward(
     loss_function: LossFunction,
     world: World,
     loss_samples: int = 0,
-    anchors: Anchors | None = None,
+    fixed: FixedLogprobs | None = None,
     entropy_gradient: bool = False,
-    said: Said | None = None,
+    logprob_log: LogprobLog | None = None,
 ) -> dict[str, float]:
     """Accumulates gradients of the whole batch's loss; returns metrics, averaged over all ranks' tokens.
 
@@ -60,22 +66,22 @@ def forward_backward(
 
     Args:
         loss_samples: S, for losses that average over samples.
-        anchors: what logprobs are compared with, beside the behaviour policy; kept from one call to the next where a
+        fixed: what logprobs are compared with, beside the behaviour policy; kept from one call to the next where a
             batch is trained on several times.
         entropy_gradient: the loss has a term in the entropies.
-        said: is told what the weights said of each row.
+        logprob_log: is told what the weights logprob_log of each row.
     """
-    anchors, totals = anchors or Anchors(), Totals(loss_tokens, loss_samples)
+    fixed, totals = fixed or FixedLogprobs(), Totals(loss_tokens, loss_samples)
     sums: dict[str, torch.Tensor] = {}
     for row, micro_batch in enumerate(micro_batches):
-        anchors.look_ahead(row, micro_batch, world.device)
+        fixed.compute_reference(row, micro_batch, world.device)
         with dropout(model, step=step, rank=world.rank, row=row):
             columns = compute_columns(model, micro_batch, world.device, entropy_gradient=entropy_gradient)
-            columns = anchors.complete(row, columns)
+            columns = fixed.complete(row, columns)
             terms = loss_function(columns, totals)
             (terms.loss * world.dp_size).backward()
-        if said:
-            said.take(columns)
+        if logprob_log:
+            logprob_log.take(columns)
         for name, value in (terms.sums | {"loss": terms.value} | _mismatch(columns, step)).items():
             sums[name] = sums.get(name, 0.0) + value.double()
     return _means(world.sum({name: float(total) for name, total in sums.items()}), loss_tokens)
@@ -139,3 +145,101 @@ def update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, max_norm: f
         log.warning("the gradient is not finite (norm %s): this step leaves the weights as they are", grad_norm)
     optimizer.zero_grad(set_to_none=True)
     return {"grad_norm": grad_norm, "skipped_update": float(not is_finite)}
+
+
+def base_state(config: RunConfig, world: World) -> TrainerState:
+    """Version 0 on this rank: the base model, and an optimizer that has seen nothing.
+
+    Raises:
+        ConfigError: the loss or the model cannot be had.
+    """
+    trainer = config.trainer
+    loss_of(config)  # before anything expensive
+    torch.manual_seed(config.seed)  # weights `from_scratch` are drawn, and so is dropout
+    model = load_model(trainer.model, trainer.model.name or config.model.name, world)
+    reference = load_reference(config, model, world)
+    return TrainerState(model=model, optimizer=build_optimizer(model, trainer.optim), reference=reference)
+
+
+def loss_of(config: RunConfig) -> tuple[Recipe, LossFunction]:
+    """Raises: ConfigError where it is one of the user's, and cannot be had."""
+    recipe = recipe_of(config.trainer.loss, length=config.loss_length)
+    return recipe, policy_gradient(recipe)
+
+
+class Stepper:
+    """Changes `state`, one version per batch."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        state: TrainerState,
+        world: World,
+        timer: Timer | None = None,
+        logprob_log: LogprobLog | None = None,
+        before_weights_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            logprob_log: is told what the weights logprob_log of the batch before the step.
+            before_weights_change: called before each optimizer step, when its gradients are there.
+        """
+        self._config = config
+        self._state = state
+        self._world = world
+        self._timer = timer or Timer()
+        self._logprob_log = logprob_log
+        self._before_weights_change = before_weights_change
+        self._recipe, self._loss = loss_of(config)
+
+    def step(self, batch: BatchReply) -> dict[str, float]:
+        """Version n becomes n + 1, in as many optimizer steps as configured. Returns metrics. A collective."""
+        state, trainer = self._state, self._config.trainer
+        assert batch.step == state.version, f"batch {batch.step} for version {state.version}"
+        lr = set_lr(
+            state.optimizer, trainer.optim, trainer.scheduler, step=state.version, max_steps=self._config.max_steps
+        )
+        fixed = FixedLogprobs(
+            recomputed=self._recipe.proximal == "recomputed",
+            reference=state.reference,
+        )
+        if self._logprob_log:
+            self._logprob_log.begin(batch)
+        iterations = range(trainer.num_iterations)
+        metrics = merged(
+            [self._iterate(batch, fixed, logprob_log=None if n else self._logprob_log) for n in iterations]
+        )
+        state.version += 1
+        if state.reference:
+            state.reference.update_if_due(state.model, state.version)
+        return metrics | {"lr": lr}
+
+    def _iterate(self, batch: BatchReply, fixed: FixedLogprobs, *, logprob_log: LogprobLog | None) -> dict[str, float]:
+        """One optimizer step on the whole batch."""
+        state = self._state
+        with self._timer.span("forward_backward"):
+            metrics = forward_backward(
+                state.model,
+                batch.micro_batches,
+                loss_tokens=batch.loss_tokens,
+                loss_samples=batch.loss_samples,
+                step=state.version,
+                loss_function=self._loss,
+                world=self._world,
+                fixed=fixed,
+                entropy_gradient=self._recipe.entropy_bonus > 0,
+                logprob_log=logprob_log,
+            ) | expert_metrics(state.model, self._world)
+        self._before_weights_change()
+        with self._timer.span("optimizer"):
+            return metrics | optimizer_step(state, self._config.trainer.optim)
+
+
+def merged(iterations: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the optimizer steps of a batch; but `skipped_update` counts, in a row up to the last, and the mismatch
+    of trainer and engine is that of the first, whose weights are those that sampled."""
+    first, last = iterations[0], iterations[-1]
+    means = {name: sum(metrics[name] for metrics in iterations) / len(iterations) for name in first}
+    kept = {name: first[name] for name in ("mismatch_kl",) if name in first}
+    kept |= {name: last[name] for name in ("skipped_in_a_row",) if name in last}
+    return means | kept | {"skipped_update": sum(metrics["skipped_update"] for metrics in iterations)}

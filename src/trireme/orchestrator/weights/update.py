@@ -29,8 +29,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from trireme.algo.adapter_names import is_of_adapter
-from trireme.algo.compare import first_difference
+from trireme.algo.weight_checks import first_difference, is_of_adapter
 from trireme.base.errors import PeerDied, TriremeError, WeightsMismatch
 from trireme.base.faults import reach
 from trireme.base.log import get_logger

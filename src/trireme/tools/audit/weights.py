@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from trireme.algo.compare import first_difference
+from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.journal.manifest import find_damage, read_manifest

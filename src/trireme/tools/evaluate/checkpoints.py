@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.algo.compare import first_difference
+from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.config.files import find_run_file, read_run

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import aiohttp
 import msgspec
 
-from trireme.algo.compare import first_difference
+from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import ConfigError, PeerDied, WeightsMismatch
 from trireme.messages import PULLED_KINDS, TensorSpec
 from trireme.orchestrator.engines.pool import Engine

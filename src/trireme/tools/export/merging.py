@@ -17,7 +17,6 @@ import torch
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import Lora, TrainerModel
 from trireme.messages import TensorSpec
-from trireme.trainer.checkpoint.adapter_files import CONFIG, TRAINED_WITH, frozen_dtype
 from trireme.trainer.checkpoint.export import (
     DESCRIPTION,
     architecture_of,
@@ -25,14 +24,13 @@ from trireme.trainer.checkpoint.export import (
     make_folder,
     require_undamaged,
 )
+from trireme.trainer.checkpoint.hf_files import CONFIG, TRAINED_WITH, frozen_dtype, num_bytes, write_model
 from trireme.trainer.checkpoint.state import MODEL
 from trireme.trainer.model.hub_names import hub_names
-from trireme.trainer.model.loading import Places, find_files, find_layouts
+from trireme.trainer.model.loading import ModelTensors, find_files, find_layouts
 from trireme.trainer.model.lora import Product, base_name, inject_adapters, merge, products
-from trireme.trainer.model.model import build_model
-from trireme.trainer.model.model_files import num_bytes, write_model
-from trireme.trainer.model.noise import published_config
-from trireme.trainer.parallel.pieces import open_checkpoint
+from trireme.trainer.model.model import build_model, published_config
+from trireme.trainer.parallel.shards import open_checkpoint
 
 
 def export_merged(
@@ -101,7 +99,7 @@ class Merged:
         self._model = build_model(TrainerModel(trust_remote_code=trust_remote_code), base_model)
         self._names = hub_names(self._model)
         self._files = find_files(base_model)
-        self._laid = find_layouts(Places(self._model), self._files, base_model)
+        self._laid = find_layouts(ModelTensors(self._model), self._files, base_model)
         inject_adapters(self._model, _to_lora(settings), base_model=base_model, seed=0, frozen="float32")
         self._own = {base_name(name): name for name in self._model.state_dict()}
         self._products = products(self._model)

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from trireme.algo.digest import model_digest, tensor_digest
 from trireme.base.errors import ConfigError
 from trireme.messages import TensorSpec
-from trireme.trainer.model.model_files import INDEX, WHOLE
-from trireme.transport.weights.kinds import Sender, open_sender
+from trireme.trainer.checkpoint.hf_files import INDEX, WHOLE
+from trireme.transport.weights.backends import Sender, open_sender
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Shapes = dict[str, tuple[int, ...]]
@@ -76,7 +76,7 @@ class AdaptedModel:
         Raises: ConfigError where files are missing or damaged, or the adapters are for another model.
         """
         from trireme.tools.export.merging import Merged  # with transformers behind it, which whole models do not need
-        from trireme.trainer.checkpoint.adapter_files import frozen_dtype
+        from trireme.trainer.checkpoint.hf_files import frozen_dtype
 
         settings = _read_settings(folder)
         base_model = base or settings["base_model_name_or_path"]
@@ -90,7 +90,7 @@ class AdaptedModel:
 
 
 class AdapterFile:
-    """As the pieces of a checkpoint are read: `trireme.trainer.parallel.pieces.Stored`."""
+    """As the pieces of a checkpoint are read: `trireme.trainer.parallel.shards.StoredShards`."""
 
     def __init__(self, path: Path, wanted: Shapes, base_model: str) -> None:
         """

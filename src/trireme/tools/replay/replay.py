@@ -24,8 +24,8 @@ from trireme.tools.replay.evidence import Comparison, Evidence, Retraced
 from trireme.trainer.checkpoint.checkpoint import TrainerState, load_checkpoint
 from trireme.trainer.model.lora import adapters_of
 from trireme.trainer.parallel.mesh import World, open_world
-from trireme.trainer.publish.served import exported_tensors, served_dtype, served_tensors
-from trireme.trainer.stepper import Stepper, base_state
+from trireme.trainer.publish.served_weights import exported_tensors, served_dtype, served_tensors
+from trireme.trainer.step import Stepper, base_state
 
 
 def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:

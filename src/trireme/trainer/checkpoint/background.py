@@ -14,7 +14,7 @@ log = get_logger("background")
 CHECK_S = 0.5
 
 
-class Background:
+class BackgroundJob:
     """Runs what is begun, and raises what it raised wherever it is next asked about."""
 
     def __init__(self, waits: Waits, *, peer: str) -> None:

@@ -29,13 +29,12 @@ from trireme.base.paths import atomic_write, remove_folder, replace_folder, step
 from trireme.base.waiting import DISK, Waits
 from trireme.config.trainer import Checkpoints
 from trireme.journal.manifest import MANIFEST, FileEntry, Manifest, complete_steps, describe_file, read_manifest
-from trireme.trainer.checkpoint.background import Background
+from trireme.trainer.checkpoint.background import BackgroundJob
 from trireme.trainer.checkpoint.export import Export, Exporter
 from trireme.trainer.checkpoint.resume import set_aside_after, tidy, version_to_resume
-from trireme.trainer.checkpoint.staging import Staging
 from trireme.trainer.checkpoint.state import TrainerState, load_tensors, tensors_of
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.parallel.pieces import Piece, is_ours_to_write, open_checkpoint, piece_of, write_pieces
+from trireme.trainer.parallel.shards import Shard, is_written_by, open_checkpoint, shard_of, write_shards
 
 log = get_logger("checkpoint")
 
@@ -53,7 +52,7 @@ class _Copy:
 
     version: int
     folder: Path
-    pieces: dict[str, Piece]
+    pieces: dict[str, Shard]
     random: dict[str, torch.Tensor]
     export: Export | None  # of rank 0
 
@@ -86,8 +85,8 @@ class CheckpointStore:
         self._waits = waits
         self._disk_timeout_s = disk_timeout_s
         self._exporter = exporter
-        self._staging = Staging(world.device)
-        self._background = Background(waits, peer=DISK)
+        self._host_buffers = HostBuffers(world.device)
+        self._background = BackgroundJob(waits, peer=DISK)
 
     def is_due(self, version: int, *, last: int) -> bool:
         """Raises what the writing of the last one raised."""
@@ -105,7 +104,7 @@ class CheckpointStore:
         if self._world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         self._world.barrier()  # from here on, the folder is there only when this checkpoint is being written
-        pieces = self._copy_pieces(state)
+        pieces = self._copy_shards(state)
         export = self._exporter.prepare(state.model) if self._exporter else None
         copy = _Copy(state.version, partial, pieces, _random_state(self._world), export)
         self._background.begin(f"checkpoint {copy.name} to be written", lambda: self._write(copy))
@@ -152,13 +151,13 @@ class CheckpointStore:
             set_aside_after(self._exporter.folder, version)
         return version
 
-    def _copy_pieces(self, state: TrainerState) -> dict[str, Piece]:
+    def _copy_shards(self, state: TrainerState) -> dict[str, Shard]:
         pieces = {}
         for name, tensor in tensors_of(state).items():
-            piece = piece_of(tensor)
-            if is_ours_to_write(tensor, self._world.rank) and piece.num_bytes:
-                pieces[name] = Piece(self._staging.copy(name, piece.tensor), piece.shape, piece.offset)
-        self._staging.finish()
+            piece = shard_of(tensor)
+            if is_written_by(tensor, self._world.rank) and piece.num_bytes:
+                pieces[name] = Shard(self._host_buffers.copy(name, piece.tensor), piece.shape, piece.offset)
+        self._host_buffers.finish()
         return pieces
 
     def _write(self, copy: _Copy) -> None:
@@ -248,7 +247,7 @@ def _write_rank(copy: _Copy, rank: int) -> None:
     pieces, random = copy.folder / f"rank_{rank}.safetensors", copy.folder / f"random_{rank}.safetensors"
     try:
         require_room(copy.folder, sum(piece.num_bytes for piece in copy.pieces.values()))
-        write_pieces(pieces, copy.pieces)
+        write_shards(pieces, copy.pieces)
         save_file(copy.random, random)
         written = [pieces, random, *(copy.export.describe(copy.folder) if copy.export else ())]
         files = {str(path.relative_to(copy.folder)): _sync_and_describe(path) for path in written}
@@ -289,3 +288,27 @@ def _set_random_state(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+class HostBuffers:
+    """Buffers by name, allocated once and used for every checkpoint.
+
+    Where the tensors are on a GPU, their memory is pinned, for which the driver copies without a detour. It is held as
+    long as the run goes on; a copy's content, until the next one under its name.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Begun when this returns, done after `finish`."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._on_gpu)
+            self._buffers[name] = buffer
+        return buffer.copy_(tensor.detach(), non_blocking=self._on_gpu)
+
+    def finish(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()

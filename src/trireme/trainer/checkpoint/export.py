@@ -24,14 +24,20 @@ from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.paths import replace_folder, step_folder, sync_folder
 from trireme.journal.manifest import find_damage, read_manifest
-from trireme.trainer.checkpoint.adapter_files import adapter_layout, describe_adapters, holds_adapters, name_as_adapters
 from trireme.trainer.checkpoint.export_layout import Layout, layout_of, read_layout, write_layout
+from trireme.trainer.checkpoint.hf_files import (
+    MAX_FILE_BYTES,
+    adapter_layout,
+    describe_adapters,
+    holds_adapters,
+    name_as_adapters,
+    num_bytes,
+    write_model,
+)
 from trireme.trainer.model.lora import Adapters, adapters_of
-from trireme.trainer.model.model_files import MAX_FILE_BYTES, num_bytes, write_model
-from trireme.trainer.model.noise import published_config
-from trireme.trainer.model.tokenizer import open_tokenizer
+from trireme.trainer.model.model import open_tokenizer, published_config
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.parallel.pieces import open_pieces
+from trireme.trainer.parallel.shards import open_shards
 
 log = get_logger("export")
 
@@ -156,7 +162,7 @@ def write_export(
     def fill(partial: Path) -> None:
         shutil.copytree(description, partial)
         is_adapter = holds_adapters(partial)
-        with open_pieces(pieces) as stored:
+        with open_shards(pieces) as stored:
             most = sys.maxsize if is_adapter else max_file_bytes
             write_model(partial, layout.specs, layout.tensors(stored), max_file_bytes=most)
         if is_adapter:

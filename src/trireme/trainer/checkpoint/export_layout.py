@@ -17,8 +17,8 @@ from trireme.base.errors import JournalCorrupt
 from trireme.messages import TensorSpec
 from trireme.trainer.checkpoint.state import MODEL
 from trireme.trainer.model.hub_names import hub_names
-from trireme.trainer.model.layouts import Laid, Part, Region
-from trireme.trainer.parallel.pieces import Stored
+from trireme.trainer.model.layouts import Part, Region, TensorLayout
+from trireme.trainer.parallel.shards import StoredShards
 
 
 class _Part(msgspec.Struct, array_like=True):
@@ -41,9 +41,9 @@ class Layout:
     """Of all tensors, in the order in which they are written."""
 
     specs: tuple[TensorSpec, ...]
-    laid: tuple[Laid, ...]  # over the names of the trainer's model
+    laid: tuple[TensorLayout, ...]  # over the names of the trainer's model
 
-    def tensors(self, stored: Stored) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, stored: StoredShards) -> Iterator[tuple[str, torch.Tensor]]:
         """One at a time."""
 
         def read(name: str, region: Region) -> torch.Tensor:
@@ -89,7 +89,7 @@ def read_layout(path: Path) -> Layout:
         raise JournalCorrupt(f"{path} does not say what the model consists of: {error}. Take another step.") from error
     return Layout(
         tuple(TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=list(tensor.shape)) for tensor in tensors),
-        tuple(Laid(torch.Size(tensor.shape), tuple(map(_from_written, tensor.parts))) for tensor in tensors),
+        tuple(TensorLayout(torch.Size(tensor.shape), tuple(map(_from_written, tensor.parts))) for tensor in tensors),
     )
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from trireme.trainer.model.lora import adapters_of
 from trireme.trainer.model.reference import Reference
 from trireme.trainer.optim.optimizer_state import load_optimizer, optimizer_tensors
-from trireme.trainer.parallel.pieces import Stored
+from trireme.trainer.parallel.shards import StoredShards
 
 MODEL, REFERENCE = "model", "reference"
 SKIPPED = "progress.skipped_in_a_row"
@@ -40,7 +40,7 @@ def tensors_of(state: TrainerState) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def load_tensors(state: TrainerState, stored: Stored) -> None:
+def load_tensors(state: TrainerState, stored: StoredShards) -> None:
     """The inverse: this rank's part of all of them.
 
     Raises:
@@ -62,14 +62,14 @@ def model_tensors(model: PreTrainedModel, kind: str = MODEL) -> dict[str, torch.
     return {f"{kind}.{name}": tensor.detach() for name, tensor in found.items()}
 
 
-def _load_skipped(state: TrainerState, stored: Stored) -> None:
+def _load_skipped(state: TrainerState, stored: StoredShards) -> None:
     count = torch.tensor(0)
     if SKIPPED in stored.names():
         stored.read_into(SKIPPED, count)
     state.skipped_in_a_row = int(count)
 
 
-def _load_reference(state: TrainerState, stored: Stored) -> None:
+def _load_reference(state: TrainerState, stored: StoredShards) -> None:
     """Where the checkpoint has none, its run had not come to update it: it stays the base model."""
     if state.reference and any(name.startswith(f"{REFERENCE}.") for name in stored.names()):
         for name, tensor in _reference_tensors(state.reference).items():

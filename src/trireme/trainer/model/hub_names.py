@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 )
 
 from trireme.base.errors import ConfigError
-from trireme.trainer.model.layouts import Laid, Region, UnknownLayout, lay
+from trireme.trainer.model.layouts import Region, TensorLayout, UnsupportedLayout, identity_layout
 
 Shape = tuple[int, ...]
 
@@ -41,7 +41,7 @@ Shape = tuple[int, ...]
 class HubNames:
     """From the model's names to those of its published checkpoints. Knows the model as it was when this was built."""
 
-    def __init__(self, published: dict[str, dict[str, Laid]]) -> None:
+    def __init__(self, published: dict[str, dict[str, TensorLayout]]) -> None:
         self._published = published
 
     @property
@@ -49,7 +49,7 @@ class HubNames:
         """The model's own names, in its own order, tied ones once; then the buffers that checkpoints hold."""
         return list(self._published)
 
-    def laid(self, name: str) -> dict[str, Laid]:
+    def laid(self, name: str) -> dict[str, TensorLayout]:
         """Published names, each with where its values lie in this one of the model's."""
         return self._published[name]
 
@@ -83,7 +83,7 @@ def hub_names(model: PreTrainedModel) -> HubNames:
 def _build(model: PreTrainedModel) -> HubNames:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     shapes |= _persistent_buffers(model)
-    by_own_name: dict[str, dict[str, Laid]] = {name: {} for name in shapes}
+    by_own_name: dict[str, dict[str, TensorLayout]] = {name: {} for name in shapes}
     for name, laid in _published_layouts(model, shapes).items():
         if len(laid.sources) != 1:
             raise _unknown(model, f"{name} would be made of {', '.join(laid.sources)}")
@@ -97,12 +97,12 @@ def _persistent_buffers(model: PreTrainedModel) -> dict[str, Shape]:
     return {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in kept}
 
 
-def _published_layouts(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> dict[str, Laid]:
+def _published_layouts(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> dict[str, TensorLayout]:
     """Published names, each with where its values lie in the model's tensors."""
-    tensors: Any = {name: lay(name, shape) for name, shape in shapes.items()}
+    tensors: Any = {name: identity_layout(name, shape) for name, shape in shapes.items()}
     try:
         return revert_weight_conversion(model, tensors)
-    except UnknownLayout as error:
+    except UnsupportedLayout as error:
         raise _unknown(model, str(error)) from error
 
 
@@ -110,7 +110,7 @@ def _published_layouts(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> d
 class Sources:
     """What a checkpoint has for a model."""
 
-    layouts: dict[str, Laid]  # by the model's names: where the values lie in the checkpoint's tensors
+    layouts: dict[str, TensorLayout]  # by the model's names: where the values lie in the checkpoint's tensors
     unexpected: list[str]  # names in the checkpoint that the model has no place for
 
 
@@ -126,7 +126,7 @@ def sources_of(model: PreTrainedModel, published: Mapping[str, Shape]) -> Source
     transforms = get_model_conversion_mapping(model)
     try:
         found = _converted(model, published, transforms)
-    except UnknownLayout as error:
+    except UnsupportedLayout as error:
         raise _unknown(model, str(error)) from error
     model._weight_conversions = [transform for transform in transforms if transform.was_used()]
     own = model.state_dict()
@@ -137,7 +137,7 @@ def sources_of(model: PreTrainedModel, published: Mapping[str, Shape]) -> Source
 
 def _converted(
     model: PreTrainedModel, published: Mapping[str, Shape], transforms: list[WeightTransform]
-) -> dict[str, Laid]:
+) -> dict[str, TensorLayout]:
     """As `transformers.core_model_loading` does with values."""
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -152,9 +152,9 @@ def _converted(
             transform: WeightTransform = collected.setdefault(target, WeightRenaming(name, target))
         else:
             transform = collected.setdefault(target, deepcopy(by_pattern[pattern]))
-        future: Any = lay(name, published[name])
+        future: Any = identity_layout(name, published[name])
         transform.add_tensor(target, name, pattern or name, future)
-    laid: dict[str, Laid] = {}
+    laid: dict[str, TensorLayout] = {}
     for target, transform in collected.items():
         realized = transform.convert(target, model=model, config=model.config)
         laid |= {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in realized.items()}

@@ -1,7 +1,7 @@
 """Where the values of a tensor lie in other tensors, without any values: what a conversion of a checkpoint does.
 
-`Laid` can be stacked, joined, cut and transposed like a tensor. What transformers does with a checkpoint's tensors,
-done with these instead, says which slice of which of them each part of a parameter is.
+`TensorLayout` can be stacked, joined, cut and transposed like a tensor. What transformers does with a checkpoint's
+tensors, done with these instead, says which slice of which of them each part of a parameter is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Region = tuple[slice, ...]
 Read = Callable[[str, Region], torch.Tensor]  # name, and which part of it
 
 
-class UnknownLayout(TypeError):
+class UnsupportedLayout(TypeError):
     """The values are computed, or moved in a way that is not one of slices."""
 
 
@@ -53,7 +53,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Laid:
+class TensorLayout:
     """A tensor without values."""
 
     shape: torch.Size
@@ -66,30 +66,30 @@ class Laid:
     def size(self, dim: int) -> int:
         return self.shape[dim]
 
-    def contiguous(self) -> Laid:
+    def contiguous(self) -> TensorLayout:
         return self
 
-    def narrow(self, dim: int, start: int, size: int) -> Laid:
+    def narrow(self, dim: int, start: int, size: int) -> TensorLayout:
         dim %= self.ndim
         parts = (part.within(dim, start, size) for part in self.parts)
-        return Laid(torch.Size(_with(self.shape, dim, size)), tuple(part for part in parts if part))
+        return TensorLayout(torch.Size(_with(self.shape, dim, size)), tuple(part for part in parts if part))
 
-    def at(self, region: Region) -> Laid:
+    def at(self, region: Region) -> TensorLayout:
         """Of one slice per dimension, with a beginning and an end."""
         laid = self
         for dim, piece in enumerate(region):
             laid = laid.narrow(dim, piece.start, piece.stop - piece.start)
         return laid
 
-    def transpose(self, dim0: int, dim1: int) -> Laid:
+    def transpose(self, dim0: int, dim1: int) -> TensorLayout:
         order = list(range(self.ndim))
         order[dim0], order[dim1] = order[dim1], order[dim0]
         return self._picked(order)
 
-    def squeeze(self) -> Laid:
+    def squeeze(self) -> TensorLayout:
         return self._picked([dim for dim, size in enumerate(self.shape) if size != 1])
 
-    def _picked(self, dims: Sequence[int]) -> Laid:
+    def _picked(self, dims: Sequence[int]) -> TensorLayout:
         def pick(values: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(values[dim] for dim in dims)
 
@@ -97,14 +97,14 @@ class Laid:
             replace(part, axes=pick(part.axes), offsets=pick(part.offsets), sizes=pick(part.sizes))
             for part in self.parts
         )
-        return Laid(torch.Size(pick(self.shape)), tuple(parts))
+        return TensorLayout(torch.Size(pick(self.shape)), tuple(parts))
 
-    def _unsqueezed(self) -> Laid:
+    def _unsqueezed(self) -> TensorLayout:
         parts = (
             replace(part, axes=(None, *part.axes), offsets=(0, *part.offsets), sizes=(1, *part.sizes))
             for part in self.parts
         )
-        return Laid(torch.Size((1, *self.shape)), tuple(parts))
+        return TensorLayout(torch.Size((1, *self.shape)), tuple(parts))
 
     @property
     def sources(self) -> list[str]:
@@ -130,51 +130,51 @@ class Laid:
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function not in _FUNCTIONS:
-            raise UnknownLayout(f"{getattr(function, '__name__', function)} is not known of layouts")
+            raise UnsupportedLayout(f"{getattr(function, '__name__', function)} is not known of layouts")
         return _FUNCTIONS[function](*args, **(kwargs or {}))
 
 
-def lay(name: str, shape: Sequence[int]) -> Laid:
+def identity_layout(name: str, shape: Sequence[int]) -> TensorLayout:
     """A tensor that comes from itself."""
     dims = len(shape)
     part = Part(name, starts=(0,) * dims, axes=tuple(range(dims)), offsets=(0,) * dims, sizes=tuple(shape))
-    return Laid(torch.Size(shape), (part,))
+    return TensorLayout(torch.Size(shape), (part,))
 
 
-def _cat(tensors: Sequence[Laid], dim: int = 0) -> Laid:
+def _cat(tensors: Sequence[TensorLayout], dim: int = 0) -> TensorLayout:
     dim %= tensors[0].ndim
     return _joined(tensors, dim)
 
 
-def _stack(tensors: Sequence[Laid], dim: int = 0) -> Laid:
+def _stack(tensors: Sequence[TensorLayout], dim: int = 0) -> TensorLayout:
     if dim:
-        raise UnknownLayout(f"stacked along dimension {dim}")
+        raise UnsupportedLayout(f"stacked along dimension {dim}")
     return _joined([tensor._unsqueezed() for tensor in tensors], 0)
 
 
-def _joined(tensors: Sequence[Laid], dim: int) -> Laid:
+def _joined(tensors: Sequence[TensorLayout], dim: int) -> TensorLayout:
     shapes = {tuple(_with(tensor.shape, dim, 0)) for tensor in tensors}
     if len(shapes) > 1:
-        raise UnknownLayout(f"joined along dimension {dim}: {sorted(tuple(tensor.shape) for tensor in tensors)}")
+        raise UnsupportedLayout(f"joined along dimension {dim}: {sorted(tuple(tensor.shape) for tensor in tensors)}")
     parts: list[Part] = []
     begin = 0
     for tensor in tensors:
         parts += (replace(p, offsets=_with(p.offsets, dim, p.offsets[dim] + begin)) for p in tensor.parts)
         begin += tensor.shape[dim]
-    return Laid(torch.Size(_with(tensors[0].shape, dim, begin)), tuple(parts))
+    return TensorLayout(torch.Size(_with(tensors[0].shape, dim, begin)), tuple(parts))
 
 
-def _chunk(tensor: Laid, chunks: int, dim: int = 0) -> tuple[Laid, ...]:
+def _chunk(tensor: TensorLayout, chunks: int, dim: int = 0) -> tuple[TensorLayout, ...]:
     return tuple(_chunks(tensor, math.ceil(tensor.shape[dim] / chunks), dim))
 
 
-def _chunks(tensor: Laid, size: int, dim: int) -> Iterator[Laid]:
+def _chunks(tensor: TensorLayout, size: int, dim: int) -> Iterator[TensorLayout]:
     whole = tensor.shape[dim]
     for start in range(0, whole, size):
         yield tensor.narrow(dim, start, min(size, whole - start))
 
 
-def _transpose(tensor: Laid, dim0: int, dim1: int) -> Laid:
+def _transpose(tensor: TensorLayout, dim0: int, dim1: int) -> TensorLayout:
     return tensor.transpose(dim0, dim1)
 
 

@@ -1,6 +1,6 @@
 """The values of a sharded model: each rank reads, or draws, the parts that it holds. No rank ever has the whole model.
 
-A model is built on meta, without memory; `Places` remembers where its tensors are before anything is put into it
+A model is built on meta, without memory; `ModelTensors` remembers where its tensors are before anything is put into it
 (adapters) or made of it (shards), so that they are found again afterwards.
 """
 
@@ -21,8 +21,8 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from trireme.base.errors import ConfigError
 from trireme.trainer.model.hub_names import Shape, sources_of
-from trireme.trainer.model.layouts import Laid, Region
-from trireme.trainer.parallel.pieces import Piece, piece_of
+from trireme.trainer.model.layouts import Region, TensorLayout
+from trireme.trainer.parallel.shards import Shard, shard_of
 
 READ_BYTES = 64 << 20  # at once: what loading needs beside the model itself
 
@@ -96,7 +96,7 @@ class Step(NamedTuple):
             self.owner._initialize_weights(self.module, self.owner.is_custom_code())
 
 
-class Places:
+class ModelTensors:
     """Where the tensors of a model are: taken before it is changed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -121,7 +121,7 @@ class Places:
         return getattr(module, attribute)
 
     @torch.no_grad()
-    def read(self, layouts: dict[str, Laid], files: PublishedFiles) -> None:
+    def read(self, layouts: dict[str, TensorLayout], files: PublishedFiles) -> None:
         """Fills every tensor from files; buffers that no file holds get what their model computes.
 
         Args:
@@ -133,10 +133,10 @@ class Places:
         for name in self.names:
             if name in layouts and name not in self.tied:
                 tensor = self.tensor(name)
-                read_part(piece_of(tensor), layouts[name], files)
+                read_part(shard_of(tensor), layouts[name], files)
                 tensor._is_hf_initialized = True  # as transformers marks it
         for name, other in self.tied.items():
-            if name in layouts and not is_part(piece_of(self.tensor(name)), layouts[name], files):
+            if name in layouts and not is_part(shard_of(self.tensor(name)), layouts[name], files):
                 raise ConfigError(
                     f"The weights hold {name} and {other}, which differ, and `tie_word_embeddings` in config.json says "
                     "that they are one - expected them to agree. Set it to false there if both are meant."
@@ -178,7 +178,7 @@ class Places:
             )
 
 
-def find_layouts(places: Places, files: PublishedFiles, name: str) -> dict[str, Laid]:
+def find_layouts(places: ModelTensors, files: PublishedFiles, name: str) -> dict[str, TensorLayout]:
     """Where in its files each tensor of a model is.
 
     Raises:
@@ -244,32 +244,32 @@ def _whole_parameters(module: torch.nn.Module, names: list[str], *, kept: list[s
     try:
         yield
         for name in kept:
-            piece = piece_of(held[name])
+            piece = shard_of(held[name])
             piece.tensor.copy_(module._parameters[name][region_of(piece)])
     finally:
         module._parameters.update(held)
 
 
-def region_of(piece: Piece) -> Region:
+def region_of(piece: Shard) -> Region:
     """Of the whole, what a rank holds."""
     sizes = zip(piece.offset, piece.tensor.shape, strict=True)
     return tuple(slice(offset, offset + size) for offset, size in sizes)
 
 
 @torch.no_grad()
-def read_part(piece: Piece, laid: Laid, files: PublishedFiles) -> None:
+def read_part(piece: Shard, laid: TensorLayout, files: PublishedFiles) -> None:
     """Reads only what this rank holds, some rows at a time."""
     for region, part in _rows(piece):
         laid.at(region).read_into(part, files.read)
 
 
 @torch.no_grad()
-def is_part(piece: Piece, laid: Laid, files: PublishedFiles) -> bool:
+def is_part(piece: Shard, laid: TensorLayout, files: PublishedFiles) -> bool:
     """Whether the files have for it what it holds."""
     return all(torch.equal(laid.at(region).tensor(files.read).to(part), part) for region, part in _rows(piece))
 
 
-def _rows(piece: Piece) -> Iterator[tuple[Region, torch.Tensor]]:
+def _rows(piece: Shard) -> Iterator[tuple[Region, torch.Tensor]]:
     """A piece in parts of a few MiB: the region of each in the whole, and its memory."""
     if not piece.shape:
         yield (), piece.tensor

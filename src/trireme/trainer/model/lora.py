@@ -19,10 +19,10 @@ from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from trireme.algo.adapter_names import PREFIX
+from trireme.algo.weight_checks import PREFIX
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import Dtype, Lora
-from trireme.trainer.parallel.pieces import piece_of
+from trireme.trainer.parallel.shards import shard_of
 
 ADAPTER = "default"  # PEFT's name for the only one
 ALL_LINEAR = "all-linear"
@@ -256,7 +256,7 @@ def fill_adapters(model: PreTrainedModel) -> None:
         return
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            piece = piece_of(parameter)
+            piece = shard_of(parameter)
             drawn = _draw(name, piece.shape, adapters.seed)
             places = zip(piece.offset, piece.tensor.shape, strict=True)
             piece.tensor.copy_(drawn[tuple(slice(start, start + size) for start, size in places)])
@@ -373,4 +373,4 @@ def _overwrite(model: PreTrainedModel, values: dict[str, torch.Tensor]) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()  # parameters that are still gathered are of the other values
     for name, tensor in trained_tensors(model).items():
-        piece_of(tensor).tensor.copy_(piece_of(values[name]).tensor)
+        shard_of(tensor).tensor.copy_(shard_of(values[name]).tensor)

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.config.rules_model import SOFT_CAP
 from trireme.config.trainer import TrainerModel
 from trireme.trainer.model.activations import wrap_layers
+from trireme.trainer.model.forward import attach_scorer
 from trireme.trainer.model.hub_names import hub_names
-from trireme.trainer.model.loading import Places, cannot_be_loaded, find_files, find_layouts
+from trireme.trainer.model.loading import ModelTensors, cannot_be_loaded, find_files, find_layouts
 from trireme.trainer.model.lora import fill_adapters, inject_adapters
 from trireme.trainer.model.moe import prepare_experts
-from trireme.trainer.model.noise import remember, silence, silence_layers
-from trireme.trainer.model.packable import require_packable
-from trireme.trainer.model.scorer import attach_scorer
-from trireme.trainer.model.sharding import decoder_layers, shard
+from trireme.trainer.model.packing_check import check_packing
+from trireme.trainer.model.sharding import decoder_layers, shard_model
 from trireme.trainer.parallel.mesh import World
 
 log = get_logger("model")
@@ -32,14 +44,14 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
     model = build_model(config, name)
     layers = decoder_layers(model)
     hub_names(model)  # of the model as it is published
-    places = Places(model)
+    places = ModelTensors(model)
     prepare_experts(model, config, layers)
     files = None if config.from_scratch else find_files(name)
     layouts = find_layouts(places, files, name) if files else {}
     if config.lora:
         seed = torch.initial_seed()
         inject_adapters(model, config.lora, base_model=name, seed=seed, frozen=config.optimization_dtype)
-    shard(model, config, world)
+    shard_model(model, config, world)
     _allocate(model, config, world)
     if files:
         places.read(layouts, files)
@@ -48,7 +60,7 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
         places.draw()
     fill_adapters(model)
     places.require_values()
-    require_packable(model, world.device, getattr(torch, config.optimization_dtype))
+    check_packing(model, world.device, getattr(torch, config.optimization_dtype))
     wrap_layers(layers, config, world.device)
     attach_scorer(model, config, world)
     log.info("%s: %s parameters on %d ranks", name, f"{num_parameters(model):,}", world.size)
@@ -62,7 +74,7 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
         ConfigError: there is no such model, transformers does not know it, or not with such an attention.
     """
     architecture = _architecture(config, name)
-    silenced = silence(architecture)
+    silenced = disable_randomness(architecture)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -81,7 +93,7 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
         model.generation_config = _generation_config(name, model)
     for part in (model.config, model.config.get_text_config()):
         part.use_cache = False
-    silence_layers(model)
+    disable_dropout_layers(model)
     remember(model, silenced)
     return model.train()
 
@@ -142,3 +154,68 @@ def num_parameters(model: PreTrainedModel) -> int:
 
 def vocabulary_size(name: str, trust_remote_code: bool = False) -> int:
     return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config().vocab_size
+
+
+MARKS = ("drop", "jitter")  # of `attention_dropout`, `resid_pdrop`, `layerdrop`, `router_jitter_noise`, ...
+
+Silenced = list[dict[str, float]]
+"""Probabilities as they are published, of each part of a configuration."""
+
+
+def disable_randomness(config: PretrainedConfig) -> Silenced:
+    """Before a model is built of it. Returns what it said."""
+    said = []
+    for part in _parts(config):
+        noise = {name: value for name, value in vars(part).items() if _is_noise(name, value)}
+        for name, value in noise.items():
+            setattr(part, name, type(value)(0))
+        said.append(noise)
+    return said
+
+
+def disable_dropout_layers(model: nn.Module) -> None:
+    """Those whose probability is written in the code."""
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.dropout._DropoutNd):
+            layer.p = 0.0
+
+
+def remember(model: PreTrainedModel, said: Silenced) -> None:
+    model.trireme_silenced = said
+
+
+def published_config(model: PreTrainedModel) -> PretrainedConfig:
+    """A copy, with what was silenced."""
+    config = copy.deepcopy(model.config)
+    for part, noise in zip(_parts(config), getattr(model, "trireme_silenced", []), strict=False):
+        for name, value in noise.items():
+            setattr(part, name, value)
+    return config
+
+
+def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    yield config
+    if (text := config.get_text_config()) is not config:
+        yield text
+
+
+def _is_noise(name: str, value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and bool(value) and any(mark in name for mark in MARKS)
+
+
+def open_tokenizer(name: str, trust_remote_code: bool, *, chat_template: Path | None = None) -> PreTrainedTokenizerBase:
+    """
+    Args:
+        chat_template: a file with another one than its own.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The tokenizer {name!r} cannot be loaded: {error}. Set `tokenizer.name`.") from error
+    if chat_template:
+        tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+    return tokenizer

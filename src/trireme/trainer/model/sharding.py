@@ -36,7 +36,7 @@ def class_name(module: torch.nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
 
 
-def shard(model: PreTrainedModel, config: TrainerModel, world: World) -> None:
+def shard_model(model: PreTrainedModel, config: TrainerModel, world: World) -> None:
     """Its parameters become this rank's parts of them; on meta, they stay there.
 
     What is gathered at once: one block; the embedding, unless it is the head as well; and, through the whole forward

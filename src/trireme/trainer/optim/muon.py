@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from trireme.trainer.parallel.pieces import piece_of
+from trireme.trainer.parallel.shards import shard_of
 
 MOMENTUM = 0.95
 
@@ -105,6 +105,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    piece = piece_of(parameter)
+    piece = shard_of(parameter)
     ends = zip(piece.offset, piece.tensor.shape, strict=True)
     return whole[tuple(slice(first, first + length) for first, length in ends)]

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trireme.base.errors import ConfigError
-from trireme.trainer.optim.eight_bit import MOMENTS, RANGE, AdamW8bit, in_eight_bits, in_float32
-from trireme.trainer.parallel.pieces import Stored
+from trireme.trainer.optim.adamw_8bit import MOMENTS, RANGE, AdamW8bit, in_eight_bits, in_float32
+from trireme.trainer.parallel.shards import StoredShards
 
 OPTIMIZER = "optimizer"
 MOMENTUM = "momentum_buffer"
@@ -31,7 +31,7 @@ def optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) 
     }
 
 
-def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, stored: Stored) -> None:
+def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, stored: StoredShards) -> None:
     """The inverse: this rank's part of all of them.
 
     Raises: ConfigError where an optimizer of another kind, or in an earlier format, has saved them.
@@ -49,7 +49,7 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, sto
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _read(parameters: dict[str, torch.nn.Parameter], stored: Stored) -> dict[str, Remembered]:
+def _read(parameters: dict[str, torch.nn.Parameter], stored: StoredShards) -> dict[str, Remembered]:
     """By parameter, then key."""
     saved: dict[str, Remembered] = {}
     for full_name, key, name in _optimizer_names(stored):
@@ -60,7 +60,7 @@ def _read(parameters: dict[str, torch.nn.Parameter], stored: Stored) -> dict[str
     return saved
 
 
-def _optimizer_names(stored: Stored) -> Iterator[tuple[str, str, str]]:
+def _optimizer_names(stored: StoredShards) -> Iterator[tuple[str, str, str]]:
     """Full name, key, parameter."""
     for full_name in stored.names():
         kind, _, rest = full_name.partition(".")
@@ -69,7 +69,7 @@ def _optimizer_names(stored: Stored) -> Iterator[tuple[str, str, str]]:
             yield full_name, key, name
 
 
-def _like(parameter: torch.Tensor, stored: Stored, name: str) -> torch.Tensor:
+def _like(parameter: torch.Tensor, stored: StoredShards, name: str) -> torch.Tensor:
     """Room for a tensor of the optimizer: sharded as its parameter, or, like a counter of steps, on every rank."""
     shape, dtype = stored.shape(name), stored.dtype(name)
     if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):

@@ -18,7 +18,7 @@ from trireme.base.processes import RANK_STORE
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 DATA, CONTEXT = "dp", "cp"
-HOLD_ON = -(2**62)  # no number that ranks agree on
+KEEP_ALIVE = -(2**62)  # no number that ranks agree on
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class World:
         return dict(zip(names, tensor.tolist(), strict=True))
 
     def agree(self, number: int) -> int:
-        """What rank 0 says, on all ranks, however long `HoldOn` has them wait for it."""
-        while (said := self._said_by_main(number)) == HOLD_ON:
+        """What rank 0 says, on all ranks, however long `KeepAlive` has them wait for it."""
+        while (said := self._said_by_main(number)) == KEEP_ALIVE:
             pass
         return said
 
@@ -85,7 +85,7 @@ class World:
         dist.barrier()
 
 
-class HoldOn:
+class KeepAlive:
     """Rank 0, while it waits, to the others, whose next collective is `agree`: their patience begins anew."""
 
     def __init__(self, world: World, *, timeout_s: float) -> None:
@@ -100,7 +100,7 @@ class HoldOn:
     def __call__(self) -> None:
         if self._world.is_main and self._world.size > 1 and time.monotonic() - self._said_at > self._every_s:
             self._said_at = time.monotonic()
-            self._world._said_by_main(HOLD_ON)
+            self._world._said_by_main(KEEP_ALIVE)
 
 
 @contextmanager

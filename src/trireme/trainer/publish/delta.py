@@ -20,12 +20,12 @@ Part: TypeAlias = torch.Tensor | Patch
 """What is sent of a tensor: all of it or, of a delta, a patch."""
 
 
-class Slices:
+class SentWeights:
     """One rank's share of what engines hold."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._slices: dict[str, torch.Tensor] = {}
+        self._sent_weights: dict[str, torch.Tensor] = {}
 
     def patches(self, tensors: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> Iterator[Patch]:
         """What engines must be told of each tensor, on rank 0; on others of no meaning. A collective.
@@ -48,7 +48,7 @@ class Slices:
 
     def _where_changed(self, name: str, own: torch.Tensor, count: int) -> torch.Tensor | None:
         """[count] bool, on rank 0."""
-        is_changed = changed(own, self._slices[name].to(own.device, non_blocking=True))
+        is_changed = changed(own, self._sent_weights[name].to(own.device, non_blocking=True))
         if self._world.size == 1:
             return is_changed
         bits = torch.zeros(_slice_size(count, self._world.size) // 8, dtype=torch.uint8, device=own.device)
@@ -59,12 +59,12 @@ class Slices:
         return unpack_bits(torch.cat(everyones), count) if everyones else None
 
     def _keep(self, name: str, own: torch.Tensor) -> None:
-        if name not in self._slices:
-            self._slices[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
-        self._slices[name].copy_(own)
+        if name not in self._sent_weights:
+            self._sent_weights[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+        self._sent_weights[name].copy_(own)
 
 
-class Traffic:
+class TransferSize:
     """What one transfer took."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.algo.columns import Totals
 from trireme.algo.loss import cross_entropy
@@ -28,13 +28,11 @@ from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.forward import compute_columns, places_of
 from trireme.trainer.model.model import load_model
-from trireme.trainer.optim.optim import build_optimizer, set_lr
+from trireme.trainer.optim.optimizer import build_optimizer, set_lr
 from trireme.trainer.parallel.mesh import World, open_world
-from trireme.trainer.parallel.rows import packing_metrics
-from trireme.trainer.perf import flops_per_token, peak_memory, throughput
-from trireme.trainer.sft.argmax import Guesses, watching
+from trireme.trainer.perf import flops_per_token, packing_metrics, peak_memory, throughput
 from trireme.trainer.sft.dataset import SampleFiles
-from trireme.trainer.sft.packing import SftData, open_tokenizer_of, prepare_data, steps_of
+from trireme.trainer.sft.prepare_data import SftData, open_tokenizer_of, prepare_data, steps_of
 from trireme.trainer.step import forward_backward, optimizer_step
 
 log = get_logger("sft")
@@ -207,26 +205,26 @@ class Sft:
         """Over all tokens that are learned, a batch at a time."""
         sums = {"loss": 0.0, "tokens": 0.0, "right": 0.0}
         size = self.config.batch_size
-        with watching(self.state.model) as guesses:
+        with record_argmax(self.state.model) as argmax:
             for first in range(0, len(held_out), size):
                 samples = [held_out[index] for index in range(first, min(first + size, len(held_out)))]
                 for row in self._pack(samples):
                     columns = compute_columns(self.state.model, row, self.world.device)
                     sums["loss"] += float(cross_entropy(columns, Totals(tokens=1, samples=1)).value)
                     sums["tokens"] += float(columns.mask.sum())
-                    sums["right"] += self._num_right(row, guesses)
+                    sums["right"] += self._num_right(row, argmax)
         sums = self.world.sum(sums)  # all of a team that shares a row count it, in loss and tokens
         loss = sums["loss"] / sums["tokens"]
         accuracy = {"accuracy": sums["right"] / sums["tokens"]} if self.world.cp_size == 1 else {}
         return {"loss": loss, "perplexity": _perplexity(loss)} | accuracy
 
-    def _num_right(self, row: MicroBatch, guesses: Guesses) -> int:
+    def _num_right(self, row: MicroBatch, argmax: ArgmaxRecorder) -> int:
         """Tokens that the model would have said, too. Of a shared row each rank makes some logits only: 0 then."""
         places, has_places = places_of(row)
         if self.world.cp_size > 1 or not has_places:
             return 0
         said = torch.from_numpy(row.tokens.ids[places].astype("int64"))
-        return int((guesses.take(len(places)).cpu() == said).sum())
+        return int((argmax.take(len(places)).cpu() == said).sum())
 
     def save_if_due(self) -> None:
         """Written while training goes on; after the last step, when this returns."""
@@ -258,3 +256,32 @@ class Sft:
 
 def _perplexity(loss: float) -> float:
     return math.exp(min(loss, MOST_NATS))
+
+
+class ArgmaxRecorder:
+    """Likeliest tokens, a few at a time, as the head is asked for logits."""
+
+    def __init__(self) -> None:
+        self._found: list[torch.Tensor] = []
+
+    def take(self, count: int) -> torch.Tensor:
+        """The newest so many, and forgets all."""
+        newest = torch.cat(self._found)[-count:]  # before a model's first row, some tokens are tried on it
+        self._found.clear()
+        return newest
+
+    def note(self, logits: torch.Tensor) -> None:
+        """Before a model scales or caps them, which changes no order."""
+        self._found.append(logits.detach().argmax(-1).flatten())
+
+
+@contextmanager
+def record_argmax(model: PreTrainedModel) -> Iterator[ArgmaxRecorder]:
+    """The head keeps telling while this is open."""
+    argmax = ArgmaxRecorder()
+    head = model.get_output_embeddings()
+    hook = head.register_forward_hook(lambda _module, _inputs, logits: argmax.note(logits))
+    try:
+        yield argmax
+    finally:
+        hook.remove()

@@ -40,7 +40,7 @@ def split_into_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[
     return buckets
 
 
-class Flats:
+class BucketBuffers:
     """Memory for buckets, one by turns with the other: one travels while the other is filled, or read.
 
     On a CPU it is kept: new memory of that size would be fetched from the system, page by page, for every bucket. A
@@ -62,12 +62,12 @@ class Flats:
         return flat[:size]
 
 
-def pack_bucket(specs: list[TensorSpec], tensors: Iterable[torch.Tensor], flats: Flats) -> torch.Tensor:
+def pack_bucket(specs: list[TensorSpec], tensors: Iterable[torch.Tensor], buffers: BucketBuffers) -> torch.Tensor:
     """One flat uint8 tensor. A large tensor that has a bucket to itself is not copied, where it need not be."""
     if len(specs) == 1:
         (tensor,) = tensors
-        return pack_bytes([to_bytes(tensor)], flats.device)
-    flat = flats.take(bucket_size(specs))
+        return pack_bytes([to_bytes(tensor)], buffers.device)
+    flat = buffers.take(bucket_size(specs))
     for (start, stop), tensor in zip(_places(specs), tensors, strict=True):
         flat[start:stop].copy_(to_bytes(tensor))
     return flat

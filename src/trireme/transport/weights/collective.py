@@ -27,7 +27,7 @@ from trireme.algo.patch import Patch
 from trireme.base.network import listening_address, watch_connections
 from trireme.base.token import sealed
 from trireme.messages import TensorSpec
-from trireme.transport.weights.buckets import Flats, bucket_size, pack_bucket, split_into_buckets, unpack_bucket
+from trireme.transport.weights.buckets import BucketBuffers, bucket_size, pack_bucket, split_into_buckets, unpack_bucket
 from trireme.transport.weights.deltas import HostCopy, empty_head, pack_body, pack_head, patches_of
 
 STREAM_POLL_S = 1e-4
@@ -45,7 +45,7 @@ class WeightGroup:
         self._kind = kind
         self._timeout_s = timeout_s
         self._is_aborted = False
-        self.flats = Flats(self.device)
+        self.buffers = BucketBuffers(self.device)
         watch_connections()
 
     def broadcast(self, flat: torch.Tensor) -> None:
@@ -221,7 +221,7 @@ class CollectiveSender:
         assert self._group is not None
         device = self._group.device
         if not self._delta:
-            yield pack_bucket(specs, parts, self._group.flats)
+            yield pack_bucket(specs, parts, self._group.buffers)
             return
         patches = patches_of(parts)
         yield pack_head(patches, device)
@@ -289,7 +289,7 @@ class CollectiveReceiver:
         assert self._group is not None
         before: Iterator[tuple[str, torch.Tensor]] = iter(())
         for specs in buckets:
-            flat = self._group.flats.take(bucket_size(specs))
+            flat = self._group.buffers.take(bucket_size(specs))
             await_this = self._group.begin_broadcast(flat)
             yield from before
             await_this()
@@ -302,7 +302,7 @@ class CollectiveReceiver:
         for specs in buckets:
             head = empty_head(specs, self._group.device)
             self._group.broadcast(head)
-            body = self._group.flats.take(copy.body_size(specs, head))
+            body = self._group.buffers.take(copy.body_size(specs, head))
             self._group.broadcast(body)
             for name, tensor in copy.take(specs, head, body):
                 yield name, tensor.to(self._group.device)

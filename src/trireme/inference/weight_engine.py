@@ -13,8 +13,8 @@ import msgspec
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from trireme.algo.adapter_names import is_of_adapter
 from trireme.algo.digest import tensor_digest
+from trireme.algo.weight_checks import is_of_adapter
 from trireme.base.faults import fault, reach
 from trireme.inference.vllm_api import (
     adapter_gaps,
@@ -25,9 +25,8 @@ from trireme.inference.vllm_api import (
     load_tied_head,
 )
 from trireme.messages import InitInfo, TensorSpec, UpdateInfo
-from trireme.transport.weights.ahead import Ahead
+from trireme.transport.weights.backends import BackgroundReceive, Receiver, open_receiver
 from trireme.transport.weights.buckets import split_into_buckets
-from trireme.transport.weights.kinds import Receiver, open_receiver
 
 Arrived = tuple[str, torch.Tensor, str]
 """Name, a tensor of its own, and its digest."""
@@ -50,7 +49,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.incomplete: list[str] = []
         self.adapter: dict[str, torch.Tensor] = {}
         self._is_reloading = False
-        self._ahead: Ahead[Arrived] | None = None
+        self._background: BackgroundReceive[Arrived] | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         return msgspec.convert(init_dict, InitInfo)
@@ -59,7 +58,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return msgspec.convert(update_dict, UpdateInfo)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self._ahead = None
+        self._background = None
         receiver = self._open_receiver(init_info)
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -91,7 +90,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self._receiver is not None, "receive_ahead before init_weight_transfer_engine"
         if self.device.type != "cpu" or len(split_into_buckets(specs, self._bucket_bytes)) > 1:
             return False
-        self._ahead = Ahead(_arriving(self._receiver.tensors(specs, {})))
+        self._background = BackgroundReceive(_arriving(self._receiver.tensors(specs, {})))
         return True
 
     def start_weight_update(self) -> None:
@@ -115,9 +114,9 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _arrived(self, specs: list[TensorSpec], payload: dict[str, Any]) -> Iterator[Arrived]:
         """What was begun to be taken in, or else what comes from now on. Raises before the model is touched where the
         former broke."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            return iter(ahead.take(self._timeout_s))
+        background, self._background = self._background, None
+        if background is not None:
+            return iter(background.take(self._timeout_s))
         assert self._receiver is not None
         return _arriving(self._receiver.tensors(specs, payload))
 

@@ -14,9 +14,9 @@ from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write
 from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig, Source
-from trireme.trainer.model.tokenizer import open_tokenizer
+from trireme.trainer.model.model import open_tokenizer
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.sft.conversation_files import read_conversations
+from trireme.trainer.sft.conversations import read_conversations
 from trireme.trainer.sft.dataset import Epochs, Portion, SampleFiles, SampleWriter, require_samples, write_samples
 from trireme.trainer.sft.rendering import Renderer
 

@@ -43,7 +43,7 @@ KNOWN_ARGUMENTS = 1024
 _encode = msgspec.json.Encoder().encode
 
 
-class Asked(msgspec.Struct, forbid_unknown_fields=True):
+class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A request as the orchestrator sends it."""
 
     token_ids: list[int]
@@ -52,10 +52,10 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: str | None = None
 
 
-_read = msgspec.json.Decoder(Asked).decode
+_read = msgspec.json.Decoder(GenerateRequest).decode
 
 
-class Generate:
+class FastGenerate:
     """An ASGI middleware of vLLM's server."""
 
     def __init__(self, app: App) -> None:
@@ -65,7 +65,7 @@ class Generate:
         if scope["type"] != "http" or scope["path"] != PATH or not _is_plain(scope):
             await self._app(scope, receive, send)
             return
-        with suppress(_HungUp):
+        with suppress(_ClientDisconnected):
             body = await _body(receive)
             answer = await self._answer(scope["app"].state, body, receive)
             if answer is None:
@@ -86,7 +86,7 @@ class Generate:
         request_id = f"generate-tokens-{uuid.uuid4().hex}"
         prompt = tokens_input(asked.token_ids, cache_salt=asked.cache_salt)
         outputs = state.engine_client.generate(prompt, params, request_id, lora_request=adapter)
-        with _CancelledWithAsker(receive):
+        with _CancelOnDisconnect(receive):
             try:
                 async with aclosing(outputs):
                     async for output in outputs:
@@ -142,11 +142,11 @@ def _finite(logprob: float) -> float:
     return LOWEST if math.isnan(logprob) else max(logprob, LOWEST)
 
 
-class _HungUp(Exception):
+class _ClientDisconnected(Exception):
     """Nobody is there to be answered: no error, and nothing for the log."""
 
 
-class _CancelledWithAsker:
+class _CancelOnDisconnect:
     """Whoever hangs up wants no answer: the request ends in the engine too."""
 
     def __init__(self, receive: Receive) -> None:
@@ -166,19 +166,19 @@ class _CancelledWithAsker:
         has_gone = self._listening.done()
         self._listening.cancel()
         if has_gone and kind is asyncio.CancelledError:
-            raise _HungUp
+            raise _ClientDisconnected
 
 
 # what ASGI needs
 
 
 async def _body(receive: Receive) -> bytes:
-    """Raises: _HungUp."""
+    """Raises: _ClientDisconnected."""
     parts, more = [], True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _HungUp
+            raise _ClientDisconnected
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)

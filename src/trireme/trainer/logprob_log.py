@@ -1,4 +1,4 @@
-"""What the weights said of a batch's tokens, for those who look at a run: collected on the way, written after the step.
+"""The trainer's own logprobs of a batch's tokens: collected during the step and written after it, for the dashboard.
 
 Logprobs stay where they were computed until the step is over, so nothing waits for them.
 """
@@ -18,7 +18,7 @@ from trireme.trainer.parallel.mesh import World
 log = get_logger("trainer")
 
 
-class Said:
+class LogprobLog:
     """Of one batch at a time. Never ends a run: what cannot be written is left out."""
 
     def __init__(self, paths: RunPaths, world: World) -> None:

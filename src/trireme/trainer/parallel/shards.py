@@ -26,7 +26,7 @@ Index = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """What one rank holds of a tensor."""
 
     tensor: torch.Tensor  # local; shares its memory with the model
@@ -38,15 +38,15 @@ class Piece:
         return self.tensor.numel() * self.tensor.element_size()
 
 
-def piece_of(tensor: torch.Tensor) -> Piece:
+def shard_of(tensor: torch.Tensor) -> Shard:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return Piece(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+        return Shard(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Piece(tensor.to_local(), tuple(tensor.shape), tuple(offset))
+    return Shard(tensor.to_local(), tuple(tensor.shape), tuple(offset))
 
 
-def is_ours_to_write(tensor: torch.Tensor, rank: int) -> bool:
+def is_written_by(tensor: torch.Tensor, rank: int) -> bool:
     """What several ranks hold alike, the first of them writes."""
     if not isinstance(tensor, DTensor):
         return rank == 0
@@ -57,14 +57,14 @@ def is_ours_to_write(tensor: torch.Tensor, rank: int) -> bool:
     )
 
 
-def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> None:
+def write_shards(path: Path, pieces: Mapping[str, Shard]) -> None:
     places = {name: {"shape": piece.shape, "offset": piece.offset} for name, piece in pieces.items()}
     tensors = {name: piece.tensor for name, piece in pieces.items()}
     save_file(tensors, path, metadata={"format": "pt", "pieces": json.dumps(places)})
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredShard:
     """A piece in a file, not read yet."""
 
     file: Any  # safetensors' open file, of which it exports no type
@@ -83,12 +83,12 @@ class _Stored:
         ]
 
 
-class Stored:
+class StoredShards:
     """All pieces of all files; only what is asked for is read."""
 
-    def __init__(self, pieces: Iterable[_Stored]) -> None:
+    def __init__(self, pieces: Iterable[_StoredShard]) -> None:
         self.num_bytes_read = 0
-        self._pieces: dict[str, list[_Stored]] = {}
+        self._pieces: dict[str, list[_StoredShard]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.name, []).append(piece)
 
@@ -109,7 +109,7 @@ class Stored:
             ConfigError: it was saved with another shape, or not at all: another model's.
             JournalCorrupt: parts of it are in no file.
         """
-        ours = piece_of(tensor)
+        ours = shard_of(tensor)
         if name not in self._pieces or self.shape(name) != ours.shape:
             found = f"with shape {list(self.shape(name))}" if name in self._pieces else "not at all"
             raise ConfigError(
@@ -125,14 +125,14 @@ class Stored:
             JournalCorrupt: some of it is in no file.
         """
         starts, sizes = tuple(part.start for part in region), tuple(part.stop - part.start for part in region)
-        ours = Piece(torch.empty(sizes, dtype=self.dtype(name)), self.shape(name), starts)
+        ours = Shard(torch.empty(sizes, dtype=self.dtype(name)), self.shape(name), starts)
         self._fill(name, ours)
         return ours.tensor
 
     def read_whole(self, name: str) -> torch.Tensor:
         return self.read(name, tuple(slice(0, size) for size in self.shape(name)))
 
-    def _fill(self, name: str, ours: Piece) -> None:
+    def _fill(self, name: str, ours: Shard) -> None:
         num_read = sum(_copy_overlap(stored, ours) for stored in self._pieces[name])
         self.num_bytes_read += num_read * ours.tensor.element_size()
         if num_read != ours.tensor.numel():
@@ -142,7 +142,7 @@ class Stored:
             )
 
 
-def _copy_overlap(stored: _Stored, ours: Piece) -> int:
+def _copy_overlap(stored: _StoredShard, ours: Shard) -> int:
     """Returns how many elements were copied."""
     start = tuple(map(max, stored.offset, ours.offset))
     ends = zip(stored.offset, stored.size, ours.offset, ours.tensor.shape, strict=True)
@@ -159,26 +159,28 @@ def _copy_overlap(stored: _Stored, ours: Piece) -> int:
 
 
 @contextmanager
-def open_checkpoint(folder: Path) -> Iterator[Stored]:
+def open_checkpoint(folder: Path) -> Iterator[StoredShards]:
     """The pieces of all ranks that its manifest lists; files that it does not list are not read."""
     names = sorted(name for name in read_manifest(folder).files if name.startswith("rank_"))
-    with open_pieces(folder / name for name in names) as stored:
+    with open_shards(folder / name for name in names) as stored:
         yield stored
 
 
 @contextmanager
-def open_pieces(paths: Iterable[Path]) -> Iterator[Stored]:
-    """Raises JournalCorrupt where a file is not one of `write_pieces`."""
+def open_shards(paths: Iterable[Path]) -> Iterator[StoredShards]:
+    """Raises JournalCorrupt where a file is not one of `write_shards`."""
     with ExitStack() as stack:
-        yield Stored([piece for path in paths for piece in _pieces_in(path, stack)])
+        yield StoredShards([piece for path in paths for piece in _shards_in(path, stack)])
 
 
-def _pieces_in(path: Path, stack: ExitStack) -> list[_Stored]:
+def _shards_in(path: Path, stack: ExitStack) -> list[_StoredShard]:
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
         places = json.loads(file.metadata()["pieces"])
         return [
-            _Stored(file, name, tuple(place["shape"]), tuple(place["offset"]), tuple(file.get_slice(name).get_shape()))
+            _StoredShard(
+                file, name, tuple(place["shape"]), tuple(place["offset"]), tuple(file.get_slice(name).get_shape())
+            )
             for name, place in places.items()
         ]
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:

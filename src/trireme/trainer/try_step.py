@@ -12,16 +12,15 @@ import torch
 from transformers import PreTrainedModel
 
 from trireme.algo.packing import positions
-from trireme.algo.probe import probe_ids
+from trireme.algo.weight_checks import probe_ids
 from trireme.config.run import RunConfig
 from trireme.journal.shares import row_capacity
 from trireme.messages import MicroBatch, build_tokens
 from trireme.trainer.checkpoint.state import TrainerState
-from trireme.trainer.model.anchors import Anchors
 from trireme.trainer.model.moe import expert_metrics
+from trireme.trainer.model.reference import FixedLogprobs
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.step import forward_backward, update
-from trireme.trainer.stepper import loss_of
+from trireme.trainer.step import forward_backward, loss_of, update
 
 SHORT = 2  # tokens: the fewest of which one is learned
 
@@ -75,7 +74,7 @@ def _gradients(config: RunConfig, state: TrainerState, world: World) -> None:
         step=state.version,
         loss_function=loss,
         world=world,
-        anchors=Anchors(recomputed=recipe.proximal == "recomputed", reference=state.reference),
+        fixed=FixedLogprobs(recomputed=recipe.proximal == "recomputed", reference=state.reference),
         entropy_gradient=recipe.entropy_bonus > 0,
     )
     expert_metrics(state.model, world)  # these tokens do not count

@@ -22,10 +22,10 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from trireme.algo.packing import buckets
-from trireme.trainer.model.short_attention import attend_short, is_short
+from trireme.trainer.model.cpu_attention import is_faster
 
-NAME = "samples_apart"
-ARGUMENT = "apart_row"  # under which a row travels through the model's forward pass
+NAME = "packed_samples"
+ARGUMENT = "packed_row"  # under which a row travels through the model's forward pass
 
 _is_row_given: ContextVar[bool] = ContextVar("is_row_given", default=False)
 
@@ -50,7 +50,7 @@ class Bucket:
         return flat if self.kept is None else flat.index_select(0, self.kept)
 
 
-class ApartRow:
+class PackedRow:
     """A packed row, as attention must know it. It travels through the model's forward pass as an argument, so that
     activation checkpointing finds it again in the backward pass."""
 
@@ -87,7 +87,7 @@ def _bucket(starts: np.ndarray, lengths: np.ndarray, places_in_row: np.ndarray, 
     )
 
 
-def can_attend_apart(model: PreTrainedModel) -> bool:
+def supports_packed_attention(model: PreTrainedModel) -> bool:
     """Where every layer looks at all tokens before it, through transformers' `sdpa`. A window or a chunk would have to
     be known here, and not every model says it."""
     text = model.config.get_text_config()
@@ -101,14 +101,14 @@ def can_attend_apart(model: PreTrainedModel) -> bool:
     )
 
 
-def attend_apart(model: PreTrainedModel) -> None:
+def use_packed_attention(model: PreTrainedModel) -> None:
     """From now on a forward pass that is given its row, as `ARGUMENT`, needs no mask; any other is as before."""
     AttentionInterface.register(NAME, _attention())
     AttentionMaskInterface.register(NAME, _mask)
     model.set_attn_implementation(NAME)
 
 
-def attend_masked(model: PreTrainedModel) -> None:
+def use_masked_attention(model: PreTrainedModel) -> None:
     """The way back."""
     model.set_attn_implementation("sdpa")
 
@@ -138,19 +138,19 @@ def _attention() -> Callable[..., tuple[torch.Tensor, Any]]:
         value: torch.Tensor,
         mask: Any,
         *,
-        apart_row: ApartRow | None = None,
+        packed_row: PackedRow | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, Any]:
-        if apart_row is None or apart_row.is_one_sample:
+        if packed_row is None or packed_row.is_one_sample:
             return plain(module, query, key, value, mask, **options)
         found = []
-        for bucket in apart_row.buckets:
+        for bucket in packed_row.buckets:
             theirs = tuple(map(bucket.gather, (query, key, value)))
-            if is_short(theirs[0]) and not options.get("dropout"):
-                attended = attend_short(*theirs, scaling=options["scaling"])
+            if is_faster(theirs[0]) and not options.get("dropout"):
+                attended = attend(*theirs, scaling=options["scaling"])
             else:
                 attended, _weights = plain(module, *theirs, None, **options)
             found.append(bucket.real(attended))
-        return torch.cat(found).index_select(0, apart_row.order)[None], None
+        return torch.cat(found).index_select(0, packed_row.order)[None], None
 
     return attend

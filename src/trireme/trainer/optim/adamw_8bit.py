@@ -1,4 +1,4 @@
-"""AdamW whose two moments are held in 8 bits each, by the codes of `algo/codes.py`: 2 bytes per parameter instead of 8
+"""AdamW whose two moments are held in 8 bits each, by the codes below: 2 bytes per parameter instead of 8
 (after Dettmers et al. 2021, arXiv 2110.02861).
 
 The state is plain tensors, of which every block lies within a row of its parameter, so that shards can be cut and
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from trireme.algo.codes import RANGES, decode, encode
-from trireme.trainer.parallel.pieces import piece_of
+from trireme.trainer.parallel.shards import shard_of
 
 BLOCKS = (128, 64, 32)
 """Values that share a range: as many as divide a row evenly."""
@@ -119,7 +118,7 @@ def in_float32(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[
 
 def _own_region(parameter: torch.Tensor) -> tuple[slice, ...]:
     """Of the whole, what this rank holds."""
-    ours = piece_of(parameter)
+    ours = shard_of(parameter)
     return tuple(slice(at, at + size) for at, size in zip(ours.offset, ours.tensor.shape, strict=True))
 
 
@@ -207,3 +206,54 @@ def _sharded_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+SPAN = 11.5
+"""Logarithm of the largest s over the smallest that has a code of its own, 1e5: what is smaller is raised to it, which
+makes its steps smaller."""
+
+RANGES = 3
+"""Numbers per block beside its codes: the largest |m / s|, the smallest log s, and the distance between its codes."""
+
+
+def encode(
+    mean: torch.Tensor, square: torch.Tensor, blocks: int, rounding: torch.Tensor | float = 0.5
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes of both, [..., L] uint8, and [..., RANGES * blocks] float32: the inverse of `decode`, but for rounding.
+
+    Args:
+        mean: [..., L] m.
+        square: [..., L] s^2.
+        rounding: added to the codes of s before what is behind the point is cut off, 0 to 1; 0.5 gives the nearest one.
+    """
+    root = square.sqrt().unflatten(-1, (blocks, -1))
+    logs = root.log()
+    highest = logs.amax(-1, keepdim=True).clamp(min=-100.0)  # where all are 0
+    lowest = torch.where(root > 0, logs, highest).amin(-1, keepdim=True).maximum(highest - SPAN)
+    width = ((highest - lowest) / 254).clamp(min=1e-6)
+    codes = torch.where(root > 0, (1 + (logs - lowest) / width + rounding).floor().clamp(1, 255), 0.0)
+    held = _roots(codes, lowest, width)
+    steps = torch.where(held > 0, mean.unflatten(-1, (blocks, -1)) / held, 0.0)
+    largest = steps.abs().amax(-1, keepdim=True)
+    signed = 128 + (steps / largest.clamp(min=1e-12) * 127).round()
+    ranges = torch.cat([largest, lowest, width], dim=-1).flatten(-2)
+    return signed.flatten(-2).to(torch.uint8), codes.flatten(-2).to(torch.uint8), ranges
+
+
+def decode(mean: torch.Tensor, square: torch.Tensor, ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both moments, [..., L] float32.
+
+    Args:
+        mean: [..., L] uint8, as `square`.
+        ranges: [..., RANGES * blocks].
+    """
+    per_block = ranges.unflatten(-1, (-1, RANGES))
+    largest, lowest, width = per_block.split(1, dim=-1)
+    root = _roots(square.unflatten(-1, (per_block.shape[-2], -1)).float(), lowest, width)
+    steps = (mean.unflatten(-1, (per_block.shape[-2], -1)).float() - 128) / 127 * largest
+    return (steps * root).flatten(-2), root.square().flatten(-2)
+
+
+def _roots(codes: torch.Tensor, lowest: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
+    """[..., blocks, B] s."""
+    return torch.where(codes > 0, (lowest + (codes - 1) * width).exp(), 0.0)

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from trireme.algo.adapter_names import is_of_adapter
-from trireme.algo.compare import first_difference
 from trireme.algo.digest import tensor_digest
-from trireme.algo.probe import probe_ids
+from trireme.algo.weight_checks import first_difference, is_of_adapter, probe_ids
 from trireme.base.errors import PeerDied
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
@@ -40,10 +38,10 @@ from trireme.messages import (
 from trireme.monitor.spans import Lane
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.publish.delta import Part, Slices, Traffic
-from trireme.trainer.publish.served import served_dtype, served_specs, served_tensors, serves_adapters
+from trireme.trainer.publish.delta import Part, SentWeights, TransferSize
+from trireme.trainer.publish.served_weights import served_dtype, served_specs, served_tensors, serves_adapters
 from trireme.transport.control import ControlClient
-from trireme.transport.weights.kinds import Sender, open_sender
+from trireme.transport.weights.backends import Sender, open_sender
 
 log = get_logger("publish")
 
@@ -87,10 +85,10 @@ class Publisher:
         self._newest = Newest(version=-1, digests={})
         self._specs = served_specs(model, self._dtype)
         self._sender = self._open_sender() if world.is_main else None
-        self._slices = Slices(world) if config.weight_broadcast.delta else None
+        self._sent_weights = SentWeights(world) if config.weight_broadcast.delta else None
         self._base_digests: dict[str, str] = {}  # of what does not change, where there are adapters
         self._confirmed_epoch: str | None = None  # in which engines hold what the slices do
-        self._traffic: Traffic | None = None
+        self._transfer_size: TransferSize | None = None
         self._probe_ids = probe_ids(model.config.get_text_config().vocab_size, PROBE_TOKENS)
 
     def _open_sender(self) -> Sender:
@@ -319,16 +317,16 @@ class Publisher:
         An epoch goes on only where its last transfer was confirmed by all of its engines. So engines of the epoch that
         was confirmed last hold just what was sent then; any others, and all after a transfer that broke, get all.
         """
-        traffic = self._traffic = Traffic()
+        size = self._transfer_size = TransferSize()
         tensors = self._digested(digests, only_adapters=serves_adapters(self._model) and not is_first)
-        if self._slices is None:
-            return traffic.counted(tensor for _, tensor in tensors)
-        return traffic.counted(self._slices.patches(tensors, whole=is_first))
+        if self._sent_weights is None:
+            return size.counted(tensor for _, tensor in tensors)
+        return size.counted(self._sent_weights.patches(tensors, whole=is_first))
 
     def take_metrics(self) -> dict[str, float]:
         """Of the last transfer, on rank 0; none where there was none since."""
-        traffic, self._traffic = self._traffic, None
-        return traffic.metrics(sum(prod(spec.shape) for spec in self._specs)) if traffic is not None else {}
+        size, self._transfer_size = self._transfer_size, None
+        return size.metrics(sum(prod(spec.shape) for spec in self._specs)) if size is not None else {}
 
     def _digested(self, digests: dict[str, str], *, only_adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Digests are of all tensors, also where only adapters are gathered again."""

@@ -15,7 +15,7 @@ LENGTH = 8  # tokens of each of the two samples
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}  # of the largest logit
 
 
-def require_packable(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+def check_packing(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
     """Changes a row's first sample, and looks whether the logits of the second one change. A collective.
 
     Models that carry a state from token to token (state spaces, linear attention, convolutions over time), or that
