@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 
-from trireme.trainer.model.cpu_attention import attend
+from trireme.trainer.model.cpu_attention import attend_on_cpu
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -62,7 +62,7 @@ def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
 
 
 def _formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return attend(query, key, value, scaling=query.shape[-1] ** -0.5).transpose(1, 2)
+    return attend_on_cpu(query, key, value, scaling=query.shape[-1] ** -0.5).transpose(1, 2)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from trireme.algo.packing import buckets, positions, shared
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import TrainerModel
 from trireme.messages import MicroBatch, build_tokens
-from trireme.trainer.model.cpu_attention import SHORT, attend, is_faster
+from trireme.trainer.model.cpu_attention import SHORT, attend_on_cpu, is_faster_on_cpu
 from trireme.trainer.model.forward import Scorer, attach_scorer, scorer_of, shared_frac
 from trireme.trainer.model.head import Head
 from trireme.trainer.model.packed_attention import (
@@ -146,7 +146,7 @@ def test_short_attention_has_the_results_and_gradients_of_the_formula(heads: int
         for count in (heads, groups, groups)
     ]
     expected = scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3, enable_gqa=True).transpose(1, 2)
-    found = attend(*inputs, scaling=0.3)
+    found = attend_on_cpu(*inputs, scaling=0.3)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     upstream = torch.randn_like(expected)
     gradients = (torch.autograd.grad(output, inputs, upstream) for output in (found, expected))
@@ -156,10 +156,10 @@ def test_short_attention_has_the_results_and_gradients_of_the_formula(heads: int
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_short_attention_is_for_short_samples_in_the_precisions_that_were_measured(dtype: torch.dtype) -> None:
-    assert is_faster(torch.empty(1, 2, SHORT[dtype], 4, dtype=dtype))
-    assert not is_faster(torch.empty(1, 2, SHORT[dtype] + 1, 4, dtype=dtype))
-    assert not is_faster(torch.empty(1, 2, 3, 4, dtype=torch.float16))
-    assert not is_faster(torch.empty(1, 2, 3, 4, dtype=dtype, device="meta"))
+    assert is_faster_on_cpu(torch.empty(1, 2, SHORT[dtype], 4, dtype=dtype))
+    assert not is_faster_on_cpu(torch.empty(1, 2, SHORT[dtype] + 1, 4, dtype=dtype))
+    assert not is_faster_on_cpu(torch.empty(1, 2, 3, 4, dtype=torch.float16))
+    assert not is_faster_on_cpu(torch.empty(1, 2, 3, 4, dtype=dtype, device="meta"))
 
 
 @given(length=st.integers(1, 60), size=st.integers(1, 8), seed=st.integers(0, 99))

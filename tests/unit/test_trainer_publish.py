@@ -358,7 +358,7 @@ def test_a_slow_broadcast_is_awaited_and_a_peer_that_is_gone_is_an_error_that_le
 def test_nccls_own_watchdog_which_ends_the_process_comes_after_us(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {}
     monkeypatch.setattr(collective, "_process_group", lambda kind, *_: limits.setdefault(kind, _[-1].total_seconds()))
-    monkeypatch.setattr(collective, "Flats", lambda device: None)
+    monkeypatch.setattr(collective, "BucketBuffers", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: store)
     for kind in ("gloo", "nccl"):

@@ -19,12 +19,12 @@ SHORT = {dtype: activations.SHORT[dtype.itemsize] for dtype in (torch.bfloat16, 
 """Tokens of a sample up to which this is quicker."""
 
 
-def is_faster(query: torch.Tensor) -> bool:
-    """Whether `attend` is to be preferred for `query` [S, H, L, D]."""
+def is_faster_on_cpu(query: torch.Tensor) -> bool:
+    """Whether `attend_on_cpu` is to be preferred for `query` [S, H, L, D]."""
     return query.device.type == "cpu" and query.shape[2] <= SHORT.get(query.dtype, 0)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float) -> torch.Tensor:
+def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float) -> torch.Tensor:
     """softmax(scaling q k^T) v, each token with those up to itself (Vaswani et al. 2017, equation 1).
 
     Args:

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from trireme.algo.packing import buckets
-from trireme.trainer.model.cpu_attention import is_faster
+from trireme.trainer.model.cpu_attention import attend_on_cpu, is_faster_on_cpu
 
 NAME = "packed_samples"
 ARGUMENT = "packed_row"  # under which a row travels through the model's forward pass
@@ -146,8 +146,8 @@ def _attention() -> Callable[..., tuple[torch.Tensor, Any]]:
         found = []
         for bucket in packed_row.buckets:
             theirs = tuple(map(bucket.gather, (query, key, value)))
-            if is_faster(theirs[0]) and not options.get("dropout"):
-                attended = attend(*theirs, scaling=options["scaling"])
+            if is_faster_on_cpu(theirs[0]) and not options.get("dropout"):
+                attended = attend_on_cpu(*theirs, scaling=options["scaling"])
             else:
                 attended, _weights = plain(module, *theirs, None, **options)
             found.append(bucket.real(attended))
