@@ -105,9 +105,11 @@ def train(steps: int, seed: int = 0) -> list[float]:
         metrics = optimizer_step(model, optimizer, batch)
         load_weights(engine, model)
         history.append(float(np.mean([rollout.reward for group in groups for rollout in group])))
-        print(f"step {version + 1}/{steps}  reward {history[-1]:.3f}  " + "  ".join(
-            f"{name} {value:.2e}" for name, value in metrics.items()
-        ), flush=True)
+        print(
+            f"step {version + 1}/{steps}  reward {history[-1]:.3f}  "
+            + "  ".join(f"{name} {value:.2e}" for name, value in metrics.items()),
+            flush=True,
+        )
     return history
 
 

@@ -15,9 +15,9 @@ from interrupts import heed_interrupts
 from trireme.base.paths import RunPaths, step_folder
 from trireme.config.run import RunConfig
 from trireme.journal.manifest import MANIFEST, Manifest
-from trireme.launch.children import Child, Crew
-from trireme.launch.descendants import read_process
+from trireme.launch.children import Child, Children
 from trireme.launch.plan import Plan, ProcessSpec
+from trireme.launch.process_tree import read_process
 
 GRACE_S = 1.0
 DEADLINE_S = 60.0
@@ -26,7 +26,7 @@ PRELUDE = """
 import json, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 from trireme.base.processes import die_with_parent
-from trireme.launch.descendants import read_process
+from trireme.launch.process_tree import read_process
 FOLDER = Path({folder!r})
 NAME = {name!r}
 HERE = "import os, pathlib; pathlib.Path({folder!r}, f'pid_{{os.getpid()}}').touch();"
@@ -135,7 +135,7 @@ def launch(stage: Stage, grace_s: float, **bodies: str) -> subprocess.Popen[byte
         return subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, preexec_fn=heed_interrupts)
 
 
-def child_of(crew: Crew, name: str) -> Child:
+def child_of(crew: Children, name: str) -> Child:
     return next(child for child in crew.children if child.spec.name == name)
 
 
@@ -152,6 +152,6 @@ def until(condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> None:
         time.sleep(0.01)
 
 
-def looked(crew: Crew) -> bool:
+def looked(crew: Children) -> bool:
     crew.look()
     return True

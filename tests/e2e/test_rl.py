@@ -57,7 +57,7 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(stopped: Stopped) -> None:
     assert stopped.checkpoint >= 2 * INTERVAL
     assert stopped.first.output.splitlines()[-2:] == [
         "stopped by SIGINT",
-        f"To go on from step {stopped.checkpoint}: the same command with --resume",
+        f"To resume from step {stopped.checkpoint}: the same command with --resume",
     ]
 
 

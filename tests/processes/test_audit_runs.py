@@ -11,7 +11,7 @@ from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.versions import Versions
-from trireme.launch.rewind import rewind
+from trireme.launch.resume import rewind
 from trireme.monitor.metrics import MetricsFile
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import Report

@@ -22,7 +22,7 @@ from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.inference.server import server_arguments
-from trireme.launch.standing import look_at
+from trireme.launch.run_state import look_at
 from trireme.orchestrator.status import Status, build_app
 from trireme.orchestrator.trainer_requests import Peers
 from trireme.tools.dashboard.pulse import ask_status

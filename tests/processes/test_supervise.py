@@ -14,9 +14,9 @@ import pytest
 
 from stage import COOPERATE, DEADLINE_S, FAMILIES, GRACE_S, SLEEP, STUBBORN, Stage, launch, until, write_checkpoint
 from trireme.base.errors import TriremeError
-from trireme.launch.descendants import read_process, read_processes
 from trireme.launch.folder import hold_folder
 from trireme.launch.plan import Plan, ProcessSpec
+from trireme.launch.process_tree import read_process, read_processes
 from trireme.launch.supervise import supervise
 
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
@@ -151,7 +151,7 @@ def test_kill_9_of_launcher_and_guard_leaves_nobody_who_asked_to_die_with_its_pa
     launcher = launch(stage, GRACE_S, orchestrator=code, **bodies)
     until(lambda: len(stage.pids()) == 4 and (stage.folder / "tied").exists())
     children = [process.pid for process in read_processes().values() if process.parent == launcher.pid]
-    (guard,) = [pid for pid in children if b"descendants.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (guard,) = [pid for pid in children if b"process_tree.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(guard, signal.SIGKILL)
     launcher.kill()
     launcher.wait(DEADLINE_S)

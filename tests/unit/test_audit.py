@@ -27,7 +27,7 @@ from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord
 from trireme.journal.versions import Confirmation, Version, Versions
-from trireme.launch.rewind import rewind
+from trireme.launch.resume import rewind
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import Report
 from written_run import WrittenRun, build_config, build_rich_config, digests_of, rewrite_batch, write_whole_run

@@ -32,7 +32,7 @@ from trireme.config.resolve import resolve
 from trireme.config.rules import check
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
-from trireme.launch.children import open_crew
+from trireme.launch.children import open_children
 from trireme.launch.plan import ProcessSpec
 from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
 from trireme.tools.formats.flat import FLAT, HOSTED, Flat, Hosted
@@ -343,7 +343,7 @@ def test_variables_of_the_shell_reach_every_process(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     said = "import os; print(os.environ['NCCL_P2P_DISABLE'])"
     spec = ProcessSpec("trainer", (sys.executable, "-c", said), {}, tmp_path / "log", gpus=(), ports={})
-    with open_crew([spec], hurry=lambda: True, grace_s=1) as crew:
+    with open_children([spec], hurry=lambda: True, grace_s=1) as crew:
         until(lambda: (crew.look(), crew.children[0].exit)[1])
     assert spec.log.read_text().strip() == "1"
 

@@ -14,7 +14,7 @@ import pytest
 
 from trireme.base.processes import free_port
 from trireme.config.run import RunConfig
-from trireme.launch.standing import look_at
+from trireme.launch.run_state import look_at
 from trireme.monitor.lanes import (
     OTHER,
     advice,

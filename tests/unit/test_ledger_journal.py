@@ -31,7 +31,7 @@ from trireme.journal.surroundings import read_surroundings as read
 from trireme.journal.surroundings import write_surroundings as write
 from trireme.journal.versions import Version, Versions
 from trireme.launch.folder import prepare_folder
-from trireme.launch.rewind import rewind
+from trireme.launch.resume import rewind
 from trireme.messages import build_tokens, encode
 from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
 from written_run import write_checkpoint

@@ -91,7 +91,10 @@ def test_samples_of_supervised_training_replace_only_samples(tmp_path: Path) -> 
 def test_a_launcher_does_not_move_a_run_that_is_alive(process: str, tmp_path: Path) -> None:
     """Also where the orchestrator or the trainer was started alone."""
     paths = RunPaths(tmp_path)
-    with hold(paths, process), pytest.raises(ConfigError, match=f"another {process} .process {os.getpid()}. is at"):
+    with (
+        hold(paths, process),
+        pytest.raises(ConfigError, match=f"another {process} .process {os.getpid()}."),
+    ):
         with hold_folder(paths, leave_s=0.0):
             pass
     with hold_folder(paths), hold(paths, "orchestrator"), hold(paths, "trainer"):
@@ -105,7 +108,7 @@ def test_a_second_process_of_a_kind_ends_at_once(program: str, tmp_path: Path) -
         command = [sys.executable, "-m", f"trireme.cli.{program}", *words]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == ConfigError.exit_code, ended.stderr
-    assert f"another {program} (process {os.getpid()}) is at work in {tmp_path}" in ended.stderr
+    assert f"another {program} (process {os.getpid()}) is running in {tmp_path}" in ended.stderr
 
 
 def test_a_batch_in_the_journal_is_never_replaced(tmp_path: Path) -> None:

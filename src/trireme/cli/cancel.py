@@ -29,7 +29,7 @@ def cancel(argv: list[str]) -> int:
     else:
         end_launcher(RunPaths(run))
     what = f"{submission.scheduler} job {submission.job}" if submission else str(run)
-    print(f"cancelled {what}. To go on later: the same command with --resume")
+    print(f"cancelled {what}. To resume later: the same command with --resume")
     return 0
 
 
@@ -43,7 +43,7 @@ def end_launcher(paths: RunPaths, *, wait_s: float = END_S) -> None:
     launcher = launcher_of(paths)
     if launcher is None:
         raise ConfigError(
-            f"no launcher is at work in {paths.root} - expected a run that `rl` started on this machine, or that was "
+            f"no launcher is running in {paths.root} - expected a run that `rl` started on this machine, or that was "
             f"submitted from here. `trireme status {paths.root}` says how it stands."
         )
     os.kill(launcher, signal.SIGTERM)

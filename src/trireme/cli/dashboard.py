@@ -13,7 +13,7 @@ from trireme.base.log import start_logging
 from trireme.base.network import is_loopback
 from trireme.base.token import HOW, token
 from trireme.cli.door import end_with_parent
-from trireme.launch.descendants import MARKER
+from trireme.launch.process_tree import MARKER
 
 USUAL = "outputs"
 PORT = 8050

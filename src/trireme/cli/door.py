@@ -27,9 +27,9 @@ from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check, check_launch, launch_problems
 from trireme.config.rules_sampling import sampling_notes
 from trireme.config.run import NODE, RunConfig
-from trireme.launch.descendants import MARKER
 from trireme.launch.folder import prepare_folder
 from trireme.launch.plan import describe, plan
+from trireme.launch.process_tree import MARKER
 from trireme.launch.ranks import run_ranks
 
 RANKS_PARENT = "TRIREME_RANKS_PARENT"  # pid of the process that starts the ranks, for the ranks below it

@@ -9,8 +9,8 @@ from trireme.base.paths import remove_partial_files
 from trireme.base.processes import quick_imports
 from trireme.base.token import status_key, write_key
 from trireme.cli.door import open_process, run_door
-from trireme.launch.descendants import MARKER
 from trireme.launch.folder import hold
+from trireme.launch.process_tree import MARKER
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ from trireme.config.resolve import resolve
 from trireme.config.rules import check, check_launch
 from trireme.config.run import RunConfig
 from trireme.launch.folder import check_folder, hold_folder
-from trireme.launch.going_on import check_goes_on, is_trained
 from trireme.launch.plan import plan
+from trireme.launch.resume import check_resume, is_trained
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def rl(argv: list[str]) -> int:
 def dry_run(config: RunConfig, devices: Devices) -> int:
     """Writes beside a run's configuration, never in its place. Returns 2 where the run would not start."""
     problems = show(config, devices)
-    for look in (check_folder, check_goes_on, find_environments):
+    for look in (check_folder, check_resume, find_environments):
         try:
             look(config)
         except ConfigError as error:
@@ -59,7 +59,7 @@ def launch(config: RunConfig, devices: Devices) -> int:
     if config.paths.root.exists():
         with hold_folder(config.paths):  # what a killed launcher left behind is gone then, and its ports are free
             pass
-    check_goes_on(config)
+    check_resume(config)
     if config.resume and _is_over(config):
         print(f"all {config.max_steps} steps are trained, confirmed, evaluated and saved: nothing is left to do")
         return 0

@@ -16,7 +16,7 @@ from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft
 from trireme.config.sft import SftConfig
 from trireme.launch.folder import hold_folder
-from trireme.launch.going_on import check_goes_on, is_trained
+from trireme.launch.resume import check_resume, is_trained
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def sft(argv: list[str]) -> None:
         print(to_toml(to_table(config)))
         return
     with hold_folder(config.paths):
-        check_goes_on(config)
+        check_resume(config)
         if config.resume and is_trained(config):
             print(f"all {config.max_steps} steps are trained and saved: nothing is left to do")
             return

@@ -13,7 +13,7 @@ from trireme.base.paths import RunPaths
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.launch.folder import launcher_of
-from trireme.launch.standing import look_at
+from trireme.launch.run_state import look_at
 from trireme.monitor.live import open_view
 from trireme.monitor.view import View
 from trireme.tools.cluster import kubernetes, slurm

@@ -19,8 +19,8 @@ from trireme.config.rules import launch_problems
 from trireme.config.run import RunConfig
 from trireme.config.section import as_flag
 from trireme.launch.folder import hold_folder
-from trireme.launch.going_on import check_goes_on
 from trireme.launch.plan import Plan, plan
+from trireme.launch.resume import check_resume
 from trireme.tools.formats.run_file import read_run_file, resolve_run, their_keys_named
 from trireme.tools.formats.translation import To, as_toml
 from trireme.tools.formats.vf_rl import VLLM_FLAGS
@@ -126,7 +126,7 @@ def train(argv: list[str]) -> int:
     with their_keys_named(typed.file, typed.translation):
         raise_together([problem for each in processes for problem in launch_problems(config, devices, section=each)])
     find_environments(config)
-    check_goes_on(config)
+    check_resume(config)
     with hold_folder(config.paths) as lock:
         make_room(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
         write_configs(config, config.paths.configs)

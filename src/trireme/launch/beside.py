@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from trireme.base.processes import free_port, port_is_free
 from trireme.config.run import RunConfig
-from trireme.launch.descendants import MARKER
+from trireme.launch.process_tree import MARKER
 
 LOG = "dashboard"
 LEAVE_S = 3.0  # between SIGTERM and SIGKILL

@@ -1,4 +1,4 @@
-"""The processes of a run as their launcher has them: started, looked at, and ended together with all they started."""
+"""The launcher's child processes: start them, poll them, and end them together with everything they started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trireme.base.errors import TriremeError
-from trireme.launch.descendants import (
+from trireme.launch.process_tree import (
     GRACE_S,
     MARKER,
     MEMBER,
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from trireme.launch.plan import ProcessSpec
 
 REAP_S = 5.0
-LONGEST_ASIDE = 70  # characters: with a name of 36 in it, a socket's path may have 107
-SCAN_S = 1.0  # between two looks at which processes ours have started
+LONGEST_TEMPORARY = 70  # characters: with a name of 36 in it, a socket's path may have 107
+SCAN_S = 1.0  # between two scans for descendants
 
 
 class Exit(NamedTuple):
     """How one process ended."""
 
     code: int  # minus the signal's number where a signal ended it
-    at: float  # unix time at which we saw it
-    why: str = ""  # where it was us who killed it
+    at: float  # unix time at which the launcher noticed it
+    why: str = ""  # the reason, where the launcher killed it
 
     @property
     def short(self) -> str:
@@ -51,27 +51,27 @@ class Exit(NamedTuple):
         return f"killed by {name}" + (f": {self.why}" if self.why else "")
 
     def __str__(self) -> str:
-        guess = self.code == -signal.SIGKILL and not self.why
-        return self.short + (" (out of memory? `dmesg` knows)" if guess else "")
+        is_unexplained = self.code == -signal.SIGKILL and not self.why
+        return self.short + (" (out of memory? `dmesg` shows it)" if is_unexplained else "")
 
 
 class Child:
-    """One process of the run, in a session of its own, with what it started. `start` works again after `end`."""
+    """One process of the run, in a session of its own, with its descendants. It can be started again after `end`."""
 
-    def __init__(self, spec: ProcessSpec, guard: Guard, *, aside: Path) -> None:
+    def __init__(self, spec: ProcessSpec, guard: Guard, *, temporary: Path) -> None:
         """
         Args:
-            aside: a folder that is gone with the crew.
+            temporary: a folder that is removed when all children have ended.
         """
         self.spec = spec
-        self._aside = aside
+        self._temporary = temporary
         self.family = Descendants()
         self.log_start = 0  # where this run of the process begins in its log
         self.started_at = 0.0  # unix time
         self.num_starts = 0
         self.exit: Exit | None = None  # None while it runs, and where we ended it ourselves
         self.stopped = False
-        self.restarts_in_s: float | None = None  # what was decided when it died
+        self.restarts_in_s: float | None = None  # set when it died and is going to be restarted
         self._killed_why = ""
         self._guard = guard
         self._popen: subprocess.Popen[bytes] | None = None
@@ -85,7 +85,10 @@ class Child:
         return max(0, self.num_starts - 1)
 
     def start(self) -> None:
-        """From the main thread only: the kernel ends a child that asked for it with the *thread* that started it."""
+        """Start the process, from the main thread: PR_SET_PDEATHSIG ends a child with the *thread* that started it.
+
+        Raises: TriremeError where the program cannot be executed.
+        """
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.spec.log, "ab") as log:
             self.log_start = log.tell()
@@ -94,7 +97,7 @@ class Child:
             try:
                 self._popen = subprocess.Popen(
                     list(self.spec.argv),
-                    env=_environment(self.spec, self._aside),
+                    env=_environment(self.spec, self._temporary),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -110,7 +113,7 @@ class Child:
         self._guard.watch([root] if root else [])
 
     def poll(self) -> None:
-        """Notes an exit without reaping: while the zombie holds its pid, no signal of ours can hit a stranger."""
+        """Record an exit without reaping the zombie, so that its pid cannot be reused before our last signal."""
         if self._popen is None or self.exit is not None:
             return
         result = os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -119,13 +122,13 @@ class Child:
             self.exit = Exit(code, time.time(), self._killed_why)
 
     def kill(self, why: str) -> None:
-        """The process itself; what it started ends with it, or before its successor starts."""
+        """Kill the process itself. Its descendants end with it, or before its successor starts."""
         assert self._popen is not None
         self._killed_why = why
         os.kill(self._popen.pid, signal.SIGKILL)
 
     def kill_member(self, process: Process, why: str) -> None:
-        """One process of its family, which may be itself."""
+        """Kill one process of its family, which may be the child itself."""
         if self._popen is not None and process.pid == self._popen.pid:
             self.kill(why)
         else:
@@ -137,13 +140,13 @@ class Child:
         self.family.send(signal.SIGTERM)
 
     def end(self) -> None:
-        """At once, with all that it started, for a restart of this one alone."""
+        """End it and its descendants at once, to restart this child alone."""
         kill_all(self.family, mark_of(os.getpid(), self.name))
         self.reap()
 
     def reap(self) -> None:
         if self._popen is not None:
-            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel; nothing can be done about it from here
+            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel
                 self._popen.wait(REAP_S)
             self.family.forget_root(self._popen.pid)
         self.stopped, self.restarts_in_s = self.exit is None, None
@@ -159,37 +162,42 @@ class Child:
         return "ended" if self.exit.code == 0 else str(self.exit)
 
 
-def _environment(spec: ProcessSpec, aside: Path) -> dict[str, str]:
-    """Ours, with what makes last words reach the log (also those of a segmentation fault), then the plan's own."""
-    words = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    own = _temporary(aside) if spec.name.startswith("inference") else {}
-    return words | dict(os.environ) | own | dict(spec.env) | {MARKER: str(os.getpid()), MEMBER: spec.name}
+def _environment(spec: ProcessSpec, temporary: Path) -> dict[str, str]:
+    """Return our environment with unbuffered output and tracebacks of crashes, then the plan's variables."""
+    logged = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    own = _temporary_folder(temporary) if spec.name.startswith("inference") else {}
+    return logged | dict(os.environ) | own | dict(spec.env) | {MARKER: str(os.getpid()), MEMBER: spec.name}
 
 
-def _temporary(aside: Path) -> dict[str, str]:
-    """vLLM leaves its sockets, and the files by which its workers met, where temporary files are. What torch compiles
-    is for later runs too, and stays where it was."""
-    if len(str(aside)) > LONGEST_ASIDE:
+def _temporary_folder(temporary: Path) -> dict[str, str]:
+    """Point an engine's temporary files (sockets, rendezvous files of its workers) to the run's own folder.
+
+    Torch's compile cache stays where it was: later runs use it too.
+    """
+    if len(str(temporary)) > LONGEST_TEMPORARY:
         return {}
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{_user()}"
-    return {"TMPDIR": str(aside), "TORCHINDUCTOR_CACHE_DIR": compiled}
+    return {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # in a container, nobody that the system knows
+    except (KeyError, OSError):  # a user id without a name, as in some containers
         return str(os.getuid())
 
 
-class Crew:
-    """All processes of a run."""
+class Children:
+    """All child processes of a run."""
 
     def __init__(self, specs: Sequence[ProcessSpec], grace_s: float = GRACE_S, keep_open: Sequence[int] = ()) -> None:
-        """`keep_open` are file descriptors that stay open until nobody of the crew is left, even without us."""
+        """
+        Args:
+            keep_open: file descriptors that stay open until no process is left, even where the launcher is killed.
+        """
         self.guard = Guard(grace_s, keep_open)
-        self._aside = tempfile.TemporaryDirectory(prefix="trireme-", ignore_cleanup_errors=True)
-        self.children = [Child(spec, self.guard, aside=Path(self._aside.name)) for spec in specs]
+        self._temporary = tempfile.TemporaryDirectory(prefix="trireme-", ignore_cleanup_errors=True)
+        self.children = [Child(spec, self.guard, temporary=Path(self._temporary.name)) for spec in specs]
         self._grace_s = grace_s
         self._scanned = 0.0
 
@@ -198,7 +206,7 @@ class Crew:
             child.start()
 
     def look(self) -> dict[int, Process] | None:
-        """Who has exited; now and then also who has started whom. Returns all processes of the machine, then."""
+        """Record exits; once a second also descendants. Return the machine's process table in that case."""
         for child in self.children:
             child.poll()
         if time.monotonic() - self._scanned < SCAN_S:
@@ -210,14 +218,14 @@ class Crew:
         return table
 
     def end(self, hurry: Callable[[], bool] = lambda: False) -> None:
-        """SIGTERM, patience (until `hurry`), SIGKILL."""
-        everybody = Descendants()
+        """Send SIGTERM, wait (until `hurry` is true, or for the grace period), then send SIGKILL."""
+        family = Descendants()
         for child in self.children:
-            everybody.absorb(child.family)
-        end_all(everybody, marks=mark_of(os.getpid()), grace_s=self._grace_s, hurry=hurry)
+            family.absorb(child.family)
+        end_all(family, marks=mark_of(os.getpid()), grace_s=self._grace_s, hurry=hurry)
         for child in self.children:
             child.reap()
-        self._aside.cleanup()
+        self._temporary.cleanup()
         self.guard.dismiss()
 
     def states(self) -> list[ProcessState]:
@@ -225,13 +233,13 @@ class Crew:
 
 
 @contextmanager
-def open_crew(
+def open_children(
     specs: Sequence[ProcessSpec], hurry: Callable[[], bool], grace_s: float, keep_open: Sequence[int] = ()
-) -> Iterator[Crew]:
-    """Runs while open. Afterwards nothing is left of it, whatever happened meanwhile."""
-    crew = Crew(specs, grace_s, keep_open)
+) -> Iterator[Children]:
+    """Yield the started processes. Afterwards none of them and none of their descendants is alive, on any way out."""
+    children = Children(specs, grace_s, keep_open)
     try:
-        crew.start()
-        yield crew
+        children.start()
+        yield children
     finally:
-        crew.end(hurry)
+        children.end(hurry)

@@ -1,5 +1,7 @@
-"""The run folder before a run starts in it: locked by one launcher, one orchestrator and one trainer at a time, and
-never written over."""
+"""The run folder: locks (one launcher, one orchestrator, one trainer at a time), and making room for a new run.
+
+Files of an earlier run are moved aside, never overwritten or deleted.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ RUN_ENTRIES = frozenset(
 )
 """Names that a run writes into its folder. Only these are moved when another run takes the folder."""
 NO_OBSTACLES = frozenset({"lost+found", ".snapshot", "gepa", "env-check"})
-"""Names of file systems, and folders that other commands of ours make in `outputs`."""
+"""Entries that do not keep a run out: those of file systems, and folders that our other commands make in `outputs`."""
 SUBMISSIONS = ".submissions"  # ending of the folders of `trireme submit`, beside those of their runs
 RUN_PREFIXES = ("checkpoint-", ".checkpoint-")
 
@@ -41,14 +43,14 @@ def holds_run(paths: RunPaths) -> bool:
 
 @contextmanager
 def hold_folder(paths: RunPaths, *, leave_s: float = LEAVE_S) -> Iterator[int]:
-    """Keep other launchers out of the folder for as long as this process lives, however it ends.
+    """Lock the folder against other launchers for as long as this process lives, however it ends.
 
-    An orchestrator or a trainer that was started alone and is at work in the folder keeps a launcher out, too.
+    An orchestrator or a trainer that was started alone in the folder also keeps a launcher out.
 
-    Yields: the lock's file descriptor. A process that inherits it keeps them out too: what a killed launcher leaves
-    behind must be gone before anything is started in its place, and is waited for.
+    Yields: the lock's file descriptor. Child processes inherit it, so that a new launcher waits until those of a killed
+    one have ended.
 
-    Raises: ConfigError where a launcher, an orchestrator or a trainer is at work there already.
+    Raises: ConfigError where a launcher, an orchestrator or a trainer is running in the folder.
     """
     with hold(paths, "launcher", leave_s=leave_s) as descriptor:
         with ExitStack() as others:
@@ -59,11 +61,11 @@ def hold_folder(paths: RunPaths, *, leave_s: float = LEAVE_S) -> Iterator[int]:
 
 @contextmanager
 def hold(paths: RunPaths, process: str, *, leave_s: float = LEAVE_S) -> Iterator[int]:
-    """Keep others that play the part `process` (a key of LOCKS) out of the folder for as long as this process lives.
+    """Lock the folder against other processes of this kind (a key of LOCKS) for as long as this process lives.
 
     Yields: the lock's file descriptor.
 
-    Raises: ConfigError where another one is alive there, or is still there after `leave_s` seconds.
+    Raises: ConfigError where another one is running there, or its children still are after `leave_s` seconds.
     """
     paths.root.mkdir(parents=True, exist_ok=True)
     with open(paths.root / LOCKS[process], "a+") as lock:
@@ -75,7 +77,7 @@ def hold(paths: RunPaths, process: str, *, leave_s: float = LEAVE_S) -> Iterator
 
 
 def launcher_of(paths: RunPaths) -> int | None:
-    """The process that holds the folder now; None where nobody does."""
+    """Return the pid of the launcher that has locked the folder; None where the folder is not locked."""
     file = paths.root / LOCKS["launcher"]
     if not file.exists():
         return None
@@ -92,7 +94,7 @@ def _take(lock: IO[str], process: str, root: Path, leave_s: float) -> None:
         holder = _holder(lock)
         if _is_alive(holder) or time.monotonic() >= give_up:
             raise ConfigError(
-                f"another {process} (process {holder or 'unknown'}) is at work in {root} - "
+                f"another {process} (process {holder or 'unknown'}) is running in {root} - "
                 "expected one run per folder. Stop it, or give this run its own: `--name another`."
             )
         time.sleep(0.1)
@@ -104,19 +106,21 @@ def _holder(lock: IO[str]) -> str:
 
 
 def _is_alive(pid: str) -> bool:
-    """Where nobody has signed yet, somebody is about to."""
+    """Return whether the holder is alive. A lock without a pid was taken a moment ago."""
     return not pid.isdigit() or Path(f"/proc/{pid}").exists()
 
 
 def prepare_folder(paths: RunPaths, *, resume: bool, resume_step: int | None) -> Path | None:
-    """Makes room for a fresh run, or makes sure that there is one to go on with, at the step from which it is to.
+    """Prepare the folder for a new run, or go back to the step from which a run is resumed.
 
-    Returns: where an earlier run's files were moved, if there was one in the way. Nothing is ever deleted.
+    Returns: the folder to which an earlier run's files were moved; None where there was none. Nothing is deleted.
+
+    Raises: ConfigError as `check_folder`.
     """
     if resume or resume_step is not None:
         _check_resumable(paths, resume_step)
         if resume_step is not None and resume_step >= 0:
-            from trireme.launch.rewind import rewind  # numpy behind it is not for `--help` to wait for
+            from trireme.launch.resume import rewind  # `rl --help` does not wait for its imports
 
             rewind(paths, resume_step)
         return None
@@ -125,8 +129,11 @@ def prepare_folder(paths: RunPaths, *, resume: bool, resume_step: int | None) ->
 
 
 def check_folder(config: RunConfig) -> None:
-    """Changes nothing. Raises: ConfigError where there is no run or no such step to resume, or where a fresh run would
-    write among files that are not a run's."""
+    """Check the folder without changing it.
+
+    Raises: ConfigError where there is no run, or no such step, to resume; or where a new run would write among files
+        that are not a run's.
+    """
     step = config.trainer.ckpt.resume_step
     if config.resume or step is not None:
         _check_resumable(config.paths, step)
@@ -135,7 +142,7 @@ def check_folder(config: RunConfig) -> None:
 
 
 def check_is_ours(paths: RunPaths) -> None:
-    """Raises: ConfigError where the folder holds files, but no run: the user keeps other things there."""
+    """Raise ConfigError where the folder holds files but no run: the user keeps other things there."""
     if holds_run(paths) or not paths.root.is_dir():
         return
     others = [entry for entry in paths.root.iterdir() if not _is_of_a_run(entry, NO_OBSTACLES)]
@@ -151,11 +158,11 @@ def check_is_ours(paths: RunPaths) -> None:
 def _check_resumable(paths: RunPaths, step: int | None) -> None:
     asked = "`--resume`" if step is None else f"ckpt.resume_step = {step}"
     if step in (None, -1) and paths.run_config.exists():
-        return  # a launcher was at work here, and may have been killed before anything else was written
+        return  # a launcher was killed here before anything else was written
     if not holds_run(paths):
         raise ConfigError(
             f"{asked} was given, and there is no run in {paths.root} - expected `metrics.jsonl` or `journal/` there. "
-            f"Leave it out to start afresh, or check `output_dir` and `name`.{_runs_nearby(paths.root)}"
+            f"Leave it out to start a new run, or check `output_dir` and `name`.{_runs_nearby(paths.root)}"
         )
     have = complete_steps(paths.checkpoints)
     if step is not None and step > 0 and step not in have:
@@ -171,10 +178,10 @@ def _runs_nearby(root: Path) -> str:
 
 
 def move_aside(paths: RunPaths, also: Collection[str] = ()) -> Path:
-    """Move the files of a run to a folder beside its own. All else stays: other runs inside, and files of the user.
+    """Move the files of a run to a new folder next to its own. Other runs inside it, and files of the user, stay.
 
     Args:
-        also: names of further files that belong to what was at work here.
+        also: names of further files to move.
     """
     aside = _name_aside(paths.root.resolve())
     locks = LOCKS.values()
@@ -190,13 +197,13 @@ def _is_of_a_run(entry: Path, also: Collection[str] = ()) -> bool:
 
 
 def _holds_runs(entry: Path) -> bool:
-    """Whether it is the folder of another run, or of a group of them."""
+    """Return whether the entry is the folder of another run, or of a group of runs."""
     folders = [entry, *entry.iterdir()] if entry.is_dir() else []
     return any(holds_run(RunPaths(folder)) or RunPaths(folder).run_config.exists() for folder in folders)
 
 
 def _name_aside(root: Path) -> Path:
-    """Beside the folder; inside it where it is a mount point, because a move must not become a copy."""
+    """Return a free name next to the folder; inside it where it is a mount point, because a move must not copy."""
     base = root / "run" if os.path.ismount(root) else root
     names = (base.with_name(f"{base.name}.earlier-{number}") for number in count(1))
     return next(name for name in names if not name.exists())

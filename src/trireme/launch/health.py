@@ -1,38 +1,40 @@
-"""Asks the servers of a run whether they are well, in threads of their own, and kills one that fell silent for long.
+"""Health checks: kill servers that stop answering and processes that are stopped, so that the supervisor restarts them.
 
-A port that refuses needs less patience than an answer that does not come: nobody listens there any more, and nobody
-will. vLLM is left like this when its engine core dies in an update of the weights: it closes its port, and waits for
-the answer to that request for ever.
+A refused connection counts for less time than a missing answer: no process listens there, and none will. vLLM is left
+like this when its engine core dies during a weight update: it closes its port and waits for that request forever.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal
 
 import httpx
 
 from trireme.launch.children import Child
+from trireme.launch.process_tree import Process
 
 ASK_EVERY_S = 2.0
 ANSWER_WITHIN_S = 5.0
+LONGEST_LOOK_S = 2.0  # between two looks; a longer gap means that the launcher itself was stopped
 REFUSED_FOR_S = 10.0  # a server that leaves by itself is given this long
 
 
-Found = Literal["well", "silent", "refused"]
+Answer = Literal["healthy", "silent", "refused"]
 
 
-class Pulse:
-    """One server's: for how long it has failed to answer, once it has answered."""
+class HealthCheck:
+    """Poll one server in a thread, and count for how long it has failed to answer since its first good answer."""
 
     def __init__(self, url: str, every_s: float = ASK_EVERY_S) -> None:
         self.url = url
         self._every_s = every_s
         self._silent_s: float | None = None
         self._refused_s = 0.0
-        self._round = 0  # counts resets: an answer that was asked for before one says nothing about the new server
+        self._round = 0  # counts resets: an answer to an earlier request is not about the new server
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"health of {url}", daemon=True)
@@ -40,12 +42,12 @@ class Pulse:
 
     @property
     def silent_s(self) -> float | None:
-        """None where it never answered since the last reset."""
+        """Seconds without a good answer; None where it never answered since the last reset."""
         return self._silent_s
 
     @property
     def refused_s(self) -> float:
-        """For how long nobody has listened at its port, in one piece and up to now."""
+        """Seconds for which its port has refused connections without a break, up to now."""
         return self._refused_s
 
     def reset(self) -> None:
@@ -54,7 +56,7 @@ class Pulse:
             self._silent_s, self._refused_s = None, 0.0
 
     def close(self) -> None:
-        """Does not wait for an answer that is still owed."""
+        """Stop polling. Does not wait for the answer to the last request."""
         self._closing.set()
 
     def _follow(self) -> None:
@@ -68,9 +70,9 @@ class Pulse:
                     if this_round == self._round:
                         self._note(found, passed_s)
 
-    def _note(self, found: Found, passed_s: float) -> None:
-        """More time than one question can take was slept through by ourselves, and is not held against the server."""
-        if found == "well":
+    def _note(self, found: Answer, passed_s: float) -> None:
+        """Add the time since the last check, at most what one check can take: the launcher itself may have slept."""
+        if found == "healthy":
             self._silent_s, self._refused_s = 0.0, 0.0
         elif self._silent_s is not None:
             passed_s = min(passed_s, self._every_s + ANSWER_WITHIN_S)
@@ -78,9 +80,9 @@ class Pulse:
             self._refused_s = self._refused_s + passed_s if found == "refused" else 0.0
 
 
-def _ask(client: httpx.Client, url: str) -> Found:
+def _ask(client: httpx.Client, url: str) -> Answer:
     try:
-        return "well" if client.get(url).status_code == 200 else "silent"
+        return "healthy" if client.get(url).status_code == 200 else "silent"
     except httpx.ConnectError:
         return "refused"
     except httpx.HTTPError:
@@ -88,7 +90,7 @@ def _ask(client: httpx.Client, url: str) -> Found:
 
 
 class HealthWatch:
-    """The pulses of all servers of a run."""
+    """The health checks of all servers of a run."""
 
     def __init__(
         self,
@@ -101,33 +103,72 @@ class HealthWatch:
         self._after_s = after_s
         self._refused_for_s = min(refused_for_s, after_s)
         self._children = [child for child in children if child.spec.health]
-        self._pulses = {child.name: Pulse(child.spec.health or "", every_s) for child in self._children}
+        self._checks = {child.name: HealthCheck(child.spec.health or "", every_s) for child in self._children}
         self._starts = {child.name: child.num_starts for child in self._children}
 
     def close(self) -> None:
-        for pulse in self._pulses.values():
-            pulse.close()
+        for check in self._checks.values():
+            check.close()
 
     def unhealthy_for(self, name: str) -> float | None:
-        """Seconds since the last good answer, None where it never answered since its start."""
-        return self._pulses[name].silent_s
+        """Return seconds since the last good answer; None where it never answered since its start."""
+        return self._checks[name].silent_s
 
     def kill_silent(self) -> list[str]:
-        """Returns a line on each server that it killed. To be called often: it also notes who was started again."""
+        """Kill servers that were unhealthy for too long. Return a line for each. Call it often: it notices restarts."""
         return [line for child in self._children if (line := self._look(child))]
 
     def _look(self, child: Child) -> str | None:
         if self._starts[child.name] != child.num_starts:
             self._starts[child.name] = child.num_starts
-            self._pulses[child.name].reset()
+            self._checks[child.name].reset()
         silent_s = self.unhealthy_for(child.name)
         if child.exit is not None or silent_s is None:
             return None
-        is_closed = self._pulses[child.name].refused_s >= self._refused_for_s
+        is_closed = self._checks[child.name].refused_s >= self._refused_for_s
         if silent_s < self._after_s and not is_closed:
             return None
-        self._pulses[child.name].reset()
-        listens = ", and nobody listens there" if is_closed else ""
-        why = f"{child.spec.health} had not answered for {silent_s:.0f} s{listens}"
+        self._checks[child.name].reset()
+        listens = ", and its port is closed" if is_closed else ""
+        why = f"{child.spec.health} did not answer for {silent_s:.0f} s{listens}"
         child.kill(why)
-        return f"{child.name} killed: {why}, though it did before"
+        return f"{child.name} killed: {why}"
+
+
+class FrozenWatch:
+    """Count how long each process of a run has been stopped (SIGSTOP, a debugger): it would hold up the whole run."""
+
+    def __init__(self, after_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._after_s = after_s
+        self._clock = clock
+        self._looked: float | None = None
+        self._stopped_s: dict[tuple[int, int], float] = {}  # by pid and start
+
+    def kill_frozen(self, children: Sequence[Child], table: dict[int, Process]) -> list[str]:
+        """Kill processes that were stopped for too long. Return a line for each.
+
+        Time in which the launcher itself was stopped does not count, so that a whole run may be stopped and continued.
+        """
+        passed_s = self._passed_s()
+        stopped = {(p.pid, p.start): (child, p) for child in children for p in child.family.members(table) if p.stopped}
+        self._stopped_s = {key: self._stopped_s[key] + passed_s if key in self._stopped_s else 0.0 for key in stopped}
+        return [self._kill(*stopped[key], for_s) for key, for_s in self._stopped_s.items() if for_s >= self._after_s]
+
+    def _passed_s(self) -> float:
+        now = self._clock()
+        passed = 0.0 if self._looked is None else now - self._looked
+        self._looked = now
+        return min(passed, LONGEST_LOOK_S)
+
+    def _kill(self, child: Child, process: Process, for_s: float) -> str:
+        why = f"it was stopped for {for_s:.0f} s"
+        line = f"{child.name}: process {process.pid} ({_command(process.pid)}) killed, {why}"
+        child.kill_member(process, why)
+        return line
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "gone"

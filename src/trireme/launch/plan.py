@@ -1,4 +1,4 @@
-"""From a resolved configuration to the processes of a run: pure, so that `--dry-run` shows exactly what would start."""
+"""Process specs of a run, computed from its resolved configuration, so that `--dry-run` shows exactly what starts."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class ProcessSpec:
 
     name: ProcessName
     argv: tuple[str, ...]
-    env: Mapping[str, str]  # on top of the launcher's own
+    env: Mapping[str, str]  # added to the launcher's own
     log: Path
     gpus: tuple[int, ...]  # as the configuration counts them; CUDA_VISIBLE_DEVICES has the machine's names
-    ports: Mapping[str, int]  # that it binds, by what they are for
+    ports: Mapping[str, int]  # purpose -> port that it binds
     num_ranks: int = 1
-    health: str | None = None  # address that a server answers with 200 while it is well
+    health: str | None = None  # URL that answers with 200 while the server is healthy
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The processes of a run, in the order in which to start them. They wait for each other: any order works."""
+    """The processes of a run, in the order in which they are started. They wait for each other, so any order works."""
 
     run_file: Path
     processes: tuple[ProcessSpec, ...]
@@ -45,11 +45,11 @@ class Plan:
 
 
 def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> Plan:
-    """The plan of a resolved run.
+    """Return the process specs of a resolved run.
 
     Args:
-        run_file: the resolved configuration that each process is started with.
-        devices: names the visible GPUs; the ids of the configuration where not given.
+        run_file: file of the resolved configuration, which each process reads.
+        devices: names of the visible GPUs; None to use the ids of the configuration.
     """
     names = devices.gpus if devices else ()
     engines, trainer = _inference(config, run_file, names), _trainer(config, run_file, names)
@@ -110,7 +110,7 @@ def _spec(
 
 
 def _health(host: str, port: int | None) -> str | None:
-    """As this machine reaches a server that listens on `host`."""
+    """Return the health check URL under which this machine reaches a server that listens on `host`."""
     here = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://{f'[{here}]' if ':' in here else here}:{port}/health" if port else None
 
@@ -119,19 +119,19 @@ def _environment(visible: str, threads: int | None) -> dict[str, str]:
     environment = {
         "CUDA_VISIBLE_DEVICES": visible,
         "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "",  # all of them start in half the time with byte code
+        "PYTHONDONTWRITEBYTECODE": "",  # byte code halves the start-up time
         "OMP_WAIT_POLICY": "PASSIVE",  # idle OpenMP threads sleep: spinning ones take a core from a busy process
     }
     return environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
 
 
 def _visible(gpus: tuple[int, ...], names: tuple[str, ...]) -> str:
-    """The machine's names of these GPUs; an empty value hides them all."""
+    """Return CUDA_VISIBLE_DEVICES for these GPUs; an empty value hides all."""
     return ",".join(names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus)
 
 
 def describe(plan: Plan, config: RunConfig, *, only: ProcessName | None = None) -> str:
-    """What `--dry-run` prints."""
+    """Return the text of `--dry-run`."""
     shown = [process for process in plan.processes if only in (None, process.name)]
     blocks = ["\n".join(_facts(config)), *("\n".join(_describe_process(process)) for process in shown)]
     return "\n\n".join(blocks)

@@ -1,7 +1,7 @@
 """Start the trainer's ranks on one machine, wait for them, and end all of them when one fails.
 
-The ranks meet through a store that only they can open: a file without a name, inherited as a descriptor. torchrun would
-open a TCP store on all interfaces, and unpickle what it finds in it.
+The ranks rendezvous through an anonymous file that only they inherit. torchrun would open a TCP store on all
+interfaces, and unpickle what it receives there.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
 
 def _start(command: Sequence[str], rank: int, num_ranks: int, store: int) -> subprocess.Popen[bytes]:
     who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    told = {name: str(number) for name, number in who.items()} | {RANK_STORE: f"/proc/self/fd/{store}"}
-    return subprocess.Popen(list(command), env=os.environ | told, pass_fds=(store,))
+    environment = {name: str(number) for name, number in who.items()} | {RANK_STORE: f"/proc/self/fd/{store}"}
+    return subprocess.Popen(list(command), env=os.environ | environment, pass_fds=(store,))
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -1,7 +1,8 @@
-"""What an exit means for the run: who is started again, when, and when the run is over."""
+"""The restart policy: which process is restarted after an exit, when, and how a run ends."""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.faults import reach
 from trireme.config.run import Supervisor
 from trireme.launch.children import Child
-from trireme.launch.endings import Died, Done, Ending, by_suspicion, clock_time
+from trireme.monitor.in_words import short_time
 from trireme.monitor.logs import last_words
 from trireme.monitor.metrics import MetricsFile, read_metrics
 
@@ -21,17 +22,81 @@ CLEAR_S = 2.0  # between SIGTERM and SIGKILL for what a dead process left behind
 WORD_LENGTH = 160  # of a last word that is quoted
 
 
+@dataclass(frozen=True)
+class Done:
+    """The orchestrator has left with exit code 0: nothing is left to do."""
+
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A signal asked the launcher to stop."""
+
+    signal_number: int
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signal_number
+
+    def lines(self) -> list[str]:
+        return [f"stopped by {signal.Signals(self.signal_number).name}"]
+
+
+@dataclass(frozen=True)
+class Died:
+    """A process died and is not restarted. The first of `dead` is the likely cause."""
+
+    dead: tuple[Child, ...]
+    why_final: str = ""  # why it is not restarted, in a sentence
+
+    @property
+    def exit_code(self) -> int:
+        first = self.dead[0].exit
+        return first.code if first is not None and first.code in FINAL_EXIT_CODES else 1
+
+    def lines(self) -> list[str]:
+        first, *others = self.dead
+        final = f" {self.why_final}" if self.why_final else ""
+        lines = [f"{_describe_exit(first)}{final} All other processes were stopped. The end of its log:"]
+        lines += [f"    {line}" for line in last_words(first.spec.log, first.log_start) or ["(empty)"]]
+        lines.append(f"The whole log: {first.spec.log}")
+        return lines + [f"{_describe_exit(child)} Its log: {child.spec.log}" for child in others]
+
+
+Ending = Done | Interrupted | Died
+
+
+def _describe_exit(child: Child) -> str:
+    assert child.exit is not None
+    after = short_time(child.exit.at - child.started_at)
+    verb = "ended too early" if child.exit.code == 0 else "died"
+    return f"{child.name} {verb} at {clock_time(child.exit.at)}, {after} after its start: {child.exit}."
+
+
+def clock_time(unix_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
+def by_suspicion(child: Child) -> tuple[bool, bool, float]:
+    """Sort processes that died between two looks by how likely each is the cause: a killed one first, then one with a
+    final exit code, then the one whose log ended first. The others died of its death."""
+    assert child.exit is not None
+    logged_at = child.spec.log.stat().st_mtime if child.spec.log.exists() else 0.0
+    return child.exit.code >= 0, child.exit.code not in FINAL_EXIT_CODES, logged_at
+
+
 class Trained:
-    """The newest step that was trained while this launcher looks on."""
+    """The newest step that was trained since this launcher started, from `metrics.jsonl`."""
 
     def __init__(self, metrics: Path) -> None:
         self._metrics = metrics
         rows, self._offset = read_metrics(metrics)
-        self.last = max((row["step"] for row in rows[-1:]), default=0)  # for rows of our own, before there is a newer
+        self.last = max((row["step"] for row in rows[-1:]), default=0)  # until a newer step is trained
         self._newest = -1
 
     def newest(self) -> int:
-        """-1 where none was. A step that is trained anew, after an older checkpoint, is no progress."""
+        """Return the newest trained step, or -1. A step that is repeated after a restart is no progress."""
         rows, self._offset = read_metrics(self._metrics, self._offset)
         steps = [row["step"] for row in rows if row["process"] == "trainer"]
         self._newest = max([self._newest, *steps])
@@ -40,20 +105,20 @@ class Trained:
 
 
 @dataclass
-class _Patience:
-    """What is left of it for one process."""
+class _Backoff:
+    """The restart state of one process."""
 
     in_a_row: int = 0  # restarts since the last one that was followed by a newly trained step
     trained: int = -1  # newest step when it died last
-    due: float | None = None  # when it is to be started again; None while it runs
-    clear_by: float = 0.0  # when patience with what it left behind ends
+    due: float | None = None  # when it will be restarted; None while it runs
+    clear_by: float = 0.0  # when its remaining descendants are killed
 
 
 class Restarts:
-    """Starts again what dies, alone; the others go on and wait for it.
+    """Restart a process that dies, alone; the other processes keep running and wait for it.
 
-    Final are: exit codes 2 and 3 (a refused configuration would be refused again, wrong weights be wrong again), more
-    than `max_restarts` in a row without a newly trained step between them, and every death where `restart` is false.
+    Not restarted are: exit codes 2 and 3 (a refused configuration, wrong weights), more than `max_restarts` in a row
+    without a newly trained step between them, and every process where `supervisor.restart` is false.
     """
 
     def __init__(
@@ -71,11 +136,11 @@ class Restarts:
         self._say = say
         self._leave_s = leave_s
         self._clock = clock
-        self._patience: dict[str, _Patience] = {}
+        self._backoffs: dict[str, _Backoff] = {}
         self._finished_at: float | None = None
 
     def judge(self, children: Sequence[Child]) -> Ending | None:
-        """Called often, from the main thread; never sleeps. None: go on looking after them."""
+        """Restart what is due. Return how the run ends; None while it goes on. Call it often, from the main thread."""
         if self._is_over(children):
             return Done()
         dead = [child for child in children if child.exit is not None and not _may_have_left(child)]
@@ -90,7 +155,7 @@ class Restarts:
         return None
 
     def _is_over(self, children: Sequence[Child]) -> bool:
-        """Once the orchestrator has left with 0, nothing is lost with the others. The trainer is given some time."""
+        """Return whether the run is done: the orchestrator has exited with 0, and the trainer too or its time is up."""
         awaited = [child for child in children if child.name in LEAVE_BY_THEMSELVES]
         if not any(child.name == "orchestrator" and _may_have_left(child) for child in awaited):
             return False
@@ -112,43 +177,43 @@ class Restarts:
         return True
 
     def _why_final(self, child: Child) -> str | None:
-        """None where it is to be started again; the empty string where there is nothing to add to its exit."""
+        """Return why the process is not restarted (empty where its exit says it all); None where it is."""
         assert child.exit is not None
         if self._finished_at is not None and self._config.restart:
             return None
         if not self._config.restart or child.exit.code in FINAL_EXIT_CODES:
             return ""
-        patience = self._of(child)
-        if patience.due is not None or self._count(child) < self._config.max_restarts:
+        backoff = self._of(child)
+        if backoff.due is not None or self._count(child) < self._config.max_restarts:
             return None
         if not self._config.max_restarts:
             return "supervisor.max_restarts is 0."
         return (
-            f"It had been started again {self._config.max_restarts} times in a row without a newly trained step "
-            "between (supervisor.max_restarts), and was given up."
+            f"It was restarted {self._config.max_restarts} times in a row without a newly trained step in between "
+            "(the limit is supervisor.max_restarts)."
         )
 
     def _count(self, child: Child) -> int:
-        """Its restarts in a row, as of its death."""
-        patience = self._of(child)
+        """Return how often it was restarted in a row before this death."""
+        backoff = self._of(child)
         newest = self._trained.newest()
-        if newest > patience.trained:
-            patience.in_a_row = 0
-        patience.trained = newest
-        return patience.in_a_row
+        if newest > backoff.trained:
+            backoff.in_a_row = 0
+        backoff.trained = newest
+        return backoff.in_a_row
 
     def _look_after(self, child: Child, children: Sequence[Child]) -> None:
-        """One step on the way to its restart: what it left behind is asked to end, then killed, then it starts."""
-        patience = self._of(child)
+        """Take the next step of a restart: SIGTERM to its remaining descendants, SIGKILL, then the start."""
+        backoff = self._of(child)
         now = self._clock()
-        if patience.due is None:
-            child.restarts_in_s = self._delay_s(patience.in_a_row)
-            patience.due, patience.clear_by = now + child.restarts_in_s, now + CLEAR_S
+        if backoff.due is None:
+            child.restarts_in_s = self._delay_s(backoff.in_a_row)
+            backoff.due, backoff.clear_by = now + child.restarts_in_s, now + CLEAR_S
             child.ask_family_to_end()
-        elif now >= patience.due and (now >= patience.clear_by or not child.family.alive()):
-            patience.due = None
-            patience.in_a_row += 1
-            self._restart(child, children, patience.in_a_row)
+        elif now >= backoff.due and (now >= backoff.clear_by or not child.family.alive()):
+            backoff.due = None
+            backoff.in_a_row += 1
+            self._restart(child, children, backoff.in_a_row)
 
     def _delay_s(self, in_a_row: int) -> float:
         if not in_a_row:
@@ -166,8 +231,8 @@ class Restarts:
             max(0, self._trained.last), {f"restarts/{child.name}": child.num_restarts, "restarts/total": total}
         )
 
-    def _of(self, child: Child) -> _Patience:
-        return self._patience.setdefault(child.name, _Patience())
+    def _of(self, child: Child) -> _Backoff:
+        return self._backoffs.setdefault(child.name, _Backoff())
 
 
 def _may_have_left(child: Child) -> bool:

@@ -20,7 +20,7 @@ from trireme.base.waiting import Waits
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check_launch
 from trireme.config.run import RunConfig
-from trireme.launch.engine import open_engine
+from trireme.launch.standalone_engine import open_engine
 from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
 from trireme.tools.environments.check import OpenPolicy
 from trireme.tools.environments.check_endpoint import Server, look_at, open_chat_endpoint

@@ -15,7 +15,7 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Sampling
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.launch.engine import open_engine
+from trireme.launch.standalone_engine import open_engine
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
 from trireme.tools.environments.check import OpenPolicy
 from trireme.tools.environments.check_engine import open_engine_policy

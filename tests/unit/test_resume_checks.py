@@ -13,7 +13,7 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import TrainerModel
-from trireme.launch.going_on import check_goes_on, is_trained
+from trireme.launch.resume import check_resume, is_trained
 from written_run import build_config
 
 
@@ -52,38 +52,38 @@ OTHER = {"model.name": "models/other"}
     ],
 )
 def test_a_run_is_resumed_as_it_was_and_further(earlier, changes):
-    check_goes_on(updated(earlier, changes))
+    check_resume(updated(earlier, changes))
 
 
 def test_a_model_that_was_moved_is_the_same(earlier):
-    check_goes_on(updated(earlier, {"model.name": f"/moved/{Path(earlier.model.name).name}"}))
+    check_resume(updated(earlier, {"model.name": f"/moved/{Path(earlier.model.name).name}"}))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"max_steps": 2}, r"checkpoint of step 3, and `max_steps` is 2 - expected 3 or more"),
-        (OTHER, "of the model '.*', and `model.name` is 'models/other'"),
-        (MUON, r"trained by 'adamw', and `trainer.optim.type` is 'muon'"),
+        ({"max_steps": 2}, r"step 3, .*`max_steps` is 2 - expected 3 or more"),
+        (OTHER, "`model.name` is .models.other"),
+        (MUON, r"adamw.*`trainer.optim.type` is .muon"),
     ],
 )
 def test_fewer_steps_another_model_and_another_optimizer_are_refused_with_both_values(earlier, changes, said):
     with pytest.raises(ConfigError, match=said):
-        check_goes_on(updated(earlier, changes))
+        check_resume(updated(earlier, changes))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"max_steps": 2}, r"step 3, and `max_steps` is 2 .*`--ckpt.resume-step N`"),
-        ({"model.name": "models/b"}, r"of the model 'models/a', and `model.name` is 'models/b'"),
-        ({"optim.type": "sgd"}, r"trained by 'adamw', and `optim.type` is 'sgd'"),
+        ({"max_steps": 2}, r"step 3, .* `max_steps` is 2 .*`--ckpt.resume-step N`"),
+        ({"model.name": "models/b"}, r"models.a.*`model.name` is .models.b"),
+        ({"optim.type": "sgd"}, r"adamw.*`optim.type` is .sgd"),
     ],
 )
 def test_supervised_training_is_resumed_in_the_same_way(fine_tuned, changes, said):
-    check_goes_on(fine_tuned)
+    check_resume(fine_tuned)
     with pytest.raises(ConfigError, match=said):
-        check_goes_on(updated(fine_tuned, changes))
+        check_resume(updated(fine_tuned, changes))
 
 
 def test_a_run_is_trained_when_it_has_all_its_steps(earlier, fine_tuned):
@@ -95,9 +95,9 @@ def test_a_run_is_trained_when_it_has_all_its_steps(earlier, fine_tuned):
 
 def test_epochs_say_nothing_of_steps(fine_tuned):
     by_epochs = fine_tuned.model_copy(update={"num_epochs": 2.0, "max_steps": 1})
-    check_goes_on(by_epochs)
+    check_resume(by_epochs)
     assert not is_trained(by_epochs)
 
 
 def test_before_there_is_a_checkpoint_any_optimizer_will_do(tmp_path):
-    check_goes_on(updated(written(build_config(tmp_path / "run")), MUON))
+    check_resume(updated(written(build_config(tmp_path / "run")), MUON))

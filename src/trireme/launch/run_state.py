@@ -1,4 +1,4 @@
-"""How a run stands, as far as it can be told from outside: its orchestrator's answer, and what lies on disk."""
+"""The state of a run as seen from outside: the orchestrator's `/status`, and the files in the run folder."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ ANYWHERE = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True)
-class Standing:
-    """One look at a run."""
+class RunState:
+    """The state of a run at one moment."""
 
     config: RunConfig
-    paths: RunPaths  # the folder may have been moved since
+    paths: RunPaths  # where the folder is now; it may have been moved
     progress: Progress
     status: Status | None  # None where the orchestrator does not answer
     checkpoints: list[int]
-    launcher: int | None  # pid, where it is of this machine
+    launcher: int | None  # pid, where it runs on this machine
 
     def lines(self) -> Iterator[str]:
         yield f"run          {self.paths.root}"
@@ -58,25 +58,26 @@ class Standing:
         if self.status:
             return f"{self.status.state}, version {self.status.version}; {done}"
         if self.launcher:
-            return f"coming up, or going down (process {self.launcher}); {done}"
+            return f"starting or stopping (process {self.launcher}); {done}"
         if self.progress.num_done >= self.config.max_steps:
             return f"finished; {done}"
-        return f"its orchestrator does not answer here; {done}"
+        return f"not running here (its orchestrator does not answer); {done}"
 
 
-def look_at(run: Path, *, token: str | None = None, address: str | None = None) -> Standing:
-    """
+def look_at(run: Path, *, token: str | None = None, address: str | None = None) -> RunState:
+    """Return the state of the run in a folder.
+
     Args:
-        token: of a submission, where the run's folder has no key.
-        address: of the orchestrator's machine, where the run's own configuration does not know it.
+        token: the token of a submission, where the run's folder has no key.
+        address: the orchestrator's machine, where the run's configuration does not name it.
 
-    Raises: ConfigError where the folder is not a run's.
+    Raises: ConfigError where the folder holds no run.
     """
     config = read_run(RunConfig, find_run_file(run, "orchestrator"))
     paths = RunPaths(run)
     progress = Progress(config.max_steps)
     progress.add(read_metrics(paths.metrics)[0])
-    return Standing(
+    return RunState(
         config=config,
         paths=paths,
         progress=progress,
@@ -87,7 +88,7 @@ def look_at(run: Path, *, token: str | None = None, address: str | None = None) 
 
 
 def _ask(config: RunConfig, paths: RunPaths, token: str | None, address: str | None) -> Status | None:
-    """The port may be another run's by now: an answer counts where it is about this folder."""
+    """Ask the orchestrator for its status. The port may be another run's by now, whose answer does not count."""
     bound = config.orchestrator.server
     host = address or (config.hosts.orchestrator if bound.host in ANYWHERE else bound.host)
     url = f"http://{host}:{bound.port or 8001}/status"
@@ -102,7 +103,7 @@ def _ask(config: RunConfig, paths: RunPaths, token: str | None, address: str | N
 
 
 def _is_about(status: Status, paths: RunPaths) -> bool:
-    """By its name alone where the run was started from another folder."""
+    """Compare folders; names alone where the run was started with a relative path."""
     answered = Path(status.run)
     if answered.is_absolute():
         return os.path.realpath(answered) == os.path.realpath(paths.root)

@@ -1,7 +1,7 @@
-"""Every process that came from the ones we started, so that none of them outlives a run.
+"""Track every descendant of the processes that the launcher started, so that none of them outlives a run.
 
-Also a program: `python descendants.py LAUNCHER_PID GRACE_S` is the guard, which ends them when the launcher itself is
-killed. It is run as a file, with the standard library only, so that it is up in milliseconds.
+This file is also a program: `python process_tree.py LAUNCHER_PID GRACE_S` is the guard, which ends the descendants when
+the launcher itself is killed. It uses the standard library only, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARKER = "TRIREME_PARENT"
 """Environment variable of every process of a run: the launcher's pid."""
 
 MEMBER = "TRIREME_PROCESS"
-"""And the name of the process of the run that it is, or came from."""
+"""Environment variable with the name of the run's process that it is, or descends from."""
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
@@ -29,7 +29,7 @@ _PROC = Path("/proc")
 
 
 class Process(NamedTuple):
-    """A line of /proc. A pid alone names different processes over time; pid and start never do."""
+    """One process of /proc. Pids are reused; the pair of pid and start time is unique."""
 
     pid: int
     start: int  # clock ticks after boot
@@ -43,7 +43,7 @@ class Process(NamedTuple):
 
     @property
     def stopped(self) -> bool:
-        """By a signal, or by a debugger."""
+        """Whether a signal or a debugger has stopped it."""
         return self.state in "Tt"
 
 
@@ -62,14 +62,14 @@ def read_processes() -> dict[int, Process]:
 
 
 class Descendants:
-    """A record that only grows: a process whose parent has died cannot be found by walking down any more."""
+    """The recorded descendants. The record only grows: an orphan cannot be found by walking down the tree any more."""
 
     def __init__(self) -> None:
         self._starts: dict[int, int] = {}  # pid -> start
         self._roots: set[int] = set()
 
     def add_root(self, pid: int) -> Process | None:
-        """A process that we started as the leader of its own session, and have not reaped yet."""
+        """Record a process that the launcher started as the leader of its own session, and has not reaped yet."""
         process = read_process(pid)
         if process is not None:
             self._roots.add(pid)
@@ -84,11 +84,11 @@ class Descendants:
         self._roots |= other._roots
 
     def forget_root(self, pid: int) -> None:
-        """After reaping it: its pid, and so its session's number, may be another's from now on."""
+        """Forget a root that was reaped: its pid, and so its session id, may be reused from now on."""
         self._roots.discard(pid)
 
     def scan(self, table: dict[int, Process] | None = None) -> list[Process]:
-        """Records what is below the recorded processes or in a root's session; returns what is new."""
+        """Record the descendants of recorded processes and the members of roots' sessions. Return the new ones."""
         table = read_processes() if table is None else table
         below: dict[int, list[Process]] = defaultdict(list)
         for process in table.values():
@@ -111,19 +111,19 @@ class Descendants:
         return self._starts.get(process.pid) == process.start or process.session in self._roots
 
     def scan_marked(self, marks: Sequence[str]) -> None:
-        """Records what carries all of our marks: a process that left its parent and its session between two scans."""
+        """Record processes whose environment has all marks: they left their parent and session between two scans."""
         for process in read_processes().values():
             if process.pid != os.getpid() and _is_marked(process.pid, marks):
                 self._starts[process.pid] = process.start
 
     def members(self, table: dict[int, Process]) -> list[Process]:
-        """Those of the recorded that are in the table."""
+        """Return the recorded processes that are in the table."""
         return [
             process for pid, start in self._starts.items() if (process := table.get(pid)) and process.start == start
         ]
 
     def alive(self) -> list[Process]:
-        """Zombies are not."""
+        """Return the recorded processes that are alive. Zombies are not."""
         processes = (read_process(pid) for pid in self._starts)
         return [p for p in processes if p is not None and not p.zombie and self._starts[p.pid] == p.start]
 
@@ -134,14 +134,14 @@ class Descendants:
 
 
 def mark_of(launcher: int, process: str | None = None) -> list[str]:
-    """What the environment of a whole run's processes says, or of one process's family."""
+    """Return the environment entries of all processes of a run, or of the family of one of its processes."""
     return [f"{MARKER}={launcher}", *([f"{MEMBER}={process}"] if process else [])]
 
 
 def _is_marked(pid: int, marks: Sequence[str]) -> bool:
     try:
         environment = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:  # another user's, or gone
+    except OSError:  # it is another user's, or has ended
         return False
     return {mark.encode() for mark in marks} <= set(environment)
 
@@ -153,10 +153,10 @@ def end_all(
     grace_s: float = GRACE_S,
     hurry: Callable[[], bool] = lambda: False,
 ) -> None:
-    """SIGTERM, patience (until `hurry`), SIGKILL; none of them is alive afterwards.
+    """Send SIGTERM, wait (until `hurry` is true, or for `grace_s`), send SIGKILL. None of them is alive afterwards.
 
     Args:
-        marks: all processes that carry these end too.
+        marks: processes whose environment has all of these end too.
     """
     _scan(descendants, marks)
     descendants.send(signal.SIGTERM)
@@ -167,7 +167,7 @@ def end_all(
 
 
 def kill_all(descendants: Descendants, marks: Sequence[str]) -> None:
-    """Until a scan finds nobody: who is killed may have started another a moment before."""
+    """Kill until a scan finds none alive: a process may have started another one just before it was killed."""
     for _ in range(20):
         _scan(descendants, marks)
         if not descendants.alive():
@@ -182,10 +182,13 @@ def _scan(descendants: Descendants, marks: Sequence[str]) -> None:
 
 
 class Guard:
-    """The launcher's end of the pipe to its guard. The kernel closes it, however the launcher ends."""
+    """The launcher's end of the pipe to its guard process. The kernel closes it, however the launcher ends."""
 
     def __init__(self, grace_s: float = GRACE_S, keep_open: Sequence[int] = ()) -> None:
-        """`keep_open` are file descriptors that the guard holds too: a lock outlives a killed launcher with it."""
+        """
+        Args:
+            keep_open: file descriptors that the guard inherits, so that a lock outlives a killed launcher.
+        """
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(grace_s)]
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen(
@@ -210,13 +213,13 @@ class Guard:
 
     def _tell(self, lines: str) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError):  # somebody killed the guard; the run does not depend on it
+        with suppress(OSError):  # the guard was killed; the run does not depend on it
             self._process.stdin.write(lines)
             self._process.stdin.flush()
 
 
 def guard(launcher: int, grace_s: float) -> None:
-    """Reads "PID START" lines from the launcher. An end of file without "done" means that it was killed."""
+    """Read "PID START" lines from the launcher. An end of file without "done" means that the launcher was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descendants = Descendants()
     for line in sys.stdin:

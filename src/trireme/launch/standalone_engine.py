@@ -1,4 +1,4 @@
-"""One engine without a run around it, for as long as somebody needs it: `trireme env check NAME --model FOLDER`."""
+"""An engine without a run, for commands such as `trireme env check NAME --model FOLDER`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from trireme.base.processes import last_lines
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.launch.children import Child, Crew, open_crew
+from trireme.launch.children import Child, Children, open_children
 from trireme.launch.plan import ProcessSpec, plan
 
 POLL_S = 0.25
 ANSWER_WITHIN_S = 2.0
-LEAVE_S = 5.0  # between SIGTERM and SIGKILL: it has nothing to save, and vLLM may not hear the first while it starts
+LEAVE_S = 5.0  # between SIGTERM and SIGKILL: there is nothing to save, and vLLM may ignore SIGTERM while it starts
 
 
 @asynccontextmanager
 async def open_engine(config: RunConfig, devices: Devices, waits: Waits) -> AsyncIterator[str]:
-    """Starts the engine of a resolved run, and yields its address. See `open_server`."""
+    """Start the engine of a resolved run and yield its URL. Raises as `open_server`."""
     run_file = config.paths.run_config
     write_run(config, run_file)
     spec = plan(config, run_file, devices).process("inference")
@@ -36,21 +36,21 @@ async def open_engine(config: RunConfig, devices: Devices, waits: Waits) -> Asyn
 async def open_server(
     spec: ProcessSpec, waits: Waits, *, deadline_s: float, grace_s: float = LEAVE_S
 ) -> AsyncIterator[str]:
-    """Yields its address once it is well; afterwards nothing is left of it, on any way out.
+    """Start a server and yield its URL once it is healthy. Afterwards it is ended, on any way out.
 
     Raises:
-        PeerDied: it ended while it came up; with its last words.
-        DeadlineExceeded: it did not come up in time.
+        PeerDied: it ended while starting; the message has the end of its log.
+        DeadlineExceeded: it was not healthy in time.
     """
     assert spec.health is not None, spec
-    with open_crew([spec], lambda: False, grace_s) as crew:
+    with open_children([spec], lambda: False, grace_s) as crew:
         await _until_up(crew, spec.health, waits, deadline_s=deadline_s)
         yield spec.health.removesuffix("/health")
 
 
-async def _until_up(crew: Crew, health: str, waits: Waits, *, deadline_s: float) -> None:
+async def _until_up(crew: Children, health: str, waits: Waits, *, deadline_s: float) -> None:
     child = crew.children[0]
-    with waits.waiting("it to come up", peer=child.name, deadline_s=deadline_s) as wait:
+    with waits.waiting("it to become healthy", peer=child.name, deadline_s=deadline_s) as wait:
         async with httpx.AsyncClient(timeout=ANSWER_WITHIN_S, trust_env=False) as client:
             while not await _is_up(client, health):
                 crew.look()
@@ -62,10 +62,10 @@ async def _until_up(crew: Crew, health: str, waits: Waits, *, deadline_s: float)
 def _check_alive(child: Child) -> None:
     if child.exit is None:
         return
-    said = "\n".join(f"  {line}" for line in last_lines(child.spec.log, 12))
+    end = "\n".join(f"  {line}" for line in last_lines(child.spec.log, 12))
     raise PeerDied(
-        f"{child.name} ended while it came up ({child.exit}). Its last lines:\n{said}\nExpected it to serve the "
-        f"model - look at the whole log for the cause: {child.spec.log}"
+        f"{child.name} ended while starting ({child.exit}). The end of its log:\n{end}\nExpected it to serve the "
+        f"model. See the whole log for the cause: {child.spec.log}"
     )
 
 

@@ -1,0 +1,120 @@
+"""Checks before a run is resumed with a configuration, and going back to an earlier step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trireme.base.errors import ConfigError
+from trireme.base.paths import RunPaths, step_folder, step_of
+from trireme.config.files import read_table
+from trireme.config.run import RunConfig
+from trireme.config.sft import SftConfig
+from trireme.journal.aside import move_aside
+from trireme.journal.manifest import complete_steps
+from trireme.launch.folder import holds_run
+
+
+@dataclass(frozen=True)
+class ResumeSettings:
+    """The settings that decide whether a run can be resumed; the same for training and supervised fine-tuning."""
+
+    paths: RunPaths
+    model: str | None
+    optimizer: str
+    trainer: tuple[str, ...]  # the table that holds the trainer's settings
+    max_steps: int | None  # None where it follows from the data
+    resume: bool
+    step: int | None  # of the checkpoint to resume from, where one was asked for
+
+    @classmethod
+    def of(cls, config: RunConfig | SftConfig) -> ResumeSettings:
+        above: tuple[str, ...] = ()
+        if isinstance(config, SftConfig):
+            optimizer, step = config.optim.type, config.ckpt.resume_step
+            max_steps = None if config.num_epochs is not None else config.max_steps
+        else:
+            optimizer, step, above = config.trainer.optim.type, config.trainer.ckpt.resume_step, ("trainer",)
+            max_steps = config.max_steps
+        return cls(config.paths, config.model.name, optimizer, above, max_steps, config.resume, step)
+
+
+def check_resume(config: RunConfig | SftConfig) -> None:
+    """Check that the run in the folder can be resumed with this configuration. A run that starts fresh always passes.
+
+    Raises:
+        ConfigError: the run has another model or another kind of optimizer, or has a checkpoint beyond `max_steps`.
+    """
+    settings = ResumeSettings.of(config)
+    if not (settings.resume or settings.step is not None) or not holds_run(settings.paths):
+        return
+    if settings.paths.run_config.exists():
+        before = read_table(settings.paths.run_config)
+        _check_model(before, settings)
+        if settings.step != 0:  # the base model has no optimizer state
+            _check_optimizer(before, settings)
+    if settings.step in (None, -1):
+        _check_end(settings)
+
+
+def is_trained(config: RunConfig | SftConfig) -> bool:
+    """Return whether the last step is in a checkpoint."""
+    return complete_steps(config.paths.checkpoints)[-1:] == [ResumeSettings.of(config).max_steps]
+
+
+def _check_model(before: dict[str, Any], settings: ResumeSettings) -> None:
+    """Compare the last part of the names: a folder may have been moved, and a model of a hub may be a folder by now."""
+    old, new = before.get("model", {}).get("name"), settings.model
+    if isinstance(old, str) and new is not None and Path(old).name != Path(new).name:
+        raise ConfigError(
+            f"the run in {settings.paths.root} trains the model {old!r}, but `model.name` is {new!r} - expected the "
+            "same: its weights would get another model's tokenizer and prompts. Leave `model.name` as it was, or "
+            "start a new run from the other model: `--name another`, without `--resume`."
+        )
+
+
+def _check_optimizer(before: dict[str, Any], settings: ResumeSettings) -> None:
+    """Compare the kinds of optimizer. AdamW and its 8-bit form read each other's moments."""
+    for name in settings.trainer:
+        before = before.get(name, {})
+    old, new = before.get("optim", {}).get("type", "adamw"), settings.optimizer
+    if str(old).removesuffix("_8bit") != new.removesuffix("_8bit") and complete_steps(settings.paths.checkpoints):
+        key = ".".join((*settings.trainer, "optim.type"))
+        raise ConfigError(
+            f"the run in {settings.paths.root} uses the optimizer {old!r}, but `{key}` is {new!r} - expected the same "
+            "('adamw' and 'adamw_8bit' may replace each other), because its checkpoint holds that optimizer's state. "
+            "Leave it as it was, or start a new run from the weights of this one: `model.name`, without `--resume`."
+        )
+
+
+def _check_end(settings: ResumeSettings) -> None:
+    newest = max(complete_steps(settings.paths.checkpoints), default=0)
+    if settings.max_steps is not None and newest > settings.max_steps:
+        flag = ".".join((*settings.trainer, "ckpt.resume-step"))
+        raise ConfigError(
+            f"the run in {settings.paths.root} has a checkpoint of step {newest}, but `max_steps` is "
+            f"{settings.max_steps} - expected {newest} or more. Raise `max_steps`, or go back with `--{flag} N`."
+        )
+
+
+def rewind(paths: RunPaths, version: int) -> None:
+    """Go back to the state right after `version` was trained; 0 is the base model. Later files are moved, not deleted.
+
+    It can be repeated after an interruption. The batches, from which everything else can be made again, are moved last:
+    until then a resume without rewinding continues the old run.
+    """
+    from trireme.journal.journal import Journal  # they import numpy, which `rl --help` does not wait for
+    from trireme.journal.versions import Versions
+
+    _rewind_steps(paths.checkpoints, version)
+    Versions(paths.journal).rewind(version)
+    _rewind_steps(paths.weights, version)
+    _rewind_steps(paths.evals, version)
+    Journal(paths.journal).rewind(version)
+
+
+def _rewind_steps(folder: Path, version: int) -> None:
+    """Move the folders of later steps aside, half-written ones too."""
+    steps = [step for entry in folder.iterdir() if (step := step_of(entry)) is not None] if folder.is_dir() else []
+    move_aside(folder, [step_folder(folder, step) for step in sorted(steps) if step > version])
