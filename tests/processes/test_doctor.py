@@ -50,7 +50,7 @@ def test_a_problem_ends_it_with_1_and_with_what_to_do_and_a_warning_does_not(cap
     said = capsys.readouterr().out
     assert re.search(r"^ok +Is this a Python", said, re.MULTILINE)
     assert re.search(rf"^problem  Are the run's ports free\?\n +port {port} on 127.0.0.1 is in use", said, re.MULTILINE)
-    assert f"-> `lsof -i :{port}` shows who has it" in said
+    assert f"-> `lsof -i :{port}` shows which" in said
     assert "1 ok, 1 problem" in said
     monkeypatch.setattr("trireme.cli.doctor.QUESTIONS", (Question("a", "Is it?", lambda _: [warning("hm", "wait")]),))
     assert doctor([]) == 0

@@ -12,13 +12,11 @@ import pytest
 from resolved_runs import CPU, GPUS, prefixed, refusals, resolved
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
-from trireme.config import inference as engine_names
-from trireme.config import rules_optim
-from trireme.config.readiness import looks_local
+from trireme.config import inference, trainer
+from trireme.config.model_folder import looks_local
+from trireme.config.orchestrator import sampling_notes
 from trireme.config.rules import check, launch_problems
-from trireme.config.rules_optim import optim_launch_problems
-from trireme.config.rules_sampling import sampling_notes
-from trireme.config.trainer import Optimizer
+from trireme.config.trainer import Optimizer, optim_launch_problems
 
 ROOT = Path(__file__).parents[2]
 SAMPLED = " --eval.sampling.temperature 1.0"
@@ -141,7 +139,7 @@ ORCHESTRATOR = rows(
     ("--curriculum [{weights={a=0.0}}]", "", "gives no environment any weight"),
     ("--curriculum [{weights={}}]", "", "gives no environment any weight"),
     ("--buffer.pools.easy-threshold 0.5 --buffer.pools.hard-threshold 0.5", "... 0.4", "= 0.5, hard_threshold = 0.5"),
-    ("--buffer.pools {normal_weight=0.0}", "--buffer.pools {easy_weight=0.0,hard_weight=0.0}", "never seen is normal"),
+    ("--buffer.pools {normal_weight=0.0}", "--buffer.pools {easy_weight=0.0,hard_weight=0.0}", "never seen are normal"),
     ("--buffer.use-difficulty-filtering", "+ --buffer.difficulty-threshold 0.3", "with difficulty_threshold = 0"),
     ("--buffer.difficulty-threshold 0.3", "", "without `use_difficulty_filtering`"),
     ("--rollouts-per-example 1", "--rollouts-per-example 2", '"group_mean" with orchestrator.rollouts_per_example = 1'),
@@ -232,12 +230,12 @@ def test_a_run_needs_an_environment_but_a_trainer_alone_does_not():
 
 
 def test_names_of_parsers_are_left_to_the_engine_where_vllm_is_not_installed(monkeypatch):
-    monkeypatch.setattr(engine_names, "find_spec", lambda name: None)
-    engine_names.parser_names.cache_clear()
+    monkeypatch.setattr(inference, "find_spec", lambda name: None)
+    inference.parser_names.cache_clear()
     try:
         assert refusals("--inference.model.tool-call-parser whatever") == []
     finally:
-        engine_names.parser_names.cache_clear()
+        inference.parser_names.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -251,7 +249,9 @@ def test_names_of_parsers_are_left_to_the_engine_where_vllm_is_not_installed(mon
     ],
 )
 def test_sampling_that_biases_the_importance_ratio_gets_a_note(sampling, words):
-    notes = sampling_notes(resolved(prefixed("orchestrator.sampling", sampling) if sampling else ""))
+    notes = sampling_notes(
+        resolved(prefixed("orchestrator.sampling", sampling) if sampling else "").orchestrator.sampling
+    )
     assert len(notes) == (words is not None)
     assert words is None or words in notes[0]
 
@@ -274,7 +274,7 @@ def test_a_port_in_use_is_named_with_its_server_by_the_process_that_listens_ther
     (message,) = refusals(flags, at_launch=True)
     assert f"port {busy_port} on 127.0.0.1 is in use, wanted for the inference server" in message
     assert "--inference.server.port " in message
-    assert f"`lsof -i :{busy_port}` shows who has it" in message
+    assert f"`lsof -i :{busy_port}` shows which" in message
     assert not any(str(busy_port) in text for text in launch_problems(resolved(flags), CPU, section="trainer"))
     there = f"--hosts.orchestrator 203.0.113.1 --ports.batches {busy_port} --device cpu"
     assert refusals(f"--model.name a/b {there}", f"port {busy_port}", at_launch=True) == []
@@ -323,7 +323,7 @@ def test_a_file_of_the_users_must_exist_when_the_run_starts(flags, file):
 def test_8_bit_moments_need_a_compiler_on_gpus(monkeypatch):
     eight = Optimizer(type="adamw_8bit")
     assert [*optim_launch_problems("", eight, "cpu")] == []
-    monkeypatch.setattr(rules_optim.shutil, "which", lambda name: None)
+    monkeypatch.setattr(trainer.shutil, "which", lambda name: None)
     assert len([*optim_launch_problems("trainer.", eight, "cuda")]) == 1
     assert [*optim_launch_problems("", eight, "cpu")] == []
     assert [*optim_launch_problems("trainer.", Optimizer(), "cuda")] == []

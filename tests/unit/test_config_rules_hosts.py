@@ -97,7 +97,7 @@ def test_all_machines_call_the_run_the_same_wherever_it_lies_and_have_the_same_d
     [
         ("--hosts.inference http://203.0.113.1:8000", None, "expected an address or a name, and maybe a port"),
         ("--hosts.inference 203.0.113.1:port", None, "expected an address or a name, and maybe a port"),
-        ("--hosts.inference 0.0.0.0", None, "others cannot reach that"),
+        ("--hosts.inference 0.0.0.0", None, "cannot reach that"),
         ("--hosts.inference fe80::1", None, "expected an IPv4 address or a name"),
         ("--hosts.trainer 203.0.113.1:5556", None, "expected no port"),
         ("--hosts.orchestrator 203.0.113.1:5555", None, "expected no port"),

@@ -10,15 +10,13 @@ import pytest
 
 from resolved_runs import CPU, ENV, refusals, resolved
 from trireme.base.errors import ConfigError
-from trireme.config import rules_model
+from trireme.config import model_folder
 from trireme.config.load import load_config
+from trireme.config.model_folder import model_launch_problems, num_experts_in
 from trireme.config.resolve import resolve_sft
-from trireme.config.rules import check_sft, launch_problems, problems
-from trireme.config.rules_lora import lora_problems
-from trireme.config.rules_model import model_launch_problems, model_problems
-from trireme.config.rules_moe import expert_problems_of_sft, num_experts_in
+from trireme.config.rules import check_sft, launch_problems, problems, route_problems
 from trireme.config.sft import SftConfig
-from trireme.config.trainer import Experts, Lora, TrainerModel
+from trireme.config.trainer import Experts, Lora, TrainerModel, lora_problems, model_problems
 
 TABLE = "trainer.model"
 FLASH = {"attn": "flash_attention_2", "optimization_dtype": "bfloat16"}
@@ -125,8 +123,8 @@ def test_weights_are_safetensors_unless_none_are_read_and_a_row_is_shared_as_its
 
 def test_a_package_that_attention_needs_is_there(monkeypatch):
     here = {"flash_attn", "transformers"}
-    real = rules_model.find_spec
-    monkeypatch.setattr(rules_model, "find_spec", lambda name: real("json") if name in here else None)
+    real = model_folder.find_spec
+    monkeypatch.setattr(model_folder, "find_spec", lambda name: real("json") if name in here else None)
     assert found(Path("some/model"), device="cuda", **FLASH) == ""
     here.remove("flash_attn")
     assert "neither the package flash_attn nor kernels" in found(Path("some/model"), device="cuda", **FLASH)
@@ -160,9 +158,8 @@ def test_a_module_is_adapted_or_trained_whole(lora, words):
 def test_supervised_training_has_neither_engines_nor_routes():
     assert len([*lora_problems("model.lora", Lora(sync="adapter"), has_engines=False)]) == 1
     assert [*lora_problems("model.lora", Lora(), has_engines=False)] == []
-    assert len([*expert_problems_of_sft(TrainerModel(moe=Experts(router_replay=True)))]) == 1
-    assert next(expert_problems_of_sft(TrainerModel(ep=2))).startswith("model.ep = 2")
-    assert [*expert_problems_of_sft(TrainerModel())] == []
+    assert len([*route_problems(TrainerModel(moe=Experts(router_replay=True)))]) == 1
+    assert [*route_problems(TrainerModel())] == []
 
 
 def test_router_replay_needs_a_model_with_experts(folder):

@@ -13,8 +13,7 @@ from trireme.base.errors import ConfigError
 from trireme.config.load import load_config
 from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft
-from trireme.config.rules_sft import data_files, is_on_a_hub
-from trireme.config.sft import SftConfig
+from trireme.config.sft import SftConfig, data_files, is_on_a_hub
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +42,7 @@ def load(flags: str, devices: Devices = CPU) -> SftConfig:
         ("--data here.jsonl --num-epochs 2 --max-steps 7", "max_steps = 7 and num_epochs = 2"),
         ("--data here.jsonl --loss-on []", "loss_on = []"),
         ("--data here.jsonl --chat-template none.jinja", 'chat_template = "none.jinja" is no file'),
-        ("--data here.jsonl --micro-batch-tokens 8", "room for the longest sample"),
+        ("--data here.jsonl --micro-batch-tokens 8", "as the longest sample"),
         ("""--source '[{data = "none.json"}]'""", 'source[0].data = "none.json" does not exist'),
     ],
 )

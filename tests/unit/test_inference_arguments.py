@@ -14,9 +14,8 @@ from resolved_runs import CPU, GPUS, prefixed, resolved
 from trireme.base.devices import Devices
 from trireme.base.token import TOKEN
 from trireme.config.inference import parser_names, sampling_names
-from trireme.config.rules_lora import engine_rank
-from trireme.config.rules_moe import shares_prefixes
 from trireme.config.run import RunConfig
+from trireme.config.trainer import Lora
 from trireme.inference import server
 from trireme.inference.server import FORKED, environment, server_arguments
 
@@ -81,7 +80,7 @@ def test_variables_of_the_engine_follow_from_the_configuration() -> None:
     assert "TORCHDYNAMO_DISABLE" not in environment(resolved(on=GPUS))
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in environment(resolved(ADAPTER))
     # the next rank that the engine knows
-    assert [engine_rank(rank) for rank in (1, 2, 8, 9, 300, 512)] == [1, 8, 8, 16, 320, 512]
+    assert [Lora(rank=rank).engine_rank for rank in (1, 2, 8, 9, 300, 512)] == [1, 8, 8, 16, 320, 512]
 
 
 def test_the_engine_checks_the_token_in_the_outermost_middleware(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +96,8 @@ def test_the_engine_checks_the_token_in_the_outermost_middleware(monkeypatch: py
 def test_a_synchronous_run_on_cpu_shares_no_prefixes_with_or_without_the_cache() -> None:
     """What ran before a request must not show in its bits: router replay needs the cache, so nothing may match."""
     both = f"{SYNCHRONOUS} {REPLAY}"
-    assert [shares_prefixes(resolved(flags)) for flags in (SYNCHRONOUS, REPLAY, both)] == [True, True, False]
-    assert shares_prefixes(resolved(both, on=GPUS))
+    assert [resolved(flags).shares_prefixes for flags in (SYNCHRONOUS, REPLAY, both)] == [True, True, False]
+    assert resolved(both, on=GPUS).shares_prefixes
 
 
 def test_requests_take_the_short_way_unless_vllms_own_has_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

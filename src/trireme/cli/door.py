@@ -23,9 +23,9 @@ from trireme.cli.machines import KEEPER, Nodes, join_network, node_of
 from trireme.config.arguments import HELP
 from trireme.config.files import ProcessName, write_rooms, write_run
 from trireme.config.load import load_run_config
+from trireme.config.orchestrator import sampling_notes
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check, check_launch, launch_problems
-from trireme.config.rules_sampling import sampling_notes
 from trireme.config.run import NODE, RunConfig
 from trireme.launch.folder import prepare_folder
 from trireme.launch.plan import describe, plan
@@ -155,7 +155,7 @@ def show(config: RunConfig, devices: Devices, room: ProcessName | None = None) -
     """Prints the plan, and what stands in its way here and now. Returns the latter."""
     run_file = config.paths.configs / f"{room}.json" if room else config.paths.run_config
     print(describe(plan(config, run_file, devices), config, only=room))
-    for note in sampling_notes(config) if room in (None, "orchestrator") else ():
+    for note in sampling_notes(config.orchestrator.sampling) if room in (None, "orchestrator") else ():
         print(f"\nnote: {note}")
     problems = launch_problems(config, devices, section=room)
     for problem in problems:

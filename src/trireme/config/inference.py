@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,3 +111,46 @@ def _statements(file: str) -> list[ast.stmt]:
     spec = find_spec("vllm")
     path = Path(spec.origin).parent / file if spec and spec.origin else None
     return ast.parse(path.read_text()).body if path and path.exists() else []
+
+
+# Rules of these tables. Each yields one message per problem.
+
+_NOT_ARGUMENTS = {
+    "host": "Set `inference.server.host`.",
+    "port": "Set `inference.server.port`.",
+    "api-key": "Set TRIREME_TOKEN in the environment: clients send it as they would send the key.",
+    "uds": "Set `inference.server.host` and `inference.server.port`.",
+    "root-path": "Remove it.",
+    "middleware": "Remove it.",
+}
+"""Arguments of vLLM's server that are refused in `[inference.args]`, with what to do instead."""
+
+
+def inference_problems(config: InferenceConfig) -> Iterator[str]:
+    """Yield what vLLM would refuse when it starts, and arguments that would open its server to others."""
+    model = config.model
+    arguments = {name.replace("_", "-"): value for name, value in config.args.items()}
+    for key, plugin in (("tool_call_parser", "tool-parser-plugin"), ("reasoning_parser", "reasoning-parser-plugin")):
+        name, known = getattr(model, key), parser_names(key)
+        if name is None or name in known or not known or plugin in arguments:
+            continue
+        near = get_close_matches(name, known, n=1, cutoff=0.4)
+        advice = f"Did you mean `{near[0]}`?" if near else "Take one of these, or leave it out."
+        yield (
+            f'inference.model.{key} = "{name}" - vLLM knows no parser of that name; expected one of '
+            f"{', '.join(sorted(known))}. {advice} A parser of your own: `[inference.args]` `{plugin}`."
+        )
+    if model.enable_auto_tool_choice and not model.tool_call_parser:
+        yield (
+            "inference.model.enable_auto_tool_choice = true without a `tool_call_parser` - expected both. Name the "
+            'form in which this model writes tool calls, for example `tool_call_parser = "hermes"`, or leave both out: '
+            "the orchestrator then reads the hermes form."
+        )
+    for name, value in arguments.items():
+        # vLLM's arguments come last and win, so these would bypass the token and the rules about addresses.
+        if name in _NOT_ARGUMENTS or name.startswith(("ssl-", "allowed-", "allow-cred")):
+            instead = _NOT_ARGUMENTS.get(name, "Put a proxy in front of it where browsers or other machines need it.")
+            yield (
+                f"inference.args.{name} = {'…' if 'key' in name else repr(value)} - expected arguments of the engine, "
+                f"not of its HTTP server. {instead}"
+            )

@@ -7,7 +7,7 @@ of its own keys with it. What came out stands in the resolved configuration; key
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
@@ -200,3 +200,59 @@ def written_out(loss: Loss, *, length: int) -> dict[str, Any]:
     recipe = recipe_of(loss, length=length)
     used = used_keys(recipe)
     return {each.name: getattr(recipe, each.name) for each in fields(Recipe) if each.name in used}
+
+
+# Rules of the table. Each yields one message per problem.
+
+
+def loss_problems(loss: Loss) -> Iterator[str]:
+    """Yield keys that the recipe would ignore, and bounds that would mask every token."""
+    recipe = recipe_of(loss, length=1)
+    used = used_keys(recipe)
+    for key, value in given_keys(loss).items():
+        if key not in used and (key, value) != ("correction", "none"):
+            shown = f'"{value}"' if isinstance(value, str) else value
+            yield (
+                f'`trainer.loss.{key} = {shown}` with type = "{loss.type}" (surrogate = "{recipe.surrogate}", '
+                f'correction = "{recipe.correction}") - {_why_ignored(key, recipe)}. {_way_out(key)}'
+            )
+    if recipe.correction != "none" and recipe.proximal == "behaviour" and recipe.surrogate != "custom":
+        yield (
+            f'`trainer.loss.proximal = "behaviour"` with correction = "{recipe.correction}" - expected a proximal '
+            "policy of its own, as the correction is that over the behaviour policy. Set "
+            '`proximal = "recomputed"`, or `trainer.loss.correction = "none"`.'
+        )
+    for low_key, high_key in (("ratio_low", "ratio_high"), ("correction_low", "correction_high")):
+        low, high = getattr(recipe, low_key), getattr(recipe, high_key)
+        if {low_key, high_key} <= used and low >= high:
+            yield (
+                f"`trainer.loss.{low_key} = {low:g}`, `{high_key} = {high:g}` - expected the first to be smaller; "
+                f"every token would be masked. Lower `{low_key}` below 1 and raise `{high_key}` above 1."
+            )
+    if recipe.surrogate == "custom" and not recipe.path:
+        yield (
+            '`trainer.loss.type = "custom"` without a path - expected the function to call. '
+            'Write `trainer.loss.path = "my_file.py:my_loss"`; `docs/algorithms.md` shows one.'
+        )
+
+
+def _why_ignored(key: str, recipe: Recipe) -> str:
+    if key in ("kl_estimator", "reference_update_every"):
+        return "expected no such key without a reference model (beta = 0)"
+    if key == "normalize_length":
+        return f'expected no such key, as nothing is divided by it (normalize = "{recipe.normalize}")'
+    if key == "proximal":
+        return "expected no such key, as there is neither a ratio nor a correction"
+    return f"expected only keys that it reads: {', '.join(sorted(used_keys(recipe)))}"
+
+
+def _way_out(key: str) -> str:
+    settings = {
+        "kl_estimator": "beta = 0.01",
+        "reference_update_every": "beta = 0.01",
+        "normalize_length": 'normalize = "constant"',
+        "proximal": 'surrogate = "clip"',
+    }
+    settings |= {name: f'correction = "{kind}"' for kind, keys in reversed(CORRECTION_KEYS.items()) for name in keys}
+    settings |= {name: f'surrogate = "{kind}"' for kind, keys in reversed(SURROGATE_KEYS.items()) for name in keys}
+    return f"Remove it, or set `trainer.loss.{settings[key]}`." if key in settings else "Remove it."

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from trireme.config.inference import sampling_names
 from trireme.config.section import Section
 
 
@@ -274,6 +280,254 @@ class OrchestratorConfig(Section):
     """How long the orchestrator waits for the trainer before it gives up, beside evaluations and full disks."""
 
     @property
+    def all_environments(self) -> tuple[Environment, ...]:
+        """The environments of training, then those of evaluation."""
+        return (*self.env, *(self.eval.env if self.eval else ()))
+
+    @property
     def request_timeout_s(self) -> float:
-        environments = (*self.env, *(self.eval.env if self.eval else ()))
-        return max([self.engine_timeout_s, *(env.rollout_timeout_s for env in environments)])
+        """The longest time that a request to an engine may take."""
+        return max([self.engine_timeout_s, *(env.rollout_timeout_s for env in self.all_environments)])
+
+
+# Rules of these tables. Each yields one message per problem.
+
+NEEDS_SIBLINGS = {"group_mean", "group_mean_std", "leave_one_out", "max_rl", "group_batch"}
+"""Advantages that compare a rollout with others of its group."""
+
+_ANSWER_FORMAT = {"n", "logprobs", "prompt_logprobs", "detokenize", "output_kind", "flat_logprobs"}
+"""Sampling parameters that decide the form of an answer, which the orchestrator must be able to read."""
+
+
+def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterator[str]:
+    """Yield what is wrong with `[orchestrator]`.
+
+    Args:
+        longest: tokens of the longest rollout, for tables that do not give their own.
+    """
+    if not config.env:
+        yield (
+            "no environment is configured, so there is nothing to learn - expected at least one. "
+            'Add to the file:\n    [[orchestrator.env]]\n    id = "reverse-text"'
+        )
+    for table, environments in (("env", config.env), ("eval.env", config.eval.env if config.eval else ())):
+        for name, count in Counter(environment.name or environment.id for environment in environments).items():
+            if count > 1:
+                yield (
+                    f'{count} tables `[[orchestrator.{table}]]` are called "{name}" - metrics need a name each. '
+                    f'Add `name = "{name}-2"` to one of them.'
+                )
+    batch, group = config.batch_size, config.rollouts_per_example
+    if batch % group:
+        below, above = batch // group * group, (batch // group + 1) * group
+        choices = f"{below} or {above}" if below else f"{above}"
+        yield (
+            f"batch_size must be divisible by rollouts_per_example: {batch} % {group} = {batch % group} - expected 0. "
+            f"Set `orchestrator.batch_size` to {choices}, or `orchestrator.rollouts_per_example` to one of "
+            f"{', '.join(map(str, nearest_divisors(batch, group)))}."
+        )
+    yield from _curriculum_problems(config)
+    yield from _buffer_problems(config.buffer)
+    yield from _advantage_problems(config)
+    for table, sampling in samplings(config):
+        yield from _sampling_problems(table, sampling)
+    if config.eval:
+        yield from evaluation_problems(config.eval, "orchestrator.eval.")
+        if config.eval.max_concurrent is not None and config.eval.max_concurrent >= config.max_concurrent:
+            yield (
+                f"orchestrator.eval.max_concurrent = {config.eval.max_concurrent}, orchestrator.max_concurrent = "
+                f"{config.max_concurrent} - expected fewer, or training would get no slot while an evaluation runs. "
+                f"Set `eval.max_concurrent` below {config.max_concurrent}, or leave it out for a quarter of that."
+            )
+    penalty = config.length_penalty
+    if penalty and penalty.buffer and penalty.buffer > (longest := penalty.max_length or longest):
+        yield (
+            f"orchestrator.length_penalty.buffer = {penalty.buffer} is more than its max_length = {longest} - expected "
+            "at most as much, or even an empty answer would be punished. Lower `buffer`."
+        )
+
+
+def nearest_divisors(number: int, near: int) -> list[int]:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return sorted(sorted(divisors, key=lambda d: abs(d - near))[:2])
+
+
+def samplings(config: OrchestratorConfig) -> Iterator[tuple[str, Sampling]]:
+    """Yield each sampling table with its name."""
+    yield "orchestrator.sampling", config.sampling
+    if config.eval:
+        yield "orchestrator.eval.sampling", config.eval.sampling
+
+
+def _curriculum_problems(config: OrchestratorConfig) -> Iterator[str]:
+    table, names = "`[[orchestrator.curriculum]]`", {entry.name or entry.id for entry in config.env}
+    for number, stage in enumerate(config.curriculum):
+        what = f"stage {number} of {table} (counted from 0)"
+        given = [key for key in ("from_step", "from_reward") if getattr(stage, key) is not None]
+        if number == 0 and given:
+            yield (
+                f"the first {table} has `{given[0]} = {getattr(stage, given[0])}` - expected no condition: it begins "
+                f"with the run. Remove `{given[0]}`."
+            )
+        elif number and len(given) != 1:
+            both = f"both `from_step = {stage.from_step}` and `from_reward = {stage.from_reward}`"
+            yield (
+                f"{what} has {both if given else 'neither'} - expected one of `from_step` and `from_reward`. "
+                f"{'Remove one' if given else 'Add the one that the stage begins with'}."
+            )
+        if unknown := sorted(stage.weights.keys() - names):
+            yield (
+                f"{what} gives a weight to {', '.join(unknown)} - expected names of `[[orchestrator.env]]`: "
+                f"{', '.join(sorted(names)) or 'none is configured'}. Correct the name, or add that environment."
+            )
+        if not any(weight > 0 for name, weight in stage.weights.items() if name in names):
+            yield f"{what} gives no environment any weight ({stage.weights}) - expected one above 0. Give one."
+    steps = [stage.from_step for stage in config.curriculum if stage.from_step is not None]
+    for one, other in pairwise(steps):
+        if other <= one:
+            yield (
+                f"{table}: a stage from step {one} is followed by one from step {other} - expected later ones to "
+                "begin later. Put them in order."
+            )
+
+
+def _buffer_problems(buffer: Buffer) -> Iterator[str]:
+    pools = buffer.pools
+    if pools and pools.easy_threshold <= pools.hard_threshold:
+        yield (
+            f"orchestrator.buffer.pools: easy_threshold = {pools.easy_threshold}, hard_threshold = "
+            f"{pools.hard_threshold} - expected the first to be higher, or an example would be both. Exchange them."
+        )
+    if pools and pools.normal_weight <= 0:
+        yield (
+            f"orchestrator.buffer.pools.normal_weight = {pools.normal_weight} - expected more than 0: examples that "
+            "were never seen are normal, so none would ever come. Give it a weight; 1.0 is the default."
+        )
+    if buffer.use_difficulty_filtering and buffer.difficulty_threshold == 0:
+        yield (
+            "orchestrator.buffer.use_difficulty_filtering = true with difficulty_threshold = 0 - expected the least "
+            "variance that a group's rewards must have. Set `difficulty_threshold` (0.01, say), or use "
+            "`online_difficulty_filtering`, which only drops groups whose rewards are all equal."
+        )
+    if buffer.difficulty_threshold > 0 and not buffer.use_difficulty_filtering:
+        yield (
+            f"orchestrator.buffer.difficulty_threshold = {buffer.difficulty_threshold} without "
+            "`use_difficulty_filtering` - expected both, or it has no effect. Set `use_difficulty_filtering = true`, "
+            "or remove it."
+        )
+
+
+def _advantage_problems(config: OrchestratorConfig) -> Iterator[str]:
+    advantage = config.advantage
+    if config.rollouts_per_example == 1 and advantage.type in NEEDS_SIBLINGS and config.teacher is None:
+        yield (
+            f'orchestrator.advantage.type = "{advantage.type}" with orchestrator.rollouts_per_example = 1 - expected '
+            "at least 2 rollouts to compare with one another. Raise `rollouts_per_example`, or take "
+            '`advantage.type = "batch"`, "ema" or "none".'
+        )
+    if advantage.type == "custom" and not advantage.path:
+        yield (
+            'orchestrator.advantage.type = "custom" without `path` - expected the function\'s. '
+            'Add `path = "module:function"` or "file.py:function".'
+        )
+    if advantage.type != "custom" and advantage.path:
+        yield (
+            f'orchestrator.advantage.path = "{advantage.path}" with `type = "{advantage.type}"` - expected `type = '
+            '"custom"`, or the function would never be called. Write that, or remove `path`.'
+        )
+    clip = advantage.reward_clip
+    if clip is not None and clip[0] >= clip[1]:
+        yield (
+            f"orchestrator.advantage.reward_clip = {list(clip)} - expected the lower end first, below the other one. "
+            "Exchange them."
+        )
+
+
+def _sampling_problems(table: str, sampling: Sampling) -> Iterator[str]:
+    known, own = sampling_names(), set(Sampling.model_fields) - {"extra_body"}
+    for key in sorted(sampling.extra_body):
+        if key in own:  # vLLM would take one of the two without a word
+            yield (
+                f"Duplicate sampling parameters: `{key}` is a key of `{table}` ({getattr(sampling, key)}) and stands "
+                f"in its `extra_body` too ({sampling.extra_body[key]}) - expected it once. "
+                f"Set `{table}.{key}` and remove it from `extra_body`."
+            )
+        elif key in _ANSWER_FORMAT:
+            yield (
+                f"{table}.extra_body.{key} - expected parameters that decide what is sampled: this one decides the "
+                "form of the engine's answer, in which the orchestrator reads tokens, logprobs and versions. Remove it."
+            )
+        elif known and key not in known:
+            near = get_close_matches(key, known, n=1, cutoff=0.6)
+            advice = f"Did you mean `{near[0]}`?" if near else "Remove it."
+            yield f"{table}.extra_body.{key} - expected a parameter of vLLM's SamplingParams. {advice}"
+    if sampling.top_k is not None and sampling.top_k < -1:
+        yield (
+            f"{table}.top_k = {sampling.top_k} - expected the number of tokens to choose from. "
+            "Leave it out to choose from all."
+        )
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        yield (
+            f"{table}.min_tokens = {sampling.min_tokens}, max_tokens = {sampling.max_tokens} - expected at most as "
+            "many. Lower `min_tokens`, or raise `max_tokens`."
+        )
+
+
+def evaluation_problems(evaluation: Evaluation, above: str = "") -> Iterator[str]:
+    """Yield what an evaluation, in a run or outside one, would measure wrongly or for nothing.
+
+    Args:
+        above: the table that has its keys, with a dot, for messages.
+    """
+    rollouts, ks = evaluation.rollouts_per_example, evaluation.pass_at
+    if too_large := [k for k in ks if k > rollouts]:
+        yield (
+            f"{above}pass_at = {list(ks)}, {above}rollouts_per_example = {rollouts} - pass@{too_large[0]} takes at "
+            f"least {too_large[0]} rollouts of each example, better twice as many. Set `rollouts_per_example` to "
+            f"{max(too_large)} or more, or leave {too_large} out of `pass_at`."
+        )
+    if len(set(ks)) < len(ks):
+        yield f"{above}pass_at = {list(ks)} names a k twice - expected each once. Remove the second."
+    if not math.isfinite(evaluation.pass_threshold):
+        yield (
+            f"{above}pass_threshold = {evaluation.pass_threshold} - expected the finite reward from which on an answer "
+            "has passed. Set the one that a right answer gets, usually 1.0."
+        )
+    if rollouts > 1 and evaluation.sampling.temperature == 0:
+        yield (
+            f"{above}rollouts_per_example = {rollouts} with {above}sampling.temperature = 0 - expected a temperature "
+            "above 0: greedy rollouts of an example would all be the same. Set "
+            f"`[{above}sampling]` `temperature = 1.0` (the policy as it is trained), or `rollouts_per_example = 1`."
+        )
+
+
+_REWEIGHT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+_FORBID = ("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs")
+_NEUTRAL = {"repetition_penalty": 1.0}  # 0 or empty for the others
+
+
+def distorting(given: Mapping[str, Any], *, cut: bool) -> list[str]:
+    """Return the arguments by which the engine samples from another distribution than the trainer can compute.
+
+    Args:
+        cut: whether the sampler chooses among a part of the vocabulary; tokens that are forbidden are then not in it.
+    """
+    names = _REWEIGHT if cut else _REWEIGHT + _FORBID
+    return [name for name in names if given.get(name) and given[name] != _NEUTRAL.get(name)]
+
+
+def sampling_notes(sampling: Sampling) -> list[str]:
+    """Return what is allowed and worth knowing, one sentence each, for a dry run and the start of a run."""
+    given = sampling.model_dump(exclude={"extra_body"}, exclude_defaults=True) | sampling.extra_body
+    notes = []
+    if biased := distorting(given, cut=sampling.cuts):
+        notes.append(
+            f"orchestrator.sampling: {', '.join(biased)} make the engine sample from another distribution than the "
+            "trainer can compute, so importance ratios are off by it - leave them out, unless that is meant."
+        )
+    if sampling.cuts and (sampling.top_k or 0) <= 0:
+        notes.append(
+            f"orchestrator.sampling: top_p or min_p without top_k - at most the {MOST_KEPT} likeliest tokens are "
+            "chosen from, so that the trainer can be told which they were. Set `top_k` for another number."
+        )
+    return notes

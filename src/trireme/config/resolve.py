@@ -16,9 +16,8 @@ from trireme.base.network import EVERYWHERE, listening_address
 from trireme.base.processes import free_port
 from trireme.config.files import ProcessName
 from trireme.config.losses import written_out
+from trireme.config.model_folder import caps_scores, config_file
 from trireme.config.orchestrator import Environment, Evaluation
-from trireme.config.readiness import config_file
-from trireme.config.rules_model import caps_scores
 from trireme.config.run import Model, RunConfig, places_of
 from trireme.config.section import Section
 from trireme.config.sft import SftConfig

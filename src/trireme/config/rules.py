@@ -1,136 +1,113 @@
-"""Rules that span tables. Each is a small function that yields one message per problem; all are shown together.
+"""Rules of a run and of supervised training: what contradicts itself, or cannot start on this machine.
 
-`check` holds for any load; `check_launch` adds what must be true of this machine, now, for the run to start.
+Rules of one table are in that table's file; those here span tables. Each yields one message per problem, and all
+messages are shown together. `check` holds for any load; `check_launch` adds what must be true of this machine for the
+run to start: its models and files are there, its ports are free.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
+from pathlib import Path
 
 from trireme.base.devices import Devices
-from trireme.config.files import PROCESSES, ProcessName
-from trireme.config.orchestrator import Sampling
-from trireme.config.problems import raise_together
-from trireme.config.readiness import (
-    engines_model_exists,
-    engines_other_model_exists,
-    environment_files_exist,
-    port_rule,
-    ports,
-    trainer_model_exists,
+from trireme.base.functions import function_problem
+from trireme.base.network import is_here, is_loopback
+from trireme.base.processes import port_is_free
+from trireme.base.token import HOW, token, token_problem
+from trireme.config.files import ProcessName
+from trireme.config.inference import inference_problems
+from trireme.config.losses import loss_problems
+from trireme.config.model_folder import (
+    check_architecture_is_named,
+    check_model,
+    model_launch_problems,
+    num_experts_in,
 )
-from trireme.config.rules_broadcast import RULES as BROADCAST_RULES
-from trireme.config.rules_data import LAUNCH_RULES as DATA_LAUNCH_RULES
-from trireme.config.rules_data import RULES as DATA_RULES
-from trireme.config.rules_evaluation import RULES as EVALUATION_RULES
-from trireme.config.rules_hosts import LAUNCH_RULES as HOSTS_LAUNCH_RULES
-from trireme.config.rules_hosts import RULES as HOSTS_RULES
-from trireme.config.rules_lora import RULES as LORA_RULES
-from trireme.config.rules_lora import lora_problems
-from trireme.config.rules_loss import LAUNCH_RULES as LOSS_LAUNCH_RULES
-from trireme.config.rules_loss import RULES as LOSS_RULES
-from trireme.config.rules_model import LAUNCH_RULES as MODEL_LAUNCH_RULES
-from trireme.config.rules_model import RULES as MODEL_RULES
-from trireme.config.rules_model import model_launch_problems, model_problems
-from trireme.config.rules_moe import LAUNCH_RULES as MOE_LAUNCH_RULES
-from trireme.config.rules_moe import RULES as MOE_RULES
-from trireme.config.rules_moe import expert_problems_of_sft
-from trireme.config.rules_optim import LAUNCH_RULES as OPTIM_LAUNCH_RULES
-from trireme.config.rules_optim import RULES as OPTIM_RULES
-from trireme.config.rules_optim import optim_launch_problems, optim_problems
-from trireme.config.rules_sampling import RULES as SAMPLING_RULES
-from trireme.config.rules_sft import sft_problems
-from trireme.config.rules_waiting import RULES as WAITING_RULES
-from trireme.config.run import RunConfig
-from trireme.config.section import Section
-from trireme.config.sft import SftConfig
-
-Rule = Callable[[RunConfig, Devices], Iterator[str]]
-Rules = tuple[tuple[Rule, tuple[ProcessName | None, ...]], ...]
-AnyConfig = TypeVar("AnyConfig", bound=Section)
+from trireme.config.orchestrator import nearest_divisors, orchestrator_problems, samplings
+from trireme.config.problems import raise_together
+from trireme.config.run import RunConfig, place_of
+from trireme.config.sft import SftConfig, sft_problems
+from trireme.config.trainer import (
+    ENGINE_RANKS,
+    TrainerModel,
+    lora_problems,
+    model_problems,
+    optim_launch_problems,
+    optim_problems,
+)
 
 
 def check(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> None:
-    """Raises: ConfigError where the resolved configuration contradicts itself or asks for GPUs that are not there.
+    """Raises: ConfigError if the resolved configuration contradicts itself or asks for GPUs that are not there.
 
     Args:
-        section: only what concerns this process, for its own command.
+        section: the process that its own command starts; only its rules are checked. None for `rl`.
     """
     raise_together(problems(config, devices, section=section))
 
 
 def check_launch(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> None:
-    """Raises: ConfigError where the run could not start here and now, or contradicts itself."""
+    """Raises: ConfigError if the run contradicts itself or could not start here and now."""
     raise_together(problems(config, devices, section=section) + launch_problems(config, devices, section=section))
 
 
 def problems(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> list[str]:
-    return _collect(_RULES, config, devices, section)
+    found = [*_run_problems(config), *_host_problems(config)]
+    trainer, orchestrates, trains = config.trainer, section in (None, "orchestrator"), section in (None, "trainer")
+    if orchestrates:
+        found += orchestrator_problems(config.orchestrator, longest=config.loss_length)
+        found += _rollout_problems(config)
+    if trains:
+        found += model_problems("trainer.model", trainer.model, trainer.num_ranks or 1)
+        found += lora_problems("trainer.model.lora", trainer.model.lora)
+        found += optim_problems("trainer.", trainer.optim, trainer.scheduler, trainer.model, max_steps=config.max_steps)
+        found += loss_problems(trainer.loss)
+        found += _micro_batch_problems("trainer.micro_batch_tokens", trainer.micro_batch_tokens, config.seq_len)
+    if orchestrates or trains:
+        found += _timeout_problems(config)
+    if section in (None, "inference"):
+        found += inference_problems(config.inference)
+    if section != "trainer":
+        found += _engine_argument_problems(config)
+    found += _gpu_problems(config, devices, section)
+    return found
 
 
 def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName | None = None) -> list[str]:
-    return _collect(_LAUNCH_RULES, config, devices, section)
+    found = [*_token_problems(config)]
+    if section is None:
+        found += _processes_elsewhere(config)
+    if section in (None, "trainer"):
+        loss, model = config.trainer.loss, config.trainer.model
+        found += function_problems("trainer.loss.path", loss.path)
+        found += _attention_problems("trainer.model.attn", model.attn, config.device)
+        found += optim_launch_problems("trainer.", config.trainer.optim, config.device)
+        found += trainer_model_problems(config)
+        found += model_launch_problems("trainer.model", model, config.device)
+    if section == "inference" or (section is None and config.inference.model.name != config.trainer.model.name):
+        found += engine_model_problems(config)
+    if section in (None, "orchestrator"):
+        advantage = config.orchestrator.advantage
+        found += function_problems("orchestrator.advantage.path", advantage.path if advantage.type == "custom" else "")
+        found += environment_file_problems(config)
+    name = config.trainer.model.name or config.model.name
+    if config.replays_routes and num_experts_in(name) == 0:
+        found.append(f"`{REPLAY}` with {name} - expected a model with a mixture of experts. Remove the line.")
+    for key in PORTS:
+        if (section is None and key != "ports.ranks") or section == PORTS[key][0]:
+            found += port_problems(config, key)
+    return found
 
 
-def _collect(rules: Rules, config: RunConfig, devices: Devices, section: ProcessName | None) -> list[str]:
-    concerned = (rule for rule, commands in rules if section in commands)
-    return [message for rule in concerned for message in rule(config, devices)]
+# a whole run
+
+REPLAY = "trainer.model.moe.router_replay = true"
 
 
-def _name_is_a_folder(config: RunConfig, _: Devices) -> Iterator[str]:
-    yield from _check_run_name(config.name)
-
-
-def _check_run_name(name: str | None) -> Iterator[str]:
-    if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
-        yield (
-            f'name = "{name}" - expected the plain name of a folder inside `output_dir`. '
-            "Write a name without `/`, and set `output_dir` for the rest."
-        )
-
-
-def _environments_are_given(config: RunConfig, _: Devices) -> Iterator[str]:
-    if not config.orchestrator.env:
-        yield (
-            "no environment is configured, so there is nothing to learn - expected at least one. "
-            'Add to the file:\n    [[orchestrator.env]]\n    id = "reverse-text"'
-        )
-
-
-def _environments_have_their_own_names(config: RunConfig, _: Devices) -> Iterator[str]:
-    evaluation = config.orchestrator.eval
-    for table, environments in (
-        ("orchestrator.env", config.orchestrator.env),
-        ("orchestrator.eval.env", evaluation.env if evaluation else ()),
-    ):
-        for name, count in Counter(environment.name or environment.id for environment in environments).items():
-            if count > 1:
-                yield (
-                    f'{count} tables `[[{table}]]` are called "{name}" - metrics need a name each. '
-                    f'Add `name = "{name}-2"` to one of them.'
-                )
-
-
-def _batch_holds_whole_groups(config: RunConfig, _: Devices) -> Iterator[str]:
-    batch, group = config.orchestrator.batch_size, config.orchestrator.rollouts_per_example
-    if batch % group:
-        below, above = batch // group * group, (batch // group + 1) * group
-        choices = f"{below} or {above}" if below else f"{above}"
-        yield (
-            f"batch_size must be divisible by rollouts_per_example: {batch} % {group} = {batch % group} - expected 0. "
-            f"Set `orchestrator.batch_size` to {choices}, or `orchestrator.rollouts_per_example` to one of "
-            f"{', '.join(map(str, _nearest_divisors(batch, group)))}."
-        )
-
-
-def _nearest_divisors(number: int, near: int) -> list[int]:
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return sorted(sorted(divisors, key=lambda d: abs(d - near))[:2])
-
-
-def _context_fits_training(config: RunConfig, _: Devices) -> Iterator[str]:
+def _run_problems(config: RunConfig) -> Iterator[str]:
+    yield from _name_problems(config.name)
     longest = config.inference.model.max_model_len
     if longest is not None and longest > config.seq_len:
         yield (
@@ -138,49 +115,75 @@ def _context_fits_training(config: RunConfig, _: Devices) -> Iterator[str]:
             f"inference.model.max_model_len = {longest} - longer rollouts could not be trained on. "
             f"Set `seq_len = {longest}`, or `max_model_len = {config.seq_len}`."
         )
+    used: dict[int, str] = {}
+    for key, _host, port in ports(config):
+        if port and port in used:
+            yield (
+                f"{used[port]} = {port} and {key} = {port} - expected a port each. "
+                f"Remove one of them: `rl` finds free ports by itself."
+            )
+        used.setdefault(port, key)
+    broadcast, lora = config.weight_broadcast, config.trainer.model.lora
+    if config.device == "cpu" and broadcast.type in ("nccl", "ipc"):
+        yield (
+            f'weight_broadcast.type = "{broadcast.type}" with device = "cpu" - {broadcast.type} moves memory of GPUs. '
+            'Leave it out (`auto` takes gloo on CPU), or write "gloo" or "filesystem".'
+        )
+    if broadcast.delta and broadcast.type == "ipc":
+        yield (
+            '`weight_broadcast.delta = true` with `weight_broadcast.type = "ipc"` - expected false, as engines read '
+            "the trainer's own memory and nothing is sent that could be less. "
+            'Remove `delta`, or set `weight_broadcast.type = "nccl"` with GPUs of their own for the engines.'
+        )
+    if lora is None or lora.sync == "merged":
+        return
+    merged = 'Write `trainer.model.lora.sync = "merged"`'
+    if lora.modules_to_save:
+        yield (
+            f'`trainer.model.lora.sync = "adapter"` with modules_to_save = {list(lora.modules_to_save)} - expected no '
+            f"such modules: engines keep the base model's. {merged}, or leave `modules_to_save` out."
+        )
+    # The engine must know the layers before, and has no place for adapters of fused experts, or (with probes) the head.
+    if others := sorted({"all-linear", "lm_head", "experts", "gate_up_proj"} & set(lora.target_modules)):
+        yield (
+            f'`trainer.model.lora.sync = "adapter"` with {", ".join(others)} in target_modules - expected the names of '
+            f"linear layers in the blocks: engines hold adapters of those only. {merged}, or change `target_modules`."
+        )
+    if lora.rank > ENGINE_RANKS[-1]:
+        yield (
+            f'`trainer.model.lora.sync = "adapter"` with rank = {lora.rank} - expected at most {ENGINE_RANKS[-1]}, '
+            f"the most that engines take. {merged}, or lower `rank`."
+        )
+    if broadcast.delta:
+        yield (
+            '`trainer.model.lora.sync = "adapter"` with `weight_broadcast.delta` - expected one of the two: adapters '
+            "change in all of their values. Remove `weight_broadcast.delta`."
+        )
 
 
-def _turns_fit_the_context(config: RunConfig, _: Devices) -> Iterator[str]:
+def _name_problems(name: str | None) -> Iterator[str]:
+    if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
+        yield (
+            f'name = "{name}" - expected the plain name of a folder inside `output_dir`. '
+            "Write a name without `/`, and set `output_dir` for the rest."
+        )
+
+
+def _rollout_problems(config: RunConfig) -> Iterator[str]:
     longest = config.inference.model.max_model_len or config.seq_len
-    for table, sampling in _samplings(config):
+    for table, sampling in samplings(config.orchestrator):
         if sampling.max_tokens is not None and sampling.max_tokens >= longest:
             yield (
                 f"{table}.max_tokens = {sampling.max_tokens}, inference.model.max_model_len = {longest} - "
                 "expected fewer tokens per turn than the context, which holds the prompt too. "
                 f"Lower `{table}.max_tokens`, or raise `seq_len` and `max_model_len`."
             )
-
-
-def _samplings(config: RunConfig) -> Iterator[tuple[str, Sampling]]:
-    yield "orchestrator.sampling", config.orchestrator.sampling
-    if config.orchestrator.eval:
-        yield "orchestrator.eval.sampling", config.orchestrator.eval.sampling
-
-
-def _sampling_is_said_once(config: RunConfig, _: Devices) -> Iterator[str]:
-    """vLLM would take one of the two and not say which."""
-    for table, sampling in _samplings(config):
-        for key in sorted(set(sampling.extra_body) & (set(Sampling.model_fields) - {"extra_body"})):
+        if sampling.seed is not None and config.device == "cpu" and not config.synchronous:
             yield (
-                f"Duplicate sampling parameters: `{key}` is a key of `{table}` ({getattr(sampling, key)}) and stands "
-                f"in its `extra_body` too ({sampling.extra_body[key]}) - expected it once. "
-                f"Set `{table}.{key}` and remove it from `extra_body`."
+                f'{table}.seed = {sampling.seed} with device = "cpu" in an asynchronous run - expected no seed: vLLM\'s'
+                " CPU engine dies of a seeded request whose prompt it takes in two parts, as happens after a weight "
+                "update. Remove it, or make the run synchronous (`max_async_level = 0`), for which `seed` is enough."
             )
-
-
-def _micro_batch_holds_a_sample(config: RunConfig, _: Devices) -> Iterator[str]:
-    yield from _check_micro_batch("trainer.micro_batch_tokens", config.trainer.micro_batch_tokens, config.seq_len)
-
-
-def _check_micro_batch(key: str, tokens: int | None, seq_len: int) -> Iterator[str]:
-    if tokens is not None and tokens < seq_len:
-        yield (
-            f"{key} = {tokens}, seq_len = {seq_len} - expected room for the longest sample. "
-            f"Set `{key}` to {seq_len} or more, or lower `seq_len`."
-        )
-
-
-def _lag_bounds_agree(config: RunConfig, _: Devices) -> Iterator[str]:
     allowed, ahead = config.orchestrator.max_off_policy_steps, config.max_async_level
     if allowed < ahead:
         yield (
@@ -190,19 +193,59 @@ def _lag_bounds_agree(config: RunConfig, _: Devices) -> Iterator[str]:
         )
 
 
-def _ports_differ(config: RunConfig, _: Devices) -> Iterator[str]:
-    used: dict[int, str] = {}
-    for key, _host, port in ports(config):
-        if port and port in used:
+def _micro_batch_problems(key: str, tokens: int | None, seq_len: int) -> Iterator[str]:
+    if tokens is not None and tokens < seq_len:
+        yield (
+            f"{key} = {tokens}, seq_len = {seq_len} - expected at least as many tokens as the longest sample has. "
+            f"Set `{key}` to {seq_len} or more, or lower `seq_len`."
+        )
+
+
+def _timeout_problems(config: RunConfig) -> Iterator[str]:
+    slowest = max(config.orchestrator.env, key=lambda environment: environment.rollout_timeout_s, default=None)
+    for key, limit in (
+        ("trainer.batch_timeout_s", config.trainer.batch_timeout_s),
+        ("orchestrator.trainer_timeout_s", config.orchestrator.trainer_timeout_s),
+    ):
+        if slowest and limit <= slowest.rollout_timeout_s:
             yield (
-                f"{used[port]} = {port} and {key} = {port} - expected a port each. "
-                f"Remove one of them: `rl` finds free ports by itself."
+                f"`{key} = {limit:g}` with `rollout_timeout_s = {slowest.rollout_timeout_s:g}` of environment "
+                f"{slowest.name or slowest.id!r} - expected longer than a rollout may take: a batch of slow ones would "
+                f"end the run. Set `{key}` to {4 * slowest.rollout_timeout_s:g} or so."
             )
-        used.setdefault(port, key)
 
 
-def _gpus_are_named_once(config: RunConfig, _: Devices) -> Iterator[str]:
-    for side, ids, count in _sides(config):
+def _engine_argument_problems(config: RunConfig) -> Iterator[str]:
+    """Yield arguments of vLLM that contradict the rest of the run."""
+    arguments = {name.replace("-", "_"): value for name, value in config.inference.args.items()}
+    if config.replays_routes and arguments.get("enable_prefix_caching") is False:
+        yield (
+            f"inference.args.enable_prefix_caching = false with `{REPLAY}` - without its prefix cache vLLM does not "
+            "say which experts it used. Remove one of the two."
+        )
+    if not arguments.get("return_sampling_mask"):
+        return
+    if config.device == "cpu":
+        yield (
+            "inference.args.return_sampling_mask on a CPU - vLLM supports it on GPUs only. Remove it: the tokens that "
+            "a cut sampler could choose from are then read from logprobs, with the same result."
+        )
+    for table, sampling in samplings(config.orchestrator):
+        if sampling.temperature == 0 or (sampling.top_k or 0) <= 0:
+            yield (
+                f"inference.args.return_sampling_mask with {table} at temperature {sampling.temperature:g} and top_k "
+                f"{sampling.top_k} - vLLM then refuses requests that are greedy or not cut by `top_k`. Set both there, "
+                "or remove `return_sampling_mask`: the tokens that were kept are then read from logprobs."
+            )
+
+
+# GPUs
+
+
+def _gpu_problems(config: RunConfig, devices: Devices, section: ProcessName | None) -> Iterator[str]:
+    sides = {"inference": config.inference_gpu_ids or (), "trainer": config.trainer_gpu_ids or ()}
+    for side, ids in sides.items() if section != "orchestrator" else ():
+        count = config.inference_gpus if side == "inference" else config.trainer_gpus
         if count is not None and count != len(ids):
             yield (
                 f"{side}_gpus = {count} and {side}_gpu_ids = {list(ids)} - expected one of the two. "
@@ -210,28 +253,32 @@ def _gpus_are_named_once(config: RunConfig, _: Devices) -> Iterator[str]:
             )
         if len(set(ids)) < len(ids):
             yield f"{side}_gpu_ids = {list(ids)} names a GPU twice - expected each once. Remove the second."
-
-
-def _sides(config: RunConfig) -> list[tuple[ProcessName, tuple[int, ...], int | None]]:
-    return [
-        ("inference", config.inference_gpu_ids or (), config.inference_gpus),
-        ("trainer", config.trainer_gpu_ids or (), config.trainer_gpus),
-    ]
-
-
-def _inference_gpus_exist(config: RunConfig, devices: Devices) -> Iterator[str]:
-    yield from _check_gpus_exist(config, devices, "inference")
-
-
-def _trainer_gpus_exist(config: RunConfig, devices: Devices) -> Iterator[str]:
-    if devices.gpus or not config.inference_gpu_ids:  # said once is enough
-        yield from _check_gpus_exist(config, devices, "trainer")
-
-
-def _check_gpus_exist(config: RunConfig, devices: Devices, side: ProcessName) -> Iterator[str]:
     if config.device == "cpu":
         return
-    ids = next(ids for name, ids, _ in _sides(config) if name == side)
+    for side in sides if section is None else [section] if section in sides else []:
+        if devices.gpus or side == "inference" or not config.inference_gpu_ids:  # without GPUs, one message is enough
+            yield from _missing_gpus(config, devices, side, sides[side])
+    if section is None:
+        yield from _shared_gpus(config)
+    tp, dp, engines = config.inference.parallel.tp, config.inference.parallel.dp or 1, len(sides["inference"])
+    if section in (None, "inference") and engines and tp * dp != engines:
+        fits = f"dp = {engines // tp}" if engines % tp == 0 else f"tp = {nearest_divisors(engines, tp)[-1]}"
+        yield (
+            f"inference.parallel.tp = {tp} x dp = {dp} takes {tp * dp} GPUs, and inference has {engines} "
+            f"({list(sides['inference'])}) - expected as many. Set `{fits}` under `[inference.parallel]`, "
+            f"or give inference {tp * dp} GPUs."
+        )
+    ranks, nodes = config.trainer.num_ranks or 1, len(config.hosts.trainer)
+    gpus = nodes * len(sides["trainer"])
+    if section in (None, "trainer") and gpus and ranks != gpus:
+        where = f"{list(sides['trainer'])}" + (f" on each of {nodes} machines" if nodes > 1 else "")
+        yield (
+            f"trainer.num_ranks = {ranks}, and the trainer has {gpus} GPUs ({where}) - "
+            "expected one rank per GPU. Leave `trainer.num_ranks` out, or change `trainer_gpu_ids`."
+        )
+
+
+def _missing_gpus(config: RunConfig, devices: Devices, side: str, ids: tuple[int, ...]) -> Iterator[str]:
     if not devices.gpus:
         yield (
             f"GPUs were asked for ({side}_gpu_ids = {list(ids)}), and this machine shows none - "
@@ -243,8 +290,7 @@ def _check_gpus_exist(config: RunConfig, devices: Devices, side: ProcessName) ->
         yield (
             f"no GPU is left for {side}: inference has {list(config.inference_gpu_ids or ())}, trainer has "
             f"{list(config.trainer_gpu_ids or ())}, {devices.num_gpus} visible - expected at least one. "
-            "Set `inference_gpus` and `trainer_gpus`, for example to "
-            f"{max(1, devices.num_gpus - 1)} and 1."
+            f"Set `inference_gpus` and `trainer_gpus`, for example to {max(1, devices.num_gpus - 1)} and 1."
         )
     if absent := [number for number in ids if not 0 <= number < devices.num_gpus]:
         yield (
@@ -254,7 +300,7 @@ def _check_gpus_exist(config: RunConfig, devices: Devices, side: ProcessName) ->
         )
 
 
-def _gpus_do_not_overlap(config: RunConfig, _: Devices) -> Iterator[str]:
+def _shared_gpus(config: RunConfig) -> Iterator[str]:
     engines, trainer = set(config.inference_gpu_ids or ()), set(config.trainer_gpu_ids or ())
     kind = config.weight_broadcast.type
     if (both := sorted(engines & trainer)) and kind != "ipc":
@@ -263,7 +309,7 @@ def _gpus_do_not_overlap(config: RunConfig, _: Devices) -> Iterator[str]:
             f'expected GPUs of their own each with weight_broadcast.type = "{kind}". '
             'Separate them, or share all of them with `weight_broadcast.type = "ipc"`.'
         )
-    if kind == "ipc" and config.device == "cuda" and engines != trainer:
+    if kind == "ipc" and engines != trainer:
         yield (
             f'weight_broadcast.type = "ipc" with inference_gpu_ids = {sorted(engines)} and '
             f"trainer_gpu_ids = {sorted(trainer)} - ipc needs the trainer and its engine on one GPU. "
@@ -271,44 +317,181 @@ def _gpus_do_not_overlap(config: RunConfig, _: Devices) -> Iterator[str]:
         )
 
 
-def _broadcast_fits_the_device(config: RunConfig, _: Devices) -> Iterator[str]:
-    kind = config.weight_broadcast.type
-    if config.device == "cpu" and kind in ("nccl", "ipc"):
+# machines
+
+
+def _host_problems(config: RunConfig) -> Iterator[str]:
+    hosts = config.hosts
+    tables = {
+        "hosts.inference": hosts.inference,
+        "hosts.orchestrator": (hosts.orchestrator,),
+        "hosts.trainer": hosts.trainer,
+    }
+    for key, addresses in tables.items():
+        if not addresses:
+            yield f"`{key}` is empty - expected at least one address. Remove the line, or name a machine."
+        for address in addresses:
+            if problem := _address_problem(address, with_port=key == "hosts.inference"):
+                yield f'`{key}` names "{address}": {problem}'
+    if config.ports.host is not None and config.ports.host != hosts.orchestrator:
         yield (
-            f'weight_broadcast.type = "{kind}" with device = "cpu" - {kind} moves memory of GPUs. '
-            'Leave it out (`auto` takes gloo on CPU), or write "gloo" or "filesystem".'
+            f'ports.host = "{config.ports.host}" and hosts.orchestrator = "{hosts.orchestrator}" - expected one of '
+            "them, two names of one key. Remove `ports.host`."
+        )
+    readable = [address for address in hosts.inference if not _address_problem(address, with_port=True)]
+    for url, count in Counter(map(config.engine_url, readable)).items():
+        if count > 1:
+            yield (
+                f"`hosts.inference` names {url.removeprefix('http://')} {count} times - expected an address each. "
+                'Give servers on one machine ports of their own: ["10.0.0.2:8000", "10.0.0.2:8010"].'
+            )
+    inside = [host for host in hosts.all if is_loopback(host)]
+    others = [host for host in hosts.all if not is_loopback(host)]
+    if inside and others:
+        keys = [key for key, addresses in tables.items() if any(is_loopback(a.partition(":")[0]) for a in addresses)]
+        yield (
+            f"`[hosts]` names {', '.join(others)}, and {', '.join(inside)} in {', '.join(keys)} - on another machine "
+            "that would be the other machine itself. Expected addresses by which all machines reach each other. Give "
+            f"{' and '.join(keys)} the address of its machine."
+        )
+    if config.weight_broadcast.type == "ipc" and len(hosts.all) > 1:
+        yield (
+            f'weight_broadcast.type = "ipc", and `[hosts]` names {", ".join(hosts.all)} - ipc works between '
+            'processes of one machine. Set `weight_broadcast.type = "nccl"`.'
+        )
+    ranks, nodes = config.trainer.num_ranks or 1, len(hosts.trainer)
+    if nodes and ranks % nodes:
+        yield (
+            f"trainer.num_ranks = {ranks}, and `hosts.trainer` names {nodes} machines - expected equally many ranks on "
+            f"each. Set `trainer.num_ranks` to {max(1, ranks // nodes) * nodes} or {(ranks // nodes + 1) * nodes}."
         )
 
 
-def _engines_use_their_gpus(config: RunConfig, _: Devices) -> Iterator[str]:
-    if config.device == "cpu" or not config.inference_gpu_ids:
+def _address_problem(address: str, *, with_port: bool) -> str | None:
+    example = 'Write "10.0.0.2"' + (' or "10.0.0.2:8000".' if with_port else " (ports are in `[ports]`).")
+    if address in ("::", "") or address.startswith("0.0.0.0"):
+        return f"other machines cannot reach that - expected the machine's own address or name. {example}"
+    if address.count(":") > 1 and "/" not in address:
+        return f"expected an IPv4 address or a name. {example}"
+    try:
+        place = place_of(address)
+    except ValueError:
+        return f"expected an address or a name{', and maybe a port' if with_port else ''}. {example}"
+    return f"expected no port. {example}" if place.port is not None and not with_port else None
+
+
+def _token_problems(config: RunConfig) -> Iterator[str]:
+    bound = {
+        "inference.server.host": config.inference.server.host,
+        "orchestrator.server.host": config.orchestrator.server.host,
+    }
+    outside = [host for host in config.hosts.all if not is_loopback(host)]
+    exposed = [f"{key} = {host}" for key, host in bound.items() if not is_loopback(host)]
+    exposed = [f"[hosts] {', '.join(outside)}"] if outside else exposed
+    if problem := token_problem(config.hosts.token_file):
+        yield problem
+    elif exposed and not (token() or config.hosts.token_file):
+        yield (
+            f"{' and '.join(exposed)} can be reached from other machines, and there is no token - expected a secret "
+            f"that only the machines of this run know. {HOW} Or name a file that holds it: `hosts.token_file`."
+        )
+
+
+def _processes_elsewhere(config: RunConfig) -> Iterator[str]:
+    """Yield a problem if `rl`, which starts every process on this machine, would have to start one elsewhere."""
+    hosts = config.hosts
+    is_one_of_each = len(hosts.inference) == len(hosts.trainer) == 1
+    if is_one_of_each and all(is_loopback(host) or is_here(host) for host in hosts.all):
         return
-    tp, dp, gpus = config.inference.parallel.tp, config.inference.parallel.dp or 1, len(config.inference_gpu_ids)
-    if tp * dp != gpus:
-        fits = f"dp = {gpus // tp}" if gpus % tp == 0 else f"tp = {_nearest_divisors(gpus, tp)[-1]}"
-        yield (
-            f"inference.parallel.tp = {tp} x dp = {dp} takes {tp * dp} GPUs, and inference has {gpus} "
-            f"({list(config.inference_gpu_ids)}) - expected as many. Set `{fits}` under `[inference.parallel]`, "
-            f"or give inference {tp * dp} GPUs."
-        )
+    commands = [f"uv run inference @ FILE{_node(hosts.inference, n)}   # on {a}" for n, a in enumerate(hosts.inference)]
+    commands.append(f"uv run orchestrator @ FILE   # on {hosts.orchestrator}")
+    commands += [f"uv run trainer @ FILE{_node(hosts.trainer, n)}   # on {a}" for n, a in enumerate(hosts.trainer)]
+    yield (
+        f"`[hosts]` names {len(hosts.inference)} inference servers and {len(hosts.trainer)} machines of the trainer, "
+        f"at {', '.join(hosts.all)} - expected one of each, all here: `rl` starts the processes of one machine. "
+        "Start each where it belongs, in any order, with the same file:\n    " + "\n    ".join(commands)
+    )
 
 
-def _ranks_have_a_gpu_each(config: RunConfig, _: Devices) -> Iterator[str]:
-    ranks, nodes = config.trainer.num_ranks or 1, len(config.hosts.trainer)
-    gpus = nodes * len(config.trainer_gpu_ids or ())
-    if config.device != "cpu" and gpus and ranks != gpus:
-        where = f"{list(config.trainer_gpu_ids or ())}" + (f" on each of {nodes} machines" if nodes > 1 else "")
-        yield (
-            f"trainer.num_ranks = {ranks}, and the trainer has {gpus} GPUs ({where}) - "
-            "expected one rank per GPU. Leave `trainer.num_ranks` out, or change `trainer_gpu_ids`."
-        )
+def _node(addresses: tuple[str, ...], number: int) -> str:
+    """Return the flag that tells a machine its number, if several have the same address."""
+    hosts = [address.partition(":")[0] for address in addresses]
+    return f" --node {number}" if hosts.count(hosts[number]) > 1 else ""
 
 
-def _attention_runs_here(config: RunConfig, _: Devices) -> Iterator[str]:
-    yield from _check_attention("trainer.model.attn", config.trainer.model.attn, config.device)
+# files, functions and ports on this machine
 
 
-def _check_attention(key: str, attention: str, device: str) -> Iterator[str]:
+def trainer_model_problems(config: RunConfig) -> Iterator[str]:
+    yield from check_model("trainer.model.name", config.trainer.model.name)
+    if config.trainer.tokenizer.name != config.trainer.model.name:
+        yield from check_model("trainer.tokenizer.name", config.trainer.tokenizer.name, holds="tokenizer_config.json")
+
+
+def engine_model_problems(config: RunConfig) -> Iterator[str]:
+    yield from check_model("inference.model.name", config.inference.model.name)
+    yield from check_architecture_is_named(config.inference.model.name)
+
+
+def environment_file_problems(config: RunConfig) -> Iterator[str]:
+    ids = {environment.id for environment in config.orchestrator.all_environments}
+    for file in sorted(id for id in ids if id.endswith(".py")):
+        if not Path(file).is_file():
+            yield (
+                f'environment id = "{file}": there is no such file (looked in {Path.cwd()}) - expected a Python file '
+                "with `load_environment`. Check the path."
+            )
+
+
+def file_problems(config: RunConfig) -> list[str]:
+    """Return which models and files of environments of a whole run are missing on this machine."""
+    found = [*trainer_model_problems(config)]
+    if config.inference.model.name != config.trainer.model.name:
+        found += engine_model_problems(config)
+    return [*found, *environment_file_problems(config)]
+
+
+def function_problems(key: str, path: str | None) -> Iterator[str]:
+    """Yield a problem if a function of the user's cannot be found."""
+    if path and (problem := function_problem(path, key=key)):
+        yield problem
+
+
+PORTS: dict[str, tuple[ProcessName, str]] = {
+    "inference.server.port": ("inference", "the inference server"),
+    "orchestrator.server.port": ("orchestrator", "the orchestrator's status server"),
+    "ports.batches": ("orchestrator", "batches from the orchestrator to the trainer"),
+    "ports.weights": ("trainer", "the meeting of trainer and engines"),
+    "ports.ranks": ("trainer", "the meeting of the trainer's ranks"),
+}
+"""The process that listens at each port, and what for."""
+
+
+def ports(config: RunConfig) -> list[tuple[str, str, int]]:
+    """Return key, address and number of each port that is known."""
+    trainers = config.hosts.trainer or ("",)
+    known = (
+        ("inference.server.port", config.inference.server.host, config.inference.server.port),
+        ("orchestrator.server.port", config.orchestrator.server.host, config.orchestrator.server.port),
+        ("ports.batches", config.hosts.orchestrator, config.ports.batches),
+        ("ports.weights", trainers[0], config.ports.weights),
+        ("ports.ranks", trainers[0], config.ports.ranks if len(trainers) > 1 else None),
+    )
+    return [(key, host, port) for key, host, port in known if port is not None]
+
+
+def port_problems(config: RunConfig, key: str) -> Iterator[str]:
+    """Yield a problem if a port of this machine is in use. Ports of other machines cannot be checked."""
+    for name, host, port in ports(config):
+        if name == key and port and port_is_free(0, host) and not port_is_free(port, host):
+            free = next((number for number in range(port + 1, min(port + 50, 65536)) if port_is_free(number, host)), 0)
+            yield (
+                f"port {port} on {host} is in use, wanted for {PORTS[key][1]} ({key}) - expected a free one. "
+                f"`lsof -i :{port}` shows which process has it; or take another: `--{key.replace('_', '-')} {free}`."
+            )
+
+
+def _attention_problems(key: str, attention: str, device: str) -> Iterator[str]:
     if device == "cpu" and attention.startswith("fl"):
         yield (
             f'{key} = "{attention}" with device = "cpu" - its backward pass runs on GPUs only. '
@@ -316,73 +499,39 @@ def _check_attention(key: str, attention: str, device: str) -> Iterator[str]:
         )
 
 
-_RUN = None  # `rl`: all processes together
-_ALL: tuple[ProcessName | None, ...] = (_RUN, *PROCESSES)
-
-# Each rule with the commands that it concerns: the whole run, or one process started alone.
-_RULES: Rules = (
-    (_name_is_a_folder, _ALL),
-    (_environments_are_given, (_RUN, "orchestrator")),
-    (_environments_have_their_own_names, (_RUN, "orchestrator")),
-    (_batch_holds_whole_groups, (_RUN, "orchestrator")),
-    (_context_fits_training, _ALL),
-    (_turns_fit_the_context, (_RUN, "orchestrator")),
-    (_sampling_is_said_once, (_RUN, "orchestrator")),
-    (_micro_batch_holds_a_sample, (_RUN, "trainer")),
-    (_lag_bounds_agree, (_RUN, "orchestrator")),
-    (_ports_differ, _ALL),
-    (_gpus_are_named_once, (_RUN, "trainer", "inference")),
-    (_inference_gpus_exist, (_RUN, "inference")),
-    (_trainer_gpus_exist, (_RUN, "trainer")),
-    (_gpus_do_not_overlap, (_RUN,)),
-    (_broadcast_fits_the_device, _ALL),
-    (_engines_use_their_gpus, (_RUN, "inference")),
-    (_ranks_have_a_gpu_each, (_RUN, "trainer")),
-    *MODEL_RULES,
-    *LOSS_RULES,
-    *LORA_RULES,
-    *OPTIM_RULES,
-    *DATA_RULES,
-    *SAMPLING_RULES,
-    *MOE_RULES,
-    *EVALUATION_RULES,
-    *BROADCAST_RULES,
-    *WAITING_RULES,
-    *HOSTS_RULES,
-)
-
-_LAUNCH_RULES: Rules = (
-    *HOSTS_LAUNCH_RULES,
-    (_attention_runs_here, (_RUN, "trainer")),
-    *LOSS_LAUNCH_RULES,
-    *MOE_LAUNCH_RULES,
-    *OPTIM_LAUNCH_RULES,
-    *DATA_LAUNCH_RULES,
-    (trainer_model_exists, (_RUN, "trainer")),
-    *MODEL_LAUNCH_RULES,
-    (engines_other_model_exists, (_RUN,)),
-    (engines_model_exists, ("inference",)),
-    (environment_files_exist, (_RUN, "orchestrator")),
-    (port_rule("inference.server.port"), (_RUN, "inference")),
-    (port_rule("orchestrator.server.port"), (_RUN, "orchestrator")),
-    (port_rule("ports.batches"), (_RUN, "orchestrator")),
-    (port_rule("ports.weights"), (_RUN, "trainer")),
-)
+# supervised training
 
 
 def check_sft(config: SftConfig, devices: Devices) -> None:
-    """Raises: ConfigError where supervised training could not start."""
-    raise_together([*_sft_problems(config, devices)])
+    """Raises: ConfigError if supervised training contradicts itself or could not start here and now."""
+    raise_together([*_all_sft_problems(config, devices)])
 
 
-def _sft_problems(config: SftConfig, devices: Devices) -> Iterator[str]:
-    yield from _check_run_name(config.name)
-    yield from sft_problems(config, devices)
-    yield from _check_micro_batch("micro_batch_tokens", config.micro_batch_tokens, config.seq_len)
-    yield from _check_attention("model.attn", config.model.attn, config.device)
-    yield from model_problems("model", config.model, config.num_ranks or 1)
-    yield from model_launch_problems("model", config.model, config.device)
-    yield from lora_problems("model.lora", config.model.lora, has_engines=False)
-    yield from expert_problems_of_sft(config.model)
-    yield from optim_problems("", config.optim, config.scheduler, config.model, max_steps=config.max_steps)
+def _all_sft_problems(config: SftConfig, devices: Devices) -> Iterator[str]:
+    model = config.model
+    yield from _name_problems(config.name)
+    yield from sft_problems(config)
+    yield from check_model("model.name", model.name)
+    yield from _micro_batch_problems("micro_batch_tokens", config.micro_batch_tokens, config.seq_len)
+    yield from _attention_problems("model.attn", model.attn, config.device)
+    yield from model_problems("model", model, config.num_ranks or 1)
+    yield from model_launch_problems("model", model, config.device)
+    yield from lora_problems("model.lora", model.lora, has_engines=False)
+    yield from route_problems(model)
+    yield from optim_problems("", config.optim, config.scheduler, model, max_steps=config.max_steps)
     yield from optim_launch_problems("", config.optim, config.device)
+    ranks = config.num_ranks or 1
+    if config.device == "cuda" and ranks > devices.num_gpus:
+        yield (
+            f'num_ranks = {ranks}, device = "cuda", and {devices.num_gpus} GPUs are visible - '
+            "expected one GPU per rank. Lower `num_ranks`, or run on CPU with `--device cpu`."
+        )
+
+
+def route_problems(model: TrainerModel) -> Iterator[str]:
+    """Yield a problem if supervised training, which has no engine, is to replay an engine's routes."""
+    if model.moe.router_replay:
+        yield (
+            "model.moe.router_replay = true - expected only where an engine samples, as in `rl`: supervised training "
+            "has no routes to replay. Remove the line."
+        )

@@ -190,9 +190,12 @@ class RunConfig(Section):
 
     @property
     def engine_urls(self) -> list[str]:
-        """Where the orchestrator finds the inference servers."""
-        places = map(place_of, self.hosts.inference)
-        return [f"http://{place.host}:{place.port or self.inference.server.port}" for place in places]
+        """The addresses at which the orchestrator finds the inference servers."""
+        return list(map(self.engine_url, self.hosts.inference))
+
+    def engine_url(self, address: str) -> str:
+        place = place_of(address)
+        return f"http://{place.host}:{place.port or self.inference.server.port}"
 
     @property
     def num_groups(self) -> int:
@@ -207,6 +210,25 @@ class RunConfig(Section):
     @property
     def synchronous(self) -> bool:
         return self.max_async_level == 0
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether engines hold the adapters separately from the base model."""
+        lora = self.trainer.model.lora
+        return lora is not None and lora.sync == "adapter"
+
+    @property
+    def replays_routes(self) -> bool:
+        return self.trainer.model.moe.router_replay
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether an engine may reuse the beginning of a prompt from an earlier request.
+
+        In a synchronous run on CPU it may not, or a request's arithmetic would depend on what ran before it. There is
+        no prefix cache then; but router replay needs one, so no two requests are given the same prefix.
+        """
+        return not (self.replays_routes and self.synchronous and self.device == "cpu")
 
     @property
     def max_logprobs(self) -> int:

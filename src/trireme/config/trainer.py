@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -38,6 +40,15 @@ class Lora(Section):
     """Scale by alpha / sqrt(rank) instead."""
     sync: Literal["merged", "adapter"] = "merged"
     """What the engines get: the whole model with the adapters added in, or (less to send) the adapters alone."""
+
+    @property
+    def engine_rank(self) -> int:
+        """The smallest rank that vLLM can be configured with and that is not below this one."""
+        return min(allowed for allowed in ENGINE_RANKS if allowed >= self.rank)
+
+
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's `max_lora_rank`."""
 
 
 class Experts(Section):
@@ -175,3 +186,115 @@ class TrainerConfig(Section):
     try_step: bool | None = None
     """Before the first batch, while engines start, take a step on a made-up row of full length that changes nothing:
     too little memory or a block that does not compile ends the run then. On GPUs of its own, where not given."""
+
+
+# Rules of these tables, for `rl` and for `sft`. Each yields one message per problem.
+
+
+def model_problems(table: str, model: TrainerModel, ranks: int) -> Iterator[str]:
+    """Yield what is wrong with `[trainer.model]` for any model.
+
+    Args:
+        table: the name of the table as the user writes it, for messages.
+    """
+    for key, number in (("dp_replicate", model.dp_replicate), ("cp", model.cp)):
+        if ranks % number:
+            yield (
+                f"{table}.{key} = {number} with {ranks} ranks - expected a divisor of their number: {_divisors(ranks)}."
+                f" Set `{table}.{key}` to one of these, or change the number of ranks."
+            )
+    if model.attn.startswith("flash") and model.optimization_dtype == "float32":
+        yield (
+            f'{table}.attn = "{model.attn}" with optimization_dtype = "float32" - expected bfloat16, the only precision'
+            f' that it and the trainer share. Set `{table}.optimization_dtype = "bfloat16"`, or `attn = "sdpa"`.'
+        )
+    if model.cp > 1 and model.attn == "eager":
+        yield (
+            f'{table}.attn = "eager" with {table}.cp = {model.cp} - expected sdpa, flex_attention or flash attention, '
+            f'with which ranks can share a row. Set `{table}.attn = "sdpa"`, or `cp = 1`.'
+        )
+    if model.ep > 1:
+        yield (
+            f"{table}.ep = {model.ep} - expected 1, as expert parallelism is not implemented. Remove the line: FSDP "
+            "shards experts over all ranks like every other parameter, so they take no more memory, but are gathered "
+            "for each layer."
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
+def lora_problems(table: str, lora: Lora | None, *, has_engines: bool = True) -> Iterator[str]:
+    """Yield what is wrong with the adapters for any model."""
+    if lora is None:
+        return
+    if lora.sync == "adapter" and not has_engines:
+        yield f'`{table}.sync = "adapter"` without engines - expected no such key in supervised training. Remove it.'
+    if not lora.target_modules and not lora.modules_to_save:
+        yield (
+            f"`{table}.target_modules` is empty - expected the names of layers to adapt. "
+            f'Leave it out, or write `{table}.target_modules = ["all-linear"]`.'
+        )
+    if both := sorted(set(lora.target_modules) & set(lora.modules_to_save)):
+        yield (
+            f"`{table}` names {', '.join(both)} in `target_modules` and in `modules_to_save` - expected each in one: "
+            "a module is adapted or trained whole. Remove it from one of the two."
+        )
+    if "embed_tokens" in lora.target_modules:
+        yield (
+            f"`{table}.target_modules` names embed_tokens - expected linear layers: an embedding is trained whole or "
+            f'not at all. Write `{table}.modules_to_save = ["embed_tokens"]` instead.'
+        )
+
+
+def optim_problems(
+    prefix: str, optim: Optimizer, scheduler: Scheduler, model: TrainerModel, *, max_steps: int
+) -> Iterator[str]:
+    """Yield what is wrong with the optimizer and its schedule.
+
+    Args:
+        prefix: what stands before the names of tables ("trainer.", or nothing), for messages.
+    """
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        yield (
+            f"{prefix}optim.betas = {list(optim.betas)} - expected two numbers from 0 to below 1. "
+            "Write [0.9, 0.999] or leave it out."
+        )
+    if scheduler.min_lr > optim.lr:
+        yield (
+            f"{prefix}scheduler.min_lr = {scheduler.min_lr:g}, {prefix}optim.lr = {optim.lr:g} - expected the rate to "
+            f"fall to `min_lr`. Set it to {optim.lr / 10:g} or leave it out."
+        )
+    elif scheduler.min_lr and scheduler.type == "constant":
+        yield (
+            f'{prefix}scheduler.min_lr = {scheduler.min_lr:g} with type = "constant" - expected no such key, as the '
+            f'rate never falls. Remove it, or set `{prefix}scheduler.type = "cosine"`.'
+        )
+    table, decay, warmup = f"{prefix}scheduler", scheduler.decay_of(max_steps), scheduler.warmup_steps
+    if scheduler.type == "wsd" and warmup + decay > max_steps:
+        yield (
+            f"{table}.warmup_steps = {warmup} and decay_steps = {decay} of max_steps = {max_steps} - expected at most "
+            f"{max_steps} steps, and they take {warmup + decay}. Lower one of them, or raise `max_steps`."
+        )
+    if scheduler.type != "wsd" and scheduler.decay_steps is not None:
+        yield (
+            f'{table}.decay_steps = {decay} with type = "{scheduler.type}" - expected no such key: it belongs to '
+            f'"wsd", the others fall from the warm-up on. Remove it, or set `{table}.type = "wsd"`.'
+        )
+    if optim.type == "muon" and model.lora is not None:
+        yield (
+            f'{prefix}optim.type = "muon" with `[{prefix}model.lora]` - expected another optimizer, as Muon '
+            "orthogonalises whole matrices and an adapter is the product of two. "
+            f'Set `{prefix}optim.type = "adamw"`, or remove the table.'
+        )
+
+
+def optim_launch_problems(prefix: str, optim: Optimizer, device: str) -> Iterator[str]:
+    """Yield what the optimizer lacks on this machine."""
+    has_compiler = any(shutil.which(name) for name in ("gcc", "cc", "clang"))
+    if optim.type == "adamw_8bit" and device == "cuda" and not has_compiler:
+        yield (
+            f'{prefix}optim.type = "adamw_8bit" on a GPU, and there is no C compiler - expected gcc or clang, with '
+            f'which its kernels are compiled. Install one, or set `{prefix}optim.type = "adamw"`.'
+        )

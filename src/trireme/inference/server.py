@@ -11,8 +11,6 @@ from typing import Any
 
 from trireme.base.log import get_logger
 from trireme.base.processes import quick_imports
-from trireme.config.rules_lora import engine_rank, serves_adapters
-from trireme.config.rules_moe import replays_routes
 from trireme.config.run import RunConfig
 
 log = get_logger("inference")
@@ -52,7 +50,7 @@ def environment(config: RunConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING" if config.log_level in ("warning", "error") else "INFO",
     }
-    if serves_adapters(config):
+    if config.serves_adapters:
         settings["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the route that gives the adapter its name
     if config.device == "cuda" and config.synchronous:
         settings["VLLM_BATCH_INVARIANT"] = "1"  # a request's bits must not depend on which others it is batched with
@@ -93,9 +91,9 @@ def server_arguments(config: RunConfig) -> list[str]:
         "data-parallel-size": inference.parallel.dp,
     }
     arguments |= _cpu_arguments(config) if config.device == "cpu" else _gpu_arguments(config)
-    if serves_adapters(config):
+    if config.serves_adapters:
         arguments |= _adapter_arguments(config)
-    if replays_routes(config):
+    if config.replays_routes:
         arguments |= _replay_arguments(config)
     arguments |= {name.replace("_", "-"): value for name, value in inference.args.items()}
     if config.device == "cpu" and _is_for_one_worker(arguments):
@@ -157,7 +155,7 @@ def _adapter_arguments(config: RunConfig) -> dict[str, Any]:
     assert lora is not None
     return {
         "enable-lora": True,
-        "max-lora-rank": engine_rank(lora.rank),
+        "max-lora-rank": lora.engine_rank,
         "max-loras": 1,
         "max-cpu-loras": 1,
         "lora-target-modules": tuple(dict.fromkeys(name.rpartition(".")[2] for name in lora.target_modules)),

@@ -11,7 +11,7 @@ import msgspec
 from trireme.algo.cost import LINEAR, Cost, cost_of
 from trireme.algo.packing import Sample, deal, each_row, num_learned, rows_of
 from trireme.base.turns import by_turns
-from trireme.config.readiness import config_file
+from trireme.config.model_folder import config_file
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, Rollout

@@ -22,8 +22,6 @@ from trireme.base.paths import step_folder, step_of
 from trireme.base.turns import by_turns
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.config.rules_lora import serves_adapters
-from trireme.config.rules_moe import shares_prefixes
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import is_complete
@@ -255,9 +253,9 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
                 request_timeout_s=orchestrator.request_timeout_s,
                 max_concurrent=orchestrator.max_concurrent,
                 vocab_size=tokenizer.vocab_size,
-                adapter=POLICY if serves_adapters(config) else None,
+                adapter=POLICY if config.serves_adapters else None,
                 experts=experts_to_replay(config, tokenizer.model_config),
-                shares_prefixes=shares_prefixes(config),
+                shares_prefixes=config.shares_prefixes,
             )
         )
         spans = stack.enter_context(open_spans(config.paths.spans))

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from trireme.base.errors import ConfigError
-from trireme.config.rules_moe import NUM_EXPERTS, REPLAY, num_experts_of, replays_routes
+from trireme.config.model_folder import NUM_EXPERTS, num_experts_of
+from trireme.config.rules import REPLAY
 from trireme.config.run import RunConfig
 from trireme.messages import Routed
 from trireme.orchestrator.engines.responses import BadAnswer, Choice
@@ -48,7 +49,7 @@ def experts_to_replay(config: RunConfig, model_config: dict[str, Any]) -> Expert
 
     Raises: ConfigError where the model has no experts.
     """
-    if not replays_routes(config):
+    if not config.replays_routes:
         return None
     shape = expert_shape(model_config)
     if shape is None:

@@ -11,8 +11,7 @@ import numpy as np
 
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.log import get_logger
-from trireme.config.orchestrator import Sampling
-from trireme.config.rules_sampling import sampling_notes
+from trireme.config.orchestrator import Sampling, sampling_notes
 from trireme.config.run import RunConfig
 from trireme.messages import Tokens
 from trireme.orchestrator.engines.pool import Generation, InferencePool, OverlongPrompt
@@ -75,7 +74,7 @@ class RolloutRunner:
         self._noted: set[tuple[str, ...]] = set()
         self._run_seed = config.seed if config.synchronous else None
         self._model = config.trainer.tokenizer.name or config.model.name
-        for note in sampling_notes(config):
+        for note in sampling_notes(config.orchestrator.sampling):
             log.warning("%s", note)
         thinks = config.inference.model.reasoning_parser is not None
         if self._strategy == "interleaved" and thinks and drops_thinking(tokenizer):

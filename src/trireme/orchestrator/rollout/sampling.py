@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from trireme.config.orchestrator import MOST_KEPT, Sampling, slots_for
-from trireme.config.rules_sampling import distorting
+from trireme.config.orchestrator import MOST_KEPT, Sampling, distorting, slots_for
 
 ENVIRONMENTS = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}

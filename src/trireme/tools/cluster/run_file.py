@@ -10,9 +10,8 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.files import NONE, to_table, to_toml
 from trireme.config.problems import raise_together
-from trireme.config.readiness import engines_other_model_exists, environment_files_exist, trainer_model_exists
 from trireme.config.resolve import resolve, updated
-from trireme.config.rules import check, problems
+from trireme.config.rules import check, file_problems, problems
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
 from trireme.launch.folder import holds_run
@@ -129,9 +128,7 @@ def check_folder(config: RunConfig, plan: ClusterPlan) -> None:
     Raises: ConfigError.
     """
     gpus = tuple(map(str, range(MAX_GPUS_PER_NODE))) if config.device == "cuda" else ()
-    resolved = resolve(config, Devices(gpus=gpus, cores=1))
-    rules = (trainer_model_exists, engines_other_model_exists, environment_files_exist)
-    raise_together([message for rule in rules for message in rule(resolved, Devices())])
+    raise_together(file_problems(resolve(config, Devices(gpus=gpus, cores=1))))
     paths = config.paths
     if config.resume and not holds_run(paths) and not paths.run_config.exists():
         raise ConfigError(

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trireme.base.network import is_here
+from trireme.config import rules
 from trireme.config.files import ProcessName
-from trireme.config.readiness import port_rule, ports
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
 from trireme.tools.doctor.finding import Case
@@ -62,15 +62,13 @@ def listeners_of(case: Case) -> list[Listener]:
     return [
         Listener(key, host, port, command)
         for command in commands_of(case)
-        for key, host, port in ports(command.config)
+        for key, host, port in rules.ports(command.config)
         if key in command.keys and port and (is_here(host) or not host)
     ]
 
 
 def port_problems(case: Case) -> list[str]:
     found = (
-        words
-        for listener in listeners_of(case)
-        for words in port_rule(listener.key)(listener.command.config, case.devices)
+        words for listener in listeners_of(case) for words in rules.port_problems(listener.command.config, listener.key)
     )
     return list(dict.fromkeys(found))

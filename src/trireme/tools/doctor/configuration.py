@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trireme.config.readiness import engines_other_model_exists, environment_files_exist, trainer_model_exists
-from trireme.config.rules import launch_problems, problems
+from trireme.config.rules import file_problems, launch_problems, problems
 from trireme.tools.doctor.commands import commands_of, port_problems
 from trireme.tools.doctor.finding import Case, Finding, ok, told
 
 
 def configuration(case: Case) -> Iterator[Finding]:
     """What ports, models and files of environments have to say is said by their own questions."""
-    elsewhere = {*port_problems(case), *_said_elsewhere(case)}
+    elsewhere = {*port_problems(case), *file_problems(case.config)}
     found = [words for words in dict.fromkeys(_problems(case)) if words not in elsewhere]
     yield from map(told, found)
     if not found:
@@ -22,11 +21,6 @@ def configuration(case: Case) -> Iterator[Finding]:
             f"{what}: {config.max_steps} steps of {config.orchestrator.batch_size} rollouts on {config.device}, "
             f"weights over {config.weight_broadcast.type}"
         )
-
-
-def _said_elsewhere(case: Case) -> Iterator[str]:
-    for rule in (trainer_model_exists, engines_other_model_exists, environment_files_exist):
-        yield from rule(case.config, case.devices)
 
 
 def _problems(case: Case) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trireme.config.readiness import check_model, looks_local
+from trireme.config.model_folder import check_model, looks_local
 from trireme.config.run import RunConfig
 from trireme.tools.doctor.finding import Case, Finding, of, ok, problem, told, warning
 

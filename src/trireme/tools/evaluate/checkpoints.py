@@ -9,8 +9,8 @@ from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.config.files import find_run_file, read_run
+from trireme.config.orchestrator import evaluation_problems
 from trireme.config.problems import raise_together
-from trireme.config.rules_evaluation import measures
 from trireme.config.run import RunConfig
 from trireme.journal.versions import Versions
 from trireme.messages import TensorSpec
@@ -56,7 +56,7 @@ def read_plan(config: EvalConfig) -> Plan:
             f"({weights.resolve().parent / 'configs'}) - expected one. Add `--env.id my-env`."
         )
     config = config.model_copy(update={"env": named(config.env)})
-    raise_together(list(measures(config.evaluation)))
+    raise_together(list(evaluation_problems(config.evaluation)))
     steps = find_steps(weights, config.steps)
     return Plan(config, steps, config.output_dir or weights.resolve().parent / "evals", run)
 

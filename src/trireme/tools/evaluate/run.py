@@ -25,10 +25,9 @@ from trireme.base.log import start_logging
 from trireme.base.waiting import Waits
 from trireme.config.arguments import json_table, positive_int
 from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.config.orchestrator import Sampling
+from trireme.config.orchestrator import Sampling, evaluation_problems
 from trireme.config.problems import raise_together
 from trireme.config.resolve import updated
-from trireme.config.rules_evaluation import measures
 from trireme.config.run import RunConfig
 from trireme.orchestrator.environments.pool import Environment
 from trireme.tools.environments.check import OpenPolicy
@@ -161,7 +160,7 @@ def _key(arguments: Namespace, endpoint: Endpoint | None) -> str | None:
 def evaluate(asked: Asked, *, dry_run: bool = False) -> int:
     config = asked.config
     start_logging("eval", "warning")
-    raise_together(list(measures(config.evaluation)))
+    raise_together(list(evaluation_problems(config.evaluation)))
     config = config.model_copy(update={"env": found(config.env, max_concurrent=config.max_concurrent)})
     asked = replace(asked, config=config)
     progress = CheckProgress()

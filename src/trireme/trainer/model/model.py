@@ -20,7 +20,7 @@ from transformers import (
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
-from trireme.config.rules_model import SOFT_CAP
+from trireme.config.model_folder import SOFT_CAP
 from trireme.config.trainer import TrainerModel
 from trireme.trainer.model.activations import wrap_layers
 from trireme.trainer.model.forward import attach_scorer

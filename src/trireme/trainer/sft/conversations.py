@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.config.rules_sft import data_files, is_on_a_hub
-from trireme.config.sft import Source
+from trireme.config.sft import Source, data_files, is_on_a_hub
 
 Message = Mapping[str, Any]
 

@@ -1,0 +1,234 @@
+"""What can be seen of a model before it is loaded: where its folder is, what its `config.json` says, and whether it can
+be trained as configured.
+
+transformers is not imported for this, which would take seconds: its source is searched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trireme.config.trainer import TrainerModel
+
+PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+KERNELS = "kernels"  # with it, transformers fetches kernels from a hub
+
+SWITCHES = {
+    "sdpa": "_supports_sdpa",
+    "flash_attention_2": "_supports_flash_attn",
+    "flash_attention_3": "_supports_flash_attn",
+    "flex_attention": "_supports_flex_attn",
+}
+"""Attributes by which classes of transformers say that they lack an attention."""
+
+SOFT_CAP = "attn_logit_softcapping"
+"""Key of a model's config.json: attention scores become SOFT_CAP * tanh(score / SOFT_CAP). transformers' `sdpa`
+silently leaves that out. It is the only such feature in 5.19; models with sinks refuse `sdpa` themselves."""
+
+CAPPED = ("gemma2", "vaultgemma")
+"""Architectures that cap attention scores by default."""
+
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in the `config.json` of models."""
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+# Folders whose content is ours, never an owner on a hub.
+_LOCAL_FOLDERS = ("models", "outputs", "checkpoints", "weights")
+
+
+def looks_local(name: str) -> bool:
+    """Return whether a model's name means a folder. `owner/model` is on a hub, unless a folder `owner` is here.
+
+    Example:
+        looks_local("./tiny"), looks_local("models/tiny"), looks_local("Qwen/Qwen3-0.6B")  # True, True, False
+    """
+    first, _, rest = name.partition("/")
+    if name.startswith((".", "/", "~")) or rest.count("/") > 0 or Path(name).is_dir():
+        return True
+    return bool(rest) and (first in _LOCAL_FOLDERS or Path(first).is_dir())
+
+
+def config_file(name: str) -> Path | None:
+    """Return a model's `config.json`, in its folder or in the hub's cache; None if it is in neither."""
+    local = Path(name) / "config.json"
+    if local.exists():
+        return local
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # the name is a folder that does not exist
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def caps_scores(config: Mapping[str, Any]) -> bool:
+    """Return whether a model with this config.json caps its attention scores."""
+    text = config.get("text_config") or config
+    return bool(text.get(SOFT_CAP, text.get("model_type") in CAPPED))
+
+
+def num_experts_of(config: Mapping[str, Any]) -> int:
+    """Return the experts of each layer of a model with this config.json; 0 for a dense model."""
+    text = config.get("text_config") or config
+    return next((text[name] for name in NUM_EXPERTS if text.get(name)), 0)
+
+
+def num_experts_in(name: str | None) -> int | None:
+    """Return the experts of each layer of a model in a folder; None for a model whose folder cannot be read."""
+    file = Path(name or "") / "config.json"
+    if not name or not looks_local(name) or not file.exists():
+        return None
+    return num_experts_of(json.loads(file.read_text()))
+
+
+def check_model(key: str, name: str | None, *, holds: str = "config.json") -> Iterator[str]:
+    """Yield a problem if the folder of a model, or of a tokenizer, does not hold one.
+
+    Names on a hub are left to the process that loads the model.
+    """
+    if name is None or not looks_local(name) or (Path(name) / holds).exists():
+        return
+    if (Path(name) / "adapter_config.json").exists():
+        yield (
+            f'{key} = "{name}": this folder holds adapters, not a model - expected a model as Hugging Face writes it. '
+            "Merge them into their base model (`trireme export RUN --merge --to FOLDER`), and start from that."
+        )
+        return
+    what = f"has no {holds}" if Path(name).is_dir() else "does not exist"
+    around = next((parent for parent in Path(name).parents if parent.is_dir()), Path("."))
+    nearby = sorted(str(file.parent) for file in around.glob("*/config.json"))[:5]
+    advice = f"Found nearby: {', '.join(nearby)}." if nearby else "Check the name, or make or download the model first."
+    yield (
+        f'{key} = "{name}": this folder {what} (looked in {Path.cwd()}) - expected a model as Hugging Face writes it. '
+        f"{advice}"
+    )
+
+
+def model_launch_problems(table: str, model: TrainerModel, device: str) -> Iterator[str]:
+    """Yield why the trainer cannot train this model on this machine.
+
+    Args:
+        table: the name of the table as the user writes it, for messages.
+    """
+    package = PACKAGES.get(model.attn) if device != "cpu" else None  # another rule refuses flash attention on CPU
+    if package and not find_spec(package) and not find_spec(KERNELS):
+        yield (
+            f'{table}.attn = "{model.attn}", and neither the package {package} nor {KERNELS} is installed - expected '
+            f"one of them. Install it in Trireme's environment, or set `{table}.attn` to sdpa or flex_attention."
+        )
+    folder = Path(model.name or "")
+    if not model.name or not looks_local(model.name) or not (folder / "config.json").exists():
+        return
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (ValueError, RecursionError) as error:
+        yield (
+            f"{folder / 'config.json'} cannot be read: {error} - expected a model's configuration, as `save_pretrained`"
+            " writes it. Copy or download the model again."
+        )
+        return
+    if not model.from_scratch:
+        yield from _check_weights(table, folder, config)
+    yield from _check_architecture(table, model, config, device)
+    heads = (config.get("text_config") or config).get("num_attention_heads")
+    if heads and heads % model.cp:
+        divisors = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
+        yield (
+            f"{table}.cp = {model.cp}, and {model.name} has {heads} attention heads - expected a divisor of them, as "
+            f"ranks that share a row share its heads. Set `{table}.cp` to one of {divisors}."
+        )
+
+
+def _check_weights(table: str, folder: Path, config: dict[str, Any]) -> Iterator[str]:
+    if not any((folder / name).exists() for name in WEIGHTS):
+        yield (
+            f'{table}.name = "{folder}": this folder has neither {" nor ".join(WEIGHTS)} - expected weights as '
+            f"safetensors. Copy them there, or start from random ones with `{table}.from_scratch = true`."
+        )
+    if quantization := config.get("quantization_config"):
+        yield (
+            f'{table}.name = "{folder}": its weights are quantized ({quantization.get("quant_method")}) - expected '
+            "float32, bfloat16 or float16, as only those can be trained. Take such a copy of the model."
+        )
+
+
+def _check_architecture(table: str, model: TrainerModel, config: dict[str, Any], device: str) -> Iterator[str]:
+    kind = config.get("model_type")
+    source = _source(str(kind)) if kind else ""
+    if source is None and config.get("auto_map"):
+        if not model.trust_remote_code:
+            yield (
+                f'{table}.name = "{model.name}" runs Python code of its own ({", ".join(config["auto_map"])}) - '
+                f"expected your consent. Read the code, and set `{table}.trust_remote_code = true`."
+            )
+    elif source is None:
+        yield (
+            f'{table}.name = "{model.name}": the installed transformers has no architecture "{kind}" (model_type in its'
+            " config.json) - expected one that it has. Check config.json, or choose another model."
+        )
+    elif "_is_stateful = True" in source:
+        yield (
+            f'{table}.name = "{model.name}": {kind} carries a state from each token to the next, so that samples which '
+            "are packed into one row would see each other - expected a transformer with attention alone. "
+            "Choose another model."
+        )
+    elif (switch := SWITCHES.get(model.attn)) and not _offers(source, switch):
+        here = ("sdpa", "eager") if device == "cpu" else ("sdpa", "flex_attention", "eager")
+        has = [name for name in here if _offers(source, SWITCHES.get(name))]
+        yield (
+            f'{table}.attn = "{model.attn}": transformers has no such attention for {kind} - expected one of '
+            f"{', '.join(has)}. Set `{table}.attn`."
+        )
+    elif model.attn == "sdpa" and caps_scores(config):
+        kept = "eager" if device == "cpu" else "eager, flex_attention or flash attention"
+        together = f", with which ranks cannot share a row (`{table}.cp = 1`)" if model.cp > 1 else ""
+        yield (
+            f'{table}.attn = "sdpa", and {kind} caps its attention scores ({SOFT_CAP} in its config.json), which '
+            f"transformers' sdpa leaves out and the engine does not - expected {kept}. "
+            f'Set `{table}.attn = "eager"`{together}.'
+        )
+
+
+def _offers(source: str, switch: str | None) -> bool:
+    """Return whether the code supports an attention. A class that does not say may inherit it."""
+    values = set(re.findall(rf"{switch} = (True|False)", source))
+    return switch is None or values != {"False"}
+
+
+@cache
+def _source(model_type: str) -> str | None:
+    """Return the code of transformers for an architecture; None if it has none, empty if it cannot be found."""
+    transformers = find_spec("transformers")
+    if transformers is None or transformers.origin is None:
+        return ""
+    models = Path(transformers.origin).parent / "models"
+    wanted = re.compile(rf"""model_type(: str)? = ["']{re.escape(model_type)}["']""")
+    likely = models / model_type.replace("-", "_")
+    for folder in (likely, *sorted(models.iterdir())):
+        for file in folder.glob("configuration_*.py"):
+            if wanted.search(file.read_text(encoding="utf-8")):
+                code = file.with_name(file.name.replace("configuration_", "modeling_", 1))
+                return code.read_text(encoding="utf-8") if code.exists() else ""
+    return None
+
+
+def check_architecture_is_named(name: str | None) -> Iterator[str]:
+    """Yield a problem if an engine's model does not name its architecture.
+
+    vLLM then guesses, and may serve the model as an embedding model whose weights cannot be updated.
+    """
+    file = Path(name or "") / "config.json"
+    if name and looks_local(name) and file.exists() and "architectures" not in json.loads(file.read_text()):
+        yield (
+            f'{file} names no "architectures" - expected ["Qwen3ForCausalLM"] or the like, as `save_pretrained` of a '
+            "model writes it. Add the line."
+        )
