@@ -26,7 +26,7 @@ from trireme.orchestrator.environments.venv import find_environment
 from trireme.orchestrator.environments.wire import Ask, Reply
 from trireme.orchestrator.rollout.driver import RolloutSpec
 from trireme.tools.environments.catalog import list_environments
-from trireme.tools.environments.check_endpoint import look_at, open_chat_endpoint
+from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
 from trireme.tools.environments.template import KINDS, checked_name, suggested_name, template_files
 
 REPOSITORY = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from trireme.cli.trireme import trireme
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.journal.versions import Versions
-from trireme.tools.environments.check_engine import WeightsReplaced
+from trireme.tools.environments.policy_engine import WeightsReplaced
 from weighed_engine import LETTER, WeighedEngine, open_weighed_engine, write_weights
 
 REWARDS = {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}

@@ -14,10 +14,12 @@ from trireme.tools.environments.check_report import (
     CheckReport,
     Loaded,
     Rewards,
+    advice_of,
     build_report,
+    difficulty_in_words,
     rewards_of,
+    text_of,
 )
-from trireme.tools.environments.check_text import advice_of, difficulty_in_words, text_of
 
 LOADED = Loaded("toy", "file", "toy.py", None, 0.1, 1, 10, 0, {"python": "3.11.7"})
 

@@ -16,9 +16,8 @@ from rich.table import Table
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP
 from trireme.orchestrator.environments.venv import installed_venv
-from trireme.tools.environments.catalog import Entry, list_environments
-from trireme.tools.environments.check_progress import CheckProgress
-from trireme.tools.environments.source import ROOT, build, find_source
+from trireme.tools.environments.catalog import ROOT, Entry, build, find_source, list_environments
+from trireme.tools.environments.progress import Progress
 from trireme.tools.environments.template import KINDS, write_environment
 
 WIDTH = 150  # of the list where it does not go to a terminal
@@ -73,7 +72,7 @@ def install(argv: list[str]) -> int:
     if there and not arguments.again:
         print(f"{source.id} is installed already, in {there} (--again to build it anew)")
         return 0
-    took_s = build(source, CheckProgress(), again=arguments.again)
+    took_s = build(source, Progress(), again=arguments.again)
     print(f"{source.id} installed in {took_s:.1f} s, in {installed_venv(source)}")
     return 0
 

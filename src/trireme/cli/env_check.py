@@ -25,12 +25,11 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.launch.folder import hold_folder, holds_run
 from trireme.orchestrator.environments.venv import installed_venv
+from trireme.tools.environments.catalog import ROOT, build, find_source
 from trireme.tools.environments.check import Check, LoadFailed, check_environment
-from trireme.tools.environments.check_progress import CheckProgress
-from trireme.tools.environments.check_report import write_rollouts
-from trireme.tools.environments.check_text import text_of
+from trireme.tools.environments.check_report import text_of, write_rollouts
 from trireme.tools.environments.policy import PolicyWanted, build_opener
-from trireme.tools.environments.source import ROOT, build, find_source
+from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.endpoints import KEY_VARIABLE, key_for_address
 
 MAX_CONCURRENT = 32
@@ -44,7 +43,7 @@ def env_check(argv: list[str]) -> int:
     arguments, words = _parser().parse_known_args(argv)
     config, _ = load_run_config(words, program="trireme env check")
     check, config = read_check(arguments, config)
-    progress, waits = CheckProgress(), Waits("the check", config.paths.logs)
+    progress, waits = Progress(), Waits("the check", config.paths.logs)
     open_policy = build_opener(_policy_wanted(arguments), config, detect_devices(), waits, progress)
     with hold_folder(config.paths):
         _clear(config)

@@ -22,8 +22,8 @@ from trireme.config.files import to_table, to_toml
 from trireme.config.load import load_config
 from trireme.launch.folder import hold_folder, holds_run, move_aside
 from trireme.orchestrator.environments.venv import EnvironmentSource, installed_venv
-from trireme.tools.environments.check_progress import CheckProgress
-from trireme.tools.environments.source import build, find_source
+from trireme.tools.environments.catalog import build, find_source
+from trireme.tools.environments.progress import Progress
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.models import Start, build_models, places_of
 
@@ -101,7 +101,7 @@ def _in_folder(config: GepaConfig, source: EnvironmentSource, folder: Path) -> i
         raise ConfigError(f"{folder} is a run's folder - expected one for prompts alone. Give another `--output`.")
     if not config.fresh:
         check_same(files, config)
-    progress, waits = CheckProgress(), Waits("the search", paths.logs)
+    progress, waits = Progress(), Waits("the search", paths.logs)
     open_models = build_models(config, folder, Start(detect_devices(), waits, progress))
     with ExitStack() as stack:
         _hold(stack, paths)
@@ -140,7 +140,7 @@ def _search(
     folder: Path,
     open_models: Any,
     waits: Waits,
-    progress: CheckProgress,
+    progress: Progress,
 ) -> dict[str, Any]:
     from trireme.tools.gepa.optimize import Optimization
     from trireme.tools.gepa.results import Files

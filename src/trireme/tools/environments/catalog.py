@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import re
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,12 +16,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trireme.base.errors import ConfigError
-from trireme.orchestrator.environments.venv import EnvironmentSource, find_environment, installed_venv
+from trireme.orchestrator.environments.venv import (
+    BUILD_TIMEOUT_S,
+    EnvironmentSource,
+    environment_python,
+    find_environment,
+    installed_venv,
+)
+from trireme.tools.environments.progress import Progress
 
 Kind = Literal["package", "file", "installed", "library"]
 
 _MAKES_AN_ENVIRONMENT = ({"load_environment"}, {"load_taskset"}, {"dataset", "reward"})
 _FRAMEWORK = "verifiers"
+ROOT = Path("environments")
 
 
 @dataclass(frozen=True)
@@ -147,3 +156,18 @@ def _distribution(found: importlib.metadata.Distribution) -> Entry:
     about = found.metadata
     place = str(found.locate_file(""))
     return Entry(about["Name"], "installed", place, verifiers=version, description=about["Summary"] or "")
+
+
+def find_source(name: str, root: Path) -> EnvironmentSource:
+    """Raises: ConfigError. `root` may be the package's own folder too."""
+    if (root / "pyproject.toml").is_file():
+        return find_environment(str(root.resolve()), root=root.parent)
+    return find_environment(name, root=root)
+
+
+def build(source: EnvironmentSource, progress: Progress, *, again: bool = False) -> float:
+    """Returns the seconds that it took."""
+    began = time.monotonic()
+    with progress.stage(f"installing {source.id}", limit_s=BUILD_TIMEOUT_S):
+        environment_python(source, again=again)
+    return time.monotonic() - began

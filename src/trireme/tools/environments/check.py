@@ -1,14 +1,14 @@
 """One environment, loaded in real workers and tried: from its configuration to a report.
 
-Who answers the environment's questions is a `CheckPolicy`: a script (`check_script`), an engine of ours
-(`check_engine`), or somebody's chat endpoint (`check_endpoint`).
+Who answers the environment's questions is a `RolloutPolicy`: a script (`policy_script`), an engine of ours
+(`policy_engine`), or somebody's chat endpoint (`policy_endpoint`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +20,11 @@ from trireme.orchestrator.environments.venv import EnvironmentSource
 from trireme.orchestrator.environments.wire import Split
 from trireme.orchestrator.rollout.driver import Extent, Outcome, RolloutSpec, read_extent, run_rollouts
 from trireme.orchestrator.rollout.runner import Finished
-from trireme.tools.environments.check_progress import CheckProgress
 from trireme.tools.environments.check_report import CheckReport, Loaded, build_report
-from trireme.tools.environments.check_rollouts import CheckPolicy
+from trireme.tools.environments.policy import OpenPolicy
+from trireme.tools.environments.progress import Progress
 
 LOAD_TIMEOUT_S = 600.0
-
-OpenPolicy = Callable[[], AbstractAsyncContextManager[CheckPolicy]]
 
 
 class LoadFailed(TriremeError):
@@ -50,7 +48,7 @@ class Check:
 
 
 async def check_environment(
-    check: Check, open_policy: OpenPolicy, *, waits: Waits, progress: CheckProgress
+    check: Check, open_policy: OpenPolicy, *, waits: Waits, progress: Progress
 ) -> tuple[CheckReport, list[Outcome]]:
     """First the environment, then the policy: what fails in a second must not cost the start of an engine.
 
@@ -88,7 +86,7 @@ async def check_environment(
 
 
 @asynccontextmanager
-async def _loaded(check: Check, waits: Waits, progress: CheckProgress) -> AsyncIterator[Environment]:
+async def _loaded(check: Check, waits: Waits, progress: Progress) -> AsyncIterator[Environment]:
     opening = open_environment(
         check.environment,
         logs=check.logs,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from trireme.base.devices import Devices
@@ -21,17 +21,39 @@ from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check_launch
 from trireme.config.run import RunConfig
 from trireme.launch.standalone_engine import open_engine
+from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
-from trireme.tools.environments.check import OpenPolicy
-from trireme.tools.environments.check_endpoint import Server, look_at, open_chat_endpoint
-from trireme.tools.environments.check_engine import open_engine_policy
-from trireme.tools.environments.check_progress import CheckProgress
-from trireme.tools.environments.check_rollouts import CheckPolicy
-from trireme.tools.environments.check_script import ScriptedPolicy
+from trireme.orchestrator.rollout.driver import RolloutSpec
+from trireme.orchestrator.rollout.runner import Finished
+from trireme.tools.environments.policy_endpoint import Server, look_at, open_chat_endpoint
+from trireme.tools.environments.policy_engine import open_engine_policy
+from trireme.tools.environments.policy_script import ScriptedPolicy
+from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.engine import FRESH, LOADING
 
 CONTEXT = 2048
 """Tokens, of a model that can take as many, where nobody said otherwise."""
+
+
+class RolloutPolicy(Protocol):
+    """A script (`policy_script`), an engine of ours (`policy_engine`), or a chat endpoint (`policy_endpoint`)."""
+
+    @property
+    def name(self) -> str:
+        """For the report."""
+        ...
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether its rewards say how hard the environment is."""
+        ...
+
+    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Finished:
+        """Raises: RolloutFailed; TriremeError where no other rollout could go better."""
+        ...
+
+
+OpenPolicy = Callable[[], AbstractAsyncContextManager[RolloutPolicy]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +68,7 @@ class PolicyWanted:
 
 
 def build_opener(
-    wanted: PolicyWanted, config: RunConfig, devices: Devices, waits: Waits, progress: CheckProgress
+    wanted: PolicyWanted, config: RunConfig, devices: Devices, waits: Waits, progress: Progress
 ) -> OpenPolicy:
     """Raises: ConfigError where there is no such model or server, or the two contradict each other."""
     if wanted.scripted and (wanted.model or wanted.base_url):
@@ -62,7 +84,7 @@ def build_opener(
 
 
 @asynccontextmanager
-async def _scripted() -> AsyncIterator[CheckPolicy]:
+async def _scripted() -> AsyncIterator[RolloutPolicy]:
     yield ScriptedPolicy()
 
 
@@ -107,14 +129,12 @@ def _context(config: RunConfig) -> int:
     return max(given or 0, min(CONTEXT, longest if isinstance(longest, int) else CONTEXT))
 
 
-def _own_engine(
-    config: RunConfig, devices: Devices, waits: Waits, progress: CheckProgress, *, trained: bool
-) -> OpenPolicy:
+def _own_engine(config: RunConfig, devices: Devices, waits: Waits, progress: Progress, *, trained: bool) -> OpenPolicy:
     tokenizer = open_chat_tokenizer(config.trainer.tokenizer.name or config.model.name)
     model = config.inference.model.name or config.model.name
 
     @asynccontextmanager
-    async def opened() -> AsyncIterator[CheckPolicy]:
+    async def opened() -> AsyncIterator[RolloutPolicy]:
         async with AsyncExitStack() as stack:
             with progress.stage(f"starting an engine for {model}", limit_s=config.inference.start_timeout_s):
                 url = await stack.enter_async_context(open_engine(config, devices, waits))
@@ -147,7 +167,7 @@ def _at_server(wanted: PolicyWanted, config: RunConfig, waits: Waits) -> OpenPol
     name = f"{wanted.model or server.models[0]} by the engine at {server.root}{holds}, {_sampling_in_words(config)}"
     config = updated(config, values)
 
-    def opened() -> AbstractAsyncContextManager[CheckPolicy]:
+    def opened() -> AbstractAsyncContextManager[RolloutPolicy]:
         return open_engine_policy(config, tokenizer, server.root, name=name, waits=waits, trained=wanted.trained)
 
     return opened

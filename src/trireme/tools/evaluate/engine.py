@@ -25,7 +25,7 @@ from trireme.base.errors import ConfigError, PeerDied, WeightsMismatch
 from trireme.messages import PULLED_KINDS, TensorSpec
 from trireme.orchestrator.engines.pool import Engine
 from trireme.orchestrator.engines.responses import world_size_of
-from trireme.tools.environments.check_engine import StandingPool, WeightsReplaced
+from trireme.tools.environments.policy_engine import StandingPool, WeightsReplaced
 
 OWN, BASE, LOADING, FRESH = "eval-", "-base", "-loading", "default"
 BASE_IN_WORDS = "its base model"

@@ -19,9 +19,9 @@ from trireme.config.resolve import updated
 from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.venv import installed_venv
+from trireme.tools.environments.catalog import ROOT, build, find_source
 from trireme.tools.environments.check import LOAD_TIMEOUT_S
-from trireme.tools.environments.check_progress import CheckProgress
-from trireme.tools.environments.source import ROOT, build, find_source
+from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.endpoints import key_for_address
 from trireme.tools.evaluate.eval_config import EvalConfig
 
@@ -40,7 +40,7 @@ def _found(environment: EnvironmentConfig, max_concurrent: int) -> EnvironmentCo
     return updated(environment, where | {"max_concurrent": min(environment.max_concurrent, max_concurrent)})
 
 
-def install(environments: tuple[EnvironmentConfig, ...], progress: CheckProgress) -> None:
+def install(environments: tuple[EnvironmentConfig, ...], progress: Progress) -> None:
     for each in environments:
         source = find_source(each.id, ROOT)
         if source.folder is not None and installed_venv(source) is None:
@@ -54,7 +54,7 @@ class Loading:
     logs: Path
     seed: int
     waits: Waits
-    progress: CheckProgress
+    progress: Progress
 
     @asynccontextmanager
     async def open(self, environments: tuple[EnvironmentConfig, ...]) -> AsyncIterator[list[Environment]]:

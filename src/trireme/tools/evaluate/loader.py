@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
-from trireme.tools.environments.check_progress import CheckProgress
+from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.checkpoints import Plan, require_as_confirmed
 from trireme.tools.evaluate.engine import EngineState, EvaluatedEngine
 
@@ -28,7 +28,7 @@ class Loader:
     transfers: Transfers
     base_model: str | None
     dtype: str
-    progress: CheckProgress
+    progress: Progress
     has_loaded: bool = False
 
     def require_same_model(self) -> None:

@@ -10,8 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from trireme.orchestrator.evaluation.results import EvalResult
-from trireme.tools.environments.check_report import rewards_of
-from trireme.tools.environments.check_text import difficulty_in_words
+from trireme.tools.environments.check_report import difficulty_in_words, rewards_of
 from trireme.tools.evaluate.session import Session
 
 _OWN = ("error_rate", "reward", "std", "truncated_frac", "tokens_mean", "turns_mean")

@@ -30,10 +30,8 @@ from trireme.config.problems import raise_together
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.orchestrator.environments.pool import Environment
-from trireme.tools.environments.check import OpenPolicy
-from trireme.tools.environments.check_progress import CheckProgress
-from trireme.tools.environments.check_rollouts import CheckPolicy
-from trireme.tools.environments.policy import PolicyWanted, build_opener
+from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, RolloutPolicy, build_opener
+from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.endpoints import Endpoint, find_endpoint, key_for_address
 from trireme.tools.evaluate.environments import Loading, alone_in, found, install, key_of
 from trireme.tools.evaluate.eval_config import EvalConfig, named
@@ -163,7 +161,7 @@ def evaluate(asked: Asked, *, dry_run: bool = False) -> int:
     raise_together(list(evaluation_problems(config.evaluation)))
     config = config.model_copy(update={"env": found(config.env, max_concurrent=config.max_concurrent)})
     asked = replace(asked, config=config)
-    progress = CheckProgress()
+    progress = Progress()
     home = asked.root / f"{config.env[0].name}--{_as_name(asked.model)}"
     waits = Waits("the evaluation", home / "logs")
     opener = build_opener(asked.wanted, _run_config(asked, home), detect_devices(), waits, progress)
@@ -190,14 +188,14 @@ def _homes(asked: Asked) -> Iterator[Path]:
         yield from (asked.root / f"{each.name}--{_as_name(asked.model)}" for each in asked.config.env)
 
 
-async def _run(asked: Asked, opener: OpenPolicy, loading: Loading, progress: CheckProgress) -> list[Session]:
+async def _run(asked: Asked, opener: OpenPolicy, loading: Loading, progress: Progress) -> list[Session]:
     async with loading.open(asked.config.env) as environments, opener() as policy:
         sessions = [_session(asked, environment, policy) for environment in environments]
         await run_sessions(sessions, progress)
     return sessions
 
 
-def _session(asked: Asked, environment: Environment, policy: CheckPolicy) -> Session:
+def _session(asked: Asked, environment: Environment, policy: RolloutPolicy) -> Session:
     session = Session(
         environment, policy, asked.config, purpose="eval", model=asked.model, base_url=asked.wanted.base_url
     )
@@ -247,7 +245,7 @@ def _run_config(asked: Asked, home: Path) -> RunConfig:
     return updated(RunConfig(), values)
 
 
-def _tell(asked: Asked, sessions: list[Session], progress: CheckProgress) -> None:
+def _tell(asked: Asked, sessions: list[Session], progress: Progress) -> None:
     if asked.shows:
         for session in sessions:
             for result in session.results.values():

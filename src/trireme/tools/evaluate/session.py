@@ -29,8 +29,8 @@ from trireme.orchestrator.rollout.driver import (
     run_rollouts,
 )
 from trireme.orchestrator.rollout.runner import Finished
-from trireme.tools.environments.check_progress import CheckProgress
-from trireme.tools.environments.check_rollouts import CheckPolicy
+from trireme.tools.environments.policy import RolloutPolicy
+from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.eval_config import EvalConfig
 
 _RESULTS_DEPEND_ON = ("env_id", "env_args", "model", "split", "sampling_args", "max_turns", "weights")
@@ -42,7 +42,7 @@ class Session:
     def __init__(
         self,
         environment: Environment,
-        policy: CheckPolicy,
+        policy: RolloutPolicy,
         config: EvalConfig,
         *,
         purpose: str,
@@ -197,7 +197,7 @@ class Session:
             file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 
-async def run_sessions(sessions: Sequence[Session], progress: CheckProgress) -> None:
+async def run_sessions(sessions: Sequence[Session], progress: Progress) -> None:
     """Make what is missing in all sessions at once; each is finished as soon as it has everything."""
     total = sum(len(session.missing) for session in sessions)
     limit_s = max(session.environment.config.rollout_timeout_s for session in sessions)

@@ -32,9 +32,9 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import description_path
 from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner
-from trireme.tools.environments.check_endpoint import Server, look_at
-from trireme.tools.environments.check_engine import EnginePolicy, open_standing_pool
-from trireme.tools.environments.check_progress import CheckProgress
+from trireme.tools.environments.policy_endpoint import Server, look_at
+from trireme.tools.environments.policy_engine import EnginePolicy, open_standing_pool
+from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.checkpoints import Plan, read_plan
 from trireme.tools.evaluate.engine import EngineState, EvaluatedEngine
 from trireme.tools.evaluate.environments import Loading, alone_in, found, install, key_of
@@ -119,7 +119,7 @@ class CheckpointEvaluation:
 
     plan: Plan
     server: Server
-    progress: CheckProgress = field(default_factory=CheckProgress)
+    progress: Progress = field(default_factory=Progress)
     engine: EvaluatedEngine | None = None  # once it was asked anything
 
     @property

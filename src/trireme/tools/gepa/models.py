@@ -17,11 +17,9 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.launch.standalone_engine import open_engine
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
-from trireme.tools.environments.check import OpenPolicy
-from trireme.tools.environments.check_engine import open_engine_policy
-from trireme.tools.environments.check_progress import CheckProgress
-from trireme.tools.environments.check_rollouts import CheckPolicy
-from trireme.tools.environments.policy import PolicyWanted, build_opener, engine_config
+from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, RolloutPolicy, build_opener, engine_config
+from trireme.tools.environments.policy_engine import open_engine_policy
+from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.endpoints import KEY_VARIABLE, find_endpoint, key_for_address
 from trireme.tools.gepa.config import REFLECTION_ENGINE, GepaConfig
 from trireme.tools.gepa.optimize import Models, OpenModels
@@ -95,7 +93,7 @@ class Start:
 
     devices: Devices
     waits: Waits
-    progress: CheckProgress
+    progress: Progress
 
     def opener(self, place: Place, run: RunConfig) -> OpenPolicy:
         return build_opener(
@@ -132,7 +130,7 @@ def _one_engine(run: RunConfig, reflection: Sampling, start: Start) -> OpenModel
     tokenizer = open_chat_tokenizer(run.trainer.tokenizer.name or run.model.name)
     reflecting = updated(run, {"orchestrator.sampling": reflection})
 
-    def policy(config: RunConfig, url: str) -> AbstractAsyncContextManager[CheckPolicy]:
+    def policy(config: RunConfig, url: str) -> AbstractAsyncContextManager[RolloutPolicy]:
         name = f"{model} by an engine of this search, temperature {config.orchestrator.sampling.temperature:g}"
         return open_engine_policy(config, tokenizer, url, name=name, waits=start.waits)
 

@@ -15,8 +15,8 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.venv import EnvironmentSource
-from trireme.tools.environments.check_progress import CheckProgress
-from trireme.tools.environments.check_rollouts import CheckPolicy
+from trireme.tools.environments.policy import RolloutPolicy
+from trireme.tools.environments.progress import Progress
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.examples import PURPOSES, Drawn, draw_examples
 from trireme.tools.gepa.feedback import has_column
@@ -36,8 +36,8 @@ SAY_EVERY_S = 10.0
 class Models:
     """Who answers rollouts, and who rewrites prompts."""
 
-    policy: CheckPolicy
-    teacher: CheckPolicy
+    policy: RolloutPolicy
+    teacher: RolloutPolicy
     greets: bool = True  # whether a first question tells something: not of an engine that was just started
 
 
@@ -61,7 +61,7 @@ class Optimization:
     files: Files
     open_models: OpenModels
     waits: Waits
-    progress: CheckProgress
+    progress: Progress
     cache: Path | None = None
 
     async def run(self) -> Outcome:
@@ -190,7 +190,7 @@ class Optimization:
 class _Telling:
     """Lines on what happened, each with the calls so far; and what is waited for, while nothing happens."""
 
-    def __init__(self, progress: CheckProgress, max_calls: int) -> None:
+    def __init__(self, progress: Progress, max_calls: int) -> None:
         self._progress = progress
         self._max_calls = max_calls
         self._said_at = time.monotonic()

@@ -9,7 +9,7 @@ from typing import Any, cast
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.driver import Outcome, RolloutSpec, run_rollouts
 from trireme.orchestrator.rollout.runner import Finished
-from trireme.tools.environments.check_rollouts import CheckPolicy
+from trireme.tools.environments.policy import RolloutPolicy
 from trireme.tools.gepa.examples import Example
 from trireme.tools.gepa.journal import Journal, Scored, key_of, name_of
 from trireme.tools.gepa.prompted import PromptedEnvironment
@@ -21,7 +21,7 @@ class Trials:
     def __init__(
         self,
         environment: Environment,
-        policy: CheckPolicy,
+        policy: RolloutPolicy,
         journal: Journal,
         *,
         columns: Sequence[str] = (),

@@ -11,7 +11,7 @@ from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFai
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, RunTask
 from trireme.orchestrator.rollout.driver import RolloutSpec
-from trireme.tools.environments.check_rollouts import CheckPolicy
+from trireme.tools.environments.policy import RolloutPolicy
 from trireme.tools.gepa.journal import Journal, Reflected, name_of
 
 SHORTEST = 250
@@ -45,14 +45,14 @@ class OneQuestion:
         )
 
 
-async def ask_once(policy: CheckPolicy, question: str, *, number: int = 0) -> str:
+async def ask_once(policy: RolloutPolicy, question: str, *, number: int = 0) -> str:
     """Raises: RolloutFailed where there is no answer; TriremeError where there will be none."""
     asked = cast(Environment, OneQuestion(question))
     finished = await policy.rollout(asked, RolloutSpec("train", number, 0))
     return str(finished.done.completion[0]["content"])
 
 
-async def greet(policy: CheckPolicy, *, flag: str) -> None:
+async def greet(policy: RolloutPolicy, *, flag: str) -> None:
     """Found out now and not after an hour: a wrong key, a model that is not there.
 
     Raises: ConfigError.
@@ -69,7 +69,7 @@ async def greet(policy: CheckPolicy, *, flag: str) -> None:
 class Teacher:
     """Asks, and remembers in the journal."""
 
-    def __init__(self, policy: CheckPolicy, journal: Journal) -> None:
+    def __init__(self, policy: RolloutPolicy, journal: Journal) -> None:
         self._policy = policy
         self._journal = journal
         self._times: dict[str, int] = {}

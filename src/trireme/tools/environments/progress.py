@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
 
+import rich.progress
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 SAY_EVERY_S = 10.0  # where there is no terminal
 
@@ -36,7 +37,7 @@ class Tally:
         return f"{self.num_scored + self.num_failed} of {self.total} rollouts, {self.num_failed} failed{mean}"
 
 
-class CheckProgress:
+class Progress:
     """Stages, one after the other."""
 
     def __init__(self, file: IO[str] | None = None) -> None:
@@ -90,6 +91,6 @@ class CheckProgress:
 
         return told
 
-    def _live(self, *more: BarColumn | MofNCompleteColumn) -> Progress:
+    def _live(self, *more: BarColumn | MofNCompleteColumn) -> rich.progress.Progress:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), *more, TimeElapsedColumn())
-        return Progress(*columns, console=self._console, transient=True)
+        return rich.progress.Progress(*columns, console=self._console, transient=True)
