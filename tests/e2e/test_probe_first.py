@@ -41,5 +41,5 @@ async def say(pool: InferencePool, number: int) -> None:
     """Of different lengths, so that places become free one after the other."""
     sampling = {"max_tokens": random.Random(number).randint(20, 150), "ignore_eos": True, "logprobs": 0}
     body = json.dumps({"token_ids": [5, 6, 7], "sampling_params": sampling}).encode()
-    status, _ = await pool.posts.post(pool.engines[0].url, "inference/v1/generate", body)
+    status, _ = await pool.engines[0].request("inference/v1/generate", body)
     assert status == 200

@@ -34,7 +34,7 @@ def with_pool(engine: SharedEngine, tokenizer: ChatTokenizer, use: Callable[[Inf
         opened = open_inference_pool([f"http://127.0.0.1:{engine.port}"], waits=Waits("test"), **limits)
         async with opened as pool, asyncio.timeout(120):
             url = f"{pool.engines[0].url}/update_weight_version"
-            async with pool.session.post(url, json={"new_version": "0"}) as response:
+            async with pool.engines[0].session.post(url, json={"new_version": "0"}) as response:
                 response.raise_for_status()
             pool.go_live(pool.engines[0], 0)
             return await use(pool)
@@ -61,7 +61,7 @@ def test_what_a_cut_sampler_chose_from_is_what_the_whole_distribution_says(engin
         turn, again = [await pool.generate(prompt, turns.of_turn(1, {})) for _ in range(2)]
         whole = {"max_tokens": 1, "prompt_logprobs": size, "temperature": 1.0}
         body = {"token_ids": prompt + turn.ids, "sampling_params": whole}
-        async with pool.session.post(f"{pool.engines[0].url}/inference/v1/generate", json=body) as response:
+        async with pool.engines[0].session.post(f"{pool.engines[0].url}/inference/v1/generate", json=body) as response:
             return turn, again, (await response.json())["prompt_logprobs"][len(prompt) :]
 
     turn, again, whole = with_pool(engine, tokenizer, use)

@@ -157,7 +157,7 @@ def test_what_holds_an_engine_that_has_no_request(tmp_path, state, busy, own, wh
     async def hold() -> None:
         async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool):
             if busy:
-                pool._count(pool.engines[0], 1)
+                pool.count(pool.engines[0], 1)
             policy, evaluator = SimpleNamespace(version=now["version"]), SimpleNamespace(version=now["evaluates"])
             looking = asyncio.create_task(lanes.keep(policy, SimpleNamespace(**now), evaluator))
             await asyncio.sleep(0.002)
@@ -175,10 +175,10 @@ def test_a_pause_for_new_weights_is_a_transfer_though_requests_are_in_flight(tmp
         async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool):
             engine, lane, told = pool.engines[0], lanes._lane(pool.engines[0]), []
             for happens in [
-                lambda: pool._count(engine, 1),
+                lambda: pool.count(engine, 1),
                 lambda: (pool.is_given(engine, 7, is_paused=True), pool.quarantine(engine)),
                 lambda: pool.is_given(engine, 7),  # it goes on, and is not confirmed yet
-                lambda: pool._count(engine, -1),
+                lambda: pool.count(engine, -1),
                 lambda: pool.go_live(engine, 7),
             ]:
                 happens()
@@ -193,11 +193,11 @@ def test_an_engine_that_has_less_than_half_of_its_requests_has_few(tmp_path: Pat
         async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool):
             engine = pool.engines[0]
             for more in [1, 1, 1, 1, -1, -1, -1]:
-                pool._count(engine, more)
+                pool.count(engine, more)
                 await asyncio.sleep(0.001)
             with lanes.closing(5):  # of the next batch
                 pass
-            pool._count(engine, 1)
+            pool.count(engine, 1)
             await asyncio.sleep(0.001)
 
     asyncio.run(turn())

@@ -26,8 +26,9 @@ from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.versions import Versions
 from trireme.messages import Again, Done, GetBatch, Go, Live, NotYet, Publish, Refusal
-from trireme.orchestrator.engines.keeper import keep_engines
-from trireme.orchestrator.engines.pool import KEEP_IDLE_S, InferencePool, OverlongPrompt, open_inference_pool
+from trireme.orchestrator.engines.engine import KEEP_IDLE_S
+from trireme.orchestrator.engines.health import keep_engines
+from trireme.orchestrator.engines.pool import InferencePool, OverlongPrompt, open_inference_pool
 from trireme.orchestrator.trainer_requests import Peers, TrainerRequests
 from trireme.orchestrator.weights.policy import Policy
 from trireme.orchestrator.weights.update import WeightUpdates
@@ -450,7 +451,7 @@ def test_an_engine_that_dies_before_the_confirmation_leaves_its_requests_to_the_
         assert not update.done()
         await stage.kill()
         with pytest.raises(PeerDied, match="got no answer"):
-            await stage.pool.post(stage.pool.engines[1], "resume")
+            await stage.pool.engines[1].post("resume")
         release.set()
         if not is_probed:
             assert isinstance(await update, Again)
@@ -609,8 +610,32 @@ async def test_an_answer_of_an_earlier_life_is_not_taken_for_one_of_the_weights_
 
 
 @staged()
+async def test_a_request_that_is_cancelled_ends_in_the_engine_too(stage):
+    ended = asyncio.Event()
+
+    async def wait_for_the_end(asked):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    stage.engine.delay = wait_for_the_end
+    turn = asyncio.create_task(stage.pool.generate([5], {}))
+    await until(lambda: stage.engine.requests)
+    turn.cancel()
+    await ended.wait()
+    assert not stage.pool.engines[0].in_flight
+
+
+@staged(mangle=lambda response: response | {"more": "x" * (8 << 20)}, **SAYS_7)
+async def test_an_answer_that_is_larger_than_any_turn_is_not_read_to_its_end(stage):
+    with pytest.raises(ValueError, match=r"inference/v1/generate answered more than \d+ bytes"):
+        await stage.pool.generate([5], {})
+
+
+@staged()
 async def test_no_request_goes_out_on_a_connection_that_the_engine_is_about_to_close(stage):
     """An engine closes what was idle for so long; the request that comes just then is lost, and costs a second."""
     settings = Path(find_spec("vllm").submodule_search_locations[0]) / "envs.py"
     closes_after_s = re.search(r"VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int = (\d+)", settings.read_text())[1]
-    assert stage.pool.session.connector._keepalive_timeout == KEEP_IDLE_S < int(closes_after_s)
+    assert stage.pool.engines[0].session.connector._keepalive_timeout == KEEP_IDLE_S < int(closes_after_s)

@@ -29,7 +29,6 @@ from trireme.base.token import TOKEN
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.messages import WIRE_VERSION, Done, Ok, Request, encode
-from trireme.orchestrator.engines.keeper import world_size
 from trireme.orchestrator.engines.pool import open_inference_pool
 from trireme.orchestrator.status import Status, build_app
 from trireme.orchestrator.trainer_requests import Peers
@@ -133,11 +132,11 @@ def test_an_engine_with_another_token_never_counts_as_there(monkeypatch, caplog)
         async with open_fake_engine(token=OTHER) as engine:
             sizes = {"max_model_len": 8, "timeout_s": 5.0, "max_concurrent": 1}
             async with open_inference_pool([engine.url], waits=Waits("orchestrator"), **sizes) as pool:
-                return await world_size(pool, pool.engines[0])
+                return await pool.engines[0].world_size()
 
     monkeypatch.setattr(logging.getLogger("trireme"), "propagate", True)
     assert asyncio.run(look()) is None
-    assert f"does not let us in: {TOKEN} is another one there" in caplog.text
+    assert f"returned 401: its {TOKEN} differs" in caplog.text
 
 
 # the wire between trainer and orchestrator

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beats import with_beats
 from order_rules import order_rules
 from tiny import num_loss_samples, num_loss_tokens, random_samples
 from trireme.algo.cost import LINEAR, cost_of
@@ -272,15 +271,13 @@ def test_a_row_costs_by_the_sizes_of_the_trained_model_and_has_its_capacity(tmp_
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_shares_dealt_by_turns_are_the_same_and_let_others_run_between_rows(journal: Journal, world: int) -> None:
+def test_shares_that_are_asked_for_at_once_are_the_same(journal: Journal, world: int) -> None:
     shares, config = Shares(journal, RunConfig(seq_len=48)), RunConfig(seq_len=48)
 
     async def ask() -> list[BatchReply]:
         asked = [(step, rank) for step in (0, 1) for rank in range(world)]
-        return await asyncio.gather(*(shares.by_turns(step, rank=rank, world=world) for step, rank in asked))
+        return await asyncio.gather(*(shares.in_thread(step, rank=rank, world=world) for step, rank in asked))
 
     found = asyncio.run(ask())
     alone = [Shares(journal, config).of(step, rank=rank, world=world) for step in (0, 1) for rank in range(world)]
     assert list(map(encode, found)) == list(map(encode, alone))
-    reply, beats = asyncio.run(with_beats(Shares(journal, config).by_turns(0, rank=0, world=1)))
-    assert beats > len(reply.micro_batches) > 1

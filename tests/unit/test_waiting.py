@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import gc
 import os
 import time
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from beats import with_beats
 from limits import fill, small_disk
 from tiny_tokenizer import write_tokenizer
 from trireme.base.disk import is_full, require_room, when_there_is_room
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.garbage import MANY, collecting_rarely
-from trireme.base.turns import Turns, by_turns
 from trireme.base.waiting import DISK, Wait, Waits
 
 
@@ -148,57 +144,6 @@ def test_more_than_there_is_room_for_is_not_begun(tmp_path: Path) -> None:
     require_room(tmp_path / "not" / "there" / "yet", 1)
     with pytest.raises(OSError, match=f"No space left on device for {2**40} MiB"):
         require_room(tmp_path, 2**60)
-
-
-def test_a_thousand_calls_are_made_in_their_order_and_others_have_their_turns_in_between():
-    made: list[int] = []
-    seen = [0]
-
-    async def main() -> None:
-        turns = Turns(at_once=10)
-        for number in range(1000):
-            turns.call(made.append, number)
-        while len(made) < 1000:
-            seen.append(len(made))
-            await asyncio.sleep(0)
-        for number in range(1000, 1100):
-            turns.call(made.append, number)
-        assert len(made) <= 1010
-        turns.finish()  # what is left is made at once
-
-    asyncio.run(main())
-    assert made == list(range(1100))
-    assert seen[1] > 0, "the first call, alone, is made at once"
-    assert max(after - before for before, after in pairwise([*seen, 1000])) <= 10
-
-
-def test_calls_made_by_calls_wait_behind_those_that_were_made_before():
-    made: list[int] = []
-
-    async def main() -> None:
-        turns = Turns(at_once=1)
-
-        def act(number: int) -> None:
-            made.append(number)
-            if number < 3:
-                turns.call(act, number + 10)
-
-        for number in range(5):
-            turns.call(act, number)
-        while len(made) < 8:
-            await asyncio.sleep(0)
-
-    asyncio.run(main())
-    assert made == [0, 10, 1, 2, 3, 4, 11, 12]
-
-
-def test_items_come_by_turns_in_their_order():
-    async def collected() -> list[int]:
-        return [item async for item in by_turns(range(100), 10)]
-
-    items, beats = asyncio.run(with_beats(collected()))
-    assert items == list(range(100))
-    assert beats >= 10
 
 
 def test_collecting_rarely_leaves_the_collector_as_it_was():

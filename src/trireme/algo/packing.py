@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,13 +94,7 @@ def micro_batches_of_rank(
 
 
 def rows_of(samples: list[Sample], rows: list[list[int]]) -> list[MicroBatch]:
-    return list(each_row(samples, rows))
-
-
-def each_row(samples: list[Sample], rows: list[list[int]]) -> Iterator[MicroBatch]:
-    """One at a time, for whoever has others to attend to in between."""
-    for row in rows:
-        yield _to_micro_batch([samples[i] for i in row]) if row else empty_micro_batch()
+    return [_to_micro_batch([samples[i] for i in row]) if row else empty_micro_batch() for row in rows]
 
 
 def _to_micro_batch(samples: list[Sample]) -> MicroBatch:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
-
-import msgspec
 
 from trireme.algo.cost import LINEAR, Cost, cost_of
-from trireme.algo.packing import Sample, deal, each_row, num_learned, rows_of
-from trireme.base.turns import by_turns
+from trireme.algo.packing import Sample, deal, num_learned, rows_of
 from trireme.config.model_folder import config_file
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, Rollout
-from trireme.messages import BatchReply, encode
+from trireme.messages import BatchReply
 
 Dealt = list[list[list[int]]]  # of each rank, of each row: numbers of samples
 
@@ -37,17 +33,10 @@ class Shares:
         """
         return self._dealt(step, world).share(rank)
 
-    async def by_turns(self, step: int, *, rank: int, world: int) -> BatchReply:
-        """The same, its rows encoded; meanwhile, others have their turns of the event loop. To balance many ranks takes
-        long enough (half a second for 64) to be worth a thread, though threads take turns only every few milliseconds.
-        """
+    async def in_thread(self, step: int, *, rank: int, world: int) -> BatchReply:
+        """Return the same from a thread: to balance many ranks takes long (half a second for 64)."""
         async with self._dealing:
-            if world > 1:
-                batch = await asyncio.to_thread(self._dealt, step, world)
-            else:
-                batch = self._dealt(step, world)
-                await asyncio.sleep(0)
-        return await batch.share_by_turns(rank)
+            return await asyncio.to_thread(self.of, step, rank=rank, world=world)
 
     def _dealt(self, step: int, world: int) -> _Batch:
         if self._kept is None or self._kept[:2] != (step, world):
@@ -68,17 +57,9 @@ class _Batch:
         self._num_rollouts = len(record.rollouts)
 
     def share(self, rank: int) -> BatchReply:
-        return self._reply(rows_of(self._samples, self._dealt[rank]))
-
-    async def share_by_turns(self, rank: int) -> BatchReply:
-        """Of the same bytes on the wire. Long answers make rows of megabytes, and hundreds of them."""
-        rows = each_row(self._samples, self._dealt[rank])
-        return self._reply([msgspec.Raw(encode(row)) async for row in by_turns(rows, 1)])
-
-    def _reply(self, rows: list[Any]) -> BatchReply:
         return BatchReply(
             step=self._step,
-            micro_batches=rows,
+            micro_batches=rows_of(self._samples, self._dealt[rank]),
             loss_tokens=max(1, sum(self._counts)),
             num_rollouts=self._num_rollouts,
             loss_samples=max(1, sum(map(bool, self._counts))),

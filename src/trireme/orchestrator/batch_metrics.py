@@ -44,28 +44,11 @@ def batch_metrics(
         outcomes: of the groups that ended since the batch before, dropped ones too: with them `solve_none` and
             `solve_all` are about all of those, and about the groups of the batch where they are not given.
     """
-    return merged(metrics_in_parts(step, rollouts, dropped, config=config, outcomes=outcomes))
-
-
-def metrics_in_parts(
-    step: int,
-    rollouts: list[Rollout],
-    dropped: list[Dropped],
-    *,
-    config: RunConfig,
-    outcomes: Sequence[Outcome] = (),
-) -> Iterator[Metrics]:
-    """The same, a few at a time: with thousands of rollouts each part takes milliseconds."""
-    yield _rewards(rollouts)
-    yield _ages(step, rollouts, max_async_level=config.max_async_level)
-    yield _lengths(rollouts)
-    yield _fates(rollouts, dropped)
-    yield _filters(rollouts)
-    yield from _per_environment(rollouts, dropped, outcomes)
-
-
-def merged(parts: Iterable[Metrics]) -> Metrics:
-    return {name: value for part in parts for name, value in part.items()}
+    metrics = _rewards(rollouts) | _ages(step, rollouts, max_async_level=config.max_async_level) | _lengths(rollouts)
+    metrics |= _fates(rollouts, dropped) | _filters(rollouts)
+    for of_environment in _per_environment(rollouts, dropped, outcomes):
+        metrics |= of_environment
+    return metrics
 
 
 def _rewards(rollouts: list[Rollout]) -> Metrics:

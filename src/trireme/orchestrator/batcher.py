@@ -9,7 +9,6 @@ from trireme.algo.difficulty import Outcome
 from trireme.algo.filters import ZERO_ADVANTAGE, flaw_with
 from trireme.algo.staleness import is_too_old
 from trireme.base.log import get_logger
-from trireme.base.turns import by_turns
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, Rollout, State
 from trireme.journal.rules import rules_of
@@ -86,7 +85,7 @@ class Batcher:
         filled.rollouts = [rollout for group in groups for rollout in group.rollouts]
         if self._teacher is not None:
             await self._teacher.score(filled.rollouts)
-        await self._give_advantages(filled)
+        self._give_advantages(filled)
         self._mask(filled.rollouts, step)
         return filled
 
@@ -109,13 +108,12 @@ class Batcher:
                 return f"{flaw}: rollout {rollout.place} of its group"
         return why_not_worth_it(rollouts, self._rules)
 
-    async def _give_advantages(self, filled: Filled) -> None:
-        """A group in each turn of the event loop."""
+    def _give_advantages(self, filled: Filled) -> None:
         groups = list(by_group(filled.rollouts).values())
-        scored = [scores_of(group, self._rules) async for group in by_turns(groups, 1)]
+        scored = [scores_of(group, self._rules) for group in groups]
         estimated, self._baselines = estimates_of(scored, self._rules, self._baselines, custom=self._custom)
         filled.baselines = self._baselines
-        async for group, advantages in by_turns(zip(groups, estimated, strict=True), 1):
+        for group, advantages in zip(groups, estimated, strict=True):
             for rollout, per_sample in zip(group, per_token(group, advantages, self._rules), strict=True):
                 rollout.samples = [with_advantages(*both) for both in zip(rollout.samples, per_sample, strict=True)]
                 if is_zero(per_sample):

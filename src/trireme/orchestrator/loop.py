@@ -19,7 +19,6 @@ from trireme.base.faults import reach
 from trireme.base.garbage import collecting_rarely
 from trireme.base.log import get_logger
 from trireme.base.paths import step_folder, step_of
-from trireme.base.turns import by_turns
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.run import RunConfig
@@ -30,11 +29,11 @@ from trireme.journal.rules import rules_of
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
 from trireme.monitor.spans import open_spans
-from trireme.orchestrator.batch_metrics import merged, metrics_in_parts, state_metrics
+from trireme.orchestrator.batch_metrics import batch_metrics, state_metrics
 from trireme.orchestrator.batcher import Batcher, Filled
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.engines.expert_routes import experts_to_replay
-from trireme.orchestrator.engines.keeper import keep_engines
+from trireme.orchestrator.engines.health import keep_engines
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.environment_counts import EnvironmentCounts
 from trireme.orchestrator.environments.pool import Environment, open_environment
@@ -146,8 +145,7 @@ class Orchestrator:
     async def _closed(self, step: int, batch: Filled, began: float) -> dict[str, float]:
         """On disk, and to be had. Returns its metrics."""
         rollouts, dropped = batch.rollouts, batch.dropped
-        parts = metrics_in_parts(step, rollouts, dropped, config=self.config, outcomes=batch.outcomes)
-        metrics = merged([part async for part in by_turns(parts, 1)])
+        metrics = batch_metrics(step, rollouts, dropped, config=self.config, outcomes=batch.outcomes)
         self.counters["trained"] = self.counters.get("trained", 0) + len(rollouts)
         self.counters["dropped"] = self.counters.get("dropped", 0) + len(dropped)
         filled = time.perf_counter()

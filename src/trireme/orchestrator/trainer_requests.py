@@ -125,7 +125,7 @@ class TrainerRequests:
             if not self._journal.has(request.step):
                 return NotYet(note=self._scheduler.describe())
         reach("batch.answered")
-        return await self._shares.by_turns(request.step, rank=request.rank, world=request.world)
+        return await self._shares.in_thread(request.step, rank=request.rank, world=request.world)
 
     async def _done(self, request: Done) -> Reply:
         """Let the trainer exit once the last version is evaluated. Until then, an engine may need its weights."""

@@ -1,4 +1,4 @@
-"""One turn of the model, made of what an engine answered."""
+"""One turn of the model, read from an engine's answer."""
 
 from __future__ import annotations
 
@@ -21,29 +21,37 @@ class Generation:
     finish_reason: str  # "stop", "length", "repetition"
     stop_reason: int | str | None = None  # the stop token or string that ended it; None at the end of sequence
     kept: list[list[int]] | None = None  # [C] what each token was chosen from; None where from the whole vocabulary
-    routes: np.ndarray | None = None  # [N, layers, experts] see `routes_of`; None where nobody asked
+    routes: np.ndarray | None = None  # [N, layers, experts] see `routes_of`; None where not asked for
     cut: Literal["max_tokens", "context_full"] | None = None  # what it ran out of
 
     @property
     def spoken(self) -> list[int]:
-        """Its tokens without the one that ended the turn, which is no part of what was said."""
+        """Its tokens without the one that ended the turn, which is no part of its text."""
         ended = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
         return self.ids[:-1] if ended else self.ids
 
 
 class Unconfirmed(Exception):
-    """An answer by weights that nobody has confirmed, or none: its engine is not the process that it was."""
+    """An answer by weights that were never confirmed, or none: the engine was replaced by another process."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Makes a turn of an engine's answer to one request; raises BadAnswer where it makes no sense."""
+    """Reads the answer to one request; raises BadAnswer where it makes no sense."""
 
     max_tokens: int
     vocab_size: int | None
-    with_kept: bool  # the sampler was cut
-    experts: ExpertShape | None  # where the engine was to say which of them it used
-    num_computed: int  # tokens of the prompt for which it was to say so
+    num_kept: int  # logprobs asked for of each token, where the sampler was cut
+    experts: ExpertShape | None  # where the engine has to report which of them it used
+    num_computed: int  # tokens of the prompt for which it has to
+
+    @property
+    def max_bytes(self) -> int:
+        """More than any honest answer has: vLLM sends about 80 bytes per token, and 100 per candidate of a token."""
+        per_token = 1024 + 512 * self.num_kept
+        shape = self.experts
+        routes = 0 if shape is None else 2 * shape.layers * shape.top_k * shape.dtype.itemsize
+        return (1 << 20) + self.max_tokens * per_token + (self.max_tokens + self.num_computed) * routes
 
     def choice(self, response: Response) -> Choice:
         return choice_of(response, max_tokens=self.max_tokens, vocab_size=self.vocab_size)
@@ -68,7 +76,7 @@ class Reader:
             versions=[int(span.version) for span in spans for _ in range(span.start, span.end)],
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            kept=kept_of(choice, vocab_size=self.vocab_size) if self.with_kept else None,
+            kept=kept_of(choice, vocab_size=self.vocab_size) if self.num_kept else None,
             routes=routes_of(choice, num_prompt=self.num_computed, shape=self.experts) if self.experts else None,
         )
 

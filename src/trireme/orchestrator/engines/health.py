@@ -1,39 +1,99 @@
-"""Whether an engine is there: its server answers, or at least something listens."""
+"""Health checks: which engines have come up, died, or been replaced by another process. States: see `pool`."""
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import aiohttp
+import msgspec
 
-from trireme.base.network import is_loopback
+from trireme.base.errors import PeerDied
+from trireme.base.log import get_logger
+from trireme.orchestrator.engines.engine import HEALTH_TIMEOUT_S, REQUEST_ERRORS, Engine
+from trireme.orchestrator.engines.pool import InferencePool
+from trireme.orchestrator.engines.responses import text_of
 
-PATIENCE_S = 5.0
+log = get_logger("engines")
+
+HEALTH_MISSES = 5  # in a row, before an engine counts as dead
+POLL_S = 0.25  # while an engine is waited for
+
+Admit = Callable[[Engine], Awaitable[bool]]
+"""Lets an engine that has come up go live, if it may; returns whether it is."""
 
 
-async def is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
-    """vLLM answers 503 here when its engine core is dead, though its HTTP server still stands."""
-    try:
-        async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(PATIENCE_S)) as response:
-            return response.status == 200
-    except (aiohttp.ClientError, TimeoutError):
+async def keep_engines(pool: InferencePool, admit: Admit, *, start_timeout_s: float) -> None:
+    """Follow the state of each engine until cancelled.
+
+    Raises:
+        DeadlineExceeded: an engine did not come up (again).
+    """
+    async with asyncio.TaskGroup() as keepers:
+        for engine in pool.engines:
+            keepers.create_task(_keep(pool, engine, admit, start_timeout_s))
+
+
+async def _keep(pool: InferencePool, engine: Engine, admit: Admit, start_timeout_s: float) -> None:
+    """Produces the engine's state; waits for the clock, or for a request that the engine dropped."""
+    while True:
+        await _until_up(pool, engine, start_timeout_s)
+        try:
+            if not await admit(engine):
+                engine.state = "quarantined"
+                pool.watch(engine)
+        except PeerDied as error:
+            log.warning("%s came up and went: %s", engine.url, error)
+            continue
+        await _until_gone(pool, engine)
+        pool.quarantine(engine)
+        engine.state = "starting"
+        pool.is_given(engine, None)
+        pool.live.set()  # requests that wait for its confirmation go to another engine
+
+
+async def _until_up(pool: InferencePool, engine: Engine, deadline_s: float) -> None:
+    with pool.waits.waiting(f"{engine.url} to come up", peer="inference", deadline_s=deadline_s) as wait:
+        while (num_workers := await engine.world_size()) is None:
+            if pool.is_missed(engine) or not pool.reachable():  # else the others do its work: it may stay away
+                wait.check()
+            await asyncio.sleep(POLL_S)
+    engine.num_workers = num_workers
+    engine.suspected.clear()
+    engine.life += 1
+    log.info("%s is up after %.0f s", engine.url, wait.waited_s)
+
+
+async def _until_gone(pool: InferencePool, engine: Engine) -> None:
+    """Return once it has failed its health checks for a while, or another process has taken its place."""
+    misses = 0
+    while misses < HEALTH_MISSES:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pool.health_interval_s):
+                await engine.suspected.wait()
+        engine.suspected.clear()
+        if not await engine.is_healthy():
+            misses += 1
+            if not await engine.is_listening():
+                break
+        elif await _is_replaced(engine):
+            log.warning("%s restarted; its weights must be sent again", engine.url)
+            return
+        else:
+            misses = 0
+    log.warning("%s is gone; its requests are sent again, and its successor is waited for", engine.url)
+
+
+async def _is_replaced(engine: Engine) -> bool:
+    """Detect an engine that restarted between two health checks: still live here, but without our weights."""
+    if engine.state != "live":
         return False
-
-
-async def is_listening(session: aiohttp.ClientSession, url: str) -> bool:
-    """Whether there is anything at its port. Another machine that does not even greet is off, or cut off."""
+    before = engine.life, engine.version
     try:
-        timeout = aiohttp.ClientTimeout(PATIENCE_S, sock_connect=3)
-        async with session.get(f"{url}/health", timeout=timeout):
-            return True
-    except aiohttp.ClientConnectorError:
-        return False
-    except aiohttp.ConnectionTimeoutError:
-        return is_near(url)
-    except (aiohttp.ClientError, TimeoutError):
-        return True
-
-
-def is_near(url: str) -> bool:
-    """On this machine, reached without a cable."""
-    return is_loopback(urlsplit(url).hostname or "")
+        _, answer = await engine.request("weight_info", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S))
+        version = text_of(msgspec.json.decode(answer), "weight_version")
+    except (*REQUEST_ERRORS, ValueError, RecursionError):
+        return False  # busy, or ending: the next health check will tell
+    is_as_before = engine.state == "live" and before == (engine.life, engine.version)
+    return is_as_before and version != str(engine.version)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 
 from trireme.base.errors import PeerDied
-from trireme.base.turns import Turns
 from trireme.orchestrator.environments import wire
 
 
@@ -24,7 +23,6 @@ class Connection(asyncio.Protocol):
         self._on_garbage = on_garbage
         self._answer = answer  # to Load; this connection's own, so that an old one's end cannot fail a new one's start
         self._reader = wire.LineReader(self._receive)
-        self._turns = Turns()  # a worker's messages wake rollouts: hundreds of them may come at once
         self._transport: asyncio.WriteTransport | None = None
         self._outbox: list[bytes] = []
 
@@ -40,7 +38,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._turns.finish()
         self.closed.set()
         if not self._answer.done():
             self._answer.set_exception(PeerDied("The worker hung up before it had loaded the environment."))
@@ -56,16 +53,9 @@ class Connection(asyncio.Protocol):
 
     def _receive(self, message: wire.FromWorker) -> None:
         if not isinstance(message, (wire.Ready, wire.Failed)):
-            self._turns.call(self._pass_on, message)
+            self._on_message(message)
         elif not self._answer.done():
             self._answer.set_result(message)
-
-    def _pass_on(self, message: wire.AboutRollout | wire.Pong) -> None:
-        try:
-            self._on_message(message)
-        except wire.Garbage as error:
-            self._on_garbage(str(error))
-            self.close()
 
     def _flush(self) -> None:
         if self._transport is not None:  # or the worker is dead, and its rollouts are told by `wait_for_death`

@@ -15,7 +15,8 @@ from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.journal.versions import Versions
 from trireme.messages import Newest
-from trireme.orchestrator.engines.pool import Engine, InferencePool
+from trireme.orchestrator.engines.engine import Engine
+from trireme.orchestrator.engines.pool import InferencePool
 
 log = get_logger("policy")
 
@@ -112,11 +113,11 @@ class Policy:
         newest = self.newest
         if newest.version < 0:
             return False
-        report = await self.pool.report(engine)
+        report = await engine.weight_report()
         if self.is_moving or not report.is_version(newest.version, newest.digests):
             log.info("%s serves version %s and needs version %d", engine.url, report.version, newest.version)
             return False
-        await self.pool.post(engine, "resume")  # an orchestrator that died may have left it paused
+        await engine.post("resume")  # an orchestrator that died may have left it paused
         log.info("%s serves version %d, as it was confirmed", engine.url, newest.version)
         await self._enter(newest.version, [engine])
         return True

@@ -48,7 +48,7 @@ from trireme.messages import (
     Refusal,
     Reply,
 )
-from trireme.orchestrator.engines.pool import Engine
+from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.weights.adapters import load_adapter, name_adapter
 from trireme.orchestrator.weights.pause import pausing, receives_ahead
 from trireme.orchestrator.weights.policy import Policy
@@ -299,8 +299,8 @@ class Update:
                 "bucket_bytes": self._config.bucket_mib << 20,
                 "timeout_s": self._config.timeout_s,
             }
-            await self._pool.post(engine, "init_weight_transfer_engine", {"init_info": info})
-        if self.message.kind in PULLED_KINDS or await receives_ahead(self._pool, engine, self._specs):
+            await engine.post("init_weight_transfer_engine", {"init_info": info})
+        if self.message.kind in PULLED_KINDS or await receives_ahead(engine, self._specs):
             return False
         await self._fetch(engine, {})
         return True
@@ -310,12 +310,12 @@ class Update:
         self._pool.is_given(engine, self.message.version, is_paused=True)
         self._pool.quarantine(engine)
         info = {"specs": msgspec.to_builtins(self._specs), "payload": payload}
-        async with pausing(self._pool, engine, timeout_s=self._config.timeout_s):
+        async with pausing(engine, timeout_s=self._config.timeout_s):
             self._paused_since[engine.url] = time.perf_counter()
-            await self._pool.post(engine, "start_weight_update")
+            await engine.post("start_weight_update")
             reach("update.paused")
             with self._loading():
-                await self._pool.post(engine, "update_weights", {"update_info": info})
+                await engine.post("update_weights", {"update_info": info})
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
@@ -359,7 +359,7 @@ class Update:
             try:
                 return await do(engine, message)
             except WeightsMismatch as mismatch:
-                serves = (await self._pool.report(engine)).version
+                serves = await engine.weight_version()
                 if serves != str(message.version):  # the wrong weights are those of a process that was sent nothing
                     raise PeerDied(f"{engine.url} was replaced meanwhile: it serves version {serves!r}") from mismatch
                 raise
@@ -374,11 +374,12 @@ class Update:
         if not await self._receiving[engine.url]:
             await self._fetch(engine, message.payload)
         with self._loading():
-            await self._pool.post(engine, "finish_weight_update", {"weight_version": str(message.version)})
-        await load_adapter(self._pool, engine)
+            await engine.post("finish_weight_update", {"weight_version": str(message.version)})
+        if self._pool.adapter is not None:
+            await load_adapter(engine)
 
     async def _compare_digests(self, engine: Engine, message: PolicySent) -> None:
-        for worker, (digests, incomplete) in enumerate(await self._pool.worker_reports(engine)):
+        for worker, (digests, incomplete) in enumerate(await engine.worker_reports()):
             who = f"{engine.url}, worker {worker}"
             if difference := first_difference(message.digests, digests):
                 raise WeightsMismatch(
@@ -394,8 +395,9 @@ class Update:
     async def _resume(self, engine: Engine, message: PolicySent) -> float:
         """Resume generation, then probe the engine. Returns the largest difference of a logprob."""
         self.note = "engines are probed"
-        await name_adapter(self._pool, engine)
-        await self._pool.post(engine, "resume")
+        if self._pool.adapter is not None:
+            await name_adapter(engine, self._pool.adapter)
+        await engine.post("resume")
         self._spent.paused += (time.perf_counter() - self._paused_since[engine.url]) / len(self._targets)
         self._pool.is_given(engine, message.version)
         return await self._compare_logprobs(engine, message.version, message.probe)

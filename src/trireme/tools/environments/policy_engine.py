@@ -15,13 +15,13 @@ from trireme.base.errors import PeerDied, TriremeError
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Sampling
 from trireme.config.run import RunConfig
-from trireme.orchestrator.engines.pool import Engine, InferencePool, open_inference_pool
+from trireme.orchestrator.engines.engine import Engine
+from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.engines.responses import Response
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.driver import RolloutSpec
 from trireme.orchestrator.rollout.runner import Finished, RolloutRunner
-from trireme.transport.posts import Unreachable
 
 
 class WeightsReplaced(TriremeError):
@@ -34,10 +34,10 @@ class StandingPool(InferencePool):
 
     serves: str | None = None  # what it calls its weights; an answer under another name is not taken
 
-    async def _post_generate(self, engine: Engine, body: bytes) -> Response:
+    async def post_generate(self, engine: Engine, body: bytes, *, max_bytes: int | None = None) -> Response:
         try:
-            response = await super()._post_generate(engine, body)
-        except (Unreachable, aiohttp.ClientConnectorError) as error:
+            response = await super().post_generate(engine, body, max_bytes=max_bytes)
+        except aiohttp.ClientConnectorError as error:
             raise PeerDied(
                 f"{engine.url} is gone in the middle of the check ({error}) - expected it to answer until the end - "
                 "look at its log: logs/inference.stdout in the folder of the check, where the check had started it."

@@ -23,7 +23,7 @@ import msgspec
 from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import ConfigError, PeerDied, WeightsMismatch
 from trireme.messages import PULLED_KINDS, TensorSpec
-from trireme.orchestrator.engines.pool import Engine
+from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.engines.responses import world_size_of
 from trireme.tools.environments.policy_engine import StandingPool, WeightsReplaced
 
@@ -94,7 +94,7 @@ class EvaluatedEngine:
 
     async def look(self) -> EngineState:
         """Raises: PeerDied."""
-        report = await self.pool.report(self.engine)
+        report = await self.engine.weight_report()
         self.engine.num_workers = world_size_of(await self._get("get_world_size", {"world_size": 1}))
         paused = await self._get("is_paused", {"is_paused": False})
         return EngineState(report.version, report.digests, await self._num_requests(), bool(paused.get("is_paused")))
@@ -125,11 +125,11 @@ class EvaluatedEngine:
             )
         self._known = state.version
         if state.is_paused:
-            await self.pool.post(self.engine, "resume")
+            await self.engine.post("resume")
 
     async def require_ours(self) -> None:
         """Raises: WeightsReplaced where somebody else has given it weights since."""
-        version = (await self.pool.report(self.engine)).version
+        version = (await self.engine.weight_report()).version
         if version != self._known:
             raise WeightsReplaced(
                 f"{self.engine.url} serves {version!r} now, it served {self._known!r} when this evaluation last looked "
@@ -156,13 +156,13 @@ class EvaluatedEngine:
             WeightsReplaced: it is somebody else's now.
         """
         await self.require_ours()
-        await self.pool.post(self.engine, "pause?mode=wait")  # which also forgets what was computed with other weights
+        await self.engine.post("pause?mode=wait")  # which also forgets what was computed with other weights
         await self._call(f"{self.label}{LOADING}")
         self.holds = f"a part of {weights.name}"
         await self._transfer(weights)
         await self._compare(weights)
         await self._call(f"{self.label}{BASE if is_base else '-' + weights.name}")
-        await self.pool.post(self.engine, "resume")
+        await self.engine.post("resume")
         self.holds = BASE_IN_WORDS if is_base else weights.name
 
     async def leave(self) -> None:
@@ -170,7 +170,7 @@ class EvaluatedEngine:
         await self._call(FRESH)
 
     async def _call(self, version: str) -> None:
-        await self.pool.post(self.engine, "update_weight_version", {"new_version": version})
+        await self.engine.post("update_weight_version", {"new_version": version})
         self.pool.serves = self._known = version
 
     async def _transfer(self, weights: Weights) -> None:
@@ -186,7 +186,7 @@ class EvaluatedEngine:
             await asyncio.gather(receiving, return_exceptions=True)
         if weights.kind in PULLED_KINDS:
             await self._fetch(weights, payload)
-        await self.pool.post(self.engine, "finish_weight_update", {"weight_version": f"{self.label}{LOADING}"})
+        await self.engine.post("finish_weight_update", {"weight_version": f"{self.label}{LOADING}"})
 
     async def _explain(self, receiving: asyncio.Task[None], weights: Weights, error: Exception) -> None:
         """The engine's own words come first, where it has any."""
@@ -201,17 +201,17 @@ class EvaluatedEngine:
         info = {"kind": weights.kind, "host": weights.host, "port": weights.port, "epoch": epoch}
         info |= {"rank_offset": 1, "world_size": world_size, "bucket_bytes": weights.bucket_bytes}
         info["timeout_s"] = self._timeout_s
-        await self.pool.post(self.engine, "init_weight_transfer_engine", {"init_info": info})
-        await self.pool.post(self.engine, "start_weight_update")
+        await self.engine.post("init_weight_transfer_engine", {"init_info": info})
+        await self.engine.post("start_weight_update")
         if weights.kind not in PULLED_KINDS:
             await self._fetch(weights, {})
 
     async def _fetch(self, weights: Weights, payload: dict[str, Any]) -> None:
         info = {"specs": msgspec.to_builtins(weights.specs), "payload": payload}
-        await self.pool.post(self.engine, "update_weights", {"update_info": info})
+        await self.engine.post("update_weights", {"update_info": info})
 
     async def _compare(self, weights: Weights) -> None:
-        for worker, (digests, incomplete) in enumerate(await self.pool.worker_reports(self.engine)):
+        for worker, (digests, incomplete) in enumerate(await self.engine.worker_reports()):
             who = f"{self.engine.url}, worker {worker}"
             if difference := first_difference(weights.digests, digests):
                 raise WeightsMismatch(
@@ -227,7 +227,7 @@ class EvaluatedEngine:
     async def _num_requests(self) -> int:
         """Running and waiting, as vLLM's metrics have it; 0 where it has none."""
         try:
-            async with self.pool.session.get(f"{self.engine.url}/metrics") as response:
+            async with self.engine.session.get(f"{self.engine.url}/metrics") as response:
                 text = await response.text() if response.status == 200 else ""
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return 0
@@ -235,7 +235,7 @@ class EvaluatedEngine:
 
     async def _get(self, path: str, otherwise: dict[str, Any]) -> dict[str, Any]:
         try:
-            async with self.pool.session.get(f"{self.engine.url}/{path}") as response:
+            async with self.engine.session.get(f"{self.engine.url}/{path}") as response:
                 answer = await response.json(content_type=None) if response.status == 200 else otherwise
         except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
             raise PeerDied(f"{self.engine.url}/{path} got no answer: {error or type(error).__name__}") from error

@@ -1,0 +1,203 @@
+"""One vLLM server: its state, and HTTP requests to it. Answers are bounded, redirects are not followed.
+
+Whatever goes wrong with a control route is a PeerDied with the engine's address and words: whoever is in the middle of
+an update begins again once the engine, or its successor, is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from trireme.base.errors import PeerDied
+from trireme.base.log import Sparingly, get_logger
+from trireme.base.network import is_loopback, watched_socket
+from trireme.base.token import TOKEN, bearer, token
+from trireme.orchestrator.engines.responses import (
+    BadAnswer,
+    WeightReport,
+    text_of,
+    weight_reports_of,
+    world_size_of,
+)
+
+log = get_logger("engines")
+sparingly = Sparingly(log)
+
+LARGEST_ANSWER = 64 << 20
+"""Bytes of an answer to a control route. Digests of a hundred thousand tensors are a tenth of it."""
+
+KEEP_IDLE_S = 4.0
+"""How long a connection without requests is kept. vLLM closes it after 5 s, and would drop a request just then."""
+
+HEALTH_TIMEOUT_S = 5.0
+
+REQUEST_ERRORS = (aiohttp.ClientError, TimeoutError, ConnectionError)
+"""Raised by a request that got no whole answer."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+@asynccontextmanager
+async def open_engine_session(urls: list[str], *, timeout_s: float) -> AsyncIterator[aiohttp.ClientSession]:
+    """Open a session with the run's token, whose connections to other machines do not outlive a cut cable.
+
+    Args:
+        timeout_s: of a whole request; a request may set another.
+    """
+    is_far = not all(is_loopback(urlsplit(url).hostname or "") for url in urls)
+    connector = aiohttp.TCPConnector(
+        limit=0,  # the pool's `max_concurrent` is one
+        socket_factory=watched_socket if is_far else None,
+        keepalive_timeout=KEEP_IDLE_S,
+    )
+    async with aiohttp.ClientSession(
+        connector=connector,
+        headers=bearer(token()) | {"Content-Type": "application/json", "Accept-Encoding": "identity"},
+        timeout=aiohttp.ClientTimeout(total=timeout_s),
+        auto_decompress=False,  # an answer is bounded as it is sent
+    ) as session:
+        yield session
+
+
+@dataclass
+class Engine:
+    """One vLLM server. `InferencePool` and `keep_engines` change its state."""
+
+    url: str
+    session: aiohttp.ClientSession
+    state: Literal["starting", "quarantined", "live"] = "starting"
+    version: int | None = None  # that it has confirmed
+    num_workers: int = 1  # ranks in the weight group
+    in_flight: int = 0
+    most_in_flight: int = 0  # since the batch before
+    receives: int | None = None  # version that it is being given
+    is_paused: bool = False  # for that version: its requests are frozen
+    is_offered: bool = False  # requests may be sent meanwhile: that version will answer them
+    life: int = 0  # counts up each time that it comes up
+    suspected: asyncio.Event = field(default_factory=asyncio.Event)  # it dropped a request, or may have been replaced
+
+    @property
+    def may_be_asked(self) -> bool:
+        return self.state == "live" or (self.state == "quarantined" and self.is_offered)
+
+    @property
+    def has_few(self) -> bool:
+        """Less than half of the requests that it had: the last ones of a batch leave most of its slots empty."""
+        return 2 * self.in_flight < self.most_in_flight
+
+    # requests
+
+    async def request(
+        self,
+        path: str,
+        body: bytes | None = None,
+        *,
+        max_bytes: int = LARGEST_ANSWER,
+        timeout: aiohttp.ClientTimeout | None = None,
+    ) -> tuple[int, bytes]:
+        """Send a GET request, or a POST request where there is a body. Returns status and answer.
+
+        Cancelling it closes the connection, so that the engine aborts the request.
+
+        Raises:
+            BadAnswer: the answer is larger than `max_bytes`.
+            REQUEST_ERRORS: there was no whole answer.
+        """
+        async with self.session.request(
+            "GET" if body is None else "POST",
+            f"{self.url}/{path}",
+            data=body,
+            allow_redirects=False,
+            timeout=timeout or self.session.timeout,
+        ) as response:
+            pieces, size = [], 0
+            async for piece in response.content.iter_any():
+                size += len(piece)
+                if size > max_bytes:
+                    response.close()
+                    raise BadAnswer(f"{self.url}/{path} answered more than {max_bytes} bytes, the most allowed.")
+                pieces.append(piece)
+            return response.status, b"".join(pieces)
+
+    async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Call a control route and return its answer, decoded from JSON.
+
+        Raises: PeerDied with the engine's words.
+        """
+        return await self._call(path, b"" if body is None else _encode(body))
+
+    async def get(self, path: str) -> Any:
+        """Read a control route, see `post`."""
+        return await self._call(path, None)
+
+    async def _call(self, path: str, body: bytes | None) -> Any:
+        try:
+            status, answer = await self.request(path, body)
+            if status >= 400:
+                words = answer[:500].decode(errors="replace")
+                raise PeerDied(f"{self.url}/{path} failed ({status}): {words}")
+            return msgspec.json.decode(answer) if answer else None
+        except (*REQUEST_ERRORS, ValueError, RecursionError) as error:
+            self.suspected.set()
+            raise PeerDied(f"{self.url}/{path} got no answer: {error or type(error).__name__}") from error
+
+    # what it says of itself
+
+    async def weight_report(self) -> WeightReport:
+        """Return what it holds, as its first worker says. Raises PeerDied."""
+        version = await self.weight_version()
+        digests, incomplete = (await self.worker_reports())[0]
+        return WeightReport(version, digests, incomplete)
+
+    async def weight_version(self) -> str:
+        """Return the name of its weights: a version, or "default" before the first update. Raises PeerDied."""
+        return self._checked(text_of, await self.get("weight_info"), "weight_version")
+
+    async def worker_reports(self) -> list[tuple[dict[str, str], list[str]]]:
+        """Return digests and incomplete layers of each of its workers. Raises PeerDied where one has not reported."""
+        answer = await self.post("collective_rpc", {"method": "trireme_weight_report"})
+        return self._checked(weight_reports_of, answer, num_workers=self.num_workers)
+
+    def _checked(self, read: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return read(*args, **kwargs)
+        except BadAnswer as error:
+            raise PeerDied(f"{self.url}: {error}") from error
+
+    async def is_healthy(self) -> bool:
+        """vLLM answers 503 here when its engine core is dead, though its HTTP server still runs."""
+        try:
+            status, _ = await self.request("health", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S))
+            return status == 200
+        except (*REQUEST_ERRORS, BadAnswer):
+            return False
+
+    async def is_listening(self) -> bool:
+        """Whether anything listens at its port. Another machine that does not even accept connections is off."""
+        try:
+            await self.request("health", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S, sock_connect=3))
+        except aiohttp.ClientConnectorError:
+            return False
+        except aiohttp.ConnectionTimeoutError:
+            return is_loopback(urlsplit(self.url).hostname or "")
+        except (*REQUEST_ERRORS, BadAnswer):
+            pass
+        return True
+
+    async def world_size(self) -> int | None:
+        """Return how many workers it has; None while it is not up, or refuses our token."""
+        if await self.is_healthy():
+            with suppress(*REQUEST_ERRORS, ValueError, RecursionError):
+                status, answer = await self.request("get_world_size")
+                if status == 401:
+                    sparingly.warning("%s returned 401: its %s differs from ours", self.url, TOKEN)
+                return world_size_of(msgspec.json.decode(answer))
+        return None
