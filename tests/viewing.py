@@ -15,7 +15,7 @@ from typing import Any
 from textual.pilot import Pilot
 
 from trireme.tools.viewer.app import EvalView
-from trireme.tools.viewer.capture import key_event, settle, text
+from trireme.tools.viewer.capture import press, settle, text
 
 NARROW, WIDE = (80, 24), (140, 40)
 
@@ -92,15 +92,13 @@ class Viewer:
     async def press(self, *keys: str) -> str:
         """One after the other, each when what the one before brought about is on the screen. Returns the screen."""
         for key in keys:
-            self.app.post_message(key_event(key))
-            await settle(self.pilot)
+            await press(self.pilot, key)
         return self.screen()
 
     async def type(self, line: str) -> str:
         """As fast as fingers are, then enter."""
-        for letter in line:
-            self.app.post_message(key_event("space" if letter == " " else letter))
-        return await self.press("enter")
+        await press(self.pilot, *line, "enter")
+        return self.screen()
 
     def screen(self) -> str:
         return text(self.app)

@@ -223,7 +223,7 @@ def test_a_screen_can_be_captured_and_by_default_outputs_and_environments_are_lo
 
 
 def test_what_cannot_be_shown_is_refused_before_the_screen_is_taken(tmp_path, capsys):
-    with pytest.raises(ConfigError, match=r"gone does not exist - expected .* Check the path"):
+    with pytest.raises(ConfigError, match=r"gone does not exist. Expected .* Check the path"):
         eval_view([str(tmp_path / "gone")])
     with pytest.raises(ConfigError, match=r"screen.png: a screen is written as .svg or .txt"):
         eval_view([str(tmp_path), "--capture", str(tmp_path / "screen.png")])

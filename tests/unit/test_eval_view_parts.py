@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from tiny_tokenizer import write_tokenizer
@@ -17,13 +16,11 @@ from trireme.orchestrator.evaluation.results import EvalResult, write_eval_resul
 from trireme.tools.rollout_filters import parse_filter
 from trireme.tools.rollouts import CHUNK, PREVIEW, Record, ResultsFile, Row, record_of
 from trireme.tools.tokenizer import find_decoder, pieces
-from trireme.tools.viewer.found import Source, find, neighbours
-from trireme.tools.viewer.reading import page
-from trireme.tools.viewer.rows import as_json, by_example, in_order
+from trireme.tools.viewer.reader import as_json, page
+from trireme.tools.viewer.sources import find_sources, run_title
+from trireme.tools.viewer.table import by_example, columns_for, in_order
 from viewing import answer, write_evaluations, write_results
 from written_run import write_whole_run
-
-NARROW = Console(width=30)
 
 
 def read_all(path: Path) -> ResultsFile:
@@ -87,16 +84,13 @@ def test_runs_evaluations_and_files_are_found_by_name_and_nothing_is_looked_for_
     write_results(run.weights / "step_1" / "say.jsonl", [answer(0, 1.0)])
     (run.journal / "set_aside_1").mkdir()
     (run.journal / "set_aside_1" / "batch_000009.msgpack").write_bytes(b"")
-    homes = find([tmp_path])
-    assert [{name: [one.label for one in shelf.sources] for name, shelf in home.shelves.items()} for home in homes] == [
-        {"say--org--model": ["8f2c"]},
-        {"training": ["step 0", "step 1", "step 2"], "say": ["step 0", "step 20"]},
+    sources = find_sources([tmp_path])
+    assert [(one.run, one.series, one.label) for one in sources] == [
+        (tmp_path, "say--org--model", "8f2c"),
+        *((run.root, "training", f"step {step}") for step in range(3)),
+        *((run.root, "say", f"step {step}") for step in (0, 20)),
     ]
-    assert [home.title.split("/", 1)[-1] for home in homes] == [tmp_path.name, "run"]
-    sources = homes[1].shelves["say"].sources
-    assert neighbours(sources[1], homes) == sources
-    gone = Source(tmp_path / "x", "results", home=tmp_path / "x", shelf="x")
-    assert neighbours(gone, homes) == [gone]
+    assert [run_title(folder, [tmp_path]) for folder in (tmp_path, run.root)] == [tmp_path.name, f"{tmp_path.name}/run"]
 
 
 JSON = st.recursive(
@@ -116,10 +110,11 @@ LINE = st.dictionaries(st.sampled_from(KEYS), JSON) | st.fixed_dictionaries({"pr
 def test_whatever_a_line_holds_is_shown(value):
     record = record_of(json.loads(json.dumps(value)), number=0)
     for longest in (100, None):
-        shown = [line.plain for part in page(record, longest=longest) for line in part.lines(NARROW, 30)]
-        assert not any(ord(letter) < 32 for line in shown for letter in line)
+        shown = "".join(text.plain for text, _ in page(record, longest=longest))
+        assert not any(ord(letter) < 32 for letter in shown.replace("\n", ""))
     json.loads(as_json(record))
-    assert in_order([record.row], "reward", backwards=True) == [record.row]
+    for column in columns_for([record.row], by_example=False):
+        assert in_order([record.row], column, backwards=True) == [record.row]
     assert by_example([record.row])[0].count == 1
 
 

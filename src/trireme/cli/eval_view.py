@@ -20,7 +20,7 @@ def eval_view(argv: list[str]) -> int:
     arguments = _parse(argv)
     folders = arguments.folders or [Path(name) for name in USUAL if Path(name).is_dir()] or [Path(USUAL[0])]
 
-    from trireme.tools.viewer.found import require_folders
+    from trireme.tools.viewer.sources import require_folders
 
     require_folders(folders)
     if not (arguments.capture or (sys.stdout.isatty() and sys.stdin.isatty())):

@@ -1,12 +1,13 @@
-"""The viewer: a tree of runs and evaluations, a list of rollouts, and one rollout to read.
+"""The viewer: a tree of runs and evaluations, a table of rollouts, and a reader of one rollout.
 
-On a narrow terminal there is one of the three at a time, enter goes on to the next, escape back. Files are looked for
-and read in threads, so that the keys answer at once; what comes of it is handed over to the main thread.
+On a narrow terminal one of the three is shown at a time: enter goes to the next, escape back. Files are found, read and
+searched in threads, so that keys answer at once; the threads hand their results to the main thread.
 """
 
 from __future__ import annotations
 
-import json
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,42 +20,26 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, Horizontal, Vertical
 from textual.events import DescendantFocus
 from textual.screen import Screen
-from textual.widgets import Footer, Input, Static, Tree
+from textual.widgets import DataTable, Footer, Input, Static, Tree
 from textual.worker import get_current_worker
 
 from trireme.base.errors import ConfigError
-from trireme.tools.rollout_filters import Filter, parse_filter
+from trireme.tools.rollout_filters import Filter, Term, parse_filter
 from trireme.tools.rollouts import BatchFile, Record, ResultsFile, Row, clean, open_rollouts
 from trireme.tools.tokenizer import Decode, find_decoder
-from trireme.tools.viewer.found import Home, Source, find, neighbours
-from trireme.tools.viewer.headline import figures
 from trireme.tools.viewer.help import Help
-from trireme.tools.viewer.listing import Listing, columns_for
-from trireme.tools.viewer.reading import Reading
-from trireme.tools.viewer.rewards import Rewards
-from trireme.tools.viewer.rows import (
-    EXAMPLE_SORTS,
-    SORTS,
-    ExampleRow,
-    as_json,
-    by_example,
-    examples_in_order,
-    in_order,
-    key_of,
-)
-from trireme.tools.viewer.shelves import Shelves
+from trireme.tools.viewer.reader import Reader, as_json
+from trireme.tools.viewer.sources import TRAINING, MeanRewards, Source, find_sources, run_title
+from trireme.tools.viewer.table import ExampleRow, RolloutTable, by_example, columns_for, in_order, key_of, summary
+from trireme.tools.viewer.tree import Key, RunTree
 
 FOLLOW_S = 2.0
-PANES = ("shelves", "listing", "reading")
-BACKWARDS_FIRST = {"tokens", "turns", "count", "std", "advantage"}
-"""What one wants to see the most of first; of rewards the least: that is where something is wrong."""
-
-Opened = ResultsFile | BatchFile
-Lines = list[Row] | list[ExampleRow]
+REDRAW_S = 1.0  # between two parts of a large file
+PANES = ("tree", "table", "reader")
 
 
 class EvalView(App[None]):
-    """`folders` are looked through for runs and evaluations; a file of results may be one of them."""
+    """Shows what lies in `folders`: runs, evaluations, or single files of results."""
 
     TITLE = "trireme eval-view"
     ENABLE_COMMAND_PALETTE = False
@@ -64,7 +49,7 @@ class EvalView(App[None]):
         Binding("escape", "go_back", "back"),
         Binding("slash", "filter", "filter"),
         Binding("s", "sort", "sort"),
-        Binding("S", "backwards", "reverse", show=False),
+        Binding("S", "reverse", "reverse", show=False),
         Binding("g", "group", "examples"),
         Binding("n", "step_rollout(1)", "next", show=False),
         Binding("p", "step_rollout(-1)", "previous", show=False),
@@ -82,298 +67,287 @@ class EvalView(App[None]):
     def __init__(self, folders: Sequence[Path]) -> None:
         super().__init__()
         self.folders = list(folders)
-        self.homes: list[Home] = []
+        self.sources: list[Source] = []
         self.source: Source | None = None
-        self.opened: Opened | None = None
+        self.opened: ResultsFile | BatchFile | None = None
+        self.rows: list[Row] = []  # those that pass the filter
         self.filter = Filter()
-        self.sorted_by, self.backwards, self.groups = "example", False, False
-        self.following = False
-        self._zoomed = False
-        self._rewards = Rewards()
+        self.sorted_by, self.backwards, self.groups_examples = "example", False, False
+        self.is_following = False
+        self.num_worker_changes = 0  # a capture waits until it stands still
+        self._reading = threading.Lock()  # a worker that was replaced may still be reading
+        self._means = MeanRewards()
         self._decoders: dict[Path, Decode | None] = {}
-        self._wanted: tuple[str, str, int] | None = None  # env, example and rollout to stand on when it appears
-        self._read_now: tuple[Opened | None, Row | ExampleRow | None] = (None, None)
-        self._has_stepped = False  # to the source beside: nothing may hide the rollout that one looks at
-        self._has_looked = False
-        self.num_worker_changes = 0  # tells whether anything has gone on behind the screen
-
-    # what is there
+        self._wanted: tuple[str, str, int] | None = None  # where the cursor belongs: env, example, rollout
+        self._shown: tuple[Any, Any] = (None, None)  # file and line that the reader shows
+        self._is_zoomed = self._has_stepped = self._has_looked = False
 
     def compose(self) -> ComposeResult:
         yield Static(id="where", markup=False)
         with Horizontal(id="panes"):
-            yield Shelves(self._rewards, id="shelves")
+            yield RunTree(self._means.known, id="tree")
             with Container(id="work"):
                 with Vertical(id="list"):
                     yield Static(id="figures", markup=False)
-                    yield Listing(id="listing")
+                    yield RolloutTable(id="table")
                     yield Input(placeholder='words, "a phrase", reward<0.5, is:truncated', id="filter")
                 with Vertical(id="read"):
-                    yield Static(id="told", markup=False)
-                    yield Reading(id="reading")
+                    yield Static(id="token", markup=False)
+                    yield Reader(id="reader")
         yield Footer(compact=True)
 
     def on_mount(self) -> None:
-        self._stand_at("shelves")
-        self.set_interval(FOLLOW_S, self._look_again_if_following)
+        self._go_to_pane("tree")
+        self.set_interval(FOLLOW_S, lambda: self.action_reload() if self.is_following else None)
         self.action_reload()
 
     @property
     def main(self) -> Screen[Any]:
-        """Not the help that may lie over it."""
+        """The screen with the panes, also while the help lies over it."""
         return self.screen_stack[0]
 
     @property
-    def shelves(self) -> Shelves:
-        return self.main.query_one(Shelves)
+    def tree_pane(self) -> RunTree:
+        return self.main.query_one(RunTree)
 
     @property
-    def listing(self) -> Listing:
-        return self.main.query_one(Listing)
+    def table(self) -> RolloutTable:
+        return self.main.query_one(RolloutTable)
 
     @property
-    def reading(self) -> Reading:
-        return self.main.query_one(Reading)
+    def reader(self) -> Reader:
+        return self.main.query_one(Reader)
 
-    def _say(self, name: str, text: str | Text) -> None:
+    def _write(self, name: str, text: str | Text) -> None:
         self.main.query_one(f"#{name}", Static).update(text)
 
-    # looking for files
+    # files
 
     def action_reload(self) -> None:
-        self._look()
-        if self.opened is not None:
-            self._read(self.opened)
+        self._find_sources()
+        self._read_rollouts()
 
-    def _look_again_if_following(self) -> None:
-        if self.following:
-            self.action_reload()
-
-    @work(thread=True, exclusive=True, group="look")
-    def _look(self) -> None:
+    @work(thread=True, exclusive=True, group="find")
+    def _find_sources(self) -> None:
         worker = get_current_worker()
-        homes = find(self.folders)
-        self._hand_over(self._found, homes)
-        for changed in self._rewards.look(homes, is_wanted=lambda: not worker.is_cancelled):
+        sources = find_sources(self.folders)
+        titles = {source.run: run_title(source.run, self.folders) for source in sources}
+        self._hand_over(self._show_sources, sources, titles)
+        for changed in self._means.update(sources):
+            if worker.is_cancelled:
+                return
             if changed:
-                self._hand_over(self.shelves.name_all)
+                self._hand_over(self.tree_pane.relabel, changed)
 
     def _hand_over(self, function: Callable[..., Any], *values: Any) -> None:
-        """From a thread to the screen, as long as there is one."""
-        with suppress(RuntimeError):  # the viewer has been left
+        """Call a function in the main thread, unless the viewer has been left."""
+        with suppress(RuntimeError):
             self.call_from_thread(lambda: function(*values) if self.screen_stack else None)
 
     def on_worker_state_changed(self) -> None:
         self.num_worker_changes += 1
 
-    def _found(self, homes: list[Home]) -> None:
-        self.homes = homes
-        self.shelves.show(homes)
+    def _show_sources(self, sources: list[Source], titles: dict[Path, str]) -> None:
+        self.sources = sources
+        self.tree_pane.show(sources, titles)
         if self._has_looked:
             return
-        self._has_looked = bool(homes)
-        if not homes:
-            places = ", ".join(map(str, self.folders))
-            self._say("where", f"nothing to look at below {places} yet - r looks again")
+        self._has_looked = bool(sources)
+        if not sources:
+            folders = ", ".join(map(str, self.folders))
+            self._write("where", clean(f"nothing to look at below {folders} yet - r looks again"))
             return
-        self._say("where", "enter opens what the cursor is on, ? shows all keys")
-        sources = [source for home in homes for shelf in home.shelves.values() for source in shelf.sources]
+        self._write("where", "enter opens what the cursor is on, ? shows all keys")
         if len(sources) == 1:
-            self.shelves.go_to(sources[0])
+            self.tree_pane.go_to(sources[0])
 
-    # opening one
+    def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[Key]) -> None:
+        source = self.tree_pane.source_of(event.node)
+        if source is not None and source != self.source:
+            self._open(source)
 
-    def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[Source | None]) -> None:
-        if event.node.data is not None and event.node.data != self.source:
-            self.open(event.node.data)
+    def on_tree_node_selected(self, event: Tree.NodeSelected[Key]) -> None:
+        if self.tree_pane.source_of(event.node):
+            self._go_to_pane("table")
 
-    def on_tree_node_selected(self, event: Tree.NodeSelected[Source | None]) -> None:
-        if event.node.data is not None:
-            self._stand_at("listing")
-
-    def open(self, source: Source) -> None:
-        if self.source is None or self.source.kind != source.kind:
-            self.groups, self.sorted_by, self.backwards = False, "example", False
-        self.source = source
-        self.opened = open_rollouts(source.path)
-        self._say_where()
-        self._read(self.opened)
+    def _open(self, source: Source) -> None:
+        if self.source is None or (self.source.series == TRAINING) != (source.series == TRAINING):
+            self.sorted_by, self.backwards, self.groups_examples = "example", False, False
+        self.source, self.opened = source, open_rollouts(source.path)
+        self._write_where()
+        self._read_rollouts()
 
     @work(thread=True, exclusive=True, group="read")
-    def _read(self, opened: Opened) -> None:
-        worker = get_current_worker()
-        more = True
-        while more and not worker.is_cancelled:
-            more = opened.read_more()
-            self._hand_over(self._select)
+    def _read_rollouts(self) -> None:
+        """Read what is new in the open file, and pick the rollouts that pass the filter.
 
-    # what is shown of it
-
-    @work(thread=True, exclusive=True, group="select")
-    def _select(self) -> None:
-        """Filters and orders; reads every conversation only where words are looked for."""
+        Conversations are read only if the filter looks for words.
+        """
         worker, opened, chosen = get_current_worker(), self.opened, self.filter
         if opened is None:
             return
-        passed: list[Row] = []
-        for row in list(opened.rows):
-            if worker.is_cancelled:
-                return
-            if chosen.matches(row, opened.record):
-                passed.append(row)
-        lines: Lines
-        if self.groups:
-            lines = examples_in_order(by_example(passed), self.sorted_by, backwards=self.backwards)
-        else:
-            lines = in_order(passed, self.sorted_by, backwards=self.backwards)
-        if not worker.is_cancelled:
-            self._hand_over(self._show, opened, passed, lines)
+        rows: list[Row] | None = None
+        has_more, redraw_at = True, 0.0
+        while has_more:
+            with self._reading:
+                if worker.is_cancelled:
+                    return
+                has_more = opened.read_more()
+            if rows is not opened.rows:  # the first part, or the file was replaced
+                rows, num_seen, passed = opened.rows, 0, []
+            for row in rows[num_seen:]:
+                if worker.is_cancelled:
+                    return
+                if chosen.matches(row, opened.record):
+                    passed.append(row)
+            num_seen = len(rows)
+            if not has_more or time.monotonic() > redraw_at:
+                self._hand_over(self._take_rows, opened, list(passed))
+                redraw_at = time.monotonic() + REDRAW_S
 
-    def _show(self, opened: Opened, passed: list[Row], lines: Lines) -> None:
+    def _take_rows(self, opened: ResultsFile | BatchFile, rows: list[Row]) -> None:
         if opened is not self.opened:
             return
-        stepped, self._has_stepped = self._has_stepped, False
-        if stepped and self.filter.line and self._wanted not in [key_of(line) for line in lines]:
-            self._set_filter("")
+        self.rows = rows
+        has_stepped, self._has_stepped = self._has_stepped, False
+        if has_stepped and self.filter.line and self._wanted not in [key_of(row) for row in rows]:
+            self._set_filter("")  # a filter must not hide the rollout that the user steps through versions of
+        else:
+            self._show_table()
+
+    # the table
+
+    def _show_table(self) -> None:
+        assert self.opened is not None
+        columns = columns_for(self.rows, by_example=self.groups_examples)
+        column = next((one for one in columns if one.name == self.sorted_by), columns[0])
+        lines = by_example(self.rows) if self.groups_examples else self.rows
+        lines = in_order(lines, column, backwards=self.backwards)
+        wanted = self._wanted
+        self.table.show(lines, columns, sorted_by=self.sorted_by, backwards=self.backwards)
+        keys = [key_of(line) for line in self.table.lines]
+        same_example = (place for place, key in enumerate(keys) if wanted and key[:2] == wanted[:2])
+        place = keys.index(wanted) if wanted in keys else next(same_example, 0)
+        self.table.move_cursor(row=place, animate=False)
+        self._write("figures", summary(self.opened, self.rows, self.filter, len(lines)))
+        self.main.query_one("#figures").set_class(bool(self.opened.trouble), "trouble")
+        self._show_current()
+
+    def on_data_table_row_highlighted(self) -> None:
+        self._show_current()
+
+    def _show_current(self) -> None:
+        line = self.table.current
+        if line is not None:
+            self._wanted = key_of(line)
+        if line is not None and (self.opened, line) == self._shown:
             return
-        columns = columns_for(passed, by_example=self.groups)
-        cursor = self._place_of_wanted(lines)
-        self.listing.show(lines, columns, sorted_by=self.sorted_by, backwards=self.backwards, cursor=cursor)
-        self._say("figures", figures(opened, passed, self.filter))
-        self.main.query_one("#figures").set_class(bool(opened.trouble), "trouble")
+        self._shown = self.opened, line
+        self.main.query_one("#token").remove_class("shown")
+        record = self._record_of(line)
+        step = self.source.version if self.source and self.source.series == TRAINING else None
+        self.reader.show(record, step=step, decode=self._decoder() if record and record.samples else None)
+        self._write_where()
 
-    def _place_of_wanted(self, lines: Lines) -> int:
-        """The row that the cursor was on, in what is shown now; the first where it is not there."""
-        if self._wanted is None:
-            return 0
-        keys = [key_of(line) for line in lines]
-        env, example, _ = self._wanted
-        if self._wanted in keys:
-            return keys.index(self._wanted)
-        same = [place for place, key in enumerate(keys) if key[:2] == (env, example)]
-        return same[0] if same else 0
-
-    def on_listing_moved(self) -> None:
-        row = self.listing.current
-        self.main.query_one("#told").remove_class("said")
-        if row is not None:
-            self._wanted = key_of(row)
-        if row is not None and (self.opened, row) == self._read_now:
-            return
-        self._read_now = self.opened, row
-        record = self._record(row)
-        step = self.source.version if self.source and self.source.kind == "batch" else None
-        self.reading.show(record, step=step, decode=self._decoder() if record and record.samples else None)
-        self._say_where()
-
-    def _record(self, line: Row | ExampleRow | None) -> Record | None:
-        if line is None or self.opened is None:
-            return None
-        if isinstance(line, Row):
-            return self.opened.record(line)
-        rows = [row for row in self.opened.rows if (row.env, row.example) == (line.env, line.example)]
-        return self.opened.record(rows[0]) if rows else None
+    def _record_of(self, line: Row | ExampleRow | None) -> Record | None:
+        """Return the rollout of a line, or an example's first one."""
+        if isinstance(line, ExampleRow):
+            line = next((row for row in self.rows if (row.env, row.example) == (line.env, line.example)), None)
+        return self.opened.record(line) if self.opened and line else None
 
     def _decoder(self) -> Decode | None:
-        home = self.source.home if self.source else Path()
-        if self._decoders.get(home) is None:
-            self._decoders[home] = find_decoder(home)
-        return self._decoders[home]
+        run = self.source.run if self.source else Path()
+        if self._decoders.get(run) is None:
+            self._decoders[run] = find_decoder(run)
+        return self._decoders[run]
 
-    def _say_where(self) -> None:
+    def _write_where(self) -> None:
         if self.source is None:
             return
-        parts = [self._title_of(self.source), self.source.shelf, self.source.label]
-        if self.listing.current is not None and self.reading.record is not None:
-            row = self.reading.record.row
-            parts.append(f"example {row.example}, rollout {row.rollout}")
+        parts = [Path(run_title(self.source.run, self.folders)).name, self.source.series, self.source.label]
+        if self.reader.record is not None:
+            parts.append(f"example {self.reader.record.row.example}, rollout {self.reader.record.row.rollout}")
         text = Text(" › ".join(map(clean, parts)), style="bold")
-        if self.following:
-            text = Text("● following  ", style="green") + text
-        self._say("where", text)
+        self._write("where", Text("● following  ", style="green") + text if self.is_following else text)
 
-    def _title_of(self, source: Source) -> str:
-        titles = (Path(home.title).name for home in self.homes if home.folder == source.home)
-        return next(titles, source.home.name)
+    def on_data_table_row_selected(self) -> None:
+        line = self.table.current
+        if isinstance(line, ExampleRow):  # list its rollouts
+            self.groups_examples, self.sorted_by, self.backwards = False, "rollout", False
+            terms = [Term(name, "=", value.lower()) for name, value in (("example", line.example), ("env", line.env))]
+            terms = [term for term in terms if term.value]
+            self.filter = Filter(" ".join(f'{term.field}="{term.value}"' for term in terms), tuple(terms))
+            self._read_rollouts()
+        elif line is not None:
+            self._go_to_pane("reader")
 
-    # going in and back
-
-    def on_listing_opened(self) -> None:
-        line = self.listing.current
-        if isinstance(line, ExampleRow):
-            self._only(f"example={json.dumps(line.example)}" + (f" env={json.dumps(line.env)}" if line.env else ""))
-        else:
-            self._stand_at("reading")
-
-    def _only(self, line: str) -> None:
-        """The rollouts of one example."""
-        self.groups, self.sorted_by, self.backwards = False, "rollout", False
-        self._set_filter(line)
+    # panes
 
     def action_go_back(self) -> None:
         if self.focused is self.main.query_one("#filter"):
             self._close_filter()
-        elif self._at == "reading":
-            self._stand_at("listing")
-        elif self._at == "listing" and self.filter.line:
+        elif self._pane == "reader":
+            self._go_to_pane("table")
+        elif self._pane == "table" and self.filter.line:
             self._set_filter("")
         else:
-            self._stand_at("shelves")
+            self._go_to_pane("tree")
 
     @property
-    def _at(self) -> str:
+    def _pane(self) -> str:
         return next((name for name in PANES if self.main.has_class(f"at-{name}")), PANES[0])
 
-    def _stand_at(self, name: str) -> None:
-        self._mark(name)
+    def _go_to_pane(self, name: str) -> None:
+        self._mark_pane(name)
         self.main.query_one(f"#{name}").focus()
 
-    def _mark(self, name: str) -> None:
+    def _mark_pane(self, name: str) -> None:
         for pane in PANES:
             self.main.set_class(pane == name, f"at-{pane}")
-        self._show_one()
+        self._show_one_or_all()
 
-    def _show_one(self) -> None:
-        self.main.set_class(self._zoomed or self.size.width < 100, "one")
+    def _show_one_or_all(self) -> None:
+        self.main.set_class(self._is_zoomed or self.size.width < 100, "one")
 
-    on_resize = _show_one
+    on_resize = _show_one_or_all
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
         if event.widget.id in PANES:
-            self._mark(event.widget.id or "")
+            self._mark_pane(event.widget.id or "")
 
     def action_focus_next(self) -> None:
-        self._stand_at(PANES[(PANES.index(self._at) + 1) % len(PANES)])
+        self._go_to_pane(PANES[(PANES.index(self._pane) + 1) % len(PANES)])
 
     def action_focus_previous(self) -> None:
-        self._stand_at(PANES[(PANES.index(self._at) - 1) % len(PANES)])
+        self._go_to_pane(PANES[PANES.index(self._pane) - 1])
 
     def action_zoom(self) -> None:
-        self._zoomed = not self._zoomed
-        self._show_one()
+        self._is_zoomed = not self._is_zoomed
+        self._show_one_or_all()
 
     def action_step_rollout(self, by: int) -> None:
-        self.listing.action_move(by)
+        self.table.move_cursor(row=self.table.cursor_row + by, animate=False)
 
     def action_step_source(self, by: int) -> None:
-        """The same example in the evaluation, or batch, before or after."""
+        """Go to the same example in the evaluation, or the batch, before or after."""
         if self.source is None:
             return
-        beside = neighbours(self.source, self.homes)
-        place = next((n for n, source in enumerate(beside) if source.path == self.source.path), 0) + by
-        if not 0 <= place < len(beside):
-            self.notify(f"{self.source.label} is the {'first' if by < 0 else 'last'} of {self.source.shelf}")
+        series = [one for one in self.sources if (one.run, one.series) == (self.source.run, self.source.series)]
+        place = series.index(self.source) + by if self.source in series else -1
+        if not 0 <= place < len(series):
+            which = "first" if by < 0 else "last"
+            self.notify(clean(f"{self.source.label} is the {which} of {self.source.series}"), markup=False)
             return
         self._has_stepped = True
-        self.shelves.go_to(beside[place])
-        self.open(beside[place])
+        self.tree_pane.go_to(series[place])
+        self._open(series[place])
 
     # filter and order
 
     def action_filter(self) -> None:
         box = self.main.query_one("#filter", Input)
-        if self._at == "shelves" or (self._at == "reading" and self.main.has_class("one")):
-            self._mark("listing")
+        if self._pane == "tree" or (self._pane == "reader" and self.main.has_class("one")):
+            self._mark_pane("table")
         box.add_class("open")
         box.value = self.filter.line
         box.focus()
@@ -383,63 +357,67 @@ class EvalView(App[None]):
             self._close_filter()
 
     def _set_filter(self, line: str) -> bool:
-        """Returns whether it could be understood."""
+        """Return whether the line has a meaning."""
         try:
             self.filter = parse_filter(line)
         except ConfigError as error:
-            self.notify(str(error), severity="error", markup=False)
+            self.notify(clean(str(error)), severity="error", markup=False)
             return False
-        self._select()
+        self._read_rollouts()
         return True
 
     def _close_filter(self) -> None:
         self.main.query_one("#filter").remove_class("open")
-        self._stand_at("listing")
+        self._go_to_pane("table")
 
-    def on_listing_heading_pressed(self, event: Listing.HeadingPressed) -> None:
-        self._sort(event.name, not self.backwards if event.name == self.sorted_by else event.name in BACKWARDS_FIRST)
+    def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
+        name = event.column_key.value or ""
+        self._sort(name, backwards=not self.backwards if name == self.sorted_by else None)
 
     def action_sort(self) -> None:
-        names = list(dict.fromkeys(column.name for column in self.listing.columns))
-        place = names.index(self.sorted_by) + 1 if self.sorted_by in names else 0
-        name = names[place % len(names)]
-        self._sort(name, name in BACKWARDS_FIRST)
+        names = [str(key.value) for key in self.table.columns]
+        if names:
+            self._sort(names[(names.index(self.sorted_by) + 1) % len(names) if self.sorted_by in names else 0])
 
-    def action_backwards(self) -> None:
-        self._sort(self.sorted_by, not self.backwards)
+    def action_reverse(self) -> None:
+        self._sort(self.sorted_by, backwards=not self.backwards)
 
-    def _sort(self, name: str, backwards: bool) -> None:
-        self.sorted_by, self.backwards = name, backwards
-        self._select()
+    def _sort(self, name: str, *, backwards: bool | None = None) -> None:
+        if self.opened is None:
+            return
+        columns = columns_for(self.rows, by_example=self.groups_examples)
+        usual = next((one.is_descending for one in columns if one.name == name), False)
+        self.sorted_by, self.backwards = name, usual if backwards is None else backwards
+        self._show_table()
 
     def action_group(self) -> None:
-        self.groups = not self.groups
-        if self.sorted_by not in (EXAMPLE_SORTS if self.groups else SORTS):
-            self.sorted_by, self.backwards = "example", False
-        self._select()
+        self.groups_examples = not self.groups_examples
+        self._sort("example")
+
+    # reading
 
     def action_tokens(self) -> None:
-        if self.reading.record is None or not self.reading.num_tokens:
+        if self.reader.record is None or not any(sample.length for sample in self.reader.record.samples):
             self.notify("There are no tokens here: files of evaluations hold texts, the journal of training has both.")
             return
-        self.reading.toggle_tokens()
-        self.main.query_one("#told").set_class(self.reading.shows_tokens, "said")
-        self._stand_at("reading")
+        self.reader.toggle_tokens()
+        self.main.query_one("#token").set_class(self.reader.shows_tokens, "shown")
+        self._go_to_pane("reader")
 
-    def on_reading_told(self, event: Reading.Told) -> None:
-        self._say("told", event.text)
-        self.main.query_one("#told").add_class("said")
+    def on_reader_token_moved(self, event: Reader.TokenMoved) -> None:
+        self._write("token", event.description)
+        self.main.query_one("#token").add_class("shown")
 
     def action_follow(self) -> None:
-        self.following = not self.following
-        self._say_where()
-        self._look_again_if_following()
+        self.is_following = not self.is_following
+        self._write_where()
+        self.action_reload()
 
     def action_copy(self) -> None:
-        if (record := self.reading.record) is None:
-            return
-        self.copy_to_clipboard(as_json(record))
-        self.notify(f"example {clean(record.row.example)}, rollout {record.row.rollout}: copied as JSON", markup=False)
+        if (record := self.reader.record) is not None:
+            self.copy_to_clipboard(as_json(record))
+            row = record.row
+            self.notify(f"example {clean(row.example)}, rollout {row.rollout}: copied as JSON", markup=False)
 
     def action_help(self) -> None:
         self.push_screen(Help())

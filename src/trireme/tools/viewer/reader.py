@@ -1,0 +1,287 @@
+"""The reader of the viewer: a rollout as text with its rewards and metrics, or token by token."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+from rich.style import Style
+from rich.text import Text
+from textual.binding import Binding, BindingType
+from textual.events import Key, Resize
+from textual.message import Message
+from textual.widgets import RichLog
+
+from trireme.messages import Tokens
+from trireme.tools.conversation import Block, blocks
+from trireme.tools.rollouts import Record, clean, decimal
+from trireme.tools.tokenizer import Decode, pieces, visible, window_of
+from trireme.tools.viewer.table import reward_style
+
+LONGEST = 20_000  # characters of a block, unless all are asked for
+ROLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+BAR = "▏"
+MARKS = {"reasoning": "reasoning", "call": "calls", "result": "returned", "other": "also"}
+BLOCK_STYLES = {"reasoning": "italic bright_black", "call": "yellow"}
+
+RARE = -5.0  # a logprob that has the strongest colour, as has everything below it
+COLOURS = {
+    "logprob": f"redder: less likely when it was sampled (darkest at 1, strongest at {math.exp(RARE):.3f} or less)",
+    "advantage": "green: made more likely by this batch, red: less",
+    "version": "a colour for each version of the policy that sampled",
+    "plain": "dim: given to the model, not sampled by it",
+}
+"""What tokens are coloured by, and what the colours mean."""
+VERSIONS = ("#1f4f7a", "#5b2a6e", "#1f6b4a", "#7a5a1f", "#7a2f3d", "#3d4b8a")
+GIVEN, CURSOR = Style(dim=True), Style(reverse=True, bold=True)
+TOKENS_PER_LINE = 12  # about, for moving up and down
+
+
+class Reader(RichLog):
+    """A page of wrapped lines, written again for each rollout, width and position of the token cursor."""
+
+    DEFAULT_CSS = "Reader { height: 1fr; background: transparent; scrollbar-size-vertical: 1; padding: 0 1; }"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("k", "scroll_up", show=False),
+        Binding("j", "scroll_down", show=False),
+        Binding("space", "page_down", show=False),
+        Binding("c", "colour", "colour", show=False),
+        Binding("x", "in_full", "in full", show=False),
+    ]
+
+    class TokenMoved(Message):
+        """The token cursor stands on another token."""
+
+        def __init__(self, description: str) -> None:
+            super().__init__()
+            self.description = description
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(wrap=True, auto_scroll=False, min_width=0, **options)
+        self.record: Record | None = None
+        self.shows_tokens = False
+        self._step: int | None = None
+        self._decode: Decode | None = None
+        self._colour = "logprob"
+        self._cursor = (0, 0)  # sample, token
+        self._texts: list[list[str]] = []  # of the tokens of each sample
+        self._in_full = False
+
+    def show(self, record: Record | None, *, step: int | None = None, decode: Decode | None = None) -> None:
+        """Show a rollout from its beginning.
+
+        Args:
+            step: The batch that it is trained in, from which each token's lag is counted.
+        """
+        self.record, self._step, self._decode = record, step, decode
+        samples = record.samples if record else []
+        first_sampled = int(samples[0].loss_mask.argmax()) if samples and samples[0].length else 0
+        self._cursor, self._texts, self._in_full = (0, first_sampled), [], False
+        self._write_page()
+        self.scroll_to(y=0, animate=False, immediate=True, force=True)
+
+    def on_resize(self, event: Resize) -> None:
+        self._write_page()
+
+    def _write_page(self) -> None:
+        self.clear()
+        if self.record is None or not self.scrollable_content_region.width:
+            return  # it is written when it gets its size
+        if self.shows_tokens and self.record.samples:
+            for text in self._token_page(self.record.samples):
+                self.write(text)
+        else:
+            for text, bar in page(self.record, longest=None if self._in_full else LONGEST):
+                self.write(self._beside_bar(text, bar) if bar else text)
+
+    def _beside_bar(self, text: Text, colour: str) -> Text:
+        width = max(1, self.scrollable_content_region.width - len(BAR))
+        bar = Text(BAR, style=colour)
+        return Text("\n").join(bar + line for line in text.wrap(self.app.console, width))
+
+    def action_in_full(self) -> None:
+        self._in_full = not self._in_full
+        self._write_page()
+
+    # tokens
+
+    def toggle_tokens(self) -> None:
+        self.shows_tokens = not self.shows_tokens
+        self._write_page()
+        self._follow_cursor()
+
+    def action_colour(self) -> None:
+        names = list(COLOURS)
+        self._colour = names[(names.index(self._colour) + 1) % len(names)]
+        self._write_page()
+
+    def on_key(self, event: Key) -> None:
+        """Among tokens, the keys that scroll elsewhere move the cursor."""
+        num_tokens = sum(sample.length for sample in self.record.samples) if self.record else 0
+        line, ten_lines = TOKENS_PER_LINE, 10 * TOKENS_PER_LINE
+        steps = {"left": -1, "right": 1, "up": -line, "k": -line, "down": line, "j": line}
+        steps |= {
+            "pageup": -ten_lines,
+            "pagedown": ten_lines,
+            "space": ten_lines,
+            "home": -num_tokens,
+            "end": num_tokens,
+        }
+        if self.shows_tokens and num_tokens and event.key in steps:
+            event.stop()
+            event.prevent_default()
+            self._move_cursor(steps[event.key])
+
+    def _move_cursor(self, by: int) -> None:
+        """Move over the tokens of all samples, one sample after the other."""
+        assert self.record is not None
+        samples = self.record.samples
+        number, place = self._cursor
+        place += by
+        while place < 0 and number > 0:
+            number -= 1
+            place += samples[number].length
+        while place >= samples[number].length and number + 1 < len(samples):
+            place -= samples[number].length
+            number += 1
+        self._cursor = number, max(0, min(samples[number].length - 1, place))
+        self._write_page()
+        self._follow_cursor()
+
+    def _follow_cursor(self) -> None:
+        """Report the token under the cursor, and scroll to it."""
+        if not (self.shows_tokens and self.record and self.record.samples):
+            return
+        number, place = self._cursor
+        text = self._texts_of(number)[place]
+        self.post_message(self.TokenMoved(describe(self.record.samples[number], place, text, step=self._step)))
+        has_cursor = [any(part.style and part.style.reverse for part in strip) for strip in self.lines]
+        line = has_cursor.index(True) if True in has_cursor else 0
+        top, height = self.scroll_offset.y, max(1, self.size.height)
+        if not top <= line < top + height:
+            self.scroll_to(y=max(0, line - height // 2), animate=False, immediate=True, force=True)
+
+    def _texts_of(self, number: int) -> list[str]:
+        assert self.record is not None
+        if not self._texts:
+            self._texts = [pieces(sample.ids.tolist(), self._decode) for sample in self.record.samples]
+        return self._texts[number]
+
+    def _token_page(self, samples: Sequence[Tokens]) -> Iterator[Text]:
+        yield Text(f"coloured by {self._colour} (c): {COLOURS[self._colour]}", style="bright_black")
+        if self._decode is None:
+            yield Text("The run's tokenizer is not on this machine: tokens are shown as numbers.", style="yellow")
+        for number, sample in enumerate(samples):
+            cursor = self._cursor[1] if number == self._cursor[0] else -1
+            window = window_of(max(0, cursor), sample.length)
+            shown = "" if len(window) == sample.length else f", {window.start + 1} to {window.stop} shown"
+            yield Text(f"\n── sample {number + 1} of {len(samples)}: {sample.length} tokens{shown}", "bold")
+            texts, largest = self._texts_of(number), float(np.abs(sample.advantages).max(initial=0.0))
+            tokens = Text()
+            for place in window:
+                style = token_style(sample, place, self._colour, largest_advantage=largest or 1.0)
+                tokens.append(visible(texts[place]), style + CURSOR if place == cursor else style)
+            yield tokens
+
+
+def token_style(sample: Tokens, place: int, colour: str, *, largest_advantage: float) -> Style:
+    if sample.loss_mask[place] == 0:
+        return GIVEN
+    if colour == "logprob":
+        return _background("#7a1f1f", float(sample.logprobs[place]) / RARE)
+    if colour == "advantage":
+        value = float(sample.advantages[place]) / largest_advantage
+        return _background("#1f5f2f" if value > 0 else "#7a1f1f", abs(value))
+    if colour == "version":
+        return Style(bgcolor=VERSIONS[int(sample.versions[place]) % len(VERSIONS)], color="#ffffff")
+    return Style()
+
+
+def _background(colour: str, strength: float) -> Style:
+    """Return a background between none, at 0, and `colour`, at 1."""
+    strength = max(0.0, min(1.0, strength)) if math.isfinite(strength) else 1.0
+    if strength < 0.05:
+        return Style()
+    red, green, blue = (int(int(colour[at : at + 2], 16) * (0.35 + 0.65 * strength)) for at in (1, 3, 5))
+    return Style(bgcolor=f"#{red:02x}{green:02x}{blue:02x}", color="#ffffff")
+
+
+def describe(sample: Tokens, place: int, text: str, *, step: int | None) -> str:
+    """Return all that is known of one token, on a line.
+
+    Example:
+        token 57/97 · 17 'ab' · logprob -0.693, p 0.500 · adv +0.310 · v3, lag 1
+    """
+    head = f"token {place + 1}/{sample.length} · {int(sample.ids[place])} {clean(text)!r}"
+    if sample.loss_mask[place] == 0:
+        return f"{head} · given"
+    logprob, version = float(sample.logprobs[place]), int(sample.versions[place])
+    lag = "" if step is None else f", lag {step - version}"
+    return (
+        f"{head} · logprob {logprob:.3f}, p {math.exp(min(0.0, logprob)):.3f} · "
+        f"adv {float(sample.advantages[place]):+.3f} · v{version}{lag}"
+    )
+
+
+# the page of text
+
+
+def page(record: Record, *, longest: int | None) -> Iterator[tuple[Text, str]]:
+    """Yield all of a rollout as texts, each with the colour of the bar on its left, or with ""."""
+    yield from ((line, "") for line in (*_head(record), Text()))
+    for title, messages in (("prompt", record.prompt), ("completion", record.completion)):
+        if messages:
+            yield Text(f"━━ {title} ", style="bold bright_black"), ""
+        for block in blocks(messages):
+            yield from _block(block, longest)
+    rest = ({"info": record.info} if record.info else {}) | record.more
+    if rest:
+        yield Text("━━ also ", style="bold bright_black"), ""
+    for name, value in rest.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        text = clean(text if len(text) <= LONGEST else f"{text[:LONGEST]}…")
+        yield Text.assemble((f"{clean(name)}: ", "bold bright_black"), (text, "bright_black")), ""
+
+
+def _head(record: Record) -> Iterable[Text]:
+    row = record.row
+    first = Text.assemble(
+        (f"{clean(row.env)} " if row.env else "", "bold"),
+        (f"example {clean(row.example)} · rollout {row.rollout} · ", "bold"),
+        (f"reward {decimal(row.reward)}", f"bold {reward_style(row.reward)}"),
+    )
+    if row.advantage is not None:
+        first.append(f" · advantage {row.advantage:+.3f}", style="bold")
+    yield first
+    yield Text(" · ".join(record.facts), style="bright_black")
+    if record.metrics:
+        metrics = record.metrics.items()
+        yield Text.assemble(*(x for k, v in metrics for x in ((f"{clean(k)} ", "bright_black"), f"{decimal(v)}   ")))
+    if row.error:
+        yield Text.assemble(("failed: ", "bold red"), (row.error, "red"))
+    if record.answer:
+        yield Text.assemble(("answer: ", "bold"), clean(record.answer[:LONGEST]))
+
+
+def _block(block: Block, longest: int | None) -> Iterator[tuple[Text, str]]:
+    colour = ROLES.get(block.role, "white")
+    heading = " ".join(filter(None, (clean(block.role), MARKS.get(block.kind, ""), clean(block.name))))
+    yield Text(f"▌ {heading}", style=f"bold {colour}"), ""
+    text = clean(block.text)
+    if longest is not None and len(text) > longest:
+        text = f"{text[:longest]}\n… {len(text) - longest:,} more characters: x shows them"
+    yield Text(text, style=BLOCK_STYLES.get(block.kind, "")), colour
+    yield Text(), ""
+
+
+def as_json(record: Record) -> str:
+    """Return messages, reward and metrics of a rollout, without tokens."""
+    row = msgspec.to_builtins(record.row)
+    head = {name: row[name] for name in ("env", "example", "rollout", "reward", "tokens", "turns", "stop", "error")}
+    body = {"prompt": record.prompt, "completion": record.completion, "answer": record.answer}
+    text = json.dumps(head | body | {"metrics": record.metrics, "info": record.info}, default=str, indent=1)
+    return text.encode(errors="replace").decode()
