@@ -1,4 +1,4 @@
-"""What this machine has to compute with, found without importing torch (which takes seconds)."""
+"""The GPUs and CPU cores that a run may use, found without importing torch (which takes seconds)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _count_gpus(dev: Path) -> int:
 
 
 def _visible_gpus(visible: str | None, count: int) -> tuple[str, ...]:
-    """As CUDA reads the variable: unset shows all, and the list ends at the first entry that names no GPU."""
+    """Return the visible GPUs as CUDA reads the variable: unset shows all; the list ends at the first invalid entry."""
     if visible is None:
         return tuple(map(str, range(count)))
     found: list[str] = []
@@ -50,7 +50,7 @@ def _names_a_gpu(entry: str, count: int) -> bool:
 
 
 def _count_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores that this process may run on; a container's quota counts where it is smaller."""
+    """Return the number of cores that this process may use, limited by a container's quota."""
     allowed = len(os.sched_getaffinity(0))
     try:
         quota, period = cgroup.read_text().split()

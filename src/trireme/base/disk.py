@@ -1,4 +1,4 @@
-"""A full disk is a pause, not an end: what must be written is tried again until there is room."""
+"""Writing to a disk that may be full: a full disk pauses a run instead of ending it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FULL_IN_WORDS = tuple(os.strerror(code) for code in FULL)  # libraries in Rust h
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether a full disk, or a used-up quota, is what lies behind an error."""
+    """Return whether an error was caused by a full disk or an exceeded quota."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -37,14 +37,14 @@ def is_full(error: BaseException | None) -> bool:
 def when_there_is_room(
     write: Callable[[], T], *, what: str, folder: Path, waits: Waits, deadline_s: float, poll_s: float = POLL_S
 ) -> T:
-    """Returns what `write` does; where the disk is full, says so and tries again until there is room.
+    """Call `write` and return its result; while the disk is full, log it and retry until there is room.
 
     Args:
         write: must leave nothing behind when it fails, and may be called many times.
-        what: what is to be written ("batch 41").
+        what: what is written ("batch 41"), for messages.
 
     Raises:
-        DeadlineExceeded: there was no room for `deadline_s`.
+        DeadlineExceeded: the disk was full for `deadline_s` seconds.
     """
     try:
         return _attempt(write)
@@ -83,14 +83,14 @@ def _attempt(write: Callable[[], T]) -> T:
 
 
 def pretend_full() -> None:
-    """The fault `disk_full=FILE` fills the disk for as long as FILE exists."""
+    """Raise ENOSPC while the fault `disk_full=FILE` is set and FILE exists. For tests."""
     full = fault("disk_full")
     if full is not None and Path(full).exists():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def require_room(folder: Path, num_bytes: int) -> None:
-    """Raises OSError where so much cannot be written: better than to fill the disk up to the last byte for others."""
+    """Raise OSError where so many bytes do not fit, before the disk is filled to the last byte for everything else."""
     if _free(folder) < num_bytes:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {num_bytes >> 20} MiB", str(folder))
 

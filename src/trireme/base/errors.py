@@ -1,16 +1,16 @@
 """Every error that Trireme raises on purpose.
 
-Exit codes: 2 for configuration and 3 for what trying again would repeat or make worse (both are never retried), 1 for
-the rest (the launcher starts the process again).
+Exit codes: 2 for configuration errors and 3 for errors that a retry would repeat or make worse (neither is retried), 1
+for the rest (the launcher restarts the process).
 
 TriremeError
-├── ConfigError        what the user typed cannot work; also a ValueError
-├── DeadlineExceeded   a wait ran out; names who waited for whom, for what, and that peer's log
-├── PeerDied           a process that we depend on ended
-├── NotFinite          gradients were not finite, too often in a row
+├── ConfigError        the user's input cannot work; also a ValueError
+├── DeadlineExceeded   a wait timed out; names the waiting process, its peer, what for, and the peer's log
+├── PeerDied           a process that this one depends on has ended
+├── NotFinite          gradients were not finite too often in a row
 ├── WeightsMismatch    an engine does not serve the weights that the trainer sent
-├── JournalCorrupt     what lies on disk contradicts its own checksum
-└── Refused            a peer answered a request with a reason, and asking again would not help
+├── JournalCorrupt     a file on disk does not match its checksum
+└── Refused            a peer refused a request, and a retry would not help
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FINAL_EXIT_CODES = (2, 3)
 
 
 class TriremeError(Exception):
-    """Base of all. Messages have three parts: what happened with its values - what was expected - what to do."""
+    """Base class. Messages have three parts: what happened, with values; what was expected; what to do."""
 
     exit_code = 1
 
 
 class ConfigError(TriremeError, ValueError):
-    """What the user typed cannot work. Shown without a traceback; the process ends with exit code 2."""
+    """The user's input cannot work. Shown without a traceback; the process exits with code 2."""
 
     exit_code = 2
 
@@ -35,23 +35,23 @@ class DeadlineExceeded(TriremeError, TimeoutError):
 
 
 class PeerDied(TriremeError):
-    """A process that this one depends on has ended, or no longer answers."""
+    """A process that this one depends on has ended or no longer answers."""
 
 
 class NotFinite(TriremeError):
-    """Gradients were not finite, too often in a row. The same batches would make the same again."""
+    """Gradients were not finite too often in a row. The same batches would produce them again."""
 
     exit_code = 3
 
 
 class WeightsMismatch(TriremeError):
-    """An engine's weights are not the trainer's. Training on its rollouts would be training on another policy's."""
+    """An engine's weights differ from the trainer's, so its rollouts come from another policy."""
 
     exit_code = 3
 
 
 class JournalCorrupt(TriremeError):
-    """A journal entry or checkpoint does not match its checksum, or misses its place in the order."""
+    """A journal entry or checkpoint does not match its checksum, or is missing from the sequence."""
 
     exit_code = 3
 

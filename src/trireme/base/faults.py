@@ -1,13 +1,13 @@
-"""Faults that tests ask for, through `TRIREME_FAULTS="name=value,name=value"`. Without it every call here is a no-op.
+"""Fault injection for tests, through `TRIREME_FAULTS="name=value,name=value"`. Without it every call here is a no-op.
 
-Production code names a place where something can go wrong; a test makes it go wrong there, in the real process.
+Production code names a point where something can go wrong; a test makes it go wrong there, in the real process.
 
-    TRIREME_FAULTS="skip_tensor=model.norm.weight"      a fault with a value, asked for with `fault`
-    TRIREME_FAULTS="folder=/tmp/faults"                 points of the protocol, armed while the run goes on
+    TRIREME_FAULTS="skip_tensor=model.norm.weight"      a fault with a value, read with `fault`
+    TRIREME_FAULTS="folder=/tmp/faults"                 points of the protocol, armed while the run is under way
 
-A point is armed by a file in that folder, named after it, that says what is to happen: `kill` (SIGKILL), `freeze`
-(SIGSTOP) or `hold` (wait until `POINT.go` is there). The first process that reaches it takes the file away, renamed to
-`POINT.reached` with its pid inside: a fault happens once, also where the process is started again.
+A file in that folder, named after a point, arms it. Its content is the action: `kill` (SIGKILL), `freeze` (SIGSTOP) or
+`hold` (wait until `POINT.go` exists). The first process that reaches the point renames the file to `POINT.reached` and
+writes its pid into it, so a fault happens once even where the process is restarted.
 
 Example:
     (folder / "journal.appended").write_text("kill")    # the orchestrator dies after its next batch is on disk
@@ -73,7 +73,7 @@ HOLD_S = 120.0
 
 
 def fault(name: str) -> str | None:
-    """The value of a fault that a test asked for, or None."""
+    """Return the value of a fault that a test set, or None."""
     for part in os.environ.get("TRIREME_FAULTS", "").split(","):
         key, _, value = part.partition("=")
         if key == name:
@@ -82,10 +82,10 @@ def fault(name: str) -> str | None:
 
 
 def reach(point: str, *, rank: int = 0, pid: int | None = None) -> None:
-    """Says that this process has come to `point`; a test may have armed it.
+    """Mark that this process has reached `point`, and take the action that a test armed there.
 
     Args:
-        pid: whom a `kill` or `freeze` hits; this process where not given.
+        pid: the process that a `kill` or `freeze` hits; this one by default.
     """
     if "TRIREME_FAULTS" not in os.environ:
         return

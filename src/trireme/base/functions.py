@@ -1,4 +1,4 @@
-"""Functions of users, by the path under which the configuration names them: `module:function`, `file.py:function`."""
+"""Functions of users, named in the configuration by `module:function` or `file.py:function`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trireme.base.errors import ConfigError
 
 
 def load_function(path: str, *, key: str) -> Callable[..., Any]:
-    """Imports it.
+    """Import the function.
 
     Args:
-        key: the configuration's key that has this path, for errors.
+        key: the configuration key that has this path, for errors.
 
     Raises:
         ConfigError: there is no such function, or its module cannot be imported.
@@ -40,7 +40,7 @@ def load_function(path: str, *, key: str) -> Callable[..., Any]:
 
 
 def function_problem(path: str, *, key: str) -> str | None:
-    """What can be seen to be wrong without importing anything; None where nothing is."""
+    """Return what is wrong with a path, as far as it shows without importing anything; None where nothing is."""
     where, _, name = path.rpartition(":")
     if not where or not name.isidentifier():
         return (
@@ -73,7 +73,7 @@ def _file_problem(path: str, file: Path, name: str, key: str) -> str | None:
 
 
 def _names_at_the_top(body: list[ast.stmt]) -> set[str]:
-    """Also those that are imported or assigned: what they are turns out when the module is imported."""
+    """Return the names that a module defines, imports or assigns at its top level."""
     names: set[str] = set()
     for node in body:
         match node:
@@ -95,7 +95,7 @@ def _no_function(path: str, key: str, what: str) -> str:
 
 
 def _from_file(file: Path) -> ModuleType:
-    """Under a name that nothing else has, so that a file may be called like a module."""
+    """Import a file under a unique module name, so that it may be called like an existing module."""
     name = f"trireme_user_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None, file

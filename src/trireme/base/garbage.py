@@ -1,7 +1,7 @@
-"""Python's collector of reference cycles, in a process that makes many objects and next to no cycles.
+"""Tuning of Python's cyclic garbage collector for a process that makes many objects and hardly any cycles.
 
-Left to itself it looks through everything that is alive each time that so and so many objects have been made: with
-thousands of rollouts under way a third of the orchestrator's time, and pauses of a quarter of a second.
+By default the collector scans every live object after a number of allocations. With thousands of rollouts under way
+that took a third of the orchestrator's time, in pauses of a quarter of a second.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ MANY = 1_000_000
 
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Everything that is there now is there to stay: it is not looked through again.
+    """Exclude the objects that exist now from collection, and collect rarely, until the context ends.
 
-    Afterwards it is, unless somebody else had set things aside before.
+    Afterwards they are collected as before, unless objects were frozen before.
     """
     before, had_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()

@@ -1,4 +1,4 @@
-"""Lock a file against other processes. The kernel lets go of the lock however its holder ends."""
+"""File locks between processes. The kernel releases a lock when its holder ends, however it ends."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def start_logging(process: str, level: str = "info") -> None:
-    """Sends the `trireme` loggers to standard output, flushed per line. Called by doors only."""
+    """Send the `trireme` loggers to standard output, flushed per line. Called by commands only."""
 
     class _Named(logging.Filter):
         def filter(self, record: logging.LogRecord) -> bool:
@@ -31,7 +31,7 @@ def start_logging(process: str, level: str = "info") -> None:
 
 
 class Sparingly:
-    """For trouble that may come a thousand times a second: a line at most every `every_s`, with how many it stands for.
+    """Rate-limited warnings for events that may come a thousand times a second: one line per `every_s`, with a count.
 
     Example:
         sparingly = Sparingly(log)

@@ -1,7 +1,7 @@
-"""Small truths about addresses and connections between machines.
+"""Addresses, and keep-alive for connections between machines.
 
-A cable that is cut says nothing: both ends of a connection go on waiting. So every connection that leaves the machine
-is asked by the kernel whether it still has another end, and breaks when there is no answer for `SILENCE_S`.
+A cut cable closes no connection: both ends wait forever. So connections that leave the machine use TCP keep-alive, and
+break when the other end has not answered for `SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def stay_on_loopback() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """By its looks: `localhost`, 127.x.y.z, ::1."""
+    """Return whether an address is written as loopback: `localhost`, 127.x.y.z or ::1."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -53,7 +53,7 @@ def host_of(address: str) -> str:
 
 
 def is_here(host: str) -> bool:
-    """Whether an address, or what a name stands for, is one of this machine's."""
+    """Return whether an address, or the address of a name, belongs to this machine."""
     with socket.socket() as probe:
         try:
             probe.bind((host, 0))
@@ -63,7 +63,7 @@ def is_here(host: str) -> bool:
 
 
 def numeric(host: str) -> str:
-    """The address that a name stands for; the name itself where nobody knows."""
+    """Return the IP address of a name; the name itself where it cannot be resolved."""
     try:
         return socket.gethostbyname(host)
     except OSError:
@@ -71,13 +71,14 @@ def numeric(host: str) -> str:
 
 
 def listening_address(host: str) -> str:
-    """Where to listen for those who know this machine as `host`: there, or everywhere where that address is not its
-    own (a container's service, a router's)."""
+    """Return the address to listen on as `host`: that address, or all interfaces where it is not this machine's own (a
+    container's service, a router's).
+    """
     return host if is_loopback(host) or is_here(host) else EVERYWHERE
 
 
 def own_address(host: str, *, peer: str) -> str:
-    """By which this machine, known to others as `host`, reaches `peer`."""
+    """Return the address under which this machine, known as `host`, connects to `peer`."""
     if is_here(host):
         return numeric(host)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
@@ -90,7 +91,7 @@ def own_address(host: str, *, peer: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has this address."""
+    """Return the name of the network interface that has this address."""
     import psutil  # only a run on several machines asks
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -103,7 +104,7 @@ def interface_of(address: str) -> str | None:
 
 
 def watched_socket(info: Any) -> socket.socket:
-    """A socket for aiohttp (`socket_factory`) whose connection breaks when the other end is cut off."""
+    """Create a socket with keep-alive. For aiohttp's `socket_factory`."""
     family, kind, protocol, *_ = info
     made = socket.socket(family, kind, protocol)
     _watch(made)
@@ -111,7 +112,7 @@ def watched_socket(info: Any) -> socket.socket:
 
 
 def watch_connections() -> None:
-    """The same for all that this process has open to other machines: those of torch, whose options nobody can set."""
+    """Set keep-alive on all open connections to other machines, such as torch's, which has no option for it."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # gone meanwhile, or not connected
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):

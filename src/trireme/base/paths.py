@@ -1,4 +1,4 @@
-"""Where everything of a run lies on disk, and how a file or folder gets there whole or not at all."""
+"""Paths of a run folder, and atomic writes: a file or folder appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTIAL = ".partial"
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The run folder. Users know these names: keep them."""
+    """The run folder. Users know these names, so they stay."""
 
     root: Path
 
@@ -26,7 +26,7 @@ class RunPaths:
 
     @property
     def run_config(self) -> Path:
-        """The resolved configuration that every process of the run loads."""
+        """Return the file of the resolved configuration that every process of the run loads."""
         return self.configs / "run.json"
 
     @property
@@ -42,7 +42,7 @@ class RunPaths:
 
     @property
     def logprobs(self) -> Path:
-        """What the trainer's weights said of the tokens of each batch."""
+        """Return the folder of the trainer's logprobs of each batch's tokens."""
         return self.root / "logprobs"
 
     @property
@@ -55,12 +55,12 @@ class RunPaths:
 
     @property
     def data(self) -> Path:
-        """Samples of supervised training, as they are trained on."""
+        """Return the folder of tokenized samples of supervised training."""
         return self.root / "data"
 
     @property
     def broadcast(self) -> Path:
-        """Weights in passing, for `weight_broadcast.type = "filesystem"`."""
+        """Return the folder through which `weight_broadcast.type = "filesystem"` sends weights."""
         return self.root / "broadcast"
 
     @property
@@ -69,7 +69,7 @@ class RunPaths:
 
     @property
     def spans(self) -> Path:
-        """What each process did, from when to when."""
+        """Return the file of the timeline: what each process did, from when to when."""
         return self.root / "spans.jsonl"
 
     @property
@@ -82,7 +82,7 @@ def step_folder(parent: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """The N of `step_N`, or None where the name is another."""
+    """Return N of a name `step_N`, or None for other names."""
     name, _, number = folder.name.partition("_")
     return int(number) if name == "step" and number.isdigit() else None
 
@@ -110,7 +110,7 @@ def atomic_write(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
 
 
 def _rename_if_new(partial: Path, path: Path) -> None:
-    """Raises: FileExistsError. Where the file system has no hard links, two writers at one instant go unnoticed."""
+    """Rename without replacing. Raises FileExistsError. Without hard links, two simultaneous writers go unnoticed."""
     try:
         os.link(partial, path)
     except OSError as error:
@@ -122,13 +122,13 @@ def _rename_if_new(partial: Path, path: Path) -> None:
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove what killed processes were writing with `atomic_write`. The caller must be the only writer left."""
+    """Remove the partial files of `atomic_write` that killed processes left. The caller must be the only writer."""
     for partial in folder.glob(f".*{PARTIAL}"):
         partial.unlink(missing_ok=True)
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Gives `partial`, which is whole and on disk, the name `folder`; what had that name is removed."""
+    """Rename `partial`, which is complete and synced, to `folder`, and remove what had that name."""
     hidden = _hide(folder) if folder.exists() else None
     partial.rename(folder)
     sync_folder(folder.parent)
@@ -137,12 +137,12 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """A crash on the way leaves no half of it under its name."""
+    """Remove a folder so that a crash in between leaves no partial folder under its name."""
     shutil.rmtree(_hide(folder), ignore_errors=True)
 
 
 def is_left_over(folder: Path) -> bool:
-    """Whether it is what a dead process was writing, or removing."""
+    """Return whether an entry is the leftover of a dead process that was writing or removing it."""
     return folder.name.startswith(".step_") and folder.suffix in (".partial", ".removed")
 
 
@@ -154,7 +154,7 @@ def _hide(folder: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes a rename inside `folder` survive a power cut."""
+    """Sync a folder, so that a rename inside it survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Small truths about operating-system processes: no orphans, free ports, last words."""
+"""Operating-system processes: no orphans, free ports, the end of a log."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _random = random.SystemRandom()  # no seed makes two runs choose the same
 
 
 def die_with_parent(expected_parent: int | None = None) -> None:
-    """Asks the kernel to end this process when its parent ends, however that ends (also by SIGKILL).
+    """Ask the kernel to send SIGTERM to this process when its parent ends, however that ends (also by SIGKILL).
 
     Args:
-        expected_parent: the parent's pid; where it has ended before this call, this process ends at once.
+        expected_parent: the parent's pid. If the parent has ended already, this process ends at once.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if expected_parent is not None and os.getppid() != expected_parent:
@@ -35,8 +35,10 @@ def die_with_parent(expected_parent: int | None = None) -> None:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Imports of large libraries take a quarter less time: the collector does not look again and again for garbage
-    among a million objects that are here to stay. Nor does it later, and forked children share their pages."""
+    """Disable garbage collection during large imports, which makes them a quarter faster.
+
+    The imported objects stay excluded from collection, so that forked children share their memory pages.
+    """
     gc.disable()
     try:
         yield
@@ -46,10 +48,9 @@ def quick_imports() -> Iterator[None]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free now, and is not one of those that the system gives to whoever connects or does not care.
+    """Return a port that is free, outside the range from which the kernel gives ports to connections.
 
-    What is going to listen there may take a while to start, vLLM ten seconds; a connection of anybody's would be there
-    first, now and then, and stay.
+    The server may take a while to start (vLLM ten seconds); meanwhile a connection could be given a port of that range.
     """
     beyond = _first_of_the_systems()
     for _ in range(TRIES if beyond > LOWEST_PORT else 0):
@@ -79,7 +80,7 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def last_lines(log: Path, count: int = 20) -> list[str]:
-    """The end of a log, without reading the whole of it."""
+    """Return the last lines of a log without reading all of it."""
     if not log.exists():
         return []
     with open(log, "rb") as file:

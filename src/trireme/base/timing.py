@@ -1,4 +1,4 @@
-"""Where the time of a step went: named spans that add up."""
+"""Timers: the seconds of a step by named phase."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _nobody(name: str) -> AbstractContextManager[None]:
 
 
 class Timer:
-    """Adds up the seconds spent under each name since the last `take`.
+    """Sums of seconds by name since the last `take`.
 
     Example:
         with timer.span("forward_backward"): ...
@@ -23,9 +23,10 @@ class Timer:
     """
 
     def __init__(self, also: Callable[[str], AbstractContextManager[None]] = _nobody) -> None:
-        """
+        """Create a timer.
+
         Args:
-            also: entered with the name of each span, for as long as it lasts.
+            also: a context manager to enter with the name of each span, for as long as it lasts.
         """
         self._seconds: dict[str, float] = defaultdict(float)
         self._also = also
@@ -40,7 +41,7 @@ class Timer:
             self._seconds[name] += time.perf_counter() - start
 
     def add(self, name: str, seconds: float) -> None:
-        """Seconds that were measured elsewhere."""
+        """Add seconds that were measured elsewhere."""
         self._seconds[name] += seconds
 
     def take(self) -> dict[str, float]:
@@ -50,6 +51,6 @@ class Timer:
 
 
 def age_s() -> float:
-    """Of this process, by the kernel's books: also what passed before its first line of Python."""
+    """Return the age of this process in seconds, including the time before its first line of Python."""
     began_ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began_ticks / os.sysconf("SC_CLK_TCK")

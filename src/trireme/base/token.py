@@ -1,7 +1,7 @@
-"""The secret that the processes of a run share, and what is derived of it.
+"""The secret that the processes of a run share, and the keys that are derived from it.
 
-It is in the environment of each process: in no argument, no configuration, no log. `rl` makes one for each run on one
-machine. A run's folder holds a key for its readers, in a file that only its owner may read.
+It travels in the environment of each process, never in an argument, a configuration or a log. `rl` makes one for each
+run on one machine. A run's folder holds a key for its readers, in a file that only its owner may read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ KEY_FILE = ".token"  # in the folder of a run
 
 
 def adopt_token(file: Path | None) -> None:
-    """Takes what `file` holds, unless the environment has a token already.
+    """Read the token from `file`, unless the environment has one already.
 
-    Raises: ConfigError where the file cannot be read, or holds none that would do.
+    Raises: ConfigError where the file cannot be read, or its token is unsuitable.
     """
     if problem := token_problem(file):
         raise ConfigError(problem)
@@ -31,7 +31,7 @@ def adopt_token(file: Path | None) -> None:
 
 
 def make_token() -> bool:
-    """Give this process, and those that it starts, a random token. Return False where there is one already."""
+    """Give this process and its children a random token. Return False where there is one already."""
     if token():
         return False
     os.environ[TOKEN] = secrets.token_hex(32)
@@ -39,10 +39,10 @@ def make_token() -> bool:
 
 
 def write_key(folder: Path, key: str | None) -> None:
-    """Leave a key in a run's folder for `trireme status`, the dashboard and curl; remove an old one where it is None.
+    """Write a key into a run's folder for `trireme status`, the dashboard and curl; remove an old one where it is None.
 
     Args:
-        key: the token where it was made for this run alone; else `status_key`, which opens nothing but the status.
+        key: the token where it was made for this run alone; else `status_key`, which opens only the status.
     """
     file = folder / KEY_FILE
     file.unlink(missing_ok=True)
@@ -66,13 +66,13 @@ def read_key(folder: Path) -> str | None:
 
 
 def status_key() -> str | None:
-    """Return what opens the status and the metrics of an orchestrator, and nothing else; None without a token."""
+    """Return the key that opens only the status and the metrics of an orchestrator; None without a token."""
     secret = token()
     return derive(secret, "status").hex() if secret else None
 
 
 def token_problem(file: Path | None) -> str | None:
-    """Why the token that was given will not do; None where it does, or where there is none."""
+    """Return why the given token is unsuitable; None where it is suitable or absent."""
     given = os.environ.get(TOKEN, "")
     where = TOKEN
     if not given and file is not None:
@@ -97,26 +97,26 @@ HOW = f"Make one with `openssl rand -hex 32`, and give every machine the same: `
 
 
 def token() -> str | None:
-    """Of this process. None where everything is on one machine and nobody gave one."""
+    """Return the token of this process; None where everything is on one machine and none was given."""
     return os.environ.get(TOKEN) or None
 
 
 def bearer(secret: str | None) -> dict[str, str]:
-    """Return the header that opens a route of ours; none without a secret."""
+    """Return the authorization header; empty without a secret."""
     return {"Authorization": f"Bearer {secret}"} if secret else {}
 
 
 def derive(secret: str, purpose: str) -> bytes:
-    """32 bytes that tell nothing of the token, nor of what was derived for another purpose."""
+    """Derive a 32-byte key for a purpose (HMAC-SHA256), which reveals neither the token nor other keys."""
     return hmac.digest(secret.encode(), f"trireme {purpose}".encode(), "sha256")
 
 
 def sealed(name: str) -> str:
-    """A name that only those who know the token can make; the name itself without one."""
+    """Return a name that only processes with the token can compute; the name itself without a token."""
     secret = token()
     return f"{name}/{derive(secret, f'name {name}').hex()[:32]}" if secret else name
 
 
 def is_same(ours: str, theirs: str) -> bool:
-    """In a time that does not tell where they differ."""
+    """Compare two secrets in constant time."""
     return hmac.compare_digest(ours.encode(), theirs.encode())

@@ -1,10 +1,10 @@
-"""The one place where a wait is given its name and its deadline.
+"""Waits with a name and a deadline.
 
-Whoever waits says for whom, for what, since when, and where that peer's log is. What a process waits for now is shown
-by `/status` and in the terminal; a wait that runs out raises `DeadlineExceeded` with the same words.
+Every wait says which process waits for which peer, for what, since when, and where the peer's log is. Current waits are
+shown by `/status` and in the terminal. A wait that runs out raises `DeadlineExceeded` with the same text.
 
-What a process is busy with has deadlines of its own (an evaluation; a full disk). A patient wait for what comes after
-that begins to count when it is over.
+Some work has deadlines of its own (an evaluation, a full disk). A patient wait for what comes after such work starts
+counting when the work is over.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DISK = "disk"  # a peer without a log
 
 @dataclass
 class Wait:
-    """One wait, from its first second on.
+    """One wait, from when it began.
 
     Example:
         Wait(who="trainer", peer="orchestrator", what="batch 41", deadline_s=600, log=Path("logs/orchestrator.stdout"))
@@ -48,11 +48,11 @@ class Wait:
         return self.deadline_s - (time.monotonic() - max(self.since, self._counts_from))
 
     def begin_anew(self) -> None:
-        """What it waits for goes on, and has a deadline of its own: this one counts from here."""
+        """Restart the deadline: the wait continues after work that had a deadline of its own."""
         self._counts_from = time.monotonic()
 
     def check(self) -> None:
-        """Raises: DeadlineExceeded once the deadline has passed."""
+        """Raise DeadlineExceeded where the deadline has passed."""
         if self.is_excused():
             self.begin_anew()
         if self.left_s <= 0:
@@ -67,7 +67,7 @@ class Wait:
 
 
 class Waits:
-    """What one process waits for at this moment, longest first."""
+    """The waits of one process at this moment, the longest first."""
 
     def __init__(self, who: str, logs: Path | None = None) -> None:
         self.who = who
@@ -78,9 +78,10 @@ class Waits:
 
     @contextmanager
     def waiting(self, what: str, *, peer: str, deadline_s: float, patient: bool = False) -> Iterator[Wait]:
-        """
+        """Register a wait for the duration of the context.
+
         Args:
-            patient: what it is for comes only after whatever this process, or its peer, is busy with.
+            patient: the wait is for something that comes only after what this process, or its peer, is busy with.
         """
         log = self._logs / f"{peer}.stdout" if self._logs and peer != DISK else None
         wait = Wait(who=self.who, peer=peer, what=what, deadline_s=deadline_s, log=log)
@@ -94,7 +95,7 @@ class Waits:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """With something that ends by itself, sooner or later."""
+        """Mark this process as busy with work that has a deadline of its own, for the duration of the context."""
         self._num_jobs += 1
         try:
             yield
@@ -103,7 +104,7 @@ class Waits:
 
     @property
     def is_busy(self) -> bool:
-        """Also while a disk is full."""
+        """Return whether this process is busy, or waits for room on a full disk."""
         return self._num_jobs > 0 or any(wait.peer == DISK for wait in self.now())
 
     def now(self) -> list[Wait]:

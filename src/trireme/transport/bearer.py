@@ -1,8 +1,8 @@
 """Authentication for HTTP routes: vLLM's, and those of the orchestrator's status server.
 
-With a token, each route but `/health` wants it. Without one, a server listens on loopback only, and a page in a browser
-of this machine must not reach it: requests that name another host (DNS rebinding) or another site (a form, a script)
-are refused, and of vLLM's `/collective_rpc`, which calls any method of a worker, only our own methods are let through.
+With a token, each route but `/health` requires it. Without one, a server listens on loopback only, and must not answer
+a web page in a browser of this machine: requests that name another host (DNS rebinding) or another site (a form, a
+script) are refused. Of vLLM's `/collective_rpc`, which calls any method of a worker, only our own methods are allowed.
 
 Example:
     vllm serve MODEL --middleware trireme.transport.bearer.RequireToken
@@ -40,31 +40,32 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def may_enter(path: str, authorization: str, *keys: str | None) -> bool:
-    """Whether a request is answered by a server that has these keys. One without any answers every request."""
+    """Return whether a server with these keys answers a request. A server without keys answers every request."""
     known = [key for key in keys if key is not None]
     return not known or path in OPEN or any(is_same(f"Bearer {key}", authorization) for key in known)
 
 
 def is_from_here(scope: Message) -> bool:
-    """Whether a program of this machine sent a request, rather than a page in its browser."""
+    """Return whether a request comes from a program of this machine, not from a web page in its browser."""
     host, origin = header(scope, b"host"), header(scope, b"origin")
     site = header(scope, b"sec-fetch-site")
     return is_loopback(host_of(host)) and not origin and site in ("", "none", "same-origin")
 
 
 def header(scope: Message, name: bytes) -> str:
-    """Return the value of a header; "" where there is none, or more than one."""
+    """Return the value of a header; "" where it is missing or given more than once."""
     values = [value for found, value in scope["headers"] if found.lower() == name]
     return values[0].decode("latin-1") if len(values) == 1 else ""
 
 
 class RequireToken:
-    """An ASGI middleware in front of all routes."""
+    """ASGI middleware in front of all routes."""
 
     def __init__(self, app: App, reader_key: str | None = None) -> None:
-        """
+        """Wrap an ASGI application.
+
         Args:
-            reader_key: what opens the routes beside the token.
+            reader_key: a second key, which opens the routes as the token does.
         """
         self._app = app
         self._keys = (token(), reader_key)
@@ -89,7 +90,7 @@ class RequireToken:
             await _refuse(scope, receive, send, 401, REFUSAL)
 
     async def _call(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Read which method of a worker is to be called, before vLLM does."""
+        """Return the worker method that a `/collective_rpc` request names."""
         body, more = b"", True
         while more and len(body) <= MOST_BYTES:
             message = await receive()

@@ -1,16 +1,16 @@
-"""The wire between trainer and orchestrator: a question that may be asked again, an answer within a second.
+"""Requests and replies between trainer and orchestrator, over ZeroMQ.
 
-Lost, doubled or reordered messages do no harm: a question carries a number, answers to earlier questions are thrown
-away, and every answer is idempotent. While there is nothing to tell the answer is `NotYet`, so silence always means
-that the peer is gone.
+Lost, duplicated or reordered messages do no harm: a request carries a number, replies to earlier requests are dropped,
+and every reply is idempotent. The server replies within a second, with `NotYet` while there is nothing to tell, so
+silence always means that the peer is gone.
 
-    question    [b"VERSION:NUMBER", a request]     VERSION: the asker's `WIRE_VERSION`
-    answer      [the same first frame, a reply]
+    request    [b"VERSION:NUMBER", a request]     VERSION: the client's `WIRE_VERSION`
+    reply      [the same first frame, a reply]
 
-With a token (`base.token`) only those who know it are heard, and nobody can read along.
+With a token (`base.token`) the connection is authenticated and encrypted.
 
-Anybody can reach a port. What is no question is refused with what was expected, and logged, but not every time; what
-is no answer is logged and waited past. Neither ends anything.
+Any process can reach a port. Malformed requests are refused with what was expected, and logged at a limited rate;
+malformed replies are logged and skipped. Neither ends a process.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
 
 
 class ControlClient:
-    """The asking end; one per thread (ZeroMQ sockets are not thread-safe)."""
+    """The client. Use one per thread: ZeroMQ sockets are not thread-safe."""
 
     def __init__(
         self,
@@ -123,11 +123,11 @@ class ControlClient:
         self._poller.register(self._events, zmq.POLLIN)
 
     def ask(self, request: Request, *, what: str, deadline_s: float) -> Reply:
-        """Asks until there is an answer other than `NotYet`.
+        """Send a request until there is a reply other than `NotYet`.
 
         Raises:
-            Refused: the orchestrator says that asking again would not help, or its answer is none to this question.
-            DeadlineExceeded: named, after `deadline_s`.
+            Refused: the orchestrator refuses the request for good, or its reply does not belong to it.
+            DeadlineExceeded: there was no reply within `deadline_s`.
         """
         with self._waits.waiting(what, peer="orchestrator", deadline_s=deadline_s) as wait:
             while True:
@@ -147,7 +147,7 @@ class ControlClient:
                 self._meanwhile()
 
     def tell(self, request: Request) -> None:
-        """Sends without caring for the answer, nor for whether there is anybody."""
+        """Send a request without waiting for a reply."""
         for _ in range(QUESTIONS_AT_ONCE):
             if not self._socket.poll(0):
                 break
@@ -169,7 +169,7 @@ class ControlClient:
         return None
 
     def _peer_is_gone(self) -> bool:
-        """Whoever hangs up before a greeting does not let us in: to ask again at once would be no better."""
+        """Return whether the peer has disconnected. A peer that rejects our handshake is not asked again at once."""
         event = parse_monitor_message(self._events.recv_multipart())["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._was_greeted, self._is_turned_away = True, False
@@ -209,7 +209,7 @@ def _first_frame(number: int) -> bytes:
 
 
 def _read_answer(frames: list[bytes], first: bytes) -> Reply | None:
-    """None where it answers an earlier question, or is no answer at all."""
+    """Return the reply; None where it belongs to an earlier request, or is malformed."""
     if len(frames) != 2:
         sparingly.warning("an answer of %d frames was thrown away; two were expected", len(frames))
         return None
@@ -237,11 +237,11 @@ Handler = Callable[[Request], Awaitable[Reply]]
 
 
 class NoQuestion(TriremeError):
-    """What came is not a question, or not one in our version of the language."""
+    """A message is not a request, or has another wire version."""
 
 
 class ControlServer:
-    """The answering end, bound before anybody asks."""
+    """The server. It is bound before any client connects."""
 
     def __init__(self, host: str, port: int) -> None:
         secret = token()
@@ -260,7 +260,7 @@ class ControlServer:
         self._under_way: Counter[bytes] = Counter()  # questions, by asker
 
     async def serve(self, handle: Handler) -> None:
-        """Produces answers; waits for questions; woken by the socket. Runs until cancelled."""
+        """Answer requests until cancelled. Waits for requests; is woken by the socket."""
         if self._gate is not None:
             self._keep(asyncio.create_task(self._tell_of_strangers()))
         while True:
@@ -321,7 +321,7 @@ LONGEST_FIRST_FRAME = 64
 
 
 def read_question(frames: list[bytes]) -> Request:
-    """Raises: NoQuestion, which says what was expected."""
+    """Parse a request. Raises NoQuestion, which says what was expected."""
     if len(frames) != 2:
         raise NoQuestion(f"A message of {len(frames)} frames - two were expected, `VERSION:NUMBER` and a request.")
     theirs = re.fullmatch(rb"(?:(\d{1,9}):)?\d{1,20}", frames[0])
@@ -348,6 +348,6 @@ def _name(peer: bytes) -> str:
 
 
 async def within_patience(task: asyncio.Future) -> bool:
-    """Whether `task` is done, after waiting for it no longer than an asker should be kept without an answer."""
+    """Wait for `task` at most as long as a client may be kept without a reply. Return whether it is done."""
     done, _ = await asyncio.wait([task], timeout=PATIENCE_S)
     return bool(done)

@@ -1,7 +1,7 @@
-"""Who may speak on a ZeroMQ socket: with a token, those who know it, and nobody else can read along (CURVE).
+"""CURVE authentication and encryption for the ZeroMQ sockets.
 
-Both ends derive both pairs of keys from the token. Whoever does not know it cannot greet the server, whose key is no
-more public than the token; a key other than the asker's is turned away besides.
+Both ends derive both key pairs from the token. A client without the token cannot complete the handshake, because the
+server's public key is as secret as the token; a client key other than the derived one is rejected too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TURNED_AWAY = (
 
 @dataclass(frozen=True)
 class Pair:
-    """Keys of one end, as ZeroMQ writes them."""
+    """The key pair of one end, in ZeroMQ's encoding."""
 
     public: bytes
     secret: bytes
@@ -37,13 +37,13 @@ def pair_of(token: str, end: str) -> Pair:
 
 
 def as_asker(socket: zmq.Socket, token: str) -> None:
-    """To be called before it connects."""
+    """Set the client's keys on a socket. Call it before connecting."""
     own, other = pair_of(token, "asker"), pair_of(token, "server")
     socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = own.public, own.secret, other.public
 
 
 class Gate:
-    """Lets askers with our token in to the sockets of one context. Must be opened in a running event loop."""
+    """Authenticator that accepts clients with our token, for one context's sockets. Requires a running event loop."""
 
     def __init__(self, context: zmq.asyncio.Context, token: str) -> None:
         self._server, self._asker = pair_of(token, "server"), pair_of(token, "asker")
@@ -52,11 +52,11 @@ class Gate:
         self._authenticator.configure_curve_callback(DOMAIN, credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """What the authenticator asks about each key."""
+        """Decide about a client's key. Called by the authenticator."""
         return key == self._asker.public
 
     def guard(self, socket: zmq.Socket) -> None:
-        """To be called before it is bound."""
+        """Set the server's keys on a socket. Call it before binding."""
         socket.curve_server, socket.curve_secretkey = True, self._server.secret
         socket.zap_domain = DOMAIN.encode()
 
@@ -65,7 +65,7 @@ class Gate:
 
 
 def notice_silence(socket: zmq.Socket) -> None:
-    """A connection between machines breaks when its other end is cut off, and is made anew."""
+    """Enable heartbeats, so that a connection breaks when its other end is cut off, and reconnects."""
     socket.heartbeat_ivl = ASK_EVERY_S * 1000
     socket.heartbeat_timeout = SILENCE_S * 1000
     socket.connect_timeout = CONNECT_S * 1000

@@ -1,7 +1,7 @@
-"""Whether a request that could be read makes sense: numbers in their ranges, tensors that fit together.
+"""Validation of decoded requests: numbers in range, tensors that fit together.
 
-The decoder holds types. This holds what types cannot say, so that nothing behind it need ask whether a rank is smaller
-than its world.
+The decoder checks types. This checks what types cannot express, so that no later code has to test whether a rank is
+smaller than its world.
 
 Example:
     check_request(GetBatch(run_id="run", step=3, rank=2, world=2), max_steps=10, num_batches=5)
@@ -35,11 +35,11 @@ DTYPE = re.compile(r"[a-z][a-z0-9_]{1,31}")
 
 
 def check_request(request: Request, *, max_steps: int | None = None, num_batches: int | None = None) -> str | None:
-    """What is wrong with a request, or None.
+    """Return what is wrong with a request, or None.
 
     Args:
         max_steps: of the run.
-        num_batches: in the journal: no batch after the one being filled can be asked for, no version beyond it trained.
+        num_batches: in the journal. No batch after the one being filled can be requested, and no later version trained.
     """
     for problem in _problems(request, max_steps, num_batches):
         return f"{type(request).__name__} {problem}"
@@ -47,7 +47,7 @@ def check_request(request: Request, *, max_steps: int | None = None, num_batches
 
 
 def check_digests(ready: PolicyReady, sent: PolicySent) -> str | None:
-    """What is wrong with a transfer's digests, given the tensors that were announced for it, or None."""
+    """Return what is wrong with a transfer's digests, given the tensors that were announced for it, or None."""
     announced, digested = {spec.name for spec in ready.specs}, set(sent.digests)
     if announced == digested:
         return None
@@ -107,7 +107,7 @@ def _problems_of_transfer(request: PolicyReady) -> Iterator[str]:
 
 
 def _is_tensor(spec: TensorSpec) -> bool:
-    """Sizes of 0 are none of a parameter; 2^48 elements are no model's."""
+    """Return whether a spec can be a parameter: no dimension of 0, at most 2^48 elements."""
     return (
         DTYPE.fullmatch(spec.dtype) is not None
         and len(spec.shape) <= 8
