@@ -200,7 +200,7 @@ def _set(node: ast.AST, field: str, value: object, told: ast.AST | None = None) 
 
 
 def _is_log(node: ast.Expr) -> bool:
-    return ast.unparse(node).startswith(("log.", "sparingly.", "print("))
+    return ast.unparse(node).startswith(("log.", "rate_limited.", "print("))
 
 
 # judging

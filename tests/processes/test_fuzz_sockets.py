@@ -32,7 +32,7 @@ from trireme.orchestrator.environments.worker_process import RolloutFailed
 from trireme.orchestrator.status import STUCK_S, Status, serve_status
 from trireme.orchestrator.trainer_requests import Peers
 from trireme.transport import control
-from trireme.transport.control import ControlClient, NoQuestion, read_question
+from trireme.transport.control import ControlClient, MalformedRequest, read_request
 from trireme.transport.sanity import check_digests, check_request
 from trireme.transport.weights.collective import open_store
 
@@ -55,8 +55,8 @@ def test_whatever_bytes_come_are_a_request_or_no_question_and_nothing_else():
     requests, refusals = [], []
     for number, data in enumerate(mutations([encode(request) for request in REQUESTS], 20_000)):
         try:
-            requests.append(read_question([FIRST, data] if number % 10 else [data[:30], data]))
-        except NoQuestion as error:
+            requests.append(read_request([FIRST, data] if number % 10 else [data[:30], data]))
+        except MalformedRequest as error:
             refusals.append(str(error))
     assert len(requests) > 100
     assert len(refusals) > 5_000
@@ -69,8 +69,8 @@ def test_whatever_bytes_come_are_a_request_or_no_question_and_nothing_else():
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1x", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff\xa1x"])
 def test_deep_nests_and_huge_promises_cost_nothing(opening, depth):
     whole = encode(msgspec.structs.replace(SENT, payload={"x": 1}))
-    with pytest.raises(NoQuestion):
-        read_question([FIRST, whole[: whole.index(b"\xa1x") + 2] + opening * depth])
+    with pytest.raises(MalformedRequest):
+        read_request([FIRST, whole[: whole.index(b"\xa1x") + 2] + opening * depth])
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def test_an_orchestrator_under_garbage_answers_the_trainer():
         for data in mutations([encode(request) for request in REQUESTS], 3_000, seed=1):
             stranger.send_multipart(rng.choice([[data], [FIRST, data], [b"", data], [b"0:0", data, data], [data] * 40]))
         assert still_answers(address)
-        stranger.send_multipart([FIRST, bytes(control.LARGEST_QUESTION + 1)])  # ends this connection and no other
+        stranger.send_multipart([FIRST, bytes(control.LARGEST_REQUEST + 1)])  # ends this connection and no other
         assert still_answers(address)
         talk_nonsense(int(address.rpartition(":")[2]))  # not even ZeroMQ
         assert still_answers(address)
@@ -130,7 +130,7 @@ STRANGE = [
 
 
 def test_a_stranger_is_told_what_was_expected_and_a_thousand_refusals_are_a_few_lines_in_the_log(caplog, monkeypatch):
-    monkeypatch.setattr(control.sparingly, "_said_at", {})
+    monkeypatch.setattr(control.rate_limited, "_said_at", {})
     monkeypatch.setattr(logging.getLogger("trireme"), "propagate", True)
     with answering(answer) as address, open_stranger(address) as stranger:
         for frames, words in STRANGE:
@@ -166,7 +166,7 @@ def test_a_stranger_with_many_questions_is_answered_a_few_at_a_time():
                 stranger.send_multipart([FIRST, encode(BEAT)])
             stranger.send_multipart([FIRST, b"\xc1"])
             await asyncio.to_thread(stranger.recv_multipart)
-            assert under_way == [BEAT] * control.QUESTIONS_AT_ONCE
+            assert under_way == [BEAT] * control.REQUESTS_AT_ONCE
             release.set()
             for _ in under_way[:]:
                 await asyncio.to_thread(stranger.recv_multipart)

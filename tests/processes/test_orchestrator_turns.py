@@ -371,7 +371,7 @@ class RandomConversation:
 
     config = SimpleNamespace(max_turns=None)
 
-    async def run(self, task: Any, ask: Any, *, begin_anew: Any) -> Done:
+    async def run(self, task: Any, ask: Any, *, restart_deadline: Any) -> Done:
         rng = self.rng
         messages: list[dict] = [{"role": "user", "content": rng.choice(["2 + 2?", "ä?", "the  question "])}]
         if rng.random() < 0.3:

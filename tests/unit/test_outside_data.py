@@ -34,7 +34,7 @@ from trireme.orchestrator.engines.responses import BadAnswer, choice_of, prompt_
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.status import Status, build_app
 from trireme.orchestrator.trainer_requests import Peers
-from trireme.transport.control import NoQuestion, read_question
+from trireme.transport.control import MalformedRequest, read_request
 
 WORDS = """
     type task ask done call messages role content reward metrics prompt completion example_id info choices token_ids
@@ -92,9 +92,9 @@ QUESTION = GetNewest("run")
 @given(data=PACKED, first=st.binary(max_size=80))
 def test_bytes_at_the_control_socket_are_a_question_or_one_refusal(data: bytes, first: bytes) -> None:
     for frames in ([b"%d:1" % WIRE_VERSION, data], [first, data], [first], [first, data, data]):
-        with suppress(NoQuestion):
-            read_question(frames)
-    assert read_question([b"%d:1" % WIRE_VERSION, encode(QUESTION)]) == QUESTION
+        with suppress(MalformedRequest):
+            read_request(frames)
+    assert read_request([b"%d:1" % WIRE_VERSION, encode(QUESTION)]) == QUESTION
 
 
 @given(payload=PACKED, head=BYTES)

@@ -15,7 +15,7 @@ from limits import fill, small_disk
 from tiny_tokenizer import write_tokenizer
 from trireme.base.disk import is_full, require_room, when_there_is_room
 from trireme.base.errors import DeadlineExceeded
-from trireme.base.garbage import MANY, collecting_rarely
+from trireme.base.garbage import MANY, rare_garbage_collection
 from trireme.base.waiting import DISK, Wait, Waits
 
 
@@ -149,13 +149,13 @@ def test_more_than_there_is_room_for_is_not_begun(tmp_path: Path) -> None:
 def test_collecting_rarely_leaves_the_collector_as_it_was():
     gc.unfreeze()  # what a test before may have set aside
     before = gc.get_threshold()
-    with collecting_rarely():
+    with rare_garbage_collection():
         assert gc.get_threshold()[0] == MANY
         assert gc.get_freeze_count() > 0
     assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
     gc.freeze()
     frozen = gc.get_freeze_count()
-    with collecting_rarely():
+    with rare_garbage_collection():
         pass
     assert gc.get_freeze_count() >= frozen, "what was set aside before stays so"
     gc.unfreeze()

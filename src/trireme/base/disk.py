@@ -20,7 +20,7 @@ T = TypeVar("T")
 POLL_S = 2.0
 SAY_AGAIN_S = 60.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
-FULL_IN_WORDS = tuple(os.strerror(code) for code in FULL)  # libraries in Rust have no errno (safetensors, tokenizers)
+FULL_MESSAGES = tuple(os.strerror(code) for code in FULL)  # libraries in Rust have no errno (safetensors, tokenizers)
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -28,7 +28,7 @@ def is_full(error: BaseException | None) -> bool:
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if getattr(error, "errno", None) in FULL or any(words in str(error) for words in FULL_IN_WORDS):
+        if getattr(error, "errno", None) in FULL or any(words in str(error) for words in FULL_MESSAGES):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -59,8 +59,8 @@ def when_there_is_room(
             if wait.waited_s - said_at >= SAY_AGAIN_S:
                 said_at = wait.waited_s
                 log.warning(
-                    "The disk is full: %s cannot be written (%s). Nothing is lost; the run goes on as soon as there "
-                    "is room. Free some space there.",
+                    "The disk is full: %s cannot be written (%s). Nothing is lost: the run continues when there is "
+                    "room. Free some space there.",
                     what,
                     wait.note,
                 )
@@ -73,7 +73,7 @@ def when_there_is_room(
                     raise
                 reason = _in_words(error)
                 continue
-            log.warning("there is room again: %s is written, after %.0f s", what, wait.waited_s)
+            log.warning("there is room again: wrote %s after %.0f s", what, wait.waited_s)
             return result
 
 

@@ -15,7 +15,7 @@ MANY = 1_000_000
 
 
 @contextmanager
-def collecting_rarely() -> Iterator[None]:
+def rare_garbage_collection() -> Iterator[None]:
     """Exclude the objects that exist now from collection, and collect rarely, until the context ends.
 
     Afterwards they are collected as before, unless objects were frozen before.

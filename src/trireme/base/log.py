@@ -30,12 +30,12 @@ def start_logging(process: str, level: str = "info") -> None:
     logger.propagate = False
 
 
-class Sparingly:
+class RateLimitedLog:
     """Rate-limited warnings for events that may come a thousand times a second: one line per `every_s`, with a count.
 
     Example:
-        sparingly = Sparingly(log)
-        sparingly.warning("%s was refused: %s", asker, error)  # "... (and 812 like it)"
+        rate_limited = RateLimitedLog(log)
+        rate_limited.warning("%s was refused: %s", asker, error)  # "... (and 812 like it)"
     """
 
     def __init__(self, log: logging.Logger, *, every_s: float = 5.0) -> None:

@@ -47,14 +47,14 @@ class Wait:
     def left_s(self) -> float:
         return self.deadline_s - (time.monotonic() - max(self.since, self._counts_from))
 
-    def begin_anew(self) -> None:
+    def restart_deadline(self) -> None:
         """Restart the deadline: the wait continues after work that had a deadline of its own."""
         self._counts_from = time.monotonic()
 
     def check(self) -> None:
         """Raise DeadlineExceeded where the deadline has passed."""
         if self.is_excused():
-            self.begin_anew()
+            self.restart_deadline()
         if self.left_s <= 0:
             raise DeadlineExceeded(f"{self}, longer than the {self.deadline_s:.0f} s allowed.{self._where_to_look()}")
 

@@ -16,7 +16,7 @@ from trireme.algo.weight_checks import POLICY
 from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.faults import reach
-from trireme.base.garbage import collecting_rarely
+from trireme.base.garbage import rare_garbage_collection
 from trireme.base.log import get_logger
 from trireme.base.paths import step_folder, step_of
 from trireme.base.waiting import Waits
@@ -275,7 +275,7 @@ async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
         restore_metrics(config, journal, evaluator, metrics)
         reach("orchestrator.started")
         counts = EnvironmentCounts(environments)
-        stack.enter_context(collecting_rarely())
+        stack.enter_context(rare_garbage_collection())
         watcher = Watcher(metrics, lambda: {"step": scheduler.next_batch, "process": "now"} | counts.lately())
         status.pool, status.policy, status.scheduler, status.watcher = pool, policy, scheduler, watcher
         yield Orchestrator(

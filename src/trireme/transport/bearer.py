@@ -14,7 +14,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from trireme.base.log import Sparingly, get_logger
+from trireme.base.log import RateLimitedLog, get_logger
 from trireme.base.network import host_of, is_loopback
 from trireme.base.token import KEY_FILE, TOKEN, is_same, token
 
@@ -31,7 +31,7 @@ RPC, OURS = "/collective_rpc", "trireme_"
 MOST_BYTES = 64 << 20  # of a call of a worker's method; the names and shapes of all tensors are some MB
 
 log = get_logger("http")
-sparingly = Sparingly(log)
+rate_limited = RateLimitedLog(log)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -86,7 +86,7 @@ class RequireToken:
         if may_enter(scope["path"], header(scope, b"authorization"), *self._keys):
             await self._app(scope, receive, send)
         else:
-            sparingly.warning("%s asked for %s without the run's token", _client(scope), scope["path"])
+            rate_limited.warning("%s asked for %s without the run's token", _client(scope), scope["path"])
             await _refuse(scope, receive, send, 401, REFUSAL)
 
     async def _call(self, scope: Message, receive: Receive, send: Send) -> None:

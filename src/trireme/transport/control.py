@@ -27,7 +27,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from trireme.base.errors import Refused, TriremeError
-from trireme.base.log import Sparingly, get_logger
+from trireme.base.log import RateLimitedLog, get_logger
 from trireme.base.network import is_loopback, listening_address, numeric
 from trireme.base.token import TOKEN, token
 from trireme.base.waiting import Waits
@@ -54,10 +54,10 @@ from trireme.messages import (
     decode_request,
     encode,
 )
-from trireme.transport.curve import TURNED_AWAY, Gate, as_asker, notice_silence
+from trireme.transport.curve import HANDSHAKE_FAILED, ServerAuthenticator, enable_heartbeats, set_client_keys
 
 log = get_logger("control")
-sparingly = Sparingly(log)
+rate_limited = RateLimitedLog(log)
 
 ASK_AGAIN_S = 5.0
 """A question without an answer for this long is sent again."""
@@ -65,10 +65,10 @@ ASK_AGAIN_S = 5.0
 PATIENCE_S = 1.0
 """A server answers `NotYet` after this long."""
 
-LARGEST_QUESTION = 64 << 20
+LARGEST_REQUEST = 64 << 20
 """Bytes. ZeroMQ hangs up on whoever sends more; digests of a hundred thousand tensors are a tenth of it."""
 
-QUESTIONS_AT_ONCE = 64
+REQUESTS_AT_ONCE = 64
 """Of one asker. Ours has one under way, and a heartbeat a second; further ones are dropped, to be asked again."""
 
 ANSWERS: dict[type, tuple[type, ...]] = {
@@ -103,19 +103,19 @@ class ControlClient:
         self._ask_again_s = ask_again_s
         self._numbers = itertools.count(1)
         self._token = token()
-        self._is_turned_away = False
+        self._is_rejected = False
         self._connect()
 
     def _connect(self) -> None:
         self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._was_greeted = False
+        self._has_connected = False
         if self._token is not None:
-            as_asker(self._socket, self._token)
+            set_client_keys(self._socket, self._token)
         if not is_loopback(self._address.removeprefix("tcp://").partition(":")[0]):
-            notice_silence(self._socket)
+            enable_heartbeats(self._socket)
         self._events: zmq.Socket = self._socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | TURNED_AWAY
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED
         )
         self._socket.connect(self._address)
         self._poller = zmq.Poller()
@@ -134,11 +134,11 @@ class ControlClient:
                 reply = self._once(request)
                 match reply:
                     case None:
-                        wait.note = self._silence()
+                        wait.note = self._describe_silence()
                     case NotYet(note, busy):
                         wait.note = note
                         if busy:
-                            wait.begin_anew()
+                            wait.restart_deadline()
                     case Refusal(error):
                         raise Refused(error)
                     case _:
@@ -148,7 +148,7 @@ class ControlClient:
 
     def tell(self, request: Request) -> None:
         """Send a request without waiting for a reply."""
-        for _ in range(QUESTIONS_AT_ONCE):
+        for _ in range(REQUESTS_AT_ONCE):
             if not self._socket.poll(0):
                 break
             self._socket.recv_multipart()
@@ -160,9 +160,9 @@ class ControlClient:
         ask_again_at = time.monotonic() + self._ask_again_s
         while (left_s := ask_again_at - time.monotonic()) > 0:
             ready = dict(self._poller.poll(int(left_s * 1000)))
-            if self._socket in ready and (reply := _read_answer(self._socket.recv_multipart(), first)) is not None:
+            if self._socket in ready and (reply := _read_reply(self._socket.recv_multipart(), first)) is not None:
                 return reply
-            if self._events in ready and self._peer_is_gone():  # and the question with it: its successor gets it anew
+            if self._events in ready and self._peer_is_gone():  # its successor never got the request
                 self._drop_unsent()
                 self._send(first, request)
         self._drop_unsent()
@@ -172,26 +172,26 @@ class ControlClient:
         """Return whether the peer has disconnected. A peer that rejects our handshake is not asked again at once."""
         event = parse_monitor_message(self._events.recv_multipart())["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._was_greeted, self._is_turned_away = True, False
+            self._has_connected, self._is_rejected = True, False
             return False
-        self._is_turned_away = not self._was_greeted
-        return self._was_greeted
+        self._is_rejected = not self._has_connected
+        return self._has_connected
 
-    def _silence(self) -> str:
-        if not self._is_turned_away:
+    def _describe_silence(self) -> str:
+        if not self._is_rejected:
             return "no answer"
-        return f"it hangs up before a greeting: {TOKEN} must be the same on both machines"
+        return f"it rejects the connection: {TOKEN} must be the same on both machines"
 
     def _send(self, first: bytes, request: Request) -> None:
         frames = [first, encode(request)]
-        if len(frames[1]) > LARGEST_QUESTION:
+        if len(frames[1]) > LARGEST_REQUEST:
             raise Refused(
-                f"{type(request).__name__} has {len(frames[1])} bytes - at most {LARGEST_QUESTION} were expected - "
-                "raise `LARGEST_QUESTION` in transport/control.py on both sides."
+                f"{type(request).__name__} has {len(frames[1])} bytes - at most {LARGEST_REQUEST} were expected - "
+                "raise `LARGEST_REQUEST` in transport/control.py on both sides."
             )
         try:
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
-        except zmq.Again:  # the queue to a peer that is gone is full: blocking would be a wait without a deadline
+        except zmq.Again:  # the queue to a dead peer is full: blocking would be a wait without a deadline
             self._drop_unsent()
             self._socket.send_multipart(frames)
 
@@ -208,17 +208,17 @@ def _first_frame(number: int) -> bytes:
     return b"%d:%d" % (WIRE_VERSION, number)
 
 
-def _read_answer(frames: list[bytes], first: bytes) -> Reply | None:
+def _read_reply(frames: list[bytes], first: bytes) -> Reply | None:
     """Return the reply; None where it belongs to an earlier request, or is malformed."""
     if len(frames) != 2:
-        sparingly.warning("an answer of %d frames was thrown away; two were expected", len(frames))
+        rate_limited.warning("ignored a reply of %d frames; two were expected", len(frames))
         return None
     if frames[0] != first:
         return None
     try:
         return decode_reply(frames[1])
     except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
-        sparingly.warning("an answer was thrown away, for it cannot be read: %s: %s", type(error).__name__, error)
+        rate_limited.warning("ignored a reply that cannot be decoded: %s: %s", type(error).__name__, error)
         return None
 
 
@@ -236,7 +236,7 @@ def _checked(request: Request, reply: Reply) -> Reply:
 Handler = Callable[[Request], Awaitable[Reply]]
 
 
-class NoQuestion(TriremeError):
+class MalformedRequest(TriremeError):
     """A message is not a request, or has another wire version."""
 
 
@@ -246,41 +246,41 @@ class ControlServer:
     def __init__(self, host: str, port: int) -> None:
         secret = token()
         self._context = zmq.asyncio.Context.instance() if secret is None else zmq.asyncio.Context()
-        self._gate = None if secret is None else Gate(self._context, secret)
+        self._authenticator = None if secret is None else ServerAuthenticator(self._context, secret)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
-        self._socket.maxmsgsize = LARGEST_QUESTION
-        if self._gate is not None:
-            self._gate.guard(self._socket)
-            self._turned_away = self._socket.get_monitor_socket(TURNED_AWAY)
+        self._socket.maxmsgsize = LARGEST_REQUEST
+        if self._authenticator is not None:
+            self._authenticator.set_server_keys(self._socket)
+            self._rejections = self._socket.get_monitor_socket(HANDSHAKE_FAILED)
         if not is_loopback(host):
-            notice_silence(self._socket)
+            enable_heartbeats(self._socket)
         self._socket.bind(f"tcp://{numeric(listening_address(host))}:{port}")
         self._answering: set[asyncio.Task] = set()
         self._under_way: Counter[bytes] = Counter()  # questions, by asker
 
     async def serve(self, handle: Handler) -> None:
         """Answer requests until cancelled. Waits for requests; is woken by the socket."""
-        if self._gate is not None:
+        if self._authenticator is not None:
             self._keep(asyncio.create_task(self._tell_of_strangers()))
         while True:
             peer, *frames = await self._socket.recv_multipart()
             try:
-                request = read_question(frames)
-            except NoQuestion as error:
-                sparingly.warning("%s was refused: %s", _name(peer), error)
+                request = read_request(frames)
+            except MalformedRequest as error:
+                rate_limited.warning("%s was refused: %s", _name(peer), error)
                 await self._refuse(peer, frames, error)
             else:
                 self._begin(handle, peer, frames[0], request)
             await asyncio.sleep(0)  # a message that has come already is had without a pause: others need theirs
 
-    async def _refuse(self, peer: bytes, frames: list[bytes], error: NoQuestion) -> None:
+    async def _refuse(self, peer: bytes, frames: list[bytes], error: MalformedRequest) -> None:
         if frames and len(frames[0]) <= LONGEST_FIRST_FRAME:
             await self._socket.send_multipart([peer, frames[0], encode(Refusal(error=str(error)))])
 
     def _begin(self, handle: Handler, peer: bytes, first: bytes, request: Request) -> None:
-        if self._under_way[peer] >= QUESTIONS_AT_ONCE:
-            sparingly.warning("%s has %d questions under way; one more was dropped", _name(peer), QUESTIONS_AT_ONCE)
+        if self._under_way[peer] >= REQUESTS_AT_ONCE:
+            rate_limited.warning("%s has %d questions under way; one more was dropped", _name(peer), REQUESTS_AT_ONCE)
             return
         self._under_way[peer] += 1
         self._keep(asyncio.create_task(self._answer(handle, peer, first, request)))
@@ -291,8 +291,8 @@ class ControlServer:
 
     async def _tell_of_strangers(self) -> None:
         while True:
-            await self._turned_away.recv_multipart()
-            sparingly.warning("somebody without the run's token was turned away: %s must be the same everywhere", TOKEN)
+            await self._rejections.recv_multipart()
+            rate_limited.warning("rejected a connection without the run's token: %s must be the same everywhere", TOKEN)
 
     async def _answer(self, handle: Handler, peer: bytes, first: bytes, request: Request) -> None:
         try:
@@ -309,27 +309,29 @@ class ControlServer:
     def close(self) -> None:
         for task in self._answering:
             task.cancel()
-        if self._gate is not None:
+        if self._authenticator is not None:
             self._socket.disable_monitor()
-            self._gate.close()
+            self._authenticator.close()
         self._socket.close()
-        if self._gate is not None:
+        if self._authenticator is not None:
             self._context.destroy(linger=0)
 
 
 LONGEST_FIRST_FRAME = 64
 
 
-def read_question(frames: list[bytes]) -> Request:
-    """Parse a request. Raises NoQuestion, which says what was expected."""
+def read_request(frames: list[bytes]) -> Request:
+    """Parse a request. Raises MalformedRequest, which says what was expected."""
     if len(frames) != 2:
-        raise NoQuestion(f"A message of {len(frames)} frames - two were expected, `VERSION:NUMBER` and a request.")
+        raise MalformedRequest(
+            f"A message of {len(frames)} frames - two were expected, `VERSION:NUMBER` and a request."
+        )
     theirs = re.fullmatch(rb"(?:(\d{1,9}):)?\d{1,20}", frames[0])
     if theirs is None:
-        raise NoQuestion(f"A message that begins with {frames[0][:40]!r} - `VERSION:NUMBER` was expected.")
+        raise MalformedRequest(f"A message that begins with {frames[0][:40]!r} - `VERSION:NUMBER` was expected.")
     if theirs[1] is None or int(theirs[1]) != WIRE_VERSION:
         version = int(theirs[1]) if theirs[1] else "an earlier one"
-        raise NoQuestion(
+        raise MalformedRequest(
             f"This orchestrator speaks wire version {WIRE_VERSION}, the trainer {version} - the same was expected - "
             "install the same version of Trireme on both."
         )
@@ -337,7 +339,7 @@ def read_question(frames: list[bytes]) -> Request:
         return decode_request(frames[1])
     except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
         names = ", ".join(kind.__name__ for kind in ANSWERS)
-        raise NoQuestion(
+        raise MalformedRequest(
             f"A request of {len(frames[1])} bytes cannot be read ({type(error).__name__}: {error}) - one of {names} "
             f"was expected, in wire version {WIRE_VERSION}."
         ) from error
@@ -347,7 +349,7 @@ def _name(peer: bytes) -> str:
     return f"asker {peer.hex()[:20]}"
 
 
-async def within_patience(task: asyncio.Future) -> bool:
+async def is_done_soon(task: asyncio.Future) -> bool:
     """Wait for `task` at most as long as a client may be kept without a reply. Return whether it is done."""
     done, _ = await asyncio.wait([task], timeout=PATIENCE_S)
     return bool(done)

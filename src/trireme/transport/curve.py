@@ -18,7 +18,7 @@ from trireme.base.token import derive
 
 CONNECT_S = 5
 DOMAIN = "trireme"
-TURNED_AWAY = (
+HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
@@ -36,26 +36,26 @@ def pair_of(token: str, end: str) -> Pair:
     return Pair(zmq.curve_public(secret), secret)
 
 
-def as_asker(socket: zmq.Socket, token: str) -> None:
+def set_client_keys(socket: zmq.Socket, token: str) -> None:
     """Set the client's keys on a socket. Call it before connecting."""
     own, other = pair_of(token, "asker"), pair_of(token, "server")
     socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = own.public, own.secret, other.public
 
 
-class Gate:
+class ServerAuthenticator:
     """Authenticator that accepts clients with our token, for one context's sockets. Requires a running event loop."""
 
     def __init__(self, context: zmq.asyncio.Context, token: str) -> None:
-        self._server, self._asker = pair_of(token, "server"), pair_of(token, "asker")
+        self._server, self._client = pair_of(token, "server"), pair_of(token, "asker")
         self._authenticator = AsyncioAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(DOMAIN, credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Decide about a client's key. Called by the authenticator."""
-        return key == self._asker.public
+        return key == self._client.public
 
-    def guard(self, socket: zmq.Socket) -> None:
+    def set_server_keys(self, socket: zmq.Socket) -> None:
         """Set the server's keys on a socket. Call it before binding."""
         socket.curve_server, socket.curve_secretkey = True, self._server.secret
         socket.zap_domain = DOMAIN.encode()
@@ -64,7 +64,7 @@ class Gate:
         self._authenticator.stop()
 
 
-def notice_silence(socket: zmq.Socket) -> None:
+def enable_heartbeats(socket: zmq.Socket) -> None:
     """Enable heartbeats, so that a connection breaks when its other end is cut off, and reconnects."""
     socket.heartbeat_ivl = ASK_EVERY_S * 1000
     socket.heartbeat_timeout = SILENCE_S * 1000

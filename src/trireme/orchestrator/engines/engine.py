@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from trireme.base.errors import PeerDied
-from trireme.base.log import Sparingly, get_logger
+from trireme.base.log import RateLimitedLog, get_logger
 from trireme.base.network import is_loopback, watched_socket
 from trireme.base.token import TOKEN, bearer, token
 from trireme.orchestrator.engines.responses import (
@@ -29,7 +29,7 @@ from trireme.orchestrator.engines.responses import (
 )
 
 log = get_logger("engines")
-sparingly = Sparingly(log)
+rate_limited = RateLimitedLog(log)
 
 LARGEST_ANSWER = 64 << 20
 """Bytes of an answer to a control route. Digests of a hundred thousand tensors are a tenth of it."""
@@ -198,6 +198,6 @@ class Engine:
             with suppress(*REQUEST_ERRORS, ValueError, RecursionError):
                 status, answer = await self.request("get_world_size")
                 if status == 401:
-                    sparingly.warning("%s returned 401: its %s differs from ours", self.url, TOKEN)
+                    rate_limited.warning("%s returned 401: its %s differs from ours", self.url, TOKEN)
                 return world_size_of(msgspec.json.decode(answer))
         return None

@@ -143,11 +143,11 @@ class Environment:
     def num_running(self) -> int:
         return sum(worker.num_running for worker in self._workers)
 
-    async def run(self, task: RunTask, ask: AskPolicy, *, begin_anew: Callable[[], None] = lambda: None) -> Done:
+    async def run(self, task: RunTask, ask: AskPolicy, *, restart_deadline: Callable[[], None] = lambda: None) -> Done:
         """Runs and scores one rollout.
 
         Args:
-            begin_anew: called before it is issued again: what it has asked so far is void.
+            restart_deadline: called before it is issued again: what it has asked so far is void.
 
         Raises:
             RolloutFailed: for a reason of its own.
@@ -155,7 +155,7 @@ class Environment:
         """
         self.check_group_size(task.group_size)
         try:
-            return await self._run_until_settled(task, ask, begin_anew)
+            return await self._run_until_settled(task, ask, restart_deadline)
         except RolloutFailed as failure:
             self.counts[COUNTED[failure.stage]] += 1
             self.num_rollouts += 1
@@ -170,7 +170,7 @@ class Environment:
                 f"`max_concurrent` to {group_size} or more, or lower `rollouts_per_example`."
             )
 
-    async def _run_until_settled(self, task: RunTask, ask: AskPolicy, begin_anew: Callable[[], None]) -> Done:
+    async def _run_until_settled(self, task: RunTask, ask: AskPolicy, restart_deadline: Callable[[], None]) -> Done:
         self._group_members[task.group] += 1
         try:
             for num_deaths in itertools.count():
@@ -186,7 +186,7 @@ class Environment:
                     if num_deaths and death.is_only_suspect:
                         death.worker.num_settled += 1
                         raise _drop(num_deaths + 1, death) from death
-                begin_anew()
+                restart_deadline()
             raise AssertionError("unreachable")
         except RolloutFailed:
             self._results.release(task.group)

@@ -119,7 +119,7 @@ class RolloutRunner:
         )
         play = self._begin(turns, trained=trained)
 
-        def begin_anew() -> None:
+        def restart_deadline() -> None:
             nonlocal play
             play = self._begin(turns, trained=trained)
 
@@ -136,7 +136,7 @@ class RolloutRunner:
             group=group,
             group_size=group_size,
         )
-        done = await environment.run(task, ask, begin_anew=begin_anew)
+        done = await environment.run(task, ask, restart_deadline=restart_deadline)
         self._note_distortion(environment, turns.distorted)
         if trained and not play.trajectory.samples():
             why = play.refused or "The environment never asked for a model turn."

@@ -52,7 +52,7 @@ from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.weights.adapters import load_adapter, name_adapter
 from trireme.orchestrator.weights.pause import pausing, receives_ahead
 from trireme.orchestrator.weights.policy import Policy
-from trireme.transport.control import within_patience
+from trireme.transport.control import is_done_soon
 from trireme.transport.sanity import check_digests
 
 log = get_logger("policy")
@@ -93,7 +93,7 @@ class WeightUpdates:
         update = self._update
         if (failure := update.failure_before_sent()) is not None:
             return _answer_failure(failure)
-        if not await within_patience(update.prepared):
+        if not await is_done_soon(update.prepared):
             return NotYet(note=update.note)
         return self._answer(update.prepared)
 
@@ -105,7 +105,7 @@ class WeightUpdates:
         if problem := check_digests(update.message, message):
             return Refusal(error=problem)
         confirmed = update.confirm(message)
-        if not await within_patience(confirmed):
+        if not await is_done_soon(confirmed):
             return NotYet(note=update.note)
         return self._answer(confirmed)
 

@@ -59,7 +59,7 @@ class PromptedEnvironment:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
-    async def run(self, task: RunTask, ask: AskPolicy, *, begin_anew: Callable[[], None] = lambda: None) -> Done:
+    async def run(self, task: RunTask, ask: AskPolicy, *, restart_deadline: Callable[[], None] = lambda: None) -> Done:
         """As of `Environment`."""
 
         async def asked(question: Ask) -> Reply:
@@ -67,7 +67,7 @@ class PromptedEnvironment:
             return await ask(msgspec.structs.replace(question, messages=self.asked))
 
         task = msgspec.structs.replace(task, columns=self._columns)
-        done = await self._environment.run(task, asked, begin_anew=begin_anew)
+        done = await self._environment.run(task, asked, restart_deadline=restart_deadline)
         return msgspec.structs.replace(done, prompt=with_system(done.prompt, self._prompt))
 
 

@@ -32,7 +32,7 @@ class OneQuestion:
         self.config = EnvironmentConfig(id=self.name)
         self._messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
 
-    async def run(self, task: RunTask, ask: AskPolicy, *, begin_anew: Callable[[], None] = lambda: None) -> Done:
+    async def run(self, task: RunTask, ask: AskPolicy, *, restart_deadline: Callable[[], None] = lambda: None) -> Done:
         """Raises: RolloutFailed where there is no answer."""
         reply = await ask(Ask(task=task.task, call="1", messages=self._messages, sampling={}))
         if reply.error is not None:
