@@ -9,12 +9,11 @@ from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.config.files import find_run_file, read_run
-from trireme.config.orchestrator import evaluation_problems
-from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig
 from trireme.journal.versions import Versions
 from trireme.messages import TensorSpec
-from trireme.tools.evaluate.eval_config import EvalConfig, as_the_run, named
+from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
+from trireme.tools.evaluate.session import prepare
 
 SHOWN = 20
 
@@ -49,14 +48,13 @@ def read_plan(config: EvalConfig) -> Plan:
             f"`weights/`.{_nearby(weights)}"
         )
     run = _run_beside(weights)
-    config = as_the_run(config, run) if run else config
+    config = inherit_from_run(config, run) if run else config
     if not config.env:
         raise ConfigError(
             "no environment is named, and there is no run beside the checkpoints that says which "
             f"({weights.resolve().parent / 'configs'}) - expected one. Add `--env.id my-env`."
         )
-    config = config.model_copy(update={"env": named(config.env)})
-    raise_together(list(evaluation_problems(config.evaluation)))
+    config = prepare(config)
     steps = find_steps(weights, config.steps)
     return Plan(config, steps, config.output_dir or weights.resolve().parent / "evals", run)
 

@@ -1,4 +1,4 @@
-"""Where models are asked: a name, an address and a key, from `configs/endpoints.py` or `.toml`.
+"""Servers of models: a name, an address and a key, from `configs/endpoints.py` or `.toml`.
 
 A Python file is read, never run: literals, names bound to literals above, f-strings of those, and `os.getenv("X")`,
 `os.environ["X"]`. A key in capitals, such as `"OPENAI_API_KEY"`, names the variable that has it.
@@ -24,9 +24,12 @@ PLACES = tuple(Path(name) for name in ("configs/endpoints.toml", "configs/endpoi
 DEFAULT = "default"
 """The entry that takes all models which have none of their own."""
 
+KEY_VARIABLE = "OPENAI_API_KEY"
+
 _KEYS = {"model": "model", "url": "url", "base_url": "url", "key": "key", "api_key": "key"}
-_HERE = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
-_SHOWN = 12
+_LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
+_MAX_SHOWN = 12
+_GETENV = ("os.getenv", "getenv", "os.environ.get", "environ.get")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,22 @@ class Endpoint:
         return f"Endpoint({self.name!r}, {self.model!r}, {self.url!r}, key={'...' if self.key else None})"
 
 
-KEY_VARIABLE = "OPENAI_API_KEY"
+def find_key(flag: str, variable: str | None, *, url: str | None, otherwise: str | None = None) -> str | None:
+    """Return the key for a server: from the variable that the user named, else `otherwise`, else `key_for_address`.
+
+    Args:
+        flag: with which a variable is named.
+
+    Raises: ConfigError where the named variable is not set.
+    """
+    if not variable:
+        return otherwise or key_for_address(url)
+    if key := os.environ.get(variable):
+        return key
+    raise ConfigError(
+        f"{flag} {variable}: this variable is not set - expected the server's key in it. Type `export {variable}=…`, "
+        f"or leave the flag out for {KEY_VARIABLE}."
+    )
 
 
 def key_for_address(url: str | None) -> str | None:
@@ -60,65 +78,56 @@ def key_for_address(url: str | None) -> str | None:
 
 
 def find_endpoint(model: str, *, base_url: str | None = None, path: Path | None = None) -> Endpoint:
-    """Where `model` is asked: the entry of that name, the one that has that model, or `default`.
+    """Return the entry of that name, the one that has that model, or `default`.
 
     Args:
         model: as typed, the name of an entry or of a model.
-        base_url: goes before the file's address; an entry's key is for its own address only.
-        path: of the file; else the first of `PLACES` that is there.
+        base_url: takes precedence over the file's address; an entry's key is for its own address only.
+        path: of the file; else the first of `PLACES` that exists.
 
-    Raises: ConfigError where none is meant, or its key is in a variable that is not set.
+    Raises: ConfigError where there is no such entry, or its key is in a variable that is not set.
     """
     file = path or next((place for place in PLACES if place.is_file()), None)
     endpoints = read_endpoints(file) if file else {}
-    found = _meant(model, endpoints)
-    if base_url:
-        same = found is not None and found.url.rstrip("/") == base_url.rstrip("/")
-        found = found if same else Endpoint(model, found.model if found else None, base_url, None)
+    by_model = (endpoint for endpoint in endpoints.values() if endpoint.model == model)
+    found = endpoints.get(model) or next(by_model, None) or endpoints.get(DEFAULT)
+    if base_url and (found is None or found.url.rstrip("/") != base_url.rstrip("/")):
+        found = Endpoint(model, found.model if found else None, base_url, None)
     if found is None:
         raise ConfigError(_no_entry(model, endpoints, file))
-    _check_key(found, file)
+    if found.variable and urlsplit(found.url).hostname not in _LOCAL_HOSTS:
+        raise ConfigError(
+            f"{file}: the key of endpoint {found.name!r} ({found.url}) is in the variable {found.variable}, which is "
+            f"not set - expected the key there. Type `export {found.variable}=…` first, or name another endpoint."
+        )
     return Endpoint(found.name, found.model or model, found.url, found.key)
-
-
-def read_endpoints(path: Path) -> dict[str, Endpoint]:
-    """All entries, in the file's order.
-
-    Raises: ConfigError where it is missing, or says something else.
-    """
-    entries = _of_python(path) if path.suffix == ".py" else _of_toml(path)
-    return {name: _entry(path, name, values) for name, values in entries}
-
-
-def _meant(model: str, endpoints: dict[str, Endpoint]) -> Endpoint | None:
-    by_model = (endpoint for endpoint in endpoints.values() if endpoint.model == model)
-    return endpoints.get(model) or next(by_model, None) or endpoints.get(DEFAULT)
 
 
 def _no_entry(model: str, endpoints: dict[str, Endpoint], file: Path | None) -> str:
     if file is None:
         return (
-            f"nothing says where {model!r} is asked: there is no {PLACES[1]} here - expected one, or an address. "
-            "Add `-b URL` (such as http://127.0.0.1:8000/v1), name a folder with a model (an engine is started with "
-            "it), or write the file: see docs/evaluation.md."
+            f"no server is named for {model!r}: there is no {PLACES[1]} here - expected one, or an address. Add "
+            "`-b URL` (such as http://127.0.0.1:8000/v1), name a folder with a model (an engine is started with it), "
+            "or write the file: see docs/evaluation.md."
         )
     near = get_close_matches(model, endpoints, n=3, cutoff=0.6)
-    has = ", ".join(near or list(endpoints)[:_SHOWN]) or "nothing"
+    has = ", ".join(near or list(endpoints)[:_MAX_SHOWN]) or "nothing"
     return (
         f"{file} has no endpoint {model!r} and none called {DEFAULT!r} - "
         f"{'did you mean' if near else 'it has'} {has}{'?' if near else '.'} Add an entry, or `-b URL`."
     )
 
 
-def _check_key(found: Endpoint, file: Path | None) -> None:
-    if found.variable and urlsplit(found.url).hostname not in _HERE:
-        raise ConfigError(
-            f"{file}: the key of endpoint {found.name!r} ({found.url}) is in the variable {found.variable}, which is "
-            f"not set - expected the key there. Type `export {found.variable}=…` first, or name another endpoint."
-        )
+def read_endpoints(path: Path) -> dict[str, Endpoint]:
+    """Return all entries, in the file's order.
+
+    Raises: ConfigError where the file is missing, or has something else.
+    """
+    entries = _read_python(path) if path.suffix == ".py" else _read_toml(path)
+    return {name: _to_endpoint(path, name, values) for name, values in entries}
 
 
-def _entry(path: Path, name: str, values: Any) -> Endpoint:
+def _to_endpoint(path: Path, name: str, values: Any) -> Endpoint:
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path}: endpoint {name!r} is {values!r} - expected a table with `url`, and `model` and `key` where they "
@@ -133,23 +142,21 @@ def _entry(path: Path, name: str, values: Any) -> Endpoint:
                 + (f"Did you mean {near[0]!r}?" if near else "Remove it.")
             )
         given[_KEYS[key]] = value
-    return _of_values(path, name, given)
-
-
-def _of_values(path: Path, name: str, given: dict[str, Any]) -> Endpoint:
-    key, variable = _key(given.get("key"))
-    url, model = _text(given.get("url")), _text(given.get("model"))
+    url, key = _text(given.get("url")), given.get("key")
     if not url or urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise ConfigError(
             f"{path}: endpoint {name!r} has the address {url!r} - expected one such as http://127.0.0.1:8000/v1. "
             "Correct its `url`."
         )
-    return Endpoint(name, model, url, key, variable)
+    if isinstance(key, str) and re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", key):
+        key = _Variable(key)
+    unset = key.name if isinstance(key, _Variable) and not key.value else None
+    return Endpoint(name, _text(given.get("model")), url, _text(key) or None, unset)
 
 
 @dataclass(frozen=True)
-class _FromVariable:
-    """What `os.getenv("X")` stands for. Unset variables are no error until their endpoint is asked for."""
+class _Variable:
+    """The value of `os.getenv("X")`. An unset variable is an error only once its endpoint is asked for."""
 
     name: str
     default: str | None = None
@@ -160,110 +167,76 @@ class _FromVariable:
 
 
 def _text(value: Any) -> str | None:
-    value = value.value if isinstance(value, _FromVariable) else value
+    value = value.value if isinstance(value, _Variable) else value
     return value if isinstance(value, str) else None
 
 
-def _key(value: Any) -> tuple[str | None, str | None]:
-    """The key, or the variable that should have it."""
-    if isinstance(value, str) and re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", value):
-        value = _FromVariable(value)
-    if isinstance(value, _FromVariable):
-        return (value.value, None) if value.value else (None, value.name)
-    return (value or None, None) if isinstance(value, str) else (None, None)
-
-
-# files in TOML
-
-
-def _of_toml(path: Path) -> Iterator[tuple[str, Any]]:
-    """`["NAME"]` tables, all of them inside `[endpoints]` perhaps; or `[[endpoint]]` with a `name`."""
+def _read_toml(path: Path) -> Iterator[tuple[str, Any]]:
+    """Read `["NAME"]` tables, all of them inside `[endpoints]` perhaps; or `[[endpoint]]` with a `name`."""
     table = read_table(path)
-    for around in ("ENDPOINTS", "endpoints", "endpoint"):
-        table = table[around] if set(table) == {around} else table
+    for outer in ("ENDPOINTS", "endpoints", "endpoint"):
+        table = table[outer] if set(table) == {outer} else table
     if isinstance(table, dict):
         yield from table.items()
         return
     for each in table:
-        named = each.get("name") or each.get("endpoint_id") if isinstance(each, dict) else None
-        if not named:
+        name = each.get("name") or each.get("endpoint_id") if isinstance(each, dict) else None
+        if not name:
             raise ConfigError(
                 f'{path}: an [[endpoint]] has no name ({each!r}) - expected one. Add `name = "…"`, under which '
                 "`-m` finds it."
             )
-        yield named, {key: value for key, value in each.items() if key not in ("name", "endpoint_id")}
+        yield name, {key: value for key, value in each.items() if key not in ("name", "endpoint_id")}
 
 
-# files in Python
-
-
-def _of_python(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_python(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        statements = ast.parse(path.read_text(encoding="utf-8"), filename=str(path)).body
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist - expected a file of endpoints. Correct the path.") from None
+    except (SyntaxError, ValueError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as Python: {error} - correct it.") from None
     known: dict[str, Any] = {}
-    for statement in _statements(path):
-        for target, node in _assigned(statement):
-            if target == "ENDPOINTS":
-                yield from _table(path, _value(path, node, known))
+    for statement in statements:
+        if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+            continue
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        for name in [target.id for target in targets if isinstance(target, ast.Name)]:
+            if name == "ENDPOINTS":
+                table = _evaluate(path, statement.value, known)
+                if not isinstance(table, dict):
+                    raise ConfigError(
+                        f"{path}: ENDPOINTS is {table!r} - expected a dict of endpoints by name. Correct it."
+                    )
+                yield from table.items()
                 return
             with suppress(ConfigError):  # whatever else the file computes
-                known[target] = _value(path, node, known)
+                known[name] = _evaluate(path, statement.value, known)
     raise ConfigError(
         f"{path} has no ENDPOINTS - expected `ENDPOINTS = {{name: {{…}}}}` at its top level. Add it: see "
         "docs/evaluation.md."
     )
 
 
-def _statements(path: Path) -> list[ast.stmt]:
-    try:
-        return ast.parse(path.read_text(encoding="utf-8"), filename=str(path)).body
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist - expected a file of endpoints. Correct the path.") from None
-    except (SyntaxError, ValueError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as Python: {error} - correct it.") from None
-
-
-def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
-    if isinstance(statement, ast.Assign):
-        yield from ((target.id, statement.value) for target in statement.targets if isinstance(target, ast.Name))
-    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
-        yield statement.target.id, statement.value
-
-
-def _table(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: ENDPOINTS is {value!r} - expected a dict of endpoints by name. Correct it.")
-    yield from value.items()
-
-
-def _value(path: Path, node: ast.expr, known: dict[str, Any]) -> Any:
+def _evaluate(path: Path, node: ast.expr, known: dict[str, Any]) -> Any:
+    """Return the value of an expression that `ast` can tell without running it. Raises: ConfigError."""
     match node:
         case ast.Constant():
             return node.value
         case ast.Dict() if all(node.keys):
             pairs = zip(node.keys, node.values, strict=True)
-            return {_value(path, key, known): _value(path, value, known) for key, value in pairs if key}
+            return {_evaluate(path, key, known): _evaluate(path, value, known) for key, value in pairs if key}
         case ast.Name() if node.id in known:
             return known[node.id]
         case ast.JoinedStr():
-            return "".join(_text(_value(path, part, known)) or "" for part in node.values)
+            return "".join(_text(_evaluate(path, part, known)) or "" for part in node.values)
         case ast.FormattedValue(format_spec=None):
-            return _value(path, node.value, known)
-    if (variable := _variable(path, node, known)) is not None:
-        return variable
+            return _evaluate(path, node.value, known)
+        case ast.Call(func=function, args=words, keywords=[]) if words and ast.unparse(function) in _GETENV:
+            return _Variable(*(_text(_evaluate(path, word, known)) or "" for word in words[:2]))
+        case ast.Subscript(value=value, slice=word) if ast.unparse(value) in ("os.environ", "environ"):
+            return _Variable(_text(_evaluate(path, word, known)) or "")
     raise ConfigError(
         f"{path}, line {node.lineno}: `{ast.unparse(node)}` is no literal - expected text, or os.getenv(…): the file "
         "is read and not run. Write the value itself, or put it into a variable of the environment."
     )
-
-
-def _variable(path: Path, node: ast.expr, known: dict[str, Any]) -> _FromVariable | None:
-    """`os.getenv("X")`, `os.getenv("X", "else")`, `os.environ.get(…)`, `os.environ["X"]`."""
-    if isinstance(node, ast.Call) and not node.keywords:
-        function, words = ast.unparse(node.func), node.args
-    elif isinstance(node, ast.Subscript):
-        function, words = f"{ast.unparse(node.value)}[]", [node.slice]
-    else:
-        return None
-    if function not in ("os.getenv", "getenv", "os.environ.get", "environ.get", "os.environ[]", "environ[]"):
-        return None
-    values = [_value(path, word, known) for word in words]
-    return _FromVariable(str(values[0]), _text(values[1]) if len(values) > 1 else None) if values else None

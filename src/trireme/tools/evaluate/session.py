@@ -1,4 +1,6 @@
-"""One model on one environment, outside a run: which rollouts are missing, what came of them, where that is written.
+"""An evaluation outside a run: its environments, and a session for each model on each environment.
+
+A session knows which rollouts are missing, what came of the others, and where that is written.
 
 Example of a description, which lies next to the results:
     {"env_id": "wordle", "env_args": {}, "model": "Qwen/…", "num_examples": 100, "rollouts_per_example": 4,
@@ -10,14 +12,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.base.paths import atomic_write
-from trireme.orchestrator.environments.pool import Environment
+from trireme.base.paths import RunPaths, atomic_write
+from trireme.base.waiting import Waits
+from trireme.config.orchestrator import evaluation_problems
+from trireme.config.problems import raise_together
+from trireme.config.resolve import updated
+from trireme.config.run import RunConfig
+from trireme.launch.folder import hold_folder
+from trireme.orchestrator.environments.pool import Environment, open_environment
+from trireme.orchestrator.environments.venv import installed_venv
 from trireme.orchestrator.evaluation.results import EvalResult, EvalResultsFile, evaluation_metrics
 from trireme.orchestrator.rollout.driver import (
     Outcome,
@@ -29,9 +38,11 @@ from trireme.orchestrator.rollout.driver import (
     run_rollouts,
 )
 from trireme.orchestrator.rollout.runner import Finished
+from trireme.tools.environments.catalog import ROOT, build, find_source
+from trireme.tools.environments.check import LOAD_TIMEOUT_S
 from trireme.tools.environments.policy import RolloutPolicy
 from trireme.tools.environments.progress import Progress
-from trireme.tools.evaluate.eval_config import EvalConfig
+from trireme.tools.evaluate.config import EvalConfig, named
 
 _RESULTS_DEPEND_ON = ("env_id", "env_args", "model", "split", "sampling_args", "max_turns", "weights")
 
@@ -46,14 +57,14 @@ class Session:
         config: EvalConfig,
         *,
         purpose: str,
+        settings: dict[str, Any],
         version: int = -1,
-        **settings: Any,
     ) -> None:
         """
         Args:
             purpose: differs between evaluations of this environment by one process.
+            settings: what stands in the description, with what `config` says.
             version: of the policy, where it has one.
-            settings: what else stands in the description.
 
         Raises: ConfigError where the environment has no examples, or compares another number of rollouts.
         """
@@ -203,3 +214,68 @@ async def run_sessions(sessions: Sequence[Session], progress: Progress) -> None:
     limit_s = max(session.environment.config.rollout_timeout_s for session in sessions)
     with progress.rewards(total, limit_s=limit_s) as told:
         await gather_or_cancel(session.run(told) for session in sessions if not session.is_done)
+
+
+# environments
+
+
+def prepare(config: EvalConfig) -> EvalConfig:
+    """Name the environments, find their folders, and limit each to the rollouts that may run at once.
+
+    Raises: ConfigError where one does not exist, or the settings would measure nothing.
+    """
+    raise_together(list(evaluation_problems(config.evaluation)))
+    found = []
+    for each in named(config.env):
+        source = find_source(each.id, ROOT)
+        values: dict[str, Any] = {"max_concurrent": min(each.max_concurrent, config.max_concurrent)}
+        found.append(updated(each, values | ({"id": str(source.folder)} if source.folder is not None else {})))
+    return config.model_copy(update={"env": tuple(found)})
+
+
+def install_environments(config: EvalConfig, progress: Progress) -> None:
+    for each in config.env:
+        source = find_source(each.id, ROOT)
+        if source.folder is not None and installed_venv(source) is None:
+            build(source, progress)
+
+
+@asynccontextmanager
+async def open_environments(
+    config: EvalConfig, logs: Path, waits: Waits, progress: Progress
+) -> AsyncIterator[list[Environment]]:
+    """Load them one after the other. Raises: ConfigError where one cannot be loaded."""
+    async with AsyncExitStack() as stack:
+        environments = []
+        for each in config.env:
+            with progress.stage(f"loading {each.name}", limit_s=LOAD_TIMEOUT_S):
+                opening = open_environment(each, logs=logs, seed=config.seed, waits=waits)
+                environments.append(await stack.enter_async_context(opening))
+        yield environments
+
+
+@contextmanager
+def lock_results(folder: Path) -> Iterator[None]:
+    """Raises: ConfigError where another evaluation writes into the folder."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(hold_folder(RunPaths(folder)))
+        except ConfigError as error:
+            raise ConfigError(
+                f"another evaluation writes into {folder} ({str(error).partition(' - ')[0]}) - expected one at a time. "
+                "Wait for it, or name another folder: `--output-dir`."
+            ) from None
+        yield
+
+
+def rollout_config(config: EvalConfig, values: dict[str, Any]) -> RunConfig:
+    """Return the configuration of a run that makes rollouts in this way, with some more `values`."""
+    own: dict[str, Any] = {
+        "orchestrator.sampling": config.evaluation.sampling,
+        "orchestrator.engine_timeout_s": config.client.timeout_s,
+        "orchestrator.max_concurrent": config.max_concurrent,
+        "inference.model.max_model_len": config.model.max_model_len,
+        "inference.model.tool_call_parser": config.model.tool_call_parser,
+        "inference.model.reasoning_parser": config.model.reasoning_parser,
+    }
+    return updated(RunConfig(), own | values)

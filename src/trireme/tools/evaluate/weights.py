@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +24,6 @@ from trireme.base.paths import atomic_write, step_folder
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.load import load_config
-from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import description_path
@@ -36,15 +33,20 @@ from trireme.tools.environments.policy_endpoint import Server, look_at
 from trireme.tools.environments.policy_engine import EnginePolicy, open_standing_pool
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.checkpoints import Plan, read_plan
+from trireme.tools.evaluate.config import EvalConfig, with_environments
 from trireme.tools.evaluate.engine import EngineState, EvaluatedEngine
-from trireme.tools.evaluate.environments import Loading, alone_in, found, install, key_of
-from trireme.tools.evaluate.eval_config import EvalConfig, with_environments
 from trireme.tools.evaluate.loader import Loader
-from trireme.tools.evaluate.report import as_json, mean_reward, to_table
-from trireme.tools.evaluate.session import Session, run_sessions
+from trireme.tools.evaluate.report import Evaluated, as_json, mean_reward, to_table
+from trireme.tools.evaluate.session import (
+    Session,
+    install_environments,
+    lock_results,
+    open_environments,
+    rollout_config,
+    run_sessions,
+)
 
 SUMMARY = "summary.json"
-Evaluated = list[tuple[str, Sequence[Session]]]
 
 WIDTH = 150  # characters of the table where it does not go to a terminal
 
@@ -63,17 +65,12 @@ def eval_weights(argv: list[str]) -> int:
         return eval_served(config, dry_run=invocation.dry_run)
     start_logging("eval", "warning")
     plan = read_plan(config)
-    plan = Plan(plan.config.model_copy(update={"env": _found(plan)}), plan.steps, plan.output, plan.run)
     _require_readable(plan)
     server = _look(plan)
     if invocation.dry_run:
         print(describe(plan, server))
         return 0
     return CheckpointEvaluation(plan, server).run()
-
-
-def _found(plan: Plan) -> tuple[EnvironmentConfig, ...]:
-    return found(plan.config.env, max_concurrent=plan.config.max_concurrent)
 
 
 def _require_readable(plan: Plan) -> None:
@@ -87,7 +84,7 @@ def _require_readable(plan: Plan) -> None:
 def _look(plan: Plan) -> Server:
     """Raises: ConfigError where nobody answers, or it is no engine of ours."""
     url = plan.config.client.base_url
-    server = asyncio.run(look_at(url, key=key_of(plan.config)))
+    server = asyncio.run(look_at(url, key=plan.config.key))
     if not server.is_ours:
         raise ConfigError(
             f"{url} answers, and is no engine that can be given weights: it has no /weight_info - expected one that "
@@ -127,8 +124,8 @@ class CheckpointEvaluation:
         return self.plan.config
 
     def run(self) -> int:
-        with alone_in(self.plan.output):
-            install(self.config.env, self.progress)
+        with lock_results(self.plan.output):
+            install_environments(self.config, self.progress)
             try:
                 evaluated = asyncio.run(self._run())
             except (TriremeError, KeyboardInterrupt):
@@ -158,14 +155,12 @@ class CheckpointEvaluation:
             await engine.take(state, over=self.config.take_over)
             loader = await self._open_loader(engine, state)
             stack.callback(loader.transfers.close)
-            loading = Loading(self.plan.output / "logs", self.config.seed, waits, self.progress)
-            environments = await stack.enter_async_context(loading.open(self.config.env))
+            opening = open_environments(self.config, self.plan.output / "logs", waits, self.progress)
+            environments = await stack.enter_async_context(opening)
             self.engine = engine
             policy = _policy(run, tokenizer, engine)
             try:
-                evaluated: Evaluated = [
-                    await self._model(step, environments, policy, loader) for step in self.plan.models
-                ]
+                evaluated = [await self._model(step, environments, policy, loader) for step in self.plan.models]
             except (ConfigError, WeightsMismatch):
                 await loader.restore()
                 raise
@@ -219,10 +214,12 @@ class CheckpointEvaluation:
             policy,
             self.config,
             purpose=f"eval-{step}",
+            settings={
+                "base_url": self.config.client.base_url,
+                "step": step,
+                "checkpoint": self.plan.label[step],
+            },
             version=step,
-            base_url=self.config.client.base_url,
-            step=step,
-            checkpoint=self.plan.label[step],
         )
         path = step_folder(self.plan.output, step) / f"{environment.name}.jsonl"
         session.resume(path, description_path(path))
@@ -234,16 +231,8 @@ def run_config(config: EvalConfig, server: Server, tokenizer: str) -> RunConfig:
     longest = config.model.max_model_len or server.max_model_len
     if config.model.max_model_len and server.max_model_len:
         longest = min(config.model.max_model_len, server.max_model_len)
-    values: dict[str, Any] = {
-        "model.name": tokenizer,
-        "orchestrator.sampling": config.evaluation.sampling,
-        "orchestrator.engine_timeout_s": config.client.timeout_s,
-        "orchestrator.max_concurrent": config.max_concurrent,
-        "inference.model.max_model_len": longest,
-        "inference.model.tool_call_parser": config.model.tool_call_parser,
-        "inference.model.reasoning_parser": config.model.reasoning_parser,
-    }
-    return updated(RunConfig(), values | {"seq_len": longest or RunConfig().seq_len, "max_async_level": 1})
+    values: dict[str, Any] = {"model.name": tokenizer, "inference.model.max_model_len": longest, "max_async_level": 1}
+    return rollout_config(config, values | {"seq_len": longest or RunConfig().seq_len})
 
 
 def _policy(run: RunConfig, tokenizer: ChatTokenizer, engine: EvaluatedEngine) -> EnginePolicy:

@@ -1,21 +1,26 @@
-"""`eval`: a model, or the checkpoints of a run one after the other, on environments."""
+"""Settings of `eval`: a model, or the checkpoints of a run one after the other, on environments."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import PositiveFloat, PositiveInt
 
 from trireme.base.errors import ConfigError
-from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
+from trireme.base.network import is_loopback
+from trireme.base.token import TOKEN
+from trireme.config.arguments import HELP, TypedFile, parse_arguments
 from trireme.config.orchestrator import Environment, Evaluation, Sampling
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.config.section import Section, as_flag
+from trireme.tools.evaluate.endpoints import find_key
 
 
 class Client(Section):
@@ -89,59 +94,70 @@ class EvalConfig(Section):
 
     @property
     def evaluation(self) -> Evaluation:
-        """In the words of evaluations during a run."""
+        """The same settings as those of evaluations during a run."""
         return Evaluation(
             rollouts_per_example=self.rollouts_per_example,
             num_examples=self.num_examples,
             pass_at=self.pass_at,
             pass_threshold=self.pass_threshold,
-            sampling=_as_said(self.sampling, otherwise=first_sampling(self.rollouts_per_example)),
+            sampling=_sampling(self.sampling, default=_default_sampling(self.rollouts_per_example)),
             env=self.env,
         )
 
+    @property
+    def key(self) -> str | None:
+        """The server's key. TRIREME_TOKEN is sent to engines on this machine, and to those that get checkpoints.
 
-def as_the_run(config: EvalConfig, run: RunConfig) -> EvalConfig:
-    """What was not said, as the run of the checkpoints has it."""
+        Raises: ConfigError where a variable is named for it, and is not set.
+        """
+        url = self.client.base_url
+        is_engine = is_loopback(urlsplit(url).hostname or "") or self.weights_dir is not None
+        ours = os.environ.get(TOKEN) if is_engine else None
+        return find_key("--client.api-key-var", self.client.api_key_var, url=url, otherwise=ours)
+
+
+def inherit_from_run(config: EvalConfig, run: RunConfig) -> EvalConfig:
+    """Fill in what the user left out, as the run of the checkpoints has it.
+
+    `num_examples`, `rollouts_per_example` and `pass_at` are taken together or not at all. Turns are as long as in
+    training, where neither the user nor the run's evaluations say otherwise.
+    """
     during, model = run.orchestrator.eval, run.inference.model
     values: dict[str, Any] = {"env": config.env or (during.env if during else ()) or run.orchestrator.env}
-    if during is not None:
-        own = ("num_examples", "rollouts_per_example", "pass_at", "pass_threshold")
-        said = config.model_fields_set
-        counts = said & {"num_examples", "rollouts_per_example", "pass_at"}
-        values |= {name: getattr(during, name) for name in own if name not in said and not counts}
+    given = config.model_fields_set
+    if during is not None and not given & {"num_examples", "rollouts_per_example", "pass_at"}:
+        names = {"num_examples", "rollouts_per_example", "pass_at", "pass_threshold"} - given
+        values |= {name: getattr(during, name) for name in names}
     rollouts = values.get("rollouts_per_example", config.rollouts_per_example)
-    values["sampling"] = _sampling(config, run, rollouts)
-    values["model.tool_call_parser"] = config.model.tool_call_parser or model.tool_call_parser
-    values["model.reasoning_parser"] = config.model.reasoning_parser or model.reasoning_parser
-    values["model.max_model_len"] = config.model.max_model_len or model.max_model_len
+    sampling = _sampling(config.sampling, default=during.sampling if during else _default_sampling(rollouts))
+    max_tokens = sampling.max_tokens or run.orchestrator.sampling.max_tokens
+    values["sampling"] = updated(sampling, {"max_tokens": max_tokens})
+    for name in ("tool_call_parser", "reasoning_parser", "max_model_len"):
+        values[f"model.{name}"] = getattr(config.model, name) or getattr(model, name)
     return updated(config, values)
 
 
-def _sampling(config: EvalConfig, run: RunConfig, rollouts_per_example: int) -> Sampling:
-    """Turns are as long as in training where nobody says otherwise."""
-    during = run.orchestrator.eval
-    otherwise = during.sampling if during else first_sampling(rollouts_per_example)
-    sampling = _as_said(config.sampling, otherwise=otherwise)
-    return updated(sampling, {"max_tokens": sampling.max_tokens or run.orchestrator.sampling.max_tokens})
+def _sampling(given: Sampling | None, *, default: Sampling) -> Sampling:
+    """Replace only the keys that the user gave: who names the length of turns says nothing about the temperature."""
+    return updated(default, {name: getattr(given, name) for name in given.model_fields_set} if given else {})
 
 
-def _as_said(sampling: Sampling | None, *, otherwise: Sampling) -> Sampling:
-    """Who names the length of turns alone has said nothing of the temperature."""
-    said = sampling.model_fields_set if sampling is not None else ()
-    return updated(otherwise, {name: getattr(sampling, name) for name in said})
-
-
-def first_sampling(rollouts_per_example: int) -> Sampling:
+def _default_sampling(rollouts_per_example: int) -> Sampling:
     """Greedy; but several answers to a question must be able to differ."""
     return Sampling(temperature=0.0 if rollouts_per_example == 1 else 1.0)
 
 
 def named(environments: tuple[Environment, ...]) -> tuple[Environment, ...]:
-    """Each with a name that can be a file's.
+    """Give each environment a name that can be a file's.
 
     Raises: ConfigError where two have the same.
     """
-    found = tuple(updated(each, {"name": _name(each)}) for each in environments)
+
+    def name_of(environment: Environment) -> str:
+        name = environment.name or environment.id.rstrip("/").removesuffix(".py").rpartition("/")[2]
+        return re.sub(r"[^\w.-]+", "_", name)
+
+    found = tuple(updated(each, {"name": name_of(each)}) for each in environments)
     names = [str(each.name) for each in found]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(
@@ -151,13 +167,8 @@ def named(environments: tuple[Environment, ...]) -> tuple[Environment, ...]:
     return found
 
 
-def _name(environment: Environment) -> str:
-    name = environment.name or environment.id.rstrip("/").removesuffix(".py")
-    return re.sub(r"[^\w.-]+", "_", name if environment.name else name.rpartition("/")[2])
-
-
 def with_environments(argv: list[str]) -> list[str]:
-    """`--env.id my-env` without a number names an environment; several of them, or several words, name several.
+    """Number the flags of environments: `--env.id my-env` names one, several of them or several words name several.
 
     Example:
         with_environments(["--env.id", "a", "--env.args.split", "test"])
@@ -165,36 +176,24 @@ def with_environments(argv: list[str]) -> list[str]:
     """
     if any(word in HELP for word in argv):
         return argv
-    arguments = parse_arguments(argv)
-    flags = [argument for argument in arguments if isinstance(argument, TypedFlag)]
-    ids = [id for flag in flags if _is_id(flag) for words in flag.values for id in words.split(",") if id]
-    others = [flag for flag in flags if _is_unnumbered(flag) and not _is_id(flag)]
-    if len(ids) > 1 and others:
+    files: list[str] = []
+    flags: list[str] = []
+    ids: list[str] = []
+    unnumbered: dict[str, str] = {}  # as typed, and with the number of the first environment
+    for argument in parse_arguments(argv):
+        if isinstance(argument, TypedFile):
+            files += [*([as_flag(argument.scope)] if argument.scope else []), "@", argument.name]
+        elif argument.path == ("env", "id") and argument.values:
+            ids += [id for word in argument.values for id in word.split(",") if id]
+        elif argument.path[0] == "env" and len(argument.path) > 1 and not argument.path[1].isdigit():
+            unnumbered[argument.name] = as_flag(("env", "0", *argument.path[1:]))
+            flags += [unnumbered[argument.name], *argument.values]
+        else:
+            flags += [argument.name, *argument.values]
+    if len(ids) > 1 and unnumbered:
+        name, numbered = next(iter(unnumbered.items()))
         raise ConfigError(
-            f"`{others[0].name}` came with {len(ids)} environments ({', '.join(ids)}) - expected the number of the one "
-            f"that is meant, counted from 0. Write `{as_flag(_numbered(others[0].path))}`."
+            f"`{name}` came with {len(ids)} environments ({', '.join(ids)}) - expected the number of the one that is "
+            f"meant, counted from 0. Write `{numbered}`."
         )
-    first = ["--env", json.dumps([{"id": id} for id in ids])] if ids else []
-    rest = [argument for argument in arguments if not (isinstance(argument, TypedFlag) and _is_id(argument))]
-    files = [word for each in rest if isinstance(each, TypedFile) for word in _typed_file(each)]
-    return files + first + [word for each in rest if isinstance(each, TypedFlag) for word in _typed_flag(each)]
-
-
-def _is_unnumbered(flag: TypedFlag) -> bool:
-    return flag.path[0] == "env" and len(flag.path) > 1 and not flag.path[1].isdigit()
-
-
-def _is_id(flag: TypedFlag) -> bool:
-    return flag.path == ("env", "id") and bool(flag.values)
-
-
-def _numbered(path: tuple[str, ...]) -> tuple[str, ...]:
-    return (path[0], "0", *path[1:])
-
-
-def _typed_file(file: TypedFile) -> list[str]:
-    return [*([as_flag(file.scope)] if file.scope else []), "@", file.name]
-
-
-def _typed_flag(flag: TypedFlag) -> list[str]:
-    return [as_flag(_numbered(flag.path)) if _is_unnumbered(flag) else flag.name, *flag.values]
+    return files + (["--env", json.dumps([{"id": id} for id in ids])] if ids else []) + flags
