@@ -15,13 +15,13 @@ from trireme.base.devices import Devices
 from trireme.cli.doctor import doctor
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
-from trireme.tools.doctor.finding import Case, Finding
+from trireme.tools.doctor.report import Case, Finding
 
 ENVIRONMENT = ["--orchestrator.env", '[{"id": "reverse-text"}]']
 
 
 def build_case(folder: Path, *words: str, devices: Devices | None = None) -> Case:
-    """Of flags as they are typed; with all that a run needs beside them."""
+    """Build a case from flags, with all else that a run needs."""
     devices = devices or Devices(cores=2)
     typed, _ = load_run_config([*ENVIRONMENT, "--output-dir", str(folder), *words], program="rl")
     return Case(typed, resolve(typed, devices), devices, is_given=True, folder=folder / "doctor")
@@ -37,7 +37,7 @@ def the_one(found: Iterable[Finding]) -> Finding:
 
 
 def diagnosed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
-    """The exit code, and the answers by question."""
+    """Return the exit code, and the answers by check."""
     capsys.readouterr()
     code = doctor([*words, "--json"])
     said = json.loads(capsys.readouterr().out)

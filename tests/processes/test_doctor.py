@@ -15,9 +15,9 @@ import pytest
 from doctoring import build_case, diagnosed, taken_port
 from stage import until
 from trireme.base.errors import ConfigError
-from trireme.cli.doctor import QUESTIONS, doctor
-from trireme.tools.doctor.finding import Case, Finding, Question, counted, examine, ok, warning
+from trireme.cli.doctor import CHECKS, doctor
 from trireme.tools.doctor.programs import Program
+from trireme.tools.doctor.report import Case, Check, Finding, ok, run_checks, summary_of, warning
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -36,9 +36,9 @@ def test_a_machine_that_can_run_the_quickstart_is_told_so_and_quick_starts_no_pr
     monkeypatch.setattr(Program, "__init__", lambda *_, **__: pytest.fail("a program was started"))
     code, answers = diagnosed(capsys, "--quick")
     bad = [answer for each in answers.values() for answer in each if answer["verdict"] == "problem"]
-    assert (code, bad, list(answers)) == (0, [], [question.name for question in QUESTIONS])
+    assert (code, bad, list(answers)) == (0, [], [check.name for check in CHECKS])
     left_out = [name for name, each in answers.items() if each[0]["found"] == "left out by `--quick`"]
-    assert left_out == [question.name for question in QUESTIONS if question.is_slow]
+    assert left_out == [check.name for check in CHECKS if check.is_slow]
     assert list(tmp_path.iterdir()) == []
     text = (REPOSITORY / "docs" / "doctor.md").read_text()
     assert [name for name in answers if f"| `{name}` |" not in text] == []
@@ -46,13 +46,13 @@ def test_a_machine_that_can_run_the_quickstart_is_told_so_and_quick_starts_no_pr
 
 def test_a_problem_ends_it_with_1_and_with_what_to_do_and_a_warning_does_not(capsys, monkeypatch):
     with taken_port() as port:
-        assert doctor(["--ports.batches", str(port), "--only", "ports", "python"]) == 1
+        assert doctor(["--ports.batches", str(port), "--only", "ports", "disk"]) == 1
     said = capsys.readouterr().out
-    assert re.search(r"^ok +Is this a Python", said, re.MULTILINE)
-    assert re.search(rf"^problem  Are the run's ports free\?\n +port {port} on 127.0.0.1 is in use", said, re.MULTILINE)
+    assert re.search(r"^ok +disk +\d", said, re.MULTILINE)
+    assert re.search(rf"^problem +ports +port {port} on 127.0.0.1 is in use", said, re.MULTILINE)
     assert f"-> `lsof -i :{port}` shows which" in said
     assert "1 ok, 1 problem" in said
-    monkeypatch.setattr("trireme.cli.doctor.QUESTIONS", (Question("a", "Is it?", lambda _: [warning("hm", "wait")]),))
+    monkeypatch.setattr("trireme.cli.doctor.CHECKS", (Check("a", lambda _: [warning("hm", "wait")]),))
     assert doctor([]) == 0
     assert "1 warning" in capsys.readouterr().out
 
@@ -62,40 +62,40 @@ def test_a_problem_ends_it_with_1_and_with_what_to_do_and_a_warning_does_not(cap
     [
         ("@ no-such.toml", "no-such.toml does not exist"),
         ("--max-steps many", "expected integer > 0"),
-        ("--quik", "Did you mean `--quick`?"),
+        ("--quik", "unknown flag `--quik`"),
         ("--only disc", "Did you mean `disk`?"),
         ("--trainer.optim.learning-rate 1", "Did you mean `--trainer.optim.lr`?"),
     ],
 )
-def test_what_cannot_be_read_is_refused_before_anything_is_asked(words, message, capsys):
+def test_what_cannot_be_read_is_refused_before_anything_is_checked(words, message, capsys):
     with pytest.raises(ConfigError, match=re.escape(message)):
         doctor(words.split())
     assert capsys.readouterr().out == ""
 
 
 def test_the_command_itself_ends_with_its_code(tmp_path):
-    command = [*COMMAND, "--only", "python", "model", "--json", "--model.name", str(tmp_path / "no-such-model")]
+    command = [*COMMAND, "--only", "disk", "model", "--json", "--model.name", str(tmp_path / "no-such-model")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stderr) == (1, "")
     assert [answer["verdict"] for answer in json.loads(done.stdout)["answers"]] == ["ok", "problem"]
 
 
 def test_the_run_itself_is_not_tried_where_a_problem_would_end_it(tmp_path):
-    """And a question that fails is a finding too."""
+    """And a check that fails is a finding too."""
 
     def broken(_: Case) -> list[Finding]:
         raise RuntimeError("the driver is on fire")
 
-    questions = [
-        Question("ill", "Well?", broken),
-        Question("well", "Well?", lambda _: [ok("fine")]),
-        Question("run", "Does it run?", lambda _: pytest.fail("it was tried"), wants_health=True),
+    checks = [
+        Check("ill", broken),
+        Check("well", lambda _: [ok("fine")]),
+        Check("run", lambda _: pytest.fail("it was tried"), needs_health=True),
     ]
-    answers = list(examine(questions, build_case(tmp_path), quick=False))
+    answers = list(run_checks(checks, build_case(tmp_path), quick=False))
     assert [answer.finding.verdict for answer in answers] == ["problem", "ok", "skipped"]
     assert "RuntimeError: the driver is on fire" in answers[0].finding.found
     assert "(ill)" in answers[2].finding.found
-    assert counted([answers[0], *answers, answers[1]]) == "2 ok, 2 problems, 1 skipped"
+    assert summary_of([answers[0], *answers, answers[1]]) == "2 ok, 2 problems, 1 skipped"
 
 
 def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):

@@ -12,10 +12,9 @@ from safetensors.numpy import save_file
 
 from doctoring import build_case, findings, the_one
 from tiny_tokenizer import CHATML, write_tokenizer
-from trireme.cli.doctor_tokenizer import tokenizer
-from trireme.tools.doctor.configuration import configuration
-from trireme.tools.doctor.finding import Finding
-from trireme.tools.doctor.models import model, of_folder
+from trireme.tools.doctor.configuration import check_configuration
+from trireme.tools.doctor.models import check_folder, model, tokenizer
+from trireme.tools.doctor.report import Finding
 
 SHIPPED = Path(__file__).parents[2] / "models" / "reverse-text-tiny"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1839360\n"
@@ -27,7 +26,7 @@ def folder(tmp_path) -> Path:
 
 
 def refused(folder: Path) -> str:
-    finding = of_folder(folder)
+    finding = check_folder(folder)
     assert finding.verdict == "problem"
     assert finding.fix
     return finding.found
@@ -35,7 +34,7 @@ def refused(folder: Path) -> str:
 
 def test_models_that_come_with_trireme_are_whole():
     for each in sorted(SHIPPED.parent.glob("*/config.json")):
-        assert of_folder(each.parent).verdict == "ok", each
+        assert check_folder(each.parent).verdict == "ok", each
 
 
 def test_parts_are_counted_together_and_what_the_index_names_and_is_missing_is_named(tmp_path):
@@ -45,50 +44,44 @@ def test_parts_are_counted_together_and_what_the_index_names_and_is_missing_is_n
         save_file({name: np.ones((4, 4), np.float32)}, tmp_path / name)
     index = {"weight_map": {name: name for name in names}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    finding = of_folder(tmp_path)
+    finding = check_folder(tmp_path)
     assert (finding.verdict, finding.figures["tensors"], "2 files" in finding.found) == ("ok", 2, True)
     save_file({"another": np.ones(3, np.float32)}, tmp_path / names[1])
     assert f"names {names[1]}" in refused(tmp_path)
     (tmp_path / names[1]).unlink()
-    assert f"lacks {names[1]} (1 of the 2 files" in refused(tmp_path)
+    assert names[1] in refused(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    "damage",
     [
-        (lambda content: content[:-1], "model.safetensors has {short:,} bytes, and its header says {size:,}"),
-        (lambda content: b"", "ends within its header"),
-        (lambda content: content[:3], "ends within its header"),
-        (lambda content: content[:8], "ends within its header"),
-        (lambda content: content[:100], "ends within its header"),
-        (lambda content: content[:8] + b"\xff" * 12 + content[20:], "a header that cannot be read"),
-        (lambda content: POINTER, "`git lfs pull`"),
+        lambda content: content[:-1],
+        lambda content: b"",
+        lambda content: content[:100],
+        lambda content: content[:8] + b"\xff" * 12 + content[20:],
+        lambda content: POINTER,
     ],
-    ids=["one byte short", "empty", "3 bytes", "8 bytes", "100 bytes", "no header", "a pointer of git lfs"],
+    ids=["one byte short", "empty", "100 bytes", "no header", "a pointer of git lfs"],
 )
-def test_a_damaged_file_is_found_by_its_own_header(damage, words, folder):
+def test_a_damaged_file_is_found_by_its_own_header(damage, folder):
     file = folder / "model.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(damage(content))
-    assert words.format(short=len(content) - 1, size=len(content)) in refused(folder)
+    file.write_bytes(damage(file.read_bytes()))
+    assert str(file) in refused(folder)
 
 
 def test_a_folder_without_safetensors_or_architecture_is_refused_by_what_is_there(folder):
-    config = json.loads((folder / "config.json").read_text())
-    del config["architectures"]
-    (folder / "config.json").write_text(json.dumps(config))
-    assert 'names no "architectures"' in refused(folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "has no *.safetensors but pytorch_model.bin" in refused(folder)
-    (folder / "config.json").write_text("{")
-    assert "expected a model as Hugging Face writes it" in refused(folder)
+    assert "has no *.safetensors" in refused(folder)
+    for content in ("{}", "{"):
+        (folder / "config.json").write_text(content)
+        assert "config.json cannot be read" in refused(folder)
 
 
 def test_a_model_that_is_not_there_and_may_not_be_fetched_is_said_once(tmp_path, monkeypatch):
     case = build_case(tmp_path, "--model.name", str(tmp_path / "no-such-model"))
     finding = the_one(model(case))
     assert (finding.verdict, "does not exist" in finding.found) == ("problem", True)
-    assert [finding.verdict for finding in findings(configuration, case)] == ["ok"]
+    assert [finding.verdict for finding in findings(check_configuration, case)] == ["ok"]
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     finding = the_one(model(build_case(tmp_path, "--model.name", "nobody/no-such-model")))

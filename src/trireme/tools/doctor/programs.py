@@ -1,4 +1,4 @@
-"""Programs that the doctor starts: they end in time, and leave nothing behind."""
+"""Programs that the doctor starts: they end within a limit, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,45 +15,41 @@ from typing import Any
 from trireme.base.processes import die_with_parent
 
 LEAVE_S = 20.0  # between SIGTERM and SIGKILL
-LAST = 12  # lines
+LAST_LINES = 12
 
 
 @dataclass(frozen=True)
 class Ended:
     """How a program ended."""
 
-    code: int | None  # None where it took too long, and was ended
+    code: int | None  # None if it exceeded its limit, and was ended
     output: str
-    said: str  # beside its output
+    errors: str
 
     @property
-    def last_words(self) -> str:
-        lines = [line.rstrip() for line in (self.said or self.output).splitlines() if line.strip()]
-        return "\n".join(lines[-LAST:])
+    def last_lines(self) -> str:
+        lines = [line.rstrip() for line in (self.errors or self.output).splitlines() if line.strip()]
+        return "\n".join(lines[-LAST_LINES:])
 
     @property
     def how(self) -> str:
         if self.code is None:
             return "was ended: it took too long"
-        if self.code >= 0:
-            return f"ended with code {self.code}"
-        return f"was killed by {signal.Signals(-self.code).name}"
+        return f"ended with code {self.code}" if self.code >= 0 else f"was killed by {signal.Signals(-self.code).name}"
 
-    @property
-    def answer(self) -> dict[str, Any] | None:
-        """The last line of its output, where that is an object of JSON."""
-        lines = self.output.strip().splitlines()
+    def read_json(self, *, last_line: bool = False) -> dict[str, Any] | None:
+        """Return the object of JSON that it printed, as its last line or as the whole of its output."""
         with suppress(ValueError, IndexError):
-            found = json.loads(lines[-1])
+            found = json.loads(self.output.strip().splitlines()[-1] if last_line else self.output)
             return found if isinstance(found, dict) else None
         return None
 
 
 class Program:
-    """One of our modules, started with this interpreter."""
+    """One of our modules, started with this interpreter in a process group of its own."""
 
     def __init__(self, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
-        self._process: subprocess.Popen[str] = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             env=os.environ | dict(env or {}),
             stdin=subprocess.DEVNULL,
@@ -67,36 +63,20 @@ class Program:
 
     def wait(self, limit_s: float) -> Ended:
         try:
-            output, said = self._process.communicate(timeout=limit_s)
-            return Ended(self._process.returncode, output, said)
+            output, errors = self._process.communicate(timeout=limit_s)
+            return Ended(self._process.returncode, output, errors)
         except subprocess.TimeoutExpired:
-            return Ended(None, *self._end_reading())
+            self.end()
+            return Ended(None, *self._process.communicate())
         finally:
             self.end()
 
-    def _end_reading(self) -> tuple[str, str]:
-        """Asks it to end, so that it can end what it started; returns what it said until then."""
-        for ask in (self._process.terminate, self._kill):
-            ask()
-            with suppress(subprocess.TimeoutExpired):
-                return self._process.communicate(timeout=LEAVE_S)
-        return "", ""
-
     def end(self) -> None:
-        """Whatever is left of it. Nothing happens where it has ended."""
+        """Ask the program to end, so that it can end what it has started, then kill what is left of its group."""
         if self._process.poll() is None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(LEAVE_S)
-        self._kill()
-        self._process.wait()
-
-    def _kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def run_program(
-    module: str, arguments: Sequence[str] = (), *, limit_s: float, env: Mapping[str, str] | None = None
-) -> Ended:
-    return Program(module, *arguments, env=env).wait(limit_s)
+        self._process.wait()

@@ -1,116 +1,176 @@
-"""What only a program of its own can show: each environment with a policy that says nothing sensible, and three steps
-of the run itself, on the way that all of its steps take."""
+"""Checks that start programs of their own: torch on each device, a collective of two processes, the environments with
+nonsense for answers, and three steps of the run itself."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from trireme.base.errors import ConfigError, TriremeError
-from trireme.base.processes import last_lines
+from trireme.base.network import interface_of, is_here, is_loopback, numeric
+from trireme.base.processes import free_port, last_lines
 from trireme.config.files import write_run
 from trireme.config.orchestrator import Buffer, Environment, Filters
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import problems
-from trireme.config.run import Console, Hosts, RunConfig, Supervisor
+from trireme.config.run import Console, Hosts, Ports, RunConfig, Supervisor
 from trireme.config.trainer import Checkpoints
-from trireme.monitor.metrics import Row, read_metrics
+from trireme.monitor.metrics import read_metrics
 from trireme.tools.audit.audit import audit_run
-from trireme.tools.doctor.finding import Case, Finding, of, ok, problem, skipped, warning
-from trireme.tools.doctor.programs import Ended, Program, run_program
+from trireme.tools.doctor.machine import INSTALL
+from trireme.tools.doctor.programs import Ended, Program
+from trireme.tools.doctor.report import Case, Finding, about, ok, problem, skipped, warning
 
+TORCH_S, COLLECTIVE_S = 300.0, 120.0
 ENVIRONMENT_S = 900.0  # with the installation of its packages
 EXAMPLES, ROLLOUTS = 2, 2
-STEPS, GROUPS = 3, 2
+STEPS, GROUPS, STEP_S = 3, 2, 120.0
 LONGEST_TURN = 64  # tokens
-STEP_S = 120.0
 DISK_S = 30.0
-LAST = 8
+LOG_LINES = 8
+MUCH_TAKEN = 0.1  # of a GPU's memory, by others
+NAMES = "Can the machine's own name be resolved? `getent hosts $(hostname)`; GLOO_SOCKET_IFNAME=lo takes loopback."
 
 
-# environments
+def check_torch(case: Case) -> Iterator[Finding]:
+    ended = Program("trireme.tools.doctor.torch_check").wait(TORCH_S)
+    facts = ended.read_json(last_line=True)
+    if facts is None:
+        yield problem(f"torch does not load: the program {ended.how}. Its last lines:\n{ended.last_lines}", INSTALL)
+        return
+    build = f"CUDA {facts['cuda']}" if facts["cuda"] else "no CUDA"
+    said = f"torch {facts['torch']} ({build}) with {facts['threads']} threads"
+    if facts["computes"]:
+        yield ok(f"{said} computes a known product and its gradient", **facts)
+    else:
+        yield problem(f"{said}: a known product comes out wrong - expected it to the bit", INSTALL, **facts)
+    yield from check_gpus(facts, case)
 
 
-def environments(case: Case) -> Iterator[Finding]:
-    seen: set[str] = set()
-    for environment in environments_of(case.config):
-        key = json.dumps([environment.id, environment.args], sort_keys=True, default=str)
-        if key not in seen:
-            seen.add(key)
-            yield of(_checked(environment, case, number=len(seen)), environment.name or environment.id)
+def check_gpus(facts: dict[str, Any], case: Case) -> Iterator[Finding]:
+    gpus, visible = facts["gpus"], case.devices.num_gpus
+    if len(gpus) != visible:
+        say = problem if case.config.device == "cuda" else warning
+        fix = f"`nvidia-smi` says whether the driver works; in a container, `--gpus all`. {INSTALL}"
+        yield say(f"{visible} GPUs are visible, torch finds {len(gpus)} - expected all of them", fix)
+    for number, gpu in enumerate(gpus):
+        gib = 1 << 30
+        said = f"GPU {number}: {gpu['name']}, {gpu['memory'] / gib:.0f} GiB, {gpu['free'] / gib:.0f} of them free"
+        if not gpu["computes"]:
+            said += "; a known product comes out wrong - expected it to the bit"
+            yield problem(said, "Look at `nvidia-smi -q -d ECC`; leave this GPU out.")
+        elif gpu["free"] < (1 - MUCH_TAKEN) * gpu["memory"]:
+            yield warning(f"{said} - expected most of it", "`nvidia-smi` shows the process that holds it; end it.")
+        elif float(gpu["capability"]) < 8:
+            said += f", compute capability {gpu['capability']} - expected 8.0 or more for bfloat16"
+            yield warning(said, 'Write `dtype = "float16"` under `[inference.model]`, or take another GPU.')
+        else:
+            yield ok(said)
 
 
-def environments_of(config: RunConfig) -> tuple[Environment, ...]:
-    evaluation = config.orchestrator.eval
-    return (*config.orchestrator.env, *(evaluation.env if evaluation else ()))
+def check_collectives(case: Case) -> Iterator[Finding]:
+    """Add as ranks do and send as weights travel, for each kind of collective that the run uses. Every run uses gloo,
+    for checkpoints and barriers."""
+    trainer, engines = case.config.trainer_gpu_ids or (), case.config.inference_gpu_ids or ()
+    pair = tuple(dict.fromkeys((*trainer[:1], *engines[-1:])))
+    gpus = pair if len(pair) == 2 else trainer[:2]
+    yield about("gloo", run_pair("gloo", case, ()))
+    if len(gpus) == 2 and max(gpus) >= case.devices.num_gpus:
+        yield skipped(f"nccl: GPUs {', '.join(map(str, gpus))} are not here")
+    elif len(gpus) == 2:
+        yield about("nccl", run_pair("nccl", case, gpus))
 
 
-def _checked(environment: Environment, case: Case, *, number: int) -> Finding:
-    """By `trireme env check`, in a process of its own."""
-    folder = case.folder / f"environment-{number}"
-    alone = updated(case.config, {"orchestrator.env": (environment,), "orchestrator.eval": None})
-    write_run(alone, case.folder / f"environment-{number}.json")
-    words = ["env", "check", environment.name or environment.id, "--scripted", "--json"]
-    words += ["-n", str(EXAMPLES), "-r", str(ROLLOUTS), "--output", str(folder)]
-    words += ["--run", str(case.folder / f"environment-{number}.json")]
-    ended = run_program("trireme.cli.trireme", words, limit_s=ENVIRONMENT_S)
-    return of_environment(ended, f"trireme env check {environment.id} --scripted")
+def run_pair(kind: str, case: Case, gpus: tuple[int, ...]) -> Finding:
+    """Start two processes that meet at the address by which this machine is known to the others of the run."""
+    address = numeric(next((host for host in case.config.hosts.all if is_here(host)), "127.0.0.1"))
+    env = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port(address)), "WORLD_SIZE": "2"}
+    env |= {"TRIREME_DOCTOR_STORE": str(free_port(address))}
+    env |= {"CUDA_VISIBLE_DEVICES": ",".join(case.devices.gpus[gpu] for gpu in gpus)}
+    if not is_loopback(address) and (interface := interface_of(address)):
+        env |= {name: os.environ.get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    with ExitStack() as stack:
+        programs = []
+        for rank in range(2):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank if gpus else 0)}
+            programs.append(Program("trireme.tools.doctor.collective_check", kind, env=env | own))
+            stack.callback(programs[-1].end)
+        ended = [program.wait(COLLECTIVE_S) for program in programs]
+    figures = ended[0].read_json(last_line=True)
+    if figures is None or any(each.code != 0 for each in ended):
+        bad = next(each for each in ended if each.code != 0)
+        fix = NAMES if kind == "gloo" else "`NCCL_DEBUG=INFO trireme doctor --only collectives` says where it stops."
+        lines = "\n".join(dict.fromkeys(each.last_lines for each in ended if each.code != 0))
+        return problem(f"one of two processes {bad.how} - expected them to add up. Last lines:\n{lines}", fix)
+    return ok(
+        f"two processes add 4 MiB in {figures['all_reduce_s'] * 1000:.1f} ms, and one sends the other "
+        f"{figures['broadcast_bytes'] >> 20} MiB at {figures['broadcast_bytes_per_s'] / 1e9:.2f} GB/s",
+        **figures,
+    )
 
 
-def of_environment(ended: Ended, command: str) -> Finding:
-    report = _whole(ended.output)
-    fix = f"`{command}` shows all of it."
-    if report is None:
-        return problem(f"it could not be checked: {ended.last_words or ended.how} - expected it to load", fix)
-    if "loaded" not in report:
-        return problem(f"it does not load: {report.get('error', ended.last_words)}", fix)
+def check_environments(case: Case) -> Iterator[Finding]:
+    """Run `trireme env check` on each environment, with a policy that says nothing sensible."""
+    evaluation = case.config.orchestrator.eval
+    listed = (*case.config.orchestrator.env, *(evaluation.env if evaluation else ()))
+    different = {json.dumps([each.id, each.args], sort_keys=True, default=str): each for each in listed}
+    for number, environment in enumerate(different.values()):
+        name = environment.name or environment.id
+        file = case.folder / f"environment-{number}.json"
+        write_run(updated(case.config, {"orchestrator.env": (environment,), "orchestrator.eval": None}), file)
+        words = ["env", "check", name, "--scripted", "--json", "-n", str(EXAMPLES), "-r", str(ROLLOUTS)]
+        words += ["--output", str(case.folder / f"environment-{number}"), "--run", str(file)]
+        yield about(name, judge_environment(Program("trireme.cli.trireme", *words).wait(ENVIRONMENT_S), environment))
+
+
+def judge_environment(ended: Ended, environment: Environment) -> Finding:
+    report, fix = ended.read_json(), f"`trireme env check {environment.id} --scripted` shows all of it."
+    if report is None or "loaded" not in report:
+        error = (report or {}).get("error") or ended.last_lines or ended.how
+        return problem(f"it does not load: {error} - expected examples and a reward", fix)
     loaded = report["loaded"]
-    examples = f"{loaded['num_train']} examples to train on, {loaded['num_eval']} held out"
-    said = f"loaded in {loaded['load_s']:.1f} s, {examples}"
+    said = (
+        f"loaded in {loaded['load_s']:.1f} s, {loaded['num_train']} examples to train on, {loaded['num_eval']} held out"
+    )
     if not loaded["num_train"]:
         return problem(f"{said} - expected examples to train on", fix)
     tried = report["num_examples"] * report["rollouts_per_example"]
     if failed := tried - report["num_done"]:
         first: dict[str, Any] = next(iter(report["troubles"]), {})
-        why = f"{first.get('stage')}: {first.get('error')}"
         say = warning if report["num_done"] else problem
-        return say(f"{said}; {failed} of {tried} rollouts failed ({why}) - expected each to be scored", fix)
+        why = f"{first.get('stage')}: {first.get('error')}"
+        return say(f"{said}; {failed} of {tried} rollouts failed ({why}) - expected a score for each", fix)
     return ok(f"{said}; {tried} rollouts with nonsense for answers are scored", load_s=loaded["load_s"])
 
 
-def _whole(text: str) -> dict[str, Any] | None:
+def check_run(case: Case) -> Iterator[Finding]:
+    """Start `rl` itself with the real engine, trainer and environments."""
     try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-# three steps
-
-
-def run(case: Case) -> Iterator[Finding]:
-    try:
-        config = small(case)
+        config = shrink(case)
     except ConfigError as error:
-        yield skipped(f"it cannot be made smaller: {error}")
+        yield skipped(f"the run cannot be made smaller: {error}")
         return
     if found := problems(config, case.devices):
-        yield skipped(f"it cannot be made on this machine alone: {found[0]}")
+        yield skipped(f"it cannot be rehearsed on this machine alone: {found[0]}")
         return
-    write_run(config, run_file := case.folder / "run.json")
+    file = case.folder / "run.json"
+    write_run(config, file)
     began = time.time()
-    program = Program("trireme.cli.rl", "--run", str(run_file))
-    yield of_run(program.wait(limit_of(config)), config, began)
+    ended = Program("trireme.cli.rl", "--run", str(file)).wait(config.inference.start_timeout_s + STEPS * STEP_S)
+    yield judge_run(ended, config, began)
 
 
-def small(case: Case) -> RunConfig:
-    """The same run with three small batches, on this machine alone, in a folder that goes away."""
+def shrink(case: Case) -> RunConfig:
+    """Return the same run with three small batches, on this machine alone, in a folder that is removed.
+
+    Evaluation and filters are left out: they could make it wait.
+    """
     typed = case.typed
     orchestrator, sampling = typed.orchestrator, typed.orchestrator.sampling
-    longest = max(min(sampling.max_tokens or LONGEST_TURN, LONGEST_TURN), sampling.min_tokens + 1)
     values: dict[str, Any] = {
         "output_dir": case.folder / "run",
         "name": None,
@@ -123,68 +183,48 @@ def small(case: Case) -> RunConfig:
         "disk_timeout_s": DISK_S,
         "trainer.ckpt": Checkpoints(),
         "orchestrator.batch_size": min(orchestrator.batch_size, GROUPS * orchestrator.rollouts_per_example),
-        "orchestrator.sampling.max_tokens": longest,
+        "orchestrator.sampling.max_tokens": max(
+            min(sampling.max_tokens or LONGEST_TURN, LONGEST_TURN), sampling.min_tokens + 1
+        ),
         "orchestrator.eval": None,
         "orchestrator.filters": Filters(),
         "orchestrator.buffer": Buffer(),
     }
-    if case.is_of_several_machines:
-        values |= {"trainer.num_ranks": None, "ports": type(typed.ports)()}
+    if len(case.config.hosts.all) > 1:
+        values |= {"trainer.num_ranks": None, "ports": Ports()}
     return resolve(updated(typed, values), case.devices)
 
 
-def limit_of(config: RunConfig) -> float:
-    return config.inference.start_timeout_s + STEPS * STEP_S
-
-
-def of_run(ended: Ended, config: RunConfig, began: float) -> Finding:
+def judge_run(ended: Ended, config: RunConfig, began: float) -> Finding:
     """
     Args:
         began: unix time at which it was started.
     """
     rows, _ = read_metrics(config.paths.metrics)
     trained = [row for row in rows if row["process"] == "trainer" and "loss" in row]
+    root = config.paths.root
     if ended.code != 0 or len(trained) < STEPS:
-        return problem(
-            f"it {ended.how} after {len(trained)} of {STEPS} steps. Its last words:\n{ended.last_words}"
-            f"{_logs_of(config)}",
-            f"The whole logs: {config.paths.logs}",
-        )
+        said = f"it {ended.how} after {len(trained)} of {STEPS} steps. Its last lines:\n{ended.last_lines}"
+        for log in sorted(config.paths.logs.glob("*.stdout")):
+            said += f"\n{log.name}:\n" + "\n".join(f"  {line}" for line in last_lines(log, LOG_LINES))
+        return problem(said, f"The whole logs: {config.paths.logs}")
     try:
-        report = audit_run(config.paths.root)
+        report = audit_run(root)
     except TriremeError as error:
-        return problem(
-            f"{STEPS} steps, and the run's files cannot be read: {error}", f"They are in {config.paths.root}."
-        )
+        return problem(f"{STEPS} steps, and the run's files cannot be read: {error}", f"They are in {root}.")
     if not report.holds:
-        return problem(
-            f"{STEPS} steps, and the run's files contradict each other:\n{report.text(everything=False)}",
-            f"`trireme audit {config.paths.root}` shows all of it; report it.",
-        )
-    figures = figures_of(trained, began) | {"versions_confirmed": report.summary.versions_confirmed}
+        said = f"{STEPS} steps, and the run's files contradict each other:\n{report.text(everything=False)}"
+        return problem(said, f"`trireme audit {root}` shows all of it; report it.")
+    times = sorted(row["time_s"] for row in trained)
+    figures = {
+        "first_step_s": times[0] - began,
+        "step_s": (times[-1] - times[0]) / (len(times) - 1),
+        "publish_s": max(trained, key=lambda row: row["step"]).get("time/publish") or 0.0,
+        "versions_confirmed": report.summary.versions_confirmed,
+    }
     return ok(
         f"{STEPS} steps of {config.orchestrator.batch_size} rollouts: the first after {figures['first_step_s']:.0f} s, "
-        f"the others {figures['step_s']:.1f} s each; {report.summary.versions_confirmed} versions confirmed by the "
+        f"the others {figures['step_s']:.1f} s each; {figures['versions_confirmed']} versions confirmed by the "
         f"engine, weights sent in {figures['publish_s']:.2f} s; the audit finds no fault",
         **figures,
     )
-
-
-def figures_of(trained: list[Row], began: float) -> dict[str, float]:
-    """Of the trainer's lines, one per step. The first versions may have waited for the engine to come up."""
-    trained = sorted(trained, key=lambda row: row["step"])
-    times = [row["time_s"] for row in trained]
-    return {
-        "first_step_s": times[0] - began,
-        "step_s": (times[-1] - times[0]) / (len(times) - 1),
-        "publish_s": trained[-1].get("time/publish") or 0.0,
-    }
-
-
-def _logs_of(config: RunConfig) -> str:
-    """The end of each process's log."""
-    said = ""
-    for log in sorted(config.paths.logs.glob("*.stdout")):
-        lines = "\n".join(f"  {line}" for line in last_lines(log, LAST))
-        said += f"\n{log.name}:\n{lines}"
-    return said

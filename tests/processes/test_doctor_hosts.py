@@ -1,0 +1,111 @@
+"""The doctor on ports and other machines: ports in use, silent machines, tokens that differ. All on loopback."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+from doctoring import build_case, taken_port, the_one
+from trireme.base.processes import free_port
+from trireme.base.token import TOKEN
+from trireme.tools.doctor import hosts
+from trireme.tools.doctor.configuration import check_configuration, check_ports, listeners_of
+from trireme.tools.doctor.hosts import Socket, check_host, check_hosts, sockets_of
+
+
+def verdicts(found) -> list[str]:
+    return [finding.verdict for finding in found]
+
+
+def test_a_port_in_use_is_reported_once(tmp_path):
+    with taken_port() as port:
+        case = build_case(tmp_path, "--inference.server.port", str(port))
+        assert [verdicts(check(case)) for check in (check_ports, check_configuration)] == [["problem"], ["ok"]]
+    finding = the_one(check_ports(build_case(tmp_path, "--ports.batches", str(port))))
+    assert (finding.verdict, f"{port} on 127.0.0.1" in finding.found) == ("ok", True)
+
+
+def test_each_command_of_several_machines_listens_by_itself(tmp_path):
+    assert verdicts(check_hosts(build_case(tmp_path))) == ["skipped"]
+    words = "--device cpu --hosts.inference 10.0.0.2 10.0.0.2:8003 --hosts.orchestrator 10.0.0.3 "
+    words += "--hosts.trainer 10.0.0.4 10.0.0.5 --ports.weights 7000"
+    case = build_case(tmp_path, *words.split())
+    found = {host: [(each.process, each.port) for each in sockets_of(case, host)] for host in case.config.hosts.all}
+    assert found == {
+        "10.0.0.2": [("inference", 8000), ("inference", 8003)],
+        "10.0.0.3": [("orchestrator", 8001), ("orchestrator", 5555)],
+        "10.0.0.4": [("trainer", 7000), ("trainer", 5557)],
+        "10.0.0.5": [],
+    }
+
+
+def test_a_machine_that_is_not_started_is_no_problem_and_one_that_is_silent_or_unknown_is(monkeypatch):
+    """A listener whose queue is full drops what comes, as a firewall does."""
+    finding = the_one(check_host("127.0.0.1", [Socket("trainer", free_port())]))
+    assert (finding.verdict, "refuses (not started yet)" in finding.found) == ("ok", True)
+    monkeypatch.setattr(hosts, "CONNECT_S", 0.1)
+    with ExitStack() as stack:
+        full, *waiting = (stack.enter_context(socket.socket()) for _ in range(4))
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        port = full.getsockname()[1]
+        finding = the_one(check_host("127.0.0.1", [Socket("trainer", port)]))
+    assert finding.verdict == "problem"
+    assert f"no answer within 0.1 s at port {port} (trainer)" in finding.found
+
+    def nowhere(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    finding = the_one(check_host("trainer-7", []))
+    assert (finding.verdict, "cannot be resolved" in finding.found) == ("problem", True)
+
+
+def test_another_token_is_a_problem(monkeypatch):
+    secret = secrets.token_hex(16)
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.headers["Authorization"] == f"Bearer {secret}" else 401)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        for ours, found in ((secret, ["ok"]), (secrets.token_hex(16), ["ok", "problem"]), ("", ["ok", "problem"])):
+            monkeypatch.setenv(TOKEN, ours)
+            listening = Socket("orchestrator", server.server_port, "/status")
+            answers = list(check_host("127.0.0.1", [listening]))
+            assert verdicts(answers) == found
+            assert secret not in repr(answers)
+        server.shutdown()
+
+
+def test_a_token_that_others_can_read_is_a_warning(tmp_path):
+    file = tmp_path / "token"
+    file.write_text(secrets.token_hex(16))
+    case = build_case(tmp_path, "--hosts.token-file", str(file))
+    for mode, found in ((0o644, ["warning", "skipped"]), (0o600, ["skipped"])):
+        file.chmod(mode)
+        assert verdicts(check_hosts(case)) == found
+
+
+def test_on_several_machines_the_known_ports_are_checked_where_a_process_listens_here(tmp_path, monkeypatch):
+    """Loopback has sixteen million addresses, all of them this machine's."""
+    monkeypatch.setenv(TOKEN, secrets.token_hex(16))
+    words = "--device cpu --hosts.inference 127.0.9.1 10.9.8.7:8003 --hosts.orchestrator 127.0.9.2"
+    case = build_case(tmp_path, *words.split(), "--hosts.trainer", "10.9.8.7")
+    assert {(key, host, port) for key, host, port, _ in listeners_of(case)} == {
+        ("inference.server.port", "127.0.9.1", 8000),
+        ("orchestrator.server.port", "127.0.9.2", 8001),
+        ("ports.batches", "127.0.9.2", 5555),
+    }
+    with taken_port("127.0.9.2") as port:
+        words = "--device cpu --hosts.inference 10.9.8.7 --hosts.orchestrator 127.0.9.2 --hosts.trainer 10.9.8.7"
+        finding = the_one(check_ports(build_case(tmp_path, *words.split(), "--ports.batches", str(port))))
+    assert (finding.verdict, f"port {port} on 127.0.9.2 is in use" in finding.found) == ("problem", True)
