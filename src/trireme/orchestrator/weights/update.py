@@ -26,10 +26,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-import msgspec
 import numpy as np
 
-from trireme.algo.weight_checks import first_difference, is_of_adapter
+from trireme.algo.weight_checks import is_of_adapter
 from trireme.base.errors import PeerDied, TriremeError, WeightsMismatch
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
@@ -38,6 +37,7 @@ from trireme.messages import (
     PULLED_KINDS,
     Again,
     Go,
+    InitInfo,
     Live,
     Newest,
     NotYet,
@@ -47,10 +47,19 @@ from trireme.messages import (
     Publish,
     Refusal,
     Reply,
+    UpdateInfo,
 )
 from trireme.orchestrator.engines.engine import Engine
-from trireme.orchestrator.weights.adapters import load_adapter, name_adapter
-from trireme.orchestrator.weights.pause import pausing, receives_ahead
+from trireme.orchestrator.weights.engine_update import (
+    finish,
+    join,
+    load,
+    load_adapter,
+    name_adapter,
+    pausing,
+    receives_ahead,
+    require_confirmed,
+)
 from trireme.orchestrator.weights.policy import Policy
 from trireme.transport.control import is_done_soon
 from trireme.transport.sanity import check_digests
@@ -289,17 +298,17 @@ class Update:
     async def _receive(self, engine: Engine, rank_offset: int, world_size: int) -> bool:
         """Return whether the engine has loaded all of it already, or only taken it in."""
         if self._joins:
-            info = {
-                "kind": self.message.kind,
-                "host": self.message.host,
-                "port": self.message.port,
-                "epoch": self.epoch,
-                "rank_offset": rank_offset,
-                "world_size": world_size,
-                "bucket_bytes": self._config.bucket_mib << 20,
-                "timeout_s": self._config.timeout_s,
-            }
-            await engine.post("init_weight_transfer_engine", {"init_info": info})
+            info = InitInfo(
+                kind=self.message.kind,
+                host=self.message.host,
+                port=self.message.port,
+                epoch=self.epoch,
+                rank_offset=rank_offset,
+                world_size=world_size,
+                bucket_bytes=self._config.bucket_mib << 20,
+                timeout_s=self._config.timeout_s,
+            )
+            await join(engine, info)
         if self.message.kind in PULLED_KINDS or await receives_ahead(engine, self._specs):
             return False
         await self._fetch(engine, {})
@@ -309,13 +318,11 @@ class Update:
         """Pause the engine and have it load."""
         self._pool.is_given(engine, self.message.version, is_paused=True)
         self._pool.quarantine(engine)
-        info = {"specs": msgspec.to_builtins(self._specs), "payload": payload}
         async with pausing(engine, timeout_s=self._config.timeout_s):
             self._paused_since[engine.url] = time.perf_counter()
-            await engine.post("start_weight_update")
             reach("update.paused")
             with self._loading():
-                await engine.post("update_weights", {"update_info": info})
+                await load(engine, UpdateInfo(self._specs, payload))
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
@@ -374,23 +381,12 @@ class Update:
         if not await self._receiving[engine.url]:
             await self._fetch(engine, message.payload)
         with self._loading():
-            await engine.post("finish_weight_update", {"weight_version": str(message.version)})
+            await finish(engine, str(message.version))
         if self._pool.adapter is not None:
             await load_adapter(engine)
 
     async def _compare_digests(self, engine: Engine, message: PolicySent) -> None:
-        for worker, (digests, incomplete) in enumerate(await engine.worker_reports()):
-            who = f"{engine.url}, worker {worker}"
-            if difference := first_difference(message.digests, digests):
-                raise WeightsMismatch(
-                    f"Version {message.version} did not arrive at {who} as it was sent: {difference}. Expected the "
-                    "digests of the trainer. Look at logs/inference.stdout."
-                )
-            if incomplete:
-                raise WeightsMismatch(
-                    f"Version {message.version} was not loaded whole by {who}: {', '.join(incomplete)} "
-                    "kept old weights. Expected every tensor of the model. Its log tells more: logs/inference.stdout"
-                )
+        await require_confirmed(engine, message.digests, name=f"Version {message.version}")
 
     async def _resume(self, engine: Engine, message: PolicySent) -> float:
         """Resume generation, then probe the engine. Returns the largest difference of a logprob."""

@@ -1,0 +1,139 @@
+"""Give one engine weights: join a transfer, take tensors in, pause, load, finish, and confirm what it holds.
+
+A run's updates (`update.py`) and evaluations of checkpoints outside a run ask engines with these functions. In order:
+
+    join               the engine's workers connect to the sender
+    receives_ahead     they take tensors in while requests go on, where there is room for both versions
+    pausing            requests are frozen and cached prompts forgotten; inside:
+      load               the model gets the tensors, as they arrive or as they were taken in
+      finish             vLLM processes what was loaded, and names it; then `load_adapter`
+    require_confirmed  every worker has the digests of the sender, and no layer kept old weights
+
+An engine that holds adapters on top of the base model (`lora.sync = "adapter"`) needs two more steps, and could skip
+either silently: `load_adapter` has its workers load them where requests read them, and report whether they did;
+`name_adapter` has its server register a name for them, which the probe and all requests then use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from trireme.algo.weight_checks import first_difference
+from trireme.base.errors import PeerDied, WeightsMismatch
+from trireme.messages import InitInfo, TensorSpec, UpdateInfo
+from trireme.orchestrator.engines.engine import Engine
+from trireme.orchestrator.engines.responses import BadAnswer, all_take_in_ahead, flag_of
+
+POLL_S = 0.001
+"""Between two looks whether an engine has paused. It answers between two of its iterations, which take longer."""
+
+
+async def join(engine: Engine, info: InitInfo) -> None:
+    """Connect the engine's workers to the sender. Raises PeerDied."""
+    await engine.post("init_weight_transfer_engine", {"init_info": msgspec.to_builtins(info)})
+
+
+async def receives_ahead(engine: Engine, specs: list[TensorSpec]) -> bool:
+    """Have the engine take in what will be sent while it goes on serving. Returns whether it can. Raises PeerDied."""
+    request = {"method": "trireme_receive_ahead", "args": [msgspec.to_builtins(specs)]}
+    try:
+        return all_take_in_ahead(await engine.post("collective_rpc", request))
+    except BadAnswer as error:
+        raise PeerDied(f"{engine.url}: {error}") from error
+
+
+@asynccontextmanager
+async def pausing(engine: Engine, *, timeout_s: float) -> AsyncIterator[None]:
+    """Freeze the engine's requests and forget cached prompts. They are frozen inside; the end waits for vLLM's answer.
+
+    Raises: PeerDied where the engine does not pause.
+    """
+    pause = asyncio.create_task(engine.post("pause?mode=keep"))
+    try:
+        deadline_s = time.monotonic() + timeout_s
+        while not pause.done() and not await _is_paused(engine):
+            if time.monotonic() > deadline_s:
+                raise PeerDied(
+                    f"{engine.url} did not pause within {timeout_s:.0f} s and is still generating. Look at "
+                    "logs/inference.stdout"
+                )
+            await asyncio.sleep(POLL_S)
+        if pause.done():
+            pause.result()  # raises where it was refused: nothing may be loaded then
+        yield
+        await pause
+    finally:
+        pause.cancel()
+        await asyncio.gather(pause, return_exceptions=True)
+
+
+async def _is_paused(engine: Engine) -> bool:
+    try:
+        return flag_of(await engine.get("is_paused"), "is_paused")
+    except BadAnswer as error:
+        raise PeerDied(f"{engine.url}: {error}") from error
+
+
+async def load(engine: Engine, info: UpdateInfo) -> None:
+    """Have a paused engine load the tensors of a transfer. Raises PeerDied."""
+    await engine.post("start_weight_update")
+    await engine.post("update_weights", {"update_info": msgspec.to_builtins(info)})
+
+
+async def finish(engine: Engine, version: str) -> None:
+    """End the update, after which the engine calls its weights `version`. Raises PeerDied."""
+    await engine.post("finish_weight_update", {"weight_version": version})
+
+
+async def require_confirmed(engine: Engine, digests: dict[str, str], *, name: str) -> None:
+    """Compare what each of the engine's workers reports with what was sent.
+
+    Args:
+        digests: of the tensors that were sent, by name.
+        name: of the weights, for messages.
+
+    Raises:
+        WeightsMismatch: a worker has other tensors, or a layer that kept old weights.
+        PeerDied: a worker has not reported.
+    """
+    for worker, (reported, incomplete) in enumerate(await engine.worker_reports()):
+        if difference := first_difference(digests, reported):
+            raise WeightsMismatch(
+                f"{name} did not arrive at {engine.url}, worker {worker} as it was sent: {difference}. Expected the "
+                "digests of the sender. Look at the engine's log (logs/inference.stdout of a run)."
+            )
+        if incomplete:
+            raise WeightsMismatch(
+                f"{name} was not loaded whole by {engine.url}, worker {worker}: {', '.join(incomplete)} kept old "
+                "weights. Expected every tensor of the model that it serves. Its log tells more: logs/inference.stdout"
+            )
+
+
+async def load_adapter(engine: Engine) -> None:
+    await engine.post("collective_rpc", {"method": "trireme_load_adapter"})
+
+
+async def name_adapter(engine: Engine, name: str) -> None:
+    """Register the adapter's name, once in an engine's life. Its workers hold it already: no file is read.
+
+    Raises: PeerDied where the engine refuses, with its words.
+    """
+    try:
+        models = msgspec.convert(await engine.get("v1/models"), _Models).data
+    except msgspec.ValidationError as error:
+        raise PeerDied(f"{engine.url}/v1/models cannot be read: {error}") from error
+    if name not in {model.id for model in models}:
+        await engine.post("v1/load_lora_adapter", {"lora_name": name, "lora_path": name})
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
