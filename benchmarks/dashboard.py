@@ -50,7 +50,7 @@ BEGAN_S = 1_700_000_000.0
 STEP_S = 4.0
 GROUP = 16
 TEMPLATES = 64  # rollouts that all others are made of
-SHOWN = ("overview", "metrics", "lanes", "rollouts", "logs", "warnings")
+SHOWN = ("overview", "metrics", "timeline", "rollouts", "logs", "warnings")
 """Views that are timed; tokens and fates are about one rollout, and about an audit that is asked for."""
 GOAL_S = 2.0
 

@@ -64,8 +64,8 @@ def metrics(page: Page) -> None:
     expect(page.locator(".tr-main canvas").first).to_be_visible()
 
 
-def lanes(page: Page) -> None:
-    tab(page, "Lanes")
+def timeline(page: Page) -> None:
+    tab(page, "Timeline")
     expect(page.locator(".tr-main canvas").first).to_be_visible()
     expect(page.locator(".tr-main .tr-bar").first).to_be_visible()
 
@@ -115,5 +115,5 @@ def warnings(page: Page) -> None:
     expect(page.locator(".tr-main .tr-card").first).to_be_visible()
 
 
-VIEWS = {view.__name__: view for view in (overview, metrics, lanes, rollouts, tokens, fates, logs, warnings)}
+VIEWS = {view.__name__: view for view in (overview, metrics, timeline, rollouts, tokens, fates, logs, warnings)}
 """Every one of them, by its name: how one gets there."""

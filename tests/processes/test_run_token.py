@@ -25,7 +25,7 @@ from trireme.inference.server import server_arguments
 from trireme.launch.run_state import look_at
 from trireme.orchestrator.status import Status, build_app
 from trireme.orchestrator.trainer_requests import Peers
-from trireme.tools.dashboard.pulse import ask_status
+from trireme.tools.dashboard.runs import status_of
 from trireme.transport.bearer import RequireToken
 
 SECRET = "a-token-for-tests-0123456789"
@@ -139,7 +139,7 @@ def test_no_token_is_sent_to_an_address_out_of_a_folder(
     config = RunConfig.model_validate({"output_dir": str(tmp_path), "orchestrator": {"server": {"port": port}}})
     write_run(config, config.paths.run_config)
     look_at(tmp_path)
-    ask_status(config.model_dump(mode="json"), tmp_path)
+    status_of(config.model_dump(mode="json"), tmp_path)
     write_key(tmp_path, "the-key-of-this-very-folder")
     look_at(tmp_path)
     assert shown == [None, None, "Bearer the-key-of-this-very-folder"]

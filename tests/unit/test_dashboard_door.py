@@ -105,8 +105,7 @@ def test_every_page_says_what_it_may_talk_to_and_who_may_embed_it() -> None:
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-PROPS = {"label", "tip", "length", "MOST_RUNS", "rollout.place", "one.place", "key", "str(other == number).lower()"}
-PROPS |= {"str(other == self._number).lower()"}
+PROPS = {"label", "MOST_RUNS", "ROWS"}
 """What is formatted into text for `props()`: constants of ours and numbers."""
 
 

@@ -15,21 +15,19 @@ from hypothesis import strategies as st
 from trireme.base.paths import RunPaths
 from trireme.launch.folder import hold_folder
 from trireme.monitor.collapse import Watch
-from trireme.monitor.metrics import MetricsFile, latest_by_step, merge_processes, read_metrics
+from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.tools.dashboard import runs as module
-from trireme.tools.dashboard.columns import Columns
-from trireme.tools.dashboard.curves import thinned
-from trireme.tools.dashboard.glance import figures
-from trireme.tools.dashboard.log_text import TAIL_BYTES, log_files, tail, to_html
+from trireme.tools.dashboard.history import Metrics, extremes
+from trireme.tools.dashboard.logs import TAIL_BYTES, log_files, tail, to_html
+from trireme.tools.dashboard.overview import figures
 from trireme.tools.dashboard.runs import Library, RunFolder, RunSet
-from trireme.tools.dashboard.signs import Signs
 from viewing import Reader, answering
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `refresh` looks."""
-    monkeypatch.setattr(module, "AGAIN_S", -1.0)
+    monkeypatch.setattr(module, "REFRESH_S", -1.0)
     monkeypatch.setattr(module, "SEARCH_S", -1.0)
 
 
@@ -53,36 +51,42 @@ def opened(run: Path) -> RunFolder:
     return folder
 
 
-def rows_of(rows: list[dict[str, Any]]) -> str:
-    return repr([{name: row[name] for name in sorted(row) if name not in ("process", "time_s")} for row in rows])
+def shown(run: RunFolder) -> dict[str, list[tuple[int, float]]]:
+    series = {name: run.metrics.series(name) for name in run.metrics.names()}
+    return {name: list(zip(steps.tolist(), map(repr, values), strict=True)) for name, (steps, values) in series.items()}
 
 
-def test_rows_are_those_of_the_file_merged_by_step_however_it_grows(tmp_path: Path) -> None:
+def test_metrics_are_those_of_the_file_however_it_grows(tmp_path: Path) -> None:
+    """A name of several processes has the process before it, but for the trainer's."""
     whole = write(tmp_path / "whole", range(5))
     MetricsFile(whole / "metrics.jsonl", "orchestrator").append(0, {"eval/e/reward": 0.25})
-    latest = latest_by_step(read_metrics(whole / "metrics.jsonl")[0])
-    expected = [merge_processes([row for (_, of), row in latest.items() if of == step]) for step in range(5)]
-    assert rows_of(opened(whole).rows()) == rows_of(expected).replace("None", "nan")
+    expected: dict[str, list[tuple[int, Any]]] = {}
+    for row in read_metrics(whole / "metrics.jsonl")[0]:
+        for name in row.keys() - {"step", "process", "time_s"}:
+            both = name == "time/step" and row["process"] == "orchestrator"
+            value = np.float64(math.nan if row[name] is None else row[name])
+            expected.setdefault(f"orchestrator/{name}" if both else name, []).append((row["step"], repr(value)))
+    assert shown(opened(whole)) == expected
     data = (whole / "metrics.jsonl").read_bytes()
     folder = opened(write(tmp_path / "run", range(0)))
     for begin in range(0, len(data), 97):
         with open(folder.path / "metrics.jsonl", "ab") as file:
             file.write(data[begin : begin + 97])
         folder.refresh()
-    assert rows_of(folder.rows()) == rows_of(opened(whole).rows())
+    assert shown(folder) == expected
 
 
 def test_a_run_that_went_back_shows_nothing_of_the_way_that_it_left() -> None:
-    columns = Columns()
-    columns.add({"step": step, "process": "trainer", "time_s": step, "loss": 1.0} for step in range(10))
-    columns.add([{"step": 7, "process": "orchestrator", "eval/e/reward": 0.9}])  # it comes late, and is no step back
-    assert (columns.went_back, len(columns.series("loss").steps)) == ([], 10)
-    assert columns.series("eval/e/reward").steps.tolist() == [7]
-    columns.add({"step": step, "process": "trainer", "time_s": 20 + step, "loss": 2.0} for step in (4, 5))
-    steps, values = columns.series("loss")
+    metrics = Metrics()
+    metrics.add({"step": step, "process": "trainer", "time_s": step, "loss": 1.0} for step in range(10))
+    metrics.add([{"step": 7, "process": "orchestrator", "eval/e/reward": 0.9}])  # it comes late, and is no step back
+    assert (metrics.went_back, len(metrics.series("loss").steps)) == ([], 10)
+    assert metrics.series("eval/e/reward").steps.tolist() == [7]
+    metrics.add({"step": step, "process": "trainer", "time_s": 20 + step, "loss": 2.0} for step in (4, 5))
+    steps, values = metrics.series("loss")
     assert steps.tolist() == [0, 1, 2, 3, 4, 5]
     assert values.tolist() == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
-    assert (columns.went_back, columns.newest_step()) == ([4], 5)
+    assert (metrics.went_back, metrics.newest_step()) == ([4], 5)
 
 
 def test_a_folder_that_comes_later_or_is_used_again_is_shown_as_it_is_now(tmp_path: Path) -> None:
@@ -90,17 +94,17 @@ def test_a_folder_that_comes_later_or_is_used_again_is_shown_as_it_is_now(tmp_pa
     library.search()
     (folder,) = library.runs()
     folder.refresh()
-    assert folder.state() == "not there yet"
+    assert folder.state == "not there yet"
     run = write(tmp_path / "later", range(9))
     library.search()
     folder.refresh()
     assert library.runs() == [folder]
-    assert (folder.num_done, folder.state()) == (9, "stopped")
+    assert (folder.num_done, folder.state) == (9, "stopped")
     (run / "metrics.jsonl").rename(tmp_path / "aside")
     write(run, range(2), reward=7.0)
     folder.refresh()
     assert folder.num_done == 2
-    assert folder.columns.series("reward/mean").values.tolist() == [7.0, 8.0]
+    assert folder.metrics.series("reward/mean").values.tolist() == [7.0, 8.0]
 
 
 def test_damaged_files_cost_what_is_damaged_and_no_more(tmp_path: Path) -> None:
@@ -110,8 +114,8 @@ def test_damaged_files_cost_what_is_damaged_and_no_more(tmp_path: Path) -> None:
     write(run, range(2, 4))
     configure(run, "{ not json")
     folder = opened(run)
-    assert [row["step"] for row in folder.rows()] == [0, 1, 2, 3]
-    assert (folder.config(), folder.setting("orchestrator.batch_size", 7)) == ({}, 7)
+    assert folder.metrics.series("reward/mean").steps.tolist() == [0, 1, 2, 3]
+    assert (folder.config, folder.setting("orchestrator.batch_size", 7)) == ({}, 7)
 
 
 def test_runs_are_found_below_a_folder_told_apart_and_listed_without_reading_them(tmp_path: Path) -> None:
@@ -126,7 +130,7 @@ def test_runs_are_found_below_a_folder_told_apart_and_listed_without_reading_the
     assert {*names} >= {"a/wordle", "b/wordle", "plain", "still"}
     assert [run.path for run in library.runs() if run.name == "b/wordle"] == [tmp_path / "b" / "wordle"]
     assert library.named("b/wordle") in library.runs()
-    assert all(run.generation == 0 and not run.rows() for run in library.runs())
+    assert all(not run.metrics.names() for run in library.runs())
     chosen = [RunFolder(tmp_path, name) for name in ("a/b", "c & d")]
     assert RunSet(Library([]), chosen).link("/tokens", step=3, find=None) == "/tokens?run=a%2Fb&run=c+%26+d&step=3"
 
@@ -137,16 +141,16 @@ def test_a_run_is_alive_while_a_launcher_holds_its_folder_or_its_own_orchestrato
     folder = RunFolder(run, "run")
     with hold_folder(RunPaths(run)):
         folder.refresh()
-        assert folder.is_live()
+        assert folder.is_live
     folder.refresh()
-    assert not folder.is_live()
+    assert not folder.is_live
     said = {"run": str(run), "state": "running", "version": 3}
     with answering(lambda: json.dumps(said).encode()) as port:
         configure(run, {"orchestrator": {"server": {"host": "127.0.0.1", "port": port}}, "max_steps": 5})
         for name, state in ((run, "running"), (tmp_path / "another", "stopped")):
             said["run"] = str(name)
             folder = opened(run)
-            assert (folder.status() is not None, folder.state()) == (name == run, state)
+            assert (folder.status is not None, folder.state) == (name == run, state)
 
 
 def test_figures_are_what_one_works_out_by_hand(tmp_path: Path) -> None:
@@ -186,23 +190,23 @@ def test_the_dashboard_warns_of_what_the_run_itself_warned_of(tmp_path: Path) ->
     metrics = MetricsFile(tmp_path / "metrics.jsonl", "trainer")
     for step in range(40):
         metrics.append(step, {"policy/entropy": 1.0 if step < 20 else 0.0001, "grad_norm": 500.0 if step == 30 else 1})
-    signs, watch = Signs(metrics.path), Watch()
+    run, watch = RunFolder(tmp_path, "run"), Watch()
     for row in read_metrics(metrics.path)[0]:
         watch.take(row)
-    assert [signs.refresh(), signs.refresh()] == [True, False]
-    first, *others = signs.findings()
-    assert {finding.warned for finding in (first, *others)} == set(watch.said)
-    assert (first.warned.name, first.lasts) == ("entropy_collapse", True)
+    assert [run.refresh(), run.refresh()] == [True, False]
+    first, *others = run.warnings()
+    assert {(finding.name, finding.step) for finding in (first, *others)} == {warned[:2] for warned in watch.said}
+    assert (first.name, first.is_lasting) == ("entropy_collapse", True)
+    texts = {warned.text for warned in watch.said}
     for finding in (first, *others):
-        assert f"{finding.seen} {finding.meaning} {finding.advice}" == finding.warned.text
+        assert f"{finding.seen} {finding.meaning} {finding.advice}" in texts
         assert finding.metric in ("policy/entropy", "grad_norm")
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=900), st.integers(4, 60))
 def test_however_few_points_are_drawn_the_lowest_and_the_highest_are_among_them(values: list[float], most: int) -> None:
-    x, y = thinned(np.arange(len(values), dtype=float), np.array(values), most)
-    assert len(x) <= max(most, 4)
-    assert (y.min(), y.max()) == (min(values), max(values))
-    assert (x[0], x[-1]) == (0, len(values) - 1)
-    assert (np.diff(x) > 0).all()
-    assert [values[int(at)] for at in x] == y.tolist()
+    kept = extremes(np.arange(len(values), dtype=float), np.array(values), most)
+    assert len(kept) <= most
+    assert {min(values), max(values)} <= {values[at] for at in kept}
+    assert (kept[0], kept[-1]) == (0, len(values) - 1)
+    assert (np.diff(kept) > 0).all()

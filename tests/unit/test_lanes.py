@@ -26,8 +26,8 @@ from trireme.monitor.lanes import (
     time_lines,
 )
 from trireme.monitor.spans import ENVIRONMENTS, Span, SpansFile
-from trireme.tools.dashboard.gantt import gantt
-from trireme.tools.dashboard.lane_view import SpanStore, advice_without_spans, look, trainer_shares
+from trireme.tools.dashboard.history import Metrics, Spans, timeline, trainer_advice, trainer_shares
+from trireme.tools.dashboard.timeline import timeline_chart
 
 TRAINER = [
     Span("trainer", "start", 0.0, 10.0),
@@ -145,23 +145,23 @@ def mixed(num: int) -> list[Span]:
     return sorted((span for lane in lanes for span in lane), key=lambda span: span.end_s)
 
 
-def stored(path: Path, spans: list[Span]) -> SpanStore:
+def stored(path: Path, spans: list[Span]) -> Spans:
     path.write_bytes(b"".join(msgspec.json.encode(span) + b"\n" for span in spans))
-    store = SpanStore(path)
+    store = Spans(path)
     store.refresh()
     return store
 
 
-def everything(store: SpanStore) -> list[Span]:
-    return [span for lane in store.names() for span in store.within(*store.extent(), lane)]
+def everything(store: Spans) -> list[Span]:
+    return [span for lane in store.processes() for span in store.within(*store.extent(), lane)]
 
 
 def test_spans_read_in_pieces_are_those_of_the_file(tmp_path: Path) -> None:
     whole = stored(tmp_path / "whole", mixed(40))
     data = (tmp_path / "whole").read_bytes()
-    store = SpanStore(tmp_path / "growing")
+    store = Spans(tmp_path / "growing")
     assert not store.refresh()
-    assert (bool(store), look(store, *store.extent()).lanes) == (False, [])
+    assert (bool(store), timeline(store, *store.extent()).processes) == (False, [])
     for begin in range(0, len(data), 501):
         with open(tmp_path / "growing", "ab") as file:
             file.write(data[begin : begin + 501])
@@ -181,12 +181,12 @@ def test_spans_read_in_pieces_are_those_of_the_file(tmp_path: Path) -> None:
 def test_a_long_run_is_drawn_with_few_blocks_inside_the_picture(tmp_path: Path) -> None:
     store = stored(tmp_path / "spans", mixed(3000))
     begin, end = store.extent()
-    view = look(store, begin, end, most=500)
-    blocks = list(view.blocks())
+    view = timeline(store, begin, end, most=500)
+    blocks = view.spans
     assert 100 < len(blocks) <= 700
     assert {lane: sum(of_lane.values()) for lane, of_lane in view.shares.items()} == dict.fromkeys(LANES, 1.0)
-    assert all(since >= -1e-6 and since + seconds <= end - begin + 1e-6 for _, since, seconds, *_ in blocks)
-    json.dumps(gantt(view, {"train": "#111111", "other": "#222222"}, zero_s=begin), allow_nan=False)
+    assert all(span.begin_s >= begin - 1e-6 and span.end_s <= end + 1e-6 for span in blocks)
+    json.dumps(timeline_chart(view, zero_s=begin), allow_nan=False)
 
 
 def test_the_start_counts_in_no_advice_and_without_spans_the_trainers_metrics_give_some(tmp_path: Path) -> None:
@@ -196,18 +196,18 @@ def test_the_start_counts_in_no_advice_and_without_spans_the_trainers_metrics_gi
         spans += [Span("trainer", "train", begin, 0.3), Span("trainer", "wait", begin + 0.3, 0.7, step, "no batch yet")]
         spans += [Span("engine e:1", "generate", begin, 1.0, step + 1)]
     store = stored(tmp_path / "spans", spans)
-    view = look(store, *store.extent())
-    assert view.told == (61.0, 71.0)
+    view = timeline(store, *store.extent())
+    assert view.counted == (61.0, 71.0)
     assert view.shares["trainer"] == pytest.approx({"wait": 0.7, "train": 0.3, "other": 0.0}, abs=1e-5)
     assert "more GPUs to inference" in view.advice
-    assert view.held_by["trainer"] == [("no batch yet", pytest.approx(0.7))]
-    assert look(store, 61.5, 62.0).shares["trainer"] == pytest.approx({"wait": 1.0, "other": 0.0}, abs=1e-5)
-    rows = [
-        {"time/step": 2.0, "time/wait_for_batch": 1.0, "time/forward_backward": 0.5, "time/optimizer": 0.25},
-        {"time/step": 2.0, "time/wait_for_batch": 1.0, "time/publish": 0.5, "time/forward_backward": None},
-        {"reward/mean": 1.0},
-    ]
-    found = trainer_shares(rows)
+    assert view.waits["trainer"] == [("no batch yet", pytest.approx(0.7))]
+    assert timeline(store, 61.5, 62.0).shares["trainer"] == pytest.approx({"wait": 1.0, "other": 0.0}, abs=1e-5)
+    metrics = Metrics()
+    parts = {"time/wait_for_batch": 1.0, "time/forward_backward": 0.5, "time/optimizer": 0.25}
+    metrics.add([{"step": 0, "process": "trainer", "time/step": 2.0} | parts])
+    parts = {"time/wait_for_batch": 1.0, "time/publish": 0.5, "time/forward_backward": None}
+    metrics.add([{"step": 1, "process": "trainer", "time/step": 2.0} | parts])
+    found = trainer_shares(metrics)
     assert found == pytest.approx({"wait": 0.5, "train": 0.1875, "transfer": 0.125, "other": 0.1875})
-    assert "more GPUs for inference" in advice_without_spans(found)
-    assert trainer_shares([]) == {}
+    assert "more GPUs for inference" in trainer_advice(found)
+    assert trainer_shares(Metrics()) == {}

@@ -19,15 +19,15 @@ from trireme.journal.logprobs import counting, identity, logprobs_of, path_of, r
 from trireme.journal.records import BatchRecord, Rollout
 from trireme.journal.shares import Shares, samples_of
 from trireme.messages import MicroBatch, Tokens, build_tokens
-from trireme.tools.dashboard.reading import components_html, conversation_html
-from trireme.tools.dashboard.token_view import (
+from trireme.tools.dashboard.rollouts import components_html, conversation_html
+from trireme.tools.dashboard.tokens import (
     LoadedRollout,
     TokenColumns,
     colours_of,
     columns_of,
-    figures_of,
     lines_of,
     load_rollout,
+    summary,
     token_html,
 )
 from trireme.tools.rollouts import Record, Row
@@ -121,10 +121,9 @@ def test_figures_and_ratios_of_a_sample_by_hand() -> None:
     shown = columns()
     assert shown.ratios[2:].tolist() == pytest.approx([0.5, 1.0, 0.5])
     assert np.isnan(shown.ratios[:2]).all()
-    figures = figures_of(shown)
-    assert (figures.sampled, figures.versions) == (3, [3, 4])
-    assert figures.mean_p == pytest.approx((0.5 * 0.25 * 1.0) ** (1 / 3))
-    assert (figures.mean_ratio, figures.farthest) == pytest.approx((2 / 3, 0.5))
+    assert summary(shown) == (
+        "5 tokens, 3 sampled by versions 3, 4 · mean p 0.500 · ratio 0.6667 on average, 0.5000 farthest from 1"
+    )
 
 
 def test_a_token_tells_all_that_is_known_of_it() -> None:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-import msgspec
-
 from trireme.base.paths import RunPaths
-from trireme.base.token import bearer, read_key
+from trireme.base.token import read_key
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.manifest import complete_steps
 from trireme.launch.folder import launcher_of
 from trireme.monitor.in_words import evaluation_text, step_line, warning_text
 from trireme.monitor.lanes import time_lines
+from trireme.monitor.liveness import ask_status, status_address
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Progress, Status
 from trireme.monitor.spans import read_spans
 
 ANSWER_S = 5.0
-ANYWHERE = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True)
@@ -77,34 +73,13 @@ def look_at(run: Path, *, token: str | None = None, address: str | None = None) 
     paths = RunPaths(run)
     progress = Progress(config.max_steps)
     progress.add(read_metrics(paths.metrics)[0])
+    server = config.orchestrator.server
+    where = status_address(address or server.host, server.port, config.hosts.orchestrator)
     return RunState(
         config=config,
         paths=paths,
         progress=progress,
-        status=_ask(config, paths, token, address),
+        status=ask_status(where, run, token or read_key(run), timeout_s=ANSWER_S),
         checkpoints=complete_steps(paths.checkpoints),
         launcher=launcher_of(paths),
     )
-
-
-def _ask(config: RunConfig, paths: RunPaths, token: str | None, address: str | None) -> Status | None:
-    """Ask the orchestrator for its status. The port may be another run's by now, whose answer does not count."""
-    bound = config.orchestrator.server
-    host = address or (config.hosts.orchestrator if bound.host in ANYWHERE else bound.host)
-    url = f"http://{host}:{bound.port or 8001}/status"
-    try:
-        answer = httpx.get(
-            url, headers=bearer(token or read_key(paths.root)), timeout=ANSWER_S, trust_env=False
-        ).raise_for_status()
-        status = msgspec.json.decode(answer.content, type=Status)
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, RecursionError):
-        return None
-    return status if _is_about(status, paths) else None
-
-
-def _is_about(status: Status, paths: RunPaths) -> bool:
-    """Compare folders; names alone where the run was started with a relative path."""
-    answered = Path(status.run)
-    if answered.is_absolute():
-        return os.path.realpath(answered) == os.path.realpath(paths.root)
-    return answered.name == paths.root.resolve().name

@@ -127,14 +127,23 @@ def _repair(descriptor: int) -> bytes:
     return b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
 
 
-def read_lines(path: Path, offset: int = 0) -> tuple[list[bytes], int]:
-    """Complete lines from byte `offset` on, and where to read on later. A half-written last line waits for its rest."""
+def read_lines(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[bytes], int]:
+    """Return complete lines from byte `offset` on, and where to read on later.
+
+    A half-written last line waits for its rest. A file that is shorter than `offset` is read from its start.
+
+    Args:
+        most_bytes: to read at once, or one line where that is longer; -1 reads to the end of the file.
+    """
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size < offset:
                 offset = 0  # another file has taken its place
             file.seek(offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
+            data = file.read(most_bytes)
+            if b"\n" not in data:
+                data += file.readline()
+            whole, newline, _ = data.rpartition(b"\n")
     except OSError:  # not there yet, or not readable now
         return [], offset
     return whole.splitlines(), offset + len(whole) + len(newline)

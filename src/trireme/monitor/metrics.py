@@ -50,9 +50,9 @@ def _number(value: float) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
-def read_metrics(path: Path, offset: int = 0) -> tuple[list[Row], int]:
-    """Complete lines from byte `offset` on, and where to read on later. A half-written last line waits for its rest."""
-    lines, offset = read_lines(path, offset)
+def read_metrics(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[Row], int]:
+    """Return the rows from byte `offset` on, and where to read on later. See `read_lines`."""
+    lines, offset = read_lines(path, offset, most_bytes)
     return [row for line in lines if (row := _parse(line)) is not None], offset
 
 

@@ -291,12 +291,12 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Span).decode
 
 
-def read_spans(path: Path, offset: int = 0) -> tuple[list[Span], int]:
-    """Spans from byte `offset` on, as they were written, and where to read on later.
+def read_spans(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[Span], int]:
+    """Return the spans from byte `offset` on, as they were written, and where to read on later. See `read_lines`.
 
     Those of one lane come in their order; lanes are mixed.
     """
-    lines, offset = read_lines(path, offset)
+    lines, offset = read_lines(path, offset, most_bytes)
     return [span for line in lines if (span := _parse(line)) is not None], offset
 
 

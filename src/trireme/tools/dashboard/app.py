@@ -1,6 +1,6 @@
-"""The dashboard: one page for each question about a run, in the browser, from the run's folder alone.
+"""The dashboard's server, and what is around its pages: tabs, the choice of runs, the state of a run, and keys.
 
-Nothing is loaded from elsewhere: scripts, styles and fonts come with NiceGUI. Nothing is written into a run's folder.
+Scripts, styles and fonts come with NiceGUI, so a browser loads nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -15,128 +15,223 @@ from typing import Any, NamedTuple
 import uvicorn
 from fastapi import FastAPI
 from nicegui import PageArguments, context, run, ui
+from nicegui.events import KeyEventArguments
 
 from trireme.base.log import get_logger
 from trireme.tools.dashboard import theme
-from trireme.tools.dashboard.header import Header
 from trireme.tools.dashboard.runs import Library, RunSet
 from trireme.transport.gate import Gate
 
-LOOK_S = 2.0  # between two looks at the files, while somebody has the page open
-SHOWN_AT_FIRST = 1
+LOOK_S = 2.0  # between two reads of the files, while a browser has the page open
+MOST_RUNS = 8  # compared at once: as many as there are colours
+MESSAGE_BYTES = 2**20  # of a browser
 
 logger = get_logger("dashboard")
 
 
 class Page(NamedTuple):
-    """One question about runs. Its module has `build(runs)`, which may be a coroutine."""
+    """One question about runs. A function of its module builds it; it may be a coroutine."""
 
     path: str
     title: str
     icon: str
     module: str
-
-    def build(self, runs: RunSet) -> Any:
-        return import_module(f"trireme.tools.dashboard.{self.module}").build(runs)
+    function: str = "build"
 
 
 PAGES = (
     Page("/", "Overview", "dashboard", "overview"),
     Page("/metrics", "Metrics", "show_chart", "charts"),
-    Page("/lanes", "Lanes", "view_timeline", "lanes_page"),
-    Page("/rollouts", "Rollouts", "forum", "rollouts_page"),
-    Page("/tokens", "Tokens", "data_object", "tokens_page"),
-    Page("/fates", "Fates", "fact_check", "fates_page"),
-    Page("/logs", "Logs", "article", "logs_page"),
-    Page("/warnings", "Warnings", "warning_amber", "warnings_page"),
+    Page("/timeline", "Timeline", "view_timeline", "timeline"),
+    Page("/rollouts", "Rollouts", "forum", "rollouts"),
+    Page("/tokens", "Tokens", "data_object", "tokens"),
+    Page("/fates", "Fates", "fact_check", "fates"),
+    Page("/logs", "Logs", "article", "logs"),
+    Page("/warnings", "Warnings", "warning_amber", "overview", "build_warnings"),
 )
-"""In the order of the tabs; the digit of its place is the key that opens it."""
+"""In the order of the tabs; the digit of a page's place is the key that opens it."""
+
+KEYS = {
+    f"1 – {len(PAGES)}": "the pages, from left to right",
+    "r": "choose runs",
+    "/": "the page's first field",
+    "d": "light or dark",
+    "?": "this list",
+    "Tab, Enter": "everything else",
+}
 
 
 def open_dashboard(runs: list[Path], listener: socket.socket, secret: str | None = None) -> None:
-    """Serves until it is asked to end.
+    """Serve until the process is asked to end.
 
     Args:
         runs: folders of runs, or with runs below them.
-        listener: bound already, so that its address could be told.
-        secret: without which nobody is let in.
+        listener: bound already, so that its address could be printed.
+        secret: the key that a browser must send; None lets every browser of this machine in.
     """
-    config = uvicorn.Config(Gate(build_app(Library(runs)), secret), log_level="warning", ws_max_size=2**20)
-    uvicorn.Server(config).run(sockets=[listener])
+    app = Gate(build_app(Library(runs)), secret)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", ws_max_size=MESSAGE_BYTES)).run(sockets=[listener])
 
 
 def build_app(library: Library) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     ui.run_with(
         app,
-        root=lambda: Shell(library).build(),
+        root=lambda: Browser(library).build(),
         title="Trireme",
         favicon=theme.FAVICON,
         dark=None,
         show_welcome_message=False,
-        tailwind=False,  # a second's worth of scripts; `style.css` says all that is needed
+        tailwind=False,  # a second's worth of scripts; `style.css` is enough
     )
     return app
 
 
-class Shell:
-    """What is around the pages, for one who looks: header, tabs, and the look at the files every two seconds."""
+class Browser:
+    """One browser: its header, the page that it shows, and the timer that reads files while it is open."""
 
     def __init__(self, library: Library) -> None:
-        self.library = library
-        self.runs = RunSet(library, [])
+        self._library = library
+        self._runs = RunSet(library, [])
+        self._path = "/"
+        self._is_showing = False
 
     async def build(self) -> None:
-        dark = theme.apply()
-        await run.io_bound(self.library.search)
-        self.header = Header(self.library, PAGES, dark)
+        self._dark = theme.apply()
+        await run.io_bound(self._library.search)
+        self._build_header()
         with ui.element("main").classes("tr-main"):
-            routes: dict[str, Callable[..., Any]] = {page.path: self._builder(page) for page in PAGES}
-            ui.sub_pages(routes)
+            ui.sub_pages({page.path: self._builder(page) for page in PAGES})
+        ui.keyboard(self._press)
         ui.timer(LOOK_S, self._look, immediate=False)
+
+    # pages
 
     def _builder(self, page: Page) -> Callable[..., Any]:
         async def show(args: PageArguments) -> None:
-            self.header.mark(page.path)
-            await self._choose(args)
-            self.header.show(self.runs)
-            await _draw(page, self.runs)
+            self._path = page.path
+            asked = args.query_parameters.getlist("run")
+            named = [found for name in asked if (found := self._library.named(name))]
+            query = {key: value for key, value in args.query_parameters.items() if key != "run"}
+            self._runs = RunSet(self._library, (named or self._library.runs()[:1])[:MOST_RUNS], query)
+            await run.io_bound(self._runs.refresh)
+            self._show_header()
+            await self._build_page(page)
 
         show.__annotations__["args"] = PageArguments  # NiceGUI looks for the class itself, not for its name
         return show
 
-    async def _choose(self, args: PageArguments) -> None:
-        """Those of the address; the newest where it has none."""
-        asked = args.query_parameters.getlist("run")
-        named = [found for name in asked if (found := self.library.named(name))]
-        query = {key: value for key, value in args.query_parameters.items() if key != "run"}
-        self.runs = RunSet(self.library, named or self.library.runs()[:SHOWN_AT_FIRST], query)
-        await run.io_bound(self.runs.refresh)
+    async def _build_page(self, page: Page) -> None:
+        """Build a page. One that fails says so in its place: a damaged file must not take other pages with it."""
+        if not self._runs.chosen:
+            theme.nothing("There is no run here yet.", "It is shown as soon as its folder is there.")
+            return
+        try:
+            module = import_module(f"trireme.tools.dashboard.{page.module}")
+            await _settle(getattr(module, page.function)(self._runs))
+        except Exception as error:
+            logger.exception("the page %s could not be drawn", page.path)
+            context.slot.parent.clear()
+            theme.nothing(f"{page.title} could not be drawn.", f"{type(error).__name__}: {error}", icon="error_outline")
 
     async def _look(self) -> None:
-        runs = self.runs
-        if await run.io_bound(self.library.search):
-            self.header.show_runs(runs)
-        if await run.io_bound(runs.refresh) and runs is self.runs:
-            self.header.show_state(runs)
+        runs = self._runs
+        if await run.io_bound(self._library.search):
+            self._show_runs()
+        if await run.io_bound(runs.refresh) and runs is self._runs:
+            self._show_state()
             for redraw in runs.watchers:
-                await settle(redraw())
+                await _settle(redraw())
+
+    # header
+
+    def _build_header(self) -> None:
+        with ui.header(elevated=False).classes("tr-header"):
+            with ui.link(target="/").classes("tr-brand").props('aria-label="Trireme, overview"'):
+                ui.html(theme.FAVICON, sanitize=False).style("width: 22px; height: 22px")
+                ui.label("Trireme")
+            self._tabs: dict[str, ui.link] = {}
+            with ui.element("nav").classes("tr-tabs").props('aria-label="Pages"'):
+                for page in PAGES:
+                    with ui.link(target=page.path).classes("tr-tab") as self._tabs[page.path]:
+                        ui.icon(page.icon).props("aria-hidden=true")
+                        ui.label(page.title)
+            ui.space()
+            self._state = ui.element("div").classes("tr-state").props("aria-live=polite")
+            self._select = ui.select([], multiple=True, with_input=True, label="Runs", on_change=self._choose)
+            self._select.props(f"dense outlined options-dense use-chips max-values={MOST_RUNS} input-debounce=0")
+            self._select.classes("tr-select").style("width: 240px")
+            theme.icon_button("contrast", "Light or dark (d)", self._turn_dark)
+            theme.icon_button("keyboard", "Keys (?)", lambda: self._help.open())
+        with ui.dialog() as self._help, ui.element("section").classes("tr-card tr-dialog"):
+            theme.heading("Keys")
+            for key, meaning in KEYS.items():
+                with theme.row():
+                    ui.label(key).classes("tr-kbd")
+                    ui.label(meaning).classes("tr-soft")
+            ui.button("Close", on_click=self._help.close).props("flat")
+
+    def _show_header(self) -> None:
+        for path, tab in self._tabs.items():
+            tab.props["href"] = self._runs.link(path)
+            if path == self._path:
+                tab.props("aria-current=page")
+            else:
+                tab.props(remove="aria-current")
+        self._show_runs()
+        self._show_state()
+
+    def _show_runs(self) -> None:
+        self._is_showing = True
+        names = [found.name for found in self._library.runs()]
+        self._select.set_options(names, value=[chosen.name for chosen in self._runs.chosen if chosen.name in names])
+        self._is_showing = False
+
+    def _show_state(self) -> None:
+        """
+        Example:
+            ● running 41/150
+        """
+        self._state.clear()
+        if not self._runs.chosen:
+            return
+        main = self._runs.main
+        with self._state:
+            dot = ui.element("span").classes(f"tr-dot {'live' if main.is_live else ''}")
+            dot.style(f"background: {theme.STATES.get(main.state, theme.QUIET)}")
+            total = f"/{main.max_steps}" if main.max_steps else ""
+            ui.label(f"{main.state} {main.num_done}{total}").tooltip(f"{main.name}: {main.state}, steps trained")
+
+    def _choose(self, event: Any) -> None:
+        names = list(event.value or [])
+        if not self._is_showing and names != [chosen.name for chosen in self._runs.chosen]:
+            chosen = [found for name in names if (found := self._library.named(name))]
+            ui.navigate.to(RunSet(self._library, chosen).link(self._path))
+
+    async def _turn_dark(self) -> None:
+        """Switch between light and dark. The browser remembers it; until then it follows the system."""
+        dark = not await ui.run_javascript("document.body.classList.contains('body--dark')")
+        self._dark.value = dark
+        word = "dark" if dark else "light"
+        ui.run_javascript(f"document.cookie = '{theme.COOKIE}={word};path=/;max-age=31536000;samesite=strict'")
+
+    async def _press(self, event: KeyEventArguments) -> None:
+        if not event.action.keydown or event.modifiers.ctrl or event.modifiers.alt or event.modifiers.meta:
+            return
+        key = event.key.name
+        if key.isdigit() and 0 < int(key) <= len(PAGES):
+            ui.navigate.to(self._runs.link(PAGES[int(key) - 1].path))
+        elif key == "d":
+            await self._turn_dark()
+        elif key == "?":
+            self._help.open()
+        elif key == "r":
+            self._select.run_method("focus")
+        elif key == "/":
+            ui.run_javascript("document.querySelector('.tr-main input')?.focus()")
 
 
-async def settle(made: Any) -> None:
-    """Waits for it where it is a coroutine."""
+async def _settle(made: Any) -> None:
+    """Await what a function returned, where it is a coroutine."""
     if inspect.isawaitable(made):
         await made
-
-
-async def _draw(page: Page, runs: RunSet) -> None:
-    """A page that cannot be drawn says so in its place: a damaged file must not take the others with it."""
-    if runs.main is None:
-        theme.nothing("There is no run here yet.", "It is shown as soon as its folder is there.")
-        return
-    try:
-        await settle(page.build(runs))
-    except Exception as error:
-        logger.exception("the page %s could not be drawn", page.path)
-        context.slot.parent.clear()
-        theme.nothing(f"{page.title} could not be drawn.", f"{type(error).__name__}: {error}", icon="error_outline")

@@ -1,4 +1,4 @@
-"""Metrics: every one that the chosen runs report, by group; the same stretch of all of them at once.
+"""Charts of ECharts, and the page of metrics: every metric that the chosen runs report, zoomed together.
 
 A chart is sent when it comes into view, and only as many points of it as can be seen.
 """
@@ -6,189 +6,370 @@ A chart is sent when it comes into view, and only as many points of it as can be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from nicegui import ui
+from nicegui.element import Element
+from nicegui.elements import echart as _brings_echarts_to_the_page  # noqa: F401
 
 from trireme.tools.dashboard import theme
-from trireme.tools.dashboard.canvas import Canvas
-from trireme.tools.dashboard.curves import Axis, Frame, curve
-from trireme.tools.dashboard.groups import grouped, matching
-from trireme.tools.dashboard.pictures import Line, line_chart
-from trireme.tools.dashboard.runs import RunSet
+from trireme.tools.dashboard.history import Axis, Curve, Frame, curve
+from trireme.tools.dashboard.runs import RunFolder, RunSet
 
-SHORTEST = 0.5  # steps: what is dragged shorter than this was a click
-WORDS = 4  # digits of the newest value
+GRID = "rgba(138, 147, 165, 0.18)"
+LABEL = {"color": theme.QUIET, "fontSize": 11}
+VALUE = (
+    "v => v == null ? '–' : v === 0 ? '0' : Math.abs(v) >= 1e5 || Math.abs(v) < 1e-3 ? v.toExponential(2) "
+    ": String(+v.toPrecision(5))"
+)
+TICK = (
+    "v => v === 0 ? '0' : Math.abs(v) >= 1e6 || Math.abs(v) < 1e-3 ? v.toExponential(0) "
+    ": Math.abs(v) >= 1e4 ? +(v / 1000).toPrecision(3) + 'k' : String(+v.toPrecision(3))"
+)
+STEP_TICK = "v => String(+v.toPrecision(6))"
+SHORTEST_STEPS = 0.5  # a shorter drag was a click
+
+Options = dict[str, Any]
+
+
+class Canvas(Element, component="canvas.js"):
+    """A chart that says when it comes into view, and which stretch was dragged over. Empty until `draw`.
+
+    NiceGUI's own element cannot tell what is in view, and fails where it is removed before it was drawn.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_seen: Callable[[bool], Any] | None = None,
+        on_stretch: Callable[[float, float], Any] | None = None,
+        on_whole: Callable[[], Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            on_seen: called when the chart comes into view (True) or leaves it.
+            on_stretch: called with begin and end of the stretch of the horizontal axis that was dragged over.
+            on_whole: called after a double-click.
+        """
+        super().__init__()
+        self._props["options"] = {}
+        self._props["chooses"] = on_stretch is not None
+        self.classes("tr-canvas tr-chooses" if on_stretch else "tr-canvas")
+        if on_seen:
+            self.on("seen", lambda event: on_seen(bool(event.args)))
+        if on_stretch:
+            self.on("stretch", lambda event: on_stretch(float(event.args[0]), float(event.args[1])))
+        if on_whole:
+            self.on("whole", lambda: on_whole())
+
+    def draw(self, options: Options) -> None:
+        self._props["options"] = options
+        self.update()
+
+
+class Line(NamedTuple):
+    """One curve of a chart."""
+
+    name: str
+    color: str
+    curve: Curve
+
+
+def lines_of(runs: Sequence[RunFolder], metric: str, frame: Frame, about: str = "") -> list[Line]:
+    """Return the curves of a metric, one for each run that reports it."""
+    curves = [curve(run.metrics, metric, frame) for run in runs]
+    return [
+        Line(f"{run.name} {about}".strip(), theme.run_color(place), found)
+        for place, (run, found) in enumerate(zip(runs, curves, strict=True))
+        if found.raw
+    ]
+
+
+def line_chart(lines: Sequence[Line], frame: Frame, *, marks: Sequence[int] = (), log: bool = False) -> Options:
+    """
+    Args:
+        marks: steps that a run resumed from after it had been further.
+    """
+    series = [one for line in lines for one in _series_of(line)]
+    if series and frame.axis == "step":
+        series[0]["markLine"] |= {"data": [{"xAxis": step} for step in dict.fromkeys(marks)]}
+    pointer = {"step": "p => 'step ' + Math.round(p.value)", "hours": "p => (+p.value).toFixed(3) + ' h'"}[frame.axis]
+    return {
+        "animation": False,
+        "grid": {"left": 52, "right": 14, "top": 12, "bottom": 26},
+        "tooltip": {
+            "trigger": "axis",
+            "confine": True,
+            "axisPointer": {"type": "line", "lineStyle": {"color": theme.QUIET}},
+            ":valueFormatter": VALUE,
+            "textStyle": {"fontSize": 12},
+            "order": "valueDesc",
+        },
+        "xAxis": {
+            "type": "value",
+            "min": "dataMin" if frame.begin is None else frame.begin,
+            "max": "dataMax" if frame.end is None else frame.end,
+            "axisLabel": LABEL | {"hideOverlap": True, ":formatter": STEP_TICK},
+            "axisLine": {"lineStyle": {"color": GRID}},
+            "axisTick": {"show": False},
+            "splitLine": {"show": False},
+            "axisPointer": {"label": {"show": False, ":formatter": pointer}},
+        },
+        "yAxis": {
+            "type": "log" if log else "value",
+            "scale": True,
+            "axisLabel": LABEL | {":formatter": TICK},
+            "splitLine": {"lineStyle": {"color": GRID}},
+        },
+        "series": series,
+    }
+
+
+def _series_of(line: Line) -> list[Options]:
+    """Return the curve; where it is smoothed, with the values that it is made of behind it, faintly."""
+
+    def series(points: list[list[float | None]], width: float) -> Options:
+        return {
+            "type": "line",
+            "name": line.name,
+            "data": points,
+            "showSymbol": len(points) < 25,
+            "symbolSize": 5,
+            "color": line.color,
+            "lineStyle": {"width": width, "color": line.color},
+            "emphasis": {"disabled": True},
+            "markLine": {
+                "silent": True,
+                "symbol": "none",
+                "lineStyle": {"color": theme.QUIET, "type": "dashed", "width": 1},
+                "label": {"show": False},
+                "data": [],
+            },
+        }
+
+    if not line.curve.smooth:
+        return [series(line.curve.raw, 1.8)]
+    behind = series(line.curve.raw, 1.0) | {"silent": True, "tooltip": {"show": False}, "z": 1}
+    behind["lineStyle"]["opacity"] = 0.25
+    return [series(line.curve.smooth, 2.0), behind]
+
+
+def bar_chart(names: Sequence[Any], bars: dict[str, list[int]], colors: dict[str, str]) -> Options:
+    """Stacked bars, one stack for each name."""
+    axis = {"axisLine": {"lineStyle": {"color": theme.QUIET}}, "splitLine": {"lineStyle": {"opacity": 0.15}}}
+    return {
+        "animation": False,
+        "grid": {"left": 54, "right": 16, "top": 34, "bottom": 24},
+        "legend": {"textStyle": {"color": theme.QUIET}, "top": 2, "type": "scroll"},
+        "tooltip": {"trigger": "axis", "axisPointer": {"type": "shadow"}, "renderMode": "richText"},
+        "xAxis": {"type": "category", "data": list(names), **axis},
+        "yAxis": {"type": "value", **axis},
+        "series": [
+            {"name": name, "type": "bar", "stack": "all", "data": values, "color": colors[name], "barCategoryGap": 0}
+            for name, values in bars.items()
+        ],
+    }
+
+
+# the page of metrics
+
+
+class Group(NamedTuple):
+    """Metrics that belong together."""
+
+    title: str
+    note: str
+    pattern: str
+
+
+GROUPS = (
+    Group("Reward", "what the policy is paid; of the batch that each step trains on", r"reward(/|$)"),
+    Group("Evaluation", "held-out examples, by version of the weights", r"eval/|time/eval$|validation/"),
+    Group(
+        "Loss",
+        "the step: loss, gradient, learning rate, what was clipped or masked",
+        r"(loss|loss_tokens|perplexity|epoch|grad_norm|lr|learning_rate|skipped_\w+|masked_frac|capped_frac)$|clip_frac/",
+    ),
+    Group(
+        "Policy",
+        "how far it has moved, and whether trainer and engine agree",
+        r"policy/|(importance_ratio|ess|mismatch_kl|reference_kl)$",
+    ),
+    Group("Lag", "age of the tokens that are trained on, in versions", r"lag/"),
+    Group(
+        "Rollouts",
+        "lengths, turns, groups with signal, what was dropped or filtered",
+        r"(rollouts|groups|filters|tokens|turns)/|truncated_frac$",
+    ),
+    Group("Time", "where the seconds of a step go", r"time/|(engine/)?idle_frac$"),
+    Group("Performance", "speed, memory, packing, weights in passing", r"(perf|weights|moe|engine|inference)/"),
+    Group("Environments", "by environment: rewards' components, lengths, failures", r"env/"),
+    Group("Data", "epochs, difficulty pools, curriculum", r"(data|curriculum)/"),
+    Group("Other", "all other metrics that processes report", r""),
+)
+FIRST = ("reward/mean", "eval/[^/]+/reward", "loss", "perplexity", "time/step", "perf/tokens_per_s", "policy/entropy")
+"""Metrics that come first in their groups."""
+PROCESS = re.compile(r"^(orchestrator|supervisor|sft)/")
+
+
+def grouped(names: Iterable[str], wanted: str) -> dict[Group, list[str]]:
+    """Return the names that have all words of `wanted` in them, by group, and what matters most first."""
+    words = wanted.lower().split()
+    found: dict[Group, list[str]] = {group: [] for group in GROUPS}
+
+    def place(name: str) -> tuple[int, str]:
+        return next((place for place, first in enumerate(FIRST) if re.fullmatch(first, name)), len(FIRST)), name
+
+    for name in sorted(names, key=place):
+        if all(word in name.lower() for word in words):
+            bare = PROCESS.sub("", name)
+            found[next(group for group in GROUPS if re.match(group.pattern, bare))].append(name)
+    return {group: members for group, members in found.items() if members}
 
 
 def build(runs: RunSet) -> None:
-    if not any(run.columns.names() for run in runs.chosen):
+    if not any(run.metrics.names() for run in runs.chosen):
         theme.nothing("No metrics yet.", "They are in the run's metrics.jsonl; the first comes with the first step.")
         return
-    Charts(runs)
+    MetricsPage(runs)
 
 
-class Charts:
-    """The page: what it is looked at through (`frame`), and the charts that are in view."""
+class MetricsPage:
+    """All charts, and the frame that they are looked at through."""
 
     def __init__(self, runs: RunSet) -> None:
         self.runs = runs
-        self.frame = Frame(smoothing=float(runs.query.get("smoothing", 0.0)))
         self.log = False
-        self.wanted = runs.query.get("find", "")
+        self.frame = Frame()
+        if re.fullmatch(r"0\.\d+", runs.query.get("smoothing", "")):
+            self.frame = Frame(smoothing=min(0.99, float(runs.query["smoothing"])))
+        self._wanted = runs.query.get("find", "")
         self._names: list[str] = []
-        self._charts: list[Chart] = []
+        self._charts: list[MetricChart] = []
         self._build_controls()
-        self._body = ui.element("div").classes("tr-charts")
+        self._body = theme.column()
         self._list()
         runs.watch(self._renew)
 
-    def redraw(self) -> None:
-        for chart in self._charts:
-            chart.is_stale = True
-            chart.draw_if_seen()
-
     def zoom(self, begin: float | None, end: float | None) -> None:
         self.frame = replace(self.frame, begin=begin, end=end)
-        self._show_range()
-        self.redraw()
+        for number, value in ((self._begin, begin), (self._end, end)):
+            number.value = None if value is None else float(f"{value:.6g}")
+        self._redraw()
+
+    def _redraw(self) -> None:
+        for chart in self._charts:
+            chart.redraw()
 
     def _build_controls(self) -> None:
-        with theme.card().classes("tr-controls"), ui.element("div").classes("tr-row"):
-            find = ui.input("Find metrics", value=self.wanted, on_change=lambda event: self._find(event.value))
-            find.props("dense outlined clearable debounce=150").style("min-width: 200px")
-            ui.label("Smoothing").classes("tr-soft tr-small")
-            smooth = ui.slider(min=0, max=0.99, step=0.01, value=self.frame.smoothing)
-            smooth.on_value_change(lambda event: self._smooth(event.value))
-            smooth.props('aria-label="Smoothing" label').style("width: 140px")
+        def smooth(weight: float) -> None:
+            self.frame = replace(self.frame, smoothing=weight)
+            self._redraw()
+
+        def turn(axis: Axis) -> None:
+            self.frame = replace(self.frame, axis=axis)
+            self.zoom(None, None)
+
+        def scale(log: bool) -> None:
+            self.log = log
+            self._redraw()
+
+        def find(wanted: str | None) -> None:
+            self._wanted = wanted or ""
+            self._list()
+
+        with theme.card().classes("tr-controls"), theme.row():
+            search = ui.input("Find metrics", value=self._wanted, on_change=lambda event: find(event.value))
+            search.props("dense outlined clearable debounce=150").style("min-width: 200px")
+            theme.soft("Smoothing")
+            slider = ui.slider(min=0, max=0.99, step=0.01, value=self.frame.smoothing)
+            slider.on_value_change(lambda event: smooth(event.value))
+            slider.props('aria-label="Smoothing" label').style("width: 140px")
             axis = ui.toggle({"step": "Steps", "hours": "Hours"}, value="step")
-            axis.on_value_change(lambda event: self._turn(event.value))
+            axis.on_value_change(lambda event: turn(event.value))
             axis.props('dense no-caps unelevated aria-label="Horizontal axis"')
-            ui.checkbox("Logarithmic", on_change=lambda event: self._scale(event.value)).props("dense")
+            ui.checkbox("Logarithmic", on_change=lambda event: scale(event.value)).props("dense")
             ui.space()
-            self._build_range()
-        with ui.element("div").classes("tr-row"):
-            self._legend()
-
-    def _build_range(self) -> None:
-        self._begin = self._bound("From", lambda value: self.zoom(value, self.frame.end))
-        self._end = self._bound("To", lambda value: self.zoom(self.frame.begin, value))
-        ui.button("All", on_click=lambda: self.zoom(None, None)).props("flat dense no-caps").tooltip(
-            "Drag over a chart to look closer; double-click to see all again"
-        )
-
-    def _bound(self, label: str, act: Callable[[float | None], None]) -> ui.number:
-        number = ui.number(label).props("dense outlined clearable").style("width: 96px")
-        number.on("change", lambda: act(number.value))
-        number.on("clear", lambda: act(None))
-        return number
-
-    def _show_range(self) -> None:
-        self._begin.value = None if self.frame.begin is None else float(f"{self.frame.begin:.6g}")
-        self._end.value = None if self.frame.end is None else float(f"{self.frame.end:.6g}")
-
-    def _legend(self) -> None:
-        for place, run in enumerate(self.runs.chosen):
-            with ui.element("div").classes("tr-state"):
-                ui.element("span").classes("tr-dot").style(f"background: {theme.run_color(place)}")
-                ui.label(f"{run.name}{_range_text(run.columns.went_back)}")
-
-    def _find(self, wanted: str | None) -> None:
-        self.wanted = wanted or ""
-        self._list()
-
-    def _smooth(self, weight: float) -> None:
-        self.frame = replace(self.frame, smoothing=weight)
-        self.redraw()
-
-    def _turn(self, axis: Axis) -> None:
-        self.frame = replace(self.frame, axis=axis)
-        self.zoom(None, None)
-
-    def _scale(self, log: bool) -> None:
-        self.log = log
-        self.redraw()
+            self._begin, self._end = ui.number("From"), ui.number("To")
+            for number in (self._begin, self._end):
+                number.props("dense outlined clearable").style("width: 96px")
+                for event in ("change", "clear"):
+                    number.on(event, lambda: self.zoom(self._begin.value, self._end.value))
+            ui.button("All", on_click=lambda: self.zoom(None, None)).props("flat dense no-caps").tooltip(
+                "Drag over a chart to look closer; double-click to see all again"
+            )
+        with theme.row():
+            names = {}
+            for place, run in enumerate(self.runs.chosen):
+                back = ", ".join(map(str, run.metrics.went_back[-3:]))
+                names[f"{run.name} (resumed from step {back})" if back else run.name] = theme.run_color(place)
+            theme.legend(names)
 
     def _renew(self) -> None:
-        """New names get charts; those that are there get what is new."""
         if self._found() != self._names:
             self._list()
         else:
-            self.redraw()
+            self._redraw()
 
     def _found(self) -> list[str]:
-        return sorted({name for run in self.runs.chosen for name in run.columns.names()})
+        return sorted({name for run in self.runs.chosen for name in run.metrics.names()})
 
     def _list(self) -> None:
         self._names = self._found()
         self._charts = []
         self._body.clear()
         with self._body:
-            shown = grouped(matching(self._names, self.wanted))
+            shown = grouped(self._names, self._wanted)
             for group, names in shown.items():
-                with ui.element("div").classes("tr-row tr-group"):
+                with theme.row().classes("tr-group"):
                     theme.heading(group.title)
-                    ui.label(group.note).classes("tr-soft tr-small")
+                    theme.soft(group.note)
                 with ui.element("div").classes("tr-grid"):
-                    self._charts += [Chart(self, name) for name in names]
+                    self._charts += [MetricChart(self, name) for name in names]
             if not shown:
-                theme.nothing(f"No metric has {self.wanted!r} in its name.", "Try a part of it: reward, time, kl.")
+                theme.nothing(f"No metric has {self._wanted!r} in its name.", "Try a part of it: reward, time, kl.")
 
 
-def _range_text(went_back: list[int]) -> str:
-    """ "went on from step 50"."""
-    return f" (went on from step {', '.join(map(str, went_back[-3:]))})" if went_back else ""
+class MetricChart:
+    """One metric. Its place is there from the beginning; it is drawn when it is in view."""
 
-
-class Chart:
-    """One metric. Its place is there from the beginning; what is in it, once it is seen."""
-
-    def __init__(self, page: Charts, name: str) -> None:
+    def __init__(self, page: MetricsPage, name: str) -> None:
         self._page = page
-        self.name = name
-        self.is_stale = True
+        self._name = name
         self._is_seen = False
+        self._is_stale = True
         card = ui.element("section").classes("tr-card tr-chart-card")
-        card.props["aria-label"] = name  # text for `props()` is parsed: a name with `:` in it would become a script
+        card.props["aria-label"] = name  # `props()` would parse the name, and take one with `:` for a script
         with card:
-            with ui.element("div").classes("tr-row tr-chart-head"):
+            with theme.row().classes("tr-chart-head"):
                 ui.label(name).classes("tr-title")
                 ui.space()
-                self._newest = ui.label().classes("tr-soft tr-small")
+                self._newest = theme.soft()
             self._canvas = Canvas(on_seen=self._see, on_stretch=self._choose, on_whole=lambda: page.zoom(None, None))
             self._canvas.classes("tr-chart")
 
+    def redraw(self) -> None:
+        """Draw what is new, now or when the chart comes into view."""
+        self._is_stale = True
+        self._see(self._is_seen)
+
     def _see(self, is_seen: bool) -> None:
         self._is_seen = is_seen
-        self.draw_if_seen()
-
-    def draw_if_seen(self) -> None:
-        if self._is_seen and self.is_stale:
-            self.is_stale = False
-            self._draw()
-
-    def _draw(self) -> None:
-        self._newest.set_text("   ".join(self._newest_values()))
-        self._canvas.draw(line_chart(self._lines(), self._page.frame, marks=self._marks(), log=self._page.log))
-
-    def _lines(self) -> list[Line]:
-        frame = self._page.frame
-        return [
-            Line(run.name, theme.run_color(place), curve(run.columns, self.name, frame))
-            for place, run in enumerate(self._page.runs.chosen)
-            if len(run.columns.series(self.name).steps)
-        ]
-
-    def _marks(self) -> list[int]:
-        return [step for run in self._page.runs.chosen for step in run.columns.went_back]
-
-    def _newest_values(self) -> list[str]:
-        values = [run.columns.last(self.name) for run in self._page.runs.chosen]
-        return [f"{value:.{WORDS}g}" for value in values if value is not None]
+        if not (is_seen and self._is_stale):
+            return
+        self._is_stale = False
+        runs, page = self._page.runs.chosen, self._page
+        values = [run.metrics.last(self._name) for run in runs]
+        self._newest.set_text("   ".join(f"{value:.4g}" for value in values if value is not None))
+        marks = [step for run in runs for step in run.metrics.went_back]
+        lines = lines_of(runs, self._name, page.frame)
+        self._canvas.draw(line_chart(lines, page.frame, marks=marks, log=page.log))
 
     def _choose(self, begin: float, end: float) -> None:
         if self._page.frame.axis == "hours":
             self._page.zoom(begin, end)
-        elif end - begin >= SHORTEST:
+        elif end - begin >= SHORTEST_STEPS:
             self._page.zoom(math.floor(begin), math.ceil(end))

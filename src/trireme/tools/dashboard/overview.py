@@ -1,24 +1,36 @@
-"""How the chosen runs stand: figures, what is waited for now, reward and time at once, what differs, all other runs."""
+"""The overview of the chosen runs, and the page of warnings: figures, waits, curves, differences, signs of collapse."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 from nicegui import run as threads
 from nicegui import ui
 
+from trireme.monitor.collapse import SIGNS
+from trireme.monitor.ends import ends_of
+from trireme.monitor.in_words import short_time
 from trireme.tools.dashboard import theme
-from trireme.tools.dashboard.canvas import Canvas
-from trireme.tools.dashboard.curves import Frame, curve
-from trireme.tools.dashboard.glance import Glance, ago, differences, figures, glance
-from trireme.tools.dashboard.pictures import Line, line_chart
-from trireme.tools.dashboard.runs import RunFolder, RunSet
-from trireme.tools.dashboard.warnings_page import warning
+from trireme.tools.dashboard.charts import Canvas, Line, line_chart, lines_of
+from trireme.tools.dashboard.history import Frame, Metrics, curve
+from trireme.tools.dashboard.runs import Finding, RunFolder, RunSet, changed_s
 
-MOST_WARNINGS = 3
+PACE_STEPS = 20  # whose median says how fast it goes
+TAIL_BYTES = 16 * 1024  # of the metrics of each run in the list
+MOST_WARNINGS = 3  # on the overview
+MOST_LISTED_WARNINGS = 100  # of a run, on the page of warnings
 MOST_DIFFERENCES = 60
+MOST_HELD_OUT = 3
+OWN_KEYS = {"name", "output_dir", "resume", "ports", "hosts"}
+"""Keys that say where a run is, not what it does."""
 STEP_PARTS = {
     "time/forward_backward": ("train", "train"),
     "time/optimizer": ("optimizer", "evaluate"),
@@ -26,6 +38,7 @@ STEP_PARTS = {
     "time/confirm": ("wait until they are confirmed", "save"),
     "time/wait_for_batch": ("wait for a batch", "wait"),
 }
+"""Name and colour of each part of a step."""
 
 
 async def build(runs: RunSet) -> None:
@@ -35,215 +48,322 @@ async def build(runs: RunSet) -> None:
 
 
 class Overview:
-    """The first of the chosen runs in full, the others beside it."""
+    """The first of the chosen runs in full, and the others in its charts."""
 
     def __init__(self, runs: RunSet) -> None:
-        assert runs.main is not None
-        self.runs = runs
-        self.run = runs.main
+        self._runs = runs
+        self._run = runs.main
         self._figures = ui.element("div").classes("tr-figures")
-        self._now = ui.element("div").classes("tr-charts")
-        self._warnings = ui.element("div").classes("tr-charts")
+        self._now = theme.column()
+        self._warnings = theme.column()
         self._charts: dict[str, Canvas] = {}
-        self._pictures = (
-            ui.element("div")
-            .classes("tr-grid")
-            .style("grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr))")
-        )
-        self._compared = ui.element("div").classes("tr-charts")
-        self._others = ui.element("div").classes("tr-charts")
+        self._chart_grid = ui.element("div").classes("tr-grid tr-wide")
+        self._compared = theme.column()
+        self._others = theme.column()
         self._listed: list[str] = []
 
     async def renew(self) -> None:
-        await threads.io_bound(self.run.signs.refresh)
-        if self._figures.is_deleted:
-            return
-        self._show_figures()
-        self._show_now()
-        self._show_warnings()
-        self._show_pictures()
-        self._show_differences()
+        for place in (self._figures, self._now, self._warnings, self._compared):
+            place.clear()
+        with self._figures:
+            for figure in figures(self._run):
+                theme.figure(*figure)
+        with self._now, theme.card("Now"):
+            for line in _state_lines(self._run):
+                ui.label(line)
+        with self._warnings:
+            for finding in [finding for finding in self._run.warnings() if finding.is_lasting][:MOST_WARNINGS]:
+                _show_warning(self._runs, finding)
+        self._show_charts()
+        if len(self._runs.chosen) > 1:
+            with self._compared:
+                self._show_differences()
         await self._show_others()
 
-    def _show_figures(self) -> None:
-        self._figures.clear()
-        with self._figures:
-            for figure in figures(self.run):
-                theme.figure(*figure)
+    def _show_charts(self) -> None:
+        chosen, metrics = self._runs.chosen, self._run.metrics
+        names = sorted({name for run in chosen for name in run.metrics.names() if _is_held_out(name)})
+        held_out = [
+            line
+            for name in names
+            for line in lines_of(chosen, name, Frame(), _environment_of(name) if len(names) > 1 else "")
+        ]
+        parts = [
+            Line(label, theme.ACTIVITIES[color], found)
+            for name, (label, color) in STEP_PARTS.items()
+            if (found := curve(metrics, name, Frame())).raw
+        ]
+        reward = lines_of(chosen, "reward/mean", Frame()) or lines_of(chosen, "loss", Frame())
+        self._chart("Reward of the batches", reward)
+        self._chart("Reward of held-out examples", held_out)
+        self._chart("Where the seconds of a step go", parts, stacked=True)
+        self._chart("Tokens a second", lines_of(chosen, "perf/tokens_per_s", Frame()))
 
-    def _show_now(self) -> None:
-        self._now.clear()
-        with self._now, theme.card("Now"):
-            for line in _standing(self.run):
-                ui.label(line)
-
-    def _show_warnings(self) -> None:
-        lasting = [finding for finding in self.run.signs.findings() if finding.lasts]
-        self._warnings.clear()
-        with self._warnings:
-            for finding in lasting[:MOST_WARNINGS]:
-                warning(self.runs, finding)
-
-    def _show_pictures(self) -> None:
-        self._picture("Reward of the batches", self._lines("reward/mean") or self._lines("loss"))
-        held_out = sorted({name for run in self.runs.chosen for name in run.columns.names() if _is_held_out(name)})
-        several = len(held_out) > 1
-        lines = [line for name in held_out for line in self._lines(name, _env_of(name) if several else "")]
-        self._picture("Reward of held-out examples", lines)
-        self._picture("Where the seconds of a step go", self._parts(), stacked=True)
-        self._picture("Tokens a second", self._lines("perf/tokens_per_s"))
-
-    def _picture(self, title: str, lines: Sequence[Line], *, stacked: bool = False) -> None:
+    def _chart(self, title: str, lines: Sequence[Line], *, stacked: bool = False) -> None:
         if not lines:
             return
         options = line_chart(lines, Frame())
         if stacked:
             _stack(options)
         if title not in self._charts:
-            with self._pictures, theme.card(title):
+            with self._chart_grid, theme.card(title):
                 self._charts[title] = Canvas().classes("tr-chart")
         self._charts[title].draw(options)
 
-    def _lines(self, name: str, about: str = "") -> list[Line]:
-        return [
-            Line(f"{run.name} {about}".strip(), theme.run_color(place), curve(run.columns, name, Frame()))
-            for place, run in enumerate(self.runs.chosen)
-            if len(run.columns.series(name).steps)
-        ]
-
-    def _parts(self) -> list[Line]:
-        columns = self.run.columns
-        return [
-            Line(said, theme.ACTIVITIES[color], curve(columns, name, Frame(points=300)))
-            for name, (said, color) in STEP_PARTS.items()
-            if len(columns.series(name).steps)
-        ]
-
     def _show_differences(self) -> None:
-        self._compared.clear()
-        if len(self.runs.chosen) < 2:
-            return
-        rows = differences(self.runs.chosen)
-        with self._compared, theme.card("What differs", "of the configurations of the chosen runs"):
+        rows = differences(self._runs.chosen)
+        with theme.card("What differs", "of the configurations of the chosen runs"):
             if not rows:
                 ui.label("Nothing but where they are.").classes("tr-soft")
-            else:
-                _table(["key", *(run.name for run in self.runs.chosen)], [[key, *values] for key, values in rows])
+                return
+            theme.table(rows[:MOST_DIFFERENCES], ["key", *(run.name for run in self._runs.chosen)])
             if len(rows) > MOST_DIFFERENCES:
                 ui.label(f"{len(rows) - MOST_DIFFERENCES} more").classes("tr-soft")
 
     async def _show_others(self) -> None:
-        """Only where runs have come or gone: hundreds of files are looked into for it."""
-        library = self.runs.library.runs()
+        """List all runs, with the end of each one's metrics. It is read again only where runs have come or gone."""
+        library = self._runs.library.runs()
         names = [run.name for run in library]
         if len(library) < 2 or names == self._listed:
             return
         self._listed = names
-        glances = await threads.io_bound(lambda: [glance(run) for run in library])
-        if glances is None or self._others.is_deleted:
+        rows = await threads.io_bound(lambda: [list_row(run) for run in library])
+        if rows is None or self._others.is_deleted:
             return
         self._others.clear()
-        note = f"{len(library)}; click on one to look at it, or choose several above"
-        with self._others, theme.card("All runs", note):
-            self._list(glances)
+        with self._others, theme.card("All runs", f"{len(library)}; click on one, or choose several above"):
+            labels = {"name": "Run", "step": "Steps", "reward": "Newest reward", "changed": "Last written", "ago": ""}
+            columns = [
+                {"name": name, "label": label, "field": name, "sortable": bool(label), "align": "left"}
+                for name, label in labels.items()
+            ]
+            table = ui.table(rows=rows, columns=columns, row_key="name", pagination=20)
+            table.classes("tr-plain").props("flat dense")
+            table.add_slot(
+                "body-cell-name",
+                '<q-td :props="props"><a href="#" @click.prevent="$parent.$emit(\'look\', props.row.name)">'
+                "{{ props.row.name }}</a></q-td>",
+            )
+            table.on("look", lambda event: self._open(str(event.args)))
 
-    def _list(self, glances: Sequence[Glance]) -> None:
-        columns: list[dict[str, Any]] = [
-            {"name": "name", "label": "Run", "field": "name", "align": "left", "sortable": True},
-            {"name": "step", "label": "Steps", "field": "step", "sortable": True},
-            {"name": "reward", "label": "Newest reward", "field": "reward", "sortable": True},
-            {"name": "changed", "label": "Last written", "field": "changed", "sortable": True},
-            {"name": "ago", "label": "", "field": "ago", "align": "left"},
-        ]
-        table = ui.table(rows=[_row(one) for one in glances], columns=columns, row_key="name", pagination=20)
-        table.classes("tr-plain").props("flat dense")
-        table.add_slot(
-            "body-cell-name",
-            '<q-td :props="props"><a href="#" @click.prevent="$parent.$emit(\'look\', props.row.name)">'
-            "{{ props.row.name }}</a></q-td>",
-        )
-        table.on("look", lambda event: self._look_at(str(event.args)))
+    def _open(self, name: str) -> None:
+        if run := self._runs.library.named(name):
+            ui.navigate.to(RunSet(self._runs.library, [run]).link("/"))
 
-    def _look_at(self, name: str) -> None:
-        if run := self.runs.library.named(name):
-            ui.navigate.to(RunSet(self.runs.library, [run]).link("/"))
+
+# figures
+
+
+class Figure(NamedTuple):
+    """A number, with a note about it."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def figures(run: RunFolder) -> Iterator[Figure]:
+    """Yield the figures that are known yet, what matters most first."""
+    metrics = run.metrics
+    step_s = _recent(metrics, "time/step")
+    of = f" of {run.max_steps}" if run.max_steps else ""
+    left_s = step_s * (run.max_steps - run.num_done) if step_s and run.max_steps else 0.0
+    eta = f", {short_time(left_s)} to go" if left_s > 0 and run.is_live else ""
+    yield Figure("Steps trained", f"{run.num_done}{of}", f"{run.state}{eta}")
+
+    if ends := ends_of(metrics.finite("reward/mean")):
+        yield Figure("Reward", f"{ends.last:.3f}", f"from {ends.first:.3f}: means of {ends}")
+    elif ends := ends_of(metrics.finite("loss")):  # in RL the loss says little
+        yield Figure("Loss", f"{ends.last:.4g}", f"from {ends.first:.4g}: means of {ends}")
+    rewards = [name for name in metrics.names() if name.startswith("eval/") and name.endswith("/reward")]
+    for name in rewards[:MOST_HELD_OUT]:
+        steps, values = metrics.series(name)
+        before = f", from {values[0]:.3f} at {steps[0]}" if len(values) > 1 else ""
+        yield Figure(f"Held-out {_environment_of(name)}", f"{values[-1]:.3f}", f"version {steps[-1]}{before}")
+    if step_s:
+        waits_s = _recent(metrics, "time/wait_for_batch")
+        note = "" if waits_s is None else f"{waits_s / step_s:.0%} of it waiting for a batch"
+        yield Figure("Seconds a step", f"{step_s:.3g}", note)
+    if (speed := _recent(metrics, "perf/tokens_per_s")) is not None:
+        yield Figure("Tokens a second", f"{speed:,.0f}", "trained on, prompts included")
+    if (lag := metrics.last("lag/mean")) is not None:
+        most = metrics.last("lag/max")
+        yield Figure("Lag", f"{lag:.2f}", "versions" if most is None else f"versions; at most {most:.0f}")
+    if (entropy := metrics.last("policy/entropy")) is not None:
+        kl = metrics.last("mismatch_kl")
+        yield Figure("Entropy", f"{entropy:.3f}", "nats" if kl is None else f"mismatch KL {kl:.2g}")
+
+
+def _recent(metrics: Metrics, name: str) -> float | None:
+    values = metrics.finite(name)[-PACE_STEPS:]
+    return float(np.median(values)) if values else None
 
 
 def _is_held_out(name: str) -> bool:
     return (name.startswith("eval/") and name.endswith("/reward")) or name == "validation/loss"
 
 
-def _env_of(name: str) -> str:
+def _environment_of(name: str) -> str:
     return name.removeprefix("eval/").removesuffix("/reward")
 
 
-def _row(one: Glance) -> dict[str, Any]:
-    return {
-        "name": one.name,
-        "step": one.step,
-        "reward": None if one.reward is None else round(one.reward, 4),
-        "changed": datetime.fromtimestamp(one.changed_s).strftime("%Y-%m-%d %H:%M") if one.changed_s else "",
-        "ago": ago(one.changed_s),
-    }
-
-
-def _table(head: list[str], rows: list[list[str]]) -> None:
-    with ui.element("table").classes("tr-table"):
-        with ui.element("tr"):
-            for name in head:
-                with ui.element("th"):
-                    ui.label(name)
-        for row in rows[:MOST_DIFFERENCES]:
-            with ui.element("tr"):
-                for place, cell in enumerate(row):
-                    with ui.element("td").classes("tr-mono" if place == 0 else ""):
-                        ui.label(cell)
-
-
 def _stack(options: dict[str, Any]) -> None:
+    """Stack the curves. The axis ends above most steps, so that the first one, with the start in it, flattens none."""
+    sums: dict[float, float] = {}
     for series in options["series"]:
         series |= {"stack": "seconds", "areaStyle": {"opacity": 0.55}, "showSymbol": False}
         series["lineStyle"]["width"] = 0.5
-    options["yAxis"] |= {"scale": False, "max": _usual(options["series"])}
+        for x, y in series["data"]:
+            sums[x] = sums.get(x, 0.0) + (y or 0.0)
+    usual = 1.5 * float(np.percentile(list(sums.values()), 95))
+    ends_early = 0.0 < usual < max(sums.values())
+    options["yAxis"] |= {"scale": False, "max": float(f"{usual:.2g}") if ends_early else None}
     options["tooltip"]["order"] = "seriesDesc"
 
 
-def _usual(series: Sequence[dict[str, Any]]) -> float | None:
-    """Where the picture ends: the first step, with the start in it, must not flatten all others."""
-    sums: dict[float, float] = {}
-    for one in series:
-        for x, y in one["data"]:
-            sums[x] = sums.get(x, 0.0) + (y or 0.0)
-    ordered = sorted(sums.values())
-    usual = 1.5 * ordered[int(0.95 * (len(ordered) - 1))] if ordered else 0.0
-    return float(f"{usual:.2g}") if usual and ordered[-1] > usual else None
-
-
-def _standing(run: RunFolder) -> list[str]:
-    """What it waits for, in the words of its orchestrator; where nobody answers, what is known of it."""
-    status = run.status()
-    if status is None:
-        return _at_rest(run)
-    weights = f"weights of version {status.version}" if status.version >= 0 else "no weights yet"
-    state = (
-        f"The orchestrator is {status.state}: batch {status.batch}, {weights}, {status.in_flight} rollouts in flight."
-    )
-    lines = [state]
-    lines += [f"Waits: {wait.text}" for wait in status.waits] or ["Nobody waits for anything for long."]
-    return lines + [
-        f"Engine {engine.url}: {engine.state}" + (f", version {engine.version}" if engine.version is not None else "")
-        for engine in status.engines
+def _state_lines(run: RunFolder) -> list[str]:
+    """Return what the run waits for, by its orchestrator; where that does not answer, what is known of the run."""
+    if status := run.status:
+        weights = f"weights of version {status.version}" if status.version >= 0 else "no weights yet"
+        return [
+            f"The orchestrator is {status.state}: batch {status.batch}, {weights}, "
+            f"{status.in_flight} rollouts in flight.",
+            *([f"Waits: {wait.text}" for wait in status.waits] or ["No process has waited for long."]),
+            *(
+                f"Engine {engine.url}: {engine.state}"
+                + ("" if engine.version is None else f", version {engine.version}")
+                for engine in status.engines
+            ),
+        ]
+    written = f"Last written to {ago(changed_s(run.path))}."
+    return [
+        {
+            "not there yet": f"{run.path} does not exist yet. The run is shown as soon as it does.",
+            "starting": "Its processes are starting: the logs say how far they are.",
+            "running": "Its launcher is running; the orchestrator does not answer at the moment.",
+            "finished": f"All steps are trained. {written}",
+            "stopped": f"No process is working on it. {written} Start it with `--resume` to continue.",
+            "not started": f"It has not reported anything. {written}",
+        }.get(run.state, written)
     ]
 
 
-def _at_rest(run: RunFolder) -> list[str]:
-    changed = ago(glance(run).changed_s)
-    words = {
-        "not there yet": f"{run.path} is not there yet. It is shown as soon as it is.",
-        "starting": "Its processes are coming up: the logs say how far they are.",
-        "running": "Its launcher is at work; the orchestrator does not answer at the moment.",
-        "finished": f"All steps are trained. Last written to {changed}.",
-        "stopped": f"Nobody is at work on it. Last written to {changed}; `--resume` goes on with it.",
-        "not started": f"It has not reported anything. Last written to {changed}.",
-    }
-    return [words.get(run.state(), f"Last written to {changed}.")]
+# comparison and list of runs
+
+
+def differences(runs: Sequence[RunFolder]) -> list[list[str]]:
+    """Return the keys whose values differ between the runs, each with its values; "–" where a run has no such key."""
+    flat = [dict(_leaves(run.config)) for run in runs]
+    rows = []
+    for key in dict.fromkeys(key for values in flat for key in values):
+        values = [values.get(key, "–") for values in flat]
+        if len(set(values)) > 1 and key.split(".")[0] not in OWN_KEYS and not key.endswith(".port"):
+            rows.append([key, *values])
+    return rows
+
+
+def _leaves(value: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, below in value.items():
+            yield from _leaves(below, f"{above}.{key}" if above else key)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for place, item in enumerate(value):
+            yield from _leaves(item, f"{above}[{place}]")
+    else:
+        yield above, value if isinstance(value, str) else json.dumps(value)
+
+
+def list_row(run: RunFolder) -> dict[str, Any]:
+    """Return a run's row of the list of all runs. Only the end of its metrics is read."""
+    step = reward = None
+    for row in reversed(_last_rows(run.paths.metrics)):
+        if step is None and row.get("process") in ("trainer", "sft"):
+            step = row["step"] + 1
+        if reward is None and isinstance(value := row.get("reward/mean"), int | float):
+            reward = round(float(value), 4)
+    at = changed_s(run.path)
+    changed = datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M") if at else ""
+    return {"name": run.name, "step": step, "reward": reward, "changed": changed, "ago": ago(at)}
+
+
+def _last_rows(metrics: Path) -> list[dict[str, Any]]:
+    try:
+        with open(metrics, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):  # the first line is cut; others may be damaged
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def ago(unix_s: float) -> str:
+    """
+    Example:
+        ago(time.time() - 200)  # "3 min ago"
+    """
+    if not unix_s:
+        return "never"
+    seconds = max(0.0, time.time() - unix_s)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{math.floor(seconds / length)} {unit} ago"
+    return "just now"
+
+
+# warnings
+
+
+def build_warnings(runs: RunSet) -> None:
+    body = theme.column()
+    drawn: list[list[Finding]] = []
+
+    def renew() -> None:
+        found = [run.warnings() for run in runs.chosen]
+        if found != drawn and not body.is_deleted:
+            drawn[:] = found
+            body.clear()
+            with body:
+                for run, findings in zip(runs.chosen, found, strict=True):
+                    _show_warnings(runs, run, findings)
+                with ui.expansion(f"What is looked for ({len(SIGNS)} signs)").classes("tr-card"):
+                    signs = [[sign.name.replace("_", " "), ", ".join(sign.watched), sign.meaning] for sign in SIGNS]
+                    theme.table(signs, mono=2)
+
+    renew()
+    runs.watch(renew)
+
+
+def _show_warnings(runs: RunSet, run: RunFolder, findings: Sequence[Finding]) -> None:
+    lasting = sum(finding.is_lasting for finding in findings)
+    with theme.row().classes("tr-group"):
+        theme.heading(run.name)
+        theme.soft(f"{lasting} now, {len(findings) - lasting} earlier")
+    if not findings:
+        searched = f"{len(SIGNS)} are looked for in every row of its metrics; {run.num_done} steps so far."
+        theme.nothing("No sign of a collapse.", searched, icon="check_circle_outline")
+    for finding in findings[:MOST_LISTED_WARNINGS]:
+        _show_warning(runs, finding)
+
+
+def _show_warning(runs: RunSet, finding: Finding) -> None:
+    """Show what was seen, what it usually means, and what to try."""
+    with theme.card().style(f"border-left: 4px solid var(--tr-{'bad' if finding.is_lasting else 'line'})"):
+        with theme.row():
+            icon, color = ("warning_amber", "tr-warn") if finding.is_lasting else ("history", "tr-soft")
+            ui.icon(icon).classes(color)
+            theme.heading(finding.name.replace("_", " "))
+            theme.soft(f"step {finding.step}{', and still' if finding.is_lasting else ''}")
+            ui.space()
+            ui.link(f"look at {finding.metric}", runs.link("/metrics", find=finding.metric))
+        ui.label(f"{finding.seen.rstrip('.')}.")
+        ui.label(finding.meaning).classes("tr-soft")
+        if finding.advice:
+            ui.label(f"What to try: {finding.advice}")

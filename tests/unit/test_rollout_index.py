@@ -11,10 +11,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord
 from trireme.tools.audit.audit import audit_run
-from trireme.tools.dashboard.example_fates import by_step, totals
-from trireme.tools.dashboard.indexing import bring_up_to_date
-from trireme.tools.dashboard.rollout_query import query_of
-from trireme.tools.dashboard.rollout_table import RolloutTable
+from trireme.tools.dashboard.rollout_index import RolloutIndex, bring_up_to_date, query_of
 from trireme.tools.rollout_filters import parse_filter
 from trireme.tools.rollouts import BatchFile
 from written_run import rewrite_batch, write_whole_run
@@ -36,18 +33,18 @@ def _say_other_things(record: BatchRecord) -> None:
 
 
 @pytest.fixture(scope="module")
-def table(run: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> RolloutTable:
-    return filled(run, tmp_path_factory.mktemp("cache") / "rollouts.sqlite")
+def table(run: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> RolloutIndex:
+    return filled(run, tmp_path_factory.mktemp("cache"))
 
 
-def filled(run: RunConfig, file: Path) -> RolloutTable:
-    table = RolloutTable(file)
-    table.make()
-    list(table.update(run.paths.journal))
-    return table
+def filled(run: RunConfig, cache: Path) -> RolloutIndex:
+    index = RolloutIndex(run.paths.root, cache)
+    index.create()
+    list(index.update())
+    return index
 
 
-def found(table: RolloutTable, line: str) -> list[tuple[int, int]]:
+def found(table: RolloutIndex, line: str) -> list[tuple[int, int]]:
     rows = table.search(query_of(line), limit=EVERYTHING).rows
     return sorted((row["step"], row["number"]) for row in rows)
 
@@ -72,11 +69,11 @@ def found_by_the_viewer(run: RunConfig, line: str) -> list[tuple[int, int]]:
         *("reward<=1.3 rollout>1", "reward<2 env=a is:truncated", "größe -is:truncated reward>0.5"),
     ],
 )
-def test_a_search_finds_what_the_viewer_finds(run: RunConfig, table: RolloutTable, line: str) -> None:
+def test_a_search_finds_what_the_viewer_finds(run: RunConfig, table: RolloutIndex, line: str) -> None:
     assert found(table, line) == found_by_the_viewer(run, line)
 
 
-def test_steps_groups_and_attempts_can_be_asked_for(run: RunConfig, table: RolloutTable) -> None:
+def test_steps_groups_and_attempts_can_be_asked_for(run: RunConfig, table: RolloutIndex) -> None:
     record = Journal(run.paths.journal).read(2)
     group = record.rollouts[0].group
     assert found(table, "step=2") == [(2, number) for number in range(len(record.rollouts) + len(record.dropped))]
@@ -91,14 +88,14 @@ def test_steps_groups_and_attempts_can_be_asked_for(run: RunConfig, table: Rollo
 def test_only_what_is_new_is_read_what_is_gone_is_forgotten_and_nothing_is_written_into_the_run(tmp_path: Path) -> None:
     run = write_whole_run(tmp_path / "run", batches=4)
     before = {path: path.stat().st_mtime_ns for path in run.paths.root.rglob("*")}
-    table = filled(run, tmp_path / "rollouts.sqlite")
-    assert list(table.update(run.paths.journal)) == []
+    table = filled(run, tmp_path / "cache")
+    assert list(table.update()) == []
     assert {path: path.stat().st_mtime_ns for path in run.paths.root.rglob("*")} == before
     rewrite_batch(run, 1, _say_other_things)
-    assert list(table.update(run.paths.journal)) == [1]
+    assert list(table.update()) == [1]
     assert {step for step, _ in found(table, "größe")} == {1}
     Journal(run.paths.journal).rewind(1)
-    assert list(table.update(run.paths.journal)) == []
+    assert list(table.update()) == []
     assert {step for step, _ in found(table, "")} == {0}
     assert found(table, "größe") == []
 
@@ -107,32 +104,33 @@ def test_a_damaged_batch_is_named_and_hides_no_other(tmp_path: Path) -> None:
     run = write_whole_run(tmp_path / "run", batches=3)
     path = Journal(run.paths.journal).path(1)
     path.write_bytes(path.read_bytes()[:-5])
-    table = filled(run, tmp_path / "rollouts.sqlite")
+    table = filled(run, tmp_path / "cache")
     assert {step for step, _ in found(table, "")} == {0, 2}
-    assert list(table.troubles()) == [1]
-    assert "checksum" in table.troubles()[1]
+    ((step, trouble),) = table.ask("SELECT step, trouble FROM batches WHERE trouble != ''")
+    assert step == 1
+    assert "checksum" in trouble
 
 
 @pytest.mark.parametrize("content", [b"", b"no table at all" * 1000])
 def test_a_file_that_is_no_table_or_is_damaged_while_it_is_kept_is_made_again(tmp_path: Path, content: bytes) -> None:
     run = write_whole_run(tmp_path / "run", batches=2)
-    file = tmp_path / "rollouts.sqlite"
+    file = RolloutIndex(run.paths.root, tmp_path).file
     file.write_bytes(content)
-    table = filled(run, file)
+    table = filled(run, tmp_path)
     before = found(table, "")
     assert len(before) >= 12
     table.remove()
     file.write_bytes(b"not a table any more" * 1000)
     for _ in range(2):
-        bring_up_to_date(table, run.paths.journal)
+        bring_up_to_date(table)
     assert found(table, "") == before
 
 
-def test_fates_are_counted_as_the_audit_counts_them(run: RunConfig, table: RolloutTable) -> None:
-    counted, summary = totals(table), audit_run(run.paths.root).summary
+def test_fates_are_counted_as_the_audit_counts_them(run: RunConfig, table: RolloutIndex) -> None:
+    counted, summary = table.totals(), audit_run(run.paths.root).summary
     assert counted.trained + counted.masked == summary.trained
     assert counted.dropped == summary.dropped_for
     assert counted.open_groups == summary.open_groups
-    steps, fates = by_step(table)
+    steps, fates = table.by_step()
     assert steps == list(range(5))
     assert sum(map(sum, fates.values())) == summary.trained + summary.dropped

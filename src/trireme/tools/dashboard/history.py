@@ -1,0 +1,405 @@
+"""Metrics and spans of a run as its files grow. Both are thinned with age, so that memory is bounded."""
+
+from __future__ import annotations
+
+import math
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trireme.monitor import lanes
+from trireme.monitor.lanes import Shares
+from trireme.monitor.lines import read_lines
+from trireme.monitor.metrics import Row
+from trireme.monitor.spans import TRAINER, Span, read_spans
+
+PIECE_BYTES = 1 << 22
+"""Bytes of a file that are read at once."""
+MOST_POINTS = 10_000
+"""Points kept of a metric. The newest quarter and the first five are exact; of older ones, the extremes are kept."""
+MOST_SPANS = 60_000
+"""Spans kept of a run, at some 0.6 kB each. The newest quarter is exact; older ones are merged by `lanes.thin`."""
+EXACT_START = 5
+CURVE_POINTS = 500
+"""Points drawn of a curve: more than a chart has pixels for."""
+DRAWN_SPANS = 4000
+
+Values = NDArray[np.float64]
+Axis = Literal["step", "hours"]
+
+
+def read_in_pieces(path: Path, offset: int) -> Iterator[tuple[list[bytes], int]]:
+    """Yield the complete lines from byte `offset` on, some megabytes at a time, and the offset after them.
+
+    The offset is smaller than the one before where another file has taken the place of this one.
+    """
+    while True:
+        before = offset
+        lines, offset = read_lines(path, offset, PIECE_BYTES)
+        if lines or offset < before:
+            yield lines, offset
+        if not lines:
+            return
+
+
+# metrics
+
+MARKS = {"trainer": "loss", "orchestrator": "reward/mean", "sft": "loss"}
+"""By process: the metric that only the row of a step has. Rows of evaluations come late, and are no step back."""
+
+
+class Series(NamedTuple):
+    """One metric, in the order of its steps; NaN where it was not finite."""
+
+    steps: NDArray[np.int64]
+    values: Values
+
+
+class Metrics:
+    """All metrics of a run by name. A name that the trainer uses too gets its process as a prefix.
+
+    A step that was trained again counts as it was trained last. Where a run went back (a resume, a rewind), later steps
+    are forgotten until the run reaches them again.
+
+    Example:
+        metrics.add([{"step": 3, "process": "trainer", "time_s": 1.7e9, "loss": 0.2}])
+        metrics.series("loss")  # Series(steps=[3], values=[0.2])
+    """
+
+    def __init__(self) -> None:
+        self.went_back: list[int] = []  # steps that the run resumed from, in the order in which it did
+        self._columns: dict[str, dict[str, _Column]] = {}  # process -> metric -> column
+        self._newest: dict[str, int] = {}  # process -> its newest step
+
+    def add(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            process, step = str(row["process"]), row["step"]
+            columns = self._columns.setdefault(process, {})
+            if MARKS.get(process) in row:
+                if step < self._newest.get(process, -1):
+                    self._go_back(process, step)
+                self._newest[process] = step
+            for name, value in row.items():
+                if name not in ("step", "process") and (value is None or isinstance(value, int | float)):
+                    columns.setdefault(name, _Column()).put(step, math.nan if value is None else float(value))
+
+    def _go_back(self, process: str, step: int) -> None:
+        for column in self._columns[process].values():
+            column.forget_after(step)
+        if step not in self.went_back[-1:]:
+            self.went_back.append(step)
+
+    def names(self) -> list[str]:
+        trainer = self._columns.get(TRAINER, {})
+        return sorted(
+            f"{process}/{name}" if process != TRAINER and name in trainer else name
+            for process, columns in list(self._columns.items())
+            for name in list(columns)
+            if name != "time_s"
+        )
+
+    def series(self, name: str) -> Series:
+        """Return a metric, empty where there is no such metric."""
+        _, column = self._find(name)
+        return column.series()
+
+    def hours(self, name: str) -> Values:
+        """Return when each step of `series(name)` was reported, in hours since the run's first report."""
+        process, column = self._find(name)
+        clocks = {each: columns["time_s"] for each, columns in self._columns.items() if "time_s" in columns}
+        if process not in clocks:
+            return np.full(len(column.steps), np.nan)
+        began_s = min(clock.values[0] for clock in clocks.values() if clock.values)
+        clock = clocks[process].series()
+        return (np.interp(column.steps, clock.steps, clock.values) - began_s) / 3600.0
+
+    def last(self, name: str) -> float | None:
+        _, column = self._find(name)
+        return column.values[-1] if column.values else None
+
+    def finite(self, name: str) -> list[float]:
+        values = self.series(name).values
+        found: list[float] = values[np.isfinite(values)].tolist()
+        return found
+
+    def newest_step(self) -> int | None:
+        """Return the step that was trained last; where no trainer has reported, the one that was filled last."""
+        return self._newest.get(TRAINER, max(self._newest.values(), default=None))
+
+    def _find(self, name: str) -> tuple[str, _Column]:
+        for process, columns in sorted(self._columns.items(), key=lambda item: item[0] != TRAINER):
+            if name in columns:
+                return process, columns[name]
+        process, _, rest = name.partition("/")
+        return process, self._columns.get(process, {}).get(rest) or _Column()
+
+
+class _Column:
+    """One metric of one process: steps in order, each once."""
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self.values = array("d")
+
+    def put(self, step: int, value: float) -> None:
+        at = len(self.steps)
+        if at and step <= self.steps[-1]:
+            at = bisect_left(self.steps, step)
+            if self.steps[at] == step:
+                self.values[at] = value
+                return
+        self.steps.insert(at, step)
+        self.values.insert(at, value)
+        if len(self.steps) > MOST_POINTS:
+            self._thin()
+
+    def forget_after(self, step: int) -> None:
+        end = bisect_right(self.steps, step)
+        del self.steps[end:], self.values[end:]
+
+    def series(self) -> Series:
+        return Series(np.array(self.steps, np.int64), np.array(self.values, np.float64))
+
+    def _thin(self) -> None:
+        recent = len(self.steps) - MOST_POINTS // 4
+        steps, values = self.series()
+        old = EXACT_START + extremes(
+            steps[EXACT_START:recent].astype(np.float64), values[EXACT_START:recent], MOST_POINTS // 4
+        )
+        keep = np.concatenate([np.arange(EXACT_START), old, np.arange(recent, len(steps))])
+        self.steps, self.values = array("q", steps[keep].tobytes()), array("d", values[keep].tobytes())
+
+
+def extremes(x: Values, y: Values, most: int) -> NDArray[np.int64]:
+    """Return the places of at most `most` points: of equal stretches of `x` the lowest and the highest, and both ends.
+
+    A spike of one step stays visible, however long the run.
+
+    Args:
+        x: in ascending order.
+    """
+    if len(x) <= most:
+        return np.arange(len(x))
+    stretches = max(1, (most - 2) // 2)
+    span = float(x[-1] - x[0]) or 1.0
+    stretch = np.maximum.accumulate(((x - x[0]) / span * stretches).astype(np.int64).clip(max=stretches - 1))
+    begins = np.flatnonzero(np.diff(stretch, prepend=-1))
+    ends = np.append(begins[1:], len(x)) - 1
+    lowest = np.lexsort((np.where(np.isfinite(y), y, np.inf), stretch))[begins]
+    highest = np.lexsort((np.where(np.isfinite(y), y, -np.inf), stretch))[ends]
+    return np.unique(np.concatenate([[0], lowest, highest, [len(x) - 1]]))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The part of a curve that is shown, and how."""
+
+    axis: Axis = "step"
+    smoothing: float = 0.0  # weight of the past in the moving average, 0 to 0.99; 0 draws values as they are
+    begin: float | None = None  # of the axis; None is its first value
+    end: float | None = None
+
+
+class Curve(NamedTuple):
+    """Points [x, y] of a metric, ready to be drawn. `smooth` is empty where nothing was smoothed."""
+
+    raw: list[list[float | None]]
+    smooth: list[list[float | None]]
+
+
+def curve(metrics: Metrics, name: str, frame: Frame) -> Curve:
+    series = metrics.series(name)
+    x = series.steps.astype(np.float64) if frame.axis == "step" else metrics.hours(name)
+    known = np.isfinite(x)
+    x, values = x[known], series.values[known]
+    # One point more on either side, so that lines reach the edge.
+    begin = 0 if frame.begin is None else max(0, int(np.searchsorted(x, frame.begin)) - 1)
+    end = len(x) if frame.end is None else int(np.searchsorted(x, frame.end, "right")) + 1
+    smooth = _points(x, smoothed(values, frame.smoothing), begin, end) if frame.smoothing else []
+    return Curve(_points(x, values, begin, end), smooth)
+
+
+def _points(x: Values, y: Values, begin: int, end: int) -> list[list[float | None]]:
+    x, y = x[begin:end], y[begin:end]
+    at = extremes(x, y, CURVE_POINTS)
+    return [
+        [float(f"{a:.10g}"), float(f"{b:.6g}") if math.isfinite(b) else None] for a, b in zip(x[at], y[at], strict=True)
+    ]
+
+
+def smoothed(values: Values, weight: float) -> Values:
+    """Exponential moving average without the bias of its beginning; values that are not finite are skipped.
+
+    smooth_n = (1 - w) / (1 - w^n) * sum of w^(n - k) * value_k
+    """
+    result = np.full(len(values), np.nan)
+    total = norm = 0.0
+    for index, value in enumerate(values.tolist()):
+        if math.isfinite(value):
+            total = weight * total + (1.0 - weight) * value
+            norm = weight * norm + (1.0 - weight)
+            result[index] = total / norm
+    return result
+
+
+# spans
+
+
+class Spans:
+    """The spans of a run by process, in order of time. Pieces of one activity are joined as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._processes: dict[str, list[Span]] = {}
+        self._lock = threading.Lock()
+
+    def refresh(self) -> bool:
+        """Read new spans. Return whether there were any. Blocks."""
+        with self._lock:
+            is_new = False
+            while True:
+                spans, offset = read_spans(self._path, self._offset, PIECE_BYTES)
+                if offset < self._offset:  # another file has taken its place
+                    self._processes = {}
+                if offset == self._offset:
+                    return is_new
+                self._offset, is_new = offset, True
+                for span in spans:
+                    _put(self._processes.setdefault(span.lane, []), span)
+                self._thin()
+
+    def _thin(self) -> None:
+        most = MOST_SPANS // max(1, len(self._processes))
+        for process, spans in self._processes.items():
+            if len(spans) > most:
+                recent = len(spans) - most // 4
+                old = lanes.thin(spans[:recent], spans[0].begin_s, spans[recent - 1].end_s, most // 2)
+                self._processes[process] = old + spans[recent:]
+
+    def __bool__(self) -> bool:
+        return bool(self._processes)
+
+    def processes(self) -> list[str]:
+        """Return their names: trainer, orchestrator, engines, then others."""
+        return lanes.lanes_of(spans[0] for spans in self._processes.values())
+
+    def extent(self) -> tuple[float, float]:
+        """Return the unix times of the first begin and of the last end; zeros where there is no span."""
+        known = list(self._processes.values())
+        return min((spans[0].begin_s for spans in known), default=0.0), max((s[-1].end_s for s in known), default=0.0)
+
+    def steady(self) -> tuple[float, float]:
+        """Return the stretch without start and end, which say nothing about balance."""
+        begin_s, end_s = self.extent()
+        trainer = self._processes.get(TRAINER, [])
+        return lanes.steady([*trainer, Span("", "", begin_s, end_s - begin_s)]) if self else (0.0, 0.0)
+
+    def within(self, begin_s: float, end_s: float, process: str) -> list[Span]:
+        """Return the spans of a process that touch a stretch of time."""
+        spans = self._processes.get(process, [])
+        first = bisect_left(spans, begin_s, key=lambda span: span.begin_s)
+        last = bisect_left(spans, end_s, key=lambda span: span.begin_s)
+        if first and spans[first - 1].end_s > begin_s:  # spans of a process do not overlap: only this one can reach in
+            first -= 1
+        return spans[first:last]
+
+
+def _put(spans: list[Span], span: Span) -> None:
+    if spans and (joined := lanes.joined([spans[-1], span])) and len(joined) == 1:
+        spans[-1] = joined[0]
+    elif spans and span.begin_s < spans[-1].begin_s:
+        spans.insert(bisect_right(spans, span.begin_s, key=lambda other: other.begin_s), span)
+    else:
+        spans.append(span)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What the processes of a run did in a stretch of time, and which side should get more GPUs."""
+
+    begin_s: float  # unix time
+    end_s: float
+    processes: list[str]
+    spans: list[Span]  # at most DRAWN_SPANS
+    shares: dict[str, Shares]  # by process
+    waits: dict[str, list[tuple[str, float]]]  # by process: what it waited for, as a share of the time, longest first
+    advice: str
+    engines: Shares = field(default_factory=dict)  # mean of all engines, where there are several
+    counted: tuple[float, float] = (0.0, 0.0)  # the steady part of the stretch, which shares and words are about
+
+
+def timeline(spans: Spans, begin_s: float, end_s: float, *, most: int = DRAWN_SPANS) -> Timeline:
+    processes = spans.processes()
+    by_process = {process: spans.within(begin_s, end_s, process) for process in processes}
+    known = list(chain.from_iterable(by_process.values()))
+    first_s, last_s = spans.steady()
+    counted = max(begin_s, first_s), min(end_s, last_s)
+    counted = counted if counted[0] < counted[1] else (begin_s, end_s)
+    shares = {process: lanes.shares(found, process, *counted) for process, found in by_process.items()}
+    engines = [shares[process] for process in processes if lanes.is_engine(process)]
+    unknown: Shares = {lanes.OTHER: 1.0}
+    mean = lanes.mean_shares(engines) if engines else unknown
+    waits = {process: lanes.reasons(found, process, *counted) for process, found in by_process.items()}
+    return Timeline(
+        begin_s=begin_s,
+        end_s=end_s,
+        processes=processes,
+        spans=lanes.thin(known, begin_s, end_s, most),
+        shares=shares,
+        waits={process: [wait for wait in found if wait[0]] for process, found in waits.items()},
+        advice=lanes.advice(
+            shares.get(TRAINER, unknown),
+            mean,
+            few=lanes.few_requests(known, *counted),
+            environments=lanes.waits_for_environments(known, *counted),
+        ),
+        engines=mean if len(engines) > 1 else {},
+        counted=counted,
+    )
+
+
+STEP_PARTS = {
+    "time/wait_for_batch": "wait",
+    "time/forward_backward": "train",
+    "time/optimizer": "train",
+    "time/publish": "transfer",
+    "time/confirm": "transfer",
+    "time/checkpoint": "save",
+}
+"""The trainer's metrics that say what it did, for runs without spans."""
+
+
+def trainer_shares(metrics: Metrics) -> Shares:
+    """Return what the trainer did with its steps, by its metrics; empty where they do not tell."""
+    total_s = sum(metrics.finite("time/step"))
+    if total_s <= 0:
+        return {}
+    shares: Shares = {}
+    for name, what in STEP_PARTS.items():
+        if seconds := sum(metrics.finite(name)):
+            shares[what] = shares.get(what, 0.0) + seconds / total_s
+    scale = max(1.0, sum(shares.values()))
+    shares = {what: share / scale for what, share in shares.items()}
+    return shares | {lanes.OTHER: max(0.0, 1.0 - sum(shares.values()))}
+
+
+def trainer_advice(shares: Any) -> str:
+    """Return what the trainer's shares alone suggest. The engines' side is not known."""
+    waits = shares.get("wait", 0.0)
+    if waits > 0.3:
+        return (
+            f"the trainer waits {waits:.0%} of its time for batches: generation or environments hold it up, and more "
+            "GPUs for inference would help where the engines are busy"
+        )
+    if waits < 0.05:
+        return f"the trainer waits {waits:.0%} of its time: training itself is what a step takes"
+    return f"the trainer waits {waits:.0%} of its time for batches: the two sides are not far from balanced"

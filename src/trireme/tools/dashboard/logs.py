@@ -1,0 +1,173 @@
+"""The logs of a run: the newest lines of each process, filtered, and followed while the run is alive."""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nicegui import run as threads
+from nicegui import ui
+
+from trireme.base.paths import RunPaths
+from trireme.tools.dashboard import theme
+from trireme.tools.dashboard.runs import RunSet
+
+FOLLOW_S = 1.0
+ENDING = ".stdout"
+FIRST = ("orchestrator", "trainer", "inference", "sft")
+TAIL_BYTES = 512 * 1024  # of the file's end, without a filter
+SEARCH_BYTES = 16 * 1024 * 1024  # of the file's end, with a filter
+MOST_LINES = 1000
+LONGEST = 2000  # characters of a line
+
+Level = Literal["all", "trouble", "errors"]
+LEVELS: dict[Level, str] = {"all": "All lines", "trouble": "Warnings and errors", "errors": "Errors"}
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
+ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL|Traceback|[A-Za-z]*(Error|Exception))\b")
+WARNING = re.compile(r"\b(WARNING|WARN|[A-Za-z]*Warning)\b")
+MARKS = re.compile(rb"ERROR|CRITICAL|FATAL|Traceback|Error|Exception|WARN|Warning")  # quick, before lines are decoded
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The end of a log, as it is shown."""
+
+    lines: list[str]
+    num_found: int  # lines that passed the filter, of those that were read
+    is_whole: bool  # the file was read from its beginning
+    size: int  # of the file
+
+
+def log_files(run: Path) -> dict[str, Path]:
+    """Return the logs by process; those of the main processes come first."""
+    found = {file.name.removesuffix(ENDING): file for file in RunPaths(run).logs.glob(f"*{ENDING}")}
+    place = {name: min((n for n, first in enumerate(FIRST) if name.startswith(first)), default=9) for name in found}
+    return dict(sorted(found.items(), key=lambda item: (place[item[0]], item[0])))
+
+
+def tail(file: Path, *, words: str = "", level: Level = "all", most: int = MOST_LINES) -> Tail:
+    """Return the newest lines of a level that have all the words in them; none where the file cannot be read."""
+    wanted_words = words.lower().split()
+    try:
+        with open(file, "rb") as log:
+            size = log.seek(0, 2)
+            begin = max(0, size - (SEARCH_BYTES if wanted_words or level != "all" else TAIL_BYTES))
+            log.seek(begin)
+            data = log.read(size - begin)
+    except OSError:
+        return Tail([], 0, True, 0)
+    if begin:
+        data = data.partition(b"\n")[2]  # the rest of a line that begins before
+    raw = data.removesuffix(b"\n").split(b"\n") if data else []
+    if level != "all":
+        raw = [line for line in raw if MARKS.search(line)]
+    levels = {"all": ("", "warn", "bad"), "trouble": ("warn", "bad"), "errors": ("bad",)}[level]
+    lines = [clean(line.decode(errors="replace")) for line in raw]
+    if wanted_words or level != "all":
+        lines = [
+            line for line in lines if level_of(line) in levels and all(word in line.lower() for word in wanted_words)
+        ]
+    return Tail(lines[-most:], len(lines), begin == 0, size)
+
+
+def clean(line: str) -> str:
+    """Return a line without colours and control characters; of a progress bar that was redrawn, the last state."""
+    line = ANSI.sub("", line).rstrip("\r").rpartition("\r")[2]
+    if not line.isprintable():
+        line = "".join(each if each.isprintable() or each == "\t" else "\N{REPLACEMENT CHARACTER}" for each in line)
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} … ({len(line) - LONGEST} characters more)"
+
+
+def level_of(line: str) -> Literal["", "warn", "bad"]:
+    if ERROR.search(line):
+        return "bad"
+    return "warn" if WARNING.search(line) else ""
+
+
+def to_html(lines: list[str], words: str = "") -> str:
+    """Return lines with their levels and the words that were looked for marked. Text is escaped."""
+    longest_first = sorted(words.split(), key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)", re.IGNORECASE)
+    shown = []
+    for line in lines:
+        text, at = "", 0
+        for match in pattern.finditer(line):
+            text += f"{html.escape(line[at : match.start()])}<mark>{html.escape(match[0])}</mark>"
+            at = match.end()
+        text += html.escape(line[at:])
+        level = level_of(line)
+        shown.append(f'<span class="{level}">{text}</span>' if level else text)
+    return "\n".join(shown)
+
+
+async def build(runs: RunSet) -> None:
+    await LogsPage(runs).show()
+
+
+class LogsPage:
+    """The log of the first of the chosen runs that is shown, and its filter."""
+
+    def __init__(self, runs: RunSet) -> None:
+        self._run = runs.main
+        self._shown: Tail | None = None
+        with theme.card():
+            with theme.row():
+                self._process = ui.toggle([], value=None, on_change=self.show)
+                self._process.props('dense no-caps unelevated aria-label="Process"')
+                ui.space()
+                self._level = ui.select(LEVELS, value="all", on_change=self.show)
+                self._level.props('dense outlined options-dense aria-label="Lines"')
+                self._find = ui.input("Find", value=runs.query.get("find", ""), on_change=self.show)
+                self._find.props("dense outlined clearable debounce=250")
+                self._follow = ui.switch("Follow", value=True, on_change=self.show).props("dense")
+            self._summary = theme.soft().props("aria-live=polite")
+            self._text = ui.html("", sanitize=False).classes("tr-log tr-mono")
+            self._text.props('tabindex=0 role=log aria-label="Log"')
+        self._show_processes(runs.query.get("process"))
+        ui.timer(FOLLOW_S, self._look, immediate=False)
+
+    def _show_processes(self, wanted: str | None) -> None:
+        names = list(log_files(self._run.path))
+        if names != self._process.options or (names and self._process.value is None):
+            self._process.set_options(names, value=wanted if wanted in names else next(iter(names), None))
+
+    def _file(self) -> Path | None:
+        return log_files(self._run.path).get(self._process.value or "")
+
+    async def show(self) -> None:
+        file = self._file()
+        if file is None:
+            self._summary.set_text(f"There are no logs in {self._run.paths.logs} yet.")
+            return
+        words = self._find.value or ""
+        shown = await threads.io_bound(tail, file, words=words, level=self._level.value)
+        if shown is None or self._text.is_deleted or file != self._file():
+            return
+        self._shown = shown
+        self._text.set_content(to_html(shown.lines, words))
+        self._summary.set_text(summary(shown))
+        if self._follow.value:
+            text = f"getHtmlElement({self._text.id})"
+            ui.run_javascript(f"const log = {text}; if (log) log.scrollTop = log.scrollHeight;")
+
+    async def _look(self) -> None:
+        self._show_processes(self._process.value)
+        file = self._file()
+        if self._follow.value and file and (self._shown is None or file.stat().st_size != self._shown.size):
+            await self.show()
+
+
+def summary(shown: Tail) -> str:
+    """
+    Example:
+        the newest 1,000 of 20,312 lines (older ones are in the file)
+    """
+    if not shown.num_found:
+        return "No line matches." if shown.size else "The log is empty."
+    more = f"the newest {len(shown.lines):,} of " if shown.num_found > len(shown.lines) else ""
+    begin = "" if shown.is_whole else " (older ones are in the file)"
+    return f"{more}{shown.num_found:,} line{'s' if shown.num_found > 1 else ''}{begin}"

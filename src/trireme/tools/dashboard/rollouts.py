@@ -1,0 +1,333 @@
+"""The rollouts of a run: searched and sorted page by page, and one of them in full beside the list."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import sqlite3
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from nicegui import run, ui
+
+from trireme.base.errors import ConfigError
+from trireme.tools.conversation import Block, blocks
+from trireme.tools.dashboard import theme
+from trireme.tools.dashboard.rollout_index import DROPPED, Found, Query, find_batches, index_of, query_of
+from trireme.tools.dashboard.runs import RunSet
+from trireme.tools.dashboard.tokens import LoadedRollout, load_rollout, show_group
+from trireme.tools.rollouts import Record, clean, decimal
+
+ROWS = 50  # of a page of the list
+LOOK_S = 1.0  # between two looks at the index, while it grows
+LONGEST = 20_000  # characters of a message that are shown
+ROLES = {"system", "developer", "user", "assistant", "tool"}
+BLOCK_WORDS = {"reasoning": "reasoning", "call": "calls", "result": "returned", "other": "also"}
+EXAMPLES = ("reward<0.5", "is:truncated", "is:failed", "-is:failed", "example=12", "stop~length")
+HELP = (
+    "Words are looked for in prompt and completion. `reward<0.5`, `step>=10`, `turns>1`, `tokens`, `advantage`, "
+    "`group`, `rollout`, `env=name`, `example=12`, `stop~length`, `error~timeout`, `is:truncated`, `is:failed` "
+    "(dropped), `is:flawed`; - in front negates a term."
+)
+COLUMNS = {
+    **{"step": "step", "env": "environment", "example": "example", "place": "rollout", "fate": "fate"},
+    **{"reward": "reward", "advantage": "advantage", "tokens": "tokens", "turns": "turns"},
+    **{"ended": "ended by", "said": "said last"},
+}
+
+
+class PagedTable:
+    """A table that is read page by page. Each row has an `id`; the column `env` is there once rows have several."""
+
+    def __init__(
+        self,
+        columns: dict[str, str],
+        *,
+        sort: str,
+        backwards: bool,
+        sorts: tuple[str, ...],
+        read: Callable[..., Found],
+        open: Callable[[dict[str, Any]], Awaitable[None]],
+        opens: str,
+    ) -> None:
+        """
+        Args:
+            columns: labels by name.
+            sorts: columns that can be sorted by.
+            read: returns a page, called in a thread with `sort`, `backwards`, `limit` and `offset`. Where it raises
+                sqlite3.DatabaseError, the rows that are shown stay.
+            open: called with a row that was clicked.
+            opens: the column that is a button, for the keyboard.
+        """
+        self._read = read
+        self._requests = 0
+        self.rows: list[dict[str, Any]] = []
+        self.page: dict[str, Any] = {
+            "page": 1,
+            "rowsPerPage": ROWS,
+            "rowsNumber": 0,
+            "sortBy": sort,
+            "descending": backwards,
+        }
+        self._columns: list[dict[str, Any]] = [
+            {"name": name, "label": label, "field": name, "align": "left", "sortable": name in sorts}
+            for name, label in columns.items()
+        ]
+        few = [column for column in self._columns if column["name"] != "env"]
+        self._table = ui.table(rows=[], columns=few, row_key="id", pagination=self.page).classes("tr-list")
+        self._table.props(f'flat dense binary-state-sort :rows-per-page-options="[{ROWS}]"')
+        self._table.props(":table-row-class-fn=\"row => row.chosen ? 'chosen' : ''\"")
+        self._table.add_slot(
+            f"body-cell-{opens}",
+            '<q-td :props="props"><q-btn flat dense no-caps padding="0 6px" class="tr-open" :label="props.value" '
+            ":aria-label=\"'open ' + props.row.id\" @click.stop=\"$parent.$emit('read', props.row)\" /></q-td>",
+        )
+        fate = '<q-td :props="props"><span :class="\'tr-fate \' + props.value">{{ props.value }}</span></q-td>'
+        self._table.add_slot("body-cell-fate", fate)
+        self._table.on("rowClick", lambda event: open(event.args[1]), [[], ["id"], []])
+        self._table.on("read", lambda event: open(event.args), ["id"])
+        self._table.on("request", self._turn)
+
+    async def _turn(self, event: Any) -> None:
+        wanted = event.args["pagination"]
+        if wanted.get("sortBy"):
+            self.page |= {"page": int(wanted["page"]), "sortBy": str(wanted["sortBy"])}
+            self.page["descending"] = bool(wanted["descending"])
+        await self.refresh()
+
+    async def refresh(self, *, first_page: bool = False) -> Found | None:
+        """Read the page that is shown. Return it, or None where another request came meanwhile."""
+        if first_page:
+            self.page["page"] = 1
+        self._requests += 1
+        request, page = self._requests, dict(self.page)
+        offset = (page["page"] - 1) * ROWS
+        try:
+            found = await run.io_bound(
+                self._read, sort=page["sortBy"], backwards=page["descending"], limit=ROWS, offset=offset
+            )
+        except sqlite3.DatabaseError:  # the index is built again
+            return None
+        if found is None or request != self._requests or self._table.is_deleted:
+            return None
+        self.rows = found.rows
+        self.page["rowsNumber"] = found.total
+        self._table.pagination = dict(self.page)
+        self._table.rows = found.rows
+        if len({row["env"] for row in found.rows}) > 1:
+            self._table.columns = self._columns
+        self._table.update()
+        return found
+
+    def mark(self, id: str) -> None:
+        for row in self.rows:
+            row["chosen"] = row["id"] == id
+        self._table.update()
+
+
+async def build(runs: RunSet) -> None:
+    if not find_batches(runs.main.paths.journal):
+        theme.nothing("There is no batch yet.", "Rollouts are shown as soon as the first batch is in the journal.")
+        return
+    page = RolloutsPage(runs)
+    await page.refresh()
+    await page.open_first()
+
+
+class RolloutsPage:
+    """The search, the list, and the rollout that is read."""
+
+    def __init__(self, runs: RunSet) -> None:
+        self._runs = runs
+        self._index = index_of(runs.main.path)
+        self._index.keep_current()
+        self._line = runs.query.get("q", "")
+        self._step = whole_number(runs.query.get("step"))
+        self._number = whole_number(runs.query.get("rollout"))
+        self._query = Query()
+        self._found = Found([], 0)
+        self._progress = self._index.progress()
+        with theme.card():
+            self._build_controls()
+        with ui.element("div").classes("tr-split"):
+            with theme.card():
+                sorts = tuple(name for name in COLUMNS if name not in ("ended", "said"))
+                self._list = PagedTable(
+                    COLUMNS, sort="step", backwards=True, sorts=sorts, read=self._read, open=self._open, opens="step"
+                )
+            self._reading = ui.element("section").classes("tr-card tr-reading").props('aria-label="Rollout" tabindex=0')
+        ui.timer(LOOK_S, self._look, immediate=False)
+
+    def _build_controls(self) -> None:
+        with theme.row():
+            self._input = ui.input("Search: words, reward<0.5, is:truncated …", value=self._line, on_change=self._typed)
+            self._input.props("dense outlined clearable debounce=300 autocomplete=off").tooltip(HELP)
+            self._input.style("flex: 1; min-width: 260px")
+            self._step_field = ui.number("Step", value=self._step, min=0, precision=0, on_change=self._typed)
+            self._step_field.props('dense outlined clearable debounce=300 placeholder="every"').style("width: 110px")
+            theme.icon_button("chevron_left", "Step before", lambda: self._step_by(-1))
+            theme.icon_button("chevron_right", "Next step", lambda: self._step_by(1))
+        with theme.row():
+            self._summary = theme.soft().props("aria-live=polite")
+            ui.space()
+            for term in EXAMPLES:
+                button = ui.button(term, on_click=lambda term=term: self._toggle(term))
+                button.props("flat dense no-caps size=sm").classes("tr-mono")
+
+    async def _typed(self) -> None:
+        self._line = self._input.value or ""
+        self._step = None if self._step_field.value is None else int(self._step_field.value)
+        await self.refresh(first_page=True)
+
+    def _toggle(self, term: str) -> None:
+        terms = (self._input.value or "").split()
+        terms = [word for word in terms if word != term] if term in terms else [*terms, term]
+        self._input.set_value(" ".join(terms))
+
+    def _step_by(self, by: int) -> None:
+        steps = find_batches(self._index.journal)
+        here = (steps[-1] + 1 if by < 0 else steps[0] - 1) if self._step is None else self._step
+        self._step_field.set_value(max(steps[0], min(steps[-1], here + by)))
+
+    async def refresh(self, *, first_page: bool = False) -> None:
+        try:
+            self._query = query_of(self._line)
+        except ConfigError as error:
+            self._summary.set_text(str(error))
+            return
+        if self._step is not None:
+            self._query &= Query("step = ?", (self._step,))
+        if found := await self._list.refresh(first_page=first_page):
+            self._found = found
+            self._summarize()
+            self._list.mark(f"{self._step if self._step is not None else ''}/{self._number}")
+            rollout = self._number if self._step is not None else None
+            link = self._runs.link("/rollouts", q=self._line or None, step=self._step, rollout=rollout)
+            ui.navigate.history.replace(link)  # an address that can be shared
+
+    def _read(self, **page: Any) -> Found:
+        found = self._index.search(self._query, **page)
+        return found._replace(rows=[list_row(row) for row in found.rows])
+
+    def _summarize(self) -> None:
+        done, total = self._progress
+        parts = [f"{self._found.total:,} rollout{'' if self._found.total == 1 else 's'}"]
+        if done < total:
+            parts.append(f"{done:,} of {total:,} batches are indexed, the others follow")
+        if self._found.cut:
+            parts.append(f"of {self._found.cut:,} long ones only beginning and end were searched")
+        self._summary.set_text(" · ".join(parts))
+
+    async def _look(self) -> None:
+        if (progress := self._index.progress()) != self._progress:
+            self._progress = progress
+            was_empty = not self._list.rows
+            await self.refresh()
+            if was_empty and self._number is None:
+                await self.open_first()
+
+    async def open_first(self) -> None:
+        if self._step is not None and self._number is not None:
+            await self._open({"id": f"{self._step}/{self._number}"})
+        elif self._list.rows:
+            await self._open(self._list.rows[0])
+        else:
+            with self._reading:
+                ui.label("Nothing was found. Shorten the search, or leave the step empty for every step.")
+
+    async def _open(self, row: dict[str, Any]) -> None:
+        self._list.mark(row["id"])
+        step, self._number = map(int, row["id"].split("/"))
+        self._opened = row["id"]
+        loaded = await run.io_bound(load_rollout, self._index.run, step, self._number)
+        if self._opened != row["id"] or self._reading.is_deleted:
+            return
+        self._reading.clear()
+        known = next((each for each in self._list.rows if each["id"] == row["id"]), None)
+        with self._reading:
+            if isinstance(loaded, LoadedRollout):
+                self._show(loaded)
+            elif known and known["fate"] == DROPPED:
+                theme.heading(f"{known['env']} · example {known['example']} · rollout {known['place']}")
+                ui.label("Dropped: it is not trained on, and the journal keeps only why.").classes("tr-soft")
+                ui.label(known["ended"]).classes("tr-mono")
+            else:
+                theme.heading("This rollout cannot be shown.")
+                ui.label(str(loaded)).classes("tr-soft")
+
+    def _show(self, loaded: LoadedRollout) -> None:
+        rollout, record = loaded.rollout, loaded.record
+        with theme.row():
+            theme.heading(f"{rollout.env} · example {rollout.example} · rollout {rollout.place}")
+            ui.space()
+            link = self._runs.link("/tokens", step=loaded.step, rollout=loaded.number)
+            ui.link("Token by token", link).classes("tr-go")
+        place = [f"step {loaded.step}", f"group {rollout.group}", f"attempt {rollout.attempt}"]
+        theme.soft(" · ".join(place + record.facts))
+        ui.html(components_html(record.metrics, record.row.reward), sanitize=False)
+        ui.label(f"Rewards of its group of {len(loaded.group)}").classes("tr-part")
+        show_group(loaded, lambda number: self._open({"id": f"{loaded.step}/{number}"}))
+        ui.html(conversation_html(record), sanitize=False)
+
+
+def whole_number(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() and len(text) < 12 else None
+
+
+def list_row(row: dict[str, Any]) -> dict[str, Any]:
+    advantage = row["advantage"]
+    names = ("env", "example", "place", "fate", "step", "tokens", "turns", "said")
+    return {name: row[name] for name in names} | {
+        "id": f"{row['step']}/{row['number']}",
+        "reward": decimal(row["reward"]),
+        "advantage": "-" if advantage is None else f"{advantage:+.3f}",
+        "ended": row["error"] or row["stop"],
+    }
+
+
+# HTML of a rollout. Text of a model or a tool is escaped, and never becomes markup.
+
+
+def conversation_html(record: Record) -> str:
+    parts = []
+    for title, messages in (("Prompt", record.prompt), ("Completion", record.completion)):
+        if messages:
+            parts += [f'<h3 class="tr-part">{title}</h3>', *map(_block_html, blocks(messages))]
+    rest = {"answer": record.answer, "info": record.info, **record.more}
+    for name, value in rest.items():
+        if value:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            parts.append(_message_html("other", _escaped(name), text))
+    return "".join(parts)
+
+
+def _block_html(block: Block) -> str:
+    role = block.role if block.role in ROLES else "other"
+    heading = _escaped(f"{block.role} {BLOCK_WORDS.get(block.kind, '')}")
+    return _message_html(f"{role} {block.kind}", f"{heading} <b>{_escaped(block.name)}</b>", block.text)
+
+
+def _message_html(classes: str, heading_html: str, text: str) -> str:
+    return (
+        f'<div class="tr-said {classes}"><div class="tr-who">{heading_html}</div>'
+        f'<div class="tr-words">{_escaped(text)}</div></div>'
+    )
+
+
+def _escaped(text: str) -> str:
+    shown = html.escape(clean(text[:LONGEST]))
+    return shown if len(text) <= LONGEST else f"{shown}<i> … and {len(text) - LONGEST:,} more characters</i>"
+
+
+def components_html(metrics: dict[str, float], reward: float | None) -> str:
+    """Return the reward and its components, each with a bar in proportion to the largest."""
+    values = ({} if reward is None else {"reward": reward}) | metrics
+    largest = max((abs(value) for value in values.values() if math.isfinite(value)), default=0.0) or 1.0
+    parts = []
+    for name, value in values.items():
+        width = 100 * abs(value) / largest if math.isfinite(value) else 0
+        bar = f'<span class="{"bad" if value < 0 else "good"}" style="width:{width:.0f}%"></span>'
+        parts.append(f'<span>{_escaped(name)}</span><span class="tr-track">{bar}</span>')
+        parts.append(f'<span class="tr-mono">{decimal(value)}</span>')
+    return f'<div class="tr-components">{"".join(parts)}</div>'

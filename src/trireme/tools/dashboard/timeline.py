@@ -1,0 +1,268 @@
+"""The timeline: what every process did over time, what it waited for, and which side should get more GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nicegui import run as threads
+from nicegui import ui
+from nicegui.events import KeyEventArguments
+
+from trireme.monitor.lanes import Shares
+from trireme.tools.dashboard import theme
+from trireme.tools.dashboard.charts import GRID, LABEL, Canvas
+from trireme.tools.dashboard.history import Timeline, timeline, trainer_advice, trainer_shares
+from trireme.tools.dashboard.runs import RunSet
+
+SHORTEST_S = 0.005
+LATEST_S = 60.0  # what is followed of a live run
+MOST_REASONS = 5
+LEAST_SHARE = 0.0005
+ROW_PX, AROUND_PX = 46, 46
+ZOOM_KEYS = {"+": 0.5, "=": 0.5, "-": 2.0}
+MOVE_KEYS = {"ArrowLeft": -0.5, "ArrowRight": 0.5}
+
+BLOCK = """(params, api) => {
+  const row = api.value(0), begin = api.coord([api.value(1), row]), end = api.coord([api.value(2), row]);
+  const height = api.size([0, 1])[1] * 0.72, area = params.coordSys;
+  const left = Math.max(begin[0], area.x), right = Math.min(end[0], area.x + area.width);
+  if (right < left) return;
+  return {type: 'rect', shape: {x: left, y: begin[1] - height / 2, width: Math.max(right - left, 0.7), height},
+          style: {fill: api.visual('color')}};
+}"""
+
+TOOLTIP = """p => {
+  const safe = text => String(text).replace(/[&<>"]/g, c => '&#' + c.charCodeAt(0) + ';');
+  const [row, begin, end, what, step, why, at, process] = p.value, long = end - begin;
+  const seconds = long >= 10 ? long.toFixed(1) : long >= 0.01 ? long.toFixed(3) : long.toFixed(6);
+  return '<b>' + safe(what) + '</b> ' + seconds + ' s' + (step >= 0 ? ', step ' + step : '')
+    + '<br>' + safe(process) + ', from ' + new Date(1000 * at).toLocaleTimeString() + (why ? '<br>' + safe(why) : '');
+}"""
+
+ELAPSED = """v => {
+  const s = Math.abs(v), sign = v < 0 ? '-' : '';
+  const h = Math.floor(s / 3600), m = Math.floor(s % 3600 / 60), r = s % 60;
+  const two = x => String(x).padStart(2, '0');
+  if (h) return sign + h + ':' + two(m) + ':' + two(Math.floor(r));
+  if (m) return sign + m + ':' + two(Math.floor(r)) + (r % 1 ? (r % 1).toFixed(1).slice(1) : '');
+  return sign + (+r.toPrecision(4)) + ' s';
+}"""
+
+
+async def build(runs: RunSet) -> None:
+    page = TimelinePage(runs)
+    await page.renew()
+    runs.watch(page.renew)
+
+
+class TimelinePage:
+    """The stretch of time of the first of the chosen runs that is shown, and what is said about it."""
+
+    def __init__(self, runs: RunSet) -> None:
+        self._run = runs.main
+        self._spans = runs.main.spans
+        self._end_s = 0.0  # of what was known when it was drawn
+        self._stretch: tuple[float, float] | None = None  # None shows all of it
+        self._follows = False  # the last minute
+        self._body = theme.column()
+        self._is_built = False
+
+    async def renew(self) -> None:
+        self._spans = self._run.spans
+        await threads.io_bound(self._spans.refresh)
+        if self._body.is_deleted:
+            return
+        if not self._spans:
+            self._show_without_spans()
+        elif not self._is_built:
+            self._build()
+            await self._show()
+        elif self._spans.extent()[1] != self._end_s and (self._follows or self._stretch is None):
+            await self._show()
+
+    def _show_without_spans(self) -> None:
+        known = trainer_shares(self._run.metrics)
+        self._body.clear()
+        with self._body:
+            theme.nothing(
+                "This run has no spans.jsonl.",
+                "Processes write it as they work: the run is older than that, or has not begun. What follows is from "
+                "the trainer's metrics; of the engines nothing is known.",
+                icon="view_timeline",
+            )
+            if known:
+                with theme.card("What the trainer did with its steps"):
+                    _show_shares("trainer", known)
+                    ui.label(_sentence(trainer_advice(known)))
+
+    def _build(self) -> None:
+        self._is_built = True
+        self._body.clear()
+        with self._body:
+            self._answer = theme.card()
+            with theme.card():
+                with theme.row():
+                    theme.heading(f"Timeline of {self._run.name}")
+                    self._length = theme.soft()
+                    ui.space()
+                    buttons = {
+                        "All": (lambda: self._go(None), "The whole run"),
+                        "Steps": (lambda: self._go(self._spans.steady()), "Without start and end"),
+                        "Last minute": (lambda: self._go(None, follow=True), "Follows a run that is alive"),
+                    }
+                    for text, (act, tip) in buttons.items():
+                        ui.button(text, on_click=act).props("flat dense no-caps").tooltip(tip)
+                    theme.icon_button("chevron_left", "Earlier (←)", lambda: self._move(-0.5))
+                    theme.icon_button("zoom_in", "Closer (+)", lambda: self._zoom(0.5))
+                    theme.icon_button("zoom_out", "Further away (-)", lambda: self._zoom(2.0))
+                    theme.icon_button("chevron_right", "Later (→)", lambda: self._move(0.5))
+                self._canvas = Canvas(on_stretch=self._choose, on_whole=lambda: self._go(None)).style("width: 100%")
+                self._legend = theme.row()
+            self._shares = theme.column()
+        ui.keyboard(self._press)
+
+    # the stretch that is shown
+
+    def _current(self) -> tuple[float, float]:
+        first, last = self._spans.extent()
+        if self._follows:
+            return max(first, last - LATEST_S), last
+        return self._stretch or (first, last)
+
+    async def _go(self, stretch: tuple[float, float] | None, *, follow: bool = False) -> None:
+        """Show a stretch of time, within what is known; None shows everything."""
+        first, last = self._spans.extent()
+        if stretch:
+            begin, end = max(stretch[0], first), min(stretch[1], last)
+            stretch = (begin, max(end, begin + SHORTEST_S))
+        self._stretch, self._follows = stretch, follow
+        await self._show()
+
+    async def _zoom(self, factor: float) -> None:
+        begin, end = self._current()
+        middle, half = (begin + end) / 2, max(SHORTEST_S, (end - begin) * factor) / 2
+        await self._go((middle - half, middle + half))
+
+    async def _move(self, share: float) -> None:
+        begin, end = self._current()
+        first, last = self._spans.extent()
+        by_s = min(max(share * (end - begin), first - begin), last - end)
+        await self._go((begin + by_s, end + by_s))
+
+    async def _choose(self, begin: float, end: float) -> None:
+        first, _ = self._spans.extent()
+        if end - begin >= SHORTEST_S:
+            await self._go((first + begin, first + end))
+
+    async def _press(self, event: KeyEventArguments) -> None:
+        key = event.key.name
+        if not event.action.keydown:
+            return
+        if key in ZOOM_KEYS:
+            await self._zoom(ZOOM_KEYS[key])
+        elif key in MOVE_KEYS:
+            await self._move(MOVE_KEYS[key])
+        elif key in ("0", "Home"):
+            await self._go(None)
+
+    async def _show(self) -> None:
+        self._end_s = self._spans.extent()[1]
+        shown = await threads.io_bound(timeline, self._spans, *self._current())
+        if shown is None or self._body.is_deleted:
+            return
+        self._length.set_text(f"{_duration(shown.end_s - shown.begin_s)}; drag to look closer, double-click for all")
+        self._canvas.style(f"height: {len(shown.processes) * ROW_PX + AROUND_PX}px")
+        self._canvas.draw(timeline_chart(shown, zero_s=self._spans.extent()[0]))
+        seen = {what for shares in shown.shares.values() for what, share in shares.items() if share > 0}
+        for place in (self._legend, self._answer, self._shares):
+            place.clear()
+        with self._legend:
+            theme.legend({what: color for what, color in theme.ACTIVITIES.items() if what in seen})
+        with self._answer:
+            theme.heading("What holds it up, and which side should get more GPUs?")
+            ui.label(_sentence(shown.advice)).style("font-size: 16px; line-height: 1.5")
+            for process, waits in shown.waits.items():
+                reasons = ", ".join(f"{why} {share:.0%}" for why, share in waits[:MOST_REASONS] if share >= 0.005)
+                if waits:
+                    ui.label(f"{process} waits: {reasons}" if reasons else f"{process} hardly waits").classes("tr-soft")
+        part = "" if shown.counted == (shown.begin_s, shown.end_s) else ", from the first step to the last"
+        with (
+            self._shares,
+            theme.card("Shares of the time", f"of the stretch above{part}; each row adds up to all of it"),
+        ):
+            for process, shares in shown.shares.items():
+                _show_shares(process, shares)
+            if shown.engines:
+                _show_shares("all engines", shown.engines)
+
+
+def timeline_chart(shown: Timeline, *, zero_s: float) -> dict[str, Any]:
+    """Return the chart: a row for each process, a block for each span.
+
+    Args:
+        zero_s: unix time that the axis counts from.
+    """
+    row = {process: index for index, process in enumerate(shown.processes)}
+    data = []
+    for span in shown.spans:
+        value = [row[span.lane], round(span.begin_s - zero_s, 6), round(span.end_s - zero_s, 6), span.what, span.step]
+        value += [span.why, round(span.begin_s, 3), span.lane]
+        color = theme.ACTIVITIES.get(span.what, theme.ACTIVITIES["other"])
+        data.append({"value": value, "itemStyle": {"color": color}})
+    hidden = {"show": False}
+    return {
+        "animation": False,
+        "grid": {"left": 148, "right": 16, "top": 8, "bottom": 28},
+        "tooltip": {"trigger": "item", "confine": True, ":formatter": TOOLTIP, "textStyle": {"fontSize": 12}},
+        "xAxis": {
+            "type": "value",
+            "min": shown.begin_s - zero_s,
+            "max": shown.end_s - zero_s,
+            "axisLabel": LABEL
+            | {"hideOverlap": True, ":formatter": ELAPSED, "showMinLabel": False, "showMaxLabel": False},
+            "axisLine": {"lineStyle": {"color": GRID}},
+            "splitLine": {"lineStyle": {"color": GRID}},
+        },
+        "yAxis": {
+            "type": "category",
+            "data": shown.processes,
+            "inverse": True,
+            "axisLabel": LABEL | {"fontSize": 12, "width": 136, "overflow": "truncate"},
+            "axisLine": hidden,
+            "axisTick": hidden,
+            "splitLine": hidden,
+        },
+        "series": [
+            {
+                "type": "custom",
+                ":renderItem": BLOCK,
+                "encode": {"x": [1, 2], "y": 0},
+                "emphasis": {"disabled": True},
+                "data": data,
+            }
+        ],
+    }
+
+
+def _show_shares(process: str, shares: Shares) -> None:
+    """Show a bar for a process, in parts that add up to its time."""
+    parts = {what: share for what, share in shares.items() if share >= LEAST_SHARE}
+    words = ", ".join(f"{what} {share:.1%}" for what, share in parts.items())
+    with ui.element("div").classes("tr-share"):
+        ui.label(process).classes("tr-small").style("font-weight: 600")
+        with ui.element("div").classes("tr-bar").props("role=img") as bar:
+            bar.props["aria-label"] = f"{process}: {words}"  # `props()` would parse the text, and may run it
+            for what, share in parts.items():
+                color = theme.ACTIVITIES.get(what, theme.ACTIVITIES["other"])
+                ui.element("div").style(f"width: {share:.4%}; background: {color}").tooltip(f"{what} {share:.1%}")
+        theme.soft(words)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

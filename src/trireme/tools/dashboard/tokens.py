@@ -1,0 +1,429 @@
+"""One rollout token by token: the probabilities of engine and trainer, ratio, advantage and version of each token."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from nicegui import run, ui
+
+from trireme.base.paths import RunPaths
+from trireme.journal.logprobs import logprobs_of, read_logprobs
+from trireme.journal.records import BatchRecord, Rollout
+from trireme.tools.dashboard import theme
+from trireme.tools.dashboard.charts import Canvas
+from trireme.tools.dashboard.rollout_index import batch_identity, batch_path, find_batches
+from trireme.tools.dashboard.runs import RunSet
+from trireme.tools.rollouts import Record, clean, decimal, read_batch, record_of_rollout, row_of
+from trireme.tools.tokenizer import WINDOW, find_decoder, pieces, visible, window_of
+
+RARE = 0.007  # a probability that has the strongest colour, as all below it
+WIDE = math.log(2.0)  # the logarithm of a ratio that has the strongest colour, as all beyond it
+FAINTEST = 0.03  # share of the strongest colour that can be seen
+RED, GREEN, BLUE, VIOLET = (212, 51, 74), (15, 157, 107), (34, 139, 230), (124, 92, 255)
+VERSIONS = (BLUE, VIOLET, GREEN, (240, 140, 0), (228, 73, 128), (14, 165, 160))
+NO_TRAINER = (
+    "The trainer's side is not known: the step is not trained yet, or the run does not keep it "
+    "(`trainer.save_logprobs`)."
+)
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """All that is known of the T tokens of one sample."""
+
+    ids: np.ndarray  # [T] int32
+    texts: list[str]  # [T]
+    sampled: np.ndarray  # [T] bool: by the policy
+    trained: np.ndarray  # [T] bool: in the loss
+    engine: np.ndarray  # [T] float32, log p when it was sampled; NaN where it was not
+    trainer: np.ndarray  # [T] float32, log p of the weights that were trained on it; NaN where it is not known
+    advantages: np.ndarray  # [T] float32
+    versions: np.ndarray  # [T] int32, -1 where it was not sampled
+    rewards: np.ndarray  # [T] float32, NaN where the token was given none
+    teacher: np.ndarray  # [T] float32, NaN where there is none
+    kept: np.ndarray  # [T] int32: tokens that a cut sampler chose among, 0 where it was not cut
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    @property
+    def ratios(self) -> np.ndarray:
+        """[T] float64: probability under the weights being trained over that under the engine's."""
+        return np.exp(self.trainer.astype(np.float64) - self.engine)
+
+    @property
+    def has_trainer(self) -> bool:
+        return bool(np.isfinite(self.trainer).any())
+
+
+@dataclass(frozen=True)
+class LoadedRollout:
+    """One rollout of a batch, with those of its group."""
+
+    step: int
+    number: int  # in the batch
+    rollout: Rollout
+    record: Record
+    samples: list[TokenColumns]
+    group: list[tuple[int, Rollout]]  # number in the batch, itself among them
+    has_texts: bool  # the run's tokenizer is on this machine
+
+
+def load_rollout(run: Path, step: int, number: int) -> LoadedRollout | str:
+    """Return a rollout, or why it cannot be loaded. Blocks."""
+    paths = RunPaths(run)
+    identity = batch_identity(paths.journal, step)
+    if not identity:
+        return f"There is no batch {step} in {paths.journal}."
+    record, trouble = _cached_batch(paths.journal, step, identity)
+    if record is None:
+        return trouble
+    if not 0 <= number < len(record.rollouts):
+        return f"Batch {step} has rollouts 0 to {len(record.rollouts) - 1}, not {number}: those dropped have no tokens."
+    rollout = record.rollouts[number]
+    decode = find_decoder(run)
+    known = read_logprobs(paths.logprobs, step)
+    samples = [
+        columns_of(rollout, place, pieces(sample.ids.tolist(), decode), known)
+        for place, sample in enumerate(rollout.samples)
+    ]
+    group = [(place, one) for place, one in enumerate(record.rollouts) if one.group == rollout.group]
+    found = record_of_rollout(row_of(number, rollout), rollout)
+    return LoadedRollout(step, number, rollout, found, samples, group, has_texts=decode is not None)
+
+
+@lru_cache(maxsize=4)
+def _cached_batch(journal: Path, step: int, identity: str) -> tuple[BatchRecord | None, str]:
+    return read_batch(batch_path(journal, step))
+
+
+def columns_of(rollout: Rollout, place: int, texts: list[str], known: dict[bytes, np.ndarray]) -> TokenColumns:
+    """Return the columns of sample `place`.
+
+    Args:
+        known: the trainer's logprobs, by sample.
+    """
+    sample = rollout.samples[place]
+    sampled = sample.loss_mask.astype(bool)
+    unknown = np.full(sample.length, np.nan, np.float32)
+    trainer = None if rollout.masked else logprobs_of(sample, known)
+
+    def column(columns: Sequence[np.ndarray]) -> np.ndarray:
+        found = columns[place] if place < len(columns) else unknown
+        return found if len(found) == sample.length else unknown
+
+    return TokenColumns(
+        ids=sample.ids,
+        texts=texts,
+        sampled=sampled,
+        trained=sampled & (rollout.masked is None),
+        engine=np.where(sampled, sample.logprobs, np.nan),
+        trainer=unknown if trainer is None else trainer,
+        advantages=sample.advantages,
+        versions=sample.versions,
+        rewards=column(rollout.token_rewards),
+        teacher=column(rollout.teacher),
+        kept=np.zeros(sample.length, np.int32) if sample.kept is None else sample.kept.counts,
+    )
+
+
+# the page
+
+
+async def build(runs: RunSet) -> None:
+    steps = find_batches(runs.main.paths.journal)
+    if not steps:
+        theme.nothing("There is no batch yet.", "Tokens are shown as soon as the first batch is in the journal.")
+        return
+    await TokensPage(runs, steps).load()
+
+
+class TokensPage:
+    """The rollout that is shown, and the quantity that its tokens are coloured by."""
+
+    def __init__(self, runs: RunSet, steps: list[int]) -> None:
+        self._runs = runs
+        self._steps = steps
+        self._colour = runs.query.get("colour", "engine")
+        self._first = 0  # token of the window
+        self._loaded: LoadedRollout | None = None
+        with theme.card(), theme.row():
+            step, number = runs.query.get("step", ""), runs.query.get("rollout", "")
+            self._step = ui.number("Step", value=int(step) if step.isdigit() else steps[-1], on_change=self.load)
+            self._number = ui.number("Rollout", value=int(number) if number.isdigit() else 0, on_change=self.load)
+            for field in (self._step, self._number):
+                field.props("dense outlined debounce=300 min=0").style("width: 110px")
+            self._toggle = ui.toggle([], on_change=self._choose_colour)
+            self._toggle.props("no-caps unelevated dense padding='4px 12px'")
+            self._legend = theme.soft()
+        self._body = theme.column()
+
+    async def load(self) -> None:
+        if self._step.value is None or self._number.value is None:
+            return
+        wanted = int(self._step.value), int(self._number.value)
+        loaded = await run.io_bound(load_rollout, self._runs.main.path, *wanted)
+        if loaded is None or wanted != (self._step.value, self._number.value) or self._body.is_deleted:
+            return
+        self._first = 0
+        self._loaded = loaded if isinstance(loaded, LoadedRollout) else None
+        if isinstance(loaded, LoadedRollout):
+            colours = colours_of(loaded.samples)
+            self._colour = self._colour if self._colour in colours else colours[0]
+            labels = {name: f"{name} p" if name in ("engine", "trainer") else name for name in colours}
+            self._toggle.set_options(labels, value=self._colour)
+            self._show()
+            return
+        self._body.clear()
+        with self._body:
+            known = f"The run has batches {self._steps[0]} to {self._steps[-1]} so far."
+            theme.nothing("This rollout cannot be shown.", f"{loaded} {known}", icon="error_outline")
+
+    def _choose_colour(self) -> None:
+        if self._toggle.value and self._toggle.value != self._colour:
+            self._colour = self._toggle.value
+            self._show()
+
+    def _show(self) -> None:
+        loaded = self._loaded
+        if loaded is None:
+            return
+        self._legend.set_text(COLOURS[self._colour][0])
+        here = {"step": loaded.step, "rollout": loaded.number}
+        ui.navigate.history.replace(self._runs.link("/tokens", **here, colour=self._colour))
+        self._body.clear()
+        with self._body:
+            with theme.card():
+                self._show_head(loaded, self._runs.link("/rollouts", **here))
+            for place, columns in enumerate(loaded.samples):
+                with theme.card(f"Sample {place + 1} of {len(loaded.samples)}", summary(columns)):
+                    self._show_sample(loaded.step, columns)
+
+    def _show_head(self, loaded: LoadedRollout, address: str) -> None:
+        rollout = loaded.rollout
+        with theme.row():
+            theme.heading(f"{rollout.env} · example {rollout.example} · rollout {rollout.place}")
+            place = f"step {loaded.step} · group {rollout.group} · reward {decimal(rollout.reward)}"
+            ui.label(place).classes("tr-soft")
+            ui.space()
+            ui.link("What was said", address).classes("tr-go")
+        show_group(loaded, self._number.set_value)
+        if rollout.masked:
+            ui.label(f"Masked ({rollout.masked}): none of its tokens is trained on.").classes("tr-warn")
+        if not loaded.has_texts:
+            ui.label("The run's tokenizer is not on this machine: numbers instead of text.").classes("tr-warn")
+        if not rollout.masked and not any(columns.has_trainer for columns in loaded.samples):
+            theme.soft(NO_TRAINER)
+
+    def _show_sample(self, step: int, columns: TokenColumns) -> None:
+        window = window_of(min(self._first, max(0, columns.length - 1)), columns.length)
+        if columns.length > WINDOW:
+            with theme.row():
+                for start in range(0, columns.length, WINDOW):
+                    label = f"{start + 1} – {min(columns.length, start + WINDOW)}"
+                    button = ui.button(label, on_click=lambda start=start: self._turn(start)).props("dense size=sm")
+                    button.props("outline" if start == window.start else "flat")
+        with ui.element("div").classes("tr-split"):
+            text = ui.html(token_html(columns, self._colour, window, step=step), sanitize=False).classes("tr-tokens")
+            text.props('tabindex=0 aria-label="Tokens"')
+            Canvas().style("height: 240px; width: 100%").draw(_chart(columns, window))
+
+    def _turn(self, first: int) -> None:
+        self._first = first
+        self._show()
+
+
+def show_group(loaded: LoadedRollout, open: Callable[[int], Any]) -> None:
+    """Show the rewards of a rollout's group as buttons.
+
+    Args:
+        open: called with the number of the rollout that was clicked.
+    """
+    with ui.element("div").classes("tr-mates"):
+        for number, rollout in loaded.group:
+            with ui.element("button").classes("tr-mate") as mate:
+                ui.label(decimal(rollout.reward, 2))
+            mate.props["aria-label"] = f"rollout {rollout.place} of the group"
+            mate.props["aria-current"] = str(number == loaded.number).lower()
+            mate.on("click", lambda number=number: open(number))
+
+
+def summary(columns: TokenColumns) -> str:
+    """Return the figures of a sample's sampled tokens. The mean of p is geometric, under the engine.
+
+    Example:
+        97 tokens, 57 sampled by version 11 · mean p 0.812 · ratio 1.0010 on average, 1.1040 farthest from 1
+    """
+    versions = sorted({int(version) for version in columns.versions[columns.sampled]})
+    engine = columns.engine[np.isfinite(columns.engine)]
+    ratios = columns.ratios[np.isfinite(columns.ratios)]
+    text = f"{columns.length} tokens, {int(columns.sampled.sum())} sampled"
+    if versions:
+        text += f" by version{'s' * (len(versions) > 1)} {', '.join(map(str, versions))}"
+    if len(engine):
+        text += f" · mean p {math.exp(float(engine.mean())):.3f}"
+    if len(ratios):
+        farthest = ratios[np.argmax(np.abs(np.log(ratios)))]
+        text += f" · ratio {ratios.mean():.4f} on average, {farthest:.4f} farthest from 1"
+    return text
+
+
+def _chart(columns: TokenColumns, window: range) -> dict[str, Any]:
+    """Return the probabilities of the sampled tokens under engine and trainer, and their ratio."""
+    places = [place for place in window if columns.sampled[place]]
+    names = [clean(columns.texts[place]).replace("\n", "⏎")[:20] for place in places]
+    quiet = {"axisLine": {"lineStyle": {"color": theme.QUIET}}, "splitLine": {"show": False}}
+    lines = [("engine", np.exp(columns.engine), theme.PROCESSES["engine"], 0)]
+    if columns.has_trainer:
+        lines.append(("trainer", np.exp(columns.trainer), theme.PROCESSES["trainer"], 0))
+        lines.append(("ratio", columns.ratios, theme.ACTIVITIES["wait"], 1))
+    return {
+        "animation": False,
+        "grid": {"left": 46, "right": 50, "top": 34, "bottom": 28},
+        "legend": {"textStyle": {"color": theme.QUIET}, "top": 4},
+        "tooltip": {"trigger": "axis", "renderMode": "richText"},  # a token is text, not HTML
+        "xAxis": {
+            "type": "category",
+            "data": [f"{place + 1} {name}" for place, name in zip(places, names, strict=True)],
+            **quiet,
+        },
+        "yAxis": [
+            {"type": "value", "min": 0, "max": 1, "name": "p", **quiet},
+            {"type": "value", "scale": True, "name": "ratio" if columns.has_trainer else "", **quiet},
+        ],
+        "series": [
+            {
+                "name": name,
+                "type": "line",
+                "data": [round(float(value), 5) if math.isfinite(value) else None for value in values[places]],
+                "yAxisIndex": axis,
+                "symbolSize": 4,
+                "lineStyle": {"width": 1.5, "type": "dotted" if axis else "solid"},
+                "color": colour,
+            }
+            for name, values, colour, axis in lines
+        ],
+    }
+
+
+# colours
+
+Colour = tuple[tuple[int, int, int], float]  # and its strength, from 0 to 1
+NO_COLOUR: Colour = (RED, 0.0)
+
+
+def _root(share: float) -> float:
+    """Return a strength that makes small differences visible: most tokens are likely, and few ratios are far from 1."""
+    return math.sqrt(max(0.0, min(1.0, share)))
+
+
+def _by_rarity(logprob: float) -> Colour:
+    return (RED, _root(logprob / math.log(RARE))) if math.isfinite(logprob) else NO_COLOUR
+
+
+def _by_sign(values: np.ndarray, place: int) -> Colour:
+    value, largest = float(values[place]), float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
+    return (GREEN if value > 0 else RED, abs(value) / largest) if math.isfinite(value) else NO_COLOUR
+
+
+def _by_ratio(columns: TokenColumns, place: int) -> Colour:
+    difference = float(columns.trainer[place] - columns.engine[place])
+    if not math.isfinite(difference):
+        return NO_COLOUR
+    return (BLUE if difference > 0 else RED), _root(abs(difference) / WIDE)
+
+
+def _by_version(columns: TokenColumns, place: int) -> Colour:
+    version = int(columns.versions[place])
+    return (VERSIONS[version % len(VERSIONS)], 0.7) if version >= 0 else NO_COLOUR
+
+
+COLOURS: dict[str, tuple[str, Callable[[TokenColumns, int], Colour]]] = {
+    "engine": (
+        "redder: the engine thought it less likely when it was sampled (strongest at p = 0.007 or less)",
+        lambda columns, place: _by_rarity(float(columns.engine[place])),
+    ),
+    "trainer": (
+        "redder: the trainer's weights thought it less likely before the step (strongest at p = 0.007 or less)",
+        lambda columns, place: _by_rarity(float(columns.trainer[place])),
+    ),
+    "ratio": (
+        "blue: likelier under the trainer than under the engine; red: less (strongest at twice or half)",
+        _by_ratio,
+    ),
+    "advantage": (
+        "green: made more likely by this batch; red: less",
+        lambda columns, place: _by_sign(columns.advantages, place),
+    ),
+    "version": ("a colour for each version of the policy that sampled", _by_version),
+    "mask": (
+        "violet: sampled and trained on; faint: given to the model, or masked",
+        lambda columns, place: (VIOLET, 0.5 if columns.trained[place] else 0.0),
+    ),
+    "reward": (
+        "green and red: rewards of single tokens, where the environment gives them",
+        lambda columns, place: _by_sign(columns.rewards, place),
+    ),
+}
+"""What tokens can be coloured by: the meaning of the colours, and the colour of a token."""
+
+
+def colours_of(samples: Sequence[TokenColumns]) -> list[str]:
+    """Return the names of the colours that would show something."""
+    missing = set()
+    if not any(sample.has_trainer for sample in samples):
+        missing |= {"trainer", "ratio"}
+    if not any(np.isfinite(sample.rewards).any() for sample in samples):
+        missing |= {"reward"}
+    return [name for name in COLOURS if name not in missing]
+
+
+def token_html(columns: TokenColumns, colour: str, window: range, *, step: int) -> str:
+    """Return a `span` for each token, with what is known of it in `data-t`, which the style sheet shows on hovering.
+
+    Text of a model is escaped, and never becomes markup.
+    """
+    spans = []
+    for place in window:
+        (red, green, blue), strength = COLOURS[colour][1](columns, place)
+        alpha = f"{0.75 * strength:.2f}"
+        style = f' style="background:rgba({red},{green},{blue},{alpha})"' if strength > FAINTEST else ""
+        given = "" if columns.sampled[place] else " given"
+        told = html.escape("\n".join(lines_of(columns, place, step=step)), quote=True).replace("\n", "&#10;")
+        text = html.escape(visible(columns.texts[place])).replace("\n", "<br>")
+        spans.append(f'<span class="tr-token{given}"{style} data-t="{told}">{text}</span>')
+    return "".join(spans)
+
+
+def lines_of(columns: TokenColumns, place: int, *, step: int) -> Iterator[str]:
+    """Yield all that is known of one token."""
+    yield f"token {place + 1} of {columns.length}: {clean(columns.texts[place])!r}, id {int(columns.ids[place])}"
+    if not columns.sampled[place]:
+        yield "given to the model, not sampled"
+        return
+    version, ratio = int(columns.versions[place]), float(columns.ratios[place])
+    yield f"engine   {_probability(columns.engine[place])}"
+    yield f"trainer  {_probability(columns.trainer[place])}"
+    yield f"ratio    {f'{ratio:.4f}' if math.isfinite(ratio) else 'not known'}"
+    yield f"advantage {float(columns.advantages[place]):+.4f}"
+    yield f"version  {version}, lag {step - version}"
+    yield "trained on" if columns.trained[place] else "masked: not trained on"
+    if math.isfinite(columns.rewards[place]):
+        yield f"reward   {float(columns.rewards[place]):+.4f}"
+    if math.isfinite(columns.teacher[place]):
+        yield f"teacher  {_probability(columns.teacher[place])}"
+    if columns.kept[place]:
+        yield f"chosen among {int(columns.kept[place])}"
+
+
+def _probability(logprob: float) -> str:
+    known = math.isfinite(logprob)
+    return f"p {math.exp(min(0.0, logprob)):.4f} (logprob {float(logprob):.4f})" if known else "not known"

@@ -1,0 +1,77 @@
+"""A run of a million lines is shown with as much memory as one of some ten thousand, and still as it was (S20)."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from trireme.monitor.lanes import shares
+from trireme.monitor.spans import Span
+from trireme.tools.dashboard import history
+from trireme.tools.dashboard.history import Metrics, Spans, read_in_pieces
+
+LIMIT = 400
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty times as long as the limits is long enough to see that nothing grows."""
+    monkeypatch.setattr(history, "MOST_POINTS", LIMIT)
+    monkeypatch.setattr(history, "MOST_SPANS", 2 * LIMIT)
+    monkeypatch.setattr(history, "PIECE_BYTES", 4096)
+
+
+def metrics_of(num_steps: int) -> Metrics:
+    metrics = Metrics()
+    for step in range(num_steps):
+        spike = 100.0 if step == 37 else 0.0
+        metrics.add([{"step": step, "process": "trainer", "time_s": 10.0 * step, "loss": np.sin(step) + spike}])
+    return metrics
+
+
+def test_a_metric_keeps_its_ends_its_extremes_and_a_bounded_number_of_points() -> None:
+    steps, values = metrics_of(20 * LIMIT).series("loss")
+    assert len(steps) <= LIMIT
+    assert steps[:5].tolist() == [0, 1, 2, 3, 4], "the beginning is exact"
+    assert steps[-LIMIT // 4 :].tolist() == list(range(20 * LIMIT - LIMIT // 4, 20 * LIMIT)), "so are the newest"
+    assert values.max() == np.sin(37) + 100.0
+    assert (np.diff(steps) > 0).all()
+    assert np.diff(steps).max() < LIMIT, "every twentieth of the run is there"
+
+
+def test_hours_of_a_thinned_metric_are_those_of_its_steps() -> None:
+    metrics = metrics_of(20 * LIMIT)
+    assert metrics.hours("loss").tolist() == pytest.approx((metrics.series("loss").steps / 360).tolist(), abs=1e-6)
+
+
+def test_spans_are_bounded_and_the_shares_of_the_whole_run_stay_right(tmp_path: Path) -> None:
+    lanes = ("trainer", "engine e:1")
+    path, written = tmp_path / "spans.jsonl", []
+    for step in range(10 * LIMIT):
+        written += [Span("trainer", "train", 2.0 * step, 0.5, step), Span("trainer", "wait", 2 * step + 0.5, 1.5, step)]
+        written.append(Span("engine e:1", "generate", 2.0 * step, 1.0 if step % 3 else 2.0, step))
+    path.write_bytes(b"".join(msgspec.json.encode(span) + b"\n" for span in written))
+    spans = Spans(path)
+    assert spans.refresh()
+    assert sum(len(spans.within(*spans.extent(), lane)) for lane in lanes) <= 2 * LIMIT
+    assert spans.extent() == (0.0, 20.0 * LIMIT)
+    for lane in lanes:
+        kept = shares(spans.within(*spans.extent(), lane), lane, *spans.extent())
+        assert kept == pytest.approx(shares(written, lane, *spans.extent()), abs=1e-4)
+
+
+def test_a_long_file_is_never_in_memory_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    row = {"step": 1, "process": "trainer", "time_s": 1.0} | {f"name/{n}": 0.5 for n in range(20)}
+    path.write_text((json.dumps(row) + "\n") * 20_000 + '{"half')
+    tracemalloc.start()
+    lines = sum(len(piece) for piece, _ in read_in_pieces(path, 0))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert lines == 20_000
+    assert peak < path.stat().st_size / 20
