@@ -19,14 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.algo.columns import Columns, Totals
+from trireme.algo.divergence import kl_estimate
 from trireme.algo.logprobs import Choices, token_logprobs
-from trireme.algo.loss import LOSSES, effective_share, kl_estimate, policy_loss
-from trireme.config.losses import Recipe
+from trireme.algo.loss import effective_share, policy_loss
+from trireme.config.losses import RECIPES, Loss, has_ratio, resolve_loss
 
 LENGTHS = (1, 4, 2, 6, 3, 5)
 C = 7  # of the normalisation by a constant
 STEP = 1e-6
-ALL = [name for name in LOSSES if name != "custom"]
+ALL = [name for name in RECIPES if name != "custom"]
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def to_columns(b: Batch) -> Columns:
     return Columns(**given, num_samples=len(b.slices))
 
 
-def solved(found: Recipe, columns: Columns, totals: Totals) -> tuple[float, dict[str, float], list[float]]:
+def solved(found: Loss, columns: Columns, totals: Totals) -> tuple[float, dict[str, float], list[float]]:
     """The loss's value, its sums, and the gradient with respect to pi's logprobs."""
     terms = policy_loss(columns, totals, found)
     terms.loss.backward()
@@ -154,14 +155,14 @@ def solved(found: Recipe, columns: Columns, totals: Totals) -> tuple[float, dict
 
 def behaving(name: str, b: Batch) -> Batch:
     """Where the ratio is against the behaviour policy, that is the proximal policy too."""
-    return replace(b, prox=b.mu) if LOSSES[name].proximal == "behaviour" else b
+    return replace(b, prox=b.mu) if recipe(name).proximal == "behaviour" else b
 
 
-def recipe(name: str, **changed: object) -> Recipe:
-    return replace(LOSSES[name], normalize_length=C, **changed)
+def recipe(name: str, **changed: object) -> Loss:
+    return resolve_loss(Loss(type=name, **changed), length=C)
 
 
-def check(found: Recipe, objective: Objective, b: Batch, value: float | None = None) -> dict[str, float]:
+def check(found: Loss, objective: Objective, b: Batch, value: float | None = None) -> dict[str, float]:
     """Check the gradient, and the value, which is that of the objective unless another is given; return the sums."""
     value_found, sums, gradient = solved(found, to_columns(b), b.totals)
     slopes = []
@@ -238,7 +239,7 @@ def test_the_sums_of_the_default_loss_by_hand() -> None:
     pi, samples = np.zeros(3), np.zeros(3, dtype=int)
     mu = -np.log([1.0, 4.0, 0.5])
     b = Batch(pi, mu, prox=mu, ref=pi, entropies=pi, advantages=np.array([2.0, 3.0, -1.0]), samples=samples)
-    found = Recipe("importance", kl_tau=0.0, ratio_low=0.5, ratio_high=1.0)
+    found = recipe("importance", kl_tau=0.0, ratio_low=0.5, ratio_high=1.0)
     value, sums, _ = solved(found, replace(to_columns(b), reference=None), Totals(3, 1))
     none = dict.fromkeys(("capped_frac", "clip_frac/low", "clip_frac/high"), 0.0)
     weights = {"importance_ratio": 5.5, "weights": 5.5, "squared_weights": 1 + 16 + 0.25}
@@ -320,12 +321,12 @@ def test_a_token_that_the_policy_rules_out_is_pulled_nowhere(kl_tau: float, adva
     assert math.isfinite(value)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if LOSSES[name].has_ratio])
+@pytest.mark.parametrize("name", [name for name in ALL if has_ratio(recipe(name))])
 @pytest.mark.parametrize("log_ratio", [-100.0, 100.0])
 def test_a_ratio_out_of_all_bounds_gives_no_nan(name: str, log_ratio: float) -> None:
     """In float32, where the ratio overflows; a zero advantage is the worst case."""
     pi = np.full(3, -1.0, dtype=np.float32)
-    prox = pi if LOSSES[name].proximal == "recomputed" else pi - np.float32(log_ratio)
+    prox = pi if recipe(name).proximal == "recomputed" else pi - np.float32(log_ratio)
     b = Batch(pi, pi - np.float32(log_ratio), prox, pi, 0 * pi, 0 * pi, samples=np.array([0, 0, 1]))
     value, sums, gradient = solved(recipe(name), to_columns(b), b.totals)
     assert (value, gradient) == (0.0, [0.0, 0.0, 0.0])

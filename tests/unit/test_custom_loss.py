@@ -11,7 +11,7 @@ import torch
 from trireme.algo.columns import CustomLoss, Totals
 from trireme.base.errors import ConfigError
 from trireme.base.functions import function_problem
-from trireme.config.losses import Recipe
+from trireme.config.losses import resolve_loss
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Loss, TrainerConfig
 from trireme.trainer.custom_loss import load_custom_loss, made_up_columns
@@ -27,7 +27,7 @@ def written(folder: Path, code: str) -> str:
 
 
 def loaded(path: str | None, **args: object) -> CustomLoss:
-    loss = load_custom_loss(Recipe("custom", path=path, args=args))
+    loss = load_custom_loss(resolve_loss(Loss(type="custom", path=path, args=args), length=1))
     assert loss is not None
     return loss
 
@@ -40,7 +40,8 @@ def test_a_function_gets_the_columns_and_its_arguments(tmp_path: Path, monkeypat
         assert loaded(each, scale=2.0)(columns).tolist() == expected.tolist()
     monkeypatch.delitem(sys.modules, "mine")
     written(tmp_path, "def loss(columns):\n    return columns.reference * columns.logprobs\n")
-    assert load_custom_loss(Recipe("custom", path=path, beta=0.1)) is not None  # it is tried out with a reference
+    with_reference = resolve_loss(Loss(type="custom", path=path, beta=0.1), length=1)
+    assert load_custom_loss(with_reference) is not None  # it is tried out with a reference
 
 
 def test_what_it_returns_is_normalized_like_any_other(tmp_path: Path) -> None:

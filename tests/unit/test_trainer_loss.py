@@ -22,7 +22,7 @@ from families import build_config, save_family
 from trireme.algo.columns import LossFunction, Totals
 from trireme.algo.loss import build_loss, cross_entropy
 from trireme.algo.packing import Sample, empty_micro_batch, micro_batches_of_rank
-from trireme.config.losses import LOSSES
+from trireme.config.losses import resolve_loss
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, Scheduler, TrainerConfig, TrainerModel
 from trireme.journal.journal import Journal
@@ -124,7 +124,7 @@ def test_one_iteration_is_a_plain_step_to_the_bit(tiny_model: Path, world: World
     state, metrics = trained(config_of(tiny_model, type=name, num_iterations=1), world)
     plain = tiny.open_state(tiny_model, world)
     plain.optimizer = torch.optim.AdamW(plain.model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
-    fixed = FixedLogprobs(recomputed=LOSSES[name].proximal == "recomputed")
+    fixed = FixedLogprobs(recomputed=resolve_loss(Loss(type=name), length=1).proximal == "recomputed")
     expected = forward_backward(
         plain.model,
         micro_batches_of_rank(samples_at(0), capacity=CAPACITY, rank=0, world=1),
@@ -148,7 +148,7 @@ def test_later_iterations_are_against_the_weights_that_the_batch_began_with(tiny
     rows = micro_batches_of_rank(samples_at(0), capacity=CAPACITY, rank=0, world=1)
     with torch.no_grad():
         known = [compute_columns(by_hand.model, row, world.device).logprobs for row in rows]
-    loss = build_loss(LOSSES["decoupled"])
+    loss = build_loss(resolve_loss(Loss(type="decoupled"), length=1))
     totals = Totals(tiny.num_loss_tokens(samples_at(0)), len(LENGTHS))
     clipped = 0.0
     for _ in range(2):

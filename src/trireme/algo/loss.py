@@ -24,31 +24,38 @@ The default is `importance` against the behaviour policy, over tokens (prime-rl'
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from trireme.algo.columns import Columns, CustomLoss, LossFunction, LossTerms, TokenLoss, Totals
 from trireme.algo.corrections import corrected
 from trireme.algo.divergence import kl_estimate, reference_difference, reference_penalty
 from trireme.algo.surrogates import SURROGATES
-from trireme.config.losses import LOSSES, Recipe
-
-__all__ = ["LOSSES", "build_loss", "cross_entropy", "effective_share", "kl_estimate", "policy_loss"]
+from trireme.config.losses import Loss
 
 _MOST_LOG_RATIO = 20.0
 
 
-def build_loss(recipe: Recipe, custom: CustomLoss | None = None) -> LossFunction:
-    """
+def build_loss(recipe: Loss, custom: CustomLoss | None = None) -> LossFunction:
+    """Build the loss function of a recipe.
+
     Args:
+        recipe: as `resolve_loss` returns it, with every key that it reads.
         custom: the function of the surrogate `custom`.
     """
     return lambda columns, totals: policy_loss(columns, totals, recipe, custom)
 
 
-def policy_loss(columns: Columns, totals: Totals, recipe: Recipe, custom: CustomLoss | None = None) -> LossTerms:
-    """See the module's formula."""
+def policy_loss(columns: Columns, totals: Totals, recipe: Loss, custom: CustomLoss | None = None) -> LossTerms:
+    """Compute the module's formula."""
+    assert recipe.surrogate is not None, f"not resolved: {recipe}"
     own = custom(columns) if custom else None
-    token = _of_custom(own, columns) if own is not None else SURROGATES[recipe.surrogate](columns, recipe)
+    if own is not None:
+        value = torch.where(columns.mask, own.detach(), 0.0)
+        token = TokenLoss(value, slope=torch.zeros_like(value))
+    else:
+        token = SURROGATES[recipe.surrogate](columns, recipe)
     token = _with_penalty(corrected(token, columns, recipe), columns, recipe)
     return LossTerms(
         loss=normalized(_differentiable(token, own, columns, recipe), columns, totals, recipe),
@@ -57,28 +64,21 @@ def policy_loss(columns: Columns, totals: Totals, recipe: Recipe, custom: Custom
     )
 
 
-def _of_custom(own: torch.Tensor, columns: Columns) -> TokenLoss:
-    value = torch.where(columns.mask, own.detach(), 0.0)
-    return TokenLoss(value, slope=torch.zeros_like(value))
-
-
-def _with_penalty(token: TokenLoss, columns: Columns, recipe: Recipe) -> TokenLoss:
+def _with_penalty(token: TokenLoss, columns: Columns, recipe: Loss) -> TokenLoss:
     if not recipe.beta:
         return token
+    assert recipe.kl_estimator is not None, f"not resolved: {recipe}"
     value, slope = reference_penalty(columns, recipe.kl_estimator)
     dtype = token.slope.dtype
-    return TokenLoss(
+    return replace(
+        token,
         value=token.value + (recipe.beta * value).to(dtype),
         slope=token.slope + (recipe.beta * slope).to(dtype),
-        masked=token.masked,
-        clipped_low=token.clipped_low,
-        clipped_high=token.clipped_high,
-        capped=token.capped,
     )
 
 
-def _differentiable(token: TokenLoss, own: torch.Tensor | None, columns: Columns, recipe: Recipe) -> torch.Tensor:
-    """[K] what has the right gradient."""
+def _differentiable(token: TokenLoss, own: torch.Tensor | None, columns: Columns, recipe: Loss) -> torch.Tensor:
+    """Return [K] a loss per token whose gradient is right; its value is not (see `LossTerms`)."""
     pulled = columns.mask & (token.slope != 0)
     per_token = token.slope * torch.where(pulled, columns.logprobs, 0.0)
     if own is not None:
@@ -88,19 +88,20 @@ def _differentiable(token: TokenLoss, own: torch.Tensor | None, columns: Columns
     return per_token
 
 
-def _value(token: TokenLoss, columns: Columns, recipe: Recipe) -> torch.Tensor:
+def _value(token: TokenLoss, columns: Columns, recipe: Loss) -> torch.Tensor:
     if not recipe.entropy_bonus:
         return token.value
     return token.value - recipe.entropy_bonus * torch.where(columns.mask, columns.entropies.detach(), 0.0)
 
 
-def normalized(per_token: torch.Tensor, columns: Columns, totals: Totals, recipe: Recipe) -> torch.Tensor:
-    """The sum over tokens, each with its n_t."""
+def normalized(per_token: torch.Tensor, columns: Columns, totals: Totals, recipe: Loss) -> torch.Tensor:
+    """Return the sum over tokens, each multiplied by its n_t."""
     assert recipe.normalize == "token" or totals.samples or not totals.tokens, f"an average over no samples: {totals}"
     match recipe.normalize:
         case "sequence":
             return (per_token / columns.lengths().to(per_token.dtype)).sum() / max(1, totals.samples)
         case "constant":
+            assert recipe.normalize_length is not None, f"not resolved: {recipe}"
             return per_token.sum() / (max(1, totals.samples) * recipe.normalize_length)
     return per_token.sum() / max(1, totals.tokens)
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 
 from trireme.algo.columns import Columns, TokenLoss, times
-from trireme.config.losses import Recipe
+from trireme.config.losses import Loss
 
 
-def importance(columns: Columns, recipe: Recipe) -> TokenLoss:
+def importance(columns: Columns, recipe: Loss) -> TokenLoss:
     """m r A, where m masks ratios outside [ratio_low, ratio_high]; slope - m r (A - kl_tau log r). The default.
 
     With kl_tau = 0 and no masking this is off-policy policy gradient with per-token importance sampling. Form and
@@ -38,7 +38,7 @@ def importance(columns: Columns, recipe: Recipe) -> TokenLoss:
     return TokenLoss(value, -pull, masked=columns.mask & ~kept)
 
 
-def clip(columns: Columns, recipe: Recipe) -> TokenLoss:
+def clip(columns: Columns, recipe: Loss) -> TokenLoss:
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO (Schulman et al. 2017, arXiv 1707.06347, equation 7).
 
     Two bounds as in DAPO (Yu et al. 2025, arXiv 2503.14476, "clip-higher"). `dual_clip` c bounds it by c A where A < 0
@@ -47,7 +47,7 @@ def clip(columns: Columns, recipe: Recipe) -> TokenLoss:
     return _clipped(token_log_ratio(columns).exp(), columns, recipe, dual=recipe.dual_clip)
 
 
-def sequence_clip(columns: Columns, recipe: Recipe) -> TokenLoss:
+def sequence_clip(columns: Columns, recipe: Loss) -> TokenLoss:
     """PPO's clip of a ratio that all tokens of a sample share: s = (pi(s) / prox(s))^(1/|s|), their geometric mean.
 
     GSPO (Zheng et al. 2025, arXiv 2507.18071, equations 5 and 7) in its token form (GSPO-token, section 4.3): the slope
@@ -58,20 +58,20 @@ def sequence_clip(columns: Columns, recipe: Recipe) -> TokenLoss:
     return _clipped(mean.to(log_ratio.dtype).exp(), columns, recipe, dual=None)
 
 
-def clipped_weight(columns: Columns, recipe: Recipe) -> TokenLoss:
+def clipped_weight(columns: Columns, recipe: Loss) -> TokenLoss:
     """sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: every token keeps its gradient, its weight is bounded.
 
     CISPO (MiniMax 2025, arXiv 2506.13585, equations 4 and 5). No lower bound (clip_low = 1), as there; for the upper
     one, of which that report names no number, weights up to 5.
     """
-    low, high = 1 - recipe.clip_low, 1 + recipe.clip_high
+    low, high = _bounds(recipe)
     ratio = token_log_ratio(columns).exp()
     pull = times(torch.where(columns.mask, columns.advantages, 0.0), ratio.clamp(low, high))
     value = -times(columns.logprobs.detach(), pull)
     return TokenLoss(value, -pull, clipped_low=columns.mask & (ratio < low), clipped_high=columns.mask & (ratio > high))
 
 
-def reinforce(columns: Columns, recipe: Recipe) -> TokenLoss:
+def reinforce(columns: Columns, recipe: Loss) -> TokenLoss:
     """A log pi, no ratio (Williams 1992). Its direction is that of RLOO (Ahmadian et al. 2024, arXiv 2402.14740) with
     `leave_one_out`, and of REINFORCE++ (Hu 2025, arXiv 2501.03262) with `batch`, at one iteration on fresh tokens.
 
@@ -82,7 +82,7 @@ def reinforce(columns: Columns, recipe: Recipe) -> TokenLoss:
     return TokenLoss(-times(columns.logprobs.detach(), pull), -pull)
 
 
-def cross_entropy(columns: Columns, recipe: Recipe) -> TokenLoss:
+def cross_entropy(columns: Columns, recipe: Loss) -> TokenLoss:
     """log pi of the tokens with A > 0, each alike: rollouts that did better than what they are compared with are
     imitated, the others are left out (as in RAFT, Dong et al. 2023, arXiv 2304.06767).
 
@@ -94,7 +94,7 @@ def cross_entropy(columns: Columns, recipe: Recipe) -> TokenLoss:
     return TokenLoss(-times(columns.logprobs.detach(), pull), -pull)
 
 
-SURROGATES: dict[str, Callable[[Columns, Recipe], TokenLoss]] = {
+SURROGATES: dict[str, Callable[[Columns, Loss], TokenLoss]] = {
     "importance": importance,
     "clip": clip,
     "sequence_clip": sequence_clip,
@@ -104,14 +104,21 @@ SURROGATES: dict[str, Callable[[Columns, Recipe], TokenLoss]] = {
 }
 
 
+def _bounds(recipe: Loss) -> tuple[float, float]:
+    """Return the smallest and the largest ratio that are not clipped."""
+    assert recipe.clip_low is not None, f"not resolved: {recipe}"
+    assert recipe.clip_high is not None, f"not resolved: {recipe}"
+    return 1 - recipe.clip_low, 1 + recipe.clip_high
+
+
 def token_log_ratio(columns: Columns) -> torch.Tensor:
     """[K] log r, 0 where nothing counts."""
     return torch.where(columns.mask, columns.logprobs.detach() - columns.proximal, 0.0)
 
 
-def _clipped(ratio: torch.Tensor, columns: Columns, recipe: Recipe, *, dual: float | None) -> TokenLoss:
+def _clipped(ratio: torch.Tensor, columns: Columns, recipe: Loss, *, dual: float | None) -> TokenLoss:
     advantages = torch.where(columns.mask, columns.advantages, 0.0)
-    low, high = 1 - recipe.clip_low, 1 + recipe.clip_high
+    low, high = _bounds(recipe)
     too_low = (advantages < 0) & (ratio < low)
     too_high = (advantages > 0) & (ratio > high)
     gain = times(advantages, ratio)

@@ -1,14 +1,13 @@
 """`[trainer.loss]`: a recipe by name, and a key for each of its choices. The formulas are in `trireme.algo.loss`.
 
-A key that is not given has the recipe's own value; a choice that is (`surrogate`, `correction`) brings the usual values
-of its own keys with it. What came out stands in the resolved configuration; keys that the recipe does not use stay out.
+A key that the user leaves out takes the recipe's value. A choice that the user makes (`surrogate`, `correction`) brings
+the usual values of its own keys with it. `resolve_loss` fills in all keys that the loss reads; the others stay None.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -84,51 +83,27 @@ class Loss(Section):
     """Keyword arguments of that function."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """All choices, none left open."""
-
-    surrogate: Surrogate
-    proximal: Proximal = "behaviour"
-    correction: Correction = "none"
-    normalize: Normalize = "token"
-    correction_low: float = 0.0
-    correction_high: float = math.inf
-    normalize_length: int = 1
-    ratio_low: float = 0.125
-    ratio_high: float = 8.0
-    kl_tau: float = 0.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    beta: float = 0.0
-    kl_estimator: KlEstimator = "k3"
-    reference_update_every: int | None = None
-    entropy_bonus: float = 0.0
-    path: str | None = None
-    args: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def has_ratio(self) -> bool:
-        return self.surrogate not in ("reinforce", "cross_entropy")
-
-
-LOSSES: dict[str, Recipe] = {
-    "importance": Recipe("importance"),
-    "grpo": Recipe("clip", normalize="sequence"),
-    "ppo": Recipe("clip"),
-    "dr_grpo": Recipe("clip", normalize="constant"),
-    "dapo": Recipe("clip", clip_high=0.28),
-    "gspo": Recipe("sequence_clip", clip_low=3e-4, clip_high=4e-4, normalize="sequence"),
-    "cispo": Recipe("clipped_weight", clip_low=1.0, clip_high=4.0),
-    "reinforce": Recipe("reinforce", "recomputed"),
-    "tis": Recipe("clip", "recomputed", "token_truncate", correction_high=2.0),
-    "icepop": Recipe("clip", "recomputed", "token_mask", "sequence", correction_low=0.5, correction_high=5.0),
-    "decoupled": Recipe("clip", "recomputed", "token_truncate", correction_high=math.inf),
-    "cross_entropy": Recipe("cross_entropy", "recomputed"),
-    "custom": Recipe("custom"),
+RECIPES: dict[str, dict[str, Any]] = {
+    "importance": {"surrogate": "importance"},
+    "grpo": {"surrogate": "clip", "normalize": "sequence"},
+    "ppo": {"surrogate": "clip"},
+    "dr_grpo": {"surrogate": "clip", "normalize": "constant"},
+    "dapo": {"surrogate": "clip", "clip_high": 0.28},
+    "gspo": {"surrogate": "sequence_clip", "normalize": "sequence"},
+    "cispo": {"surrogate": "clipped_weight"},
+    "reinforce": {"surrogate": "reinforce", "proximal": "recomputed"},
+    "tis": {"surrogate": "clip", "proximal": "recomputed", "correction": "token_truncate"},
+    "icepop": {"surrogate": "clip", "proximal": "recomputed", "correction": "token_mask", "normalize": "sequence"},
+    "decoupled": {
+        "surrogate": "clip",
+        "proximal": "recomputed",
+        "correction": "token_truncate",
+        "correction_high": math.inf,
+    },
+    "cross_entropy": {"surrogate": "cross_entropy", "proximal": "recomputed"},
+    "custom": {"surrogate": "custom"},
 }
-"""The recipes of the literature. Sources and formulas: `trireme.algo.loss`, and the modules that it names."""
+"""The recipes of the literature: what each sets. Sources and formulas: `trireme.algo.loss` and the modules it names."""
 
 SURROGATE_KEYS: dict[Surrogate, dict[str, Any]] = {
     "importance": {"ratio_low": 0.125, "ratio_high": 8.0, "kl_tau": 0.0},
@@ -152,54 +127,59 @@ CORRECTION_KEYS: dict[Correction, dict[str, Any]] = {
 """The keys that each correction reads, with their usual values."""
 
 
-def recipe_of(loss: Loss, *, length: int) -> Recipe:
-    """What the configuration asks for.
+def resolve_loss(loss: Loss, *, length: int) -> Loss:
+    """Return the loss with every key filled in that it reads. To resolve it again changes nothing.
 
     Args:
-        length: C of the normalisation by a constant, where the configuration has none.
+        length: the constant C of `normalize = "constant"` where the user gives none.
     """
-    named, given = LOSSES[loss.type], given_keys(loss)
-    surrogate, correction = loss.surrogate or named.surrogate, loss.correction or named.correction
-    values: dict[str, Any] = {"surrogate": surrogate, "correction": correction}
-    values |= SURROGATE_KEYS[surrogate] | CORRECTION_KEYS[correction]
-    if surrogate == named.surrogate:
-        values |= {key: getattr(named, key) for key in SURROGATE_KEYS[surrogate]}
-    if correction == named.correction:
-        values |= {key: getattr(named, key) for key in CORRECTION_KEYS[correction]}
-    if correction != "none":
+    recipe, given = RECIPES[loss.type], given_keys(loss)
+    defaults: dict[str, Any] = {"correction": "none", "proximal": "behaviour", "normalize": "token"}
+    choices = defaults | recipe | given
+    surrogate, correction = choices["surrogate"], choices["correction"]
+    values = choices | SURROGATE_KEYS[surrogate] | CORRECTION_KEYS[correction]
+    # The recipe's bounds hold for the recipe's own choices only: DAPO's clip_high is not that of another surrogate.
+    values |= {
+        key: value
+        for key, value in recipe.items()
+        if (key not in _ALL_SURROGATE_KEYS or surrogate == recipe["surrogate"])
+        and (key not in _ALL_CORRECTION_KEYS or correction == recipe.get("correction"))
+    }
+    if correction != "none":  # a correction is that of the proximal over the behaviour policy
         values["proximal"] = "recomputed"
-    if (loss.normalize or named.normalize) == "constant":
-        values["normalize_length"] = length
-    return replace(named, **(values | given))
+    values |= {"normalize_length": length, "kl_estimator": "k3"} | given
+    used = used_keys(loss.model_copy(update=values))
+    return loss.model_copy(update={key: value for key, value in values.items() if key in used})
+
+
+_ALL_SURROGATE_KEYS = {key for keys in SURROGATE_KEYS.values() for key in keys}
+_ALL_CORRECTION_KEYS = {key for keys in CORRECTION_KEYS.values() for key in keys}
 
 
 def given_keys(loss: Loss) -> dict[str, Any]:
-    """What differs from nothing said, but the recipe's name."""
-    defaults = {name: info.get_default() for name, info in Loss.model_fields.items()}
-    values = {name: getattr(loss, name) for name in defaults if name != "type"}
-    return {name: value for name, value in values.items() if value != defaults[name]}
+    """Return the keys that differ from their defaults, without the recipe's name."""
+    values = {name: (getattr(loss, name), info.get_default()) for name, info in Loss.model_fields.items()}
+    return {name: value for name, (value, default) in values.items() if name != "type" and value != default}
 
 
-def used_keys(recipe: Recipe) -> set[str]:
-    """The keys that change anything in what the recipe computes."""
+def used_keys(loss: Loss) -> set[str]:
+    """Return the keys that change what a loss computes, of one whose choices are filled in."""
+    assert loss.surrogate is not None, f"not resolved: {loss}"
     used = {"surrogate", "normalize", "beta", "entropy_bonus"}
-    used |= SURROGATE_KEYS[recipe.surrogate].keys() | CORRECTION_KEYS[recipe.correction].keys()
-    if recipe.surrogate != "custom":
-        used.add("correction")
-    if recipe.has_ratio or recipe.correction != "none":
+    used |= SURROGATE_KEYS[loss.surrogate].keys()
+    if loss.surrogate != "custom":
+        used |= {"correction", *CORRECTION_KEYS[loss.correction or "none"]}
+    if has_ratio(loss) or loss.correction not in (None, "none"):
         used.add("proximal")
-    if recipe.normalize == "constant":
+    if loss.normalize == "constant":
         used.add("normalize_length")
-    if recipe.beta:
+    if loss.beta:
         used |= {"kl_estimator", "reference_update_every"}
     return used
 
 
-def written_out(loss: Loss, *, length: int) -> dict[str, Any]:
-    """Every key that is used, with its value."""
-    recipe = recipe_of(loss, length=length)
-    used = used_keys(recipe)
-    return {each.name: getattr(recipe, each.name) for each in fields(Recipe) if each.name in used}
+def has_ratio(loss: Loss) -> bool:
+    return loss.surrogate not in ("reinforce", "cross_entropy")
 
 
 # Rules of the table. Each yields one message per problem.
@@ -207,14 +187,14 @@ def written_out(loss: Loss, *, length: int) -> dict[str, Any]:
 
 def loss_problems(loss: Loss) -> Iterator[str]:
     """Yield keys that the recipe would ignore, and bounds that would mask every token."""
-    recipe = recipe_of(loss, length=1)
+    recipe = resolve_loss(loss, length=1)
     used = used_keys(recipe)
     for key, value in given_keys(loss).items():
         if key not in used and (key, value) != ("correction", "none"):
             shown = f'"{value}"' if isinstance(value, str) else value
             yield (
                 f'`trainer.loss.{key} = {shown}` with type = "{loss.type}" (surrogate = "{recipe.surrogate}", '
-                f'correction = "{recipe.correction}") - {_why_ignored(key, recipe)}. {_way_out(key)}'
+                f'correction = "{recipe.correction or "none"}") - {_why_ignored(key, recipe)}. {_way_out(key)}'
             )
     if recipe.correction != "none" and recipe.proximal == "behaviour" and recipe.surrogate != "custom":
         yield (
@@ -236,7 +216,7 @@ def loss_problems(loss: Loss) -> Iterator[str]:
         )
 
 
-def _why_ignored(key: str, recipe: Recipe) -> str:
+def _why_ignored(key: str, recipe: Loss) -> str:
     if key in ("kl_estimator", "reference_update_every"):
         return "expected no such key without a reference model (beta = 0)"
     if key == "normalize_length":

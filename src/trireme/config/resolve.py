@@ -15,7 +15,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.network import EVERYWHERE, listening_address
 from trireme.base.processes import free_port
 from trireme.config.files import ProcessName
-from trireme.config.losses import written_out
+from trireme.config.losses import resolve_loss, used_keys
 from trireme.config.model_folder import caps_scores, config_file
 from trireme.config.orchestrator import Environment, Evaluation
 from trireme.config.run import Model, RunConfig, places_of
@@ -212,9 +212,9 @@ def _lengths(config: RunConfig) -> Values:
 
 
 def _loss(config: RunConfig) -> Values:
-    """What the recipe's name stands for, in each of its keys."""
-    values = written_out(config.trainer.loss, length=config.loss_length)
-    return {f"trainer.loss.{key}": value for key, value in values.items()}
+    """Return what the recipe's name stands for, in each of its keys."""
+    loss = resolve_loss(config.trainer.loss, length=config.loss_length)
+    return {f"trainer.loss.{key}": getattr(loss, key) for key in sorted(used_keys(loss))}
 
 
 def _environments(config: RunConfig) -> Values:

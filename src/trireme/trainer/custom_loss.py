@@ -11,12 +11,12 @@ import torch
 from trireme.algo.columns import Columns, CustomLoss
 from trireme.base.errors import ConfigError
 from trireme.base.functions import load_function
-from trireme.config.losses import Recipe
+from trireme.config.losses import Loss
 
 KEY = "trainer.loss.path"
 
 
-def load_custom_loss(recipe: Recipe) -> CustomLoss | None:
+def load_custom_loss(recipe: Loss) -> CustomLoss | None:
     """None where the recipe is not `custom`.
 
     Raises:
@@ -33,7 +33,7 @@ def load_custom_loss(recipe: Recipe) -> CustomLoss | None:
     return loss
 
 
-def _require_arguments(function: Callable[..., Any], recipe: Recipe) -> None:
+def _require_arguments(function: Callable[..., Any], recipe: Loss) -> None:
     try:
         inspect.signature(function).bind(None, **recipe.args)
     except TypeError as error:
@@ -45,14 +45,14 @@ def _require_arguments(function: Callable[..., Any], recipe: Recipe) -> None:
         pass
 
 
-def _watched(function: Callable[..., Any], recipe: Recipe) -> CustomLoss:
+def _watched(function: Callable[..., Any], recipe: Loss) -> CustomLoss:
     def loss(columns: Columns) -> torch.Tensor:
         return _checked(function(columns, **recipe.args), columns, recipe)
 
     return loss
 
 
-def _checked(found: Any, columns: Columns, recipe: Recipe) -> torch.Tensor:
+def _checked(found: Any, columns: Columns, recipe: Loss) -> torch.Tensor:
     count = len(columns.logprobs)
     if not isinstance(found, torch.Tensor):
         raise _nonsense(recipe, f"a {type(found).__name__}")
@@ -65,14 +65,14 @@ def _checked(found: Any, columns: Columns, recipe: Recipe) -> torch.Tensor:
     return found
 
 
-def _nonsense(recipe: Recipe, what: str) -> ConfigError:
+def _nonsense(recipe: Loss, what: str) -> ConfigError:
     return ConfigError(
         f'`{KEY} = "{recipe.path}"` returned {what} - expected each token\'s loss: a floating-point tensor of the '
         "shape of `columns.logprobs`, computed from it. Do not average: that is what `trainer.loss.normalize` is for."
     )
 
 
-def _try_out(loss: CustomLoss, recipe: Recipe) -> None:
+def _try_out(loss: CustomLoss, recipe: Loss) -> None:
     """Before a model is loaded, with two samples of made-up tokens."""
     columns = made_up_columns(with_reference=recipe.beta > 0)
     try:

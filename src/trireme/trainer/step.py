@@ -15,7 +15,7 @@ from trireme.algo.loss import build_loss, effective_share
 from trireme.base.errors import NotFinite
 from trireme.base.log import get_logger
 from trireme.base.timing import Timer
-from trireme.config.losses import Loss, Recipe, recipe_of
+from trireme.config.losses import Loss, resolve_loss
 from trireme.config.run import RunConfig
 from trireme.config.trainer import Optimizer
 from trireme.messages import BatchReply, MicroBatch
@@ -33,7 +33,7 @@ from trireme.trainer.parallel.mesh import World
 log = get_logger("step")
 
 
-def policy_gradient(config: Loss | Recipe, *, length: int = 1) -> LossFunction:
+def policy_gradient(loss: Loss, *, length: int = 1) -> LossFunction:
     """The reinforcement-learning loss of `algo.loss`.
 
     Args:
@@ -42,7 +42,7 @@ def policy_gradient(config: Loss | Recipe, *, length: int = 1) -> LossFunction:
     Raises:
         ConfigError: it is one of the user's, and cannot be had.
     """
-    recipe = config if isinstance(config, Recipe) else recipe_of(config, length=length)
+    recipe = resolve_loss(loss, length=length)
     return build_loss(recipe, load_custom_loss(recipe))
 
 
@@ -161,9 +161,9 @@ def base_state(config: RunConfig, world: World) -> TrainerState:
     return TrainerState(model=model, optimizer=build_optimizer(model, trainer.optim), reference=reference)
 
 
-def loss_of(config: RunConfig) -> tuple[Recipe, LossFunction]:
+def loss_of(config: RunConfig) -> tuple[Loss, LossFunction]:
     """Raises: ConfigError where it is one of the user's, and cannot be had."""
-    recipe = recipe_of(config.trainer.loss, length=config.loss_length)
+    recipe = resolve_loss(config.trainer.loss, length=config.loss_length)
     return recipe, policy_gradient(recipe)
 
 
