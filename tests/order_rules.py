@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trireme.journal.rules import Rules
+from trireme.algo.rules import Rules
 
 
 def order_rules(weights: dict[str, float] | None = None, **more: Any) -> Rules:

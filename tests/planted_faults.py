@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from trireme.algo.filters import FilterRules
+from trireme.config.orchestrator import Filters
 from trireme.config.run import RunConfig
 from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
@@ -225,8 +225,8 @@ FAULTS: dict[str, Fault] = {
 # a run with pools, a curriculum, filters, penalties, a teacher and running means
 
 
-def drop_flawed(filters: FilterRules) -> FilterRules:
-    return msgspec.structs.replace(filters, truncated="drop")
+def drop_flawed(filters: Filters) -> Filters:
+    return filters.model_copy(update={"truncated": "drop"})
 
 
 def forget_flaws(record: BatchRecord) -> None:

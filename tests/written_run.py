@@ -16,13 +16,13 @@ import numpy as np
 
 from trireme.algo.difficulty import Outcome
 from trireme.algo.filters import flaw_with
+from trireme.algo.rules import Rules, rules_of
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import MANIFEST, Manifest, describe_file
 from trireme.journal.records import BatchRecord, Dropped, OpenGroup, Rollout, State
-from trireme.journal.rules import Rules, rules_of
 from trireme.journal.targets import (
     advantages_of,
     estimator_of,

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from pydantic import BaseModel
 
 WIRE_VERSION = 5
 
@@ -310,22 +311,27 @@ Reply = Newest | BatchReply | Publish | Go | Again | Live | Ok | NotYet | Refusa
 # bytes
 
 
-def _encode_array(value: Any) -> Any:
+def _encode(value: Any) -> Any:
+    """Encode what msgspec does not know: arrays, and the configuration tables that the journal stores."""
+    if isinstance(value, BaseModel):
+        return value.model_dump()
     if isinstance(value, np.ndarray):
         return [value.dtype.str, np.ascontiguousarray(value).data.cast("B")]
     raise TypeError(f"cannot send a {type(value)}")
 
 
-def _decode_array(kind: type, value: Any) -> Any:
+def _decode(kind: type, value: Any) -> Any:
+    if issubclass(kind, BaseModel):
+        return kind.model_validate(value)
     if kind is np.ndarray:
         dtype, data = value
         return np.frombuffer(data, dtype=np.dtype(dtype))
     raise TypeError(f"cannot receive a {kind}")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_requests = msgspec.msgpack.Decoder(Request, dec_hook=_decode_array)
-_replies = msgspec.msgpack.Decoder(Reply, dec_hook=_decode_array)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode)
+_requests = msgspec.msgpack.Decoder(Request, dec_hook=_decode)
+_replies = msgspec.msgpack.Decoder(Reply, dec_hook=_decode)
 
 
 def encode(message: Any) -> bytes:
@@ -342,4 +348,4 @@ def decode_reply(data: bytes) -> Reply:
 
 def decode_as(kind: Any, data: bytes) -> Any:
     """For what is stored rather than sent."""
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode)

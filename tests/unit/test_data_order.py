@@ -14,27 +14,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from order_rules import order_rules
-from trireme.algo.curriculum import Place, Stage, after_batch, weights_in
-from trireme.algo.difficulty import Outcome, Pools, from_scores, left_out, to_scores
+from trireme.algo.curriculum import Place, after_batch, weights_in
+from trireme.algo.difficulty import Outcome, from_scores, left_out, to_scores
 from trireme.algo.order import draws_of, environment_of, example_order, names_and_shares
+from trireme.algo.rules import Rules
 from trireme.base.errors import ConfigError
+from trireme.config.orchestrator import DifficultyPools, Stage
 from trireme.journal.records import OpenGroup, State
-from trireme.journal.rules import Rules
 from trireme.messages import decode_as, encode
 from trireme.orchestrator.buffer import Buffer
 
 SIZES = {"a": 9, "b": 4, "c": 1}
 
 
-def pools_of(easy: float = 0.25, normal: float = 1.0, hard: float = 0.5, memory: float = 0.5) -> Pools:
-    return Pools(0.75, 0.25, easy, normal, hard, memory)
+def pools_of(easy: float = 0.25, normal: float = 1.0, hard: float = 0.5, memory: float = 0.5) -> DifficultyPools:
+    weights = {"easy_weight": easy, "normal_weight": normal, "hard_weight": hard}
+    return DifficultyPools(easy_threshold=0.75, hard_threshold=0.25, memory=memory, **weights)
 
 
 def build_stages(drawn: list[tuple[set[str], int, float | None, int]]) -> tuple[Stage, ...]:
     found = []
     for number, (names, step, reward, smoothing) in enumerate(drawn):
         condition = {"from_step": step} if reward is None else {"from_reward": reward}
-        found.append(Stage(dict.fromkeys(names, 1.0), smoothing=smoothing, **(condition if number else {})))
+        found.append(Stage(weights=dict.fromkeys(names, 1.0), smoothing=smoothing, **(condition if number else {})))
     return tuple(found)
 
 
@@ -84,13 +86,13 @@ class Naive:
             if draw < self.chance(name, example, rules.pools):
                 return OpenGroup(group, name, example)
 
-    def chance(self, name: str, example: int, pools: Pools | None) -> float:
+    def chance(self, name: str, example: int, pools: DifficultyPools | None) -> float:
         if pools is None:
             return 1.0
         present = [self.weight(name, other, pools) for other in range(SIZES[name])]
         return present[example] / max(present) if max(present) else 1.0
 
-    def weight(self, name: str, example: int, pools: Pools) -> float:
+    def weight(self, name: str, example: int, pools: DifficultyPools) -> float:
         mean = self.means.get((name, example))
         if mean is None:
             return pools.normal_weight
@@ -259,14 +261,21 @@ def test_a_stage_begins_once_the_one_before_has_reached_its_reward() -> None:
         outcomes = [Outcome(n, env, 0, mean) for n, mean in enumerate(means)]
         return after_batch(place, curriculum, outcomes, next_step=next_step)
 
-    curriculum: tuple[Stage, ...] = (Stage({"a": 1.0, "c": 0.0}, smoothing=4), Stage({"b": 1.0}, from_reward=0.5))
+    curriculum: tuple[Stage, ...] = (
+        Stage(weights={"a": 1.0, "c": 0.0}, smoothing=4),
+        Stage(weights={"b": 1.0}, from_reward=0.5),
+    )
     assert close(Place(), 1.0, env="b") == close(Place(), 1.0, env="c") == Place(0, None)
     assert close(Place(), 0.0, 0.4) == Place(0, 0.2)
     place = close(Place(0, 0.2), 1.0)
     assert place == Place(0, 0.2 + 0.8 / 4)
     assert close(place, 1.0) == Place(1, None)
-    curriculum = (Stage({"a": 1.0}), Stage({"a": 1.0}, from_step=1), Stage({"b": 1.0}, from_step=3))
+    curriculum = (
+        Stage(weights={"a": 1.0}),
+        Stage(weights={"a": 1.0}, from_step=1),
+        Stage(weights={"b": 1.0}, from_step=3),
+    )
     assert [close(Place(), next_step=step).stage for step in range(4)] == [0, 1, 1, 2]
     # a run may resume with fewer stages or none
-    assert weights_in(Place(5), (Stage({"b": 1.0}),), {"a": 1.0, "b": 1.0}) == {"a": 0.0, "b": 1.0}
+    assert weights_in(Place(5), (Stage(weights={"b": 1.0}),), {"a": 1.0, "b": 1.0}) == {"a": 0.0, "b": 1.0}
     assert after_batch(Place(5, 0.5), (), [], next_step=9) == Place()

@@ -19,15 +19,14 @@ from hypothesis import strategies as st
 from order_rules import order_rules
 from tiny import num_loss_samples, num_loss_tokens, random_samples
 from trireme.algo.cost import LINEAR, cost_of
-from trireme.algo.filters import FilterRules
-from trireme.algo.length_penalty import LengthPenalty
 from trireme.algo.packing import Sample, num_learned
+from trireme.algo.rules import Rules, rules_of
 from trireme.base.errors import ConfigError
+from trireme.config.orchestrator import Filters, LengthPenalty
 from trireme.config.run import RunConfig
 from trireme.journal import targets
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, Rollout, State
-from trireme.journal.rules import Rules, rules_of
 from trireme.journal.shares import Shares, cost_of_model, row_capacity, row_cost, share_of
 from trireme.journal.targets import advantages_of, estimator_of
 from trireme.messages import BatchReply, Kept, Tokens, build_tokens, encode
@@ -148,7 +147,7 @@ def test_a_group_without_enough_signal_is_not_worth_it(rewards, steps, fields, w
 
 
 def test_flaws_are_read_off_each_turn_of_each_sample() -> None:
-    filters = FilterRules(repetition_window=3, repetition_period=1, gibberish_window=2, gibberish_logprob=-2.0)
+    filters = Filters(repetition_window=3, repetition_period=1, gibberish_window=2, gibberish_logprob=-2.0)
     rules = order_rules(filters=filters)
     rollout = rollout_of(0.0, truncated=True)
     rollout.samples = [sample_of([0, 1, 1, 0, 1, 1], ids=[5, 5, 5, 5, 5, 5])]

@@ -1,7 +1,7 @@
-"""Which environments are drawn from, and from when on: stages that follow one another.
+"""The curriculum: stages that say which environments are drawn from, one after the other.
 
-A stage is decided when a batch is closed, and holds for the groups that are begun from then on. Where generation runs
-ahead, some groups of the next batches were begun before.
+The stage is chosen when a batch is closed and applies to groups that begin afterwards. With asynchronous generation,
+some groups of the next batches have begun already.
 """
 
 from __future__ import annotations
@@ -11,41 +11,33 @@ from collections.abc import Sequence
 import msgspec
 
 from trireme.algo.difficulty import Outcome
-
-
-class Stage(msgspec.Struct, frozen=True):
-    """`[[orchestrator.curriculum]]`."""
-
-    weights: dict[str, float]
-    from_step: int | None = None
-    from_reward: float | None = None
-    smoothing: int = 10
+from trireme.config.orchestrator import Stage
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a run is in its curriculum."""
+    """The position of a run in its curriculum."""
 
     stage: int = 0
     reward: float | None = None  # mean reward of that stage so far, smoothed
 
 
 def weights_in(place: Place, curriculum: Sequence[Stage], weights: dict[str, float]) -> dict[str, float]:
-    """Weight of each environment, 0 for those that the stage does not name.
+    """Return the weight of each environment in the current stage; 0 for those that it does not name.
 
     Args:
-        weights: of the environments where there is no curriculum.
+        weights: the environments' weights without a curriculum.
     """
     if not curriculum:
         return weights
-    stage = curriculum[min(place.stage, len(curriculum) - 1)]  # a run may go on with fewer stages
+    stage = curriculum[min(place.stage, len(curriculum) - 1)]  # a resumed run may have fewer stages
     return {name: stage.weights.get(name, 0.0) for name in weights}
 
 
 def after_batch(place: Place, curriculum: Sequence[Stage], outcomes: Sequence[Outcome], *, next_step: int) -> Place:
-    """The stage for the groups that are begun next.
+    """Return the position for the groups that begin next.
 
-    The reward of a stage is b <- b + (m - b) / smoothing over its batches, beginning with the first one's m: the mean
-    over the groups that ended with the batch and are of an environment that the stage draws from.
+    The reward of a stage is b <- b + (m - b) / smoothing over its batches, starting from the first batch's m. Here m is
+    the mean over the groups that ended with the batch and belong to an environment that the stage draws from.
     """
     if not curriculum:
         return Place()

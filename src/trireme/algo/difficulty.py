@@ -1,6 +1,6 @@
-"""How difficult an example is, by how its last groups did, and how often it comes for that.
+"""Difficulty pools: how difficult an example is by the rewards of its last groups, and how often it is drawn for that.
 
-E examples of an environment that were seen, N all of its examples.
+Letters: E examples of an environment that were seen, N all of its examples.
 """
 
 from __future__ import annotations
@@ -10,20 +10,11 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-
-class Pools(msgspec.Struct, frozen=True):
-    """`[orchestrator.buffer.pools]`."""
-
-    easy_threshold: float
-    hard_threshold: float
-    easy_weight: float
-    normal_weight: float
-    hard_weight: float
-    memory: float
+from trireme.config.orchestrator import DifficultyPools
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a group that came to its end did, whether it was trained on or had no signal."""
+    """The result of a finished group, whether it was trained on or had no signal."""
 
     group: int
     env: str
@@ -32,14 +23,16 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Scores(msgspec.Struct):
-    """What is known of the difficulty of an environment's examples, for those that were seen."""
+    """The mean rewards of those examples of an environment that were seen, as the journal holds them."""
 
     examples: np.ndarray  # [E] int32, ascending
     means: np.ndarray  # [E] float64: exponential mean of group means
 
 
 def updated(means_N: np.ndarray, outcomes: Iterable[Outcome], memory: float) -> np.ndarray:
-    """mean <- memory * mean + (1 - memory) * the group's, in the order of the outcomes; the first time, the group's.
+    """Return the means after these outcomes, applied in order: mean <- memory * mean + (1 - memory) * the group's mean.
+
+    The first group of an example sets its mean.
 
     Args:
         means_N: NaN where an example was never seen.
@@ -52,25 +45,24 @@ def updated(means_N: np.ndarray, outcomes: Iterable[Outcome], memory: float) -> 
     return means
 
 
-def chances(means_N: np.ndarray, pools: Pools) -> np.ndarray:
-    """[N] with which probability each example is taken when its turn comes: its pool's weight over the largest one.
+def chances(means_N: np.ndarray, pools: DifficultyPools) -> np.ndarray:
+    """Return [N] the probability of taking each example when its turn comes: its pool's weight over the largest weight.
 
-    The largest is that among pools which have examples now. So whatever the weights, some examples are taken for
-    certain, and nobody searches for ever: where all that is left are easy ones, they come as often as anything can.
-    Where each pool that has examples has weight 0, all are left out, and all have chance 1 (see `left_out`).
+    The largest weight is that of the pools that have examples now. So some examples are always taken and the search for
+    the next one ends. If every pool that has examples has weight 0, all examples have probability 1 (see `left_out`).
     """
     weights = _weights(means_N, pools)
     largest = weights.max(initial=0.0)
     return weights / largest if largest > 0 else np.ones(len(weights))
 
 
-def left_out(means_N: np.ndarray, pools: Pools) -> bool:
-    """Whether every example is in a pool that is to be left out."""
+def left_out(means_N: np.ndarray, pools: DifficultyPools) -> bool:
+    """Return whether every example is in a pool of weight 0."""
     return not _weights(means_N, pools).any()
 
 
-def _weights(means_N: np.ndarray, pools: Pools) -> np.ndarray:
-    """[N] by pool. Comparisons with NaN do not hold: what was never seen is normal. Easy goes before hard."""
+def _weights(means_N: np.ndarray, pools: DifficultyPools) -> np.ndarray:
+    """Return [N] the weight of each example's pool. Unseen examples (NaN) are normal; easy is checked before hard."""
     weights = np.full(len(means_N), pools.normal_weight)
     weights[means_N <= pools.hard_threshold] = pools.hard_weight
     weights[means_N >= pools.easy_threshold] = pools.easy_weight
@@ -83,7 +75,7 @@ def to_scores(means_N: np.ndarray) -> Scores:
 
 
 def from_scores(scores: Scores | None, size: int) -> np.ndarray:
-    """[N] the inverse."""
+    """Return [N] means from scores: the inverse of `to_scores`."""
     means = np.full(size, np.nan)
     if scores is not None:
         means[scores.examples] = scores.means

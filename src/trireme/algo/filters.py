@@ -1,61 +1,40 @@
-"""What is wrong with a rollout, by its tokens alone, and what is to become of it.
+"""Filters: flaws of a rollout that its tokens show, and the action that `[orchestrator.filters]` sets for each.
 
-T tokens of one turn that the policy sampled.
+Letters: T tokens of one turn that the policy sampled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import msgspec
 import numpy as np
 
 from trireme.algo.advantage import are_same
+from trireme.config.orchestrator import Filters
 
 TRUNCATED, REPETITION, GIBBERISH, ZERO_ADVANTAGE = "truncated", "repetition", "gibberish", "zero_advantage"
 
 FLAWS = (TRUNCATED, REPETITION, GIBBERISH, ZERO_ADVANTAGE)
-"""In this order they are looked for, and listed."""
-
-
-class FilterRules(msgspec.Struct, frozen=True):
-    """`[orchestrator.filters]`. An action is count, mask or drop."""
-
-    truncated: str = "count"
-    repetition: str = "count"
-    repetition_window: int = 128
-    repetition_period: int = 32
-    gibberish: str = "count"
-    gibberish_logprob: float = -8.0
-    gibberish_window: int = 32
-    zero_advantage: str = "count"
-
-    @property
-    def shortest_judged(self) -> int:
-        """Turns of fewer tokens are neither repetitive nor gibberish, whatever they say."""
-        return min(self.repetition_window, self.gibberish_window)
-
-    def action(self, flaw: str) -> str:
-        return getattr(self, flaw) if flaw in FLAWS else "count"
+"""The order in which flaws are looked for and listed."""
 
 
 Turn = tuple[np.ndarray, np.ndarray]
-"""Ids and logprobs of what was sampled, [T] each."""
+"""Ids and logprobs of the sampled tokens, [T] each."""
 
 
-def find_flaws(truncated: bool, turns: Iterable[Turn], rules: FilterRules) -> list[str]:
-    """All but zero advantage, which is not known before the batch is full."""
+def find_flaws(truncated: bool, turns: Iterable[Turn], filters: Filters) -> list[str]:
+    """Return all flaws but zero advantage, which is known only once the batch is full."""
     turns = list(turns)
     flaws = [TRUNCATED] if truncated else []
-    if any(repeats(ids, window=rules.repetition_window, period=rules.repetition_period) for ids, _ in turns):
+    if any(repeats(ids, window=filters.repetition_window, period=filters.repetition_period) for ids, _ in turns):
         flaws.append(REPETITION)
-    if any(is_gibberish(lp, window=rules.gibberish_window, least=rules.gibberish_logprob) for _, lp in turns):
+    if any(is_gibberish(lp, window=filters.gibberish_window, least=filters.gibberish_logprob) for _, lp in turns):
         flaws.append(GIBBERISH)
     return flaws
 
 
 def repeats(ids_T: np.ndarray, *, window: int, period: int) -> bool:
-    """Whether `window` tokens in a row each are what stood one unit before them, for a unit of at most `period` tokens.
+    """Return whether `window` tokens in a row each equal the token one unit before, for a unit up to `period` tokens.
 
     Example:
         repeats(np.array([7, 1, 2, 1, 2, 1, 2]), window=4, period=2)  # True: 1 2, and then 1 2 1 2 again
@@ -65,29 +44,34 @@ def repeats(ids_T: np.ndarray, *, window: int, period: int) -> bool:
 
 
 def is_gibberish(logprobs_T: np.ndarray, *, window: int, least: float) -> bool:
-    """Whether some `window` tokens in a row have a mean logprob below `least`. Shorter turns are never judged."""
+    """Return whether some `window` tokens in a row have a mean logprob below `least`. Shorter turns never do."""
     if len(logprobs_T) < window:
         return False
     sums = np.cumsum(np.concatenate([[0.0], logprobs_T.astype(np.float64)]))
     return bool(((sums[window:] - sums[:-window]) / window < least).any())
 
 
-def flaw_with(action: str, flaws: Iterable[str], rules: FilterRules) -> str | None:
-    """The first flaw that is to be answered so."""
-    return next((flaw for flaw in flaws if rules.action(flaw) == action), None)
+def shortest_judged(filters: Filters) -> int:
+    """Return the tokens below which a turn is neither repetitive nor gibberish."""
+    return min(filters.repetition_window, filters.gibberish_window)
+
+
+def flaw_with(action: str, flaws: Iterable[str], filters: Filters) -> str | None:
+    """Return the first flaw that the filters answer with `action` ("count", "mask" or "drop")."""
+    return next((flaw for flaw in flaws if flaw in FLAWS and getattr(filters, flaw) == action), None)
 
 
 def has_signal(rewards_G: np.ndarray, steps: np.ndarray) -> bool:
-    """Whether a group's rollouts differ in anything that they can be told apart by.
+    """Return whether the rollouts of a group differ in their rewards, or in their step rewards.
 
     Args:
-        steps: all step rewards of the group, where the environment gives any.
+        steps: all step rewards of the group; empty if the environment gives none.
     """
     return not (are_same(rewards_G) and are_same(steps))
 
 
 def runs_of(mask_T: np.ndarray) -> Iterator[slice]:
-    """The stretches in which the mask holds, in order.
+    """Return the runs of tokens in which the mask is set, in order.
 
     Example:
         list(runs_of(np.array([0, 1, 1, 0, 1])))  # [slice(1, 3), slice(4, 5)]
@@ -96,10 +80,10 @@ def runs_of(mask_T: np.ndarray) -> Iterator[slice]:
 
 
 def longest_run(mask_T: np.ndarray) -> int:
-    """Length of the longest of them; 0 where the mask never holds."""
+    """Return the length of the longest run in which the mask is set; 0 if it never is."""
     return int(np.diff(_edges(mask_T)).max(initial=0))
 
 
 def _edges(mask_T: np.ndarray) -> np.ndarray:
-    """[number of stretches, 2]"""
+    """Return [runs, 2]: the first token of each run, and the one after its last."""
     return np.flatnonzero(np.diff(np.concatenate([[0], (mask_T != 0).astype(np.int8), [0]]))).reshape(-1, 2)

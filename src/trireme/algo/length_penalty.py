@@ -1,28 +1,20 @@
-"""What is taken off a reward for the length of its rollout, before the advantage.
+"""The length penalty that is subtracted from a rollout's reward before advantages are computed.
 
-Lengths are sampled tokens, of all turns together. G rollouts of a group.
+A length counts the sampled tokens of all turns. Letters: G rollouts of a group.
 """
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 
+from trireme.config.orchestrator import LengthPenalty
+
 RIGHT = 0.5
-"""A reward of at least this is a right answer to `relative`."""
-
-
-class LengthPenalty(msgspec.Struct, frozen=True):
-    """`[orchestrator.length_penalty]`, with all numbers filled in."""
-
-    type: str
-    max_length: int
-    buffer: int
-    weight: float
+"""The reward from which `relative` takes an answer as right."""
 
 
 def soft_overlong(lengths_G: np.ndarray, *, max_length: int, buffer: int) -> np.ndarray:
-    """0 up to max_length - buffer, then falling evenly to -1 at max_length, -1 beyond.
+    """Return 0 up to max_length - buffer, falling linearly to -1 at max_length, and -1 beyond.
 
     Soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4): `max_length` is its L_max,
     `buffer` its L_cache.
@@ -31,7 +23,7 @@ def soft_overlong(lengths_G: np.ndarray, *, max_length: int, buffer: int) -> np.
 
 
 def relative(lengths_G: np.ndarray, rewards_G: np.ndarray) -> np.ndarray:
-    """l = 0.5 - (length - shortest) / (longest - shortest) for right answers, min(0, l) for wrong ones.
+    """Return l = 0.5 - (length - shortest) / (longest - shortest) for right answers and min(0, l) for wrong ones.
 
     The length reward of Kimi k1.5 (2025, arXiv 2501.12599, section on the length penalty): shortest and longest are of
     the group, and where they are equal it is 0. Deviation: the paper has rewards of 0 and 1; here an answer is right
@@ -45,14 +37,16 @@ def relative(lengths_G: np.ndarray, rewards_G: np.ndarray) -> np.ndarray:
 
 
 def linear(lengths_G: np.ndarray, *, max_length: int) -> np.ndarray:
-    """-length / max_length, and no less than -1: every token costs the same."""
+    """Return -length / max_length, at least -1: every token costs the same."""
     return -np.minimum(1.0, lengths_G / max_length)
 
 
 def with_length_penalty(rewards_G: np.ndarray, lengths_G: np.ndarray, penalty: LengthPenalty | None) -> np.ndarray:
-    """r + weight * penalty, where there is one."""
+    """Return r + weight * penalty, or the rewards themselves without a penalty."""
     if penalty is None:
         return rewards_G
+    assert penalty.max_length is not None, f"not filled in by `rules_of`: {penalty}"
+    assert penalty.buffer is not None, f"not filled in by `rules_of`: {penalty}"
     match penalty.type:
         case "soft_overlong":
             taken = soft_overlong(lengths_G, max_length=penalty.max_length, buffer=penalty.buffer)
@@ -60,6 +54,4 @@ def with_length_penalty(rewards_G: np.ndarray, lengths_G: np.ndarray, penalty: L
             taken = relative(lengths_G, rewards_G)
         case "linear":
             taken = linear(lengths_G, max_length=penalty.max_length)
-        case other:
-            raise AssertionError(f"no length penalty is called {other}")
     return rewards_G + penalty.weight * taken

@@ -1,56 +1,42 @@
-"""The data order: which environment a group draws from, and which of its examples it is.
+"""The data order: which environment a group draws from, and which of its examples.
 
-Functions of the seed and of numbers alone, so a run that restarts goes on exactly where it was, and anyone can work
-out afterwards which example each group had to be. What has happened counts too, where there are difficulty pools or a
-curriculum: `DataOrder` is moved by two events, a group that is taken and a batch that is closed, and whoever repeats
-them in the same order, as the audit does from the journal, is told the same examples.
+Draws depend on the seed and on counters only, so a restarted run continues exactly, and the audit can recompute which
+example each group had. With difficulty pools or a curriculum they also depend on what happened: two events move a
+`DataOrder`, a group that is taken and a batch that is closed. Repeating the events in the same order, as the audit does
+from the journal, gives the same examples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from trireme.algo import curriculum as stages
 from trireme.algo import difficulty
-from trireme.algo.curriculum import Place, Stage
-from trireme.algo.difficulty import Outcome, Pools, Scores
+from trireme.algo.curriculum import Place
+from trireme.algo.difficulty import Outcome, Scores
+from trireme.algo.rules import Rules
+from trireme.config.orchestrator import DifficultyPools
 
 
 class Cursor(msgspec.Struct):
-    """How far an environment's examples have been handed out."""
+    """The position within an environment's examples."""
 
     epoch: int = 0
     position: int = 0
 
 
-class OrderRules(Protocol):
-    """What of a run's configuration the order depends on."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def shuffle(self) -> bool: ...
-    @property
-    def weights(self) -> dict[str, float]: ...
-    @property
-    def pools(self) -> Pools | None: ...
-    @property
-    def curriculum(self) -> Sequence[Stage]: ...
-
-
 def names_and_shares(weights: dict[str, float]) -> tuple[list[str], np.ndarray]:
-    """Environments in the order in which they are counted ("places"), and each one's share; shares sum to 1."""
+    """Return the environments in the order of their places, and the share of each. Shares sum to 1."""
     names = sorted(weights)
     total = sum(weights[name] for name in names)
     return names, np.array([weights[name] / total for name in names])
 
 
 def environment_of(group: int, seed: int, shares: np.ndarray) -> int:
-    """The place of the environment that group `group` draws its example from.
+    """Return the place of the environment that group `group` draws its example from.
 
     Args:
         shares: [number of environments], summing to 1.
@@ -63,22 +49,22 @@ def environment_of(group: int, seed: int, shares: np.ndarray) -> int:
 
 
 def example_order(seed: int, place: int, epoch: int, size: int, shuffle: bool) -> np.ndarray:
-    """[size] every example of the environment at `place` once, in the order of that epoch."""
+    """Return [size] every example of the environment at `place` once, in the order of that epoch."""
     if not shuffle:
         return np.arange(size)
     return np.random.default_rng([seed, 2, place, epoch]).permutation(size)
 
 
 def draws_of(seed: int, place: int, epoch: int, size: int) -> np.ndarray:
-    """[size] in [0, 1): the example at a position is taken where its chance is above the draw."""
+    """Return [size] numbers in [0, 1). The example at a position is taken if its probability is above its draw."""
     return np.random.default_rng([seed, 3, place, epoch]).random(size)
 
 
 class DataOrder:
-    """Where a run is in its data. Rules are given with each event: a run may go on with others."""
+    """The position of a run in its data. Each event is given its rules, as a resumed run may have other ones."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
-        """At the very beginning.
+        """Start at the first example.
 
         Args:
             sizes: number of training examples per environment.
@@ -87,11 +73,11 @@ class DataOrder:
         self.cursors = {name: Cursor() for name in sorted(sizes)}
         self.place = Place()
         self._means: dict[str, np.ndarray] = {}  # [N] per environment, where pools are in use
-        self._chances: dict[str, tuple[Pools, np.ndarray]] = {}  # of these means
+        self._chances: dict[str, tuple[DifficultyPools, np.ndarray]] = {}  # of these means
         self._epochs: dict[str, tuple[tuple[int, ...], np.ndarray, np.ndarray]] = {}  # of each environment's epoch
 
-    def go_on_from(self, cursors: dict[str, Cursor], scores: dict[str, Scores], place: Place) -> None:
-        """From where a run was after some batch."""
+    def resume_from(self, cursors: dict[str, Cursor], scores: dict[str, Scores], place: Place) -> None:
+        """Continue from the position after some batch."""
         self.cursors = {
             name: Cursor(cursors[name].epoch, cursors[name].position) if name in cursors else Cursor()
             for name in sorted(self.sizes)
@@ -102,14 +88,14 @@ class DataOrder:
         }
         self._chances.clear()
 
-    def take(self, group: int, rules: OrderRules) -> tuple[str, int]:
-        """Environment and example of the next group, whose number is `group`."""
+    def take(self, group: int, rules: Rules) -> tuple[str, int]:
+        """Return environment and example of the next group, whose number is `group`."""
         names, shares = names_and_shares(stages.weights_in(self.place, rules.curriculum, rules.weights))
         place = environment_of(group, rules.seed, shares)
         return names[place], self._next_example(names[place], place, rules)
 
-    def _next_example(self, name: str, place: int, rules: OrderRules) -> int:
-        """Ends within two epochs: some example has chance 1."""
+    def _next_example(self, name: str, place: int, rules: Rules) -> int:
+        """Return the next example that is taken. Ends within two epochs, as some example has probability 1."""
         cursor, size = self.cursors[name], self.sizes[name]
         while True:
             if cursor.position >= size:
@@ -121,14 +107,14 @@ class DataOrder:
             if rules.pools is None or draw < self._chances_of(name, rules.pools)[example]:
                 return example
 
-    def _epoch(self, name: str, place: int, epoch: int, rules: OrderRules) -> tuple[np.ndarray, np.ndarray]:
+    def _epoch(self, name: str, place: int, epoch: int, rules: Rules) -> tuple[np.ndarray, np.ndarray]:
         which = (rules.seed, place, epoch, self.sizes[name], rules.shuffle)
         if name not in self._epochs or self._epochs[name][0] != which:
             order, draws = example_order(*which), draws_of(rules.seed, place, epoch, self.sizes[name])
             self._epochs[name] = which, order, draws
         return self._epochs[name][1:]
 
-    def _chances_of(self, name: str, pools: Pools) -> np.ndarray:
+    def _chances_of(self, name: str, pools: DifficultyPools) -> np.ndarray:
         if name not in self._chances or self._chances[name][0] != pools:
             self._chances[name] = pools, difficulty.chances(self._means_of(name), pools)
         return self._chances[name][1]
@@ -136,8 +122,8 @@ class DataOrder:
     def _means_of(self, name: str) -> np.ndarray:
         return self._means.get(name, np.full(self.sizes[name], np.nan))
 
-    def close_batch(self, outcomes: Sequence[Outcome], rules: OrderRules, *, next_step: int) -> None:
-        """What the groups that ended with the batch say of their examples, and of the stage."""
+    def close_batch(self, outcomes: Sequence[Outcome], rules: Rules, *, next_step: int) -> None:
+        """Update difficulties and stage by the groups that ended with the batch."""
         self.place = stages.after_batch(self.place, rules.curriculum, outcomes, next_step=next_step)
         self._chances.clear()
         if rules.pools is None:
@@ -149,11 +135,11 @@ class DataOrder:
 
     @property
     def scores(self) -> dict[str, Scores]:
-        """Of environments that have any."""
+        """Return the scores of the environments that have any."""
         return {name: difficulty.to_scores(self._means[name]) for name in sorted(self._means)}
 
-    def left_out(self, rules: OrderRules) -> list[str]:
-        """Environments whose examples all are in pools that are left out; they come in their order all the same."""
+    def left_out(self, rules: Rules) -> list[str]:
+        """Return the environments whose examples are all in pools of weight 0; they are drawn in their order anyway."""
         if rules.pools is None:
             return []
         return [name for name in self.sizes if difficulty.left_out(self._means_of(name), rules.pools)]

@@ -13,7 +13,7 @@ import numpy as np
 
 from trireme.algo.difficulty import Outcome, Scores
 from trireme.algo.order import Cursor
-from trireme.journal.rules import Rules
+from trireme.algo.rules import Rules
 from trireme.messages import Tokens
 
 

@@ -25,12 +25,13 @@ from trireme.algo.advantage import (
     process_advantages,
 )
 from trireme.algo.difficulty import Outcome
-from trireme.algo.filters import FilterRules, Turn, find_flaws, has_signal, runs_of
+from trireme.algo.filters import Turn, find_flaws, has_signal, runs_of, shortest_judged
 from trireme.algo.length_penalty import with_length_penalty
+from trireme.algo.rules import Rules
 from trireme.base.errors import ConfigError
 from trireme.base.functions import load_function
+from trireme.config.orchestrator import Filters
 from trireme.journal.records import Rollout
-from trireme.journal.rules import Rules
 from trireme.messages import Tokens
 
 
@@ -154,11 +155,11 @@ def is_zero(advantages: list[np.ndarray]) -> bool:
 def flaws_of(rollout: Rollout, rules: Rules) -> list[str]:
     """All that can be told before its batch is full."""
     filters = filters_of(rules)
-    return find_flaws(rollout.truncated, _turns(rollout, at_least=filters.shortest_judged), filters)
+    return find_flaws(rollout.truncated, _turns(rollout, at_least=shortest_judged(filters)), filters)
 
 
-def filters_of(rules: Rules) -> FilterRules:
-    return rules.filters or FilterRules()
+def filters_of(rules: Rules) -> Filters:
+    return rules.filters or Filters()
 
 
 def _turns(rollout: Rollout, *, at_least: int) -> Iterator[Turn]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from trireme.algo.advantage import Baselines
 from trireme.algo.difficulty import Outcome
 from trireme.algo.filters import ZERO_ADVANTAGE, flaw_with
+from trireme.algo.rules import rules_of
 from trireme.algo.staleness import is_too_old
 from trireme.base.log import get_logger
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, Rollout, State
-from trireme.journal.rules import rules_of
 from trireme.journal.targets import (
     by_group,
     estimates_of,

@@ -12,10 +12,10 @@ from typing import Any
 from trireme.algo.curriculum import Place
 from trireme.algo.difficulty import Outcome
 from trireme.algo.order import Cursor, DataOrder
+from trireme.algo.rules import Rules
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.journal.records import OpenGroup, State
-from trireme.journal.rules import Rules
 
 log = get_logger("buffer")
 
@@ -34,7 +34,7 @@ class Buffer:
         _refuse_other_examples(state.sizes, sizes)
         self._rules = rules
         self._order = DataOrder(sizes)
-        self._order.go_on_from(state.cursors, state.scores, Place(state.stage, state.stage_reward))
+        self._order.resume_from(state.cursors, state.scores, Place(state.stage, state.stage_reward))
         self._reopened = list(state.open_groups)
         self._left_out: set[str] = set()  # environments that were warned about
         self.next_group = state.next_group

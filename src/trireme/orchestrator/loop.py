@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
+from trireme.algo.rules import rules_of
 from trireme.algo.weight_checks import POLICY
 from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError, TriremeError
@@ -25,7 +26,6 @@ from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import is_complete
 from trireme.journal.records import BatchRecord, State
-from trireme.journal.rules import rules_of
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
 from trireme.monitor.spans import open_spans

@@ -27,13 +27,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from trireme.algo.rules import Rules, rules_of
 from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord
-from trireme.journal.rules import Rules, rules_of
 from trireme.journal.versions import Versions
 from trireme.tools.audit.examples import OrderAudit
 from trireme.tools.audit.fates import Fates

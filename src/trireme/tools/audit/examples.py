@@ -14,8 +14,8 @@ import numpy as np
 from trireme.algo.curriculum import Place
 from trireme.algo.difficulty import Outcome, Scores
 from trireme.algo.order import Cursor, DataOrder
+from trireme.algo.rules import Rules
 from trireme.journal.records import BatchRecord, OpenGroup, State
-from trireme.journal.rules import Rules
 from trireme.tools.audit.findings import Findings
 
 
@@ -87,7 +87,7 @@ class OrderAudit:
     def _go_on_from(self, state: State) -> None:
         """As the journal says; nothing is left that could contradict it."""
         known = {name: scores for name, scores in state.scores.items() if self._fit(name, scores)}
-        self._order.go_on_from(state.cursors, known, Place(state.stage, state.stage_reward))
+        self._order.resume_from(state.cursors, known, Place(state.stage, state.stage_reward))
 
     def _fit(self, name: str, scores: Scores) -> bool:
         examples = scores.examples

@@ -9,8 +9,8 @@ import re
 from array import array
 from collections import Counter, defaultdict
 
+from trireme.algo.rules import Rules
 from trireme.journal.records import BatchRecord, OpenGroup
-from trireme.journal.rules import Rules
 from trireme.tools.audit.examples import OrderAudit
 from trireme.tools.audit.findings import Findings, some
 from trireme.tools.audit.groups import Decided, Fate, find_trouble

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trireme.algo.rules import Rules
 from trireme.journal.records import Dropped, Rollout
-from trireme.journal.rules import Rules
 
 Fate = Rollout | Dropped
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trireme.algo.difficulty import Outcome
 from trireme.algo.filters import FLAWS
+from trireme.algo.rules import Rules
 from trireme.journal.records import BatchRecord, Dropped
-from trireme.journal.rules import Rules
 from trireme.journal.targets import by_group, outcome_of
 from trireme.tools.audit.findings import Findings, some
 

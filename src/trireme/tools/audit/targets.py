@@ -6,9 +6,9 @@ import numpy as np
 
 from trireme.algo.advantage import Baselines, Estimator
 from trireme.algo.filters import ZERO_ADVANTAGE, flaw_with
+from trireme.algo.rules import Rules
 from trireme.base.errors import ConfigError
 from trireme.journal.records import BatchRecord, Rollout
-from trireme.journal.rules import Rules
 from trireme.journal.targets import advantages_of, by_group, estimator_of, flaws_of, is_zero, why_not_worth_it
 from trireme.tools.audit.findings import Findings
 from trireme.tools.audit.tokens import Columns, Refusal, name_of

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trireme.algo.rules import Rules
 from trireme.journal.records import BatchRecord, Rollout
-from trireme.journal.rules import Rules
 from trireme.messages import COLUMNS, Tokens
 from trireme.tools.audit.findings import Findings
 

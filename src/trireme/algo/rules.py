@@ -1,6 +1,7 @@
-"""What the configuration promises of a batch. Each entry of the journal has its own: a run may go on with others.
+"""The rules that a batch is filled by, as far as the audit needs them. Each journal entry holds its own rules, because
+a resumed run may have others.
 
-What has a default here is not in journals that were written before there was a choice.
+Fields with a default are missing from journals that were written before there was such a choice.
 """
 
 from __future__ import annotations
@@ -9,16 +10,12 @@ from typing import Any
 
 import msgspec
 
-from trireme.algo.curriculum import Stage
-from trireme.algo.difficulty import Pools
-from trireme.algo.filters import FilterRules
-from trireme.algo.length_penalty import LengthPenalty
-from trireme.config import orchestrator as settings
+from trireme.config.orchestrator import DifficultyPools, Filters, LengthPenalty, Stage
 from trireme.config.run import RunConfig
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """As far as an audit needs it."""
+    """The part of a run's configuration that decides what a batch holds. Tables are those of the configuration."""
 
     seed: int
     shuffle: bool
@@ -31,13 +28,13 @@ class Rules(msgspec.Struct, frozen=True):
     advantage: str
     temperature: float
     # which example comes next
-    pools: Pools | None = None
+    pools: DifficultyPools | None = None
     curriculum: tuple[Stage, ...] = ()
-    # which groups are worth a place
+    # which groups are put into a batch
     needs_signal: bool = False  # rewards that are not all the same
     least_variance: float = 0.0  # of the rewards
-    filters: FilterRules | None = None  # None where neither flaws nor outcomes were written down yet
-    # what they are trained towards
+    filters: Filters | None = None  # None in journals that hold neither flaws nor outcomes
+    # advantages
     decay: float = 0.9  # of the running mean of `ema`
     advantage_path: str | None = None  # of `custom`
     advantage_args: dict[str, Any] = {}
@@ -62,11 +59,11 @@ def rules_of(config: RunConfig) -> Rules:
         max_off_policy_steps=orchestrator.max_off_policy_steps,
         advantage=advantage.type,
         temperature=orchestrator.sampling.temperature,
-        pools=Pools(**buffer.pools.model_dump()) if buffer.pools else None,
-        curriculum=tuple(Stage(**stage.model_dump()) for stage in orchestrator.curriculum),
+        pools=buffer.pools,
+        curriculum=orchestrator.curriculum,
         needs_signal=buffer.online_difficulty_filtering,
         least_variance=buffer.difficulty_threshold if buffer.use_difficulty_filtering else 0.0,
-        filters=FilterRules(**orchestrator.filters.model_dump()),
+        filters=orchestrator.filters,
         decay=advantage.decay,
         advantage_path=advantage.path,
         advantage_args=advantage.args,
@@ -78,13 +75,9 @@ def rules_of(config: RunConfig) -> Rules:
     )
 
 
-def _length_penalty(section: settings.LengthPenalty | None, config: RunConfig) -> LengthPenalty | None:
-    if section is None:
+def _length_penalty(penalty: LengthPenalty | None, config: RunConfig) -> LengthPenalty | None:
+    """Return the table with all lengths filled in."""
+    if penalty is None:
         return None
-    longest = section.max_length or config.orchestrator.sampling.max_tokens or config.seq_len
-    return LengthPenalty(
-        type=section.type,
-        max_length=longest,
-        buffer=section.buffer or max(1, longest // 5),
-        weight=section.weight,
-    )
+    longest = penalty.max_length or config.orchestrator.sampling.max_tokens or config.seq_len
+    return penalty.model_copy(update={"max_length": longest, "buffer": penalty.buffer or max(1, longest // 5)})
