@@ -53,7 +53,7 @@ from vllm import LLM, SamplingParams
 from trireme.algo.advantage import group_mean
 from trireme.algo.columns import Columns, Totals
 from trireme.algo.loss import policy_loss
-from trireme.config.losses import LOSSES
+from trireme.config.losses import Loss, resolve_loss
 from trireme.inference.vllm_api import begin_reload, finish_reload, incomplete_layers, load_tied_head
 from trireme.messages import Tokens, build_tokens
 
@@ -166,7 +166,7 @@ def optimizer_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, bat
     loss = mismatch = 0.0
     for tokens in batch:
         columns = columns_of(model, tokens)
-        terms = policy_loss(columns, totals, LOSSES["importance"])
+        terms = policy_loss(columns, totals, resolve_loss(Loss(), length=1))
         terms.loss.backward()
         loss += float(terms.value)
         mismatch = max(mismatch, float((columns.logprobs.detach() - columns.behaviour).abs().max()))
