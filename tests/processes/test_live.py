@@ -15,12 +15,11 @@ from rich.console import Console
 
 from stage import until
 from trireme.config.run import RunConfig
+from trireme.monitor.live_view import LiveView
 from trireme.monitor.logs import last_words, startup_phase
-from trireme.monitor.plain_view import PlainView
 from trireme.monitor.progress import EngineStatus, ProcessState, Progress, Status, StatusWait
-from trireme.monitor.summary import summary
-from trireme.monitor.terminal_view import TerminalView
-from trireme.monitor.view import StatusPoller
+from trireme.monitor.run_text import summary
+from trireme.monitor.view import StatusPoller, View
 from viewing import answering
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -39,15 +38,15 @@ class Stage:
         names = ("inference", "orchestrator", "trainer")
         self.processes = [ProcessState(name, "running", self.config.paths.log(name)) for name in names]
 
-    def plain(self) -> PlainView:
+    def plain(self) -> View:
         """One that has told what it found when it came."""
-        view = PlainView(self.config, self.poller, Console(file=self.out), clock=lambda: self.now)
+        view = View(self.config, self.poller, Console(file=self.out), clock=lambda: self.now)
         self.tick(view)
         return view
 
-    def terminal(self) -> TerminalView:
+    def terminal(self) -> LiveView:
         console = Console(file=self.out, force_terminal=True, width=140, height=60)
-        return TerminalView(self.config, self.poller, console, clock=lambda: self.now)
+        return LiveView(self.config, self.poller, console, clock=lambda: self.now)
 
     def report(self, step: int, process: str, time_s: float = 0.0, **metrics: float) -> None:
         with open(self.config.paths.metrics, "a") as file:
@@ -57,7 +56,7 @@ class Stage:
         self.report(step, "orchestrator", **{"reward/mean": reward, "lag/mean": 0.9})
         self.report(step, "trainer", step * pace_s, **NUMBERS, **{"perf/tokens_per_s": 12345.0})
 
-    def tick(self, view: PlainView | TerminalView, *, after_s: float = 1.0, final: bool = False) -> str:
+    def tick(self, view: View, *, after_s: float = 1.0, final: bool = False) -> str:
         """What the view prints when it looks again."""
         self.now += after_s
         self.out.seek(0)
@@ -104,7 +103,7 @@ def test_a_warning_is_a_plain_line_once_and_stays_in_the_picture_while_it_lasts(
 
 
 def test_each_change_of_state_is_a_line_once(stage: Stage) -> None:
-    first = PlainView(stage.config, stage.poller, Console(file=stage.out), clock=lambda: stage.now)
+    first = View(stage.config, stage.poller, Console(file=stage.out), clock=lambda: stage.now)
     started = ["run: starting", "inference: running", "orchestrator: running", "trainer: running"]
     assert stage.tick(first).splitlines() == started
     for engine, said in (

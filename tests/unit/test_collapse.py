@@ -15,7 +15,7 @@ from trireme.config.run import RunConfig
 from trireme.monitor.collapse import CALM, SIGNS, Sign, Warned, Watch
 from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.monitor.progress import Progress
-from trireme.monitor.summary import summary
+from trireme.monitor.run_text import summary
 from trireme.orchestrator.watcher import Watcher
 
 

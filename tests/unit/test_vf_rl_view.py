@@ -19,8 +19,7 @@ from trireme.journal.manifest import MANIFEST, FileEntry, Manifest, describe_fil
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.progress import EngineStatus, ProcessState, Status
-from trireme.monitor.vf_rl_view import VfRlView
-from trireme.monitor.view import StatusPoller
+from trireme.monitor.view import StatusPoller, VfRlView
 
 
 class Stage:

@@ -12,9 +12,9 @@ from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.faults import reach
 from trireme.config.run import Supervisor
 from trireme.launch.children import Child
-from trireme.monitor.in_words import short_time
 from trireme.monitor.logs import last_words
 from trireme.monitor.metrics import MetricsFile, read_metrics
+from trireme.monitor.run_text import short_time
 
 LEAVE_BY_THEMSELVES = ("orchestrator", "trainer")
 LEAVE_S = 60.0  # for the trainer to leave after the orchestrator has

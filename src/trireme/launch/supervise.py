@@ -20,8 +20,8 @@ from trireme.launch.folder import holds_run
 from trireme.launch.health import FrozenWatch, HealthWatch
 from trireme.launch.process_tree import GRACE_S, Process
 from trireme.launch.restarts import Done, Ending, Interrupted, Restarts
-from trireme.monitor.live import open_view
-from trireme.monitor.summary import restarts_lines, summary, warning_lines
+from trireme.monitor.live_view import open_view
+from trireme.monitor.run_text import restarts_lines, summary, warning_lines
 from trireme.monitor.view import View
 from trireme.monitor.wandb_mirror import open_wandb_mirror
 

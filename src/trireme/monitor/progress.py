@@ -1,25 +1,27 @@
-"""What a run has reached so far, from what its processes report. No I/O, no clock: the views draw it."""
+"""The progress of a run, from what its processes report. No I/O and no clock: the views show it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 
 from trireme.monitor.collapse import Warned, Watch
-from trireme.monitor.ends import Ends, ends_of
 from trireme.monitor.metrics import Row, merge_processes
 
 PACE_STEPS = 20  # steps that the estimate of the time left looks back on
+MOST_END_STEPS = 5  # steps at each end of a curve
 
 _EVAL_REWARD = re.compile(r"eval/(?P<env>.+)/reward")
 
 
 class ProcessState(NamedTuple):
-    """One process as its supervisor sees it."""
+    """One process, as its supervisor reports it."""
 
     name: str
     state: str
@@ -29,12 +31,12 @@ class ProcessState(NamedTuple):
 
     @property
     def story(self) -> str:
-        """ "running, restarted 2x"."""
+        """The state with the number of restarts: "running, restarted 2x"."""
         return self.state + (f", restarted {self.num_restarts}x" if self.num_restarts else "")
 
 
 class StatusWait(msgspec.Struct, frozen=True):
-    """A wait in the orchestrator's `/status`; `base.waiting.Wait` is its origin."""
+    """A wait in the orchestrator's `/status`, written by `base.waiting.Wait`."""
 
     who: str = ""
     what: str = ""
@@ -54,7 +56,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The orchestrator's `/status`. What is missing there has a default here.
+    """The orchestrator's `/status`. Keys that are missing there have defaults here.
 
     Example:
         {"run": "x", "state": "running", "version": 3, "batch": 4, "max_steps": 20, "in_flight": 64, "waits": [...]}
@@ -70,7 +72,7 @@ class Status(msgspec.Struct, frozen=True):
     engines: tuple[EngineStatus, ...] = ()
 
     def root_wait(self) -> StatusWait | None:
-        """What holds everything up: the longest wait for a peer that does not wait itself, or else the longest."""
+        """Return the longest wait for a peer that does not wait itself, or else the longest: it holds up the others."""
         waiting = {wait.who for wait in self.waits}
         roots = [wait for wait in self.waits if wait.peer and wait.peer not in waiting]
         return max(roots or self.waits, key=lambda wait: wait.waited_s, default=None)
@@ -87,11 +89,35 @@ class Evaluation(NamedTuple):
     reward: float
 
 
+@dataclass(frozen=True)
+class Ends:
+    """Means of the first and the last steps of a curve.
+
+    Example:
+        str(Ends(first=0.55, last=0.94, steps=5))  # "the first and the last 5 steps"
+    """
+
+    first: float
+    last: float
+    steps: int
+
+    def __str__(self) -> str:
+        return f"the first and the last {self.steps} steps" if self.steps > 1 else "the first and the last step"
+
+
+def ends_of(values: Sequence[float]) -> Ends | None:
+    """Return None if there are no values. The ends of a short curve do not overlap, or it would seem not to change."""
+    if not len(values):
+        return None
+    steps = max(1, min(MOST_END_STEPS, len(values) // 2))
+    return Ends(fmean(values[:steps]), fmean(values[-steps:]), steps)
+
+
 class Progress:
     """Steps, rewards, evaluations, pace and warnings of a run.
 
-    What was reported before `begin_session` (by the run that is being resumed) counts as history: it is in the
-    rewards and evaluations, but not in the pace, not in `take_completed` and not in `warnings`.
+    Rows that were added before `begin_session` are the history of a resumed run. They count for rewards and
+    evaluations, but not for the pace, `take_completed` and `warnings`.
     """
 
     def __init__(self, max_steps: int) -> None:
@@ -127,7 +153,7 @@ class Progress:
             self._session.append((row["step"], row.get("time_s") or 0.0))
 
     def take_completed(self, *, final: bool = False) -> list[int]:
-        """Batch numbers trained since the last call; the newest only once the orchestrator too has reported it."""
+        """Return the batches trained since the last call; the newest only if the orchestrator has reported it too."""
         count = len(self._unreported)
         if count and not final and "orchestrator" not in self.steps[self._unreported[-1]]:
             count -= 1
@@ -138,20 +164,20 @@ class Progress:
         return merge_processes(self.steps[step].values())
 
     def recent(self, count: int) -> list[int]:
-        """The newest trained batches, oldest first."""
+        """Return the newest trained batches, oldest first."""
         return sorted(step for step, rows in self.steps.items() if "trainer" in rows)[-count:]
 
     def series(self, name: str) -> list[float]:
-        """Every known value of a metric, by step."""
+        """Return every known value of a metric, by step."""
         values = (row.get(name) for step in sorted(self.steps) for row in self.steps[step].values())
         return [value for value in values if value is not None]
 
     def reward_ends(self) -> Ends | None:
-        """Mean reward of the first and the last few steps."""
+        """Return the mean reward of the first and the last few steps."""
         return ends_of(self.series("reward/mean"))
 
     def evaluations(self) -> list[Evaluation]:
-        """By version, then environment."""
+        """Return all evaluations, by version, then environment."""
         found = []
         for version in sorted(self.steps):
             for name, value in sorted(self.steps[version].get("orchestrator", {}).items()):
@@ -162,16 +188,16 @@ class Progress:
 
     @property
     def warnings(self) -> list[Warned]:
-        """Of this session, in the order in which they came."""
+        """Warnings of this session, in the order in which they came."""
         return self._watch.said[self._num_warned_before :]
 
     @property
     def lasting_warnings(self) -> list[Warned]:
-        """What has been seen lately."""
+        """Warnings whose cause was seen lately."""
         return list(self._watch.lasting.values())
 
     def step_seconds(self, step: int) -> float | None:
-        """How long a training step took: as reported, or from the end of the one before it to its own end."""
+        """Return the duration of a training step: as reported, or from the end of the step before it."""
         reported = self.steps.get(step, {}).get("trainer", {}).get("time/step")
         if reported is not None:
             return reported
@@ -179,7 +205,7 @@ class Progress:
         return ends[step] - ends[step - 1] if step in ends and step - 1 in ends else None
 
     def eta_s(self) -> float | None:
-        """Time left at the pace of the newest steps of this session."""
+        """Return the time left at the pace of the newest steps of this session."""
         recent = (self._session or [])[-PACE_STEPS:]
         if len(recent) < 2:
             return None

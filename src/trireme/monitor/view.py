@@ -1,41 +1,47 @@
-"""What all views of a run have in common: they take in what is new, and never raise.
+"""Show a run as lines of text, in our words or in those of `vf-rl`.
 
-They read what the run writes (`metrics.jsonl`, logs, `/status`) and are never needed by it: whatever goes wrong in here
-is logged once, and the run goes on unseen.
+A view reads what the run writes: `metrics.jsonl`, logs, the orchestrator's `/status`. The run never depends on its
+view: the first error in a view is logged and ends the view alone.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import httpx
 import msgspec
 from rich.console import Console
 
 from trireme.base.log import get_logger
+from trireme.base.safe_text import clean
 from trireme.base.token import bearer, token
 from trireme.config.run import RunConfig
+from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.logs import startup_phase
 from trireme.monitor.metrics import read_metrics
-from trireme.monitor.progress import ProcessState, Progress, Status
-from trireme.monitor.samples import Samples
+from trireme.monitor.progress import Evaluation, ProcessState, Progress, Status
+from trireme.monitor.run_text import evaluation_text, step_line, warning_text
+from trireme.monitor.samples import Samples, read_batch
 
-POLL_S = 1.0  # between two looks at files and `/status`
+POLL_S = 1.0  # between two looks at the files and `/status`
 STATUS_TIMEOUT_S = 0.8
+UPDATING = {"live", "quarantined"}  # an engine changes between these states at every new version
+SILENCE_STARTING_S = 10.0  # without a line, until a line tells what the run waits for
+SILENCE_RUNNING_S = 60.0
 
 Clock = Callable[[], float]
 logger = get_logger("view")
 
 
 class StatusPoller:
-    """Asks the orchestrator once a second, in a thread: a slow answer must not delay the one who watches over it."""
+    """Ask the orchestrator for its status once a second, in a thread, so that a slow answer does not delay the view."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.latest: Status | None = None  # None while it does not answer
+        self.latest: Status | None = None  # None while the orchestrator does not answer
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="status-poller", daemon=True)
 
@@ -50,17 +56,15 @@ class StatusPoller:
     def _poll(self) -> None:
         with httpx.Client(timeout=STATUS_TIMEOUT_S, trust_env=False, headers=bearer(token())) as client:
             while not self._closing.wait(POLL_S):
-                self.latest = self._ask(client)
-
-    def _ask(self, client: httpx.Client) -> Status | None:
-        try:
-            return msgspec.json.decode(client.get(self.url).raise_for_status().content, type=Status)
-        except (httpx.HTTPError, msgspec.DecodeError, RecursionError):
-            return None
+                try:
+                    answer = client.get(self.url).raise_for_status().content
+                    self.latest = msgspec.json.decode(answer, type=Status)
+                except (httpx.HTTPError, msgspec.DecodeError, RecursionError):
+                    self.latest = None
 
 
-class View(ABC):
-    """Takes in what is new, tells what changed, and never raises."""
+class View:
+    """One line per step, evaluation, warning and change of state. After a silence, one on what the run waits for."""
 
     def __init__(
         self, config: RunConfig, poller: StatusPoller, console: Console, *, clock: Clock = time.monotonic
@@ -71,13 +75,16 @@ class View(ABC):
         self.processes: Sequence[ProcessState] = ()
         self._poller = poller
         self._clock = clock
-        self._started = clock()
+        self._started = self._last_line = clock()
         self._looked: float | None = None
-        self._broken = False
+        self._is_broken = False
         self._samples = Samples(config.paths, config.console)
         rows, self._offset = read_metrics(config.paths.metrics)
         self.progress.add(rows)
         self.progress.begin_session()
+        self._states: dict[str, str] = {}
+        self._shown_evaluations = set(self.progress.evaluations())
+        self._num_warnings = 0
 
     @property
     def status(self) -> Status | None:
@@ -88,54 +95,163 @@ class View(ABC):
         return self._clock() - self._started
 
     def say(self, text: str) -> None:
-        """A line for good, above whatever is live."""
+        """Print lines that stay, above anything that is redrawn."""
+        self._last_line = self._clock()
         try:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
         except OSError:
             self._give_up()
 
     def tick(self, processes: Sequence[ProcessState], *, final: bool = False) -> None:
-        """Looks and shows, at most once in `POLL_S`."""
+        """Read what is new and show it, at most once in `POLL_S`. Never raise: no picture is worth a run."""
         now = self._clock()
-        if self._broken or (self._looked is not None and now - self._looked < POLL_S and not final):
+        if self._is_broken or (self._looked is not None and now - self._looked < POLL_S and not final):
             return
         self._looked, self.processes = now, processes
         try:
-            self._take_in()
+            rows, self._offset = read_metrics(self.config.paths.metrics, self._offset)
+            self.progress.add(rows)
             self.show(final=final)
-        except Exception:  # a picture is never worth a run
+        except Exception:
             self._give_up()
 
-    def _take_in(self) -> None:
-        rows, self._offset = read_metrics(self.config.paths.metrics, self._offset)
-        self.progress.add(rows)
-
     def _give_up(self) -> None:
-        if not self._broken:
-            self._broken = True
-            logger.warning("The terminal view failed and stays away; the run goes on, see its logs.", exc_info=True)
+        if not self._is_broken:
+            self._is_broken = True
+            logger.warning("The terminal view failed and stays off. The run continues; see its logs.", exc_info=True)
+
+    def show(self, *, final: bool) -> None:
+        self.say_states()
+        for step in self.progress.take_completed(final=final):
+            if (step + 1) % self.config.console.every == 0 or step + 1 == self.config.max_steps:
+                self.say(self.step_text(step))
+            self.say_samples(step)
+        for evaluation in self.progress.evaluations():
+            if evaluation not in self._shown_evaluations:
+                self._shown_evaluations.add(evaluation)
+                self.say(self.evaluation_text(evaluation))
+        warnings = self.progress.warnings
+        for warned in warnings[self._num_warnings :]:
+            self.say(warning_text(warned))
+        self._num_warnings = len(warnings)
+        silence_s = SILENCE_STARTING_S if self._is_starting else SILENCE_RUNNING_S
+        if not final and self._clock() - self._last_line >= silence_s:
+            self.say(self.waiting_for())
+
+    def close(self) -> None:
+        """Give the terminal back."""
 
     def say_samples(self, step: int) -> None:
         for text in self._samples.of(step):
             self.say(text)
 
-    @abstractmethod
-    def show(self, *, final: bool) -> None:
-        """Draws, or tells, what has been taken in."""
+    def say_states(self) -> None:
+        """Print what changed state: the run, its processes and its engines."""
+        states = {"run": self._run_state} | {process.name: process.story for process in self.processes}
+        states |= {f"engine {engine.url}": engine.state for engine in (self.status.engines if self.status else ())}
+        for name, state in states.items():
+            known = self._states.get(name)
+            if known != state and {known, state} != UPDATING:
+                self.say(f"{name}: {known} -> {state}" if known else f"{name}: {state}")
+        self._states |= states
 
-    def close(self) -> None:
-        """Gives the terminal back, where something of it was taken."""
-        return
+    @property
+    def _run_state(self) -> str:
+        return self.status.state if self.status else self._states.get("run", "starting")
+
+    @property
+    def _is_starting(self) -> bool:
+        return self._run_state == "starting"
+
+    def step_text(self, step: int) -> str:
+        return step_line(self.progress, step, self.status)
+
+    def evaluation_text(self, evaluation: Evaluation) -> str:
+        return evaluation_text(evaluation)
 
     def waiting_for(self) -> str:
-        """What holds things up now: "inference: loading the model, 14 s …"."""
-        wait = self.status.root_wait() if self.status else None
-        if wait is not None:
-            return f"{wait.peer}: {wait.note or self._phase_of(wait.peer) or wait.what}, {wait.waited_s:.0f} s …"
-        phases = ((process.name, startup_phase(process.log, process.log_start)) for process in self.processes)
-        waiting = [f"{name}: {phase}" for name, phase in phases if phase != "ready"]
+        """Return what the run waits for: "inference: loading the model, 14 s …"."""
+        if not self._is_starting:
+            waits = [wait.text for wait in self.status.waits] if self.status else ["orchestrator does not answer"]
+            done = f"step {self.progress.num_done}/{self.config.max_steps} done"
+            return f"{done}, waits: {'; '.join(waits) or 'none'}"
+        phases = {process.name: startup_phase(process.log, process.log_start) for process in self.processes}
+        if self.status and (wait := self.status.root_wait()) is not None:
+            phase = phases.get(wait.peer, "ready")
+            what = wait.note or (phase if phase not in ("ready", "starting") else wait.what)
+            return f"{wait.peer}: {what}, {wait.waited_s:.0f} s …"
+        waiting = [f"{name}: {phase}" for name, phase in phases.items() if phase != "ready"]
         return f"{'; '.join(waiting) or 'orchestrator: no status yet'}, {self.elapsed_s:.0f} s …"
 
-    def _phase_of(self, peer: str) -> str | None:
-        phases = [startup_phase(process.log, process.log_start) for process in self.processes if process.name == peer]
-        return next((phase for phase in phases if phase not in ("ready", "starting")), None)
+
+class VfRlView(View):
+    """The lines that users of `vf-rl` know. Also writes the checkpoint folders that they look for."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._folders = CheckpointFolders(self.config)
+        self._startup = self._startup_lines()
+        self._num_examples: int | None = None
+
+    def show(self, *, final: bool) -> None:
+        if not final or self.progress.num_session_steps:
+            for line in self._startup:
+                if line is None:
+                    break
+                self.say(line)
+        super().show(final=final)
+        for step in self._folders.write_due():
+            self.say(f"Saved {self._folders.folder(step)}")
+
+    def _startup_lines(self) -> Iterator[str | None]:
+        """Yield the lines of the start in order, and None while the next line is not true yet."""
+        config = self.config
+        yield f"Loading model {config.trainer.model.name}..."
+        if config.device == "cpu":
+            yield "No GPU is used: inference and training share the CPU."
+        yield f"Starting vLLM server on port {config.inference.server.port}..."
+        yield "Waiting for vLLM server to be ready..."
+        while not self._has_ready_engine():
+            yield None
+        yield "vLLM server is ready"
+        for environment in config.orchestrator.env:
+            yield f"Loading environment {environment.id}..."
+
+    def _has_ready_engine(self) -> bool:
+        """A row of metrics may be here before the next answer: the step was sampled, so an engine is ready."""
+        engines = self.status.engines if self.status else ()
+        logs = [process for process in self.processes if process.name == "inference"]
+        return (
+            self.progress.num_session_steps > 0
+            or any(engine.state == "live" for engine in engines)
+            or any(startup_phase(process.log, process.log_start) == "ready" for process in logs)
+        )
+
+    def say_states(self) -> None:
+        """Print nothing: the startup lines and the launcher report the same."""
+        self._states["run"] = self._run_state
+
+    def step_text(self, step: int) -> str:
+        """
+        Example:
+            {'loss': 0.234, 'learning_rate': 1e-05, 'epoch': 0.01}
+            Step 1/100: reward=0.45, entropy=2.34, importance_ratio=1.02
+        """
+        row = self.progress.merged(step)
+        names = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
+        of_trainer = {name: _rounded(row[ours]) for name, ours in names.items() if row.get(ours) is not None}
+        if self._num_examples is None and (record := read_batch(self.config.paths.journal, step)):
+            self._num_examples = sum(record.state.sizes.values())
+        if self._num_examples:
+            of_trainer["epoch"] = round((step + 1) * self.config.num_groups / self._num_examples, 2)
+        names = {"reward": "reward/mean", "entropy": "policy/entropy", "importance_ratio": "importance_ratio"}
+        numbers = ", ".join(f"{name}={row[ours]:.2f}" for name, ours in names.items() if row.get(ours) is not None)
+        return f"{of_trainer}\nStep {step + 1}/{self.config.max_steps}: {numbers}"
+
+    def evaluation_text(self, evaluation: Evaluation) -> str:
+        return f"{{'eval_reward': {_rounded(evaluation.reward)}, 'step': {evaluation.version}}} ({evaluation.env})"
+
+
+def _rounded(value: float) -> float:
+    """Round to four significant digits."""
+    return float(f"{value:.4g}")

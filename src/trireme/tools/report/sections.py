@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.journal.manifest import complete_steps
-from trireme.monitor.in_words import short_time
-from trireme.monitor.summary import held_out_lines
+from trireme.monitor.run_text import held_out_lines, short_time
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import PROMISES
 from trireme.tools.report.choices import choices_of, whole

@@ -12,7 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Tree
 from textual.widgets.tree import TreeNode
 
-from trireme.monitor.in_words import sparkline
+from trireme.monitor.run_text import sparkline
 from trireme.tools.rollouts import clean, decimal
 from trireme.tools.viewer.sources import TRAINING, Source
 from trireme.tools.viewer.table import reward_style
