@@ -153,9 +153,9 @@ def test_steps_environment_and_reward_choose_together(run):
 
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(run, tmp_path, capsys, monkeypatch):
     for folder, words, refusal in (
-        (tmp_path, [], r"holds no batch - expected the folder of an `rl` run"),
-        (run, ["--steps", "9:"], r"has steps 0 to 2, none of them was asked for"),
-        (run, ["--env", "nowhere"], r"No rollout of .* is as asked for"),
+        (tmp_path, [], r"holds no batch. Expected the folder of an `rl` run"),
+        (run, ["--steps", "9:"], r"has steps 0 to 2, and none of them was asked for"),
+        (run, ["--env", "nowhere"], r"No rollout of .* matches --env nowhere"),
     ):
         with pytest.raises(ConfigError, match=refusal):
             rollouts([str(folder), "--to", "trl", *words])

@@ -22,14 +22,13 @@ def rollouts(argv: list[str]) -> int:
     arguments = _parse(argv)
     folder = arguments.output or RunPaths(arguments.run).root / "rollouts" / arguments.to
 
-    from trireme.tools.datasets.chosen import Chosen
     from trireme.tools.datasets.tables import Options
-    from trireme.tools.datasets.write import write_sets
+    from trireme.tools.datasets.write import Selection, write_sets
 
-    chosen = Chosen(steps=arguments.steps, env=arguments.env, least_reward=arguments.min_reward)
+    selection = Selection(steps=arguments.steps, env=arguments.env, min_reward=arguments.min_reward)
     options = Options(pass_threshold=arguments.pass_threshold, tokens=not arguments.no_tokens)
     try:
-        written = write_sets(arguments.run, arguments.to, folder, chosen=chosen, options=options)
+        written = write_sets(arguments.run, arguments.to, folder, selection=selection, options=options)
     except OSError as error:
         if not is_full(error):
             raise

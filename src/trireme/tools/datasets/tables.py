@@ -1,38 +1,113 @@
-"""The data sets: for each its file, its columns, and its rows out of a batch. Pure.
+"""The data sets that are made of a run's rollouts: for each file its columns, and how a row gets its values. Pure.
 
-Tokens are in the order of the journal; `loss_mask` has many names, and means the same under each: 1 where the policy
+Tokens are in the order of the journal. `loss_mask` has many names, and means the same under each: 1 where the policy
 sampled the token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from trireme.journal.records import Rollout
 from trireme.journal.targets import by_group
-from trireme.messages import Tokens
-from trireme.tools.datasets.messages import MessageTypes, to_rows
+from trireme.tools.conversation import content_text, tool_calls
 
-INTS, FLOATS, MASK = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.uint8())
-SAMPLE = pa.struct(
-    [("ids", INTS), ("loss_mask", MASK), ("logprobs", FLOATS), ("advantages", FLOATS), ("versions", INTS)]
-)
-METRIC = pa.struct([("name", pa.string()), ("value", pa.float64())])
+# messages
 
-Rows = Iterator[dict[str, Any]]
+FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
+OPTIONAL = {
+    "reasoning_content": pa.string(),
+    "tool_calls": pa.list_(pa.struct([("id", pa.string()), ("type", pa.string()), ("function", FUNCTION)])),
+    "tool_call_id": pa.string(),
+    "name": pa.string(),
+}
+"""Keys of a message besides `role` and `content`. Chat templates ask whether a key is there, so a column of messages
+has only the keys that some message of the run has."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """How a reward is read, and what is left out."""
+@dataclass
+class MessageKeys:
+    """The optional keys that some prompt, and some completion, has."""
 
-    pass_threshold: float = 1.0
-    tokens: bool = True
+    prompt: set[str]
+    completion: set[str]
+
+    def add(self, rollout: Rollout) -> None:
+        self.prompt |= {key for message in rollout.prompt for key in OPTIONAL if message.get(key)}
+        self.completion |= {key for message in rollout.completion for key in OPTIONAL if message.get(key)}
+
+    def type_of(self, kind: str) -> pa.DataType:
+        """Return the type of a list of messages: of a "prompt", a "completion" or "both"."""
+        keys = {"prompt": self.prompt, "completion": self.completion, "both": self.prompt | self.completion}[kind]
+        fields = [("role", pa.string()), ("content", pa.string())]
+        return pa.list_(pa.struct(fields + [(key, kind) for key, kind in OPTIONAL.items() if key in keys]))
+
+
+def message_rows(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert messages to one type: text for content, and JSON as text for the arguments of tool calls."""
+    rows = []
+    for message in messages:
+        row: dict[str, Any] = {"role": str(message.get("role", "")), "content": content_text(message.get("content"))}
+        row |= {key: str(message[key]) for key in ("reasoning_content", "tool_call_id", "name") if message.get(key)}
+        calls = []
+        for call in tool_calls(message):
+            given = call.arguments
+            arguments = given if isinstance(given, str) else json.dumps(given or {})
+            calls.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
+        rows.append(row | ({"tool_calls": calls} if calls else {}))
+    return rows
+
+
+# rows
+
+
+class Options(NamedTuple):
+    pass_threshold: float = 1.0  # a reward that is labelled as good
+    tokens: bool = True  # whether `rollouts` has samples
+
+
+class Item(NamedTuple):
+    """What becomes a row: a rollout, one of its samples, or the best and the worst rollout of a group."""
+
+    step: int
+    rollout: Rollout
+    options: Options
+    sample: Any = None  # `Tokens`, in tables of samples
+    worst: Any = None  # `Rollout`, in tables of pairs
+
+    @property
+    def num_given(self) -> int:
+        """Tokens before the first one that was sampled."""
+        mask = self.sample.loss_mask
+        return int(mask.argmax()) if mask.any() else len(mask)
+
+
+def each_rollout(step: int, rollouts: list[Rollout], options: Options) -> Iterator[Item]:
+    return (Item(step, rollout, options) for rollout in rollouts)
+
+
+def each_sample(step: int, rollouts: list[Rollout], options: Options) -> Iterator[Item]:
+    """Yield the samples that are trained on."""
+    trained = (rollout for rollout in rollouts if rollout.masked is None)
+    return (Item(step, rollout, options, sample=sample) for rollout in trained for sample in rollout.samples)
+
+
+def each_pair(step: int, rollouts: list[Rollout], options: Options) -> Iterator[Item]:
+    """Yield the best and the worst rollout of each group, the first of equals; nothing where all are equal."""
+    for group in by_group(rollouts).values():
+        best, worst = (pick(group, key=lambda rollout: rollout.reward) for pick in (max, min))
+        if best.reward > worst.reward:
+            yield Item(step, best, options, worst=worst)
+
+
+Column = tuple[pa.DataType | str, Callable[[Item], Any]]
+"""A type, or a kind of `MessageKeys.type_of`, and the value of a row."""
 
 
 @dataclass(frozen=True)
@@ -40,245 +115,168 @@ class Table:
     """One file of a data set."""
 
     name: str
-    columns: Callable[[MessageTypes], dict[str, pa.DataType]]
-    rows: Callable[[int, list[Rollout], Options], Rows]
+    items: Callable[[int, list[Rollout], Options], Iterator[Item]]
+    columns: dict[str, Column]
     once: tuple[str, ...] = ()  # columns by which later rows that are the same are left out
 
-    def schema(self, types: MessageTypes) -> pa.Schema:
-        return pa.schema(list(self.columns(types).items()))
+    def schema(self, keys: MessageKeys) -> pa.Schema:
+        kinds = {name: kind for name, (kind, _) in self.columns.items()}
+        return pa.schema(
+            [(name, keys.type_of(kind) if isinstance(kind, str) else kind) for name, kind in kinds.items()]
+        )
+
+    def rows(self, step: int, rollouts: list[Rollout], options: Options) -> Iterable[dict[str, Any]]:
+        for item in self.items(step, rollouts, options):
+            yield {name: value(item) for name, (_, value) in self.columns.items()}
 
 
-def place_of(step: int, rollout: Rollout) -> dict[str, Any]:
-    """What says which rollout it is."""
-    return {"env": rollout.env, "example": rollout.example, "step": step, "group": rollout.group}
+def of_rollout(name: str, kind: pa.DataType) -> Column:
+    return kind, lambda item: getattr(item.rollout, name)
 
 
-PLACE = {"env": pa.string(), "example": pa.int64(), "step": pa.int64(), "group": pa.int64()}
+def of_sample(name: str, kind: pa.DataType) -> Column:
+    return pa.list_(kind), lambda item: getattr(item.sample, name)
 
 
-# everything
+def of_response(name: str, kind: pa.DataType) -> Column:
+    return pa.list_(kind), lambda item: getattr(item.sample, name)[item.num_given :]
 
 
-def _all_columns(types: MessageTypes) -> dict[str, pa.DataType]:
-    return {
+INT, FLOAT, MASK, TEXT = pa.int32(), pa.float32(), pa.uint8(), pa.string()
+PROMPT: Column = ("prompt", lambda item: message_rows(item.rollout.prompt))
+COMPLETION: Column = ("completion", lambda item: message_rows(item.rollout.completion))
+REWARD = of_rollout("reward", pa.float64())
+ANSWER = of_rollout("answer", TEXT)
+PLACE: dict[str, Column] = {
+    "env": of_rollout("env", TEXT),
+    "example": of_rollout("example", pa.int64()),
+    "step": (pa.int64(), lambda item: item.step),
+    "group": of_rollout("group", pa.int64()),
+}
+"""Which rollout a row is of."""
+
+
+# the data sets
+
+SAMPLE = {"ids": INT, "loss_mask": MASK, "logprobs": FLOAT, "advantages": FLOAT, "versions": INT}
+
+
+def _samples(item: Item) -> list[dict[str, np.ndarray]]:
+    return [{name: getattr(sample, name) for name in SAMPLE} for sample in item.rollout.samples if item.options.tokens]
+
+
+ALL = Table(
+    "rollouts",
+    each_rollout,
+    {
         **PLACE,
-        "place": pa.int64(),
-        "attempt": pa.int64(),
-        "reward": pa.float64(),
-        "prompt": types.prompt,
-        "completion": types.completion,
-        "answer": pa.string(),
-        "metrics": pa.list_(METRIC),
-        "truncated": pa.bool_(),
-        "stop": pa.string(),
-        "num_turns": pa.int64(),
-        "flaws": pa.list_(pa.string()),
-        "masked": pa.string(),
-        "temperature": pa.float64(),
-        "samples": pa.list_(SAMPLE),
-    }
-
-
-def _all_rows(step: int, rollouts: list[Rollout], options: Options) -> Rows:
-    for rollout in rollouts:
-        yield place_of(step, rollout) | {
-            "place": rollout.place,
-            "attempt": rollout.attempt,
-            "reward": rollout.reward,
-            "prompt": to_rows(rollout.prompt),
-            "completion": to_rows(rollout.completion),
-            "answer": rollout.answer,
-            "metrics": [{"name": name, "value": value} for name, value in rollout.metrics.items()],
-            "truncated": rollout.truncated,
-            "stop": rollout.stop,
-            "num_turns": rollout.num_turns,
-            "flaws": rollout.flaws,
-            "masked": rollout.masked,
-            "temperature": rollout.temperature,
-            "samples": [_sample(sample) for sample in rollout.samples] if options.tokens else [],
-        }
-
-
-def _sample(sample: Tokens) -> dict[str, np.ndarray]:
-    return {name: getattr(sample, name) for name in ("ids", "loss_mask", "logprobs", "advantages", "versions")}
-
-
-# TRL
-
-
-def _prompts(step: int, rollouts: list[Rollout], options: Options) -> Rows:
-    for rollout in rollouts:
-        yield {"prompt": to_rows(rollout.prompt), "answer": rollout.answer} | place_of(step, rollout)
-
-
-def _completions(step: int, rollouts: list[Rollout], options: Options) -> Rows:
-    for rollout in rollouts:
-        said = {"prompt": to_rows(rollout.prompt), "completion": to_rows(rollout.completion)}
-        yield said | {"reward": rollout.reward} | place_of(step, rollout)
-
-
-def _labelled(step: int, rollouts: list[Rollout], options: Options) -> Rows:
-    for row in _completions(step, rollouts, options):
-        yield row | {"label": row["reward"] >= options.pass_threshold}
-
-
-def _pairs(step: int, rollouts: list[Rollout], options: Options) -> Rows:
-    """Of each group the best against the worst; none where all are equal. Of equals the first counts."""
-    for group in by_group(rollouts).values():
-        best = max(group, key=lambda rollout: rollout.reward)
-        worst = min(group, key=lambda rollout: rollout.reward)
-        if best.reward > worst.reward:
-            yield {
-                "prompt": to_rows(best.prompt),
-                "chosen": to_rows(best.completion),
-                "rejected": to_rows(worst.completion),
-                "score_chosen": best.reward,
-                "score_rejected": worst.reward,
-                "margin": best.reward - worst.reward,
-            } | place_of(step, best)
-
-
-def _trl_tokens(step: int, rollouts: list[Rollout], options: Options) -> Rows:
-    for rollout, sample in _samples(rollouts):
-        yield {
-            "input_ids": sample.ids,
-            "completion_mask": sample.loss_mask,
-            "logprobs": sample.logprobs,
-            "advantages": sample.advantages,
-            "versions": sample.versions,
-            "reward": rollout.reward,
-        } | place_of(step, rollout)
-
-
-def _samples(rollouts: list[Rollout]) -> Iterator[tuple[Rollout, Tokens]]:
-    """Of those that are trained on."""
-    for rollout in rollouts:
-        if rollout.masked is None:
-            yield from ((rollout, sample) for sample in rollout.samples)
-
+        "place": of_rollout("place", pa.int64()),
+        "attempt": of_rollout("attempt", pa.int64()),
+        "reward": REWARD,
+        "prompt": PROMPT,
+        "completion": COMPLETION,
+        "answer": ANSWER,
+        "metrics": (
+            pa.list_(pa.struct([("name", TEXT), ("value", pa.float64())])),
+            lambda item: [{"name": name, "value": value} for name, value in item.rollout.metrics.items()],
+        ),
+        "truncated": of_rollout("truncated", pa.bool_()),
+        "stop": of_rollout("stop", TEXT),
+        "num_turns": of_rollout("num_turns", pa.int64()),
+        "flaws": of_rollout("flaws", pa.list_(TEXT)),
+        "masked": of_rollout("masked", TEXT),
+        "temperature": of_rollout("temperature", pa.float64()),
+        "samples": (pa.list_(pa.struct([(name, pa.list_(kind)) for name, kind in SAMPLE.items()])), _samples),
+    },
+)
 
 TRL = (
-    Table(
-        "prompt_only",
-        lambda types: {"prompt": types.prompt, "answer": pa.string(), **PLACE},
-        _prompts,
-        once=("env", "example"),
-    ),
-    Table(
-        "prompt_completion",
-        lambda types: {"prompt": types.prompt, "completion": types.completion, "reward": pa.float64(), **PLACE},
-        _completions,
-    ),
+    Table("prompt_only", each_rollout, {"prompt": PROMPT, "answer": ANSWER, **PLACE}, once=("env", "example")),
+    Table("prompt_completion", each_rollout, {"prompt": PROMPT, "completion": COMPLETION, "reward": REWARD, **PLACE}),
     Table(
         "unpaired_preference",
-        lambda types: {
-            "prompt": types.prompt,
-            "completion": types.completion,
-            "label": pa.bool_(),
-            "reward": pa.float64(),
+        each_rollout,
+        {
+            "prompt": PROMPT,
+            "completion": COMPLETION,
+            "label": (pa.bool_(), lambda item: item.rollout.reward >= item.options.pass_threshold),
+            "reward": REWARD,
             **PLACE,
         },
-        _labelled,
     ),
     Table(
         "preference",
-        lambda types: {
-            "prompt": types.prompt,
-            **dict.fromkeys(("chosen", "rejected"), types.completion),
-            **{name: pa.float64() for name in ("score_chosen", "score_rejected", "margin")},
+        each_pair,
+        {
+            "prompt": PROMPT,
+            "chosen": COMPLETION,
+            "rejected": ("completion", lambda item: message_rows(item.worst.completion)),
+            "score_chosen": REWARD,
+            "score_rejected": (pa.float64(), lambda item: item.worst.reward),
+            "margin": (pa.float64(), lambda item: item.rollout.reward - item.worst.reward),
             **PLACE,
         },
-        _pairs,
     ),
     Table(
         "tokens",
-        lambda types: {
-            "input_ids": INTS,
-            "completion_mask": MASK,
-            "logprobs": FLOATS,
-            "advantages": FLOATS,
-            "versions": INTS,
-            "reward": pa.float64(),
+        each_sample,
+        {
+            "input_ids": of_sample("ids", INT),
+            "completion_mask": of_sample("loss_mask", MASK),
+            "logprobs": of_sample("logprobs", FLOAT),
+            "advantages": of_sample("advantages", FLOAT),
+            "versions": of_sample("versions", INT),
+            "reward": REWARD,
             **PLACE,
         },
-        _trl_tokens,
     ),
 )
-
-
-# verl
-
-
-REWARD_MODEL = pa.struct([("style", pa.string()), ("ground_truth", pa.string())])
-EXTRA = pa.struct([("split", pa.string()), ("index", pa.int64())])
-
-
-def _verl_prompts(step: int, rollouts: list[Rollout], options: Options) -> Rows:
-    for rollout in rollouts:
-        yield {
-            "data_source": rollout.env,
-            "prompt": to_rows(rollout.prompt),
-            "ability": rollout.env,
-            "reward_model": {"style": "rule", "ground_truth": rollout.answer or ""},
-            "extra_info": {"split": "train", "index": rollout.example},
-        }
-
-
-def _conversations(step: int, rollouts: list[Rollout], options: Options) -> Rows:
-    for rollout in rollouts:
-        messages = to_rows([*rollout.prompt, *rollout.completion])
-        yield {"messages": messages, "data_source": rollout.env, "reward": rollout.reward} | place_of(step, rollout)
-
-
-def _verl_tokens(step: int, rollouts: list[Rollout], options: Options) -> Rows:
-    """The response begins with the first token that was sampled."""
-    for rollout, sample in _samples(rollouts):
-        first = int(sample.loss_mask.argmax()) if sample.loss_mask.any() else sample.length
-        yield {
-            "uid": str(rollout.group),
-            "prompts": sample.ids[:first],
-            "responses": sample.ids[first:],
-            "response_mask": sample.loss_mask[first:],
-            "rollout_log_probs": sample.logprobs[first:],
-            "advantages": sample.advantages[first:],
-            "versions": sample.versions[first:],
-            "reward": rollout.reward,
-        } | place_of(step, rollout)
-
 
 VERL = (
     Table(
         "train",
-        lambda types: {
-            "data_source": pa.string(),
-            "prompt": types.prompt,
-            "ability": pa.string(),
-            "reward_model": REWARD_MODEL,
-            "extra_info": EXTRA,
+        each_rollout,
+        {
+            "data_source": of_rollout("env", TEXT),
+            "prompt": PROMPT,
+            "ability": of_rollout("env", TEXT),
+            "reward_model": (
+                pa.struct([("style", TEXT), ("ground_truth", TEXT)]),
+                lambda item: {"style": "rule", "ground_truth": item.rollout.answer or ""},
+            ),
+            "extra_info": (
+                pa.struct([("split", TEXT), ("index", pa.int64())]),
+                lambda item: {"split": "train", "index": item.rollout.example},
+            ),
         },
-        _verl_prompts,
         once=("data_source", "extra_info"),
     ),
     Table(
         "sft",
-        lambda types: {"messages": types.both, "data_source": pa.string(), "reward": pa.float64(), **PLACE},
-        _conversations,
+        each_rollout,
+        {
+            "messages": ("both", lambda item: message_rows([*item.rollout.prompt, *item.rollout.completion])),
+            "data_source": of_rollout("env", TEXT),
+            "reward": REWARD,
+            **PLACE,
+        },
     ),
     Table(
         "tokens",
-        lambda types: {
-            "uid": pa.string(),
-            **dict.fromkeys(("prompts", "responses"), INTS),
-            "response_mask": MASK,
-            **dict.fromkeys(("rollout_log_probs", "advantages"), FLOATS),
-            "versions": INTS,
-            "reward": pa.float64(),
+        each_sample,
+        {
+            "uid": (TEXT, lambda item: str(item.rollout.group)),
+            "prompts": (pa.list_(INT), lambda item: item.sample.ids[: item.num_given]),
+            "responses": of_response("ids", INT),
+            "response_mask": of_response("loss_mask", MASK),
+            "rollout_log_probs": of_response("logprobs", FLOAT),
+            "advantages": of_response("advantages", FLOAT),
+            "versions": of_response("versions", INT),
+            "reward": REWARD,
             **PLACE,
         },
-        _verl_tokens,
     ),
 )
 
-ALL = Table("rollouts", _all_columns, _all_rows)
 TABLES: dict[str, tuple[Table, ...]] = {"trl": TRL, "verl": VERL, "parquet": (ALL,), "jsonl": (ALL,)}
-"""By what is given to `--to`."""
+"""By the argument of `--to`."""

@@ -1,159 +1,147 @@
-"""Writes the data sets: whole or not at all, with one batch in memory."""
+"""Write data sets of a run's rollouts: each folder whole or not at all, with one batch in memory."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
 from trireme.base.errors import ConfigError
-from trireme.base.paths import replace_folder, sync_folder
+from trireme.base.paths import RunPaths, replace_folder, sync_folder
+from trireme.journal.journal import Journal
 from trireme.journal.records import Rollout
-from trireme.tools.datasets.chosen import Chosen, batches, steps_of
-from trireme.tools.datasets.messages import MessageTypes, message_types, optional_keys
-from trireme.tools.datasets.tables import TABLES, Options, Rows, Table
-
-Batches = Iterable[tuple[int, list[Rollout]]]
+from trireme.tools.datasets.tables import TABLES, MessageKeys, Options, Table
 
 
-def write_sets(run: Path, kind: str, folder: Path, *, chosen: Chosen, options: Options) -> dict[Path, int]:
-    """Returns the files with how many rows each has.
+@dataclass(frozen=True)
+class Selection:
+    """Conditions that hold at once. Without any, every rollout that was trained on."""
+
+    steps: range | None = None
+    env: str | None = None
+    min_reward: float | None = None
+
+    def __str__(self) -> str:
+        steps = self.steps and f"{self.steps.start}:{self.steps.stop}"
+        given = {"--steps": steps, "--env": self.env, "--min-reward": self.min_reward}
+        return " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None) or "all"
+
+    def takes(self, rollout: Rollout) -> bool:
+        return self.env in (None, rollout.env) and (self.min_reward is None or rollout.reward >= self.min_reward)
+
+
+def write_sets(run: Path, kind: str, folder: Path, *, selection: Selection, options: Options) -> dict[Path, int]:
+    """Write the files of a data set, and return them with the number of their rows.
+
+    Args:
+        kind: a key of `TABLES`.
 
     Raises:
-        ConfigError: there is nothing to write, or something lies where it is to be.
-        JournalCorrupt: a batch is not what was written.
+        ConfigError: There is nothing to write, or the folder is not empty.
+        JournalCorrupt: A batch is damaged or missing.
     """
-    _require_nothing_at(folder)
-    steps = steps_of(run, chosen)  # once: a run that goes on has more the second time
-    types, found = _look_through(batches(run, steps, chosen))
-    if not found:
-        raise ConfigError(
-            f"No rollout of {run} is as asked for: {chosen} - expected one at least. Ask for others, or for all."
-        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty. Expected an empty or a new folder. Set `--output` to another.")
+    journal = Journal(RunPaths(run).journal)
+    steps = _steps_of(journal, selection)  # once: a run that is going on has more the second time
+
+    def batches() -> Iterator[tuple[int, list[Rollout]]]:
+        for step in steps:
+            yield step, [rollout for rollout in journal.read(step).rollouts if selection.takes(rollout)]
+
+    keys, num_rollouts = MessageKeys(set(), set()), 0  # the columns must be known before the first row
+    for _, rollouts in batches():
+        num_rollouts += len(rollouts)
+        for rollout in rollouts:
+            keys.add(rollout)
+    if not num_rollouts:
+        raise ConfigError(f"No rollout of {run} matches {selection}. Expected one at least. Widen the conditions.")
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        files = [FILES[kind](partial, table, types) for table in TABLES[kind]]
-        _write_all(files, batches(run, steps, chosen), options)
+        kind_of_file = JsonLines if kind == "jsonl" else Parquet
+        with ExitStack() as stack:
+            files = [stack.enter_context(kind_of_file(partial, table, keys)) for table in TABLES[kind]]
+            for step, rollouts in batches():
+                for file in files:
+                    file.write(file.new_rows(step, rollouts, options))
         sync_folder(partial)
         replace_folder(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return {folder / file.path.name: file.count for file in files}
+    return {folder / file.path.name: file.num_rows for file in files}
 
 
-def _require_nothing_at(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+def _steps_of(journal: Journal, selection: Selection) -> list[int]:
+    present = journal.steps()
+    if not present:
         raise ConfigError(
-            f"{folder} is not empty - expected a folder that is, or is not there. Set `--output` to another."
+            f"{journal.path(0).parent} holds no batch. Expected the folder of an `rl` run that has trained. "
+            "Check the path; evaluations have files of their own, which are JSON lines already."
         )
+    steps = journal.require_all(selection.steps, ways_out="Or write what comes before and after it, with `--steps`.")
+    if not steps:
+        raise ConfigError(
+            f"The run has steps {present[0]} to {present[-1]}, and none of them was asked for. Change `--steps`."
+        )
+    return steps
 
 
-def _look_through(found: Batches) -> tuple[MessageTypes, int]:
-    """What messages are, and how many rollouts there are: columns must be known before the first row."""
-    prompt: set[str] = set()
-    completion: set[str] = set()
-    count = 0
-    for _, rollouts in found:
-        prompt |= optional_keys(message for rollout in rollouts for message in rollout.prompt)
-        completion |= optional_keys(message for rollout in rollouts for message in rollout.completion)
-        count += len(rollouts)
-    return message_types(prompt, completion), count
+class Parquet:
+    """A file of columns. It leaves out rows that were written before, if its table has each thing once."""
 
+    suffix = ".parquet"
 
-def _write_all(files: Sequence[RowFile], found: Batches, options: Options) -> None:
-    with ExitStack() as stack:
-        for file in files:
-            stack.enter_context(file)
-        for step, rollouts in found:
-            for file in files:
-                file.write(file.new(file.table.rows(step, rollouts, options)))
-
-
-class RowFile(ABC):
-    """Leaves out what was written before, where the table has each thing once. Closed, it is on disk."""
-
-    suffix: ClassVar[str]
-
-    def __init__(self, folder: Path, table: Table, types: MessageTypes) -> None:
-        self.table = table
+    def __init__(self, folder: Path, table: Table, keys: MessageKeys) -> None:
         self.path = folder / f"{table.name}{self.suffix}"
-        self.count = 0
-        self.schema = table.schema(types)
+        self.num_rows = 0
+        self._table = table
+        self._schema = table.schema(keys)
         self._seen: set[str] = set()
 
-    def __enter__(self) -> RowFile:
-        self.open()
+    def __enter__(self) -> Parquet:
+        self._file: Any = parquet.ParquetWriter(self.path, self._schema, compression="zstd")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._file.close()
         with open(self.path, "rb") as file:
             os.fsync(file.fileno())
 
-    def new(self, rows: Rows) -> Rows:
-        for row in rows:
-            key = json.dumps([row[name] for name in self.table.once])
-            if not self.table.once or key not in self._seen:
+    def new_rows(self, step: int, rollouts: list[Rollout], options: Options) -> list[dict[str, Any]]:
+        rows = []
+        for row in self._table.rows(step, rollouts, options):
+            key = json.dumps([row[name] for name in self._table.once])
+            if not self._table.once or key not in self._seen:
                 self._seen.add(key)
-                self.count += 1
-                yield row
+                rows.append(row)
+        self.num_rows += len(rows)
+        return rows
 
-    @abstractmethod
-    def open(self) -> None: ...
-
-    @abstractmethod
-    def write(self, rows: Rows) -> None: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        self._file.write_table(pa.Table.from_pylist(rows, schema=self._schema))
 
 
-class Parquet(RowFile):
-    suffix = ".parquet"
-
-    def open(self) -> None:
-        self._writer = parquet.ParquetWriter(self.path, self.schema, compression="zstd")
-
-    def write(self, rows: Rows) -> None:
-        self._writer.write_table(pa.Table.from_pylist(list(rows), schema=self.schema))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class JsonLines(RowFile):
-    """Metrics are an object here, which columns cannot have."""
+class JsonLines(Parquet):
+    """A file of JSON objects. Metrics are an object here, which columns cannot have."""
 
     suffix = ".jsonl"
 
-    def open(self) -> None:
-        self.path.touch()
+    def __enter__(self) -> Parquet:
+        self._file = open(self.path, "w", encoding="utf-8")
+        return self
 
-    def write(self, rows: Rows) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            for row in rows:
-                metrics = {metric["name"]: metric["value"] for metric in row["metrics"]}
-                file.write(json.dumps(row | {"metrics": metrics}, default=_plain) + "\n")
-
-    def close(self) -> None:
-        """Every batch was written whole."""
-
-
-FILES: dict[str, type[RowFile]] = {"trl": Parquet, "verl": Parquet, "parquet": Parquet, "jsonl": JsonLines}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    raise TypeError(f"cannot write a {type(value)}")
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            metrics = {metric["name"]: metric["value"] for metric in row["metrics"]}
+            self._file.write(json.dumps(row | {"metrics": metrics}, default=np.ndarray.tolist) + "\n")
