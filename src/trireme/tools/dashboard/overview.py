@@ -16,8 +16,8 @@ from nicegui import run as threads
 from nicegui import ui
 
 from trireme.monitor.collapse import SIGNS
-from trireme.monitor.ends import ends_of
-from trireme.monitor.in_words import short_time
+from trireme.monitor.progress import ends_of
+from trireme.monitor.run_text import short_time
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.charts import Canvas, Line, line_chart, lines_of
 from trireme.tools.dashboard.history import Frame, Metrics, curve
