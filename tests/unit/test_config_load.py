@@ -52,6 +52,32 @@ def test_later_files_win_and_flags_win_over_files():
     assert value_at(load("@ c.toml"), "orchestrator.eval.num_examples") is None
 
 
+def test_the_environment_wins_over_defaults_and_nothing_else(monkeypatch):
+    variables = {"MAX_STEPS": "3", "TRAINER__OPTIM__LR": "0.5", "TRAINER_GPU_IDS": "0,1", "WANDB__PROJECT": "P"}
+    for name, value in (variables | {"RESUME": "yes", "SEED": "", "TOKEN": "secret"}).items():
+        monkeypatch.setenv(f"TRIREME_{name}", value)
+    config = load()
+    assert (config.max_steps, config.resume, config.seed, config.trainer_gpu_ids) == (3, True, 0, (0, 1))
+    assert (config.trainer.optim.lr, value_at(config, "wandb.project")) == (0.5, "P")
+    write("a.toml", "max_steps = 4\n[trainer.optim]\neps = 0.1")
+    config = load("@ a.toml --trainer.optim.lr 0.25")
+    assert (config.max_steps, config.trainer.optim.lr, config.trainer.optim.eps) == (4, 0.25, 0.1)
+    monkeypatch.setenv("TRIREME_TRAINER__OPTIM__LEARNING_RATE", "1")
+    monkeypatch.setenv("TRIREME_MAX_STEPS", "many")
+    message = refusal("")
+    assert 'TRIREME_MAX_STEPS: `max_steps = "many"` - expected integer > 0' in message
+    assert "TRIREME_TRAINER__OPTIM__LEARNING_RATE: unknown key" in message
+    assert "Did you mean `trainer.optim.lr`" in message
+
+
+@pytest.mark.parametrize(
+    "text", ["[inference.args]\n" + ".".join("a" * 5_000) + " = 1", "max_steps = " + "[" * 80 + "]" * 80]
+)
+def test_a_value_that_is_nested_without_end_is_refused(text):
+    write("a.toml", text)
+    assert "levels deep" in refusal("@ a.toml")
+
+
 def test_each_process_may_have_its_file():
     write("t.toml", 'max_steps = 7\n[optim]\nlr = 0.1\n[model]\nname = "a/b"')
     write("o.toml", 'batch_size = 32\n[[env]]\nid = "x"')
@@ -91,6 +117,8 @@ def test_a_file_can_fill_any_table():
         ("--trainer.model.ac", "trainer.model.ac.freq", 1),
         ("--wandb.project P --no-wandb", "wandb", None),
         ("--wandb.project P --wandb none", "wandb", None),
+        ("--wandb.project P --wandb.name none", "wandb.name", None),
+        ("--trainer.loss.correction none", "trainer.loss.correction", "none"),
         # tables as JSON or TOML
         ("""--orchestrator.env '[{"id": "x", "args": {"level": 3}}]'""", "orchestrator.env.0.args", {"level": 3}),
         ("""--orchestrator.env '[{id = "x", args = {level = 3}}]'""", "orchestrator.env.0.args", {"level": 3}),
@@ -183,9 +211,10 @@ def test_an_unknown_flag_is_refused_with_the_likeliest_one(flags, suggestion):
         ("[trainer.optim]\nlearning = 3", "a.toml: unknown key `trainer.optim.learning`"),
         ("[sampling]\ntop_p = 1.0\n[trainer.optim]\nlr = 0.1", "`orchestrator.sampling`"),
         ('[trainer.optim]\nlr = "fast"', 'a.toml: `trainer.optim.lr = "fast"` - expected number > 0'),
-        ('max_steps = "20"', "expected integer > 0 ... Leave the quotes out: `max_steps = 20`."),
+        ("max_steps = true", "expected integer > 0"),
+        ('max_steps = "many"', 'a.toml: `max_steps = "many"` - expected integer > 0'),
         ("max_steps = 0", "a.toml: `max_steps = 0` - expected integer > 0 ... `max_steps = 100`"),
-        ("resume = 1", "`resume = 1` - expected true or false"),
+        ("resume = 2", "`resume = 2` - expected true or false"),
         ("[inference]\ngpu_memory_utilization = 1.5", "utilization = 1.5` - expected number > 0 <= 1"),
         ("[[orchestrator.env]]\nargs = {}", "a.toml: `orchestrator.env[0].id` is missing - expected text"),
         ('[trainer.model]\nac = "full"', 'ac = "full"` - expected table ...     [trainer.model.ac]\n    freq = 1'),
@@ -212,14 +241,14 @@ def test_a_mistake_in_a_file_is_named_with_the_file_and_the_remedy(text, words):
         ("--max-steps 1 2", "`--max-steps 1 2` - expected integer > 0"),
         ("--no-max-steps", "takes integer > 0"),
         ("--seed --resume", "`--seed` came without a value"),
-        ("--trainer.optim.betas 0.9", "`--trainer.optim.betas [0.9]` - expected list of 2 x number"),
+        ("--trainer.optim.betas 0.9", "`--trainer.optim.betas 0.9` - expected list of 2 x number"),
         ("--device cud", "expected auto | cpu | cuda. Did you mean `cuda`?"),
         ("--trainer.model.ac full", "--trainer.model.ac.freq"),
-        ("--disk-timeout-s -1", "`--disk-timeout-s -1.0` - expected number > 0"),
+        ("--disk-timeout-s -1", "`--disk-timeout-s -1` - expected number > 0"),
         ("@ revers-text.toml", "revers-text.toml does not exist"),
         ("@ revers-text.toml", "Near it: reverse-text.toml"),
         ("--trainer @ reverse-text.toml", "Did you mean `optim.lr`?"),
-        ("--run run.json --max-steps 3", "expected nothing beside it"),
+        ("--run run.json --max-steps 3", "expected nothing else"),
         ("--run none.json", "none.json does not exist"),
         ("--run run.json", "run.json is not a resolved configuration of this version"),
     ],

@@ -16,12 +16,11 @@ from pydantic import ValidationError
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, atomic_write
 from trireme.config.run import RunConfig
-from trireme.config.section import Section, fields_of
+from trireme.config.section import NONE, Section, fields_of
 
 ProcessName = Literal["trainer", "orchestrator", "inference"]
 PROCESSES: tuple[ProcessName, ...] = ("trainer", "orchestrator", "inference")
 
-NONE = "none"  # what flags and files say for "nothing"; TOML has no word of its own
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)
 

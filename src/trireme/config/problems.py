@@ -1,20 +1,42 @@
-"""Error messages about the configuration: what was given, what was expected, and what to type instead."""
+"""Error messages about keys and values: what was given, what was expected, and what to type instead."""
 
 from __future__ import annotations
 
 import textwrap
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from trireme.base.errors import ConfigError
 from trireme.config.compatibility import KNOWN_ELSEWHERE, KNOWN_ELSEWHERE_SFT, NOT_A_KEY, NOT_A_VALUE
 from trireme.config.files import toml_key, toml_value
-from trireme.config.section import Field, Section, as_key, fields_of, walk
-from trireme.config.values import read_words
+from trireme.config.section import Field, Section, as_flag, as_key, fields_of, walk
+
+KeyPath = tuple[str, ...]  # of a key, from the root
+
+_LONGEST = 200  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class Source:
+    """The origin of a value, for messages."""
+
+    label: str  # "a.toml", "TRIREME_MAX_STEPS", or the flag as typed
+    hidden: KeyPath = ()  # the table that the file fills, which is left out of the keys in messages
+    typed: str | None = None  # the words after a flag
+
+    @property
+    def is_flag(self) -> bool:
+        return self.typed is not None
+
+    def shown(self, path: KeyPath) -> KeyPath:
+        """Return the path of a key as the user wrote it in this source."""
+        inside = self.hidden and path[: len(self.hidden)] == self.hidden
+        return path[len(self.hidden) :] if inside else path
 
 
 def raise_together(problems: list[str]) -> None:
-    """Raises: ConfigError with all of them, numbered, where there are any."""
+    """Raises: ConfigError with all problems, numbered, if there are any."""
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
@@ -22,120 +44,85 @@ def raise_together(problems: list[str]) -> None:
         raise ConfigError(f"{len(problems)} problems in the configuration.\n" + "\n".join(numbered))
 
 
-def unknown_key(
-    root: type[Section],
-    typed: str,
-    path: tuple[str, ...],
-    *,
-    hidden: tuple[str, ...] = (),
-    where: str = "",
-    why: str = "",
-) -> str:
-    """`hidden` is the table whose name may be left out where this was typed: suggestions leave it out too."""
-    flag = typed.startswith("--")
-    prefix = ".".join([*hidden, ""])
-    found = [key.removeprefix(prefix) for key in suggest(root, path)]
-    ours = " or ".join(f"`{_as_typed(key, flag)}`" for key in found)
-    what = f"{where}: unknown key `{typed}`" if where else f"unknown flag `{typed}`"
-    advice = f"Did you mean {ours}?" if ours else "Remove it; `--help` lists all of them."
-    if not any(key.rpartition(".")[2] == path[-1] for key in found):
-        advice = NOT_A_KEY.get(path[-1], advice)
-    return f"{what} - {why or 'no such key exists'}. {advice}"
-
-
-def _as_typed(key: str, flag: bool) -> str:
-    return "--" + key.replace("_", "-") if flag else key
-
-
-def missing(field: Field, key: str, where: str) -> str:
-    return f"{where}: `{key}` is missing - expected {field.words}. {field.doc}"
-
-
-def wrong_value(field: Field, path: tuple[str, ...], value: Any, *, where: str, flag: str | None = None) -> str:
-    """What to say of a value that its key cannot take.
+def explain(root: type[Section], error: dict[str, Any], path: KeyPath, found: Field | None, source: Source) -> str:
+    """Put one of pydantic's errors into words.
 
     Args:
-        path: the key as shown to whoever typed it.
-        where: the file.
-        flag: the flag as typed, where it came from the command line.
+        error: one of `ValidationError.errors()`.
+        path: the known key that it is about; for an unknown key, that key.
+        found: the field at that path.
     """
-    came = f"`{flag} {_plain(value)}`" if flag else f"{where}: `{as_key(path)} = {toml_value(value)}`"
-    return f"{came} - expected {field.words}. {_advice(field, path, value, flag)}"
+    if found is None:
+        return unknown_key(root, path, source)
+    if error["type"] == "missing":
+        return f"{source.label}: `{as_key(source.shown(path))}` is missing - expected {found.words}. {found.doc}"
+    shown = source.shown(path)
+    value = error["input"]
+    if source.is_flag:
+        given = f"`{source.label} {textwrap.shorten(source.typed or '', _LONGEST)}`"
+    else:
+        text = toml_value(value)
+        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+        given = f"{source.label}: `{as_key(shown)} = {text}`"
+    return f"{given} - expected {found.words}. {_advice(found, shown, value, source.is_flag)}"
 
 
-def _advice(field: Field, path: tuple[str, ...], value: Any, flag: str | None) -> str:
+def unknown_key(root: type[Section], path: KeyPath, source: Source, why: str = "no such key exists") -> str:
+    prefix = ".".join([*source.hidden, ""])
+    found = [key.removeprefix(prefix) for key in suggest(root, path)]
+    typed = [as_flag((key,)) if source.is_flag else key for key in found]
+    advice = f"Did you mean `{'` or `'.join(typed)}`?" if found else "Remove it; `--help` lists all of them."
+    if not any(key.rpartition(".")[2] == path[-1] for key in found):
+        advice = NOT_A_KEY.get(path[-1], advice)
+    if source.is_flag:
+        return f"unknown flag `{source.label}` - {why}. {advice}"
+    return f"{source.label}: unknown key `{as_key(source.shown(path))}` - {why}. {advice}"
+
+
+def _advice(field: Field, path: KeyPath, value: Any, is_flag: bool) -> str:
     if field.kind == "choice":
         if elsewhere := NOT_A_VALUE.get((*path[-2:], str(value))):
             return elsewhere
         near = get_close_matches(str(value), field.words.split(" | "), n=1, cutoff=0.7)
         return f"Did you mean `{near[0]}`?" if near else field.doc
-    if field.section and field.kind == "section" and flag:
-        return f"Write its keys one by one: `{flag}.{_example_key(field.section, value).name.replace('_', '-')} …`."
-    if field.section and field.kind == "section":
-        return f"Write a table:\n{_table_example(field.section, path, value)}"
     if field.section:
-        return f"Write an array of tables:\n{_table_example(field.section, path, value, many=True)}"
-    if isinstance(value, str) and field.accepts(unquoted := read_words(field, (value,))):
-        return f"Leave the quotes out: `{path[-1]} = {toml_value(unquoted)}`."
-    if field.default is None or field.required or flag:
+        # The table's name key where a name was given instead of the table, its first plain key otherwise.
+        plain = [key for key in fields_of(field.section).values() if key.section is None]
+        named = (key for key in plain if key.name in ("name", "id") and isinstance(value, str))
+        key = next(named, plain[0])
+        if is_flag and field.kind == "section":
+            return f"Write its keys one by one: `{as_flag((*path, key.name))} …`."
+        header = ".".join(map(toml_key, path))
+        header, what = (
+            (f"[{header}]", "a table") if field.kind == "section" else (f"[[{header}]]", "an array of tables")
+        )
+        example = value if key.kind == "text" and isinstance(value, str) else "…" if key.required else key.default
+        table = textwrap.indent(f"{header}\n{key.name} = {toml_value(example)}  # {key.doc}", "    ")
+        return f"Write {what}:\n{table}"
+    if field.default is None or field.required or is_flag:
         return field.doc
     return f"For example `{path[-1]} = {toml_value(field.default)}`. {field.doc}"
 
 
-def _table_example(section: type[Section], path: tuple[str, ...], value: Any, many: bool = False) -> str:
-    key = _example_key(section, value)
-    example = value if isinstance(value, str) and key.accepts(value) else "…" if key.required else key.default
-    header = ".".join(map(toml_key, path))
-    brackets = f"[[{header}]]" if many else f"[{header}]"
-    return textwrap.indent(f"{brackets}\n{key.name} = {toml_value(example)}  # {key.doc}", "    ")
+# suggestions
 
 
-def _example_key(section: type[Section], value: Any) -> Field:
-    """Its name where a name was given instead of the table, its first plain key otherwise."""
-    plain = [field for field in fields_of(section).values() if field.section is None]
-    named = (field for field in plain if field.name in ("name", "id") and isinstance(value, str))
-    return next(named, plain[0])
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else toml_value(value)
-
-
-_MOST = 3
-
-
-def suggest(root: type[Section], path: tuple[str, ...]) -> list[str]:
-    """Up to three existing dotted keys that the unknown one at `path` may stand for, likeliest first."""
+def suggest(root: type[Section], path: KeyPath) -> list[str]:
+    """Return up to three existing dotted keys that the unknown one at `path` may stand for, likeliest first."""
     known = [key for key, _ in walk(root)]
     typed = tuple(part for part in path if not part.isdigit())
-    return (
-        _typo_among_neighbours(known, typed)
-        or _known_from_elsewhere(known, typed)
-        or _same_name_in_another_table(known, typed)
-        or _looks_alike(known, typed)
-    )[:_MOST]
-
-
-def _typo_among_neighbours(known: list[str], typed: tuple[str, ...]) -> list[str]:
-    table = ".".join(typed[:-1])
+    table, name = ".".join(typed[:-1]), typed[-1]
     neighbours = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == table}
-    return [neighbours[name] for name in get_close_matches(typed[-1], neighbours, n=_MOST, cutoff=0.75)]
-
-
-def _known_from_elsewhere(known: list[str], typed: tuple[str, ...]) -> list[str]:
-    """Those that the root at hand has: `sft` has no `trainer` around its tables."""
-    ours = (KNOWN_ELSEWHERE_SFT.get(typed[-1], ""), KNOWN_ELSEWHERE.get(typed[-1], ""))
+    if typos := [neighbours[near] for near in get_close_matches(name, neighbours, n=3, cutoff=0.75)]:
+        return typos
+    # Names from other systems. `sft` has no `trainer` around its tables.
+    ours = (KNOWN_ELSEWHERE_SFT.get(name, ""), KNOWN_ELSEWHERE.get(name, ""))
     here = (key if key in known else key.removeprefix("trainer.") for key in ours)
-    return [key for key in here if key in known][:1]
-
-
-def _same_name_in_another_table(known: list[str], typed: tuple[str, ...]) -> list[str]:
-    """Those that share most with what was typed first: `tokenizer.name` is nearer to `trainer.tokenizer.name`."""
-    same = [key for key in known if key.split(".")[-1] == typed[-1]]
-    return sorted(same, key=lambda key: (-len(set(key.split(".")) & set(typed)), key.count(".")))
-
-
-def _looks_alike(known: list[str], typed: tuple[str, ...]) -> list[str]:
-    whole = get_close_matches(".".join(typed), known, n=1, cutoff=0.8)
+    if elsewhere := [key for key in here if key in known][:1]:
+        return elsewhere
+    # The same name in another table: `tokenizer.name` is closer to `trainer.tokenizer.name` than to `model.name`.
+    if same := [key for key in known if key.split(".")[-1] == name]:
+        return sorted(same, key=lambda key: (-len(set(key.split(".")) & set(typed)), key.count(".")))[:3]
     names = {key.rpartition(".")[2]: key for key in reversed(known)}
-    return whole + [names[name] for name in get_close_matches(typed[-1], names, n=1, cutoff=0.75)]
+    alike = get_close_matches(".".join(typed), known, n=1, cutoff=0.8)
+    return alike + [names[near] for near in get_close_matches(name, names, n=1, cutoff=0.75)]

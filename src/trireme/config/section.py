@@ -1,7 +1,13 @@
-"""Tables of the configuration: the base class of all models, and what each of their fields accepts."""
+"""Tables of the configuration: the base class of all models, and what each of their fields accepts.
+
+The command line, error messages, `--help`, `docs/configuration.md` and the JSON schema are made from these models, so
+nothing is declared twice.
+"""
 
 from __future__ import annotations
 
+import json
+import tomllib
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,17 +16,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+
+NONE = "none"  # what files and flags say for nothing, as TOML has no word for it; "null" is read too
 
 
 class Section(BaseModel):
-    """A table of the configuration file. Unknown keys are refused; values never change after loading.
+    """A table of a configuration file. Unknown keys are refused; values never change after loading.
 
-    The sentence under each field is its documentation: `rl --help` prints it.
+    The sentence under each field is its documentation.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        return fields_of(cls)[info.field_name].read(value) if info.field_name else value
 
 
 Kind = Literal["section", "sections", "list", "table", "choice", "bool", "integer", "number", "text"]
@@ -48,31 +61,41 @@ class Field:
     kind: Kind
     words: str  # what it accepts, in words
     optional: bool  # None is allowed
-    section: type[Section] | None  # what its table, or each of its tables, consists of
+    section: type[Section] | None  # the model of its table, or of each of its tables
     required: bool
     default: Any
     doc: str
 
-    def accepts(self, value: Any) -> bool:
-        """Whether the value has the right shape. Bounds and choices are left to the schema itself."""
-        if value is None:
-            return self.optional
-        match self.kind:
-            case "section" | "table":
-                return isinstance(value, dict)
-            case "sections":
-                return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-            case "list":
-                return isinstance(value, list)
-            case "bool":
-                return isinstance(value, bool)
-            case "integer":
-                return isinstance(value, int) and not isinstance(value, bool)
-            case "number":
-                return isinstance(value, int | float) and not isinstance(value, bool)
-            case "text":
-                return isinstance(value, str)
-        return True
+    def read(self, value: Any) -> Any:
+        """Return a value in the form that pydantic validates.
+
+        Files, flags and environment variables may write "none" for nothing, a single table for an array of one, tables
+        as JSON or TOML, and lists with commas. Everything else, also what is wrong, is left to pydantic.
+
+        Example:
+            trainer_gpu_ids.read("0,1")  # ["0", "1"]; from "[0, 1]" it is [0, 1]
+        """
+        if isinstance(value, bool) and self.kind in ("integer", "number"):
+            return str(value).lower()  # which pydantic refuses; it would take the value itself as 1 or 0
+        if isinstance(value, str) and self.kind != "text":
+            if self.optional and value.lower() in (NONE, "null") and NONE not in self.words.split(" | "):
+                return None
+            if self.kind in ("section", "sections", "table", "list"):
+                structure = read_structure(value)
+                value = structure if isinstance(structure, dict | list) else value
+            if isinstance(value, str) and self.kind == "list":
+                value = [part.strip() for part in value.split(",") if part.strip()]
+        return [value] if isinstance(value, dict) and self.kind == "sections" else value
+
+
+def read_structure(text: str) -> Any:
+    """Return the value that a text holds as JSON or TOML, or the text itself."""
+    for read in (json.loads, lambda text: tomllib.loads(f"value = {text}")["value"]):
+        try:
+            return read(text)
+        except (ValueError, RecursionError):
+            continue
+    return text
 
 
 @cache
@@ -82,39 +105,34 @@ def fields_of(section: type[Section]) -> dict[str, Field]:
 
 def _to_field(name: str, info: FieldInfo) -> Field:
     annotation = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
-    kind, words, optional, section = _read(annotation)
+    kind, words, optional, section = _read_type(annotation)
     doc = (info.description or (section.__doc__ if section else "") or "").strip()
     return Field(name, kind, words, optional, section, info.is_required(), info.get_default(), doc)
 
 
-def _read(annotation: Any) -> tuple[Kind, str, bool, type[Section] | None]:
-    """Kind, words, whether None is allowed, and the section below, of a type."""
+def _read_type(annotation: Any) -> tuple[Kind, str, bool, type[Section] | None]:
+    """Return the kind of a type, its words, whether None is allowed, and the section below."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         (inner,) = [argument for argument in arguments if argument is not type(None)]
-        kind, words, _, section = _read(inner)
+        kind, words, _, section = _read_type(inner)
         return kind, words, True, section
     if origin is Annotated:
-        kind, words, optional, section = _read(arguments[0])
+        kind, words, optional, section = _read_type(arguments[0])
         return kind, " ".join([words, *_bounds(arguments[1:])]), optional, section
     if origin is Literal:
         return "choice", " | ".join(map(str, arguments)), False, None
     if origin is tuple:
-        return _read_list(arguments)
+        kind, words, _, section = _read_type(arguments[0])
+        if kind == "section":
+            return "sections", _WORDS["sections"], False, section
+        length = "" if arguments[-1] is Ellipsis else f"{len(arguments)} x "
+        return "list", f"list of {length}{words}", False, None
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section", _WORDS["section"], False, annotation
     kind = "table" if origin is dict else _SCALARS[annotation]
     words = "path" if annotation is Path else _WORDS.get(kind, kind)
     return kind, words, False, None
-
-
-def _read_list(arguments: tuple[Any, ...]) -> tuple[Kind, str, bool, type[Section] | None]:
-    kind, words, _, section = _read(arguments[0])
-    if kind == "section":
-        return "sections", _WORDS["sections"], False, section
-    if arguments[-1] is Ellipsis:
-        return "list", f"list of {words}", False, None
-    return "list", f"list of {len(arguments)} x {words}", False, None
 
 
 def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
@@ -129,7 +147,7 @@ def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
 
 
 def walk(section: type[Section], above: str = "") -> Iterator[tuple[str, Field]]:
-    """Every field with its dotted path, each table right before what is in it.
+    """Yield every field with its dotted path, each table right before its fields.
 
     Items of an array of tables go by the array's own name: `orchestrator.env.id`.
     """
@@ -140,7 +158,7 @@ def walk(section: type[Section], above: str = "") -> Iterator[tuple[str, Field]]
 
 
 def find(section: type[Section], path: tuple[str, ...]) -> Field | None:
-    """The field at a path; numbers pick items of an array of tables and are passed over."""
+    """Return the field at a path. Numbers, which pick items of an array of tables, are skipped."""
     found: Field | None = None
     inside: type[Section] | None = section
     for part in path:
@@ -154,7 +172,7 @@ def find(section: type[Section], path: tuple[str, ...]) -> Field | None:
 
 
 def as_key(path: tuple[str | int, ...]) -> str:
-    """A path as people write it.
+    """Return a path as people write it.
 
     Example:
         as_key(("orchestrator", "env", "0", "id"))  # "orchestrator.env[0].id"

@@ -8,12 +8,12 @@ from typing import Any
 
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
-from trireme.config.files import NONE, to_table, to_toml
+from trireme.config.files import to_table, to_toml
 from trireme.config.problems import raise_together
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check, file_problems, problems
 from trireme.config.run import RunConfig
-from trireme.config.section import Section
+from trireme.config.section import NONE, Section
 from trireme.launch.folder import holds_run
 from trireme.tools.cluster.job import SubmitOptions
 from trireme.tools.cluster.nodes import ClusterPlan, Wanted
