@@ -43,7 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from fake_engine import Asked, FakeEngine, FakeTrainer, WeightWire, open_fake_engine
 from tiny_tokenizer import END
 from trireme.config.run import RunConfig
-from trireme.monitor.lanes import (
+from trireme.monitor.spans import ORCHESTRATOR, TRAINER, Lane, Span, SpansFile, open_spans, read_spans
+from trireme.monitor.timeline import (
     NOTICEABLE,
     OTHER,
     Shares,
@@ -56,7 +57,6 @@ from trireme.monitor.lanes import (
     shares,
     steady,
 )
-from trireme.monitor.spans import ORCHESTRATOR, TRAINER, Lane, Span, SpansFile, open_spans, read_spans
 from trireme.orchestrator.loop import drive, open_orchestrator
 from whole_run import build_config
 

@@ -25,8 +25,8 @@ from trireme.base.devices import Devices
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
+from trireme.journal.rank_shares import row_capacity, share_of
 from trireme.journal.records import BatchRecord, Rollout, State
-from trireme.journal.shares import row_capacity, share_of
 from trireme.journal.targets import advantages_of, flaws_of, with_advantages
 from trireme.messages import Tokens, build_tokens
 from trireme.trainer.parallel.mesh import open_world

@@ -14,8 +14,8 @@ import numpy as np
 
 from trireme.algo.cost import Cost, cost_of
 from trireme.algo.packing import deal, pack
+from trireme.journal.rank_shares import share_of
 from trireme.journal.records import BatchRecord, Rollout, State
-from trireme.journal.shares import share_of
 from trireme.messages import build_tokens, decode_reply, encode
 
 MODEL = {

@@ -29,8 +29,8 @@ from rich.table import Table
 
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
+from trireme.journal.rank_shares import Shares
 from trireme.journal.records import BatchRecord, Rollout, State
-from trireme.journal.shares import Shares
 from trireme.messages import Heartbeat, build_tokens, decode_request, encode
 from trireme.orchestrator.engines.generation import Reader
 from trireme.orchestrator.engines.responses import read_response

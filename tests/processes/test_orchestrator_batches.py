@@ -17,8 +17,8 @@ from tiny_tokenizer import LLAMA_3, write_tokenizer
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
+from trireme.journal.rank_shares import share_of
 from trireme.journal.records import BatchRecord
-from trireme.journal.shares import share_of
 from trireme.journal.versions import Versions
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.weights.policy import Policy

@@ -18,9 +18,9 @@ from fake_engine import Asked
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
-from trireme.monitor.lanes import OTHER, joined, lanes_of, shares
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import Span, SpansFile, read_spans, reason_of
+from trireme.monitor.timeline import OTHER, joined, lanes_of, shares
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.lanes import Lanes, engine_lane
 from whole_run import Running, block_until, build_config, run

@@ -29,9 +29,9 @@ from trireme.config.files import write_run
 from trireme.config.run import Model, RunConfig
 from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
+from trireme.journal.rank_shares import Shares
 from trireme.journal.records import BatchRecord, Rollout, State
-from trireme.journal.shares import Shares
-from trireme.journal.span import find_span
+from trireme.journal.replay_range import find_span
 from trireme.journal.versions import Versions
 from trireme.messages import COLUMNS, GetBatch, GetNewest, Go, Live, Newest, Ok, PolicyReady, PolicySent, Reply, Request
 from trireme.tools.replay.replay import replay as train_again

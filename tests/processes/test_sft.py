@@ -20,9 +20,9 @@ from trireme.config.sft import SftConfig
 from trireme.config.trainer import Checkpoints, Lora, Optimizer, TrainerModel
 from trireme.journal.manifest import complete_steps
 from trireme.launch.folder import hold_folder
-from trireme.monitor.lanes import joined, shares, steady
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import read_spans
+from trireme.monitor.timeline import joined, shares, steady
 from trireme.trainer.model.model import open_tokenizer
 from trireme.trainer.parallel.mesh import open_world
 from trireme.trainer.sft.loop import train_sft

@@ -27,8 +27,8 @@ from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.journal.journal import Journal
 from trireme.journal.logprobs import Scored, counting, identity, path_of, read_logprobs
+from trireme.journal.provenance import collect_provenance, write_provenance
 from trireme.journal.records import BatchRecord, Dropped
-from trireme.journal.surroundings import look_around, write_surroundings
 from trireme.messages import Kept, Tokens, encode
 from trireme.monitor.metrics import MetricsFile
 from trireme.tools.diff.compare import compare_runs
@@ -264,9 +264,9 @@ def test_a_key_is_named_before_anything_that_happened(
 def test_where_a_run_lies_and_on_which_machine_is_no_difference(whole: Path, copy: RunConfig, tmp_path: Path) -> None:
     configure(copy.paths, output_dir="/elsewhere", name="another", log_level="debug", trainer__ckpt__interval=7)
     ours = copied(whole, tmp_path / "surrounded").paths
-    around = look_around(Devices(cores=2), {}, ["rl"])
-    write_surroundings(ours, around)
-    write_surroundings(copy.paths, around | {"packages": around["packages"] | {"torch": "1.0"}})
+    around = collect_provenance(Devices(cores=2), {}, ["rl"])
+    write_provenance(ours, around)
+    write_provenance(copy.paths, around | {"packages": around["packages"] | {"torch": "1.0"}})
     compared = compare_runs(ours.root, copy.paths.root)
     assert compared.same
     assert {key.key for key in compared.keys} == {"output_dir", "name", "log_level", "trainer.ckpt.interval"}

@@ -15,7 +15,8 @@ import pytest
 from trireme.base.processes import free_port
 from trireme.config.run import RunConfig
 from trireme.launch.run_state import look_at
-from trireme.monitor.lanes import (
+from trireme.monitor.spans import ENVIRONMENTS, Span, SpansFile
+from trireme.monitor.timeline import (
     OTHER,
     advice,
     few_requests,
@@ -25,7 +26,6 @@ from trireme.monitor.lanes import (
     shares,
     time_lines,
 )
-from trireme.monitor.spans import ENVIRONMENTS, Span, SpansFile
 from trireme.tools.dashboard.history import Metrics, Spans, timeline, trainer_advice, trainer_shares
 from trireme.tools.dashboard.timeline import timeline_chart
 

@@ -25,10 +25,10 @@ from trireme.config.run import RunConfig
 from trireme.journal.entry import read_entry
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import complete_steps, find_damage
+from trireme.journal.provenance import collect_provenance, describe_environment, digest_of_files, gpu_names
+from trireme.journal.provenance import read_provenance as read
+from trireme.journal.provenance import write_provenance as write
 from trireme.journal.records import BatchRecord, Cursor, Dropped, OpenGroup, Rollout, State
-from trireme.journal.surroundings import digest_of_files, gpu_names, look_around, of_environment
-from trireme.journal.surroundings import read_surroundings as read
-from trireme.journal.surroundings import write_surroundings as write
 from trireme.journal.versions import Version, Versions
 from trireme.launch.folder import prepare_folder
 from trireme.launch.resume import rewind
@@ -298,7 +298,7 @@ def test_moves_of_one_rewind_do_not_meet_those_of_another(paths: RunPaths) -> No
 
 
 def test_surroundings_say_what_runs_here(tmp_path: Path) -> None:
-    around = look_around(Devices(cores=3), {"say": of_environment(tmp_path, None)}, ["rl", "@", "x.toml"])
+    around = collect_provenance(Devices(cores=3), {"say": describe_environment(tmp_path, None)}, ["rl", "@", "x.toml"])
     assert around["packages"]["torch"] == torch.__version__.partition("+")[0]
     assert around["python"] == ".".join(map(str, sys.version_info[:3]))
     assert around["machine"]["cores"] == 3
@@ -342,7 +342,7 @@ def test_gpus_and_packages_of_an_environment_are_named_as_they_lie_on_disk(tmp_p
     assert gpu_names(tmp_path) == ["NVIDIA H200", "NVIDIA A100"]
     for name in ("verifiers-0.1.9.dist-info", "datasets-4.0.0.dist-info", "idna-3.1.dist-info", "verifiers"):
         (tmp_path / "venv" / "lib" / "python3.11" / "site-packages" / name).mkdir(parents=True)
-    assert of_environment(None, tmp_path / "venv/bin/python") == {"verifiers": "0.1.9", "datasets": "4.0.0"}
+    assert describe_environment(None, tmp_path / "venv/bin/python") == {"verifiers": "0.1.9", "datasets": "4.0.0"}
 
 
 def test_a_run_notes_the_code_of_its_environments_where_it_is_found(tmp_path: Path) -> None:

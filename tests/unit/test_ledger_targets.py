@@ -26,8 +26,8 @@ from trireme.config.orchestrator import Filters, LengthPenalty
 from trireme.config.run import RunConfig
 from trireme.journal import targets
 from trireme.journal.journal import Journal
+from trireme.journal.rank_shares import Shares, cost_of_model, row_capacity, row_cost, share_of
 from trireme.journal.records import BatchRecord, Rollout, State
-from trireme.journal.shares import Shares, cost_of_model, row_capacity, row_cost, share_of
 from trireme.journal.targets import advantages_of, estimator_of
 from trireme.messages import BatchReply, Kept, Tokens, build_tokens, encode
 from trireme.trainer.model.forward import places_of

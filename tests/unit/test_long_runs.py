@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from trireme.monitor.lanes import shares
 from trireme.monitor.spans import Span
+from trireme.monitor.timeline import shares
 from trireme.tools.dashboard import history
 from trireme.tools.dashboard.history import Metrics, Spans, read_in_pieces
 

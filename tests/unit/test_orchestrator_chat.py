@@ -113,8 +113,8 @@ def test_what_runs_without_a_model_loads_no_large_library():
     code = """
 import sys
 from trireme.base.devices import Devices
-from trireme.journal.surroundings import look_around
-look_around(Devices(), {}, [])
+from trireme.journal.provenance import collect_provenance
+collect_provenance(Devices(), {}, [])
 print(*{"torch", "vllm", "transformers", "numpy"} & sys.modules.keys())
 import trireme.orchestrator.loop
 from trireme.config.inference import parser_names

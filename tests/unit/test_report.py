@@ -23,7 +23,7 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.journal.surroundings import write_surroundings
+from trireme.journal.provenance import write_provenance
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import Span
 from trireme.tools.diff.configuration import compare_configurations
@@ -152,7 +152,7 @@ def test_the_page_says_what_the_files_say(run: Path, page: Page) -> None:
 def test_the_page_tells_what_went_wrong_and_where_it_ran(copy: RunPaths) -> None:
     copy.journal.joinpath("batch_000002.msgpack").unlink()
     MetricsFile(copy.metrics, "trainer").append(5, {"loss": float("nan"), "grad_norm": 1.0})
-    write_surroundings(copy, {"packages": {"torch": "9.9"}, "command": ["rl", "@", "x.toml"], "gpus": []})
+    write_provenance(copy, {"packages": {"torch": "9.9"}, "command": ["rl", "@", "x.toml"], "gpus": []})
     page = build_page(copy.root)
     assert "contradiction" in words(page, "Audit")
     assert "batch 2 is missing" in words(page, "Audit")

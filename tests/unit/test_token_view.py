@@ -16,8 +16,8 @@ from tiny_tokenizer import write_tokenizer
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.logprobs import counting, identity, logprobs_of, path_of, read_logprobs, write_logprobs
+from trireme.journal.rank_shares import Shares, samples_of
 from trireme.journal.records import BatchRecord, Rollout
-from trireme.journal.shares import Shares, samples_of
 from trireme.messages import MicroBatch, Tokens, build_tokens
 from trireme.tools.dashboard.rollouts import components_html, conversation_html
 from trireme.tools.dashboard.tokens import (

@@ -26,9 +26,9 @@ from trireme.base.waiting import Waits
 from trireme.config.losses import Loss
 from trireme.config.run import Model, Ports, RunConfig, WeightBroadcast
 from trireme.config.trainer import Checkpoints, Optimizer, TrainerConfig
-from trireme.monitor.lanes import joined, shares, steady
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import read_spans
+from trireme.monitor.timeline import joined, shares, steady
 from trireme.trainer import heartbeat as heartbeat_module
 from trireme.trainer.checkpoint.checkpoint import complete_steps
 from trireme.trainer.heartbeat import Activity, heartbeat

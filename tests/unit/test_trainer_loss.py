@@ -26,8 +26,8 @@ from trireme.config.losses import resolve_loss
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Loss, Optimizer, Scheduler, TrainerConfig, TrainerModel
 from trireme.journal.journal import Journal
+from trireme.journal.rank_shares import Shares
 from trireme.journal.records import BatchRecord, Rollout, State
-from trireme.journal.shares import Shares
 from trireme.messages import COLUMNS, Kept, MicroBatch, build_tokens
 from trireme.tools.replay.replay import retrace
 from trireme.trainer.checkpoint.checkpoint import TrainerState

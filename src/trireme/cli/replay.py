@@ -15,7 +15,7 @@ from trireme.cli.door import RANKS_PARENT, become_ranks, end_with_parent, run_do
 from trireme.config.files import find_run_file, read_run
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.journal.span import find_span
+from trireme.journal.replay_range import find_span
 from trireme.launch.plan import plan
 
 ARGUMENTS = "TRIREME_REPLAY"  # our command line, as JSON, for the ranks below this process

@@ -10,14 +10,14 @@ from typing import Any
 from trireme.base.devices import Devices
 from trireme.base.errors import TriremeError
 from trireme.config.run import RunConfig
-from trireme.journal.surroundings import look_around, of_environment, write_surroundings
+from trireme.journal.provenance import collect_provenance, describe_environment, write_provenance
 
 
 def note_surroundings(config: RunConfig, devices: Devices) -> None:
     """Never in the way of a run: what cannot be found out is not there."""
     command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     with suppress(OSError):
-        write_surroundings(config.paths, look_around(devices, _environments(config), command))
+        write_provenance(config.paths, collect_provenance(devices, _environments(config), command))
 
 
 def _environments(config: RunConfig) -> dict[str, Any]:
@@ -36,4 +36,4 @@ def _environment(id: str) -> dict[str, Any]:
         return {}
     file = Path(source.module)
     folder = source.folder or (file if file.suffix == ".py" else None)
-    return of_environment(folder, venv / "bin" / "python" if venv else None)
+    return describe_environment(folder, venv / "bin" / "python" if venv else None)

@@ -1,7 +1,7 @@
-"""How an entry of the ledger lies in a file: a header line (format, number, length, SHA-256), then a msgpack payload.
+"""The file format of journal entries: a header line (format, number, length, SHA-256), then a msgpack payload.
 
-It is written beside its place, synced and renamed, so an entry is either whole or not there; what is torn or changed
-afterwards is refused by its checksum.
+An entry is written under another name, synced and renamed, so it is complete or absent. A file that was truncated or
+changed afterwards fails its checksum.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ class Header(msgspec.Struct):
 
 
 def write_entry(path: Path, number: int, content: Any, *, replace: bool = True) -> None:
-    """Return when the entry is on disk. Raises OSError where it cannot be (a full disk): nothing was written then.
+    """Write an entry and return when it is on disk.
 
-    Raises: JournalCorrupt where `replace` is false and there is another entry of that name.
+    Raises:
+        OSError: it could not be written (a full disk); nothing was.
+        JournalCorrupt: `replace` is false and there is another entry of that name.
     """
     payload = encode(content)
     header = Header(FORMAT, number, len(payload), hashlib.sha256(payload).hexdigest())
@@ -49,7 +51,7 @@ def write_entry(path: Path, number: int, content: Any, *, replace: bool = True) 
 
 
 def read_entry(path: Path, number: int, kind: type[T], *, ways_out: str) -> T:
-    """Raises JournalCorrupt where the entry is not what was written; `ways_out` says what to do then."""
+    """Read an entry. Raises JournalCorrupt where it is not what was written; `ways_out` says what to do then."""
     head, _, payload = path.read_bytes().partition(b"\n")
     try:
         header = msgspec.json.decode(head, type=Header)

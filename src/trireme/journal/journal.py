@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from trireme.base.errors import JournalCorrupt
-from trireme.journal.aside import move_aside
 from trireme.journal.entry import read_entry, write_entry
+from trireme.journal.move_aside import move_aside
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import encode
 
@@ -25,15 +25,17 @@ class Journal:
         return self._folder / f"batch_{step:06d}.msgpack"
 
     def append(self, record: BatchRecord) -> None:
-        """Returns when the entry is on disk. Raises OSError where it cannot be (a full disk): nothing was written.
+        """Append a batch and return when it is on disk.
 
-        Raises: JournalCorrupt where another orchestrator has written that entry.
+        Raises:
+            OSError: it could not be written (a full disk); nothing was.
+            JournalCorrupt: another orchestrator has written that entry.
         """
         write_entry(self.path(record.step), record.step, _in_pieces(record), replace=False)
         self._last = record
 
     def read(self, step: int) -> BatchRecord:
-        """Raises JournalCorrupt where the entry is not what was written."""
+        """Read a batch. Raises JournalCorrupt where it is not what was written."""
         if self._last is not None and self._last.step == step:
             return self._last
         ways_out = f"Restore it, or go on from before it with --trainer.ckpt.resume-step {step} or less."
@@ -46,12 +48,12 @@ class Journal:
         return sorted(int(path.stem.removeprefix("batch_")) for path in self._folder.glob("batch_*.msgpack"))
 
     def require_all(self, steps: range | None = None, *, ways_out: str = "") -> list[int]:
-        """The steps of entries, all of them or those within a range.
+        """Return the steps of the entries, all of them or those within a range.
 
         Args:
-            ways_out: what else may be done than to restore an entry: a sentence.
+            ways_out: a sentence with alternatives to restoring a missing entry.
 
-        Raises: JournalCorrupt where one before the newest is not there.
+        Raises: JournalCorrupt where an entry before the newest is missing.
         """
         there = self.steps()
         wanted = [step for step in range(there[-1] + 1 if there else 0) if steps is None or step in steps]
@@ -63,24 +65,24 @@ class Journal:
         return wanted
 
     def head_state(self) -> State:
-        """The state after the newest entry; a fresh one where there is none. Raises: JournalCorrupt."""
+        """Return the state after the newest entry; a fresh one where there is none. Raises JournalCorrupt."""
         steps = self.require_all()
         return self.read(steps[-1]).state if steps else State()
 
     def rewind(self, step: int) -> None:
-        """Sets aside the entries from `step` on, so that the run goes another way from there. Nothing is deleted."""
+        """Move aside the entries from `step` on. Nothing is deleted."""
         move_aside(self._folder, [self.path(number) for number in self.steps() if number >= step])
         self._last = None
 
 
 def _in_pieces(record: BatchRecord) -> BatchRecord:
-    """Of the same bytes. To encode all rollouts in one go would keep other threads from running for as long."""
+    """Encode in pieces with the same bytes. Encoding all rollouts at once would block other threads for as long."""
     rollouts = [msgspec.Raw(_encoded(rollout)) for rollout in record.rollouts]
     return msgspec.structs.replace(record, rollouts=rollouts)
 
 
 def _encoded(rollout: Rollout) -> bytes:
-    """What environments say may hold numbers that have no place in 64 bits: these are written in words."""
+    """Encode a value. Integers of an environment that exceed 64 bits are written as text."""
     try:
         return encode(rollout)
     except OverflowError:

@@ -1,7 +1,7 @@
-"""What the trainer's weights said of the tokens that a step trained on. The engine's word is in the journal.
+"""The trainer's logprobs of the tokens that a step trained on. (The engine's are in the journal.)
 
-One file of each rank and step, written after the step for those who look, and read by nothing that a run depends on: it
-may be missing. A sample is found by its content, so it does not matter how samples were packed, or by how many ranks.
+One file per rank and step, written after the step, for display only: a run does not depend on it, and it may be
+missing. Samples are found by their content, so it does not matter how they were packed or by how many ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trireme.messages import MicroBatch, Tokens, decode_as, encode
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """Of one rank in one step.
+    """The logprobs of one rank in one step.
 
     Example:
         Scored(step=12, samples=[b"...", b"..."], counts=[3, 2], logprobs=[-0.1, -2.3, -0.4, -0.9, -1.2])
@@ -36,10 +36,12 @@ def path_of(folder: Path, step: int, rank: int) -> Path:
 
 
 def write_logprobs(folder: Path, step: int, rank: int, rows: Sequence[MicroBatch], logprobs: np.ndarray) -> None:
-    """Not synced: what a crash tears is passed by when it is read. Raises OSError where it cannot be written.
+    """Write a rank's logprobs without syncing: readers skip a file that a crash has truncated.
 
     Args:
-        logprobs: of the tokens of all rows that count, one row after the other.
+        logprobs: of the trained tokens of all rows, one row after the other.
+
+    Raises: OSError where it cannot be written.
     """
     samples = [sample for row in rows for sample in _samples_of(row)]
     counts = np.array([int(counting(sample).sum()) for sample in samples], np.int32)
@@ -61,7 +63,7 @@ def _samples_of(row: MicroBatch) -> list[Tokens]:
 
 
 def read_logprobs(folder: Path, step: int) -> dict[bytes, np.ndarray]:
-    """By sample; what cannot be read is as if it had not been written."""
+    """Return logprobs by sample. Files that cannot be read are skipped."""
     found: dict[bytes, np.ndarray] = {}
     for path in folder.glob(path_of(folder, step, 0).name.replace(".rank_0.", ".rank_*.")):
         with suppress(OSError, msgspec.DecodeError, ValueError, TypeError):
@@ -72,7 +74,7 @@ def read_logprobs(folder: Path, step: int) -> dict[bytes, np.ndarray]:
 
 
 def logprobs_of(sample: Tokens, known: dict[bytes, np.ndarray]) -> np.ndarray | None:
-    """[T] float32, NaN where the token does not count; None where the trainer's word is not known."""
+    """Return [T] float32, NaN for tokens that are not trained on; None where the logprobs are unknown."""
     counts, said = counting(sample), known.get(identity(sample))
     if said is None or len(said) != counts.sum():
         return None
@@ -82,14 +84,14 @@ def logprobs_of(sample: Tokens, known: dict[bytes, np.ndarray]) -> np.ndarray | 
 
 
 def counting(sample: Tokens) -> np.ndarray:
-    """[T] bool: the tokens that are trained on. What stands before a sample's first token is another sample."""
+    """Return [T] bool: the tokens that are trained on, never the first of a sample, which has no prefix."""
     counts = sample.loss_mask.astype(bool)
     counts[:1] = False
     return counts
 
 
 def identity(sample: Tokens) -> bytes:
-    """By what was sampled, and how: two that have the same have the same logprobs."""
+    """Return a key of a sample made of its tokens and temperature: equal keys have equal logprobs."""
     digest = hashlib.blake2b(digest_size=8)
     for column in (sample.ids, sample.logprobs, sample.versions):
         digest.update(np.ascontiguousarray(column).data)

@@ -1,6 +1,6 @@
-"""What makes a checkpoint count: its manifest, the last file to be written, with the size and digest of every other.
+"""The manifest of a checkpoint: the last file to be written, with size and digest of every other. It makes it complete.
 
-Needs no torch: the launcher, the audit and the trainer all ask here which checkpoints there are.
+Needs no torch, so that the launcher, the audit and the trainer share it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Everything that lies in a checkpoint's folder beside this file itself."""
+    """Every file in a checkpoint's folder other than the manifest itself."""
 
     version: int
     world_size: int  # ranks that wrote it; any number may read it
@@ -36,7 +36,7 @@ def describe_file(path: Path) -> FileEntry:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises JournalCorrupt where it is not there, or is no manifest."""
+    """Read a manifest. Raises JournalCorrupt where it is missing or malformed."""
     try:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
@@ -46,7 +46,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Steps of `folder` (a run's `checkpoints/`) with a checkpoint that is there as a whole, by names and sizes."""
+    """Return the steps of `folder` (a run's `checkpoints/`) whose checkpoint is complete, by names and sizes of
+    files."""
     steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(step for step in steps if step is not None and is_complete(step_folder(folder, step)))
 
@@ -63,7 +64,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, by reading all of it; None where it is what was written."""
+    """Return what is wrong with a checkpoint after reading all of it; None where it is intact."""
     try:
         manifest = read_manifest(folder)
     except JournalCorrupt as error:

@@ -1,7 +1,7 @@
-"""What is kept of a run's work, in memory and in the journal.
+"""Records of a run's work, in memory and in the journal.
 
 A rollout is one pass through an environment; a group is the rollouts of one example; a batch is what one optimizer step
-is trained on. Every rollout that was begun ends with exactly one fate: trained in a batch, or dropped for a reason.
+is trained on. Every rollout that was started ends with exactly one fate: trained in a batch, or dropped for a reason.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Dropped(msgspec.Struct):
 
 
 class OpenGroup(msgspec.Struct, frozen=True):
-    """A group that was begun and is in no batch yet: begun anew by an orchestrator that restarts."""
+    """A group that was started and is in no batch yet. An orchestrator that restarts issues it again."""
 
     id: int
     env: str
@@ -73,7 +73,7 @@ class OpenGroup(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct):
-    """Everything that the orchestrator needs to go on after a batch."""
+    """Everything that the orchestrator needs to continue after a batch."""
 
     next_batch: int = 0
     next_group: int = 0
@@ -88,7 +88,7 @@ class State(msgspec.Struct):
 
 
 class BatchRecord(msgspec.Struct):
-    """One entry of the journal: a batch, the fates decided since the one before, and the state to go on from."""
+    """One entry of the journal: a batch, the fates decided since the previous one, and the state to continue from."""
 
     step: int
     rollouts: list[Rollout]

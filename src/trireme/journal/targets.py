@@ -1,9 +1,9 @@
-"""What a batch is trained towards: from rewards to one number per token, and what is wrong with a rollout.
+"""Training targets of a batch: from rewards to one advantage per token; and the flaws of a rollout.
 
-Pure, and made of what the journal keeps: the orchestrator fills batches with these functions, and the audit works out
-by them what must stand in the journal. The order: rewards are cut (`reward_clip`), lengths are punished, advantages
-are estimated over the batch, rewards of single steps and the teacher's opinion are added per token, the sum is cut
-(`clip`). The mathematics is in `algo/advantage.py`, `algo/length_penalty.py` and `algo/filters.py`.
+Pure functions of what the journal holds: the orchestrator builds batches with them, and the audit recomputes them. The
+order is: clip rewards (`reward_clip`), apply the length penalty, estimate advantages over the batch, add step rewards
+and the teacher's signal per token, clip the sum (`clip`). The mathematics is in `algo/advantage.py`,
+`algo/length_penalty.py` and `algo/filters.py`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from trireme.messages import Tokens
 def advantages_of(
     rollouts: Sequence[Rollout], rules: Rules, baselines: Baselines, *, custom: Estimator | None = None
 ) -> tuple[list[list[np.ndarray]], Baselines]:
-    """Per rollout, per sample [T] float32, 0 where the token is not trained on; and the baselines after the batch.
+    """Return advantages per rollout and sample, [T] float32 with 0 for untrained tokens; and the baselines after the
+    batch.
 
     Args:
         rollouts: of the whole batch.
-        custom: the user's function, where the rules ask for it.
+        custom: the user's estimator, where the rules ask for one.
     """
     groups = list(by_group(rollouts).values())
     outcomes, after = estimates_of([scores_of(group, rules) for group in groups], rules, baselines, custom=custom)
@@ -57,12 +58,12 @@ def advantages_of(
 def estimates_of(
     scored: list[GroupScores], rules: Rules, baselines: Baselines, *, custom: Estimator | None = None
 ) -> tuple[list[np.ndarray], Baselines]:
-    """One advantage per rollout of each group, and the baselines after the batch."""
+    """Return one advantage per rollout of each group, and the baselines after the batch."""
     return estimate(rules.advantage, scored, baselines, decay=rules.decay, custom=custom)
 
 
 def estimator_of(rules: Rules) -> Estimator | None:
-    """The user's function, where the rules ask for one. Raises: ConfigError where there is none of that path."""
+    """Import the user's estimator, where the rules ask for one. Raises ConfigError where it cannot be imported."""
     if rules.advantage != "custom":
         return None
     function = load_function(rules.advantage_path or "", key="orchestrator.advantage.path")
@@ -88,7 +89,7 @@ def by_group(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
 
 
 def scores_of(group: list[Rollout], rules: Rules) -> GroupScores:
-    """A group as estimators see it."""
+    """Return a group in the form that estimators take."""
     rewards = np.array([rollout.reward for rollout in group], dtype=np.float64)
     lengths = np.array([num_sampled(rollout) for rollout in group])
     if rules.reward_clip is not None:
@@ -98,12 +99,12 @@ def scores_of(group: list[Rollout], rules: Rules) -> GroupScores:
 
 
 def num_sampled(rollout: Rollout) -> int:
-    """Tokens that are trained on."""
+    """Return the number of tokens that are trained on."""
     return sum(int(np.count_nonzero(sample.loss_mask)) for sample in rollout.samples)
 
 
 def per_token(group: list[Rollout], advantages_G: np.ndarray, rules: Rules) -> Iterator[list[np.ndarray]]:
-    """Per rollout, per sample."""
+    """Spread advantages over the tokens of each rollout's samples."""
     if not any(rollout.token_rewards or rollout.teacher for rollout in group):
         yield from _same_for_all_tokens(group, advantages_G, rules)
         return
@@ -122,7 +123,7 @@ def per_token(group: list[Rollout], advantages_G: np.ndarray, rules: Rules) -> I
 
 
 def _same_for_all_tokens(group: list[Rollout], advantages_G: np.ndarray, rules: Rules) -> Iterator[list[np.ndarray]]:
-    """The same numbers where nothing is given per token: one of them is worked out for each rollout."""
+    """Spread advantages where nothing is given per token: one number per rollout."""
     values = rules.reward_weight * (advantages_G + 0.0)
     if rules.clip is not None:
         values = np.clip(values, -rules.clip, rules.clip)
@@ -131,7 +132,7 @@ def _same_for_all_tokens(group: list[Rollout], advantages_G: np.ndarray, rules: 
 
 
 def _joined(rollout: Rollout, columns: list[np.ndarray]) -> np.ndarray:
-    """[T] float64 over all samples, in their order; NaN throughout where there is none."""
+    """Return [T] float64 over all samples in order; all NaN where there is none."""
     if not columns or not rollout.samples:
         return np.full(sum(sample.length for sample in rollout.samples), np.nan)
     return np.concatenate(columns).astype(np.float64)
@@ -148,12 +149,12 @@ def with_advantages(sample: Tokens, advantages_T: np.ndarray) -> Tokens:
 
 
 def is_zero(advantages: list[np.ndarray]) -> bool:
-    """Whether none of a rollout's tokens is pushed anywhere."""
+    """Return whether all advantages of a rollout are zero."""
     return all((np.abs(part) < SAME).all() for part in advantages)
 
 
 def flaws_of(rollout: Rollout, rules: Rules) -> list[str]:
-    """All that can be told before its batch is full."""
+    """Return the flaws of a rollout that can be determined before its batch is full."""
     filters = filters_of(rules)
     return find_flaws(rollout.truncated, _turns(rollout, at_least=shortest_judged(filters)), filters)
 
@@ -163,20 +164,20 @@ def filters_of(rules: Rules) -> Filters:
 
 
 def _turns(rollout: Rollout, *, at_least: int) -> Iterator[Turn]:
-    """Of samples that are long enough to hold one of so many tokens."""
+    """Return the turns of the samples that are long enough for a number of tokens."""
     for sample in rollout.samples:
         for run in runs_of(sample.loss_mask) if sample.length >= at_least else ():
             yield sample.ids[run], sample.logprobs[run]
 
 
 def outcome_of(group: list[Rollout]) -> Outcome:
-    """By its own rewards, neither cut nor punished."""
+    """Return the outcome of a group by its raw rewards, neither clipped nor penalised."""
     mean = float(np.mean([rollout.reward for rollout in group]))
     return Outcome(group=group[0].group, env=group[0].env, example=group[0].example, mean=mean)
 
 
 def why_not_worth_it(group: list[Rollout], rules: Rules) -> str | None:
-    """Why a group that is whole and fresh gets no place in a batch; None where it gets one."""
+    """Return why a complete, fresh group is left out of batches; None where it is used."""
     rewards = np.array([rollout.reward for rollout in group], dtype=np.float64)
     steps = np.concatenate([_joined(rollout, rollout.token_rewards) for rollout in group])
     if rules.needs_signal and not has_signal(rewards, steps[~np.isnan(steps)]):

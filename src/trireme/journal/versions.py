@@ -1,7 +1,7 @@
-"""Which weights each version was: what every engine confirmed, on disk before a token under it may be used.
+"""Confirmed policy versions: what every engine confirmed, on disk before a token of the version may be used.
 
-One file per version beside the batches. A version may be confirmed several times (an engine came back, a trainer
-replayed to it); each confirmation stays.
+One file per version next to the batches. A version may be confirmed several times (an engine restarted, a trainer
+replayed to it); every confirmation is kept.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from trireme.journal.aside import move_aside
 from trireme.journal.entry import read_entry, write_entry
+from trireme.journal.move_aside import move_aside
 
 
 class Confirmation(msgspec.Struct, frozen=True):
-    """One time that engines were found to serve what the trainer sent.
+    """One confirmation that engines serve what the trainer sent.
 
     Example:
         Confirmation(engines=["http://127.0.0.1:8000"], digests={"model.norm.weight": "9f…"}, difference=2.1e-7, time=…)
@@ -36,7 +36,7 @@ class Version(msgspec.Struct):
 
     @property
     def digests(self) -> dict[str, str]:
-        """The newest: what engines serve now, if it is the live one."""
+        """Return the digests of the newest confirmation, which engines serve if the version is live."""
         return self.confirmations[-1].digests
 
 
@@ -51,7 +51,7 @@ class Versions:
         return self.folder / f"version_{version:06d}.msgpack"
 
     def record(self, version: int, engines: list[str], digests: dict[str, str], difference: float) -> None:
-        """Returns when it is on disk."""
+        """Write a confirmation and return when it is on disk."""
         entry = self.read(version) if self.has(version) else Version(version)
         entry.confirmations.append(Confirmation(engines, digests, difference, round(time.time(), 3)))
         write_entry(self.path(version), version, entry)
@@ -61,21 +61,21 @@ class Versions:
         return self.path(version).exists()
 
     def read(self, version: int) -> Version:
-        """Raises JournalCorrupt where the entry is not what was written."""
+        """Read a version. Raises JournalCorrupt where it is not what was written."""
         return read_entry(self.path(version), version, Version, ways_out="Restore it from a copy.")
 
     def known(self) -> list[int]:
-        """All that were confirmed, in order."""
+        """Return all confirmed versions, in order."""
         return sorted(int(path.stem.removeprefix("version_")) for path in self.folder.glob("version_*.msgpack"))
 
     @property
     def newest(self) -> int:
-        """-1 where none was confirmed. Looked up once: one process writes."""
+        """Return the newest confirmed version, or -1. It is cached: one process writes."""
         if self._newest is None:
             self._newest = max(self.known(), default=-1)
         return self._newest
 
     def rewind(self, step: int) -> None:
-        """Sets aside what came after version `step`."""
+        """Move aside the versions after `step`."""
         move_aside(self.folder, [self.path(version) for version in self.known() if version > step])
         self._newest = None

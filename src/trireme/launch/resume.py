@@ -11,8 +11,8 @@ from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.config.files import read_table
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.journal.aside import move_aside
 from trireme.journal.manifest import complete_steps
+from trireme.journal.move_aside import move_aside
 from trireme.launch.folder import holds_run
 
 

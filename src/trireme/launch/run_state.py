@@ -12,12 +12,12 @@ from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.manifest import complete_steps
 from trireme.launch.folder import launcher_of
-from trireme.monitor.lanes import time_lines
 from trireme.monitor.liveness import ask_status, status_address
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Progress, Status
 from trireme.monitor.run_text import evaluation_text, step_line, warning_text
 from trireme.monitor.spans import read_spans
+from trireme.monitor.timeline import time_lines
 
 ANSWER_S = 5.0
 

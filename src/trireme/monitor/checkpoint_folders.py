@@ -1,7 +1,7 @@
-"""`checkpoint-N` and `runs`: what a run writes under the names that users of `vf-rl` look for.
+"""`checkpoint-N` and `runs`: the output folders that users of `vf-rl` expect.
 
-Files are links to ours and take no room: `checkpoint-50/adapter_model.safetensors` is that of `weights/step_50`, and
-stays whole where that is removed. Only `trainer_state.json` is made here, out of the metrics.
+Files are hard links to ours and take no room: `checkpoint-50/adapter_model.safetensors` is that of `weights/step_50`,
+and stays when that is removed. Only `trainer_state.json` is made here, from the metrics.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = get_logger("folders")
 
 
 class CheckpointFolders:
-    """The folders of a run. Nothing here ends it: what cannot be written now is tried again."""
+    """The folders of a run. Errors never end the run: what cannot be written now is retried."""
 
     def __init__(self, config: RunConfig) -> None:
         self._paths = config.paths
@@ -37,7 +37,7 @@ class CheckpointFolders:
         self._warned = False
 
     def write_due(self) -> list[int]:
-        """Makes what is missing, and takes away what is not to be kept; the steps of the new ones."""
+        """Make missing folders and remove expired ones. Return the steps of the new ones."""
         try:
             self._link_logs()
             steps = [step for step in complete_steps(self._paths.checkpoints) if self._weights(step).is_dir()]
@@ -58,7 +58,7 @@ class CheckpointFolders:
         return step_folder(self._paths.weights, step)
 
     def _link_logs(self) -> None:
-        """`runs` holds what the processes write: logs and metrics."""
+        """Link the logs and metrics of the processes into `runs`."""
         runs = self._paths.root / "runs"
         if not self._paths.logs.is_dir():
             return
@@ -69,7 +69,7 @@ class CheckpointFolders:
                 link.symlink_to(os.path.relpath(target, runs))
 
     def _is_current(self, step: int) -> bool:
-        """A run that went back and came again has other weights of the same step."""
+        """Return whether a folder has the current weights: a run that went back may have trained the step again."""
         folder = self.folder(step)
         return (folder / STATE).is_file() and all(
             (folder / file.name).is_file() and _is_same(file, folder / file.name)
@@ -103,7 +103,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _is_same(ours: Path, theirs: Path) -> bool:
-    """Linked, or copied where links cannot be."""
+    """Return whether a file is a link or a copy of another."""
     return ours.samefile(theirs) or (
         ours.stat().st_size == theirs.stat().st_size and theirs.stat().st_mtime >= ours.stat().st_mtime
     )
@@ -117,7 +117,7 @@ def _link(file: Path, link: Path) -> None:
 
 
 def trainer_state(metrics: Path, step: int, max_steps: int) -> dict[str, Any]:
-    """What was reported until the checkpoint: a row for each step, and one for each evaluation.
+    """Return what was reported until the checkpoint: a row per step and per evaluation.
 
     Example:
         {"step": 50, "global_step": 50, "max_steps": 100, "log_history": [{"step": 1, "loss": 0.2, "reward": 0.4}, ...]}
@@ -132,7 +132,10 @@ def trainer_state(metrics: Path, step: int, max_steps: int) -> dict[str, Any]:
 
 
 def _entries(number: int, row: Row, step: int) -> Iterator[Row]:
-    """Batches are counted from 0 here and steps from 1 there; evaluations are of a version, which is a step."""
+    """Return the rows.
+
+    Batches count from 0 here and steps from 1 there; evaluations belong to a version, which is a step.
+    """
     values = {NAMES.get(name, name): value for name, value in row.items() if name not in ("step", "process")}
     evaluated = {name: value for name, value in values.items() if name.startswith("eval/")}
     if evaluated:

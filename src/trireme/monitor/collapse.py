@@ -1,8 +1,8 @@
-"""Signs that a run collapses, in words: what is seen, what it usually means, what to try.
+"""Detectors for a collapsing run, with warnings: what is seen, what it usually means, what to try.
 
-Each sign looks at the rows of `metrics.jsonl` alone, so whoever reads them sees the same: the orchestrator, which logs
-it and shows it in `/status`, and the launcher's view. A warning is said when its sign appears, and again only after
-the sign has been away for `CALM` rows.
+Each detector looks at the rows of `metrics.jsonl` alone, so that every reader sees the same: the orchestrator, which
+logs the warning and shows it in `/status`, and the launcher's view. A warning is given when its sign appears, and again
+only after the sign has been absent for `CALM` rows.
 
     row -> Watch.take -> [Warned(name="entropy_collapse", step=41, text="policy/entropy is ...")]
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from trireme.base.log import get_logger
 from trireme.monitor import symptoms
-from trireme.monitor.history import History
+from trireme.monitor.symptoms import History
 
 CALM = 5
 """Rows of the sign's own metrics without it, after which it would be news again."""
@@ -33,7 +33,7 @@ class Warned(NamedTuple):
 
 
 class Sign(NamedTuple):
-    """One thing to look for."""
+    """One detector and its warning text."""
 
     name: str
     watched: tuple[str, ...]  # metrics: a row without any of them says nothing about it
@@ -214,7 +214,7 @@ SIGNS = (
 
 
 class Watch:
-    """Takes rows as they come and says what is new. Never raises."""
+    """Run all detectors on rows as they come. Never raises."""
 
     def __init__(self, signs: Sequence[Sign] = SIGNS) -> None:
         self.said: list[Warned] = []
@@ -224,12 +224,12 @@ class Watch:
 
     @property
     def lasting(self) -> dict[str, Warned]:
-        """What has been seen lately, by name. May be asked from another thread."""
+        """Return recent warnings by name. May be called from another thread."""
         newest = {warned.name: warned for warned in list(self.said)}
         return {name: newest[name] for name in list(self._calm) if name in newest}
 
     def take(self, row: Mapping[str, Any]) -> list[Warned]:
-        """Returns the warnings that this row is the first to give."""
+        """Return the warnings that this row triggers first."""
         try:
             return self._take(row)
         except Exception:  # whatever stands in that row

@@ -1,6 +1,6 @@
-"""A file of lines that several processes append to, and that ends no run.
+"""A file of lines that several processes append to, and that never ends a run.
 
-A line that cannot be written (a full disk) waits in memory until it can be, one that cannot be read is skipped.
+A line that cannot be written (a full disk) is kept in memory and retried; a line that cannot be read is skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = get_logger("lines")
 
 
 class LinesFile:
-    """Appends lines. Several processes may append to one file: what is written at once is a single O_APPEND write."""
+    """Append lines. Several processes may append to one file: each flush is a single O_APPEND write."""
 
     def __init__(
         self,
@@ -33,10 +33,11 @@ class LinesFile:
         clock: Callable[[], float] = time.monotonic,
         sync: bool = False,
     ) -> None:
-        """
+        """Open the file for appending.
+
         Args:
-            most_waiting: lines that could not be written and are kept; of more, the oldest are lost.
-            sync: make each flush survive a power cut (fsync).
+            most_waiting: number of unwritten lines to keep; beyond it the oldest are lost.
+            sync: make each flush survive a power failure (fsync).
         """
         self.path = path
         self.lost = 0  # lines that will never be written
@@ -48,15 +49,15 @@ class LinesFile:
 
     @property
     def waiting(self) -> int:
-        """Lines that could not be written yet."""
+        """Return the lines that are not written yet."""
         return len(self._waiting)
 
     def put(self, line: bytes) -> None:
-        """To be written by the next `flush`."""
+        """Add a line for the next `flush`."""
         self._waiting.append(line)
 
     def flush(self) -> None:
-        """Writes what waits, in order, as far as that can be done now."""
+        """Write waiting lines in order, as far as possible now."""
         try:
             _append_lines(self.path, self._waiting, sync=self._sync)
         except OSError as error:
@@ -68,7 +69,7 @@ class LinesFile:
                 logger.warning(f"{self.path} can be written again: no line waits any more ({self.lost} lost).")
 
     def close(self, patience_s: float = CLOSE_S) -> None:
-        """Writes what waits, if that can be done in so many seconds; what cannot is lost with the process."""
+        """Write waiting lines within a number of seconds; what cannot be written is lost."""
         give_up = time.monotonic() + patience_s
         self.flush()
         while self._waiting and time.monotonic() < give_up:
@@ -96,7 +97,7 @@ class LinesFile:
 
 
 def _append_lines(path: Path, lines: deque[bytes], *, sync: bool) -> None:
-    """Takes from `lines` what is written. A line that is cut short stays there, to be written whole once more."""
+    """Write lines and remove them from `lines`. A line that was cut short stays, to be written again."""
     pretend_full()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -119,22 +120,16 @@ def _take_written(lines: deque[bytes], written: int) -> None:
 
 
 def _repair(descriptor: int) -> bytes:
-    """A newline where the file ends in a line that a crash or a full disk cut short; it must not swallow ours.
+    """Start with a newline where the file ends in a line that a crash or a full disk cut short.
 
-    What is cut off a JSON object is no JSON, so the half is skipped by whoever reads.
+    A truncated JSON object is no JSON, so readers skip it.
     """
     size = os.fstat(descriptor).st_size
     return b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
 
 
 def read_lines(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[bytes], int]:
-    """Return complete lines from byte `offset` on, and where to read on later.
-
-    A half-written last line waits for its rest. A file that is shorter than `offset` is read from its start.
-
-    Args:
-        most_bytes: to read at once, or one line where that is longer; -1 reads to the end of the file.
-    """
+    """Read complete lines from byte `offset` on. Return them and the offset to continue from."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size < offset:

@@ -1,4 +1,4 @@
-"""What a process's log tells a person: what it does while it comes up, and what it said last."""
+"""Reading a process's log: its start-up phase, and why it ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]+\]
 
 
 def lines_since(log: Path, start: int = 0) -> list[str]:
-    """The newest lines after byte `start`, where this run of the process began to append."""
+    """Return the newest lines after byte `start`, where this run of the process began to append."""
     try:
         with open(log, "rb") as file:
             size = file.seek(0, 2)
@@ -42,7 +42,7 @@ def lines_since(log: Path, start: int = 0) -> list[str]:
 
 
 def startup_phase(log: Path, start: int = 0) -> str:
-    """What a process that is coming up does now, as far as its log tells."""
+    """Return what a starting process is doing, as far as its log shows."""
     for line in reversed(lines_since(log, start)):
         for pattern, phase in STARTUP_PHASES:
             if pattern.search(line):
@@ -51,8 +51,9 @@ def startup_phase(log: Path, start: int = 0) -> str:
 
 
 def last_words(log: Path, start: int = 0) -> list[str]:
-    """The lines that most likely say why a process ended: its last traceback, else around its last error, else its
-    last lines. Progress bars, access logs and shutdown chatter are left out."""
+    """Return the lines that most likely say why a process ended: its last traceback, else around its last error, else
+    its last lines. Progress bars, access logs and shutdown messages are left out.
+    """
     lines = [line for line in lines_since(log, start) if not _NOISE.search(line)]
     tracebacks = [index for index, line in enumerate(lines) if _TRACEBACK in line]
     if tracebacks:
@@ -65,13 +66,13 @@ def last_words(log: Path, start: int = 0) -> list[str]:
 
 
 def _telling(lines: Sequence[str], tracebacks: Sequence[int]) -> int:
-    """Where the last traceback begins, or the one before it where that is the cause."""
+    """Return where the last traceback begins, or the one before it where that is the cause."""
     symptom = len(tracebacks) > 1 and any(_SYMPTOM in line for line in lines[tracebacks[-1] :])
     return tracebacks[-2] if symptom else tracebacks[-1]
 
 
 def _shorten(lines: Sequence[str]) -> list[str]:
-    """A traceback with its oldest frames left out, and what follows its last line."""
+    """Return a traceback without its oldest frames, with the lines after it."""
     end = next((i for i, line in enumerate(lines) if i and not _text(line).startswith((" ", "\t"))), len(lines) - 1)
     frames = list(lines[1:end])
     if len(frames) > STACK_LINES:

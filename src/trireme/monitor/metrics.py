@@ -1,9 +1,8 @@
-"""`metrics.jsonl`: one line per process and step. Who writes it and who reads it, side by side.
+"""`metrics.jsonl`: one line per process and step. Writer and reader.
 
     {"step": 12, "process": "trainer", "time_s": 1700000000.5, "loss": 0.0123, "grad_norm": 0.81}
 
-Nothing here ends a run: a line that cannot be written (a full disk) waits in memory until it can be, one that cannot be
-read is skipped.
+Errors never end a run: a line that cannot be written (a full disk) is retried, a line that cannot be read is skipped.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class MetricsFile(LinesFile):
 
 
 def _number(value: float) -> float | int | None:
-    """What JSON can hold: numpy and torch scalars become Python's, NaN and infinities None."""
+    """Convert a value for JSON: numpy and torch scalars to Python's, NaN and infinity to None."""
     if isinstance(value, int):
         return value
     number = float(value)
@@ -51,7 +50,7 @@ def _number(value: float) -> float | int | None:
 
 
 def read_metrics(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[Row], int]:
-    """Return the rows from byte `offset` on, and where to read on later. See `read_lines`."""
+    """Read complete rows from byte `offset` on. Return them and the offset to continue from."""
     lines, offset = read_lines(path, offset, most_bytes)
     return [row for line in lines if (row := _parse(line)) is not None], offset
 
@@ -65,9 +64,9 @@ def _parse(line: bytes) -> Row | None:
 
 
 def latest_by_step(rows: Iterable[Row]) -> dict[tuple[str, int], Row]:
-    """Rows by (process, step). Where a resumed run trained a step again, its later values win.
+    """Return rows by (process, step). Where a resumed run trained a step again, its later values win.
 
-    Name by name, because a batch and an evaluation may both report under one step.
+    Values are merged by name, because a batch and an evaluation may report under one step.
     """
     latest: dict[tuple[str, int], Row] = {}
     for row in rows:
@@ -77,7 +76,7 @@ def latest_by_step(rows: Iterable[Row]) -> dict[tuple[str, int], Row]:
 
 
 def merge_processes(rows: Iterable[Row]) -> Row:
-    """One row from the rows of one step. A name that both processes use is the trainer's, the other's gets a prefix.
+    """Merge the rows of one step. A name that two processes use is the trainer's; the other gets a prefix.
 
     Example:
         [{"process": "trainer", "time/step": 2.0}, {"process": "orchestrator", "time/step": 1.0, "reward/mean": 0.5}]

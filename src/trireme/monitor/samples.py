@@ -1,4 +1,4 @@
-"""What the model writes, from time to time: a few rollouts of a batch as text, read from the journal."""
+"""Sample texts: a few rollouts of a batch, read from the journal from time to time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Message = dict[str, Any]
 
 
 class Samples:
-    """Looks into every batch whose step is due."""
+    """Read the samples of every batch whose step is due."""
 
     def __init__(self, paths: RunPaths, config: Console) -> None:
         self._folder = paths.journal
@@ -28,7 +28,7 @@ class Samples:
         self._count = config.num_samples
 
     def of(self, step: int) -> list[str]:
-        """Texts of the batch with this number; none where it is not due, or cannot be read."""
+        """Return the texts of a batch; none where it is not due or cannot be read."""
         if self._every is None or (step + 1) % self._every:
             return []
         record = read_batch(self._folder, step)
@@ -46,7 +46,7 @@ def read_batch(folder: Path, step: int) -> BatchRecord | None:
 
 
 def choose(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
-    """One of each group before a second of any, so that few show as many examples as can be.
+    """Choose rollouts, one of each group before a second of any, so that they show many examples.
 
     Example:
         choose(rollouts of groups a a a b b b, 3)  # the first of a, the first of b, the second of a
@@ -64,7 +64,8 @@ def _which(index: int, chosen: Sequence[Rollout]) -> str:
 
 
 def sample_text(step: int, rollout: Rollout, which: str = "") -> str:
-    """
+    """Return the text of one sample.
+
     Example:
         === Step 5 Sample ===
         Prompt: Reverse the text: "hello"
@@ -83,13 +84,13 @@ def sample_text(step: int, rollout: Rollout, which: str = "") -> str:
 
 
 def _asked(prompt: Sequence[Message]) -> Iterator[str]:
-    """What the example says; the system prompt is the same in all of them."""
+    """Return the example's prompt without the system prompt, which is the same in all examples."""
     asked = [message for message in prompt if message.get("role") != "system"] or list(prompt)
     return (message_text(message) for message in asked)
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """The words alone where there is one message; otherwise each under the role of who said it."""
+    """Return the text alone of a single message; otherwise each message under its role."""
     if len(messages) == 1:
         return message_text(messages[0])
     return "\n".join(f"[{message.get('role', '?')}] {message_text(message)}" for message in messages)
@@ -101,7 +102,7 @@ def message_text(message: Message) -> str:
 
 
 def _content_text(content: Any) -> str:
-    """Text, or the texts among its parts."""
+    """Return the text of a message, or of its text parts."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return "" if content is None else str(content)

@@ -1,10 +1,11 @@
-"""`spans.jsonl`: what each lane of a run did, from when to when. Who writes it and who reads it, side by side.
+"""`spans.jsonl`: the timeline of a run, what each lane (a process or an engine) did from when to when. Writer and
+reader.
 
     {"lane": "trainer", "what": "wait", "begin_s": 1700000000.25, "seconds": 0.41, "step": 12, "why": "no batch yet"}
 
-A lane does one thing at a time, so its spans never overlap; what lies between two of them is "other". A span that goes
-on is written in pieces, every `FLUSH_S`: whoever looks sees what is done now, and of a process that is killed the last
-seconds alone are unknown. Nothing is written by the thread that is watched.
+A lane does one thing at a time, so its spans never overlap; time between two spans is "other". A long span is written
+in pieces, every `FLUSH_S`: readers see current activity, and of a killed process only the last seconds are missing. The
+observed thread itself writes nothing.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def reason_of(why: str) -> str:
-    """Without what is told of one case only."""
+    """Return a reason without the details of a single case, for grouping."""
     return why.partition(":")[0]
 
 
 class Piece(NamedTuple):
-    """A span as it is written down in memory, in microseconds: whole numbers add up exactly."""
+    """A span in memory, in integer microseconds, which add up exactly."""
 
     what: str
     step: int
@@ -76,10 +77,10 @@ class Piece(NamedTuple):
 
 
 def steady_clock(not_before_us: int = 0) -> Callable[[], int]:
-    """Microseconds of unix time, set once: they go on evenly whatever is done to the machine's clock.
+    """Return a clock in microseconds of unix time that is monotonic, whatever happens to the machine's clock.
 
     Args:
-        not_before_us: where a process before this one came to, by a clock that may have been ahead.
+        not_before_us: the end of the previous process's spans, whose clock may have been ahead.
     """
     first = max(time.time_ns() // 1000, not_before_us)
     zero = time.monotonic_ns()
@@ -87,7 +88,7 @@ def steady_clock(not_before_us: int = 0) -> Callable[[], int]:
 
 
 class Lane:
-    """What one process, or one engine, does: one thing, then another. From any thread.
+    """The activity of one process or one engine. Thread-safe.
 
     Example:
         with lane.doing("train", step=12): ...
@@ -105,11 +106,12 @@ class Lane:
         since_us: int | None = None,
         words: Callable[[], str] = str,
     ) -> None:
-        """
+        """Create a lane.
+
         Args:
-            keeps: spans are remembered until `drain`; else only their sums.
-            what: it has been doing, since when.
-            words: asked now and then while it waits: for what. May be called from any thread.
+            keeps: keep spans until `drain`; otherwise only their sums.
+            what: the activity so far, and since when.
+            words: called now and then during a wait; returns what is waited for. May be called from any thread.
         """
         self.name = name
         self._keeps = keeps
@@ -125,7 +127,7 @@ class Lane:
 
     @property
     def now(self) -> What | None:
-        """What it does; None: nothing that has a name."""
+        """Return the current activity; None for unnamed time."""
         return self._what
 
     @property
@@ -133,14 +135,14 @@ class Lane:
         return self._step
 
     def enter(self, what: What | None, *, step: int = -1, why: str = "") -> None:
-        """From now on it does this."""
+        """Switch to another activity."""
         with self._lock:
             if (what, step, why) != (self._what, self._step, self._why):
                 self._close(self._clock())
                 self._what, self._step, self._why = what, step, why
 
     def explain(self, why: str) -> None:
-        """What it waits for, learned on the way. Other words for the same reason change nothing."""
+        """Set what the current wait is for. Other details of the same reason change nothing."""
         with self._lock:
             if not why or self._what is None or (":" in self._why and reason_of(why) == reason_of(self._why)):
                 return
@@ -154,7 +156,7 @@ class Lane:
 
     @contextmanager
     def doing(self, what: What, *, step: int = -1, why: str = "") -> Iterator[None]:
-        """Afterwards it goes on with what it did before."""
+        """Do something for the duration of the context, then return to the activity before."""
         before = self._what, self._step, self._why
         self.enter(what, step=step, why=why)
         try:
@@ -163,21 +165,21 @@ class Lane:
             self.enter(before[0], step=before[1], why=before[2])
 
     def take(self) -> dict[str, float]:
-        """Seconds of each thing since the last `take`; with "other", they are all that passed."""
+        """Return seconds by activity since the last `take`, including "other"; they add up to the time that passed."""
         with self._lock:
             self._count(self._clock())
             taken, self._sums_us = self._sums_us, defaultdict(int)
         return {what: microseconds / 1e6 for what, microseconds in taken.items()}
 
     def drain(self) -> list[Piece]:
-        """What it did since the last `drain`, up to now."""
+        """Return the spans since the last `drain`, up to now."""
         with self._lock:
             self._close(self._clock())
             done, self._done = self._done, []
         return done
 
     def _close(self, now_us: int) -> None:
-        """Ends a piece; what is done goes on."""
+        """End a piece; the activity continues."""
         self._count(now_us)
         if self._keeps and self._what is not None and now_us > self._since_us:
             self._done.append(Piece(self._what, self._step, self._why, self._since_us, now_us))
@@ -189,12 +191,13 @@ class Lane:
 
 
 class SpansFile:
-    """Writes the lanes of one process; other processes append theirs."""
+    """Write the lanes of one process; other processes append theirs."""
 
     def __init__(self, path: Path | None) -> None:
-        """
+        """Open the file.
+
         Args:
-            path: None where nothing is to be written: lanes still tell their sums.
+            path: None to write nothing; lanes still return their sums.
         """
         self._lines = LinesFile(path) if path is not None else None
         self._ends_us = _last_ends(path) if path is not None else {}
@@ -202,10 +205,10 @@ class SpansFile:
         self._flushing = threading.Lock()
 
     def lane(self, name: str, *, what: What | None = None, ago_s: float = 0.0, words: Callable[[], str] = str) -> Lane:
-        """A lane of that name in the file goes on, after its end.
+        """Return the lane of that name. A lane that is already in the file continues after its end.
 
         Args:
-            what: it has been doing, for how long already.
+            what: the activity so far, and for how long already.
             words: as of `Lane`.
         """
         end_us = self._ends_us.get(name, 0)
@@ -216,7 +219,7 @@ class SpansFile:
         return lane
 
     def flush(self) -> None:
-        """Writes what the lanes did up to now, all at once."""
+        """Write the spans of all lanes up to now, in one write."""
         if self._lines is None:
             return
         with self._flushing:
@@ -234,7 +237,7 @@ class SpansFile:
 
 @contextmanager
 def open_spans(path: Path | None) -> Iterator[SpansFile]:
-    """A file that a thread of its own writes to, every few seconds and at the end."""
+    """Open a spans file that a thread writes every few seconds and at the end."""
     spans, is_over = SpansFile(path), threading.Event()
     writer = threading.Thread(target=_keep_writing, args=(spans, is_over), name="spans", daemon=True)
     if path is not None:
@@ -254,7 +257,7 @@ def _keep_writing(spans: SpansFile, is_over: threading.Event) -> None:
 
 
 def settled(pieces: list[Piece]) -> Iterator[Piece]:
-    """Of a second with very many short pieces, one for each thing and slot, as long as all of its own."""
+    """Replace very many short pieces of one second by one per activity and slot, of the same total lengths."""
     for _, second in groupby(enumerate(pieces), lambda numbered: _within(numbered, 1_000_000)):
         together = list(second)
         if len(together) <= MOST_A_SECOND:
@@ -265,14 +268,14 @@ def settled(pieces: list[Piece]) -> Iterator[Piece]:
 
 
 def _within(numbered: tuple[int, Piece], slot_us: int) -> tuple[str, int]:
-    """Which slot; a piece that leaves its slot stands for itself."""
+    """Return the slot of a piece; a piece that crosses a boundary stands alone."""
     number, piece = numbered
     slot = piece.begin_us // slot_us
     return ("in", slot) if piece.end_us <= (slot + 1) * slot_us else ("across", number)
 
 
 def _summed(pieces: list[Piece]) -> Iterator[Piece]:
-    """In the order in which they first came, one after the other. What was nothing comes at the end."""
+    """Sum pieces by activity, in order of first appearance. Unaccounted time comes last."""
     sums_us: dict[tuple[str, int, str], int] = defaultdict(int)
     for piece in pieces:
         sums_us[piece[:3]] += piece.end_us - piece.begin_us
@@ -292,9 +295,9 @@ _decode = msgspec.json.Decoder(Span).decode
 
 
 def read_spans(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[Span], int]:
-    """Return the spans from byte `offset` on, as they were written, and where to read on later. See `read_lines`.
+    """Read spans from byte `offset` on, as written. Return them and the offset to continue from.
 
-    Those of one lane come in their order; lanes are mixed.
+    Spans of one lane are in order; lanes are mixed.
     """
     lines, offset = read_lines(path, offset, most_bytes)
     return [span for line in lines if (span := _parse(line)) is not None], offset
@@ -308,7 +311,7 @@ def _parse(line: bytes) -> Span | None:
 
 
 def _last_ends(path: Path) -> dict[str, int]:
-    """When each lane that was written lately ended, in microseconds."""
+    """Return the end of each recently written lane, in microseconds."""
     try:
         size = os.stat(path).st_size
     except OSError:

@@ -1,15 +1,57 @@
-"""What is seen of a collapse: each function says it with its values, or None where there is nothing to see.
+"""The detectors of a collapse: each returns what it sees, with values, or None.
 
-The thresholds are far from what healthy runs show, because a warning that cries wolf is not read. Most must be passed
-in each of `STEADY` rows, and are relative to where the run began wherever no number is right for every model and task.
+Thresholds are far from what healthy runs show, because frequent false alarms are not read. Most must be exceeded in
+each of `STEADY` rows, and are relative to the start of the run where no number fits every model and task.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Mapping
 from statistics import fmean, median
+from typing import Any
 
-from trireme.monitor.history import History
+LONGEST = 48  # values kept of a metric
+START = 3  # values that say where it began
+
+
+class History:
+    """Values by name, in the order in which they came. What was not finite is NaN."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()  # of the newest row
+        self._values: dict[str, deque[float]] = {}
+        self._starts: dict[str, list[float]] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self.names = set()
+        for name, value in row.items():
+            if value is None or isinstance(value, int | float):
+                self._add(name, math.nan if value is None else float(value))
+
+    def _add(self, name: str, value: float) -> None:
+        self.names.add(name)
+        self._values.setdefault(name, deque(maxlen=LONGEST)).append(value)
+        start = self._starts.setdefault(name, [])
+        if len(start) < START and math.isfinite(value):
+            start.append(value)
+
+    def last(self, name: str, count: int = 1) -> list[float]:
+        """The newest values, oldest first; empty where there are not yet so many."""
+        values = self._values.get(name, ())
+        return list(values)[-count:] if len(values) >= count else []
+
+    def before(self, name: str, *, skip: int, count: int) -> list[float]:
+        """Up to `count` finite values older than the newest `skip`."""
+        older = list(self._values.get(name, ()))[:-skip]
+        return [value for value in older if math.isfinite(value)][-count:]
+
+    def start(self, name: str) -> float | None:
+        """Mean of the first values; None before they are all in."""
+        start = self._starts.get(name, [])
+        return sum(start) / len(start) if len(start) == START else None
+
 
 STEADY = 3
 """Rows in a row that most signs must hold for: one odd batch is no collapse."""
@@ -82,7 +124,7 @@ def reward_drops(history: History) -> str | None:
 
 
 def reward_declines(history: History) -> str | None:
-    """Slowly, from its best: half of all that was gained is lost again."""
+    """Detect a slow decline: half of the reward's gain is lost again."""
     start, values = history.start("reward/mean"), history.last("reward/mean", LOOK_BACK)
     if start is None or not values:
         return None
@@ -174,6 +216,6 @@ def _value(history: History, name: str) -> str:
 
 
 def _spread(values: list[float]) -> float:
-    """Standard deviation; that of `statistics` reckons in fractions, a hundred times slower."""
+    """Return the standard deviation. `statistics.stdev` uses fractions and is a hundred times slower."""
     mean = fmean(values)
     return math.sqrt(fmean((value - mean) ** 2 for value in values))

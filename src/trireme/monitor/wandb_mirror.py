@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases as well. The run itself never talks to it: a thread follows `metrics.jsonl`."""
+"""Mirror metrics to Weights & Biases. A thread follows `metrics.jsonl`; the run itself never talks to W&B."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = get_logger("wandb")
 
 @contextmanager
 def open_wandb_mirror(config: RunConfig | SftConfig) -> Iterator[None]:
-    """Mirrors while open; does nothing without a `[wandb]` table.
+    """Mirror metrics for the duration of the context; do nothing without a `[wandb]` table.
 
     Raises: ConfigError where wandb cannot start. Later failures are logged once and end only the mirror.
     """
@@ -43,10 +43,10 @@ def open_wandb_mirror(config: RunConfig | SftConfig) -> Iterator[None]:
 
 
 class _Mirror:
-    """Logs each step once, when both processes have reported it.
+    """Log each step once, when both processes have reported it.
 
-    `step` is an ordinary metric and the x axis of all others, because wandb's own counter refuses what comes out of
-    order (the orchestrator is ahead of the trainer; a resumed run trains steps again).
+    `step` is an ordinary metric and the x axis of all others, because wandb's own counter rejects values out of order
+    (the orchestrator is ahead of the trainer; a resumed run trains steps again).
     """
 
     def __init__(self, config: RunConfig | SftConfig) -> None:
@@ -97,7 +97,7 @@ class _Mirror:
 
 
 class _Pending:
-    """What has been reported about one step and not been logged yet."""
+    """The metrics of one step that are not logged yet."""
 
     def __init__(self, offset: int) -> None:
         """
@@ -121,7 +121,7 @@ def _payload(rows: Any) -> Row:
 
 
 class _Bookmark:
-    """Which wandb run this folder belongs to, and how far it has been sent: a resumed run continues its charts."""
+    """The wandb run of this folder and how far it has been sent, so that a resumed run continues its charts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -46,8 +46,8 @@ def batch_metrics(
     """
     metrics = _rewards(rollouts) | _ages(step, rollouts, max_async_level=config.max_async_level) | _lengths(rollouts)
     metrics |= _fates(rollouts, dropped) | _filters(rollouts)
-    for of_environment in _per_environment(rollouts, dropped, outcomes):
-        metrics |= of_environment
+    for describe_environment in _per_environment(rollouts, dropped, outcomes):
+        metrics |= describe_environment
     return metrics
 
 

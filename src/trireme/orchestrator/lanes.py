@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from trireme.base.timing import age_s
 from trireme.config.run import RunConfig
-from trireme.monitor.lanes import idle
 from trireme.monitor.spans import ENGINE, ENVIRONMENTS, FEW, ORCHESTRATOR, Lane, SpansFile, What
+from trireme.monitor.timeline import idle
 from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.engines.pool import InferencePool
 from trireme.orchestrator.scheduler import Scheduler

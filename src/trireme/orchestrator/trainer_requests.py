@@ -13,7 +13,7 @@ from trireme.base.faults import reach
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
-from trireme.journal.shares import Shares
+from trireme.journal.rank_shares import Shares
 from trireme.messages import (
     Done,
     GetBatch,

@@ -17,11 +17,11 @@ from trireme.base.log import get_logger
 from trireme.base.timing import Timer, age_s
 from trireme.base.waiting import DISK, Waits
 from trireme.config.run import RunConfig
-from trireme.journal.shares import row_capacity, row_cost
+from trireme.journal.rank_shares import row_capacity, row_cost
 from trireme.messages import BatchReply, Done, GetBatch, Ok, Publish, Reply, decode_reply, encode
-from trireme.monitor.lanes import idle
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import TRAINER, Lane, What, open_spans
+from trireme.monitor.timeline import idle
 from trireme.trainer.checkpoint.checkpoint import CheckpointStore, TrainerState
 from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.resume import check_shared

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from trireme.algo.packing import positions
 from trireme.algo.weight_checks import probe_ids
 from trireme.config.run import RunConfig
-from trireme.journal.shares import row_capacity
+from trireme.journal.rank_shares import row_capacity
 from trireme.messages import MicroBatch, build_tokens
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.moe import expert_metrics

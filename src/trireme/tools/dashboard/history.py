@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trireme.monitor import lanes
-from trireme.monitor.lanes import Shares
+from trireme.monitor import timeline as lanes
 from trireme.monitor.lines import read_lines
 from trireme.monitor.metrics import Row
 from trireme.monitor.spans import TRAINER, Span, read_spans
+from trireme.monitor.timeline import Shares
 
 PIECE_BYTES = 1 << 22
 """Bytes of a file that are read at once."""

@@ -8,7 +8,7 @@ from nicegui import run as threads
 from nicegui import ui
 from nicegui.events import KeyEventArguments
 
-from trireme.monitor.lanes import Shares
+from trireme.monitor.timeline import Shares
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.charts import GRID, LABEL, Canvas
 from trireme.tools.dashboard.history import Timeline, timeline, trainer_advice, trainer_shares

@@ -14,7 +14,7 @@ from pathlib import Path
 from trireme.base.paths import RunPaths, step_of
 from trireme.journal.journal import Journal
 from trireme.journal.logprobs import read_logprobs
-from trireme.journal.surroundings import read_surroundings
+from trireme.journal.provenance import read_provenance
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import Row, latest_by_step, read_metrics
 from trireme.tools.diff.batches import BATCH_ASPECTS, Decode, compare_batches, compare_scored, first_place
@@ -49,7 +49,7 @@ class Side:
         self._rows = latest_by_step(read_metrics(paths.metrics)[0])
         self.steps = {step for process, step in self._rows if process == "trainer"}
         self.versions = {*Versions(paths.journal).known(), *_exported(paths)}
-        self.surroundings = read_surroundings(paths)
+        self.surroundings = read_provenance(paths)
 
     def row(self, process: str, step: int) -> Row:
         """Empty where there is none."""

@@ -19,7 +19,7 @@ from trireme.base.paths import step_folder
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import complete_steps, read_manifest
-from trireme.journal.shares import Shares
+from trireme.journal.rank_shares import Shares
 from trireme.tools.replay.evidence import Comparison, Evidence, Retraced
 from trireme.trainer.checkpoint.checkpoint import TrainerState, load_checkpoint
 from trireme.trainer.model.lora import adapters_of

@@ -13,7 +13,7 @@ from trireme.config.files import find_run_file, read_run, read_table
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.journal.journal import Journal
-from trireme.journal.surroundings import read_surroundings
+from trireme.journal.provenance import read_provenance
 from trireme.monitor.metrics import Row, read_metrics
 from trireme.monitor.progress import Progress
 from trireme.monitor.spans import read_spans
@@ -38,7 +38,7 @@ class Facts:
         self.journal = Journal(self.paths.journal)
         self.batches = self.journal.steps()
         self.spans = read_spans(self.paths.spans)[0]
-        self.surroundings = read_surroundings(self.paths)
+        self.surroundings = read_provenance(self.paths)
 
     @property
     def name(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trireme.monitor import lanes
+from trireme.monitor import timeline as lanes
 from trireme.tools.report.facts import Facts
 from trireme.tools.report.page import Block, Section, Table, Words
 from trireme.tools.report.plots import LEAST_SHARE, share_words, shares_figure

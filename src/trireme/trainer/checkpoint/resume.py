@@ -14,8 +14,8 @@ from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.base.paths import is_left_over, step_folder, step_of
 from trireme.config.trainer import Checkpoints
-from trireme.journal.aside import move_aside
 from trireme.journal.manifest import complete_steps, find_damage, is_complete, read_manifest
+from trireme.journal.move_aside import move_aside
 from trireme.trainer.parallel.mesh import World
 
 log = get_logger("checkpoint")

@@ -18,7 +18,7 @@ from trireme.base.log import get_logger
 from trireme.base.timing import age_s
 from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig
-from trireme.journal.shares import cost_of_model
+from trireme.journal.rank_shares import cost_of_model
 from trireme.messages import MicroBatch
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import TRAINER, Lane, open_spans

@@ -1,4 +1,4 @@
-"""Which steps of a run can be trained again: all batches must be there, and something recorded to compare with."""
+"""The steps of a run that can be replayed: every batch must be there, and a recorded result to compare with."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trireme.journal.versions import Versions
 
 
 def find_span(paths: RunPaths, first: int, last: int | None) -> range:
-    """The steps that lead from version `first` to version `last`, or to the newest where it is not given.
+    """Return the steps from version `first` to version `last`, or to the newest.
 
     Raises:
-        ConfigError: the run has no such versions, no checkpoint to start from, or no record to compare with.
-        JournalCorrupt: a batch on the way is missing.
+        ConfigError: the run has no such versions, no checkpoint to start from, or no recorded result.
+        JournalCorrupt: a batch in between is missing.
     """
     journal, versions = Journal(paths.journal), Versions(paths.journal)
     newest = max(0, versions.newest, *(step + 1 for step in journal.steps()))

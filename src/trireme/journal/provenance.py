@@ -1,6 +1,6 @@
-"""What a run's results depend on beside its configuration: versions, the machine, the code of environments.
+"""What a run's results depend on besides its configuration: versions, the machine, the code of environments.
 
-Written when the run is started; whoever compares two runs, or tells of one, reads it. Both halves of the format.
+Written at the start of a run; read by comparisons and reports.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ CODE = (".py", ".toml", ".json", ".jsonl", ".txt", ".csv")
 MOST_FILES = 2000  # of an environment: what lies beside it is not always its own
 
 
-def look_around(devices: Devices, environments: Mapping[str, Any], command: Iterable[str]) -> dict[str, Any]:
+def collect_provenance(devices: Devices, environments: Mapping[str, Any], command: Iterable[str]) -> dict[str, Any]:
     """A table, as it is written.
 
     Args:
-        environments: of each by its name, see `of_environment`.
+        environments: of each by its name, see `describe_environment`.
         command: that started the run.
     """
     return {
@@ -47,7 +47,7 @@ def look_around(devices: Devices, environments: Mapping[str, Any], command: Iter
     }
 
 
-def of_environment(folder: Path | None, python: Path | None) -> dict[str, Any]:
+def describe_environment(folder: Path | None, python: Path | None) -> dict[str, Any]:
     """
     Args:
         folder: with its code; None where it is installed beside us.
@@ -73,7 +73,7 @@ def _version(name: str) -> str | None:
 
 
 def digest_of_files(folder: Path) -> str:
-    """Of names and contents of code and data below it; of a file, of itself. The order of listing does not matter."""
+    """Return a digest of the names and contents of code and data below a folder, or of one file."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in CODE) if folder.is_dir() else [folder]
     total = hashlib.sha256()
     for path in files[:MOST_FILES]:
@@ -86,7 +86,7 @@ def digest_of_files(folder: Path) -> str:
 
 
 def _commit(git: Path) -> str | None:
-    """Of a checkout, without running git."""
+    """Return the commit of a checkout, without running git."""
     try:
         head = (git / "HEAD").read_text().strip()
         if not head.startswith("ref: "):
@@ -101,7 +101,7 @@ def _commit(git: Path) -> str | None:
 
 
 def _packages_of(python: Path) -> dict[str, str]:
-    """Installed where that interpreter looks, by the names of their folders; those that say how rollouts are made."""
+    """Return the versions of installed packages that affect rollouts, from the names of their folders."""
     folders = python.parents[1].glob("lib/python*/site-packages/*.dist-info")
     named = (folder.name.removesuffix(".dist-info").partition("-") for folder in folders)
     return {name.replace("_", "-"): found for name, _, found in sorted(named) if name in ("verifiers", "datasets")}
@@ -116,7 +116,7 @@ def _processor() -> str:
 
 
 def gpu_names(proc: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """As the driver calls them; none where there is no driver."""
+    """Return the driver's names of the GPUs; none without a driver."""
     told = (path.read_text() for path in sorted(proc.glob("*/information")))
     return [found[1] for text in told if (found := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
 
@@ -125,9 +125,9 @@ def _file(paths: RunPaths) -> Path:
     return paths.configs / "surroundings.json"
 
 
-def write_surroundings(paths: RunPaths, surroundings: Mapping[str, Any]) -> None:
+def write_provenance(paths: RunPaths, surroundings: Mapping[str, Any]) -> None:
     """A run that is gone on with elsewhere keeps what it had before beside the new ones."""
-    file, before = _file(paths), read_surroundings(paths)
+    file, before = _file(paths), read_provenance(paths)
     if before and before != surroundings:
         earlier = (file.with_suffix(f".earlier-{number}.json") for number in count(1))
         file.rename(next(path for path in earlier if not path.exists()))
@@ -135,7 +135,7 @@ def write_surroundings(paths: RunPaths, surroundings: Mapping[str, Any]) -> None
         out.write(json.dumps(surroundings, indent=1).encode() + b"\n")
 
 
-def read_surroundings(paths: RunPaths) -> dict[str, Any]:
+def read_provenance(paths: RunPaths) -> dict[str, Any]:
     """Empty where nothing was written, or nothing that can be read."""
     try:
         found = json.loads(_file(paths).read_bytes())

@@ -1,4 +1,7 @@
-"""From a journal entry to what one trainer rank is handed. Pure: whoever reads the entry later gets the same rows."""
+"""Split a batch of the journal into the micro-batches of each trainer rank.
+
+Deterministic: a re-read gives the same rows.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ Dealt = list[list[list[int]]]  # of each rank, of each row: numbers of samples
 
 
 class Shares:
-    """Of a run's batches. The batch asked for last is kept: all ranks ask for the same one, one after the other."""
+    """The shares of a run's batches. The last batch is cached, because all ranks ask for it one after the other."""
 
     def __init__(self, journal: Journal, config: RunConfig) -> None:
         self._journal = journal
@@ -27,7 +30,7 @@ class Shares:
         self._kept: tuple[int, int, _Batch] | None = None  # step, number of ranks
 
     def of(self, step: int, *, rank: int, world: int) -> BatchReply:
-        """What rank `rank` of `world` trains on; ranks that share their rows (`cp`) count as one.
+        """Return what rank `rank` of `world` trains on; ranks that share rows (`cp`) count as one.
 
         Raises: JournalCorrupt where the batch is not what was written.
         """
@@ -46,7 +49,7 @@ class Shares:
 
 
 class _Batch:
-    """Dealt to all ranks."""
+    """A batch split over all ranks."""
 
     def __init__(self, record: BatchRecord, *, world: int, capacity: int, cost: Cost) -> None:
         self._samples = samples_of(record.rollouts)
@@ -67,34 +70,36 @@ class _Batch:
 
 
 def share_of(record: BatchRecord, *, rank: int, world: int, capacity: int, cost: Cost = LINEAR) -> BatchReply:
-    """The micro-batches of rank `rank` of `world`. Where every rollout is masked there is one empty row for each rank,
-    and the counts are 1, because the loss is divided by them: it is 0.
+    """Return the micro-batches of rank `rank` of `world`.
+
+    Where every rollout is masked, each rank gets one empty row, and the counts by which the loss is divided are 1.
 
     Args:
         capacity: tokens of a row, see `row_capacity`.
-        cost: of a row, see `row_cost`.
+        cost: function of a row, see `row_cost`.
     """
     return _Batch(record, world=world, capacity=capacity, cost=cost).share(rank)
 
 
 def samples_of(rollouts: list[Rollout]) -> list[Sample]:
-    """Of the rollouts that are trained on, in the order of the journal, on which the packing of rows depends."""
+    """Return the samples that are trained on, in the order of the journal, on which packing depends."""
     trained = [rollout for rollout in rollouts if rollout.masked is None]
     return [Sample(sample, rollout.temperature) for rollout in trained for sample in rollout.samples]
 
 
 def row_capacity(config: RunConfig) -> int:
-    """Tokens of one packed row, which with `trainer.model.cp` several ranks share."""
+    """Return the tokens of one packed row. With `trainer.model.cp` several ranks share a row."""
     return config.trainer.micro_batch_tokens or config.seq_len
 
 
 def row_cost(config: RunConfig) -> Cost:
-    """Of the model that is trained, the same for whoever packs."""
+    """Return the cost function of rows for the trained model. It is the same wherever rows are packed."""
     model = config.trainer.model
     return cost_of_model(model.name or config.model.name, attention=model.attn, cp=model.cp)
 
 
 def cost_of_model(name: str | None, *, attention: str, cp: int = 1) -> Cost:
-    """By its `config.json`, in its folder or among what was downloaded; by tokens alone where there is none."""
+    """Return the cost function from the model's `config.json` (its folder, or the hub cache); token counts without
+    one."""
     file = config_file(name) if name else None
     return cost_of(json.loads(file.read_text()), attention=attention, cp=cp) if file else LINEAR

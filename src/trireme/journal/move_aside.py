@@ -1,4 +1,4 @@
-"""Files of a way that a run no longer goes: out of the way, never deleted."""
+"""Moving aside the files of steps that a run has gone back before. Nothing is deleted."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ log = get_logger("ledger")
 
 
 def move_aside(folder: Path, entries: Sequence[Path]) -> Path | None:
-    """Moves entries of `folder`, given from the oldest on, to a new folder inside it.
+    """Move entries of `folder`, given from the oldest on, to a new folder inside it.
 
-    The newest goes first, so that a crash on the way leaves no gap.
+    The newest is moved first, so that a crash in between leaves no gap.
     """
     if not entries:
         return None
@@ -30,7 +30,7 @@ def move_aside(folder: Path, entries: Sequence[Path]) -> Path | None:
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    """One that is empty: several times may fall into one second."""
+    """Make an empty folder named after the time; several calls may fall into one second."""
     for number in itertools.count(1):
         folder = parent / (name if number == 1 else f"{name}_{number}")
         with suppress(FileExistsError):

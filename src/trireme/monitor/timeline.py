@@ -1,4 +1,4 @@
-"""What the lanes of a run say: shares of the time, what held whom, and which side should get more GPUs."""
+"""Analysis of a run's timeline: shares of time, causes of waiting, and which side should get more GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Shares = dict[str, float]
 
 
 def lanes_of(spans: Iterable[Span]) -> list[str]:
-    """Trainer, orchestrator, engines by name, then others."""
+    """Return the lanes in order: trainer, orchestrator, engines by name, others."""
     order = {TRAINER: 0, ORCHESTRATOR: 1}
     return sorted({span.lane for span in spans}, key=lambda lane: (order.get(lane, 2), not is_engine(lane), lane))
 
@@ -36,7 +36,7 @@ def is_engine(lane: str) -> bool:
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
-    """Spans that were written in pieces, whole again; by lane and time."""
+    """Join spans that were written in pieces, by lane and time."""
     whole: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.lane, span.begin_s)):
         if whole and _goes_on(whole[-1], span):
@@ -61,9 +61,9 @@ def _spanning(first: Span, last: Span) -> Span:
 
 
 def steady(spans: Iterable[Span]) -> tuple[float, float]:
-    """What is typical of a run: from the first step since the trainer last came up until it has nothing left to do.
+    """Return the typical part of a run: from the trainer's first step after its last start to the end of its work.
 
-    Where no step has begun, all that is there; (0, 0) where there is nothing.
+    Where no step has begun, return everything there is; (0, 0) where there is nothing.
     """
     known = list(spans)
     if not known:
@@ -78,7 +78,7 @@ def steady(spans: Iterable[Span]) -> tuple[float, float]:
 
 
 def shares(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> Shares:
-    """What a lane did with its time, in fractions that add up to 1.0 exactly; "other" is what nothing is known of."""
+    """Return the shares of a lane's time, which add up to exactly 1.0; "other" is unaccounted time."""
     return _to_shares(_microseconds(spans, lane, begin_s, end_s), round(end_s * 1e6) - round(begin_s * 1e6))
 
 
@@ -90,7 +90,7 @@ def _microseconds(spans: Iterable[Span], lane: str, begin_s: float, end_s: float
 
 
 def _within(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> Iterable[tuple[str, int, int, str]]:
-    """What, from when, to when, why: clipped, in order, and never two at a time, whatever the file says."""
+    """Clip spans to a time range, in order and without overlaps, whatever the file has."""
     reached_us, last_us = round(begin_s * 1e6), round(end_s * 1e6)
     for span in sorted((span for span in spans if span.lane == lane), key=lambda span: span.begin_s):
         begin_us, stop_us = round(span.begin_s * 1e6), round(span.end_s * 1e6)
@@ -111,7 +111,7 @@ def _place(what: str) -> int:
 
 
 def mean_shares(several: Iterable[Shares]) -> Shares:
-    """Of several lanes as if they were one: engines."""
+    """Return the mean shares of several lanes, such as engines."""
     found = list(several)
     whats = {what for one in found for what in one if what != OTHER}
     sums = {what: math.floor(sum(one.get(what, 0.0) for one in found) / len(found) * GRAIN) for what in whats}
@@ -120,19 +120,19 @@ def mean_shares(several: Iterable[Shares]) -> Shares:
 
 
 def engine_shares(spans: Iterable[Span], begin_s: float, end_s: float) -> Shares:
-    """Mean of all engines; all is "other" where there is none."""
+    """Return the mean shares of all engines; all "other" where there is none."""
     known = list(spans)
     engines = [lane for lane in lanes_of(known) if is_engine(lane)]
     return mean_shares(shares(known, lane, begin_s, end_s) for lane in engines) if engines else {OTHER: 1.0}
 
 
 def idle(of: Mapping[str, float]) -> float:
-    """The share in which it waited for others."""
+    """Return the share of time spent waiting for others."""
     return sum(of.get(what, 0.0) for what in IDLE)
 
 
 def reasons(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> list[tuple[str, float]]:
-    """What held a lane while it waited, with its share of all time; the longest first."""
+    """Return the reasons of a lane's waiting with their shares of all time, the longest first."""
     sums: dict[str, int] = defaultdict(int)
     for what, begin_us, stop_us, why in _within(spans, lane, begin_s, end_s):
         if what in IDLE:
@@ -142,7 +142,7 @@ def reasons(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> l
 
 
 def engine_reasons(spans: Iterable[Span], begin_s: float, end_s: float) -> list[tuple[str, float]]:
-    """Of all engines as if they were one."""
+    """Return the waiting reasons of all engines together."""
     known = list(spans)
     engines = [lane for lane in lanes_of(known) if is_engine(lane)]
     sums: dict[str, float] = defaultdict(float)
@@ -153,12 +153,12 @@ def engine_reasons(spans: Iterable[Span], begin_s: float, end_s: float) -> list[
 
 
 def waits_for_environments(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
-    """The share of all time in which engines had nothing to do because environments were at work."""
+    """Return the share of time in which engines were idle because environments were working."""
     return dict(engine_reasons(spans, begin_s, end_s)).get(ENVIRONMENTS, 0.0)
 
 
 def in_words(of: Mapping[str, float], held_by: Iterable[tuple[str, float]] = ()) -> str:
-    """What is worth telling of it, the most first.
+    """Describe shares in one line, the largest first.
 
     Example:
         in_words({"train": 0.7, "wait": 0.25, "other": 0.05}, [("no batch yet", 0.25)])
@@ -170,7 +170,7 @@ def in_words(of: Mapping[str, float], held_by: Iterable[tuple[str, float]] = ())
 
 
 def time_lines(spans: Iterable[Span]) -> list[str]:
-    """What each side does with its time, and the advice that follows; nothing before the first step."""
+    """Describe how each side spends its time, with advice; nothing before the first step."""
     known = list(spans)
     begin_s, end_s = steady(known)
     if not any(span.what == "train" for span in known):
@@ -191,7 +191,7 @@ def time_lines(spans: Iterable[Span]) -> list[str]:
 
 
 def few_requests(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
-    """The share of all time in which engines generated with most of their places empty; mean of all engines."""
+    """Return the share of time in which engines generated with most of their slots empty; mean of all engines."""
     known = [span for span in spans if is_engine(span.lane)]
     total_us = max(1, round(end_s * 1e6) - round(begin_s * 1e6)) * max(1, len(lanes_of(known)))
     few = (
@@ -206,11 +206,11 @@ def few_requests(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
 def advice(
     trainer: Mapping[str, float], engines: Mapping[str, float], *, few: float = 0.0, environments: float = 0.0
 ) -> str:
-    """Which side should get more of the machine, from what both did with their time.
+    """Say which side should get more of the machine.
 
     Args:
         few: see `few_requests`.
-        environments: the share of the time in which engines wait for them.
+        environments: share of time in which engines wait for environments.
     """
     waits, rests = idle(trainer), idle(engines)
     busy = 1.0 - rests - engines.get(OTHER, 0.0)
@@ -253,9 +253,9 @@ def advice(
 
 
 def thin(spans: Iterable[Span], begin_s: float, end_s: float, most: int) -> list[Span]:
-    """At most so many spans that show the same between two times: per lane, what lies close together is drawn as one.
+    """Reduce spans to at most `most` that look the same between two times: close spans of a lane are drawn as one.
 
-    Each lane gets its part of `most`. Shares stay right within every slot of the picture.
+    Each lane gets its part of `most`. Shares stay exact within every slot of the picture.
     """
     shown = [span for span in joined(spans) if span.begin_s < end_s and span.end_s > begin_s]
     if len(shown) <= most:
@@ -281,7 +281,7 @@ def _cut(span: Span, begin_s: float, slot_s: float, num_slots: int) -> Iterable[
 
 
 def _one_of_each(pieces: list[Span]) -> Iterable[Span]:
-    """One after the other, in the order in which they first came; each with the words of its longest."""
+    """Sum the spans of a slot by activity, in order of first appearance, each with the text of its longest."""
     by_what: dict[str, list[Span]] = defaultdict(list)
     for piece in pieces:
         by_what[piece.what].append(piece)
