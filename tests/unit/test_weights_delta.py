@@ -20,7 +20,13 @@ from tiny import save_tiny_model
 from trireme.algo.digest import tensor_digest
 from trireme.algo.patch import Form, Patch, build_patch, changed, to_integers, whole_patch
 from trireme.base.errors import ConfigError
-from trireme.tools.export.weights_folder import ModelFiles, Transfers, open_source, require_readable, shape_difference
+from trireme.tools.export.weights_folder import (
+    CheckpointSender,
+    ModelFiles,
+    open_source,
+    require_readable,
+    shape_difference,
+)
 from trireme.transport.weights.backends import BackgroundReceive, open_receiver, open_sender
 from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head
 from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, Tensors, digests_of, outcome, random_model, specs_of
@@ -240,12 +246,12 @@ def test_a_receiver_reads_a_folder_itself_only_where_it_would_read_the_models_fi
     assert ModelFiles(folder).folder == folder.resolve()
     save_file({"consolidated": torch.zeros(1)}, folder / "consolidated.safetensors")
     assert ModelFiles(folder).folder is None
-    transfers = Transfers("filesystem", "127.0.0.1", 0, tmp_path / "passing", 1 << 20, 5)
-    digests: dict[str, str] = {}
-    payload = transfers.send(ModelFiles(folder), "e", 2, lambda: True, digests)
+    where = {"host": "127.0.0.1", "port": 0, "folder": tmp_path / "passing"}
+    sender = CheckpointSender("filesystem", **where, bucket_bytes=1 << 20, timeout_s=5)
+    payload, digests = sender.send(ModelFiles(folder), "e", 2)
     sent = [name for file in Path(payload["folder"]).glob("*") for name in load_file(file)]
     assert sorted(sent) == sorted(digests) == sorted(load_file(base / "model.safetensors"))
-    transfers.close()
+    sender.close()
     assert not (tmp_path / "passing").exists()
 
 

@@ -5,32 +5,27 @@ All three can be typed after either name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module
 
 from trireme.base.errors import ConfigError
 from trireme.cli.door import run_door
 from trireme.config.arguments import HELP
 
-
-@dataclass(frozen=True)
-class EvalVerb:
-    line: str  # what it does, for the list
-    module: str
-    function: str
-
-    def run(self, argv: list[str]) -> int:
-        door: Callable[[list[str]], int | None] = getattr(import_module(self.module), self.function)
-        return door(argv) or 0
-
-
 VERBS = {
-    "run": EvalVerb("asks one model on one environment", "trireme.tools.evaluate.run", "eval_run"),
-    "tui": EvalVerb("shows results in the terminal", "trireme.cli.eval_view", "eval_view"),
-    "weights": EvalVerb("evaluates checkpoints, one after the other", "trireme.tools.evaluate.weights", "eval_weights"),
+    "run": "asks one model on one environment",
+    "tui": "shows results in the terminal",
+    "weights": "evaluates checkpoints, one after the other",
 }
+
+MANUAL = f"""\
+usage: trireme eval run ENV -m MODEL ...
+       trireme eval tui [FOLDER]
+       uv run eval --weights-dir FOLDER --env.id ENV ...
+
+{chr(10).join(f"  {name:8} {line}" for name, line in VERBS.items())}
+
+`weights` need not be typed. `eval run --help` has the flags of `run`; those of `weights` follow.
+"""
 
 
 def main() -> None:
@@ -38,43 +33,42 @@ def main() -> None:
 
 
 def eval(argv: list[str]) -> int:
-    """Raises: ConfigError where the verb is not one of ours."""
+    """Raises: ConfigError where there is no such verb."""
+    if not argv or argv[0] in HELP:
+        print(MANUAL)
     if not argv:
-        print(_manual())
         return 2
-    if argv[0] in HELP:
-        print(_manual())
-        return VERBS["weights"].run(argv)
-    if argv[0].startswith(("--", "@")):
-        return VERBS["weights"].run(argv)
-    name = argv[0]
-    if name not in VERBS:
-        near = get_close_matches(name, VERBS, n=1)
-        raise ConfigError(
-            f"there is no `eval {name}` - expected {', '.join(VERBS)}, or flags such as `--weights-dir`. "
-            + (
-                f"Did you mean `eval {near[0]}`?"
-                if near
-                else f"For an environment: `trireme eval run {name} -m MODEL`."
-            )
-        )
-    return VERBS[name].run(argv[1:])
+    name, rest = ("weights", argv) if argv[0].startswith(("-", "@")) else (argv[0], argv[1:])
+    if name == "run":
+        from trireme.tools.evaluate.run import eval_run
 
+        return eval_run(rest)
+    if name == "tui":
+        from trireme.cli.eval_view import eval_view
 
-def _manual() -> str:
-    lines = [f"  {name:8} {verb.line}" for name, verb in VERBS.items()]
-    return "\n".join(
-        [
-            "usage: trireme eval run ENV -m MODEL ...",
-            "       trireme eval tui [FOLDER]",
-            "       uv run eval --weights-dir FOLDER --env.id ENV ...",
-            "",
-            *lines,
-            "",
-            "`weights` need not be typed. `eval run --help` has the flags of `run`; those of `weights` follow.",
-            "",
-        ]
+        return eval_view(rest)
+    if name == "weights":
+        return _eval_weights(rest)
+    near = get_close_matches(name, VERBS, n=1)
+    hint = f"Did you mean `eval {near[0]}`?" if near else f"For an environment: `trireme eval run {name} -m MODEL`."
+    raise ConfigError(
+        f"there is no `eval {name}` - expected {', '.join(VERBS)}, or flags such as `--weights-dir`. {hint}"
     )
+
+
+def _eval_weights(argv: list[str]) -> int:
+    """Returns 0 where every rollout has a reward. Raises: ConfigError; TriremeError where the engine went away."""
+    from trireme.config.load import load_config
+    from trireme.tools.evaluate.config import EvalConfig, with_environments
+
+    config, invocation = load_config(with_environments(argv), EvalConfig, program="eval")
+    if config.weights_dir is None:
+        from trireme.tools.evaluate.run import eval_served
+
+        return eval_served(config, dry_run=invocation.dry_run)
+    from trireme.tools.evaluate.checkpoints import evaluate_checkpoints  # with torch behind it
+
+    return evaluate_checkpoints(config, dry_run=invocation.dry_run)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,107 @@
-"""Which checkpoints `uv run eval` is about: what lies in the weights folder, and the run that it belongs to."""
+"""`uv run eval --weights-dir outputs/weights`: evaluate one checkpoint after the other in a running engine.
+
+Each is loaded in a way that weights travel in training, and answers nothing before the engine has reported the digest
+of every tensor. Rollouts are on disk as they end; the same command, typed again, makes those that are missing.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import sys
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+from rich.console import Console
+
+from trireme.algo.digest import model_digest
 from trireme.algo.weight_checks import first_difference
-from trireme.base.errors import ConfigError
-from trireme.base.paths import RunPaths, step_folder, step_of
+from trireme.base.errors import ConfigError, TriremeError, WeightsMismatch
+from trireme.base.log import get_logger, start_logging
+from trireme.base.network import is_loopback
+from trireme.base.paths import RunPaths, atomic_write, step_folder, step_of
+from trireme.base.processes import free_port
+from trireme.base.waiting import Waits
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.versions import Versions
 from trireme.messages import TensorSpec
+from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.evaluation.results import description_path
+from trireme.orchestrator.rollout.chat import open_chat_tokenizer
+from trireme.orchestrator.rollout.runner import RolloutRunner
+from trireme.tools.environments.policy_endpoint import Server, look_at
+from trireme.tools.environments.policy_engine import EnginePolicy, open_standing_pool
+from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
-from trireme.tools.evaluate.session import prepare
+from trireme.tools.evaluate.engine import EvaluatedEngine
+from trireme.tools.evaluate.report import as_json, mean_reward, to_table
+from trireme.tools.evaluate.session import (
+    Session,
+    install_environments,
+    lock_results,
+    open_environments,
+    prepare,
+    rollout_config,
+    run_sessions,
+)
+from trireme.tools.export.weights_folder import (
+    CheckpointSender,
+    ModelFiles,
+    Source,
+    holds_model,
+    local_folder,
+    open_source,
+    require_readable,
+    shape_difference,
+)
 
-SHOWN = 20
+log = get_logger("eval")
+
+SUMMARY = "summary.json"
+MAX_STEPS_SHOWN = 20
+WIDTH = 150  # characters of the table where it does not go to a terminal
+
+
+def evaluate_checkpoints(config: EvalConfig, *, dry_run: bool) -> int:
+    """Returns 0 where every rollout has a reward.
+
+    Raises:
+        ConfigError: for what was typed, found in the folder, or found at the server.
+        TriremeError: the engine went away, or another client gave it weights.
+    """
+    start_logging("eval", "warning")
+    plan = read_plan(config)
+    for folder in plan.steps.values():
+        require_readable(folder)
+    url = plan.config.client.base_url
+    server = asyncio.run(look_at(url, key=plan.config.key))
+    if not server.is_ours:
+        raise ConfigError(
+            f"{url} answers, and is no engine that can be given weights: it has no /weight_info - expected one that "
+            "was started with `uv run inference …`, which is vLLM with our weight path (and the same TRIREME_TOKEN, "
+            "where there is one). Start one; or leave `--weights-dir` out, to evaluate the model that it serves."
+        )
+    if dry_run:
+        print(describe(plan, server))
+        return 0
+    return CheckpointEvaluation(plan, server).run()
+
+
+# what is evaluated
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be evaluated."""
+    """The checkpoints to evaluate."""
 
     config: EvalConfig
     steps: dict[int, Path]
     output: Path
-    run: RunConfig | None  # that wrote the checkpoints, where it is beside them
+    run: RunConfig | None  # that wrote the checkpoints, where its folder is around them
 
     @property
     def models(self) -> dict[int, Path | None]:
@@ -33,9 +109,8 @@ class Plan:
         base: dict[int, Path | None] = {0: None} if self.config.eval_base else {}
         return base | {step: folder for step, folder in self.steps.items() if step or not base}
 
-    @property
-    def label(self) -> dict[int, str]:
-        return {step: "base" if folder is None else f"step_{step}" for step, folder in self.models.items()}
+    def label(self, step: int) -> str:
+        return "base" if self.models[step] is None else f"step_{step}"
 
 
 def read_plan(config: EvalConfig) -> Plan:
@@ -43,78 +118,290 @@ def read_plan(config: EvalConfig) -> Plan:
     weights = config.weights_dir
     assert weights is not None
     if not weights.is_dir():
+        others = sorted(folder for folder in Path("outputs").glob("**/weights") if folder.is_dir())[:3]
+        hint = f" There are {', '.join(map(str, others))}." if others else ""
         raise ConfigError(
             f"--weights-dir {weights} is no folder - expected one with `step_N` folders, as a run has in "
-            f"`weights/`.{_nearby(weights)}"
+            f"`weights/`.{hint}"
         )
-    run = _run_beside(weights)
+    run_folder = weights.resolve().parent
+    try:
+        run = read_run(RunConfig, find_run_file(run_folder, "orchestrator"))
+    except ConfigError:  # no run, or one of `sft`, which has no environments
+        run = None
     config = inherit_from_run(config, run) if run else config
     if not config.env:
         raise ConfigError(
-            "no environment is named, and there is no run beside the checkpoints that says which "
-            f"({weights.resolve().parent / 'configs'}) - expected one. Add `--env.id my-env`."
+            "no environment is named, and there is no run around the checkpoints that says which "
+            f"({run_folder / 'configs'}) - expected one. Add `--env.id my-env`."
         )
-    config = prepare(config)
-    steps = find_steps(weights, config.steps)
-    return Plan(config, steps, config.output_dir or weights.resolve().parent / "evals", run)
+    return Plan(prepare(config), find_steps(weights, config.steps), config.output_dir or run_folder / "evals", run)
 
 
 def find_steps(weights: Path, wanted: tuple[int, ...]) -> dict[int, Path]:
-    """Raises: ConfigError where one is not there."""
-    there = sorted(step for folder in weights.iterdir() if folder.is_dir() and (step := step_of(folder)) is not None)
-    shown = f"{', '.join(map(str, there[:SHOWN]))}{' …' if len(there) > SHOWN else ''}" or "none"
-    if missing := sorted(set(wanted) - set(there)):
+    """Return the folders of the wanted steps, or of all. Raises: ConfigError where one does not exist."""
+    found = sorted(step for folder in weights.iterdir() if folder.is_dir() and (step := step_of(folder)) is not None)
+    if missing := sorted(set(wanted) - set(found)):
+        more = " …" if len(found) > MAX_STEPS_SHOWN else ""
         raise ConfigError(
             f"--steps {','.join(map(str, wanted))}: {weights} has no step {', '.join(map(str, missing))} - it has "
-            f"{shown}. Take some of these; `trireme export RUN --step N` makes one of a checkpoint."
+            f"{', '.join(map(str, found[:MAX_STEPS_SHOWN])) or 'none'}{more}. Take some of these; "
+            "`trireme export RUN --step N` makes one of a checkpoint."
         )
-    if not there:
+    if not found:
         raise ConfigError(
             f"{weights} has no `step_N` folders - expected the weights of a run. `trireme export RUN` makes some of "
             "its checkpoints."
         )
-    return {step: step_folder(weights, step) for step in sorted(set(wanted)) or there}
+    return {step: step_folder(weights, step) for step in sorted(set(wanted)) or found}
 
 
-def _nearby(weights: Path) -> str:
-    found = sorted(folder for folder in Path("outputs").glob("**/weights") if folder.is_dir())[:3]
-    return f" There are {', '.join(map(str, found))}." if found and weights not in found else ""
+def describe(plan: Plan, server: Server) -> str:
+    config = plan.config
+    sampling = config.evaluation.sampling.model_dump(exclude_defaults=True) or "temperature 1"
+    lines = {
+        "engine": f"{server.root}, which serves {', '.join(server.models) or 'a model'}",
+        "models": ", ".join(map(plan.label, plan.models)),
+        "environments": f"{', '.join(str(each.name) for each in config.env)}: {config.num_examples or 'all'} examples "
+        f"x {config.rollouts_per_example}",
+        "sampling": sampling,
+        "results": f"{plan.output}/step_N/ENV.jsonl",
+    }
+    return "\n".join(f"{name:12} {text}" for name, text in lines.items())
 
 
-def _run_beside(weights: Path) -> RunConfig | None:
-    """Of `RUN/weights`. One of `sft` has no environments."""
-    try:
-        return read_run(RunConfig, find_run_file(weights.resolve().parent, "orchestrator"))
-    except ConfigError:
+# how it is evaluated
+
+
+class CheckpointEvaluation:
+    """Runs once."""
+
+    def __init__(self, plan: Plan, server: Server) -> None:
+        self._plan = plan
+        self._config = plan.config
+        self._server = server
+        self._progress = Progress()
+        self._engine: EvaluatedEngine | None = None  # once it may have been given weights
+
+    def run(self) -> int:
+        output = self._plan.output
+        with lock_results(output):
+            install_environments(self._config, self._progress)
+            try:
+                evaluated = asyncio.run(self._evaluate())
+            except (TriremeError, KeyboardInterrupt):
+                if self._engine is not None:
+                    self._progress.say(
+                        f"What was answered so far is kept in {output}: type the same command again for the rest. "
+                        f"{self._engine.url} was left with {self._engine.holds}."
+                    )
+                raise
+        with atomic_write(output / SUMMARY) as file:
+            file.write(as_json(evaluated).encode() + b"\n")
+        Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(to_table(evaluated))
+        self._progress.say(f"every rollout: {output}/step_N/ENV.jsonl (`trireme eval tui {output}`)")
+        return 1 if any(session.num_failed for _, sessions in evaluated for session in sessions) else 0
+
+    async def _evaluate(self) -> list[tuple[str, list[Session]]]:
+        output, config = self._plan.output, self._config
+        waits = Waits("the evaluation", output / "logs")
+        run = self._run_config()
+        tokenizer = open_chat_tokenizer(run.model.name)
+        async with AsyncExitStack() as stack:
+            pool = await stack.enter_async_context(open_standing_pool(run, tokenizer, self._server.root, waits=waits))
+            engine = EvaluatedEngine(pool)
+            await engine.take(over=config.take_over)
+            host = _own_address(self._server.root)
+            sender = CheckpointSender(
+                config.transfer if config.transfer != "auto" else "filesystem" if is_loopback(host) else "gloo",
+                host=host,
+                port=free_port(),
+                folder=(output / ".transfer").resolve(),
+                bucket_bytes=config.bucket_mib << 20,
+                timeout_s=config.client.timeout_s,
+            )
+            stack.callback(sender.close)
+            base_model = config.model.base or await engine.base_model()
+            loader = CheckpointLoader(self._plan, engine, sender, base_model, await engine.dtype(), self._progress)
+            loader.require_same_model()
+            environments = await stack.enter_async_context(
+                open_environments(config, output / "logs", waits, self._progress)
+            )
+            self._engine = engine
+            runner = RolloutRunner(run, pool, tokenizer)
+            policy = EnginePolicy(f"the engine at {engine.url}", runner, run.orchestrator.sampling, trained=False)
+            try:
+                evaluated = [
+                    (self._plan.label(step), await self._evaluate_model(step, environments, policy, loader))
+                    for step in self._plan.models
+                ]
+            except (ConfigError, WeightsMismatch):
+                await loader.restore()
+                raise
+            await loader.restore()
+        return evaluated
+
+    def _run_config(self) -> RunConfig:
+        """Rollouts have no seeds: the engine may not have been started for them, see `inference.server`."""
+        model, server = self._config.model, self._server
+        lengths = [length for length in (model.max_model_len, server.max_model_len) if length]
+        # checkpoints have their tokenizer with them; so have base models that are folders
+        folders = [*self._plan.steps.values(), *map(Path, filter(None, (model.base, *server.models)))]
+        tokenizers = [str(folder) for folder in folders if (folder / "tokenizer.json").is_file()]
+        values: dict[str, Any] = {
+            "model.name": tokenizers[0] if tokenizers else model.base or next(iter(server.models), ""),
+            "inference.model.max_model_len": min(lengths, default=None),
+            "seq_len": min(lengths, default=RunConfig().seq_len),
+            "max_async_level": 1,
+        }
+        return rollout_config(self._config, values)
+
+    async def _evaluate_model(
+        self, step: int, environments: list[Environment], policy: EnginePolicy, loader: CheckpointLoader
+    ) -> list[Session]:
+        label = self._plan.label(step)
+        settings = {"base_url": self._config.client.base_url, "step": step, "checkpoint": label}
+        sessions = []
+        for environment in environments:
+            session = Session(
+                environment, policy, self._config, purpose=f"eval-{step}", settings=settings, version=step
+            )
+            path = step_folder(self._plan.output, step) / f"{environment.name}.jsonl"
+            session.resume(path, description_path(path))
+            sessions.append(session)
+        if not all(session.is_done for session in sessions):
+            digest = await loader.load(step)
+            for session in sessions:
+                session.note(**({"weights": digest} if digest else {}))
+            await run_sessions(sessions, self._progress)
+        mean = mean_reward(sessions)
+        self._progress.say(f"{label}: {'nothing was scored' if mean is None else f'mean reward {mean:.3f}'}")
+        return sessions
+
+
+def _own_address(url: str) -> str:
+    """Return the address at which the engine reaches this process: loopback, or that of the route to it."""
+    parts = urlsplit(url)
+    host = parts.hostname or "127.0.0.1"
+    if is_loopback(host):
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        route.connect((host, parts.port or 80))
+        return str(route.getsockname()[0])
+
+
+# how weights get into the engine
+
+
+class CheckpointLoader:
+    """Gives the engine checkpoints, and its base model back."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        engine: EvaluatedEngine,
+        sender: CheckpointSender,
+        base_model: str | None,
+        dtype: str,
+        progress: Progress,
+    ) -> None:
+        """
+        Args:
+            base_model: folder or hub name of the engine's base model.
+            dtype: that adapters are merged into.
+        """
+        self._plan = plan
+        self._engine = engine
+        self._sender = sender
+        self._base_model = base_model
+        folder = local_folder(base_model) if base_model else None
+        self._base = folder if folder is not None and holds_model(folder) else None
+        self._dtype = dtype
+        self._progress = progress
+
+    def require_same_model(self) -> None:
+        """Raises: ConfigError where a checkpoint is of another model than the engine's, as far as files can tell."""
+        if self._base is None:
+            log.warning(
+                "the base model of %s (%s) is not on this machine: checkpoints are not compared with it before they "
+                "are loaded, and the engine cannot be given it back. `--model.base FOLDER` says where it is.",
+                self._engine.url,
+                self._base_model,
+            )
+            return
+        shapes = ModelFiles(self._base).shapes
+        for step, folder in self._plan.steps.items():
+            found = {spec.name: tuple(spec.shape) for spec in self._open(folder).specs}
+            if difference := shape_difference(shapes, found):
+                raise ConfigError(
+                    f"{folder} is no checkpoint of the model that {self._engine.url} serves ({self._base}): "
+                    f"{difference} - expected the same tensors. Start an engine with the model that this run began "
+                    f"with, or leave step {step} out."
+                )
+
+    def _open(self, folder: Path) -> Source:
+        return open_source(folder, base=self._plan.config.model.base, dtype=self._dtype)
+
+    async def load(self, step: int) -> str | None:
+        """Return the digest of all tensors; None where the engine has the base model that it began with."""
+        folder = self._plan.models[step]
+        if folder is not None:
+            source = self._open(folder)
+            digests = await self._give(self._plan.label(step), source)
+            require_as_confirmed(self._plan, step, source.specs, digests)
+            return model_digest(digests)
+        if self._engine.began_with_base and not self._engine.has_loaded:
+            await self._engine.keep_base()
+            return None
+        if self._base is None:
+            raise ConfigError(
+                f"{self._engine.url} holds {self._engine.began_with!r}, and its base model ({self._base_model}) is "
+                "not on this machine - expected an engine with its base model. Restart it, say where the model is "
+                "(`--model.base FOLDER`), or leave it out: `--no-eval-base`."
+            )
+        await self._give("base", self._open(self._base), is_base=True)
         return None
+
+    async def _give(self, name: str, source: Source, *, is_base: bool = False) -> dict[str, str]:
+        with self._progress.stage(f"loading {name} into the engine", limit_s=self._plan.config.client.timeout_s):
+            return await self._engine.load(name, source, self._sender, is_base=is_base)
+
+    async def restore(self) -> None:
+        """Give the engine its base model back, or say what it holds.
+
+        Raises: WeightsReplaced where another client has given it weights.
+        """
+        engine = self._engine
+        await engine.require_ours()
+        if engine.has_loaded and not engine.holds_base:
+            if not self._plan.config.restore_base or self._base is None:
+                self._progress.say(f"{engine.url} holds {engine.holds} now, not its base model.")
+                return
+            await self._give("base", self._open(self._base), is_base=True)
+        if engine.began_with_base or engine.holds_base:
+            await engine.leave()
 
 
 def require_as_confirmed(plan: Plan, step: int, specs: list[TensorSpec], digests: dict[str, str]) -> None:
-    """A run has written down what each of its versions was, tensor by tensor: files that say otherwise have changed.
+    """Compare a checkpoint with the digests that the run's engines confirmed: files may have changed since.
 
     Adapters are not compared: the run's engines were given them in another form.
 
     Raises: ConfigError.
     """
     folder = plan.steps[step]
-    versions = Versions(RunPaths(folder.resolve().parent.parent).journal)
-    is_adapter = (folder / "adapter_config.json").is_file()
-    if plan.run is None or is_adapter or not versions.has(step) or _dtypes(specs) != {_served(plan.run)}:
+    run_folder = folder.resolve().parent.parent
+    versions = Versions(RunPaths(run_folder).journal)
+    if plan.run is None or (folder / "adapter_config.json").is_file() or not versions.has(step):
         return
-    confirmed = [confirmation.digests for confirmation in versions.read(step).confirmations]
-    if all(first_difference(each, digests) for each in confirmed):
+    dtype = plan.run.inference.model.dtype
+    served = dtype if dtype != "auto" else "float32" if plan.run.device == "cpu" else "bfloat16"
+    if {spec.dtype for spec in specs} != {served}:
+        return
+    differences = [first_difference(each.digests, digests) for each in versions.read(step).confirmations]
+    if all(differences):
         raise ConfigError(
-            f"{folder} is not what the run's engines confirmed as version {step}: "
-            f"{first_difference(confirmed[-1], digests)} - expected the weights of that version. The files were "
-            "changed or damaged since. Move the folder away and make it again: `trireme export "
-            f"{folder.resolve().parent.parent} --step {step}`."
+            f"{folder} is not what the run's engines confirmed as version {step}: {differences[-1]} - expected the "
+            "weights of that version. The files were changed or damaged since. Move the folder away and make it "
+            f"again: `trireme export {run_folder} --step {step}`."
         )
-
-
-def _served(run: RunConfig) -> str:
-    dtype = run.inference.model.dtype
-    return dtype if dtype != "auto" else "float32" if run.device == "cpu" else "bfloat16"
-
-
-def _dtypes(specs: list[TensorSpec]) -> set[str]:
-    return {spec.dtype for spec in specs}

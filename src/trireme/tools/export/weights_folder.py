@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trireme.algo.digest import model_digest, tensor_digest
+from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError
 from trireme.messages import TensorSpec
 from trireme.trainer.checkpoint.hf_files import INDEX, WHOLE
@@ -28,17 +27,6 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 _DTYPES |= {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
 _COMPUTED = ("rotary_emb.inv_freq", "position_ids")
 """Buffers that some files hold and others leave to the model."""
-
-
-class Source(Protocol):
-    """Where tensors come from."""
-
-    specs: list[TensorSpec]
-    folder: Path | None  # that a receiver may read by itself
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of `specs`, in their order."""
-        ...
 
 
 class ModelFiles:
@@ -119,8 +107,11 @@ class AdapterFile:
             return tensor
 
 
-def open_source(folder: Path, *, base: str | None, dtype: str) -> ModelFiles | AdaptedModel:
-    """Reads headers, no values. See `ModelFiles` and `AdaptedModel`."""
+Source = ModelFiles | AdaptedModel
+
+
+def open_source(folder: Path, *, base: str | None, dtype: str) -> Source:
+    """Read the headers of a model or of adapters. See `ModelFiles` and `AdaptedModel` for what they raise."""
     if (folder / ADAPTER_CONFIG).is_file():
         return AdaptedModel(folder, base=base, dtype=dtype)
     return ModelFiles(folder)
@@ -212,92 +203,51 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-# on their way
+class CheckpointSender:
+    """Sends models to one engine, on a way that weights travel in training; one sender for an evaluation."""
 
-
-@dataclass
-class Transfers:
-    """How weights travel in one evaluation; one sender for all of them."""
-
-    kind: str  # filesystem or gloo
-    host: str
-    port: int
-    folder: Path  # for what is in passing
-    bucket_bytes: int
-    timeout_s: float
-    _sender: Sender | None = None
+    def __init__(self, kind: str, *, host: str, port: int, folder: Path, bucket_bytes: int, timeout_s: float) -> None:
+        """
+        Args:
+            kind: filesystem or gloo.
+            folder: for what an engine cannot read in place; removed by `close`.
+        """
+        self.kind = kind
+        self.host = host
+        self.port = port
+        self.bucket_bytes = bucket_bytes
+        self.timeout_s = timeout_s
+        self._folder = folder
+        self._sender: Sender | None = None
 
     def send(
-        self, source: Source, epoch: str, world_size: int, is_wanted: Callable[[], bool], digests: dict[str, str]
-    ) -> dict[str, Any]:
-        """Fills `digests`; returns the payload."""
-        tensors = _digested(source, digests)
-        if self.kind == "filesystem" and source.folder is not None:
-            for _ in tensors:
-                pass
-            return {"folder": str(source.folder), "bucket_bytes": None}
-        sender = self._open()
-        sender.join(epoch, world_size, is_wanted=is_wanted)
-        return sender.send(source.specs, tensors)
+        self, source: Source, epoch: str, world_size: int, is_wanted: Callable[[], bool] = lambda: True
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the payload for kinds that are fetched, and the digest of each tensor. Blocks until all is sent."""
+        digests: dict[str, str] = {}
 
-    def _open(self) -> Sender:
+        def tensors() -> Iterator[torch.Tensor]:
+            for name, tensor in source.tensors():
+                digests[name] = tensor_digest(tensor)
+                yield tensor
+
+        if self.kind == "filesystem" and source.folder is not None:
+            for _ in tensors():
+                pass
+            return {"folder": str(source.folder), "bucket_bytes": None}, digests
         if self._sender is None:
             self._sender = open_sender(
                 self.kind,
                 host=self.host,
                 port=self.port,
-                folder=self.folder,
+                folder=self._folder,
                 bucket_bytes=self.bucket_bytes,
                 timeout_s=self.timeout_s,
             )
-        return self._sender
+        self._sender.join(epoch, world_size, is_wanted=is_wanted)
+        return self._sender.send(source.specs, tensors()), digests
 
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _digested(source: Source, digests: dict[str, str]) -> Iterator[torch.Tensor]:
-    for name, tensor in source.tensors():
-        digests[name] = tensor_digest(tensor)
-        yield tensor
-
-
-@dataclass
-class Loadable:
-    """One model for an engine: what `trireme.tools.evaluate.engine.Weights` asks for."""
-
-    name: str
-    source: Source
-    transfers: Transfers
-    digests: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def specs(self) -> list[TensorSpec]:
-        return self.source.specs
-
-    @property
-    def kind(self) -> str:
-        return self.transfers.kind
-
-    @property
-    def host(self) -> str:
-        return self.transfers.host
-
-    @property
-    def port(self) -> int:
-        return self.transfers.port
-
-    @property
-    def bucket_bytes(self) -> int:
-        return self.transfers.bucket_bytes
-
-    @property
-    def digest(self) -> str:
-        """Of all tensors together."""
-        return model_digest(self.digests)
-
-    def send(self, epoch: str, world_size: int, is_wanted: Callable[[], bool]) -> dict[str, Any]:
-        self.digests.clear()
-        return self.transfers.send(self.source, epoch, world_size, is_wanted, self.digests)
+        shutil.rmtree(self._folder, ignore_errors=True)
