@@ -192,7 +192,7 @@ FOLLOWER = ["harbour.py", "-m", "follower", "-b", "URL"]
     ("words", "problem"),
     [
         (["gone.py", "-m", "follower", "-b", "URL"], "names a file that does not exist"),
-        (["harbour.py", "-m", "follower"], "nothing says where 'follower' is asked"),
+        (["harbour.py", "-m", "follower"], "no server is named for 'follower'"),
         (["harbour.py", "-m", "follower", "-b", "http://127.0.0.1:9/v1"], "nobody answers at"),
         ([*FOLLOWER, "-k", "NO_SUCH_KEY"], "NO_SUCH_KEY: this variable is not set"),
         ([*FOLLOWER, "-n", "40", "-N", "9"], "48 to train on and 0 held out"),

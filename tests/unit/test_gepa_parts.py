@@ -19,9 +19,9 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.examples import Example, draw_examples
-from trireme.tools.gepa.journal import Journal, Reflected
-from trireme.tools.gepa.models import Place, places_of
-from trireme.tools.gepa.prompted import PromptedEnvironment, own_prompt, with_system
+from trireme.tools.gepa.models import ModelPlace, places_of
+from trireme.tools.gepa.prompts import PromptedEnvironment, own_prompt, with_system
+from trireme.tools.gepa.records import Records, Reflection
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -76,7 +76,15 @@ def test_flags_mean_what_keys_of_a_file_mean(tmp_path):
     typed = (f"run {tmp_path / 'my.toml'}", flags)
     file, same = (load_config(to_flags(words.split()), GepaConfig, program="trireme gepa")[0] for words in typed)
     assert file == same
-    assert to_flags(["wordle", "-m=x"]) == ["--env-id", "wordle", "--model", "x"]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["run wordle -m x --fresh", "-m x --fresh wordle", "--fresh wordle -m=x", "run -m x wordle --fresh true"],
+)
+def test_the_environment_may_stand_anywhere_among_the_flags(typed):
+    config, _ = load_config(to_flags(typed.split()), GepaConfig, program="trireme gepa")
+    assert (config.env_id, config.model, config.fresh) == ("wordle", "x", True)
 
 
 def test_models_are_found_in_the_file_of_endpoints_and_their_keys_stay_there(tmp_path, monkeypatch):
@@ -88,17 +96,17 @@ def test_models_are_found_in_the_file_of_endpoints_and_their_keys_stay_there(tmp
     Path("folder").mkdir()
     monkeypatch.setenv("OPENAI_API_KEY", "mine")
 
-    def places(**values: Any) -> tuple[Place, Place]:
+    def places(**values: Any) -> tuple[ModelPlace, ModelPlace]:
         return places_of(GepaConfig(env_id="e", **values))
 
-    small = Place("org/small", "http://127.0.0.1:1/v1", "one")
-    large = Place("org/large", "http://127.0.0.1:2/v1", "two")
+    small = ModelPlace("org/small", "http://127.0.0.1:1/v1", "one")
+    large = ModelPlace("org/large", "http://127.0.0.1:2/v1", "two")
     assert places(model="small") == (small, small)
     assert places(model="small", reflection_model="org/large") == (small, large)
-    assert places(model="folder", reflection_model="large") == (Place("folder"), large)
+    assert places(model="folder", reflection_model="large") == (ModelPlace("folder"), large)
     assert places(model="m", base_url="http://127.0.0.1:3/v1")[1].key is None  # in clear, a key is sent only if asked
     elsewhere = places(model="m", base_url="https://127.0.0.1:3/v1")
-    assert elsewhere[1] == Place("m", "https://127.0.0.1:3/v1", "mine")
+    assert elsewhere[1] == ModelPlace("m", "https://127.0.0.1:3/v1", "mine")
     assert "mine" not in repr(elsewhere)
 
 
@@ -113,12 +121,12 @@ def test_every_shipped_file_loads(file, monkeypatch, capsys):
 
 
 def test_a_line_that_was_not_written_to_its_end_is_done_again(tmp_path):
-    journal = Journal(tmp_path)
+    records = Records(tmp_path)
     for name in "abc":
-        journal.add_reflection(Reflected(question_name=name, nth=0, question="q", answer=name))
+        records.add_reflection(Reflection(question_name=name, nth=0, question="q", answer=name))
     file = tmp_path / "reflections.jsonl"
     file.write_bytes(file.read_bytes()[:-5])
-    assert list(Journal(tmp_path).reflections) == [("a", 0), ("b", 0)]
+    assert list(Records(tmp_path).reflections) == [("a", 0), ("b", 0)]
     file.write_text("{}\n" + file.read_text())
     with pytest.raises(ConfigError, match="line 1 cannot be read"):
-        Journal(tmp_path)
+        Records(tmp_path)

@@ -1,13 +1,12 @@
-"""What a check is doing now, on standard error: a live line in a terminal, a few plain lines anywhere else."""
+"""Progress on standard error: a live line in a terminal, a few plain lines anywhere else."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import IO
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from typing import IO, TypeVar
 
 import rich.progress
 from rich.console import Console
@@ -16,29 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 
 SAY_EVERY_S = 10.0  # where there is no terminal
 
-
-@dataclass
-class Tally:
-    """Of the rollouts that have ended."""
-
-    total: int
-    num_scored: int = 0
-    num_failed: int = 0
-    reward: float = 0.0  # the sum
-
-    def add(self, reward: float | None) -> None:
-        """None of one that failed."""
-        self.num_scored += reward is not None
-        self.num_failed += reward is None
-        self.reward += reward or 0.0
-
-    def __str__(self) -> str:
-        mean = f", mean reward {self.reward / self.num_scored:.3f}" if self.num_scored else ""
-        return f"{self.num_scored + self.num_failed} of {self.total} rollouts, {self.num_failed} failed{mean}"
+Opened = TypeVar("Opened")
 
 
 class Progress:
-    """Stages, one after the other."""
+    """Stages of a command, one after the other."""
 
     def __init__(self, file: IO[str] | None = None) -> None:
         self._console = Console(file=file or sys.stderr, highlight=False, soft_wrap=True)
@@ -48,7 +29,7 @@ class Progress:
 
     @contextmanager
     def stage(self, what: str, *, limit_s: float) -> Iterator[None]:
-        """`what` is under way, and may take `limit_s`."""
+        """Show that `what` is under way, and may take `limit_s`."""
         words = f"{what} (at most {limit_s:.0f} s)"
         if not self._console.is_terminal:
             self.say(words)
@@ -58,38 +39,47 @@ class Progress:
             live.add_task(escape(words), total=None)
             yield
 
+    @asynccontextmanager
+    async def opening(
+        self, what: str, resource: AbstractAsyncContextManager[Opened], *, limit_s: float
+    ) -> AsyncIterator[Opened]:
+        """Open `resource` as a stage of its own."""
+        async with AsyncExitStack() as stack:
+            with self.stage(what, limit_s=limit_s):
+                opened = await stack.enter_async_context(resource)
+            yield opened
+
     @contextmanager
     def rewards(self, total: int, *, limit_s: float) -> Iterator[Callable[[float | None], None]]:
-        """Yield a function to call with the reward of each rollout that ended, or with None where it failed.
+        """Yield a function to call with the reward of each rollout that ended, or None where it failed.
 
         Args:
-            limit_s: how long each rollout may take.
+            total: number of rollouts.
+            limit_s: how long each of them may take.
         """
-        tally, limit = Tally(total), f"each at most {limit_s:.0f} s"
-        if not self._console.is_terminal:
-            yield self._now_and_then(tally, limit)
-            return
-        with self._live(BarColumn(), MofNCompleteColumn()) as live:
-            task = live.add_task(f"{tally}; {limit}", total=total)
+        limit, said_at = f"each at most {limit_s:.0f} s", time.monotonic()
+        rewards: list[float | None] = []
+        live = self._live(BarColumn(), MofNCompleteColumn()) if self._console.is_terminal else None
+        task = live.add_task(limit, total=total) if live else None
 
-            def told(reward: float | None) -> None:
-                tally.add(reward)
-                live.update(task, description=f"{tally}; {limit}", advance=1)
+        def describe() -> str:
+            scored = [reward for reward in rewards if reward is not None]
+            mean = f", mean reward {sum(scored) / len(scored):.3f}" if scored else ""
+            return f"{len(rewards)} of {total} rollouts, {len(rewards) - len(scored)} failed{mean}"
 
-            yield told
-
-    def _now_and_then(self, tally: Tally, limit: str) -> Callable[[float | None], None]:
-        self.say(f"{tally}; {limit}")
-        said_at = time.monotonic()
-
-        def told(reward: float | None) -> None:
+        def add(reward: float | None) -> None:
             nonlocal said_at
-            tally.add(reward)
-            if time.monotonic() - said_at >= SAY_EVERY_S:
+            rewards.append(reward)
+            if live is not None and task is not None:
+                live.update(task, description=f"{describe()}; {limit}", advance=1)
+            elif time.monotonic() - said_at >= SAY_EVERY_S:
                 said_at = time.monotonic()
-                self.say(str(tally))
+                self.say(describe())
 
-        return told
+        with live or nullcontext():
+            if live is None:
+                self.say(f"{describe()}; {limit}")
+            yield add
 
     def _live(self, *more: BarColumn | MofNCompleteColumn) -> rich.progress.Progress:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), *more, TimeElapsedColumn())

@@ -1,4 +1,4 @@
-"""Which examples are for what: to reflect on, to choose by, and to measure on what nothing has seen."""
+"""Draw examples for three purposes: to reflect on, to choose the best prompt by, and to measure on at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Drawn:
-    """No example is in two of them."""
+    """The examples of each purpose. No example is in two of them."""
 
     train: tuple[Example, ...]
     validation: tuple[Example, ...]
@@ -33,33 +33,33 @@ class Drawn:
 
 
 def draw_examples(config: GepaConfig, *, num_train: int, num_eval: int) -> Drawn:
-    """From all over the data, by the seed. What is not reflected on comes from the evaluation split, while that lasts.
+    """Draw from all over the data, by the seed. Validation and test examples come from the evaluation split first.
 
     Args:
         num_train: size of the environment's training split.
         num_eval: size of its evaluation split, 0 where it has none.
 
-    Raises: ConfigError where more were asked for than there are.
+    Raises: ConfigError where the user asks for more examples than there are.
     """
     rng = random.Random(config.seed)
-    to_train: list[tuple[Split, int]] = [("train", index) for index in range(num_train)]
+    training: list[tuple[Split, int]] = [("train", index) for index in range(num_train)]
     held_out: list[tuple[Split, int]] = [("eval", index) for index in range(num_eval)]
-    rng.shuffle(to_train)
+    rng.shuffle(training)
     rng.shuffle(held_out)
-    wanted_train, wanted_val = _sizes(config, num_train, num_eval)
-    if not to_train:
-        to_train, held_out = held_out[:wanted_train], held_out[wanted_train:]
-    train, rest = to_train[:wanted_train], held_out + to_train[wanted_train:]
-    validation, test = rest[:wanted_val], rest[wanted_val : wanted_val + config.num_test]
-    return Drawn(_for("train", train), _for("validation", validation), _for("test", test))
-
-
-def _for(purpose: Purpose, places: list[tuple[Split, int]]) -> tuple[Example, ...]:
-    return tuple(Example(split, index, purpose) for split, index in places)
+    size_train, size_val = _sizes(config, num_train, num_eval)
+    if not training:
+        training, held_out = held_out[:size_train], held_out[size_train:]
+    rest = held_out + training[size_train:]
+    val, test = rest[:size_val], rest[size_val : size_val + config.num_test]
+    return Drawn(
+        tuple(Example(*place, "train") for place in training[:size_train]),
+        tuple(Example(*place, "validation") for place in val),
+        tuple(Example(*place, "test") for place in test),
+    )
 
 
 def _sizes(config: GepaConfig, num_train: int, num_eval: int) -> tuple[int, int]:
-    """What was typed is meant; what was not shrinks to what there is."""
+    """Return the numbers of training and validation examples. Defaults shrink to the data, typed numbers do not."""
     given = config.model_fields_set
     most_train = num_train or num_eval
     shared = num_train + num_eval - config.num_test
@@ -71,7 +71,7 @@ def _sizes(config: GepaConfig, num_train: int, num_eval: int) -> tuple[int, int]
         val = min(val, max(1, shared - train))
     if train > most_train or train + val > shared:
         raise ConfigError(
-            f"{train} examples to reflect on, {val} to choose by and {config.num_test} to measure on are wanted - "
+            f"{train} examples to reflect on, {val} to choose by and {config.num_test} to measure on were asked for - "
             f"expected at most as many as the environment has: {num_train} to train on and {num_eval} held out, and "
             "none is used twice. Lower `--num-train`, `--num-val` or `--num-test`."
         )

@@ -1,47 +1,52 @@
-"""Who answers in `trireme gepa`, and who rewrites prompts: engines that are started, or endpoints that are there."""
+"""The two models of a search: one makes rollouts, the other rewrites prompts. Each is an endpoint, or an engine."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trireme.base.devices import Devices
+from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
-from trireme.config.orchestrator import Sampling
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.launch.standalone_engine import open_engine
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
-from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, RolloutPolicy, build_opener, engine_config
+from trireme.tools.environments.policy import PolicyWanted, RolloutPolicy, build_opener, engine_config
 from trireme.tools.environments.policy_engine import open_engine_policy
 from trireme.tools.environments.progress import Progress
-from trireme.tools.evaluate.endpoints import KEY_VARIABLE, find_endpoint, key_for_address
+from trireme.tools.evaluate.endpoints import find_endpoint, find_key
 from trireme.tools.gepa.config import REFLECTION_ENGINE, GepaConfig
-from trireme.tools.gepa.optimize import Models, OpenModels
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a model is asked: at an endpoint, or, without an address, by an engine of its own."""
+class Models:
+    """The policy, which makes rollouts, and the teacher, which rewrites prompts."""
+
+    policy: RolloutPolicy
+    teacher: RolloutPolicy
+    are_new: bool = False  # an engine was just started for them; a first question would show nothing
+
+
+OpenModels = Callable[[], AbstractAsyncContextManager[Models]]
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """Where a model answers: at an endpoint, or, without an address, by an engine that is started for it."""
 
     model: str
     url: str | None = None
-    key: str | None = None
-
-    def __repr__(self) -> str:
-        """Without the key."""
-        return f"Place({self.model!r}, {self.url!r})"
+    key: str | None = field(default=None, repr=False)
 
 
-def places_of(config: GepaConfig) -> tuple[Place, Place]:
-    """Of the model, and of the reflection model.
+def places_of(config: GepaConfig) -> tuple[ModelPlace, ModelPlace]:
+    """Return the places of the model and of the reflection model.
 
-    Raises: ConfigError where it is not clear where one is asked, or its key's variable is not set.
+    Raises: ConfigError where no place is known for one, or the variable of its key is not set.
     """
     policy = _place(config.model, config.base_url, config.api_key_var, "--api-key-var", config.endpoints)
     if config.reflection_model is None and config.reflection_base_url is None:
@@ -54,26 +59,19 @@ def places_of(config: GepaConfig) -> tuple[Place, Place]:
     return policy, _place(model, url, variable, "--reflection-api-key-var", config.endpoints)
 
 
-def _place(model: str, url: str | None, variable: str | None, flag: str, endpoints: Path | None) -> Place:
+def _place(model: str, url: str | None, variable: str | None, flag: str, endpoints: Path | None) -> ModelPlace:
     if url is None and Path(model).is_dir():
-        return Place(model)
+        return ModelPlace(model)
     endpoint = find_endpoint(model, base_url=url, path=endpoints)
-    key = _key(variable, flag) if variable else endpoint.key
-    key = key or key_for_address(url)
-    return Place(endpoint.model or model, endpoint.url, key)
+    key = find_key(flag, variable, url=url, otherwise=endpoint.key)
+    return ModelPlace(endpoint.model or model, endpoint.url, key)
 
 
-def _key(variable: str, flag: str) -> str:
-    if key := os.environ.get(variable):
-        return key
-    raise ConfigError(
-        f"{flag} {variable}: this variable is not set - expected the endpoint's key in it. "
-        f"`export {variable}=…`, or leave the flag out for {KEY_VARIABLE}."
-    )
+def build_models(config: GepaConfig, folder: Path, waits: Waits, progress: Progress) -> OpenModels:
+    """Return a function that opens both models.
 
-
-def run_config(config: GepaConfig, folder: Path) -> RunConfig:
-    """As far as models are concerned."""
+    Raises: ConfigError for all that can be refused before anything is started.
+    """
     values: dict[str, Any] = {
         "output_dir": folder,
         "seed": config.seed,
@@ -82,65 +80,48 @@ def run_config(config: GepaConfig, folder: Path) -> RunConfig:
         "orchestrator.sampling": config.sampling,
         "orchestrator.engine_timeout_s": config.request_timeout_s,
     }
-    if config.seq_len is not None:
-        values["seq_len"] = config.seq_len
-    return updated(RunConfig(), values)
-
-
-@dataclass(frozen=True)
-class Start:
-    """What it takes to open a model."""
-
-    devices: Devices
-    waits: Waits
-    progress: Progress
-
-    def opener(self, place: Place, run: RunConfig) -> OpenPolicy:
-        return build_opener(
-            PolicyWanted(place.model, place.url, place.key), run, self.devices, self.waits, self.progress
-        )
-
-
-def build_models(config: GepaConfig, folder: Path, start: Start) -> OpenModels:
-    """Raises: ConfigError for all that can be refused before anything is started."""
-    run = run_config(config, folder)
-    policy, teacher = places_of(config)
+    run = updated(RunConfig(), values | ({} if config.seq_len is None else {"seq_len": config.seq_len}))
+    devices, (policy, teacher) = detect_devices(), places_of(config)
     if policy == teacher and policy.url is None:
-        return _one_engine(engine_config(run, policy.model, start.devices), config.reflection_sampling, start)
-    if policy.url is None and teacher.url is None and start.devices.gpus and config.device != "cpu":
+        return _one_engine(engine_config(run, policy.model, devices), config, waits, progress)
+    if policy.url is None and teacher.url is None and devices.gpus and config.device != "cpu":
         raise ConfigError(
             f"--model {policy.model} and --reflection-model {teacher.model} are both folders, and there are GPUs here "
             "- expected one engine to be started, which takes them. Start the other one with `inference`, and give "
             "its address as `--reflection-base-url`."
         )
-    values = {"output_dir": folder / REFLECTION_ENGINE, "orchestrator.sampling": config.reflection_sampling}
-    answering, reflecting = start.opener(policy, run), start.opener(teacher, updated(run, values))
+    reflecting = {"output_dir": folder / REFLECTION_ENGINE, "orchestrator.sampling": config.reflection_sampling}
+    open_policy, open_teacher = (
+        build_opener(PolicyWanted(place.model, place.url, place.key), settings, devices, waits, progress)
+        for place, settings in ((policy, run), (teacher, updated(run, reflecting)))
+    )
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Models]:
-        async with answering() as first, reflecting() as second:
+        async with open_policy() as first, open_teacher() as second:
             yield Models(first, second)
 
     return opened
 
 
-def _one_engine(run: RunConfig, reflection: Sampling, start: Start) -> OpenModels:
-    """It answers both kinds of questions, each with its own sampling."""
+def _one_engine(run: RunConfig, config: GepaConfig, waits: Waits, progress: Progress) -> OpenModels:
+    """Start one engine that answers both kinds of questions, each with its own sampling."""
     model = run.inference.model.name or run.model.name
     tokenizer = open_chat_tokenizer(run.trainer.tokenizer.name or run.model.name)
-    reflecting = updated(run, {"orchestrator.sampling": reflection})
-
-    def policy(config: RunConfig, url: str) -> AbstractAsyncContextManager[RolloutPolicy]:
-        name = f"{model} by an engine of this search, temperature {config.orchestrator.sampling.temperature:g}"
-        return open_engine_policy(config, tokenizer, url, name=name, waits=start.waits)
+    reflecting = updated(run, {"orchestrator.sampling": config.reflection_sampling})
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Models]:
-        async with AsyncExitStack() as stack:
-            with start.progress.stage(f"starting an engine for {model}", limit_s=run.inference.start_timeout_s):
-                url = await stack.enter_async_context(open_engine(run, start.devices, start.waits))
-            answers = await stack.enter_async_context(policy(run, url))
-            reflects = await stack.enter_async_context(policy(reflecting, url))
-            yield Models(answers, reflects, greets=False)
+        starting, limit_s = open_engine(run, detect_devices(), waits), run.inference.start_timeout_s
+        name = f"{model} by an engine of this search, temperature"
+        async with progress.opening(f"starting an engine for {model}", starting, limit_s=limit_s) as url:
+            policy, teacher = (
+                open_engine_policy(
+                    each, tokenizer, url, name=f"{name} {each.orchestrator.sampling.temperature:g}", waits=waits
+                )
+                for each in (run, reflecting)
+            )
+            async with policy as first, teacher as second:
+                yield Models(first, second, are_new=True)
 
     return opened

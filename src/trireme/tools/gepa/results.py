@@ -1,145 +1,141 @@
-"""What a search leaves behind: `best_prompt.txt`, `pareto_frontier.jsonl`, `metadata.json`, and how it came to them."""
+"""The files of a search: the best prompt, the Pareto frontier, all prompts, and the settings with a summary."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
 from trireme.tools.gepa.config import REFLECTION_ENGINE, GepaConfig
-from trireme.tools.gepa.examples import Drawn, Example
-from trireme.tools.gepa.journal import REFLECTIONS, ROLLOUTS
-from trireme.tools.gepa.search import Found
+from trireme.tools.gepa.examples import Drawn
+from trireme.tools.gepa.records import REFLECTIONS, ROLLOUTS
+from trireme.tools.gepa.search import Candidate
+
+BEST_PROMPT = "best_prompt.txt"
+BEST_ARGS = "best_args.json"
+FRONTIER = "pareto_frontier.jsonl"
+CANDIDATES = "candidates.jsonl"
+METADATA = "metadata.json"
+LOG = "gepa.log"
+FILES = (BEST_PROMPT, BEST_ARGS, FRONTIER, CANDIDATES, METADATA, LOG, ROLLOUTS, REFLECTIONS, REFLECTION_ENGINE)
+"""Everything that a search writes into its folder."""
 
 MAY_DIFFER = frozenset(
     {"max_calls", "base_url", "api_key_var", "endpoints", "output", "fresh", "max_concurrent"}
     | {"num_workers", "request_timeout_s", "device", "inference", "environments", "initial_prompt"}
     | {"reflection_model", "reflection_base_url", "reflection_api_key_var", "reflection_sampling"}
 )
-"""Keys that may be others when a search is gone on with: all the rest decides what its rollouts mean."""
+"""Keys that may change when a search is resumed. All others decide what its rollouts mean."""
 
 SHOWN = 80
 
 
-@dataclass(frozen=True)
-class Files:
-    """The folder of a search."""
-
-    folder: Path
-
-    @property
-    def names(self) -> list[str]:
-        """Everything that a search writes into its folder."""
-        paths = (self.best_prompt, self.best_args, self.frontier, self.candidates, self.metadata, self.log)
-        return [*(path.name for path in paths), ROLLOUTS, REFLECTIONS, REFLECTION_ENGINE]
-
-    @property
-    def best_prompt(self) -> Path:
-        return self.folder / "best_prompt.txt"
-
-    @property
-    def best_args(self) -> Path:
-        return self.folder / "best_args.json"
-
-    @property
-    def frontier(self) -> Path:
-        return self.folder / "pareto_frontier.jsonl"
-
-    @property
-    def candidates(self) -> Path:
-        return self.folder / "candidates.jsonl"
-
-    @property
-    def metadata(self) -> Path:
-        return self.folder / "metadata.json"
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "gepa.log"
-
-
-def write_found(files: Files, config: GepaConfig, found: Found, drawn: Drawn) -> None:
-    best = found.candidates[found.best].prompt
-    _write(files.best_prompt, f"{best}\n")
-    _write(files.best_args, json.dumps(config.env_args | {"system_prompt": best}, ensure_ascii=False) + "\n")
-    _write_lines(files.candidates, _candidates(found))
-    _write_lines(files.frontier, _frontier(found, drawn.validation))
-
-
-def _candidates(found: Found) -> Iterable[dict[str, Any]]:
-    for number, candidate in enumerate(found.candidates):
-        mean = {"prompt_number": number, "parent": candidate.parent, "validation": candidate.mean}
-        yield mean | {"prompt": candidate.prompt, "scores": list(candidate.scores)}
-
-
-def _frontier(found: Found, validation: Sequence[Example]) -> Iterable[dict[str, Any]]:
-    """Per validation example: what it scored at best, and with which prompts."""
-    for place, example in enumerate(validation):
-        scores = [candidate.scores[place] for candidate in found.candidates]
-        best = [number for number, score in enumerate(scores) if score == max(scores)]
-        yield {
-            "validation_example": place,
-            "split": example.split,
-            "example": example.index,
-            "best_score": max(scores),
-            "prompt_numbers": best,
-            "best_prompts": [found.candidates[number].prompt for number in best],
+def write_candidates(folder: Path, config: GepaConfig, candidates: list[Candidate], best: int, drawn: Drawn) -> None:
+    prompt = candidates[best].prompt
+    _write(folder / BEST_PROMPT, f"{prompt}\n")
+    _write(folder / BEST_ARGS, json.dumps(config.env_args | {"system_prompt": prompt}, ensure_ascii=False) + "\n")
+    rows = [
+        {
+            "prompt_number": number,
+            "parent": candidate.parent,
+            "validation": candidate.mean,
+            "prompt": candidate.prompt,
+            "scores": list(candidate.scores),
         }
+        for number, candidate in enumerate(candidates)
+    ]
+    _write_lines(folder / CANDIDATES, rows)
+    frontier = []
+    for place, example in enumerate(drawn.validation):
+        scores = [candidate.scores[place] for candidate in candidates]
+        numbers = [number for number, score in enumerate(scores) if score == max(scores)]
+        frontier.append(
+            {
+                "validation_example": place,
+                "split": example.split,
+                "example": example.index,
+                "best_score": max(scores),
+                "prompt_numbers": numbers,
+                "best_prompts": [candidates[number].prompt for number in numbers],
+            }
+        )
+    _write_lines(folder / FRONTIER, frontier)
 
 
-def write_metadata(files: Files, config: GepaConfig, facts: dict[str, Any], summary: dict[str, Any]) -> None:
-    """The configuration as typed, under its own keys; what the environment was; what came out."""
-    whole = config.model_dump(mode="json") | {"environment": facts, "versions": versions(), "summary": summary}
-    _write(files.metadata, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+def write_metadata(folder: Path, config: GepaConfig, facts: dict[str, Any], summary: dict[str, Any]) -> None:
+    """Write the settings under their own keys, with facts of the environment and the summary."""
+    versions = {"python": platform.python_version()}
+    versions |= {name: importlib.metadata.version(name) for name in ("trireme", "gepa")}
+    whole = config.model_dump(mode="json") | {"environment": facts, "versions": versions, "summary": summary}
+    _write(folder / METADATA, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
 
 
-def versions() -> dict[str, str]:
-    own = {name: importlib.metadata.version(name) for name in ("trireme", "gepa")}
-    return {"python": platform.python_version()} | own
-
-
-def read_metadata(files: Files) -> dict[str, Any] | None:
-    """Of the search that lies there; None where there is none."""
+def read_metadata(folder: Path) -> dict[str, Any] | None:
+    """Return the settings and the summary of the search in `folder`, or None where there is none."""
     try:
-        said = json.loads(files.metadata.read_text(encoding="utf-8"))
+        read = json.loads((folder / METADATA).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{files.metadata} cannot be read ({error}) - expected what an earlier search wrote. Begin anew with "
-            "`--fresh`, which moves it aside, or give another `--output`."
+            f"{folder / METADATA} cannot be read ({error}) - expected what an earlier search wrote. Start a new search "
+            "with `--fresh`, which moves it aside, or give another `--output`."
         ) from error
-    return said if isinstance(said, dict) else {}
+    return read if isinstance(read, dict) else {}
 
 
-def check_same(files: Files, config: GepaConfig, facts: dict[str, Any] | None = None) -> None:
-    """Before anything is asked: going on with other settings would mix what cannot be compared.
+def check_same(folder: Path, config: GepaConfig, facts: dict[str, Any] | None = None) -> None:
+    """Check that the search in `folder` has the same settings: results of different ones cannot be compared.
 
     Args:
-        facts: of the environment, where it is loaded already.
+        facts: of the environment, once it is loaded.
 
     Raises: ConfigError.
     """
-    said = read_metadata(files)
-    if said is None:
+    before = read_metadata(folder)
+    if before is None:
         return
-    now = config.model_dump(mode="json")
-    pairs = [(key, said.get(key), value) for key, value in now.items() if key not in MAY_DIFFER]
-    pairs.append(("the version of gepa", said.get("versions", {}).get("gepa"), versions()["gepa"]))
-    before = said.get("environment", {})
-    pairs += [(f"the environment's {key}", before[key], value) for key, value in (facts or {}).items() if key in before]
+    pairs = [
+        (key, before.get(key), value) for key, value in config.model_dump(mode="json").items() if key not in MAY_DIFFER
+    ]
+    pairs.append(("the version of gepa", before.get("versions", {}).get("gepa"), importlib.metadata.version("gepa")))
+    known = before.get("environment", {})
+    pairs += [(f"the environment's {key}", known[key], value) for key, value in (facts or {}).items() if key in known]
     changed = [f"{what} was {_short(old)}, is {_short(new)}" for what, old, new in pairs if old != new]
     if changed:
         raise ConfigError(
-            f"{files.folder} holds a search with other settings: {'; '.join(changed)} - expected the same, to go on "
-            "with it. `--fresh` begins anew and moves it aside; `--output FOLDER` leaves it where it is."
+            f"{folder} holds a search with other settings: {'; '.join(changed)} - expected the same, to resume it. "
+            "`--fresh` starts a new search and moves it aside; `--output FOLDER` leaves it where it is."
         )
+
+
+def describe(summary: dict[str, Any], folder: Path, config: GepaConfig) -> str:
+    """Return the summary in words, with the command that verifies the best prompt."""
+    validation, held_out, calls = summary["validation"], summary["held_out"], summary["calls"]
+    lines = [
+        f"{summary['num_prompts']} prompts in {calls['total']} of {config.max_calls} calls ({summary['why']})",
+        f"validation  {validation['before']:.3f} -> {validation['after']:.3f} "
+        f"({validation['num_examples']} examples, by which the best prompt was chosen)",
+    ]
+    if held_out is not None:
+        lines.append(
+            f"held out    {held_out['before']:.3f} -> {held_out['after']:.3f} "
+            f"({held_out['num_examples']} examples that nothing had seen)"
+        )
+    else:
+        lines.append("held out    not measured: `--num-test 50` keeps examples that nothing sees until the end")
+    if summary["best"] == 0:
+        lines.append("no prompt was better than the one to begin with, which best_prompt.txt holds")
+    lines.append(f"best prompt {folder / BEST_PROMPT}")
+    at = f" -b {config.base_url}" if config.base_url else ""
+    arguments = f'-a "$(cat {folder / BEST_ARGS})"'
+    lines.append(f"verify      trireme eval run {config.env_id} -m {config.model}{at} {arguments}")
+    return "\n".join(lines)
 
 
 def _short(value: Any) -> str:
@@ -152,5 +148,5 @@ def _write(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    _write(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    _write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

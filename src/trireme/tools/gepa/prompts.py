@@ -1,8 +1,8 @@
-"""An environment with another system prompt: the system message is exchanged on its way to the policy.
+"""An environment with another system prompt: the system message is replaced on its way to the policy.
 
-Nothing is loaded again, and it works for every environment, whether or not its `load_environment` takes a
-`system_prompt`. What the policy is asked is what it would be if the environment had been loaded with that prompt; only
-reward functions that read the prompt themselves still find the environment's own.
+The environment is loaded once, and this works for every environment, whether or not its `load_environment` takes a
+`system_prompt`. The policy is asked what it would be asked if the environment had been loaded with that prompt. Only
+reward functions that read the prompt still see the environment's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Messages = list[dict[str, Any]]
 
 
 def with_system(messages: Messages, prompt: str) -> Messages:
-    """The conversation with this system message, or without any where the prompt is empty.
+    """Return the conversation with this system message, or without any where the prompt is empty.
 
     Example:
         with_system([{"role": "user", "content": "2 + 2?"}], "Be brief.")
@@ -39,7 +39,7 @@ def with_system(messages: Messages, prompt: str) -> Messages:
 
 
 def system_of(messages: Messages) -> str:
-    """The inverse of `with_system`."""
+    """Return the system message: the inverse of `with_system`."""
     if not messages or messages[0].get("role") not in SYSTEM:
         return ""
     content = messages[0].get("content")
@@ -47,68 +47,65 @@ def system_of(messages: Messages) -> str:
 
 
 class PromptedEnvironment:
-    """Stands in for an environment whose workers, limits and counts it shares."""
+    """Stands in for an environment, and shares its workers, limits and counts."""
 
     def __init__(self, environment: Environment, prompt: str, *, columns: Sequence[str] = ()) -> None:
         self._environment = environment
         self._prompt = prompt
         self._columns = list(columns)
         self.asked: Messages = []
-        """The conversation as it was last asked to be gone on with."""
+        """The conversation that the policy was last asked to continue."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
     async def run(self, task: RunTask, ask: AskPolicy, *, restart_deadline: Callable[[], None] = lambda: None) -> Done:
-        """As of `Environment`."""
+        """Run a rollout as `Environment.run` does."""
 
-        async def asked(question: Ask) -> Reply:
+        async def ask_prompted(question: Ask) -> Reply:
             self.asked = with_system(question.messages, self._prompt)
             return await ask(msgspec.structs.replace(question, messages=self.asked))
 
         task = msgspec.structs.replace(task, columns=self._columns)
-        done = await self._environment.run(task, asked, restart_deadline=restart_deadline)
+        done = await self._environment.run(task, ask_prompted, restart_deadline=restart_deadline)
         return msgspec.structs.replace(done, prompt=with_system(done.prompt, self._prompt))
 
 
 async def own_prompt(environment: Environment, examples: Sequence[Example]) -> str:
-    """The environment's system prompt: what stands first when it asks for a turn. No model is asked.
+    """Return the environment's system prompt, read where it asks its first question. No model is asked.
 
-    Raises: ConfigError where examples have different ones, or none of them comes as far as its first question.
+    Raises: ConfigError where examples have different ones, or none of them asks a question.
     """
     seen = await asyncio.gather(*(_first_messages(environment, example) for example in examples))
     prompts = list(dict.fromkeys(system_of(each) for each in seen if not isinstance(each, RolloutFailed)))
     if not prompts:
         raise ConfigError(
-            f"Environment {environment.name!r}: none of {len(seen)} examples came to its first question; one said: "
-            f"{seen[0]} - expected to read its system prompt there. `trireme env check {environment.name}` tells more."
+            f"Environment {environment.name!r}: none of {len(seen)} examples came to its first question; one failed "
+            f"with: {seen[0]} - expected to read its system prompt there. `trireme env check {environment.name}` "
+            "shows more."
         )
     if len(prompts) > 1:
         raise ConfigError(
             f"Environment {environment.name!r} gives its examples different system prompts, such as "
             f"{prompts[0][:SHOWN]!r} and {prompts[1][:SHOWN]!r} - expected one for all, to begin with. Write one that "
-            "takes the place of all of them to a file, and give it as `--initial-prompt FILE`."
+            "replaces all of them to a file, and give it as `--initial-prompt FILE`."
         )
     return prompts[0]
 
 
-class _Seen(Exception):
-    """Ends a rollout at its first question."""
-
-    def __init__(self, messages: Messages) -> None:
-        super().__init__()
-        self.messages = messages
-
-
 async def _first_messages(environment: Environment, example: Example) -> Messages | RolloutFailed:
+    class Asked(Exception):
+        """Ends the rollout at its first question."""
+
     async def ask(question: Ask) -> Reply:
-        raise _Seen(question.messages)
+        raise Asked(question.messages)
 
     task = RunTask(task=f"prompt-{example.split}-{example.index}", split=example.split, index=example.index)
     try:
         await environment.run(task, ask)
-    except _Seen as seen:
-        return seen.messages
+    except Asked as asked:
+        messages: Messages = asked.args[0]
+        return messages
     except RolloutFailed as failure:
         return failure
     return RolloutFailed("rollout", "it ended without asking for a turn")

@@ -1,0 +1,143 @@
+"""Records of a search: every rollout and every reflection, one line each, on disk as soon as it is over.
+
+A search that was stopped is resumed by running it again from its beginning with these answers. The same seed asks the
+same questions in the same order, so the search comes to where it stopped without asking a model anything, and nothing
+is counted twice. Only what was under way is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from trireme.base.errors import ConfigError, TriremeError
+from trireme.base.paths import atomic_write
+from trireme.orchestrator.environments.wire import Split
+from trireme.orchestrator.evaluation.results import EvalResult
+from trireme.tools.gepa.examples import Example, Purpose
+
+ROLLOUTS = "rollouts.jsonl"
+REFLECTIONS = "reflections.jsonl"
+
+RolloutKey = tuple[str, Example, int]
+"""Name of the prompt, the example, and how often this prompt was tried on it before."""
+
+
+def name_of(text: str) -> str:
+    """Return a short name of a text: equal for equal texts only."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class PromptRollout(EvalResult, kw_only=True):
+    """One rollout with one prompt. The keys of `EvalResult` come first, as analysis scripts expect them.
+
+    Example:
+        {"example_id": 3, "reward": 0.5, ..., "purpose": "train", "split": "train", "prompt_name": "1f3a…"}
+    """
+
+    purpose: Purpose
+    split: Split
+    prompt_name: str
+    columns: dict[str, Any] = {}  # of the environment's state
+    state_keys: list[str] = []  # of that state, where a column that was asked for is missing
+    traceback: str = ""
+
+    @property
+    def score(self) -> float:
+        """The reward; 0 where the rollout failed."""
+        return self.reward or 0.0
+
+    @property
+    def key(self) -> RolloutKey:
+        return self.prompt_name, Example(self.split, self.example, self.purpose), self.rollout
+
+
+class Reflection(msgspec.Struct, kw_only=True):
+    """One question to the reflection model, and its answer."""
+
+    question_name: str
+    nth: int  # how often the same question was asked before
+    question: str
+    answer: str
+    error: str | None = None  # why there is no answer
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.question_name, self.nth
+
+
+Line = TypeVar("Line", PromptRollout, Reflection)
+
+
+class Records:
+    """Both files of a search, and what they hold."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises: ConfigError for a damaged file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._rollouts_file, self._reflections_file = folder / ROLLOUTS, folder / REFLECTIONS
+        self.rollouts = {line.key: line for line in _read(self._rollouts_file, PromptRollout)}
+        self.reflections = {line.key: line for line in _read(self._reflections_file, Reflection)}
+        self._times: Counter[Hashable] = Counter()
+
+    def next_time(self, asked: Hashable) -> int:
+        """Return how often this process asked for the same rollout or reflection before."""
+        self._times[asked] += 1
+        return self._times[asked] - 1
+
+    def add_rollout(self, line: PromptRollout) -> None:
+        _append(self._rollouts_file, line)
+        self.rollouts[line.key] = line
+
+    def add_reflection(self, line: Reflection) -> None:
+        _append(self._reflections_file, line)
+        self.reflections[line.key] = line
+
+    def forget(self, lines: Sequence[PromptRollout | Reflection]) -> None:
+        """Remove lines that ended a search, so that a resumed search asks for them again."""
+        gone = {line.key for line in lines}
+        self.rollouts = {key: line for key, line in self.rollouts.items() if key not in gone}
+        self.reflections = {key: line for key, line in self.reflections.items() if key not in gone}
+        for path, kept in ((self._rollouts_file, self.rollouts), (self._reflections_file, self.reflections)):
+            with atomic_write(path) as file:
+                file.writelines(map(_to_line, kept.values()))
+
+
+def _to_line(line: PromptRollout | Reflection) -> bytes:
+    return json.dumps(msgspec.to_builtins(line)).encode() + b"\n"
+
+
+def _append(path: Path, line: PromptRollout | Reflection) -> None:
+    try:
+        with open(path, "ab") as file:
+            file.write(_to_line(line))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise TriremeError(
+            f"{path} could not be written ({error}) - expected room for one more line. Free some space; the same "
+            "command then resumes the search."
+        ) from error
+
+
+def _read(path: Path, kind: type[Line]) -> Iterator[Line]:
+    """Yield the lines of a file. A last line that is incomplete is cut off, and its work is repeated."""
+    data = path.read_bytes() if path.exists() else b""
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            yield msgspec.convert(json.loads(line), kind)
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+            raise ConfigError(
+                f"{path}, line {number} cannot be read ({error}) - expected a line as this command writes it. Remove "
+                "the line, and its work is repeated; or start a new search with `--fresh`."
+            ) from error
