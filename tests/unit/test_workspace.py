@@ -14,8 +14,7 @@ from trireme.cli.other_formats import run_translated
 from trireme.cli.rl import rl
 from trireme.tools.environments.catalog import list_environments
 from trireme.tools.evaluate.endpoints import read_endpoints
-from trireme.tools.workspace.setup import Workspace
-from trireme.tools.workspace.shipped import IN_PACKAGE, PARTS, find_shipped
+from trireme.tools.workspace.setup import IN_PACKAGE, PARTS, Workspace, find_shipped
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = {"alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-search", "wordle"}
@@ -112,9 +111,9 @@ def test_environments_are_copied_out_of_an_installed_package(tmp_path):
 
 def test_what_cannot_be_set_up_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file cannot be set up: .* expected a folder .* Name another by `--path`"):
+    with pytest.raises(ConfigError, match=r"file cannot be set up: .* Expected a folder .* Name another by `--path`"):
         lab(["setup", "--path", str(tmp_path / "file")])
-    with pytest.raises(ConfigError, match=r"in none of .* expected configs, environments, models .* Install it again"):
+    with pytest.raises(ConfigError, match=r"in none of .* Expected configs, environments, models .* Install it again"):
         find_shipped(tmp_path / "lib" / "python" / "trireme")
 
 

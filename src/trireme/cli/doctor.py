@@ -24,7 +24,7 @@ from trireme.tools.doctor import machine, models, rehearsal
 from trireme.tools.doctor.configuration import check_configuration, check_ports
 from trireme.tools.doctor.hosts import check_hosts
 from trireme.tools.doctor.report import Case, Check, run_checks, summary_of, text_of
-from trireme.tools.workspace.shipped import find_shipped
+from trireme.tools.workspace.setup import find_shipped
 
 CHECKS = (
     Check("configuration", check_configuration),

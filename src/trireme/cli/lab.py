@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from difflib import get_close_matches
 from pathlib import Path
 
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP
-from trireme.tools.workspace.setup import HOSTED, PRIME_RL, VF_RL, PythonProject, Workspace
-from trireme.tools.workspace.shipped import find_shipped
-from trireme.tools.workspace.sized import SIZES, Size, size_of
+from trireme.tools.workspace.setup import HOSTED, PRIME_RL, VF_RL, PythonProject, Workspace, find_shipped
+from trireme.tools.workspace.sizes import SIZES, Size, size_of
 
-VERBS = ("setup",)
 PYTHON_WORDS: dict[PythonProject, tuple[str, str]] = {
     "linked": ("Created Python project", "`uv run` uses the installation of Trireme that this is, by the link .venv"),
     "kept": (
@@ -26,78 +23,63 @@ PYTHON_WORDS: dict[PythonProject, tuple[str, str]] = {
 SIZE_WORDS: dict[Size, str] = {"cpu": "a CPU", "one-gpu": "one GPU", "eight-gpus": "eight GPUs"}
 
 
+FIRST_COMMANDS = {
+    VF_RL: "uv run vf-rl @ configs/vf-rl/reverse-text.toml",
+    PRIME_RL: "uv run prime-rl @ configs/prime-rl/reverse-text.toml",
+    HOSTED: "uv run rl @ configs/reverse-text/rl.toml",
+}
+
+
 def lab(argv: list[str]) -> int:
-    """Raises: ConfigError where the verb is not one of ours."""
+    """Run `trireme lab setup`.
+
+    Raises:
+        ConfigError: The verb is unknown, or the folder cannot be written.
+    """
     if not argv or argv[0] in HELP:
         print("usage: trireme lab setup [--vf-rl | --prime-rl] ...\n\n  setup  makes a folder to work in")
-        if argv:
-            raise SystemExit(0)
-        return 2
-    if argv[0] not in VERBS:
-        meant = get_close_matches(argv[0], VERBS, n=1)
+        return 0 if argv else 2
+    if argv[0] != "setup":
         raise ConfigError(
-            f"there is no `trireme lab {argv[0]}` - expected setup. "
-            + ("Did you mean `trireme lab setup`?" if meant else "See `trireme lab --help`.")
+            f"There is no `trireme lab {argv[0]}`. Expected `trireme lab setup`. See `trireme lab --help`."
         )
-    return setup(argv[1:])
-
-
-def setup(argv: list[str]) -> int:
-    """Raises: ConfigError where the folder cannot be written in."""
-    typed = _parse(argv)
+    typed = _parse(argv[1:])
     workspace = Workspace(typed.path, find_shipped(), copies=typed.copy)
     size = typed.size or size_of(detect_devices())
     if workspace.is_checkout:
-        return _in_the_checkout(size)
+        _print_done("Nothing to do", "this is the checkout itself; configs, environments and models are here")
+        if size != "cpu":
+            print(
+                f"Its configs are for a CPU, with the values for GPUs behind `#|`. For {SIZE_WORDS[size]}, set up a "
+                f"folder of its own: trireme lab setup --path ../lab --size {size}"
+            )
+        return 0
     try:
         _set_up(workspace, typed.examples, size)
     except OSError as error:
         raise ConfigError(
-            f"{typed.path} cannot be set up: {error} - expected a folder that may be written in. "
-            "Name another by `--path`."
+            f"{typed.path} cannot be set up: {error}. Expected a folder that can be written. Name another by `--path`."
         ) from error
     return 0
 
 
 def _set_up(workspace: Workspace, examples: tuple[str, ...], size: Size) -> None:
     workspace.root.mkdir(parents=True, exist_ok=True)
-    _done(*PYTHON_WORDS[workspace.link_python()])
+    _print_done(*PYTHON_WORDS[workspace.link_python()])
     counts = f"environments ({workspace.bring_environments()} packages), models ({workspace.bring_models()} tiny ones)"
-    _done("Created workspace structure", f"configs, {counts}")
-    _done("Wrote endpoints", f"{workspace.write_endpoints()}, for `trireme eval` and `trireme gepa`")
+    _print_done("Created workspace structure", f"configs, {counts}")
+    _print_done("Wrote endpoints", f"{workspace.write_endpoints()}, for `trireme eval` and `trireme gepa`")
     written = workspace.write_examples(examples, size)
     files = (f"configs/{pattern} ({count})" for pattern, count in written.items() if count)
-    _done(f"Wrote example configs for {SIZE_WORDS[size]}", ", ".join(files))
+    _print_done(f"Wrote example configs for {SIZE_WORDS[size]}", ", ".join(files))
     for file in workspace.kept:
         print(f"  kept {file}, which was here and differs; remove it to have the example")
-    print(f"\nNext:{_cd(workspace.root)} {_first_command(examples)}")
+    cd = "" if workspace.root == Path() else f" cd {workspace.root} &&"
+    print(f"\nNext:{cd} {FIRST_COMMANDS[examples]}")
 
 
-def _in_the_checkout(size: Size) -> int:
-    """Its examples are the source of all others: nothing is missing, and nothing may be written over."""
-    _done("Nothing to do", "this is the checkout itself; configs, environments and models are here")
-    if size != "cpu":
-        print(
-            f"Its configs are for a CPU, with the values for GPUs behind `#|`. For {SIZE_WORDS[size]}, set up a folder "
-            f"of its own: trireme lab setup --path ../lab --size {size}"
-        )
-    return 0
-
-
-def _done(what: str, details: str) -> None:
+def _print_done(what: str, details: str) -> None:
     print(f"✓ {what}: {details}")
-
-
-def _cd(root: Path) -> str:
-    return "" if root == Path() else f" cd {root} &&"
-
-
-def _first_command(examples: tuple[str, ...]) -> str:
-    if examples == VF_RL:
-        return "uv run vf-rl @ configs/vf-rl/reverse-text.toml"
-    if examples == PRIME_RL:
-        return "uv run prime-rl @ configs/prime-rl/reverse-text.toml"
-    return "uv run rl @ configs/reverse-text/rl.toml"
 
 
 def _parse(argv: list[str]) -> Namespace:

@@ -1,28 +1,33 @@
-"""A workspace: a folder to type commands in, with example configurations for a machine, environments and tiny models.
+"""Set up a workspace: a folder with example configurations for a machine, environments and tiny models.
 
-Nothing that is there is written over. What is large or shared is linked to where Trireme has it: one copy on disk, and
-one virtual environment per environment, however many workspaces there are.
+No file of the user's is overwritten. What is large or shared is a link to where Trireme has it, so there is one copy on
+disk, and one virtual environment per environment, however many workspaces there are.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from trireme.tools.workspace.shipped import Shipped
-from trireme.tools.workspace.sized import Size, sized
+from trireme.base.errors import ConfigError
+from trireme.tools.workspace.sizes import Size, sized
 
 PythonProject = Literal["linked", "kept", "needless"]
+
+PARTS = ("configs", "environments", "models")
+IN_PACKAGE = "shipped"  # where a wheel has the parts; `hatch_build.py` puts them there
 
 VF_RL = ("vf-rl/*.toml",)
 PRIME_RL = ("prime-rl/*.toml", "*/rl.toml")
 HOSTED = ("rl/*.toml", "gepa/*.toml", "*/rl.toml")
 
 PROJECT = """\
-# `uv run` takes what .venv here is a link to: the installation of Trireme that made this folder.
+# `uv run` uses the installation of Trireme that .venv here is a link to.
 
 [project]
 name = "@NAME@"
@@ -36,6 +41,46 @@ managed = false
 UNMANAGED = "managed = false"  # uv reads such a project, and never installs for it
 
 
+@dataclass(frozen=True)
+class Shipped:
+    """The example configurations, environments and tiny models that come with Trireme."""
+
+    root: Path
+    is_checkout: bool  # else an installed package, which stays as it is
+
+    @property
+    def configs(self) -> Path:
+        return self.root / "configs"
+
+    @property
+    def environments(self) -> Path:
+        return self.root / "environments"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+
+def find_shipped(package: Path | None = None) -> Shipped:
+    """Find the checkout around our modules, or the data inside the installed package.
+
+    Args:
+        package: the folder of our modules, if it is not this one's.
+
+    Raises:
+        ConfigError: There is neither.
+    """
+    package = package or Path(__file__).parents[2]
+    places = (Shipped(package.parents[1], is_checkout=True), Shipped(package / IN_PACKAGE, is_checkout=False))
+    for place in places:
+        if all((place.root / part).is_dir() for part in PARTS):
+            return place
+    raise ConfigError(
+        f"The examples of Trireme are in none of {', '.join(str(place.root) for place in places)}. Expected "
+        f"{', '.join(PARTS)} in a checkout, or in the installed package. Install it again, from a whole checkout."
+    )
+
+
 @dataclass
 class Workspace:
     """A folder that is being set up.
@@ -43,7 +88,7 @@ class Workspace:
     Example:
         workspace = Workspace(Path("lab"), find_shipped(), copies=False)
         workspace.write_examples(VF_RL, "cpu")
-        workspace.kept  # [Path("configs/vf-rl/wordle.toml")]: it was there, and says something else
+        workspace.kept  # [Path("configs/vf-rl/wordle.toml")]: the file was there and differs
     """
 
     root: Path
@@ -53,14 +98,14 @@ class Workspace:
 
     @property
     def is_checkout(self) -> bool:
-        """Whether it is the very folder that everything comes from."""
+        """Whether this is the folder that everything comes from."""
         return self.root.resolve() == self.shipped.root.resolve()
 
     def link_python(self, prefix: Path = Path(sys.prefix)) -> PythonProject:
-        """So that `uv run` in the workspace runs the interpreter that has Trireme.
+        """Make `uv run` in the workspace use the interpreter that has Trireme.
 
-        A project of the user's stays as it is: with our link in it, its `uv sync` would change our environment. Where
-        Trireme is in no virtual environment nothing can be linked, or has to be.
+        A project of the user's stays as it is: with our link in it, its `uv sync` would change our environment. If
+        Trireme is in no virtual environment, its commands are on PATH and no link is needed.
         """
         if not (prefix / "pyvenv.cfg").is_file():
             return "needless"
@@ -69,24 +114,24 @@ class Workspace:
             return "kept"
         if venv.exists():
             return "linked" if venv.resolve() == prefix.resolve() else "kept"
-        venv.unlink(missing_ok=True)  # a link to what is gone
-        project.write_text(PROJECT.replace("@NAME@", _plain(self.root.resolve().name)))
+        venv.unlink(missing_ok=True)  # a link to a folder that is gone
+        name = re.sub(r"[\W_]+", "-", self.root.resolve().name).strip("-").lower() or "workspace"
+        project.write_text(PROJECT.replace("@NAME@", name))
         venv.symlink_to(prefix.resolve())
         return "linked"
 
     def bring_environments(self) -> int:
-        """Copied out of an installed package, which is no place to change code or to write results in."""
-        packages = self.shipped.packages()
-        for package in packages:
-            self._bring(package, copies=self.copies or not self.shipped.is_checkout)
+        """Link the environments; copy them from an installed package, where users should not edit code or find results.
+
+        Returns: their number.
+        """
+        copies = self.copies or not self.shipped.is_checkout
         self._write(Path("environments/AGENTS.md"), (self.shipped.environments / "AGENTS.md").read_text())
-        return len(packages)
+        return self._bring([path.parent for path in self.shipped.environments.glob("*/pyproject.toml")], copies=copies)
 
     def bring_models(self) -> int:
-        models = self.shipped.tiny_models()
-        for model in models:
-            self._bring(model, copies=self.copies)
-        return len(models)
+        """Link the tiny models, and return their number."""
+        return self._bring([path.parent for path in self.shipped.models.glob("*/config.json")], copies=self.copies)
 
     def write_endpoints(self) -> Path:
         file = Path("configs/endpoints.py")
@@ -94,35 +139,32 @@ class Workspace:
         return file
 
     def write_examples(self, patterns: tuple[str, ...], size: Size) -> dict[str, int]:
-        """Returns how many there are of each pattern."""
-        return {pattern: self._write_each(self.shipped.examples(pattern), size) for pattern in patterns}
+        """Write the example configurations, and return how many there are of each pattern."""
+        counts = dict.fromkeys(patterns, 0)
+        for pattern in patterns:
+            for file in sorted(self.shipped.configs.glob(pattern)):
+                self._write(file.relative_to(self.shipped.root), sized(file.read_text(), size))
+                counts[pattern] += 1
+        return counts
 
-    def _write_each(self, files: list[Path], size: Size) -> int:
-        for file in files:
-            self._write(file, sized((self.shipped.root / file).read_text(), size))
-        return len(files)
-
-    def _bring(self, folder: Path, *, copies: bool) -> None:
-        target = self.root / folder.relative_to(self.shipped.root)
-        if target.is_symlink() and not target.exists():
-            target.unlink()
-        if target.exists():
-            return
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if copies:
-            shutil.copytree(folder, target, ignore=shutil.ignore_patterns("__pycache__", "outputs"))
-        else:
-            target.symlink_to(folder.resolve(), target_is_directory=True)
+    def _bring(self, folders: Sequence[Path], *, copies: bool) -> int:
+        for folder in folders:
+            target = self.root / folder.relative_to(self.shipped.root)
+            if target.is_symlink() and not target.exists():
+                target.unlink()  # a link to a folder that is gone
+            if target.exists():
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if copies:
+                shutil.copytree(folder, target, ignore=shutil.ignore_patterns("__pycache__", "outputs"))
+            else:
+                target.symlink_to(folder.resolve(), target_is_directory=True)
+        return len(folders)
 
     def _write(self, file: Path, text: str) -> None:
         target = self.root / file
-        if target.exists():
-            self.kept += [file] if target.read_text() != text else []
-            return
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
-
-
-def _plain(name: str) -> str:
-    """A name that a project may have."""
-    return "-".join("".join(letter if letter.isalnum() else " " for letter in name).split()).lower() or "workspace"
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
+        elif target.read_text() != text:
+            self.kept.append(file)
