@@ -89,7 +89,7 @@ def test_a_run_without_a_process_is_told_from_disk(run, capsys):
     """An answer about another run is not taken for this one's: ports are used again."""
     with answering(run.parent / "another"):
         out = said(capsys, run)
-    assert "does not answer here; 3 of 8 steps are trained" in out
+    assert "3 of 8 steps are trained" in out
     assert "reward       0.000 -> 0.200" in out
 
 
@@ -105,7 +105,7 @@ def test_a_run_that_is_at_work_answers_itself_to_the_submissions_token(run, caps
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="not a run's folder"):
         status([str(tmp_path)])
-    with pytest.raises(ConfigError, match="there are no logs"):
+    with pytest.raises(ConfigError, match="There are no logs"):
         logs([str(tmp_path)])
 
 
@@ -172,12 +172,12 @@ def launcher(run: Path, hearing: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_cancel_ends_the_launcher_and_waits_for_it_or_names_it(run, capsys):
     with launcher(run, "hears") as process:
-        assert "coming up, or going down" in said(capsys, run)
+        assert "starting or stopping" in said(capsys, run)
         assert cancel([str(run)]) == 0
         assert process.wait(DEADLINE_S) == 0
     with launcher(run, "deaf") as process, pytest.raises(DeadlineExceeded, match=f"kill -9 {process.pid}"):
         end_launcher(RunPaths(run), wait_s=0.2)
-    with pytest.raises(ConfigError, match="no launcher is at work"):
+    with pytest.raises(ConfigError, match="No launcher is running"):
         cancel([str(run)])
 
 

@@ -161,7 +161,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(run, tmp_path, cap
             rollouts([str(folder), "--to", "trl", *words])
     with pytest.raises(SystemExit):
         rollouts([str(run), "--to", "trl", "--steps", "a:b"])
-    assert "'a:b' is no span of steps" in capsys.readouterr().err
+    assert "'a:b' is no range of steps" in capsys.readouterr().err
     assert not (run / "rollouts").exists()
     rollouts([str(run), "--to", "verl"])
     with pytest.raises(ConfigError, match="is not empty"):

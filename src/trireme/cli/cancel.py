@@ -1,4 +1,4 @@
-"""`trireme cancel RUN`: ends a run in good order, on this machine or on the cluster that it was submitted to."""
+"""`trireme cancel RUN`: end a run in good order, on this machine or on the cluster that it was submitted to."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ POLL_S = 0.1
 
 
 def cancel(argv: list[str]) -> int:
-    """Raises: ConfigError where nothing of the run is at work."""
-    run = _parse(argv)
+    """Raises: ConfigError if no process of the run is alive."""
+    parser = ArgumentParser(
+        prog="trireme cancel",
+        description="Ends a run. What it has trained stays, and the same command with --resume continues it.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    run: Path = parser.parse_args(argv).run
     submission = find_submission(run)
     if submission and submission.scheduler == "slurm":
         slurm.cancel(submission)
@@ -34,34 +39,24 @@ def cancel(argv: list[str]) -> int:
 
 
 def end_launcher(paths: RunPaths, *, wait_s: float = END_S) -> None:
-    """Asks it to, and waits until it is gone. It ends its processes first.
+    """Ask the launcher to end, and wait until it is gone. It ends its processes first.
 
     Raises:
-        ConfigError: there is none.
-        DeadlineExceeded: it did not end.
+        ConfigError: There is no launcher.
+        DeadlineExceeded: It did not end in time.
     """
     launcher = launcher_of(paths)
     if launcher is None:
         raise ConfigError(
-            f"no launcher is running in {paths.root} - expected a run that `rl` started on this machine, or that was "
-            f"submitted from here. `trireme status {paths.root}` says how it stands."
+            f"No launcher is running in {paths.root}. Expected a run that `rl` started on this machine, or that was "
+            f"submitted from here. `trireme status {paths.root}` shows its state."
         )
     os.kill(launcher, signal.SIGTERM)
     give_up = time.monotonic() + wait_s
     while launcher_of(paths) == launcher:
         if time.monotonic() > give_up:
             raise DeadlineExceeded(
-                f"process {launcher}, the launcher of {paths.root}, was asked to end and has not within {wait_s:.0f} s "
-                f"- expected it to. `kill -9 {launcher}` ends it; nothing that was trained is lost."
+                f"Process {launcher}, the launcher of {paths.root}, did not end within {wait_s:.0f} s of SIGTERM. "
+                f"`kill -9 {launcher}` ends it; nothing that was trained is lost."
             )
         time.sleep(POLL_S)
-
-
-def _parse(argv: list[str]) -> Path:
-    parser = ArgumentParser(
-        prog="trireme cancel",
-        description="Ends a run. What it has trained stays, and `--resume` goes on from there.",
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
-    folder: Path = parser.parse_args(argv).run
-    return folder

@@ -1,4 +1,4 @@
-"""`trireme eval-view [FOLDER ...]`: rewards and conversations of runs and evaluations, in the terminal."""
+"""`trireme eval-view [FOLDER ...]`: view rewards and conversations of runs and evaluations in the terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SIZE = (120, 36)
 
 
 def eval_view(argv: list[str]) -> int:
-    """Returns 0 when the viewer is left, or the picture is written.
+    """Return 0 when the user leaves the viewer, or when the picture is written.
 
-    Raises: ConfigError where there is no such folder, or no terminal.
+    Raises: ConfigError if there is no such folder, or no terminal.
     """
     arguments = _parse(argv)
     folders = arguments.folders or [Path(name) for name in USUAL if Path(name).is_dir()] or [Path(USUAL[0])]
@@ -25,8 +25,8 @@ def eval_view(argv: list[str]) -> int:
     require_folders(folders)
     if not (arguments.capture or (sys.stdout.isatty() and sys.stdin.isatty())):
         raise ConfigError(
-            "The viewer needs a terminal, and this is none - expected to be typed in one. "
-            "`--capture screen.txt` writes what it would show."
+            "The viewer needs a terminal, and standard input or output is none. "
+            "Run it in a terminal, or let `--capture screen.txt` write what it would show."
         )
 
     from trireme.tools.viewer.app import EvalView
@@ -71,5 +71,5 @@ def _keys(text: str) -> list[str]:
 def _size(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
     if not (width.isdigit() and height.isdigit() and int(width) >= 20 and int(height) >= 5):
-        raise ArgumentTypeError(f"{text!r} is no size of a terminal: expected WIDTHxHEIGHT, as 80x24, 20x5 at least")
+        raise ArgumentTypeError(f"{text!r} is no size of a terminal: expected WIDTHxHEIGHT, 20x5 or more, as 80x24")
     return int(width), int(height)

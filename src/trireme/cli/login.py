@@ -1,4 +1,4 @@
-"""`trireme login`: there is nothing to log in to; keys of other services go where their own tools look for them."""
+"""`trireme login`: there is no account; keys of other services go where their own tools look for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def login(argv: list[str]) -> int:
 
 
 def services(environ: Mapping[str, str], home: Path) -> list[str]:
-    """A line each: what it is for, where it goes, whether it is there. Never a value."""
+    """Return a line for each service: what it is for, where its key goes, whether the key is there. Never a value."""
     hub = Path(environ.get("HF_HOME") or home / ".cache" / "huggingface") / "token"
     return [
         _line("models on a hub", "HF_TOKEN, or `hf auth login`", _there(environ, "HF_TOKEN", hub)),

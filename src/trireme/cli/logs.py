@@ -1,12 +1,14 @@
-"""`trireme logs RUN [PROCESS] [-f]`: what a run says, on this machine or on the cluster that it was submitted to."""
+"""`trireme logs RUN [PROCESS] [-f]`: the logs of a run, on this machine or on the cluster that it was submitted to."""
 
 from __future__ import annotations
 
 import os
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TypeVar
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
@@ -14,67 +16,47 @@ from trireme.tools.cluster import kubernetes, slurm
 from trireme.tools.cluster.job import Submission, find_submission
 
 ENDING = ".stdout"
+Found = TypeVar("Found")
 
 
 def logs(argv: list[str]) -> int:
-    """Becomes the program that shows them.
+    """Replace this process by the program that shows the logs.
 
-    Raises: ConfigError where there are none, or none of that name.
+    Raises: ConfigError if there are none, or none of that name.
     """
     options = _parse(argv)
-    submission = find_submission(options.run)
-    command = _command(options, submission)
+    command = _command(options, find_submission(options.run))
     sys.stdout.flush()
     os.execvp(command[0], command)
 
 
 def _command(options: Namespace, submission: Submission | None) -> list[str]:
     if submission and submission.scheduler == "kubernetes":
-        machine = _machine_of(options.process, submission) if options.process else None
+        machine = _find(options.process, submission.processes, "the run") if options.process else None
         return kubernetes.log_command(submission, machine=machine, lines=options.lines, follow=options.follow)
-    run = Path(submission.run) if submission else options.run
-    files = _logs_of(run)
+    folder = RunPaths(Path(submission.run) if submission else options.run).logs
+    files = {file.name.removesuffix(ENDING): file for file in sorted(folder.glob(f"*{ENDING}"))}
     if options.process:
-        shown = [_one(options.process, files, run)]
+        shown = [_find(options.process, files, str(folder))]
     else:
         shown = (submission and slurm.logs_of(submission)) or list(files.values())
     if not shown:
-        raise ConfigError(
-            f"there are no logs in {RunPaths(run).logs} - expected those of a run that was started. "
-            f"{_when(submission) or 'Check the folder.'}"
-        )
-    return [
-        "tail",
-        f"--lines={options.lines}",
-        *(["--follow=name", "--retry"] if options.follow else []),
-        *map(str, shown),
-    ]
+        advice = "Check the folder."
+        if submission:
+            advice = f"`trireme status {submission.run}` says whether job {submission.job} runs."
+        raise ConfigError(f"There are no logs in {folder}. Expected those of a run that was started. {advice}")
+    follow = ["--follow=name", "--retry"] if options.follow else []
+    return ["tail", f"--lines={options.lines}", *follow, *map(str, shown)]
 
 
-def _when(submission: Submission | None) -> str:
-    return f"`trireme status {submission.run}` says whether job {submission.job} runs." if submission else ""
-
-
-def _logs_of(run: Path) -> dict[str, Path]:
-    return {file.name.removesuffix(ENDING): file for file in sorted(RunPaths(run).logs.glob(f"*{ENDING}"))}
-
-
-def _one(process: str, files: dict[str, Path], run: Path) -> Path:
-    if process in files:
-        return files[process]
-    raise ConfigError(_unknown(process, list(files), f"{RunPaths(run).logs} has"))
-
-
-def _machine_of(process: str, submission: Submission) -> int:
-    if process in submission.processes:
-        return submission.processes[process]
-    raise ConfigError(_unknown(process, list(submission.processes), "the run has"))
-
-
-def _unknown(process: str, known: list[str], has: str) -> str:
+def _find(process: str, known: Mapping[str, Found], owner: str) -> Found:
+    if process in known:
+        return known[process]
     near = get_close_matches(process, known, n=1)
-    advice = f"Did you mean `{near[0]}`?" if near else "Leave it out to see all."
-    return f"there is no log of `{process}` - {has} {', '.join(known) or 'none'}. {advice}"
+    raise ConfigError(
+        f"There is no log of `{process}`: {owner} has {', '.join(known) or 'none'}. "
+        + (f"Did you mean `{near[0]}`?" if near else "Leave the name out to see all.")
+    )
 
 
 def _parse(argv: list[str]) -> Namespace:

@@ -1,4 +1,4 @@
-"""`trireme rollouts RUN --to trl`: what a run rolled out, as data sets that other trainers read."""
+"""`trireme rollouts RUN --to trl`: write a run's rollouts as data sets that other trainers read."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ KINDS = ("trl", "verl", "jsonl", "parquet")
 
 
 def rollouts(argv: list[str]) -> int:
-    """Returns 0 when all files are whole and on disk.
+    """Return 0 when all files are complete and on disk.
 
     Raises:
-        ConfigError: there is nothing to write, or no place for it.
-        JournalCorrupt: a batch is damaged.
+        ConfigError: There is nothing to write, or no room for it.
+        JournalCorrupt: A batch is damaged.
     """
     arguments = _parse(argv)
     folder = arguments.output or RunPaths(arguments.run).root / "rollouts" / arguments.to
@@ -33,7 +33,7 @@ def rollouts(argv: list[str]) -> int:
         if not is_full(error):
             raise
         raise ConfigError(
-            f"{folder}: {error.strerror} - expected room for the rollouts. Free some, or set `--output`."
+            f"{folder}: {error.strerror}. Expected room for the rollouts. Free some, or set `--output`."
         ) from error
     for path, count in written.items():
         print(f"{count:8}  {path}")
@@ -68,7 +68,7 @@ def _parse(argv: list[str]) -> Namespace:
 def _steps(text: str) -> range:
     first, colon, last = text.partition(":")
     if not all(part.isdigit() or part == "" for part in (first, last)) or not (first or last):
-        raise ArgumentTypeError(f"{text!r} is no span of steps: expected A:B, as 0:20, or one step")
+        raise ArgumentTypeError(f"{text!r} is no range of steps: expected A:B such as 0:20, or one step")
     if not colon:
         return range(int(first), int(first) + 1)
     return range(int(first or 0), int(last) if last else 10**12)
