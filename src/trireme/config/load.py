@@ -19,7 +19,7 @@ from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
 from trireme.config.compatibility import ALIASES, SFT_ALIASES, SHORT_FLAGS, belongs_elsewhere, kind_of
 from trireme.config.files import PROCESSES, ProcessName, read_run, read_table
 from trireme.config.problems import KeyPath, Source, explain, raise_together, unknown_key
-from trireme.config.reference import manual
+from trireme.config.reference import help_text
 from trireme.config.run import RunConfig
 from trireme.config.section import NONE, Field, Section, as_flag, as_key, fields_of, find, read_structure
 
@@ -58,7 +58,7 @@ def load_config(
     argv: list[str], root: type[AnyConfig], *, section: ProcessName | None = None, program: str
 ) -> tuple[AnyConfig, Invocation]:
     if any(word in HELP for word in argv):
-        print(manual(root, Invocation, section=section, program=program))
+        print(help_text(root, Invocation, section=section, program=program))
         raise SystemExit(0)
     arguments = parse_arguments(argv)
     own = [flag for flag in arguments if isinstance(flag, TypedFlag) and knows(Invocation, flag, exactly=False)]

@@ -15,7 +15,7 @@ from trireme.config.arguments import HELP, TypedFile, TypedFlag, mark_file, pars
 from trireme.config.compatibility import Kind, belongs_elsewhere, kind_of
 from trireme.config.files import read_table
 from trireme.config.load import knows, read_as
-from trireme.config.reference import manual
+from trireme.config.reference import help_text
 from trireme.config.resolve import resolve
 from trireme.config.rules import check
 from trireme.config.run import RunConfig
@@ -64,7 +64,7 @@ def read_run_file(argv: list[str], devices: Devices, *, program: str, kinds: tup
     """
     format = FORMATS[kinds[0]]
     if any(word in HELP for word in argv):
-        print(manual(format.schema, Command, section=None, program=program))
+        print(help_text(format.schema, Command, section=None, program=program))
         raise SystemExit(0)
     arguments = parse_arguments(mark_file(["--session" if word == "-s" else word for word in argv]))
     files = [argument for argument in arguments if isinstance(argument, TypedFile)]

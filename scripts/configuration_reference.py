@@ -1,0 +1,67 @@
+"""Write `docs/configuration.md` and the JSON schemas in `configs/schema` from the models of the configuration.
+
+uv run python scripts/configuration_reference.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trireme.config.reference import json_schema, keys_page
+from trireme.config.run import RunConfig
+from trireme.config.sft import SftConfig
+from trireme.tools.evaluate.config import EvalConfig
+from trireme.tools.gepa.config import GepaConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PAGE = """\
+# Configuration
+
+Every key of every file and command. This page is generated from the models in `src/trireme/config` by
+`scripts/configuration_reference.py`; `rl --help` prints the same for the command line.
+
+**Where values come from.** Defaults, then environment variables, then files from left to right, then flags; the last
+one wins. Tables merge key by key, lists are replaced. Files and flags may come in any order.
+
+| | `lr` under `[trainer.optim]` |
+|---|---|
+| in a file (`rl @ run.toml`) | `[trainer.optim]`, `lr = 1e-5` |
+| in a process's own file (`--trainer @ trainer.toml`, or `trainer @ trainer.toml`) | `[optim]`, `lr = 1e-5` |
+| as a flag | `--trainer.optim.lr 1e-5`, and for the command `trainer` also `--optim.lr 1e-5` |
+| as an environment variable | `TRIREME_TRAINER__OPTIM__LR=1e-5` |
+
+Flags write `-` where keys have `_`. `--no-x` switches off a truth value (`--no-resume`) or a whole table
+(`--no-wandb`); a table that is off by default is switched on by its name alone (`--trainer.model.ac`) or by any of its
+keys. Lists are `--x 1 2`, `--x 1,2` or `--x "[1, 2]"`, tables JSON or TOML. Items of an array of tables go by their
+number, counted from 0: `--orchestrator.env.0.id reverse-text`. `none` stands for no value, in files too:
+`num_examples = "none"`.
+
+Unknown keys are refused with a suggestion, and all problems are shown together before anything starts.
+
+**Editors** that know TOML schemas (Taplo, Even Better TOML) complete and check files that begin with a line such as
+`#:schema ../schema/rl.json`, the path from the file to [`configs/schema`](../configs/schema).
+
+"""
+
+PARTS = (
+    ("`rl`, `trainer`, `orchestrator`, `inference`", RunConfig),
+    ("`sft`", SftConfig),
+    ("`eval`", EvalConfig),
+    ("`trireme gepa`", GepaConfig),
+)
+
+
+def documents() -> Iterator[tuple[Path, str]]:
+    """Yield each generated file with its text."""
+    pages = (f"## {title}\n\n{keys_page(root)}" for title, root in PARTS)
+    yield ROOT / "docs/configuration.md", PAGE + "\n".join(pages)
+    for name, root in (("rl", RunConfig), ("sft", SftConfig)):
+        yield ROOT / f"configs/schema/{name}.json", json_schema(root)
+
+
+if __name__ == "__main__":
+    for path, text in documents():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
