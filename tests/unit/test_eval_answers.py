@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from limits import file_size_limit
 from trireme.algo.pass_at_k import mean_pass_at_k, pass_at_k, powers_of_two
 from trireme.base.errors import ConfigError
-from trireme.orchestrator.evaluation.results import EvalResult, EvalResultsFile, description_path, is_runs_own, make_way
+from trireme.orchestrator.evaluation.results import (
+    EvalResult,
+    EvalResultsFile,
+    description_path,
+    is_runs_own,
+    move_aside,
+)
 
 
 def answered(example: int) -> EvalResult:
@@ -52,7 +58,7 @@ def test_a_full_disk_leaves_no_half_of_a_line_and_a_line_that_is_none_of_ours_is
     with open(file.partial, "ab") as more:
         more.write(b'{"loss": 1}\n')
     with pytest.raises(ConfigError, match=r"line 3 is no result of an evaluation"):
-        file.answered()
+        file.read_all()
 
 
 def test_what_the_command_left_is_not_the_runs_own_and_makes_way_whole(tmp_path: Path) -> None:
@@ -60,11 +66,11 @@ def test_what_the_command_left_is_not_the_runs_own_and_makes_way_whole(tmp_path:
     file = EvalResultsFile(path)
     file.finish([answered(0)])
     assert is_runs_own(path)
-    make_way(path)  # of its own results a run makes others in their place
+    move_aside(path)  # of its own results a run makes others in their place
     assert is_runs_own(path)
     description_path(path).write_text("{}")
     assert not is_runs_own(path)
-    make_way(path)
+    move_aside(path)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["say.v1.command.json", "say.v1.command.jsonl"]
 
 

@@ -20,7 +20,7 @@ from trireme.orchestrator.evaluation.results import (
     EvalResultsFile,
     evaluation_metrics,
     is_runs_own,
-    make_way,
+    move_aside,
     read_eval_results,
     results_path,
 )
@@ -35,7 +35,11 @@ SHARE = 4
 
 
 class Evaluator:
-    """Evaluates versions when they are due. A version stays live until then, for as long as its engines do."""
+    """Evaluates versions when they are due.
+
+    Produces: `eval/...` metrics and results files. Waits for: versions, which stay live until they are evaluated, as
+    long as their engines live. Ends after the last one.
+    """
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class Evaluator:
         policy.expect_evaluations(self.due())
 
     async def run(self) -> None:
-        """Produces `eval/...` metrics; waits for versions; ends after the last one."""
+        """Evaluate all versions that are due; a later version in place of one that is no longer live."""
         for version in self.due():
             await self._policy.reached(version)
             is_done = False
@@ -69,7 +73,7 @@ class Evaluator:
                 log.warning("version %d was gone before it was evaluated; version %d was instead", version, live)
 
     def due(self) -> list[int]:
-        """Versions to come that have not been evaluated by the run that this one resumes."""
+        """Return the versions to evaluate, without those that were before this run was resumed."""
         if self._eval is None:
             return []
         last = self._config.max_steps
@@ -79,7 +83,7 @@ class Evaluator:
         return sorted(version for version in versions | {last} if not self.is_done(version))
 
     def is_done(self, version: int) -> bool:
-        """Never where the run evaluates nothing: what lies there is somebody else's."""
+        """Whether the run has written all results of `version`. Other results may be those of the command `eval`."""
         return self._eval is not None and all(
             is_runs_own(results_path(self._config.paths, version, name)) for name in self._environments
         )
@@ -113,10 +117,10 @@ class Evaluator:
         return True
 
     def report(self, version: int, *, seconds: float | None = None) -> None:
-        """Its metrics, from the results on disk.
+        """Write the metrics of `version`, from its results on disk.
 
         Args:
-            seconds: how long it took, which the results do not tell.
+            seconds: how long the evaluation took, where it ran in this process.
         """
         assert self._eval is not None
         row: dict[str, float] = {} if seconds is None else {"time/eval": seconds}
@@ -235,5 +239,5 @@ def max_concurrent_rollouts(
 def _write_all(files: Iterable[EvalResultsFile], results: Iterable[Iterable[EvalResult]]) -> None:
     reach("evaluation.before_write")
     for file, each in zip(files, results, strict=True):
-        make_way(file.path)
+        move_aside(file.path)
         file.finish(each)

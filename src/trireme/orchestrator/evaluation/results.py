@@ -1,4 +1,4 @@
-"""One line per rollout of an evaluation, and the metrics of those lines: from disk as from memory, the same numbers."""
+"""Results of evaluations: one line per rollout in a file, and the metrics of those lines."""
 
 from __future__ import annotations
 
@@ -65,172 +65,156 @@ class EvalResult(msgspec.Struct, kw_only=True):
     def rollout_key(self) -> RolloutKey:
         return self.example, self.rollout
 
-    @property
-    def group(self) -> int | str:
-        return self.example if self.example >= 0 else self.example_id
-
 
 def results_path(paths: RunPaths, version: int, environment: str) -> Path:
     return step_folder(paths.evals, version) / f"{environment.replace('/', '_')}.jsonl"
 
 
 def description_path(results: Path) -> Path:
-    """Beside the results of the command `eval`: how they were made."""
+    """Return the file next to results of the command `eval` that says how they were made."""
     return results.with_suffix(".json")
 
 
 def is_runs_own(results: Path) -> bool:
-    """Whether it is there, and made by the run. What the command `eval` left may be of fewer examples, or of others."""
+    """Whether these results exist and the run made them. Those of the command `eval` may be of other examples."""
     return results.exists() and not description_path(results).exists()
 
 
-def make_way(results: Path) -> None:
-    """What the command `eval` left under the name that the run's own results are to have gets another one."""
+def move_aside(results: Path) -> None:
+    """Rename results of the command `eval` that have the name of the run's own."""
     for path in (results, description_path(results)) if description_path(results).exists() else ():
         if path.exists():
             path.rename(path.with_name(f"{path.stem}.command{path.suffix}"))
 
 
 class EvalResultsFile:
-    """Answers as they come, each on disk at once; what was killed goes on where it stopped.
+    """Results of one evaluation, on disk as they come, so that an evaluation that was killed resumes.
 
-    Until all are there they stand in `NAME.jsonl.partial`, in the order in which they came; then in `NAME.jsonl`.
+    Until all exist they are in `NAME.jsonl.partial`, in the order in which they came; then in `NAME.jsonl`, sorted.
     """
 
     def __init__(self, path: Path, *, partial: str | None = None) -> None:
         """
         Args:
-            partial: another name for the file with those that have come.
+            partial: another name for the file of those that have come.
         """
         self.path = path
         self.partial = path.with_name(partial or f"{path.name}.partial")
-        self._is_whole = False  # the last line, as far as is known
+        self._ends_whole = False  # the partial file ends with a whole line, as far as is known
 
-    def answered(self) -> dict[RolloutKey, EvalResult]:
-        """Of earlier evaluations. Where a rollout was tried again, the newest; those that failed are to be again.
+    def read_all(self) -> dict[RolloutKey, EvalResult]:
+        """Return results of earlier evaluations, the newest of each rollout; without those that failed.
 
         Raises: ConfigError where a line is none of ours.
         """
-        return _by_key(answer for file in (self.path, self.partial) for answer in _read_answered(file))
+        return _by_key(result for file in (self.path, self.partial) for result in _read_lines(file))
 
     def read_partial(self) -> dict[RolloutKey, EvalResult]:
-        """As `answered`, of an evaluation that was cut short."""
-        return _by_key(_read_answered(self.partial))
+        """Return results of an evaluation that was killed, as `read_all`."""
+        return _by_key(_read_lines(self.partial))
 
-    def append(self, answer: EvalResult) -> None:
+    def append(self, result: EvalResult) -> None:
         """Raises OSError where the disk is full; then nothing is written."""
-        if not self._is_whole:
-            self._begin()
+        if not self._ends_whole:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.partial.exists() and not self.partial.read_bytes().endswith(b"\n"):
+                with open(self.partial, "ab") as file:
+                    file.write(b"\n")  # after the torn line of an evaluation that was killed
+            self._ends_whole = True
         size = self.partial.stat().st_size if self.partial.exists() else 0
         try:
             with open(self.partial, "ab") as file:
-                file.write(_to_line(answer))
+                file.write(_to_line(result))
         except OSError:
             with suppress(OSError):
                 os.truncate(self.partial, size)
             raise
 
-    def _begin(self) -> None:
-        """After what somebody who was killed has left."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.partial.exists() and not self.partial.read_bytes().endswith(b"\n"):
-            with open(self.partial, "ab") as file:
-                file.write(b"\n")
-        self._is_whole = True
-
     def discard(self) -> None:
-        """What has come will not be gone on with."""
+        """Remove what has come: it will not be resumed."""
         self.partial.unlink(missing_ok=True)
 
-    def finish(self, answers: Iterable[EvalResult]) -> None:
-        write_eval_results(self.path, sorted(answers, key=lambda answer: answer.rollout_key))
+    def finish(self, results: Iterable[EvalResult]) -> None:
+        write_eval_results(self.path, sorted(results, key=lambda result: result.rollout_key))
         self.partial.unlink(missing_ok=True)
 
 
-def _by_key(answers: Iterable[EvalResult]) -> dict[RolloutKey, EvalResult]:
-    return {answer.rollout_key: answer for answer in answers if answer.reward is not None}
+def _by_key(results: Iterable[EvalResult]) -> dict[RolloutKey, EvalResult]:
+    return {result.rollout_key: result for result in results if result.reward is not None}
 
 
-def _read_answered(path: Path) -> Iterator[EvalResult]:
-    """Lines of a partial file may be torn: their writers were killed."""
+def _read_lines(path: Path) -> Iterator[EvalResult]:
+    """Read a results file. Lines of a partial one may be torn, where their writer was killed, and are left out."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
-        if not line.strip() or (path.suffix == ".partial" and _is_torn(line)):
+        if not line.strip():
             continue
         try:
-            yield msgspec.convert(json.loads(line), EvalResult)
-        except (ValueError, RecursionError, msgspec.ValidationError) as error:
-            raise ConfigError(
-                f"{path}, line {number} is no result of an evaluation ({error}) - expected one JSON object per rollout."
-                " Remove the line or the file, and type the same command again."
-            ) from None
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if path.suffix == ".partial":
+                continue
+            raise _no_result(path, number, error) from None
+        try:
+            yield msgspec.convert(value, EvalResult)
+        except msgspec.ValidationError as error:
+            raise _no_result(path, number, error) from None
 
 
-def _is_torn(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return True
-    return False
+def _no_result(path: Path, number: int, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{path}, line {number} is no result of an evaluation ({error}) - expected one JSON object per rollout. Remove "
+        "the line or the file, and type the same command again."
+    )
 
 
-def write_eval_results(path: Path, answers: Iterable[EvalResult]) -> None:
+def write_eval_results(path: Path, results: Iterable[EvalResult]) -> None:
     with atomic_write(path) as file:
-        file.writelines(map(_to_line, answers))
+        file.writelines(map(_to_line, results))
 
 
-def _to_line(answer: EvalResult) -> bytes:
-    return json.dumps(msgspec.to_builtins(answer)).encode() + b"\n"
+def _to_line(result: EvalResult) -> bytes:
+    return json.dumps(msgspec.to_builtins(result)).encode() + b"\n"
 
 
 def read_eval_results(path: Path) -> list[EvalResult]:
     return [msgspec.convert(json.loads(line), EvalResult) for line in path.read_bytes().splitlines()]
 
 
-def evaluation_metrics(name: str, answers: Sequence[EvalResult], evaluation: Evaluation) -> dict[str, float]:
-    """`eval/NAME/...`. What failed has no reward: it is in `error_rate`, left out of the means, and has not passed."""
-    if not answers:
+def evaluation_metrics(name: str, results: Sequence[EvalResult], evaluation: Evaluation) -> dict[str, float]:
+    """Return `eval/NAME/...`. A rollout that failed counts in `error_rate`, in no mean, and has not passed.
+
+    `reward` is the mean over rollouts, avg@k that over examples of the mean of each one's k rollouts. pass@k is over
+    the examples with the full number of rollouts, which all of them have in a whole file.
+    """
+    if not results:
         return {}
-    scored = [answer for answer in answers if answer.reward is not None]
-    metrics = {"error_rate": 1 - len(scored) / len(answers)} | _passed(answers, evaluation)
+    scored = [result for result in results if result.reward is not None]
+    groups = _group(results)
+    size = max(map(len, groups))  # rollouts per example
+    metrics = {"error_rate": 1 - len(scored) / len(results)}
+    passed = [
+        sum(result.reward is not None and result.reward >= evaluation.pass_threshold for result in group)
+        for group in groups
+        if len(group) == size
+    ]
+    for k in [k for k in evaluation.pass_at if k <= size] or powers_of_two(size):
+        metrics[f"pass@{k}"] = mean_pass_at_k(size, passed, k)
     if scored:
-        metrics |= means(answer.metrics for answer in scored) | _rewards(answers, scored)
-        metrics["truncated_frac"] = float(np.mean([answer.truncated for answer in scored]))
-        metrics["tokens_mean"] = float(np.mean([answer.tokens for answer in scored]))
-        metrics["turns_mean"] = float(np.mean([answer.turns for answer in scored]))
+        metrics |= means(result.metrics for result in scored)
+        rewards = np.array([result.reward for result in scored])
+        metrics["reward"], metrics["std"] = float(rewards.mean()), float(rewards.std())
+        by_example = [np.mean([result.reward for result in group]) for group in _group(scored)]
+        metrics[f"avg@{size}"] = float(np.mean(by_example))
+        metrics["truncated_frac"] = float(np.mean([result.truncated for result in scored]))
+        metrics["tokens_mean"] = float(np.mean([result.tokens for result in scored]))
+        metrics["turns_mean"] = float(np.mean([result.turns for result in scored]))
     return {f"eval/{name}/{measure}": value for measure, value in metrics.items()}
 
 
-def _rewards(answers: Sequence[EvalResult], scored: Sequence[EvalResult]) -> dict[str, float]:
-    """`reward` is the mean over rollouts, avg@k that over examples of the mean of each one's k rollouts."""
-    rewards = np.array([answer.reward for answer in scored])
-    per_example = [np.mean([answer.reward for answer in group]) for group in _groups(scored).values()]
-    return {
-        "reward": float(rewards.mean()),
-        "std": float(rewards.std()),
-        f"avg@{_most(answers)}": float(np.mean(per_example)),
-    }
-
-
-def _passed(answers: Sequence[EvalResult], evaluation: Evaluation) -> dict[str, float]:
-    """pass@k over the examples with the full number of rollouts, which all of them have in a whole file."""
-    most = _most(answers)
-    counts = [
-        sum(answer.reward is not None and answer.reward >= evaluation.pass_threshold for answer in group)
-        for group in _groups(answers).values()
-        if len(group) == most
-    ]
-    wanted = [k for k in evaluation.pass_at if k <= most] or powers_of_two(most)
-    return {f"pass@{k}": mean_pass_at_k(most, counts, k) for k in wanted}
-
-
-def _most(answers: Sequence[EvalResult]) -> int:
-    """Rollouts per example."""
-    return max(map(len, _groups(answers).values()))
-
-
-def _groups(answers: Sequence[EvalResult]) -> dict[int | str, list[EvalResult]]:
+def _group(results: Sequence[EvalResult]) -> list[list[EvalResult]]:
+    """Group results by example."""
     groups: dict[int | str, list[EvalResult]] = {}
-    for answer in answers:
-        groups.setdefault(answer.group, []).append(answer)
-    return groups
+    for result in results:
+        groups.setdefault(result.example if result.example >= 0 else result.example_id, []).append(result)
+    return list(groups.values())

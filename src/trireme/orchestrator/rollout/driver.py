@@ -88,7 +88,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Extent:
-    """Which rollouts are made: some examples of a split, and the same number of rollouts of each."""
+    """The rollouts to make: some examples of a split, and the same number of rollouts of each."""
 
     split: Split
     examples: Sequence[int]

@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def models(self) -> dict[int, Path | None]:
-        """By step, in order; None is the engine's own base model."""
+        """Folders by step, in order; None is the engine's own base model."""
         base: dict[int, Path | None] = {0: None} if self.config.eval_base else {}
         return base | {step: folder for step, folder in self.steps.items() if step or not base}
 

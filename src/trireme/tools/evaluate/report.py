@@ -1,4 +1,4 @@
-"""What an evaluation found, as a table, as JSON, and in words."""
+"""Reports of an evaluation: a table, JSON, and words."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Session:
         Raises: ConfigError where those were made with other settings, or are of the run's own evaluations.
         """
         self.file, self._description = EvalResultsFile(results), description
-        answered, before = self.file.answered(), self._read_description()
+        answered, before = self.file.read_all(), self._read_description()
         if not before and (answered or results.exists()):
             raise ConfigError(
                 f"{results} is there, and no {description.name} next to it says how it was made: it is of the run's "

@@ -1,6 +1,6 @@
-"""A model in its files, or adapters and the base model that they are for, on their way into an engine.
+"""Read a model from its files, or adapters with their base model, and send it to an engine.
 
-What adapters come to is what a run's own engines were given: each product is added in float32, then rounded.
+Merged adapters have the bits that a run's own engines were given: each product is added in float32, then rounded.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def shape_difference(expected: Shapes, found: Shapes) -> str | None:
 
 
 def local_folder(model: str) -> Path | None:
-    """Of a folder, or of a hub name whose files are here already; None where they are not."""
+    """Return the folder of a model: the folder itself, or that of downloaded files of a hub name. None without files."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
