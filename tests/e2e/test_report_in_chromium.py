@@ -27,8 +27,8 @@ def test_a_browser_shows_all_of_it_and_asks_for_nothing(tmp_path: Path) -> None:
         page = watched.page
         page.goto((run / "report.html").as_uri())
         assert page.locator("h1").inner_text() == "run"
-        assert page.locator("figure svg").count() > 5
-        for plot in page.locator("figure svg").all():
+        assert page.locator(".figure svg").count() > 5
+        for plot in page.locator(".figure svg").all():
             box = plot.bounding_box()
             assert box is not None
             assert min(box["width"], box["height"]) > 100, "a plot that takes its place"

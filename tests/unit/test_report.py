@@ -27,11 +27,8 @@ from trireme.journal.provenance import write_provenance
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import Span
 from trireme.tools.diff.configuration import compare_configurations
-from trireme.tools.report.choices import OWN, choices_of
-from trireme.tools.report.html import to_html
-from trireme.tools.report.markdown import to_markdown
-from trireme.tools.report.page import Conversation, Figure, Message, Page, Table, Words
-from trireme.tools.report.sections import build_page
+from trireme.tools.report.sections import OWN, build_report, choices_of
+from trireme.tools.report.writing import Report, Section, to_html, to_markdown
 from viewing import Reader, write_evaluations
 from written_run import rewrite_batch, write_whole_run
 
@@ -56,8 +53,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(run: Path) -> Page:
-    return build_page(run)
+def page(run: Path) -> Report:
+    return build_report(run)
 
 
 @pytest.fixture
@@ -74,12 +71,8 @@ def supervised_run(folder: Path, more: dict[str, float]) -> Path:
     return folder
 
 
-def blocks_of(page: Page, title: str) -> list[Any]:
-    return next(section.blocks for section in page.sections if section.title == title)
-
-
-def words(page: Page, title: str) -> str:
-    return "\n".join(map(str, blocks_of(page, title)))
+def words(page: Report, title: str) -> str:
+    return next(section.text for section in page.sections if section.title == title)
 
 
 def parsed(markdown: str) -> list[Token]:
@@ -87,7 +80,7 @@ def parsed(markdown: str) -> list[Token]:
     return MarkdownIt("commonmark").enable("table").parse(markdown)
 
 
-def test_html_loads_nothing_and_what_a_model_wrote_is_text(page: Page) -> None:
+def test_html_loads_nothing_and_what_a_model_wrote_is_text(page: Report) -> None:
     as_html = to_html(page)
     reader = Reader(as_html)
     forbidden = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "audio"}
@@ -101,20 +94,22 @@ def test_html_loads_nothing_and_what_a_model_wrote_is_text(page: Page) -> None:
     assert "@import" not in as_html
     policy = next(attributes for _, attributes in reader.elements if attributes.get("http-equiv"))
     assert (policy["content"] or "").startswith("default-src 'none';")
-    assert SHOWN in reader.texts
-    assert "set <code>a.b</code> to &lt;1&gt;" in to_html(Page("t", "set `a.b` to <1>", []))
+    assert sum(SHOWN in text for text in reader.texts) == 2
+    for sneaky in (EVIL, f"<details>{EVIL}</details>", f"x\n\n<!-- {EVIL} -->"):
+        page_of_evil = Reader(to_html(Report("t", "", [Section("s", sneaky)], {})))
+        assert page_of_evil.tags.isdisjoint(forbidden - {"img"})
+    assert "set <code>a.b</code> to &lt;1&gt;" in to_html(Report("t", "set `a.b` to <1>", [], {}))
 
 
-def test_markdown_holds_its_pictures_and_what_a_model_wrote_is_text(page: Page) -> None:
-    tokens = parsed(to_markdown(page))
+def test_markdown_holds_its_pictures_and_what_a_model_wrote_is_text(page: Report) -> None:
+    tokens = parsed(to_markdown(page, out=Path("report.md")))
     assert sum(SHOWN in token.content for token in tokens if token.type == "fence") == 2
     assert not any(SHOWN in token.content for token in tokens if token.type != "fence")
     raw = [token.content.strip() for token in tokens if token.type == "html_block"]
     assert raw
     assert all(re.fullmatch(r"<details><summary>[\w ]+</summary>|</details>", line) for line in raw)
     images = [child for token in tokens for child in token.children or () if child.type == "image"]
-    figures = [block for one in page.sections for block in one.blocks if isinstance(block, Figure)]
-    assert len(images) == len(figures) > 3
+    assert len(images) == len(page.figures) > 3
     assert all(str(image.attrs["src"]).startswith("data:image/png;base64,") for image in images)
 
 
@@ -125,7 +120,7 @@ def test_plots_lie_beside_the_markdown_where_that_is_wanted(run: Path, tmp_path:
     assert all("<svg" in (tmp_path / "x" / link).read_text() for link in links)
 
 
-def test_the_page_says_what_the_files_say(run: Path, page: Page) -> None:
+def test_the_page_says_what_the_files_say(run: Path, page: Report) -> None:
     """`write_evaluations`: example 1 goes from 0 to 1, the others stay."""
     rows = [json.loads(line) for line in RunPaths(run).metrics.read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
@@ -133,17 +128,14 @@ def test_the_page_says_what_the_files_say(run: Path, page: Page) -> None:
     assert page.title == "a run"
     assert page.lead.startswith("5 of 5 steps")
     assert f"mean reward {first:.3f} → {last:.3f} (of the first and the last 2 steps)" in page.lead
-    shown = [block.title for block in blocks_of(page, "Rollouts") if isinstance(block, Conversation)]
-    assert [title.partition(":")[0] for title in shown] == [
-        *["at the start, step 1"] * 2, *["in the middle, step 3"] * 2, *["at the end, step 5"] * 2
-    ]  # fmt: skip
-    assert len({title.partition(": ")[2].partition(",")[0] for title in shown[:2]}) == 2, "one of each group"
-    lead, *held_out = blocks_of(page, "Held-out examples")
-    assert lead == Words("Example 1 of say, which gained the most (+1):")
-    before, after = (block for block in held_out if isinstance(block, Conversation))
-    assert [before.title, after.title] == ["version 0: reward 0", "version 20: reward 1"]
-    assert before.messages == [Message("user", "question 1"), Message("assistant", "version 0 says 1")]
-    assert after.messages == [Message("assistant", "version 20 says 1")]
+    shown = re.findall(r"^\*\*(at the \w+|in the \w+), step (\d): example (\d+)", words(page, "Rollouts"), re.MULTILINE)
+    places = [("at the start", "1"), ("in the middle", "3"), ("at the end", "5")]
+    assert [place for *place, _ in map(list, shown)] == [list(place) for place in places for _ in range(2)]
+    assert shown[0][2] != shown[1][2], "one of each group"
+    held_out = words(page, "Held-out examples")
+    assert held_out.startswith("Example 1 of say, which gained the most (+1):\n\n**version 0: reward 0**")
+    assert "[user]\nquestion 1\n\n[assistant]\nversion 0 says 1" in held_out
+    assert "**version 20: reward 1**\n\n```\n[assistant]\nversion 20 says 1\n```" in held_out
     assert "Nothing was lost, and nothing was trained twice" in words(page, "Audit")
     assert "None: no sign" in words(page, "Warnings")
     assert "did not write down" in words(page, "Versions and machine")
@@ -153,12 +145,11 @@ def test_the_page_tells_what_went_wrong_and_where_it_ran(copy: RunPaths) -> None
     copy.journal.joinpath("batch_000002.msgpack").unlink()
     MetricsFile(copy.metrics, "trainer").append(5, {"loss": float("nan"), "grad_norm": 1.0})
     write_provenance(copy, {"packages": {"torch": "9.9"}, "command": ["rl", "@", "x.toml"], "gpus": []})
-    page = build_page(copy.root)
+    page = build_report(copy.root)
     assert "contradiction" in words(page, "Audit")
     assert "batch 2 is missing" in words(page, "Audit")
-    (row,) = blocks_of(page, "Warnings")[0].rows
-    assert (row[0], row[1], "loss is not finite" in row[2]) == ("6", "not_finite", True)
-    assert blocks_of(page, "Versions and machine")[0] == Table([("packages torch", "9.9"), ("command", "rl @ x.toml")])
+    assert re.search(r"^\| 6 \| not\\_finite \| loss is not finite", words(page, "Warnings"), re.MULTILINE)
+    assert "| packages torch | 9.9 |\n| command | rl @ x.toml |" in words(page, "Versions and machine")
 
 
 @pytest.mark.parametrize("file", ["reverse-text/rl.toml", "wordle/rl.toml", "math-python/rl.toml"])
@@ -172,42 +163,40 @@ def test_from_its_choices_comes_the_same_configuration(file: str, tmp_path: Path
     assert not tomllib.loads(written.read_text()).keys() & set(OWN)
 
 
-def test_time_is_told_from_the_lanes(copy: RunPaths) -> None:
+def test_time_is_told_from_the_spans(copy: RunPaths) -> None:
     """Of 100 s the trainer trains 25 and waits 75 while the engine is busy 100."""
     spans = [Span("engine 127.0.0.1:8000", "generate", 1e9, 100.0)]
     for step in range(25):
         spans.append(Span("trainer", "train", 1e9 + 4 * step, 1.0, step=step))
         spans.append(Span("trainer", "wait", 1e9 + 4 * step + 1, 3.0, step=step, why="no batch yet"))
     copy.spans.write_bytes(b"".join(msgspec.json.encode(span) + b"\n" for span in spans))
-    page = build_page(copy.root, num_rollouts=0, audits=False)
+    page = build_report(copy.root, num_rollouts=0, audits=False)
     assert not {"Rollouts", "Audit"} & {section.title for section in page.sections}
-    blocks = blocks_of(page, "Where the time went")
     assert "the trainer waits 75% of the time" in words(page, "Where the time went")
     assert "give more GPUs to inference" in words(page, "Where the time went")
-    assert Table([("trainer", "75%", "no batch yet")], head=("who waited", "of the time", "for what")) in blocks
-    figure = next(block for block in blocks if isinstance(block, Figure))
-    assert figure.alt == "trainer: wait 75 %, train 25 %; engine 127.0.0.1:8000: generate 100 %"
+    assert "| trainer | 75% | no batch yet |" in words(page, "Where the time went")
+    shares = "trainer: wait 75 %, train 25 %; engine 127.0.0.1:8000: generate 100 %"
+    assert page.figures["time"].alt == f"What each process did: {shares}"
 
 
 def test_supervised_training_has_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = supervised_run(tmp_path / "sft", {"time/step": 2.0, "time/forward_backward": 1.0, "time/optimizer": 0.5})
-    page = build_page(run)
+    page = build_report(run)
     assert page.lead == "2 of 2 steps in 0:00, from the first batch on; held-out loss 3 → 2."
-    titles = [block.title for block in blocks_of(page, "Curves") if isinstance(block, Figure)]
-    assert {"Loss", "Loss on held-out data"} <= set(titles)
+    assert {"loss", "validation"} <= set(page.figures)
     assert not {"Rollouts", "Audit"} & {section.title for section in page.sections}
     assert "uv run sft @ again.toml" in words(page, "How to do it again")
     assert "in 4 s of steps: train 75 %, other 25 %" in words(page, "Where the time went")
     assert report([str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
-    assert (run / "report.html").read_text() == to_html(build_page(run)), "the same run gives the same bytes"
+    assert (run / "report.html").read_text() == to_html(build_report(run)), "the same run gives the same bytes"
 
 
 def test_runs_that_have_hardly_begun_or_go_on_have_a_page(copy: RunPaths, tmp_path: Path) -> None:
     """The newest line is half written, the newest batch is damaged, an evaluation is being written."""
     config = RunConfig(output_dir=tmp_path / "fresh")
     write_run(config, config.paths.run_config)
-    fresh = build_page(tmp_path / "fresh")
+    fresh = build_report(tmp_path / "fresh")
     assert fresh.lead == "0 of 100 steps."
     assert "No step has been measured yet" in to_html(fresh)
     with open(copy.metrics, "a") as file:
@@ -216,9 +205,9 @@ def test_runs_that_have_hardly_begun_or_go_on_have_a_page(copy: RunPaths, tmp_pa
     batch.write_bytes(batch.read_bytes()[:-9])
     with open(copy.evals / "step_20" / "say.jsonl", "a") as file:
         file.write('{"example_id": 4, "rew')
-    page = build_page(copy.root)
+    page = build_report(copy.root)
     assert page.lead.startswith("5 of 5 steps")
-    assert Words("Batch 4 cannot be read.") in blocks_of(page, "Rollouts")
+    assert "Batch 4 cannot be read:" in words(page, "Rollouts")
 
 
 @pytest.mark.parametrize(

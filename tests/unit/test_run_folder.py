@@ -21,7 +21,7 @@ from trireme.journal.records import BatchRecord, State
 from trireme.launch.folder import check_folder, hold, hold_folder, launcher_of, prepare_folder
 from trireme.monitor.metrics import MetricsFile
 from trireme.tools.diff.configuration import read_configuration
-from trireme.tools.report.choices import choices_of, whole
+from trireme.tools.report.sections import choices_of
 from trireme.trainer.sft.dataset import SampleWriter
 
 
@@ -166,7 +166,7 @@ def test_secrets_among_arguments_are_for_the_owner_and_for_no_page(tmp_path: Pat
     assert read_run(type(config), config.paths.run_config) != config
     write_run(config, config.paths.run_config)
     assert read_run(type(config), config.paths.run_config) == config
-    for text in (choices_of(config), whole(config), str(read_configuration(tmp_path))):
+    for text in (choices_of(config), str(read_configuration(tmp_path))):
         assert "sk-1" not in text
         assert "judge_api_key" in text
         assert "size" in text

@@ -12,7 +12,6 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
 from trireme.config.arguments import count
 from trireme.config.files import find_run_file
-from trireme.tools.report.page import Page
 
 KINDS = (".html", ".md")
 
@@ -30,11 +29,14 @@ def report(argv: list[str]) -> int:
     with _writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
 
-    from trireme.tools.report.sections import build_page
+    from trireme.tools.report.sections import build_report
+    from trireme.tools.report.writing import to_html, to_markdown
 
-    page = build_page(arguments.run, num_rollouts=arguments.rollouts, audits=not arguments.no_audit)
+    built = build_report(arguments.run, num_rollouts=arguments.rollouts, audits=not arguments.no_audit)
     with _writing(out):
-        _write(page, out, arguments.figures)
+        text = to_html(built) if out.suffix == ".html" else to_markdown(built, arguments.figures, out=out)
+        with atomic_write(out) as file:
+            file.write(text.encode())
     print(out)
     return 0
 
@@ -46,19 +48,6 @@ def _writing(out: Path) -> Iterator[None]:
     except OSError as error:
         what = "a place with room" if is_full(error) else "a place that can be written to"
         raise ConfigError(f"{out}: {error.strerror or error} - expected {what}. Set another with `--out`.") from error
-
-
-def _write(page: Page, out: Path, figures: Path | None) -> None:
-    if out.suffix == ".html":
-        from trireme.tools.report.html import to_html
-
-        text = to_html(page)
-    else:
-        from trireme.tools.report.markdown import embedded, linked, to_markdown
-
-        text = to_markdown(page, linked(figures, beside=out) if figures else embedded)
-    with atomic_write(out) as file:
-        file.write(text.encode())
 
 
 def _place(arguments: Namespace) -> Path:

@@ -74,7 +74,12 @@ class Metrics:
         metrics.series("loss")  # Series(steps=[3], values=[0.2])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_all: bool = False) -> None:
+        """
+        Args:
+            keeps_all: no points are thinned out, for a reader that sees the run once.
+        """
+        self._keeps_all = keeps_all
         self.went_back: list[int] = []  # steps that the run resumed from, in the order in which it did
         self._columns: dict[str, dict[str, _Column]] = {}  # process -> metric -> column
         self._newest: dict[str, int] = {}  # process -> its newest step
@@ -89,7 +94,10 @@ class Metrics:
                 self._newest[process] = step
             for name, value in row.items():
                 if name not in ("step", "process") and (value is None or isinstance(value, int | float)):
-                    columns.setdefault(name, _Column()).put(step, math.nan if value is None else float(value))
+                    column = columns.setdefault(name, _Column())
+                    column.put(step, math.nan if value is None else float(value))
+                    if len(column.steps) > MOST_POINTS and not self._keeps_all:
+                        column.thin()
 
     def _go_back(self, process: str, step: int) -> None:
         for column in self._columns[process].values():
@@ -158,8 +166,6 @@ class _Column:
                 return
         self.steps.insert(at, step)
         self.values.insert(at, value)
-        if len(self.steps) > MOST_POINTS:
-            self._thin()
 
     def forget_after(self, step: int) -> None:
         end = bisect_right(self.steps, step)
@@ -168,7 +174,7 @@ class _Column:
     def series(self) -> Series:
         return Series(np.array(self.steps, np.int64), np.array(self.values, np.float64))
 
-    def _thin(self) -> None:
+    def thin(self) -> None:
         recent = len(self.steps) - MOST_POINTS // 4
         steps, values = self.series()
         old = EXACT_START + extremes(

@@ -1,25 +1,24 @@
-"""Plots as SVG: small, the same bytes for the same numbers, with the reader's fonts and nothing that is fetched."""
+"""Plots of the report, by matplotlib: the same bytes for the same numbers, with the reader's fonts."""
 
 from __future__ import annotations
 
 import io
-import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from trireme.tools.report.page import Figure
+import numpy as np
+
+from trireme.tools.dashboard.history import CURVE_POINTS, Values, extremes, smoothed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Points = Sequence[tuple[float, float]]
+Format = Literal["svg", "png"]
 
 COLOURS = ("#1f5fa8", "#c1552b", "#2f7d4f", "#7a4fa0", "#9a7b1f", "#5d6470")
-WHAT_COLOURS = {
+ACTIVITY_COLOURS = {
     "train": "#2f7d4f",
     "generate": "#1f5fa8",
     "transfer": "#c1552b",
@@ -31,8 +30,6 @@ WHAT_COLOURS = {
     "start": "#b9c0ca",
     "other": "#dfe3e8",
 }
-"""As the lanes of the dashboard: what is done, in the colour of who gains by it."""
-
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "trireme",
@@ -41,122 +38,92 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#8a94a3",
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
     "axes.grid": True,
     "grid.color": "#e6e9ee",
     "axes.axisbelow": True,
     "text.parse_math": False,
-    "path.simplify": True,
-    "path.simplify_threshold": 0.5,
 }
-FEW_POWERS = 30  # of highest to lowest: below, numbers between powers of ten are named too
-LEAST_SHARE = 0.005  # that is told
-LEGEND_COLUMNS = 5
+WIDE, NARROW = (9.0, 3.2), (4.4, 2.4)  # inches
 PNG_DPI = 110
-SAYS_NOTHING: dict[str, Any] = {"svg": {"Date": None}, "png": {"Software": None}}
-"""Of when and by what it was drawn: the same numbers give the same bytes."""
-
-MOST_POINTS = 800  # of a line; more are drawn as means of equal shares
-SMOOTH_FROM = 40  # points from which on a line is smoothed
-WINDOWS = 25  # that a smoothed line's window fits into its length
+NO_DATES: dict[Format, dict[str, Any]] = {"svg": {"Date": None}, "png": {"Software": None}}
 OUTSIDE = re.compile(r"^.*?(?=<svg)|<metadata>.*?</metadata>\s*|<style.*?</style>\s*|<!--.*?-->\s*", re.DOTALL)
+LEAST_SHARE = 0.005  # of the time, that is named
+SMOOTH_FROM = 40  # points from which on a curve is smoothed
+SMOOTHING = 0.8  # weight of the past
 
 
-@dataclass(frozen=True)
-class Line:
-    """One series."""
+class Figure(NamedTuple):
+    """A plot.
+
+    Example:
+        Figure("reward", "Mean reward: in training from 0.4 to 0.97 over steps 1 to 150", draw).draw("svg")
+    """
+
+    name: str  # of its file
+    alt: str  # its title, and what it shows in words
+    draw: Callable[[Format], bytes]  # one `<svg>` element, or a PNG file
+
+
+class Line(NamedTuple):
+    """One series over steps."""
 
     label: str
-    points: Points  # ascending; y may be NaN
-    dots: bool = False  # each point for itself, as of evaluations
+    x: Values  # ascending
+    y: Values  # may be NaN
+    has_dots: bool = False  # at each point, as of evaluations
 
 
-def line_figure(
-    name: str, title: str, lines: Sequence[Line], *, wide: bool = False, log: bool = False, across: str = "step"
-) -> Figure:
-    """Lines over steps. A long one is drawn faintly, and smoothed above that."""
+def line_figure(name: str, title: str, lines: Sequence[Line], *, is_wide: bool = False, log: bool = False) -> Figure:
+    """Plot lines. A long one is drawn faintly, and smoothed above that."""
 
     def draw(axes: Axes) -> None:
-        for number, line in enumerate(lines):
-            _draw_line(axes, line, COLOURS[number % len(COLOURS)])
-        if log and all(y > 0 for line in lines for _, y in line.points if math.isfinite(y)):
-            _scale_by_powers(axes)
-        axes.set_xlabel(across)
+        for colour, line in zip(COLOURS, lines, strict=False):
+            at = extremes(line.x, line.y, CURVE_POINTS)
+            marker = "o" if line.has_dots else None
+            is_smoothed = not line.has_dots and len(line.x) >= SMOOTH_FROM
+            if is_smoothed:
+                axes.plot(line.x[at], line.y[at], color=colour, linewidth=1, alpha=0.3)
+            y = smoothed(line.y, SMOOTHING) if is_smoothed else line.y
+            axes.plot(line.x[at], y[at], color=colour, label=line.label, linewidth=1.4, marker=marker, markersize=4)
+        values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+        if log and (values > 0).all():
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("step")
         axes.margins(x=0.01)
         if len(lines) > 1:
             axes.legend(frameon=False, fontsize=8)
 
-    return Figure(name, title, _drawing(draw, (9.0, 3.2) if wide else (4.4, 2.4)), _in_words(lines, across), wide)
-
-
-def _scale_by_powers(axes: Axes) -> None:
-    """Named in plain numbers: what stands between dollar signs is not taken for mathematics here."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_major_formatter(plain)
-    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
-    axes.yaxis.set_minor_formatter(plain if high / low < FEW_POWERS else NullFormatter())
-
-
-def _draw_line(axes: Axes, line: Line, colour: str) -> None:
-    points = thinned(line.points, MOST_POINTS)
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    if line.dots:
-        axes.plot(xs, ys, "o-", color=colour, label=line.label, markersize=4, linewidth=1)
-        return
-    is_long = len(line.points) >= SMOOTH_FROM
-    axes.plot(xs, ys, color=colour, label=None if is_long else line.label, linewidth=1, alpha=0.3 if is_long else 1)
-    if is_long:
-        smoothed = smooth(ys, max(2, len(ys) // WINDOWS))
-        axes.plot(xs, smoothed, color=colour, label=line.label, linewidth=1.6)
-
-
-def thinned(points: Points, most: int) -> Points:
-    """Means of equal shares where there are more points than that."""
-    if len(points) <= most:
-        return points
-    edges = [number * len(points) // most for number in range(most + 1)]
-    shares = (points[begin:end] for begin, end in pairwise(edges))
-    return [(_mean([x for x, _ in share]), _mean([y for _, y in share])) for share in shares]
-
-
-def smooth(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the values around each: as many before as after it, fewer at both ends."""
-    found = []
-    for place in range(len(values)):
-        reach = min(window // 2, place, len(values) - 1 - place)
-        found.append(_mean(values[place - reach : place + reach + 1]))
-    return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Of those that are numbers; NaN where none is."""
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
+    told = []
+    for line in lines:
+        at = np.flatnonzero(np.isfinite(line.y))
+        if len(at):
+            (begin, end), (first, last) = line.x[at[[0, -1]]], line.y[at[[0, -1]]]
+            told.append(f"{line.label} from {first:.4g} to {last:.4g} over steps {begin:g} to {end:g}")
+    return _figure(name, title, "; ".join(told), draw, WIDE if is_wide else NARROW)
 
 
 def shares_figure(name: str, title: str, shares: Mapping[str, Mapping[str, float]]) -> Figure:
-    """A bar for each lane, in parts that add up to all of its time."""
-    lanes = list(shares)
-    whats = [what for what in WHAT_COLOURS if any(shares[lane].get(what, 0.0) >= LEAST_SHARE for lane in lanes)]
-    whats += sorted({what for lane in lanes for what in shares[lane]} - set(WHAT_COLOURS))
+    """Plot a bar for each process, in parts that add up to its time."""
+    processes = list(shares)
+    seen = [what for what in ACTIVITY_COLOURS if any(shares[each].get(what, 0.0) >= LEAST_SHARE for each in processes)]
 
     def draw(axes: Axes) -> None:
-        left = [0.0] * len(lanes)
-        for what in whats:
-            widths = [100 * shares[lane].get(what, 0.0) for lane in lanes]
-            axes.barh(lanes, widths, left=left, label=what, color=WHAT_COLOURS.get(what, "#333333"), height=0.6)
-            left = [sum(both) for both in zip(left, widths, strict=True)]
+        left = np.zeros(len(processes))
+        for what in seen:
+            widths = np.array([100 * shares[process].get(what, 0.0) for process in processes])
+            axes.barh(processes, widths, left=left, label=what, color=ACTIVITY_COLOURS[what], height=0.6)
+            left += widths
         axes.invert_yaxis()
         axes.set_xlim(0, 100)
         axes.set_xlabel("% of the time")
         axes.grid(axis="y", visible=False)
-        axes.legend(frameon=False, fontsize=8, ncols=LEGEND_COLUMNS, loc="lower left", bbox_to_anchor=(0, 1.0))
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
-    alt = "; ".join(f"{lane}: {share_words(shares[lane])}" for lane in lanes)
-    return Figure(name, title, _drawing(draw, (9.0, 1.4 + 0.35 * len(lanes))), alt, wide=True)
+    words = "; ".join(f"{process}: {share_words(shares[process])}" for process in processes)
+    return _figure(name, title, words, draw, (WIDE[0], 1.4 + 0.35 * len(processes)))
 
 
 def share_words(shares: Mapping[str, float]) -> str:
@@ -165,34 +132,22 @@ def share_words(shares: Mapping[str, float]) -> str:
         share_words({"train": 0.62, "wait": 0.38})  # "train 62 %, wait 38 %"
     """
     often = sorted(((share, what) for what, share in shares.items() if share >= LEAST_SHARE), reverse=True)
-    return ", ".join(f"{what} {share:.0%}".replace("%", " %") for share, what in often)
+    return ", ".join(f"{what} {100 * share:.0f} %" for share, what in often)
 
 
-def _in_words(lines: Sequence[Line], across: str) -> str:
-    """
-    Example:
-        "reward from 0.4 to 0.97 over steps 1 to 150"
-    """
-    told = []
-    for line in lines:
-        finite = [(x, y) for x, y in line.points if math.isfinite(y)]
-        if finite:
-            (begin, first), (end, last) = finite[0], finite[-1]
-            told.append(f"{line.label} from {first:.4g} to {last:.4g} over {across}s {begin:g} to {end:g}")
-    return "; ".join(told) or "nothing was measured"
-
-
-def _drawing(draw: Callable[[Axes], None], inches: tuple[float, float]) -> Callable[[Literal["svg", "png"]], bytes]:
-    def drawn(kind: Literal["svg", "png"]) -> bytes:
+def _figure(name: str, title: str, words: str, draw: Callable[[Axes], None], inches: tuple[float, float]) -> Figure:
+    def drawn(format: Format) -> bytes:
         import matplotlib
         from matplotlib.figure import Figure as Canvas
 
         out = io.BytesIO()
         with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of letters that its own font lacks: the reader's is taken
+            warnings.simplefilter("ignore", UserWarning)  # of letters that its own font lacks: the reader's is used
             canvas = Canvas(figsize=inches, layout="constrained")
-            draw(canvas.subplots())
-            canvas.savefig(out, format=kind, dpi=PNG_DPI, metadata=SAYS_NOTHING[kind])
-        return out.getvalue() if kind == "png" else OUTSIDE.sub("", out.getvalue().decode()).strip().encode()
+            axes = canvas.subplots()
+            draw(axes)
+            axes.set_title(title)
+            canvas.savefig(out, format=format, dpi=PNG_DPI, metadata=NO_DATES[format])
+        return out.getvalue() if format == "png" else OUTSIDE.sub("", out.getvalue().decode()).strip().encode()
 
-    return drawn
+    return Figure(name, f"{title}: {words or 'nothing was measured'}", drawn)

@@ -1,4 +1,4 @@
-"""The page of a run, section by section."""
+"""The report of a run, section by section, read once from the run's folder. The run may be live or killed."""
 
 from __future__ import annotations
 
@@ -7,148 +7,374 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from trireme.base.paths import RunPaths, step_of
+from trireme.config.files import find_run_file, read_run, read_table, to_table, to_toml, without_secrets
+from trireme.config.run import RunConfig
+from trireme.config.sft import SftConfig
+from trireme.journal.journal import Journal
 from trireme.journal.manifest import complete_steps
+from trireme.journal.provenance import read_provenance
+from trireme.monitor.collapse import Watch
+from trireme.monitor.metrics import read_metrics
+from trireme.monitor.progress import Evaluation, ends_of
 from trireme.monitor.run_text import held_out_lines, short_time
+from trireme.monitor.samples import choose
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import PROMISES
-from trireme.tools.report.choices import choices_of, whole
-from trireme.tools.report.curves import curves_section
-from trireme.tools.report.facts import Facts
-from trireme.tools.report.hours import hours_section
-from trireme.tools.report.page import Block, Code, Fold, Page, Section, Table, Words
-from trireme.tools.report.rollouts import held_out_section, rollouts_section
+from trireme.tools.conversation import blocks
+from trireme.tools.dashboard.history import Metrics, Spans, timeline, trainer_shares
+from trireme.tools.report.plots import LEAST_SHARE, Figure, Line, line_figure, share_words, shares_figure
+from trireme.tools.report.writing import Report, Section, code, fenced, folded, picture, plain, table
+from trireme.tools.rollouts import Record, ResultsFile, clean, read_batch, record_of_rollout, row_of
 
+OWN = (
+    *("name", "output_dir", "resume", "ports", "hosts", "wandb", "dashboard"),
+    *("inference.server", "orchestrator.server", "trainer.ckpt.resume_step", "ckpt.resume_step"),
+)
+"""Keys of this run alone: where it is, and where its processes meet."""
+MOST_CHARACTERS = 1500  # of a block of a conversation
+MOST_BLOCKS = 12
 MOST_CONTRADICTIONS = 5
+MOST_NOTES = 3
+MOST_REASONS = 3
+MOST_ENVIRONMENTS = 6  # in a plot
 
 
-def build_page(folder: Path, *, num_rollouts: int = 2, audits: bool = True) -> Page:
+class Chart(NamedTuple):
+    """A plot, drawn where there is any of its metrics."""
+
+    name: str
+    title: str
+    metrics: dict[str, str]  # name -> label
+    log: bool = False
+
+
+CHARTS = (
+    Chart("loss", "Loss", {"loss": "loss"}),
+    Chart("validation", "Loss on held-out data", {"validation/loss": "held-out loss"}),
+    Chart("accuracy", "Held-out tokens that were the likeliest", {"validation/accuracy": "accuracy"}),
+    Chart("grad_norm", "Norm of the gradient, before it is clipped", {"grad_norm": "norm"}, log=True),
+    Chart("entropy", "Entropy of the policy (nats)", {"policy/entropy": "entropy"}),
+    Chart("kl", "KL to the policy that sampled; engine to trainer", {"policy/kl": "policy", "mismatch_kl": "engine"}),
+    Chart("ratio", "Importance ratio", {"importance_ratio": "mean ratio", "ess": "effective share of samples"}),
+    Chart("reference", "KL to the reference model", {"reference_kl": "KL"}),
+    Chart(
+        "signal",
+        "Shares of groups and rollouts",
+        {"groups/signal_frac": "groups with signal", "truncated_frac": "truncated", "rollouts/error_rate": "failed"},
+    ),
+    Chart("lengths", "Tokens of a rollout", {"tokens/completion_mean": "mean", "tokens/completion_max": "longest"}),
+    Chart("turns", "Turns of a rollout", {"turns/mean": "mean"}),
+    Chart("lag", "Age of tokens (versions)", {"lag/mean": "mean", "lag/max": "oldest"}),
+    Chart("speed", "Tokens trained on per second", {"perf/tokens_per_s": "tokens/s"}),
+    Chart("step_time", "Seconds of a step", {"time/step": "step", "time/wait_for_batch": "of it, waiting"}, log=True),
+    Chart("memory", "Memory of a step (GiB)", {"perf/peak_memory_gib": "peak"}),
+    Chart("lr", "Learning rate", {"lr": "lr"}),
+)
+CONSTANT = ("turns", "lr", "memory", "accuracy")
+"""Charts that are left out where the metric never changes."""
+
+
+def build_report(folder: Path, *, num_rollouts: int = 2, audits: bool = True) -> Report:
     """
     Args:
-        num_rollouts: of each of three batches.
-        audits: reads the whole journal, which takes a while where it is long.
+        num_rollouts: shown of each of three batches.
+        audits: audit the run, which reads the whole journal.
 
     Raises: ConfigError where the folder is not a run's.
     """
-    facts = Facts(folder)
-    sections = [
-        _overview(facts),
-        curves_section(facts),
-        hours_section(facts),
-        _warnings(facts),
-        held_out_section(facts),
-        rollouts_section(facts, num_rollouts),
-        _audit(facts) if audits else None,
-        _configuration(facts),
-        _surroundings(facts),
-        _again(facts),
-    ]
-    return Page(facts.name, _lead(facts), [section for section in sections if section is not None])
+    run = Run(folder)
+    sections: dict[str, Iterator[str]] = {
+        "Overview": run.overview(),
+        "Curves": run.curves(),
+        "Where the time went": run.time(),
+        "Warnings": run.warnings(),
+        "Held-out examples": run.held_out(),
+        "Rollouts": run.rollouts(num_rollouts),
+        "Audit": run.audit() if audits else iter(()),
+        "Configuration": run.configuration(),
+        "Versions and machine": run.surroundings(),
+        "How to do it again": run.reproduction(),
+    }
+    written = [(title, "\n\n".join(parts)) for title, parts in sections.items()]
+    return Report(run.name, run.lead(), [Section(*each) for each in written if each[1]], run.figures)
 
 
-def _lead(facts: Facts) -> str:
-    """What came of it."""
-    said = [f"{facts.progress.num_done} of {facts.config.max_steps} steps{_how_long(facts)}"]
-    if ends := facts.progress.reward_ends():
-        said.append(f"mean reward {ends.first:.3f} → {ends.last:.3f} (of {ends})")
-    said += [line.replace("->", "→") for line in held_out_lines(facts.progress.evaluations())]
-    if held_out := facts.points("validation/loss"):
-        said.append(f"held-out loss {held_out[0][1]:.4g} → {held_out[-1][1]:.4g}")
-    return "; ".join(said) + "."
+class Run:
+    """One run, of reinforcement learning or of supervised training. Each section yields parts in Markdown."""
 
+    def __init__(self, folder: Path) -> None:
+        file = find_run_file(folder, "trainer")
+        self.folder = folder
+        self.paths = RunPaths(folder)
+        self.rl: RunConfig | None = read_run(RunConfig, file) if "orchestrator" in read_table(file) else None
+        self.config: RunConfig | SftConfig = self.rl or read_run(SftConfig, file)
+        self.name = self.config.name or folder.resolve().name
+        self.figures: dict[str, Figure] = {}
+        self.metrics, self._watch = Metrics(keeps_all=True), Watch()
+        rows = read_metrics(self.paths.metrics)[0]
+        self.metrics.add(rows)
+        for row in rows:
+            self._watch.take(row)
+        self._times_s = [row["time_s"] for row in rows if isinstance(row.get("time_s"), int | float)]
+        self._batches = Journal(self.paths.journal).steps()
 
-def _how_long(facts: Facts) -> str:
-    if len(facts.times_s) < 2:
-        return ""
-    return f" in {short_time(max(facts.times_s) - min(facts.times_s))}, from the first batch on"
+    def lead(self) -> str:
+        """Return what came of the run."""
+        newest = self.metrics.newest_step()
+        done = f"{0 if newest is None else newest + 1} of {self.config.max_steps} steps"
+        if len(self._times_s) > 1:
+            done += f" in {short_time(max(self._times_s) - min(self._times_s))}, from the first batch on"
+        told = [done]
+        if ends := ends_of(self.metrics.finite("reward/mean")):
+            told.append(f"mean reward {ends.first:.3f} → {ends.last:.3f} (of {ends})")
+        evaluations = [
+            Evaluation(env, int(version), value)
+            for env, series in self._evaluated().items()
+            for version, value in zip(*series, strict=True)
+        ]
+        told += [plain(line.replace("->", "→")) for line in held_out_lines(evaluations)]
+        if held_out := self.metrics.finite("validation/loss"):
+            told.append(f"held-out loss {held_out[0]:.4g} → {held_out[-1]:.4g}")
+        return "; ".join(told) + "."
 
+    def _evaluated(self) -> dict[str, Any]:
+        names = [name for name in self.metrics.names() if name.startswith("eval/") and name.endswith("/reward")]
+        return {name[len("eval/") : -len("/reward")]: self.metrics.series(name) for name in names}
 
-def _overview(facts: Facts) -> Section:
-    return Section("Overview", [Table([row for row in _facts(facts) if row[1]])])
-
-
-def _facts(facts: Facts) -> Iterator[tuple[str, str]]:
-    config, rl = facts.config, facts.rl
-    yield "model", f"`{config.model.name}`"
-    if rl:
-        entries = ", ".join(f"`{entry.name or entry.id}`" for entry in rl.orchestrator.env)
-        yield "environments", entries
-        yield "batch", f"{rl.orchestrator.batch_size} rollouts, {rl.orchestrator.rollouts_per_example} of each example"
-        yield "loss and advantage", f"loss `{rl.trainer.loss.type}`, advantage `{rl.orchestrator.advantage.type}`"
-        yield (
-            "generation ahead of training",
-            f"up to {rl.max_async_level} batches" if rl.max_async_level else "none",
+    def overview(self) -> Iterator[str]:
+        config, rl = self.config, self.rl
+        facts = {"model": code(config.model.name)}
+        if rl:
+            ahead = f"up to {rl.max_async_level} batches" if rl.max_async_level else "none"
+            batch = f"{rl.orchestrator.batch_size} rollouts, {rl.orchestrator.rollouts_per_example} of each example"
+            facts |= {
+                "environments": ", ".join(code(entry.name or entry.id) for entry in rl.orchestrator.env),
+                "batch": batch,
+                "loss and advantage": f"loss `{rl.trainer.loss.type}`, advantage `{rl.orchestrator.advantage.type}`",
+                "generation ahead of training": ahead,
+                "optimizer": f"`{rl.trainer.optim.type}`, learning rate {rl.trainer.optim.lr:g}",
+            }
+        else:
+            facts["training"] = "supervised"
+        rollouts, tokens, dropped = (
+            sum(self.metrics.finite(name)) for name in ("rollouts/trained", "tokens/total", "rollouts/dropped")
         )
-        yield "optimizer", f"`{rl.trainer.optim.type}`, learning rate {rl.trainer.optim.lr:g}"
-    else:
-        yield "training", "supervised"
-    yield "trained on", _trained_on(facts)
-    yield "written", _when(facts)
-    yield "checkpoints", ", ".join(map(str, complete_steps(facts.paths.checkpoints)))
+        if rollouts:
+            facts["trained on"] = f"{rollouts:,.0f} rollouts, {tokens:,.0f} tokens with their prompts; "
+            facts["trained on"] += f"{dropped:,.0f} rollouts dropped"
+        if self._times_s:
+            begin, end = (datetime.fromtimestamp(at, UTC) for at in (min(self._times_s), max(self._times_s)))
+            facts["written"] = f"{begin:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC"
+        if steps := complete_steps(self.paths.checkpoints):
+            facts["checkpoints"] = ", ".join(map(str, steps))
+        yield table(list(facts.items()))
+
+    # curves and time
+
+    def _picture(self, figure: Figure) -> str:
+        self.figures[figure.name] = figure
+        return picture(figure)
+
+    def _line(self, metric: str, label: str) -> Line:
+        """Return a metric over steps counted from 1, as the terminal counts them."""
+        series = self.metrics.series(metric)
+        return Line(label, series.steps.astype(np.float64) + 1, series.values)
+
+    def curves(self) -> Iterator[str]:
+        rewards = [self._line("reward/mean", "in training")]
+        for env, (versions, values) in self._evaluated().items():
+            rewards.append(Line(f"held out: {env}", versions.astype(np.float64), values, has_dots=True))
+        rewards = [line for line in rewards if len(line.x)][:MOST_ENVIRONMENTS]
+        if rewards:
+            yield self._picture(line_figure("reward", "Mean reward", rewards, is_wide=True))
+        names = [name for name in self.metrics.names() if name.startswith("reward/") and name.count("/") == 2]
+        environments = sorted({name.split("/")[1] for name in names})[:MOST_ENVIRONMENTS]
+        if len(environments) > 1:
+            lines = [self._line(f"reward/{env}/mean", env) for env in environments]
+            yield self._picture(line_figure("rewards", "Mean reward in training, by environment", lines, is_wide=True))
+        pictures = []
+        for chart in CHARTS:
+            lines = [line for name, label in chart.metrics.items() if len((line := self._line(name, label)).x)]
+            is_constant = all(len(np.unique(line.y)) == 1 for line in lines)
+            if lines and not (chart.name in CONSTANT and is_constant):
+                pictures.append(self._picture(line_figure(chart.name, chart.title, lines, log=chart.log)))
+        yield "\n".join(pictures) if pictures else "No step has been measured yet."
+
+    def time(self) -> Iterator[str]:
+        spans = Spans(self.paths.spans)
+        if spans.refresh():
+            begin_s, end_s = spans.steady()
+            shown = timeline(spans, begin_s, end_s)
+            yield f"Over {end_s - begin_s:,.0f} s, from the first step to the last: {plain(shown.advice)}."
+            yield self._picture(shares_figure("time", "What each process did", shown.shares))
+            rows = [
+                [plain(process), f"{share:.0%}", plain(why)]
+                for process, waits in shown.waits.items()
+                for why, share in waits[:MOST_REASONS]
+                if share >= LEAST_SHARE
+            ]
+            if rows:
+                yield table(rows, ["process that waited", "of the time", "for what"])
+        elif shares := trainer_shares(self.metrics):
+            total_s = sum(self.metrics.finite("time/step"))
+            yield (
+                f"The run wrote no spans, only what its trainer did in {total_s:,.0f} s of steps: "
+                f"{share_words(shares)}. What the engines did meanwhile is not known."
+            )
+            yield self._picture(shares_figure("time", "What the trainer did", {"trainer": shares}))
+
+    def warnings(self) -> Iterator[str]:
+        counts = Counter(warned.name for warned in self._watch.said)
+        newest = {warned.name: warned for warned in self._watch.said}
+        if not newest:
+            yield "None: no sign of a collapse was seen."
+            return
+        rows = [
+            [
+                str(warned.step + 1),
+                plain(name) + (f" ({counts[name]} times)" if counts[name] > 1 else ""),
+                plain(warned.text),
+            ]
+            for name, warned in newest.items()
+        ]
+        yield table(rows, ["step", "sign", "what was seen, what it means, and what to try"])
+
+    # rollouts
+
+    def held_out(self) -> Iterator[str]:
+        """Show the examples of each environment that gained and lost the most from the first evaluation to the last."""
+        by_env: dict[str, dict[int, dict[str, Record]]] = {}  # environment -> version -> example
+        for folder in self.paths.evals.glob("step_*"):
+            for path in sorted(folder.glob("*.jsonl")):
+                file = ResultsFile(path)
+                while file.read_more():
+                    pass
+                if (version := step_of(folder)) is not None:
+                    rows = {row.example: row for row in reversed(file.rows) if row.reward is not None}
+                    by_env.setdefault(path.stem, {})[version] = {e: file.record(row) for e, row in rows.items()}
+        for env, versions in by_env.items():
+            first, last = versions[min(versions)], versions[max(versions)]
+            gains = {e: _reward(last[e]) - _reward(first[e]) for e in sorted(first.keys() & last.keys())}
+            if len(versions) < 2 or not gains:
+                continue
+            best, worst = max(gains, key=gains.__getitem__), min(gains, key=gains.__getitem__)
+            yield from _answers(env, best, f"gained the most ({gains[best]:+.3g})", versions)
+            if worst != best and gains[worst] < 0:
+                yield from _answers(env, worst, f"lost the most ({gains[worst]:+.3g})", versions)
+
+    def rollouts(self, count: int) -> Iterator[str]:
+        """Show rollouts of the first, the middle and the last batch."""
+        steps = self._batches
+        if not (steps and count):
+            return
+        yield "Not chosen by their rewards: of the first groups of each of these batches, one rollout each."
+        named = {steps[0]: "at the start", steps[len(steps) // 2]: "in the middle", steps[-1]: "at the end"}
+        for step in sorted(named):
+            batch, trouble = read_batch(Journal(self.paths.journal).path(step))
+            if batch is None:
+                yield f"Batch {step} cannot be read: {plain(trouble)}"
+                continue
+            for rollout in choose(batch.rollouts, count):
+                record = record_of_rollout(row_of(0, rollout), rollout)
+                title = f"{named[step]}, step {step + 1}: example {rollout.example} of {rollout.env}"
+                yield from _conversation(f"{title}, reward {rollout.reward:.4g}", record)
+
+    # audit, configuration, machine
+
+    def audit(self) -> Iterator[str]:
+        if self.rl is None or not self._batches:  # supervised training has no journal
+            return
+        report = audit_run(self.folder)
+        if report.holds:
+            yield f"Nothing was lost, and nothing was trained twice: {'; '.join(PROMISES)}."
+        else:
+            total = report.findings.total
+            yield f"{total} contradiction{'' if total == 1 else 's'} between the files of the run:"
+        yield fenced("\n".join(report.summary.lines()))
+        yield from (fenced(str(found)) for found in report.findings.in_order()[:MOST_CONTRADICTIONS])
+        yield from (f"Note: {plain(note)}" for note in report.findings.notes[:MOST_NOTES])
+
+    def configuration(self) -> Iterator[str]:
+        yield "Keys that are not at their defaults, without ports and paths:"
+        yield fenced(choices_of(self.config), "toml")
+        yield folded("All keys", fenced(to_toml(without_secrets(to_table(self.config))), "toml"))
+
+    def surroundings(self) -> Iterator[str]:
+        known = dict(_flat(read_provenance(self.paths) or {}))
+        rows = [[plain(name), plain(value)] for name, value in known.items()]
+        yield table(rows) if rows else "The run did not write down what it ran with."
+
+    def reproduction(self) -> Iterator[str]:
+        program, folder = "rl" if self.rl else "sft", self.folder
+        lines = [f"uv run {program} @ again.toml --name {self.name}-again   # the configuration above, in a file"]
+        if self.rl:
+            lines += [
+                f"uv run trireme replay {folder}   # trains it again from its journal, compares every weight",
+                f"uv run trireme audit {folder}",
+                f"uv run trireme diff {folder} outputs/{self.name}-again   # where two runs part, and why",
+                f"uv run trireme dashboard {folder}",
+            ]
+        yield fenced("\n".join(lines), "sh")
+        if self.rl and not (self.rl.max_async_level == 0 and self.rl.device == "cpu"):
+            yield (
+                "Generation that runs ahead of training, and GPUs, do not repeat to the bit: expect the same curve, "
+                "not the same numbers. `--max-async-level 0` on a CPU repeats to the bit."
+            )
 
 
-def _trained_on(facts: Facts) -> str:
-    tokens = sum(value for _, value in facts.points("tokens/total") if math.isfinite(value))
-    rollouts = sum(value for _, value in facts.points("rollouts/trained") if math.isfinite(value))
-    dropped = sum(value for _, value in facts.points("rollouts/dropped") if math.isfinite(value))
-    if not rollouts:
-        return ""
-    return f"{rollouts:,.0f} rollouts, {tokens:,.0f} tokens with their prompts; {dropped:,.0f} rollouts dropped"
+def _reward(record: Record) -> float:
+    return math.nan if record.row.reward is None else record.row.reward
 
 
-def _when(facts: Facts) -> str:
-    if not facts.times_s:
-        return ""
-    begin, end = (datetime.fromtimestamp(at, UTC) for at in (min(facts.times_s), max(facts.times_s)))
-    return f"{begin:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC"
+def _answers(env: str, example: str, why: str, versions: Mapping[int, Mapping[str, Record]]) -> Iterator[str]:
+    """Show the question once, then the answers of the first, a middle and the last version."""
+    have = [version for version in sorted(versions) if example in versions[version]]
+    yield f"Example {plain(example)} of {plain(env)}, which {why}:"
+    for version in sorted({have[0], have[len(have) // 2], have[-1]}):
+        record = versions[version][example]
+        if version != have[0]:
+            record = Record(record.row, completion=record.completion, answer=record.answer, metrics=record.metrics)
+        yield from _conversation(f"version {version}: reward {_reward(record):.4g}", record)
 
 
-def _warnings(facts: Facts) -> Section:
-    said = facts.progress.warnings
-    if not said:
-        return Section("Warnings", [Words("None: no sign of a collapse was seen.")])
-    counts = Counter(warned.name for warned in said)
-    newest = {warned.name: warned for warned in said}
-    rows = [
-        (str(warned.step + 1), f"{name} ({counts[name]} times)" if counts[name] > 1 else name, warned.text)
-        for name, warned in newest.items()
-    ]
-    return Section("Warnings", [Table(rows, head=("step", "sign", "what, why, and what to try"))])
+def _conversation(title: str, record: Record) -> Iterator[str]:
+    def shortened(text: str) -> str:
+        left = len(text) - MOST_CHARACTERS
+        return clean(text if left <= 0 else f"{text[:MOST_CHARACTERS]} … ({left} more characters)")
+
+    found = blocks([*record.prompt, *record.completion])
+    texts = [f"[{clean(' '.join(filter(None, (each.role, each.name))))}]\n{shortened(each.text)}" for each in found]
+    if len(texts) > MOST_BLOCKS:
+        texts[MOST_BLOCKS:] = [f"… and {len(texts) - MOST_BLOCKS} more messages"]
+    facts = [f"{name} {value:.4g}" for name, value in record.metrics.items()]
+    facts += [f"answer {record.answer}"] if record.answer else []
+    yield f"**{plain(clean(title))}**"
+    yield fenced("\n\n".join(texts))
+    yield plain(shortened(" · ".join([*facts, *record.facts])))
 
 
-def _audit(facts: Facts) -> Section | None:
-    """None for supervised training, which has no journal."""
-    if facts.rl is None or not facts.batches:
-        return None
-    report = audit_run(facts.folder)
-    blocks: list[Block] = [Code("\n".join(report.summary.lines()))]
-    if report.holds:
-        blocks.insert(0, Words("Nothing was lost, and nothing was trained twice: " + "; ".join(PROMISES) + "."))
-    else:
-        found = report.findings.in_order()[:MOST_CONTRADICTIONS]
-        total = report.findings.total
-        blocks.insert(0, Words(f"{total} contradiction{'' if total == 1 else 's'} between the files of the run:"))
-        blocks += [Code(str(contradiction)) for contradiction in found]
-    blocks += [Words(f"Note: {note}") for note in report.findings.notes[:3]]
-    return Section("Audit", blocks)
+def choices_of(config: RunConfig | SftConfig) -> str:
+    """Return TOML from which `rl`, or `sft`, makes the same configuration again, without the keys of this run alone."""
+    return to_toml(without_secrets(_changed(to_table(config), to_table(type(config)()))))
 
 
-def _configuration(facts: Facts) -> Section:
-    return Section(
-        "Configuration",
-        [
-            Words("What is not at its default, without ports and paths:"),
-            Code(choices_of(facts.config), "toml"),
-            Fold("All keys", [Code(whole(facts.config), "toml")]),
-        ],
-    )
-
-
-def _surroundings(facts: Facts) -> Section:
-    if not facts.surroundings:
-        return Section("Versions and machine", [Words("The run did not write down what it ran with.")])
-    return Section("Versions and machine", [Table(list(_flat(facts.surroundings)))])
+def _changed(table: dict[str, Any], defaults: dict[str, Any], above: str = "") -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for name, value in table.items():
+        default = defaults.get(name)
+        if f"{above}{name}" in OWN or value == default:
+            continue
+        if isinstance(value, dict) and isinstance(default, dict):
+            if below := _changed(value, default, f"{above}{name}."):
+                changed[name] = below
+        else:
+            changed[name] = value
+    return changed
 
 
 def _flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
@@ -157,24 +383,3 @@ def _flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]
             yield from _flat(value, f"{above}{name} ")
         elif value:
             yield f"{above}{name}", " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _again(facts: Facts) -> Section:
-    program, folder = "rl" if facts.rl else "sft", facts.folder
-    lines = [f"uv run {program} @ again.toml --name {facts.name}-again   # the configuration above, in a file"]
-    if facts.rl:
-        lines += [
-            f"uv run trireme replay {folder}   # trains it again from its journal, compares every weight",
-            f"uv run trireme audit {folder}",
-            f"uv run trireme diff {folder} outputs/{facts.name}-again   # where two runs part, and why",
-            f"uv run trireme dashboard {folder}",
-        ]
-    said = []
-    if facts.rl and not (facts.rl.max_async_level == 0 and facts.rl.device == "cpu"):
-        said.append(
-            Words(
-                "Generation that runs ahead of training, and GPUs, do not repeat to the bit: expect the same curve, "
-                "not the same numbers. `--max-async-level 0` on a CPU repeats to the bit."
-            )
-        )
-    return Section("How to do it again", [Code("\n".join(lines), "sh"), *said])
