@@ -259,12 +259,12 @@ def test_versions_that_engines_confirmed_are_published_only_if_they_differ(open_
     publisher, orchestrator = stand.publisher, stand.orchestrator
     same = {name: tensor_digest(tensor) for name, tensor in weights_of(stand.model).items()}
     newest = Newest(version=5, digests=same)
-    assert publisher.look_back() == 5
+    assert publisher.find_newest() == 5
     for version in (3, 4, 5):
         publisher.send_if_new(version)
     assert orchestrator.attempts == []
     newest = Newest(version=5, digests=same | {"model.norm.weight": "another"})
-    publisher.look_back()
+    publisher.find_newest()
     for version in (4, 5, 6):
         publisher.send_if_new(version)
         publisher.confirm()

@@ -1,4 +1,4 @@
-"""A loss of yours (`trainer.loss.type = "custom"`): found, tried out, and watched."""
+"""A loss function of the user's (`trainer.loss.type = "custom"`): load it, try it out, and check what it returns."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ KEY = "trainer.loss.path"
 
 
 def load_custom_loss(recipe: Loss) -> CustomLoss | None:
-    """None where the recipe is not `custom`.
+    """Return the user's loss with its arguments and checks, or None if the recipe is not `custom`.
 
     Raises:
-        ConfigError: it cannot be loaded, does not take its arguments, or gives nonsense for three made-up tokens.
+        ConfigError: it cannot be loaded, does not take its arguments, or fails on three made-up tokens.
     """
     if recipe.surrogate != "custom":
         return None
@@ -28,7 +28,10 @@ def load_custom_loss(recipe: Loss) -> CustomLoss | None:
         raise ConfigError(f'`trainer.loss.type = "custom"` without a path - expected a function. Set `{KEY}`.')
     function = load_function(recipe.path, key=KEY)
     _require_arguments(function, recipe)
-    loss = _watched(function, recipe)
+
+    def loss(columns: Columns) -> torch.Tensor:
+        return _checked(function(columns, **recipe.args), columns, recipe)
+
     _try_out(loss, recipe)
     return loss
 
@@ -41,15 +44,8 @@ def _require_arguments(function: Callable[..., Any], recipe: Loss) -> None:
             f'`{KEY} = "{recipe.path}"` cannot be called with the row\'s columns and {dict(recipe.args)}: {error}. '
             "Expected `def loss(columns, ...)` with a keyword for each of `trainer.loss.args`. Change one of them."
         ) from error
-    except ValueError:  # it has no signature, as some functions written in C
+    except ValueError:  # functions written in C may have no signature
         pass
-
-
-def _watched(function: Callable[..., Any], recipe: Loss) -> CustomLoss:
-    def loss(columns: Columns) -> torch.Tensor:
-        return _checked(function(columns, **recipe.args), columns, recipe)
-
-    return loss
 
 
 def _checked(found: Any, columns: Columns, recipe: Loss) -> torch.Tensor:
@@ -73,14 +69,14 @@ def _nonsense(recipe: Loss, what: str) -> ConfigError:
 
 
 def _try_out(loss: CustomLoss, recipe: Loss) -> None:
-    """Before a model is loaded, with two samples of made-up tokens."""
+    """Call the loss on made-up tokens before a model is loaded."""
     columns = made_up_columns(with_reference=recipe.beta > 0)
     try:
         found = loss(columns)
         found.sum().backward()
     except ConfigError:
         raise
-    except Exception as error:  # whatever a user's function raises
+    except Exception as error:  # a user's function may raise anything
         raise ConfigError(
             f'`{KEY} = "{recipe.path}"` raised {type(error).__name__}: {error} when it was tried out on three tokens. '
             "A function of `trireme.algo.columns.Columns` was expected. Correct it."
@@ -91,7 +87,7 @@ def _try_out(loss: CustomLoss, recipe: Loss) -> None:
 
 
 def made_up_columns(*, with_reference: bool = False) -> Columns:
-    """Three tokens of two samples."""
+    """Return columns of three tokens in two samples."""
     logprobs = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
     behaviour = torch.tensor([-0.6, -1.0, -1.5])
     return Columns(

@@ -1,4 +1,4 @@
-"""Tells the orchestrator once a second what this process does and waits for."""
+"""Heartbeats: tell the orchestrator once a second what the trainer does and waits for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERVAL_S = 1.0
 
 @dataclass
 class Activity:
-    """What the process says of itself."""
+    """The state that heartbeats report."""
 
     state: str = "starting"
     version: int = 0
@@ -24,7 +24,7 @@ class Activity:
 
 @contextmanager
 def heartbeat(address: str, run_id: str, waits: Waits, activity: Activity) -> Iterator[None]:
-    """Beats from a thread of its own, so a long step does not look like death."""
+    """Send heartbeats from a thread of their own, so that a long step does not look like a dead trainer."""
     stop = threading.Event()
 
     def beat() -> None:

@@ -1,6 +1,6 @@
-"""The trainer's own logprobs of a batch's tokens: collected during the step and written after it, for the dashboard.
+"""The trainer's own logprobs of a batch's tokens, written after the step for the dashboard.
 
-Logprobs stay where they were computed until the step is over, so nothing waits for them.
+Logprobs stay on their device until the step is over, so that the step never waits for a copy.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ log = get_logger("trainer")
 
 
 class LogprobLog:
-    """Of one batch at a time. Never ends a run: what cannot be written is left out."""
+    """Collects the logprobs of one batch at a time. A failed write is logged once and never ends the run."""
 
     def __init__(self, paths: RunPaths, world: World) -> None:
         self._folder = paths.logprobs
         self._rank = world.dp_rank
-        self._writes = world.cp_rank == 0  # all of a team have the same
+        self._writes = world.cp_rank == 0  # all ranks of a team have the same logprobs
         self._batch: BatchReply | None = None
         self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._has_failed = False
@@ -33,12 +33,12 @@ class LogprobLog:
         self._batch, self._rows = batch, []
 
     def take(self, columns: Columns) -> None:
-        """A row; to be called in the order of rows."""
+        """Keep the logprobs of a row. Rows come in their order."""
         if self._writes:
             self._rows.append((columns.logprobs.detach(), columns.mask))
 
     def write(self) -> None:
-        """The batch that was begun last, once."""
+        """Write the logprobs of the batch that began last. A second call writes nothing."""
         batch, rows = self._batch, self._rows
         self._batch, self._rows = None, []
         if batch is None or not self._writes:
@@ -48,14 +48,12 @@ class LogprobLog:
         try:
             write_logprobs(self._folder, batch.step, self._rank, batch.micro_batches, logprobs)
         except OSError as error:
-            self._warn(error)
-
-    def _warn(self, error: OSError) -> None:
-        if not self._has_failed:
-            log.warning(
-                "Could not write %s: %s. Training goes on; the dashboard lacks the trainer's side of this step, and of "
-                "others like it. Free space on that disk, or set `trainer.save_logprobs = false`.",
-                self._folder,
-                error.strerror or error,
-            )
-        self._has_failed = True
+            if not self._has_failed:
+                log.warning(
+                    "Could not write %s: %s. Training continues; the dashboard lacks the trainer's logprobs of this "
+                    "step and of others that cannot be written. Free space on that disk, or set "
+                    "`trainer.save_logprobs = false`.",
+                    self._folder,
+                    error.strerror or error,
+                )
+            self._has_failed = True

@@ -1,4 +1,4 @@
-"""The trainer: asks for a batch, takes a step, publishes the new policy. The loop is at the top; what it uses below."""
+"""The trainer: receive a batch, take a step, publish the new policy. The loop comes first, then what it uses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from trireme.transport.control import ControlClient
 
 log = get_logger("trainer")
 
-DOING: dict[str, What] = {
+ACTIVITIES: dict[str, What] = {
     "wait_for_batch": "wait",
     "publish": "transfer",
     "confirm": "transfer",
@@ -46,16 +46,16 @@ DOING: dict[str, What] = {
     "forward_backward": "train",
     "optimizer": "train",
 }
-"""What each span of the timer is in the trainer's lane."""
+"""The activity that each span of the timer is shown as in the trainer's timeline."""
 
 NO_BATCH = "no batch yet"
 
 
 def train(config: RunConfig) -> None:
-    """Runs until version `max_steps` is trained, confirmed by the engines, and saved."""
+    """Train until version `max_steps` is confirmed by the engines and saved."""
     with open_trainer(config) as trainer:
         trainer.try_step()
-        trainer.look_back()
+        trainer.find_progress()
         trainer.publish()
         while trainer.state.version < config.max_steps:
             batch = trainer.receive_batch()
@@ -63,12 +63,12 @@ def train(config: RunConfig) -> None:
             trainer.publish()
             trainer.record(metrics)
         trainer.settle()
-        trainer.say_done()
+        trainer.finish()
 
 
 @contextmanager
 def open_trainer(config: RunConfig) -> Iterator[Trainer]:
-    """Joins the mesh, loads the model and, when resuming, the checkpoint; closes everything on any way out."""
+    """Join the mesh, load the model and, on resume, the checkpoint. Close everything on any exit."""
     trainer = config.trainer
     with ExitStack() as stack:
         world = stack.enter_context(
@@ -82,7 +82,7 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
         )
         waits = Waits("trainer" if world.is_main else f"trainer.{world.rank}", config.paths.logs)
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
-        lane = spans.lane(TRAINER, what="start", ago_s=age_s(), words=lambda: _why(waits))
+        lane = spans.lane(TRAINER, what="start", ago_s=age_s(), words=lambda: _missing(waits))
         address = f"tcp://{config.hosts.orchestrator}:{config.ports.batches}"
         control = ControlClient(address, waits, meanwhile=KeepAlive(world, timeout_s=trainer.batch_timeout_s))
         stack.callback(control.close)
@@ -93,13 +93,20 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
         if len(config.hosts.trainer) > 1:
             check_shared(config.paths.root, world)
         state = base_state(config, world)
+        exporter = Exporter(
+            config.paths.weights,
+            world,
+            tokenizer=trainer.tokenizer.name or config.model.name,
+            dtype=getattr(torch, served_dtype(config)),
+            trust_remote_code=trainer.model.trust_remote_code,
+        )
         checkpoints = CheckpointStore(
             config.paths.checkpoints,
             trainer.ckpt,
             world,
             waits=waits,
             disk_timeout_s=config.disk_timeout_s,
-            exporter=_exporter(config, world),
+            exporter=exporter,
         )
         stack.callback(checkpoints.close)
         checkpoints.resume(state, resume=config.resume)
@@ -113,27 +120,17 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
         yield Trainer(config, world, state, checkpoints, publisher, control, activity, metrics, waits, lane)
 
 
-def _why(waits: Waits) -> str:
-    """What the orchestrator says is missing."""
+def _missing(waits: Waits) -> str:
+    """Return what the orchestrator says is missing, for the timeline."""
     noted = next((wait for wait in waits.now() if wait.note), None)
     if noted is None:
         return ""
     return f"{NO_BATCH}: {noted.note}" if noted.what.startswith("batch") else noted.note
 
 
-def _exporter(config: RunConfig, world: World) -> Exporter:
-    return Exporter(
-        config.paths.weights,
-        world,
-        tokenizer=config.trainer.tokenizer.name or config.model.name,
-        dtype=getattr(torch, served_dtype(config)),
-        trust_remote_code=config.trainer.model.trust_remote_code,
-    )
-
-
 @dataclass
 class Trainer:
-    """One rank, with everything open."""
+    """One rank of the trainer, with all its resources open."""
 
     config: RunConfig
     world: World
@@ -147,102 +144,96 @@ class Trainer:
     lane: Lane
 
     def __post_init__(self) -> None:
-        self._timer = Timer(also=self._in_lane)
+        self._timer = Timer(also=self._show_activity)
         self._step_began = time.perf_counter()
         self._logprob_log = LogprobLog(self.config.paths, self.world) if self.config.trainer.save_logprobs else None
         self._stepper = Stepper(
             self.config, self.state, self.world, self._timer, self._logprob_log, before_weights_change=self.settle
         )
-        self._settled = self.state.version  # up to here, checkpoints are begun
+        self._settled = self.state.version  # the newest version that was confirmed and, if due, saved
         self._settling_s = 0.0
         self._row_cost = row_cost(self.config)
 
-    def _in_lane(self, name: str) -> AbstractContextManager[None]:
-        what = DOING[name]
+    def _show_activity(self, name: str) -> AbstractContextManager[None]:
+        what = ACTIVITIES[name]
         return self.lane.doing(what, step=self.state.version, why=NO_BATCH if what == "wait" else "")
 
     def try_step(self) -> None:
-        """Where there is one to take: so that what is missing for it is missed at once."""
+        """Try a step before the first one, if configured, so that too little memory shows at once."""
         if self.config.trainer.try_step and self.state.version < self.config.max_steps:
             with self.lane.doing("start", why="a step is tried"):
                 began = time.perf_counter()
                 try_step(self.config, self.state, self.world)
-                peak_memory(self.world.device)  # of the trial: the first step's is its own
+                peak_memory(self.world.device)  # resets the peak: that of the first step is its own
                 log.info("a step on a row of full length was tried: %.1f s", time.perf_counter() - began)
 
-    def look_back(self) -> None:
-        """After a restart: how far the run had come. Up to there, batches are trained on again, from the journal."""
+    def find_progress(self) -> None:
+        """Ask which version the engines confirmed last. A restarted trainer repeats the steps up to it from the journal."""
         with self.lane.doing("wait", why="the orchestrator"):
-            newest = self.publisher.look_back()
+            newest = self.publisher.find_newest()
         if newest > self.state.version:
             self.activity.state = f"repeating steps up to version {newest}"
-            log.info("the run had come to version %d; it is repeated from version %d on", newest, self.state.version)
+            log.info("the run had reached version %d; repeating it from version %d", newest, self.state.version)
 
     def receive_batch(self) -> BatchReply:
-        """This rank's share of batch n = version, whenever the orchestrator has it."""
+        """Return this rank's share of batch n = version, once the orchestrator has it.
+
+        The orchestrator may answer rank 0 that an engine needs weights first: all ranks then publish them together.
+        """
         with self._timer.span("wait_for_batch"):
-            reply = self._first_share() if self.world.is_main else None
+            reply = self._ask_first() if self.world.is_main else None
             while self.world.agree(isinstance(reply, Publish)):
                 self._publish_again()
-                reply = self._first_share() if self.world.is_main else None
-            batch = share_with_team(self._own_share(reply), self.world)
+                reply = self._ask_first() if self.world.is_main else None
+            if not self.world.is_main and self.world.cp_rank == 0:
+                reply = self._ask_for_batch()
+            batch = share_with_team(reply, self.world)
         assert batch.step == self.state.version, f"asked for batch {self.state.version}, got {batch.step}"
         reach("trainer.batch_received", rank=self.world.rank)
         return batch
 
-    def _first_share(self) -> Reply:
-        """What the first rank is answered: its share, or that an engine needs weights before."""
+    def _ask_first(self) -> Reply:
         reply = self._ask_for_batch()
         if isinstance(reply, Publish):
-            log.info("%s: it is given version %d", reply.reason, self.state.version)
+            log.info("%s: sending it version %d", reply.reason, self.state.version)
         return reply
 
-    def _own_share(self, first: Reply | None) -> BatchReply | None:
-        """None where another rank of the team is handed it."""
-        if self.world.cp_rank:
-            return None
-        share = first if self.world.is_main else self._ask_for_batch()
-        assert isinstance(share, BatchReply), share
-        return share
-
     def _ask_for_batch(self) -> Reply:
-        step = self.state.version
-        world = self.world  # ranks that share their rows ask as one
+        step, world = self.state.version, self.world  # ranks that share their rows ask as one
         request = GetBatch(run_id=self.config.run_id, step=step, rank=world.dp_rank, world=world.dp_size)
         return self.control.ask(request, what=f"batch {step}", deadline_s=self.config.trainer.batch_timeout_s)
 
     def step(self, batch: BatchReply) -> dict[str, float]:
-        """Version n becomes n + 1. Gradients may be had while engines still confirm version n."""
+        """Make version n + 1 of version n. Gradients may be computed while engines still confirm version n."""
         began, settling_s = time.perf_counter(), self._settling_s
         with self.lane.doing("train", step=self.state.version):
             metrics = self._stepper.step(batch)
             reach("trainer.stepped", rank=self.world.rank)
             self.activity.version = self.state.version
             seconds = time.perf_counter() - began - (self._settling_s - settling_s)
-            return metrics | self._throughput(batch, seconds) | peak_memory(self.world.device) | self._packing(batch)
-
-    def _packing(self, batch: BatchReply) -> dict[str, float]:
-        return packing_metrics(
-            batch.micro_batches, capacity=row_capacity(self.config), cost=self._row_cost, world=self.world
-        )
+            metrics |= self._throughput(batch, seconds) | peak_memory(self.world.device)
+            capacity = row_capacity(self.config)
+            return metrics | packing_metrics(
+                batch.micro_batches, capacity=capacity, cost=self._row_cost, world=self.world
+            )
 
     def _throughput(self, batch: BatchReply, seconds: float) -> dict[str, float]:
         tokens = sum(micro_batch.tokens.length for micro_batch in batch.micro_batches) * self.world.dp_size
         samples = sum(len(micro_batch.lengths) for micro_batch in batch.micro_batches) * self.world.dp_size
+        shared = shared_frac(self.state.model, batch.micro_batches)
         flops = flops_per_token(self.state.model, tokens / max(1, samples))
-        spared = shared_frac(self.state.model, batch.micro_batches)
-        flops *= self.config.trainer.num_iterations * (1 - spared)
+        flops *= self.config.trainer.num_iterations * (1 - shared)
         rates = throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
-        return rates | {"perf/shared_frac": spared}
+        return rates | {"perf/shared_frac": shared}
 
     def publish(self) -> None:
-        """Sends the new policy to all engines, if it is new. `settle` waits until they serve it."""
+        """Send the policy to all engines if it is new. `settle` waits until they serve it."""
         with self._timer.span("publish"):
             self.publisher.send_if_new(self.state.version)
         reach("trainer.published", rank=self.world.rank)
 
     def _publish_again(self) -> None:
-        """To engines that came up without weights; to all where what they were sent last was lost."""
+        """Send the weights to engines that have none, or to all engines if their last transfer was lost."""
         with self.lane.doing("transfer", step=self.state.version):
             if self.publisher.is_confirming:
                 self.publisher.confirm()
@@ -250,7 +241,7 @@ class Trainer:
                 self.publisher.publish(self.state.version, everywhere=False)
 
     def settle(self) -> None:
-        """Before weights change: engines have confirmed them, and they are saved where that is due."""
+        """Wait until engines have confirmed the weights, and save them if due. Called before the weights change."""
         began = time.perf_counter()
         if self.publisher.is_confirming:
             with self._timer.span("confirm"):
@@ -262,22 +253,22 @@ class Trainer:
         self._settling_s += time.perf_counter() - began
 
     def _save_if_due(self) -> None:
-        """A checkpoint, and the weights in Hugging Face format, at the interval and after the last step.
+        """Save a checkpoint and an export at the interval and after the last step.
 
-        They are written while training goes on; after the last step, when this returns.
+        Both are written in the background; after the last step this waits until they are on disk.
         """
         version, last = self.state.version, self.config.max_steps
         if self.checkpoints.is_due(version, last=last):
             with self._timer.span("checkpoint"):
-                self._until_recorded()
+                self._flush_metrics()
                 self.checkpoints.save(self.state)
                 if version == last:
                     self.checkpoints.wait()
         if (seconds := self.checkpoints.take_write_seconds()) is not None:
             self._timer.add("checkpoint_write", seconds)
 
-    def _until_recorded(self) -> None:
-        """Lines that wait for room on a full disk are written before a checkpoint says that their steps are done."""
+    def _flush_metrics(self) -> None:
+        """Write metrics that wait for room on a full disk, before a checkpoint says that their steps are done."""
         with self.waits.waiting("room for metrics", peer=DISK, deadline_s=self.config.disk_timeout_s) as wait:
             while self.metrics.waiting:
                 self.metrics.flush()
@@ -293,8 +284,7 @@ class Trainer:
         metrics |= {"time/step": now - self._step_began, "time/idle": idle(self.lane.take())}
         self._step_began = now
         if self.world.is_main:
-            step = self.state.version - 1
-            self.metrics.append(step, metrics)
+            self.metrics.append(self.state.version - 1, metrics)
             reach("trainer.recorded")
             log.info(
                 "step %d/%d  loss %.4f  grad %.3f  %.0f tok/s",
@@ -305,8 +295,8 @@ class Trainer:
                 metrics["perf/tokens_per_s"],
             )
 
-    def say_done(self) -> None:
-        """Stays until the orchestrator needs nothing more: an engine may yet come up without weights."""
+    def finish(self) -> None:
+        """Stay until the orchestrator needs no more weights: an engine may still start without any."""
         with self.lane.doing("save", step=self.state.version):
             self.checkpoints.wait()
         self.lane.enter("idle", step=self.state.version, why="every step is done")
@@ -326,22 +316,21 @@ class Trainer:
             return Ok()
 
 
-def share_with_team(batch: BatchReply | None, world: World) -> BatchReply:
+def share_with_team(reply: Reply | None, world: World) -> BatchReply:
     """Broadcast the batch of a team's first rank to all ranks that share its rows. A collective of the team.
 
     Args:
-        batch: None on the other ranks of the team.
+        reply: None on the other ranks of the team.
     """
+    assert reply is None or isinstance(reply, BatchReply), reply
     if world.cp_size > 1:
         group = world.data_mesh[CONTEXT].get_group()
-        content = bytearray(encode(batch)) if batch is not None else bytearray()
+        content = bytearray(encode(reply)) if reply is not None else bytearray()
         size = torch.tensor([len(content)])
         dist.broadcast(size, group=group, group_src=0)
         data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, group=group, group_src=0)
-        if batch is None:
+        if reply is None:
             reply = decode_reply(data.numpy().tobytes())
-            assert isinstance(reply, BatchReply), reply
-            batch = reply
-    assert batch is not None, "the first rank of a team has no batch"
-    return batch
+    assert isinstance(reply, BatchReply), f"the first rank of a team has no batch: {reply}"
+    return reply

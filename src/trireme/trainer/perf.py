@@ -1,4 +1,4 @@
-"""How fast a step was and how much memory it took, in units that can be compared."""
+"""Performance metrics of a step: throughput, MFU, memory, and how well rows are packed and balanced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 def flops_per_token(model: PreTrainedModel, mean_length: float) -> float:
-    """Forward and backward; see `algo.flops`."""
+    """Return the operations of the forward and backward pass per token; see `algo.flops`."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -28,29 +28,25 @@ def flops_per_token(model: PreTrainedModel, mean_length: float) -> float:
 
 
 def matrix_parameters(model: PreTrainedModel) -> tuple[float, float]:
-    """Parameters that a token is multiplied with, and how many of these are trained.
+    """Return the number of parameters that a token is multiplied with, and how many of these are trained.
 
-    An embedding counts where it is the head too. Of experts, which are held as [experts, in, out], those that a token
-    is sent to.
+    An embedding counts only if it is the head too. Of experts, held as [experts, in, out], those count that a token is
+    sent to.
     """
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1 and not _is_table(model, parameter)]
-    used = [(parameter.numel() * _share(model, parameter), parameter.requires_grad) for parameter in matrices]
-    return sum(number for number, _ in used), sum(number for number, trained in used if trained)
-
-
-def _is_table(model: PreTrainedModel, parameter: torch.nn.Parameter) -> bool:
-    """Whether it is only looked up in."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    return parameter is embedding.weight and (head is None or parameter is not head.weight)
-
-
-def _share(model: PreTrainedModel, parameter: torch.nn.Parameter) -> float:
     config = model.config.get_text_config()
-    return config.num_experts_per_tok / parameter.shape[0] if parameter.ndim == 3 else 1.0
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    total = trained = 0.0
+    for parameter in model.parameters():
+        is_lookup_only = parameter is embedding.weight and (head is None or parameter is not head.weight)
+        if parameter.ndim > 1 and not is_lookup_only:
+            share = config.num_experts_per_tok / parameter.shape[0] if parameter.ndim == 3 else 1.0
+            total += parameter.numel() * share
+            trained += parameter.numel() * share * parameter.requires_grad
+    return total, trained
 
 
 def peak_flops() -> float | None:
-    """Of one device; None where the device is not in the table (CPUs never are)."""
+    """Return the peak of one device, or None for a CPU and for devices that are not in the table."""
     if not torch.cuda.is_available():
         return None
     chip = chip_called(torch.cuda.get_device_name())
@@ -58,15 +54,15 @@ def peak_flops() -> float | None:
 
 
 def throughput(*, tokens: int, seconds: float, flops: float, world_size: int) -> dict[str, float]:
-    """`perf/tokens_per_s` over all ranks, and `perf/mfu` where the device's peak is known."""
+    """Return `perf/tokens_per_s` over all ranks, and `perf/mfu` if the device's peak is known."""
     rate = tokens / max(seconds, 1e-9)
     peak = peak_flops()
     return {"perf/tokens_per_s": rate} | ({"perf/mfu": rate * flops / (peak * world_size)} if peak else {})
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """`perf/peak_memory_gib` of this rank: on a GPU, of tensors since this was last asked; on CPU, of the process since
-    it began. On a GPU `perf/reserved_memory_gib` too: with what the allocator holds for later."""
+    """Return `perf/peak_memory_gib` of this rank: on a GPU that of tensors since the last call, on a CPU that of the
+    process since its start. On a GPU also `perf/reserved_memory_gib`, with what the allocator keeps for later."""
     if device.type != "cuda":
         return {"perf/peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
     peaks = {
@@ -78,7 +74,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 def packing_metrics(rows: list[MicroBatch], *, capacity: int, cost: Cost, world: World) -> dict[str, float]:
-    """How full the rows of all ranks are, and how long ranks wait for each other by the cost model. A collective."""
+    """Return how full all ranks' rows are, and how long ranks wait for each other by the cost model. A collective."""
     rounds, ranks = range(len(rows)), range(world.dp_size)
     own = {f"{number}/{world.dp_rank}": cost.of_row(row.lengths) for number, row in enumerate(rows)}
     own["tokens"] = float(sum(row.tokens.length for row in rows))

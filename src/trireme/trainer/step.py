@@ -1,4 +1,7 @@
-"""One optimizer step: forward and backward over this rank's micro-batches, clip, update."""
+"""From a batch to the next version: the optimizer steps that decide what the weights become.
+
+The trainer of a run and a replay both train through `Stepper`, so the same batches give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,117 @@ from trireme.trainer.parallel.mesh import World
 log = get_logger("step")
 
 
-def policy_gradient(loss: Loss, *, length: int = 1) -> LossFunction:
-    """The reinforcement-learning loss of `algo.loss`.
-
-    Args:
-        length: C of the normalisation by a constant, where the configuration has none.
+def base_state(config: RunConfig, world: World) -> TrainerState:
+    """Load version 0 on this rank: the base model and a fresh optimizer.
 
     Raises:
-        ConfigError: it is one of the user's, and cannot be had.
+        ConfigError: the loss or the model cannot be loaded.
+    """
+    trainer = config.trainer
+    loss_of(config)  # raises before anything expensive
+    torch.manual_seed(config.seed)  # for weights `from_scratch` and for dropout
+    model = load_model(trainer.model, trainer.model.name or config.model.name, world)
+    reference = load_reference(config, model, world)
+    return TrainerState(model=model, optimizer=build_optimizer(model, trainer.optim), reference=reference)
+
+
+def loss_of(config: RunConfig) -> tuple[Loss, LossFunction]:
+    """Return the loss's table with every key filled in, and its function.
+
+    Raises:
+        ConfigError: a loss function of the user's cannot be loaded.
+    """
+    recipe = resolve_loss(config.trainer.loss, length=config.loss_length)
+    return recipe, policy_gradient(recipe)
+
+
+def policy_gradient(loss: Loss, *, length: int = 1) -> LossFunction:
+    """Return the reinforcement-learning loss of `algo.loss`.
+
+    Args:
+        length: the constant C of `normalize = "constant"` if the configuration has none.
+
+    Raises:
+        ConfigError: a loss function of the user's cannot be loaded.
     """
     recipe = resolve_loss(loss, length=length)
     return build_loss(recipe, load_custom_loss(recipe))
+
+
+class Stepper:
+    """Trains `state` on one batch after the other; each batch makes one version."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        state: TrainerState,
+        world: World,
+        timer: Timer | None = None,
+        logprob_log: LogprobLog | None = None,
+        before_weights_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            logprob_log: records the logprobs of the weights before each step.
+            before_weights_change: called before each optimizer step, once its gradients are computed.
+        """
+        self._config = config
+        self._state = state
+        self._world = world
+        self._timer = timer or Timer()
+        self._logprob_log = logprob_log
+        self._before_weights_change = before_weights_change
+        self._recipe, self._loss = loss_of(config)
+
+    def step(self, batch: BatchReply) -> dict[str, float]:
+        """Train on a batch in as many optimizer steps as configured; return metrics. A collective."""
+        state, trainer = self._state, self._config.trainer
+        assert batch.step == state.version, f"batch {batch.step} for version {state.version}"
+        lr = set_lr(
+            state.optimizer, trainer.optim, trainer.scheduler, step=state.version, max_steps=self._config.max_steps
+        )
+        fixed = FixedLogprobs(recomputed=self._recipe.proximal == "recomputed", reference=state.reference)
+        if self._logprob_log:
+            self._logprob_log.begin(batch)
+        logs = [self._logprob_log, *[None] * (trainer.num_iterations - 1)]  # the first pass has the weights before it
+        metrics = merge_iterations([self._iterate(batch, fixed, log) for log in logs])
+        state.version += 1
+        if state.reference:
+            state.reference.update_if_due(state.model, state.version)
+        return metrics | {"lr": lr}
+
+    def _iterate(self, batch: BatchReply, fixed: FixedLogprobs, logprob_log: LogprobLog | None) -> dict[str, float]:
+        """Take one optimizer step on the whole batch."""
+        state = self._state
+        with self._timer.span("forward_backward"):
+            metrics = forward_backward(
+                state.model,
+                batch.micro_batches,
+                loss_tokens=batch.loss_tokens,
+                loss_samples=batch.loss_samples,
+                step=state.version,
+                loss_function=self._loss,
+                world=self._world,
+                fixed=fixed,
+                entropy_gradient=self._recipe.entropy_bonus > 0,
+                logprob_log=logprob_log,
+            ) | expert_metrics(state.model, self._world)
+        self._before_weights_change()
+        with self._timer.span("optimizer"):
+            return metrics | optimizer_step(state, self._config.trainer.optim)
+
+
+def merge_iterations(iterations: list[dict[str, float]]) -> dict[str, float]:
+    """Average metrics over the optimizer steps of a batch, with three exceptions.
+
+    `mismatch_kl` is that of the first step, whose weights are those that sampled; `skipped_in_a_row` is that of the
+    last step; `skipped_update` is a count.
+    """
+    first, last = iterations[0], iterations[-1]
+    merged = {name: sum(metrics[name] for metrics in iterations) / len(iterations) for name in first}
+    merged |= {name: first[name] for name in ("mismatch_kl",) if name in first}
+    merged |= {name: last[name] for name in ("skipped_in_a_row",) if name in last}
+    return merged | {"skipped_update": sum(metrics["skipped_update"] for metrics in iterations)}
 
 
 def forward_backward(
@@ -59,17 +162,18 @@ def forward_backward(
     entropy_gradient: bool = False,
     logprob_log: LogprobLog | None = None,
 ) -> dict[str, float]:
-    """Accumulates gradients of the whole batch's loss; returns metrics, averaged over all ranks' tokens.
+    """Accumulate the gradients of the whole batch's loss; return metrics, averaged over all ranks' tokens.
 
-    FSDP averages gradients over ranks while the loss is already divided by all ranks' tokens: hence `* world.dp_size`,
-    the ranks whose losses differ: those who share a row gather its logprobs, and their gradients are added up.
+    FSDP averages gradients over ranks, while the loss is already divided by all ranks' tokens. So the loss is
+    multiplied by `world.dp_size`, the number of ranks whose losses differ: ranks that share a row gather its logprobs
+    and compute the same loss, and their gradients are added up.
 
     Args:
+        loss_tokens: N, for losses that average over tokens.
         loss_samples: S, for losses that average over samples.
-        fixed: what logprobs are compared with, beside the behaviour policy; kept from one call to the next where a
-            batch is trained on several times.
+        fixed: the logprobs that the policy's are compared with; the same object for all iterations of a batch.
         entropy_gradient: the loss has a term in the entropies.
-        logprob_log: is told what the weights logprob_log of each row.
+        logprob_log: records the logprobs of each row.
     """
     fixed, totals = fixed or FixedLogprobs(), Totals(loss_tokens, loss_samples)
     sums: dict[str, torch.Tensor] = {}
@@ -77,7 +181,7 @@ def forward_backward(
         fixed.compute_reference(row, micro_batch, world.device)
         with dropout(model, step=step, rank=world.rank, row=row):
             columns = compute_columns(model, micro_batch, world.device, entropy_gradient=entropy_gradient)
-            columns = fixed.complete(row, columns)
+            columns = fixed.add_to(row, columns)
             terms = loss_function(columns, totals)
             (terms.loss * world.dp_size).backward()
         if logprob_log:
@@ -88,7 +192,7 @@ def forward_backward(
 
 
 def _mismatch(columns: Columns, step: int) -> dict[str, torch.Tensor]:
-    """Tokens at lag 0 were sampled with the very weights that are being trained: any difference is numeric."""
+    """Compare trainer and engine on tokens of lag 0: the weights are the same, so any difference is numeric."""
     fresh = columns.mask & (columns.versions == step)
     difference = torch.where(fresh, columns.logprobs.detach() - columns.behaviour, 0.0)
     return {
@@ -111,10 +215,10 @@ def _means(sums: dict[str, float], loss_tokens: int) -> dict[str, float]:
 
 
 def optimizer_step(state: TrainerState, config: Optimizer) -> dict[str, float]:
-    """`update`, and what is to be done where gradients are not finite.
+    """Update the weights; count steps in a row whose gradient was not finite.
 
     Raises:
-        NotFinite: as often in a row as the configuration allows. All ranks raise it together.
+        NotFinite: there were as many of these as the configuration allows. All ranks raise it together.
     """
     metrics = update(state.model, state.optimizer, config.max_norm)
     state.skipped_in_a_row = state.skipped_in_a_row + 1 if metrics["skipped_update"] else 0
@@ -131,10 +235,10 @@ def optimizer_step(state: TrainerState, config: Optimizer) -> dict[str, float]:
 
 
 def update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, max_norm: float) -> dict[str, float]:
-    """Clips the global gradient norm, steps, and clears the gradients.
+    """Clip the global gradient norm, take the optimizer step, and clear the gradients.
 
-    A gradient that is not finite is thrown away: the weights stay as they are, and `skipped_update` says so. Clipping
-    would turn it into weights that are NaN throughout.
+    A gradient that is not finite is thrown away: clipping would turn it into weights that are all NaN. The weights stay
+    as they are, and the metric `skipped_update` is 1.
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -145,101 +249,3 @@ def update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, max_norm: f
         log.warning("the gradient is not finite (norm %s): this step leaves the weights as they are", grad_norm)
     optimizer.zero_grad(set_to_none=True)
     return {"grad_norm": grad_norm, "skipped_update": float(not is_finite)}
-
-
-def base_state(config: RunConfig, world: World) -> TrainerState:
-    """Version 0 on this rank: the base model, and an optimizer that has seen nothing.
-
-    Raises:
-        ConfigError: the loss or the model cannot be had.
-    """
-    trainer = config.trainer
-    loss_of(config)  # before anything expensive
-    torch.manual_seed(config.seed)  # weights `from_scratch` are drawn, and so is dropout
-    model = load_model(trainer.model, trainer.model.name or config.model.name, world)
-    reference = load_reference(config, model, world)
-    return TrainerState(model=model, optimizer=build_optimizer(model, trainer.optim), reference=reference)
-
-
-def loss_of(config: RunConfig) -> tuple[Loss, LossFunction]:
-    """Raises: ConfigError where it is one of the user's, and cannot be had."""
-    recipe = resolve_loss(config.trainer.loss, length=config.loss_length)
-    return recipe, policy_gradient(recipe)
-
-
-class Stepper:
-    """Changes `state`, one version per batch."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        state: TrainerState,
-        world: World,
-        timer: Timer | None = None,
-        logprob_log: LogprobLog | None = None,
-        before_weights_change: Callable[[], None] = lambda: None,
-    ) -> None:
-        """
-        Args:
-            logprob_log: is told what the weights logprob_log of the batch before the step.
-            before_weights_change: called before each optimizer step, when its gradients are there.
-        """
-        self._config = config
-        self._state = state
-        self._world = world
-        self._timer = timer or Timer()
-        self._logprob_log = logprob_log
-        self._before_weights_change = before_weights_change
-        self._recipe, self._loss = loss_of(config)
-
-    def step(self, batch: BatchReply) -> dict[str, float]:
-        """Version n becomes n + 1, in as many optimizer steps as configured. Returns metrics. A collective."""
-        state, trainer = self._state, self._config.trainer
-        assert batch.step == state.version, f"batch {batch.step} for version {state.version}"
-        lr = set_lr(
-            state.optimizer, trainer.optim, trainer.scheduler, step=state.version, max_steps=self._config.max_steps
-        )
-        fixed = FixedLogprobs(
-            recomputed=self._recipe.proximal == "recomputed",
-            reference=state.reference,
-        )
-        if self._logprob_log:
-            self._logprob_log.begin(batch)
-        iterations = range(trainer.num_iterations)
-        metrics = merged(
-            [self._iterate(batch, fixed, logprob_log=None if n else self._logprob_log) for n in iterations]
-        )
-        state.version += 1
-        if state.reference:
-            state.reference.update_if_due(state.model, state.version)
-        return metrics | {"lr": lr}
-
-    def _iterate(self, batch: BatchReply, fixed: FixedLogprobs, *, logprob_log: LogprobLog | None) -> dict[str, float]:
-        """One optimizer step on the whole batch."""
-        state = self._state
-        with self._timer.span("forward_backward"):
-            metrics = forward_backward(
-                state.model,
-                batch.micro_batches,
-                loss_tokens=batch.loss_tokens,
-                loss_samples=batch.loss_samples,
-                step=state.version,
-                loss_function=self._loss,
-                world=self._world,
-                fixed=fixed,
-                entropy_gradient=self._recipe.entropy_bonus > 0,
-                logprob_log=logprob_log,
-            ) | expert_metrics(state.model, self._world)
-        self._before_weights_change()
-        with self._timer.span("optimizer"):
-            return metrics | optimizer_step(state, self._config.trainer.optim)
-
-
-def merged(iterations: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of a batch; but `skipped_update` counts, in a row up to the last, and the mismatch
-    of trainer and engine is that of the first, whose weights are those that sampled."""
-    first, last = iterations[0], iterations[-1]
-    means = {name: sum(metrics[name] for metrics in iterations) / len(iterations) for name in first}
-    kept = {name: first[name] for name in ("mismatch_kl",) if name in first}
-    kept |= {name: last[name] for name in ("skipped_in_a_row",) if name in last}
-    return means | kept | {"skipped_update": sum(metrics["skipped_update"] for metrics in iterations)}

@@ -1,5 +1,7 @@
-"""A step before the first one, which changes nothing. What a step needs is then there, or known to be missing, while
-engines still start: memory, kernels, compiled blocks, a user's own loss.
+"""A trial step before the first one, which changes nothing.
+
+While engines still start, it shows whether all that a step needs is there: memory, kernels, compiled blocks, and a loss
+function of the user's.
 """
 
 from __future__ import annotations
@@ -22,26 +24,43 @@ from trireme.trainer.model.reference import FixedLogprobs
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.step import forward_backward, loss_of, update
 
-SHORT = 2  # tokens: the fewest of which one is learned
+SHORT = 2  # tokens of the shortest sample of which one is learned
 
 
 def try_step(config: RunConfig, state: TrainerState, world: World) -> None:
-    """Gradients of the longest row that a batch can have, beside all that a step ever holds with them: gradients of
-    earlier rows, and the optimizer's state. Weights, state and version are afterwards what they were, to the bit. A
-    collective.
+    """Compute gradients of the longest row that a batch can have. A collective.
+
+    Gradients of earlier rows and the optimizer's state exist meanwhile, as in any step. Afterwards weights, state and
+    version are what they were, to the bit.
 
     Raises:
-        RuntimeError: torch's, where there is not enough memory.
+        RuntimeError: torch's own, if there is not enough memory.
     """
-    with _optimizer_state_for_now(state, config.trainer.optim.max_norm):
+    with _temporary_optimizer_state(state, config.trainer.optim.max_norm):
         _zero_gradients(state.model)
-        _gradients(config, state, world)
+        recipe, loss = loss_of(config)
+        row = longest_row(config, vocabulary=state.model.config.get_text_config().vocab_size, version=state.version)
+        forward_backward(
+            state.model,
+            [row],
+            loss_tokens=row.tokens.length * world.dp_size,
+            loss_samples=len(row.lengths) * world.dp_size,
+            step=state.version,
+            loss_function=loss,
+            world=world,
+            fixed=FixedLogprobs(recomputed=recipe.proximal == "recomputed", reference=state.reference),
+            entropy_gradient=recipe.entropy_bonus > 0,
+        )
+        expert_metrics(state.model, world)  # takes the counts of these tokens, so that they count nowhere
         state.optimizer.zero_grad(set_to_none=True)
 
 
 @contextmanager
-def _optimizer_state_for_now(state: TrainerState, max_norm: float) -> Iterator[None]:
-    """What the first step makes, which is forgotten afterwards; what comes from a checkpoint is there already."""
+def _temporary_optimizer_state(state: TrainerState, max_norm: float) -> Iterator[None]:
+    """Let the optimizer allocate its state by a step with learning rate 0, and forget that state afterwards.
+
+    State that comes from a checkpoint is kept.
+    """
     optimizer = state.optimizer
     if optimizer.state:
         yield
@@ -63,30 +82,15 @@ def _zero_gradients(model: PreTrainedModel) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _gradients(config: RunConfig, state: TrainerState, world: World) -> None:
-    recipe, loss = loss_of(config)
-    row = longest_row(config, vocabulary=state.model.config.get_text_config().vocab_size, version=state.version)
-    forward_backward(
-        state.model,
-        [row],
-        loss_tokens=row.tokens.length * world.dp_size,
-        loss_samples=len(row.lengths) * world.dp_size,
-        step=state.version,
-        loss_function=loss,
-        world=world,
-        fixed=FixedLogprobs(recomputed=recipe.proximal == "recomputed", reference=state.reference),
-        entropy_gradient=recipe.entropy_bonus > 0,
-    )
-    expert_metrics(state.model, world)  # these tokens do not count
-
-
 def longest_row(config: RunConfig, *, vocabulary: int, version: int) -> MicroBatch:
-    """Made-up samples of full length. All their tokens count, and no two begin alike, so that none is spared. There are
-    at least two: what it takes to keep samples of a row apart is a part of what is tried.
+    """Build a row of made-up samples of full length.
+
+    All their tokens count, and no two samples begin alike, so that no shared prefix saves work. There are at least two
+    samples, because keeping the samples of a row apart takes memory too.
 
     Args:
         vocabulary: number of tokens that the model knows.
-        version: of the weights that "sampled" them.
+        version: the version that "sampled" them.
     """
     capacity = row_capacity(config)
     length = min(config.seq_len, capacity)

@@ -244,16 +244,10 @@ def _whole_parameters(module: torch.nn.Module, names: list[str], *, kept: list[s
     try:
         yield
         for name in kept:
-            piece = shard_of(held[name])
-            piece.tensor.copy_(module._parameters[name][region_of(piece)])
+            shard = shard_of(held[name])
+            shard.tensor.copy_(module._parameters[name][shard.region])
     finally:
         module._parameters.update(held)
-
-
-def region_of(piece: Shard) -> Region:
-    """Of the whole, what a rank holds."""
-    sizes = zip(piece.offset, piece.tensor.shape, strict=True)
-    return tuple(slice(offset, offset + size) for offset, size in sizes)
 
 
 @torch.no_grad()
@@ -274,7 +268,7 @@ def _rows(piece: Shard) -> Iterator[tuple[Region, torch.Tensor]]:
     if not piece.shape:
         yield (), piece.tensor
     elif piece.tensor.numel():
-        first, *others = region_of(piece)
+        first, *others = piece.region
         step = max(1, READ_BYTES // (piece.tensor[0].numel() * piece.tensor.element_size()))
         for begin in range(first.start, first.stop, step):
             end = min(begin + step, first.stop)

@@ -237,11 +237,6 @@ def peft_name(name: str) -> str:
     return f"{PREFIX}{name.replace(f'.{ADAPTER}.', '.')}"
 
 
-def is_saved(model: torch.nn.Module, name: str) -> bool:
-    """Whether a parameter changes in training; what does not, comes from the base model again."""
-    return adapters_of(model) is None or model.get_parameter(name).requires_grad
-
-
 # values
 
 
@@ -256,10 +251,8 @@ def fill_adapters(model: PreTrainedModel) -> None:
         return
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            piece = shard_of(parameter)
-            drawn = _draw(name, piece.shape, adapters.seed)
-            places = zip(piece.offset, piece.tensor.shape, strict=True)
-            piece.tensor.copy_(drawn[tuple(slice(start, start + size) for start, size in places)])
+            shard = shard_of(parameter)
+            shard.tensor.copy_(_draw(name, shard.shape, adapters.seed)[shard.region])
     for layer in _dropouts(model):
         layer.eval()
 

@@ -1,6 +1,7 @@
-"""The reference model: a copy of the policy that is not trained, near which it is held (`trainer.loss.beta`).
+"""The reference model (`trainer.loss.beta`), and the logprobs that stay fixed while a batch is trained on.
 
-With adapters it is the policy itself with other adapters, so that nothing of the base model is held twice.
+The reference is a copy of the policy that is not trained. With adapters it is the policy's own model with other
+adapters, so that the base model is in memory once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trireme.algo.columns import Columns
@@ -21,22 +21,23 @@ from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.lora import adapters_of, copy_trained, exchanged
 from trireme.trainer.model.model import load_model
 from trireme.trainer.parallel.mesh import World
+from trireme.trainer.parallel.shards import local_part
 
 log = get_logger("reference")
 
 
 @dataclass
 class Reference:
-    """Sharded like the policy, in the same precision: where the two are equal, so are their logprobs, to the bit."""
+    """The reference model, sharded like the policy and in the same precision: equal weights give equal logprobs."""
 
-    model: PreTrainedModel  # of its own; with adapters, the policy's
+    model: PreTrainedModel  # a model of its own; with adapters, the policy's
     update_every: int | None = None  # versions
-    is_base: bool = True  # else it is part of what a checkpoint must hold
-    adapters: dict[str, torch.Tensor] | None = None  # with which the policy's model is the reference
+    is_base: bool = True  # otherwise checkpoints must hold it
+    adapters: dict[str, torch.Tensor] | None = None  # the reference's values of all that is trained
 
     @contextmanager
     def ready(self) -> Iterator[PreTrainedModel]:
-        """The reference model; meanwhile the policy may not be used."""
+        """Yield the reference model. The policy must not be used meanwhile."""
         if self.adapters is None:
             yield self.model
             return
@@ -54,10 +55,10 @@ class Reference:
 
 
 def load_reference(config: RunConfig, policy: PreTrainedModel, world: World) -> Reference | None:
-    """None where no divergence to it is asked for. A collective.
+    """Load the reference model, or return None if `beta` is 0. A collective.
 
     Args:
-        policy: at version 0, which may have been drawn from scratch.
+        policy: version 0, which may have random weights (`from_scratch`).
     """
     trainer = config.trainer
     if not trainer.loss.beta:
@@ -73,39 +74,38 @@ def load_reference(config: RunConfig, policy: PreTrainedModel, world: World) -> 
 
 @torch.no_grad()
 def copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Each rank its own part."""
+    """Copy this rank's part of every parameter."""
     pairs = zip(source.named_parameters(), target.named_parameters(), strict=True)
     for (name, one), (other_name, other) in pairs:
-        assert name == other_name, f"{name} of the one model beside {other_name} of the other"
-        _local(other).copy_(_local(one))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        assert name == other_name, f"{name} in one model, {other_name} in the other"
+        local_part(other).copy_(local_part(one))
 
 
 @dataclass
 class FixedLogprobs:
-    """Of one batch on one rank, by number of its row.
+    """The logprobs of one batch on one rank that all its iterations are compared with, by number of the row.
 
-    The proximal policy is the trainer's at the start of the batch, so its logprobs are those of the first pass: no
-    forward pass is spent on them.
+    They are those of the proximal policy and of the reference model. A recomputed proximal policy is that of the
+    trainer's weights at the start of the batch, so its logprobs are those of the first pass and cost nothing extra.
     """
 
-    recomputed: bool = False  # the proximal policy is this trainer's, not the behaviour policy
+    recomputed: bool = False  # otherwise the proximal policy is the behaviour policy
     reference: Reference | None = None
     _proximal: dict[int, torch.Tensor] = field(default_factory=dict)
     _reference: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def compute_reference(self, row: int, micro_batch: MicroBatch, device: torch.device) -> None:
-        """To be called before the policy's own pass over the row: the reference may be the policy's model with other
-        adapters, which are not to be exchanged between its forward and its backward pass. A collective."""
+        """Compute the reference's logprobs of a row once. A collective.
+
+        Called before the policy's own pass over the row: the reference may be the policy's model with other adapters,
+        which must not be exchanged between a forward and its backward pass.
+        """
         if self.reference is not None and row not in self._reference:
             with torch.no_grad(), self.reference.ready() as model:
                 self._reference[row] = compute_columns(model, micro_batch, device).logprobs
 
-    def complete(self, row: int, columns: Columns) -> Columns:
-        """The columns of a row with all that they are compared with."""
+    def add_to(self, row: int, columns: Columns) -> Columns:
+        """Return the columns of a row with the fixed logprobs in them."""
         if self.recomputed:
             proximal = self._proximal.setdefault(row, columns.logprobs.detach())
             columns = replace(columns, proximal=proximal)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from trireme.trainer.parallel.shards import shard_of
+from trireme.trainer.parallel.shards import local_part, shard_of
 
 BLOCKS = (128, 64, 32)
 """Values that share a range: as many as divide a row evenly."""
@@ -49,15 +49,15 @@ class AdamW8bit(torch.optim.Optimizer):
         if not state:
             state |= _first_state(parameter)
         state["step"] += 1
-        if not _local(parameter).numel():  # of a small parameter not every rank holds a part
+        if not local_part(parameter).numel():  # of a small parameter not every rank holds a part
             return
         assert parameter.grad is not None
         held = [state.get(key) for key in (*MOMENTS, RANGE)]
         (_compiled if parameter.is_cuda else _take_step)(
-            _local(parameter),
-            _local(parameter.grad),
+            local_part(parameter),
+            local_part(parameter.grad),
             state["step"],
-            *(None if value is None else _local(value) for value in held),
+            *(None if value is None else local_part(value) for value in held),
             lr=torch.tensor(group["lr"]),  # a number would be compiled in
             rounding=torch.tensor(GOLDEN * float(state["step"]) % 1),
             betas=group["betas"],
@@ -93,7 +93,7 @@ def in_eight_bits(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> di
         return in_float32(saved, parameter)
     if RANGE in saved:
         return saved
-    mean, square = (_local(saved[key]) for key in MOMENTS)
+    mean, square = (local_part(saved[key]) for key in MOMENTS)
     *rows, length = mean.shape
     blocks = length // block
     codes = [torch.empty_like(mean, dtype=torch.uint8) for _ in MOMENTS]
@@ -108,24 +108,18 @@ def in_float32(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[
     """Likewise, as AdamW holds it."""
     if (ranges := saved.get(RANGE)) is None:
         return saved
-    mean, square = (_local(saved[key]) for key in MOMENTS)
+    mean, square = (local_part(saved[key]) for key in MOMENTS)
     moments = mean.float(), square.float()
     if mean.numel():
-        moments = decode(mean, square, ranges[_own_region(parameter)[:-1]].to(mean.device))
+        moments = decode(mean, square, ranges[shard_of(parameter).region[:-1]].to(mean.device))
     held = {key: _filled(parameter, each) for key, each in zip(MOMENTS, moments, strict=True)}
     return {key: value for key, value in saved.items() if key != RANGE} | held
-
-
-def _own_region(parameter: torch.Tensor) -> tuple[slice, ...]:
-    """Of the whole, what this rank holds."""
-    ours = shard_of(parameter)
-    return tuple(slice(at, at + size) for at, size in zip(ours.offset, ours.tensor.shape, strict=True))
 
 
 def _filled(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A tensor like it, of which this is our part."""
     tensor = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
-    _local(tensor).copy_(local)
+    local_part(tensor).copy_(local)
     return tensor
 
 
@@ -134,7 +128,7 @@ def _first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     dtype = None if block is None else torch.uint8
     state = {"step": torch.tensor(0.0)} | {key: torch.zeros_like(parameter, dtype=dtype) for key in MOMENTS}
     if block is not None:  # with ranges of 0, code 0 means 0
-        *rows, length = _local(parameter).shape
+        *rows, length = local_part(parameter).shape
         state[RANGE] = _sharded_as(parameter, torch.zeros(*rows, RANGES * (length // block)))
     return state
 
@@ -184,7 +178,7 @@ def _as_held(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.T
         return tensor
     if not isinstance(parameter, DTensor):
         return tensor.to(parameter.device)
-    rows = _own_region(parameter)[:-1]  # ranges are cut as their parameter is, but for the last dimension
+    rows = shard_of(parameter).region[:-1]  # ranges are cut as their parameter is, but for the last dimension
     return _sharded_as(parameter, tensor[rows].contiguous())
 
 
@@ -202,10 +196,6 @@ def _sharded_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         stride=torch.empty(shape, device="meta").stride(),
     )
     return whole.to(parameter.device)  # with parameters in CPU memory, the mesh's device is another
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 SPAN = 11.5

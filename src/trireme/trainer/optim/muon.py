@@ -1,14 +1,14 @@
-"""Muon for the matrices of a model's layers, AdamW for all the rest: one optimizer.
+"""An optimizer that uses Muon for the matrices of a model's layers and AdamW for all other parameters.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; at scale Liu et al. 2025, arXiv 2502.16982) steps
-along the momentum with all its singular values made about 1. So an update has the same size in all directions, and
+along the momentum with all its singular values made about 1. So an update has the same size in all directions, and it
 needs one moment where AdamW has two.
 
-Other than in `torch.optim.Muon` with `match_rms_adamw`, whose arithmetic it is:
+The arithmetic is that of `torch.optim.Muon` with `match_rms_adamw`. Deviations:
 1. A matrix may be sharded. Its singular values are those of the whole, so each rank gathers the momentum of one matrix
-   at a time, works out the whole update, and keeps its own part. Ranks do the same work; nobody waits for an owner.
-2. The experts of a layer, which transformers holds in one tensor, are a matrix each.
-3. On a CPU the iteration runs in float32: there, bfloat16 is slower as well as rougher.
+   at a time, computes the whole update, and keeps its own part. All ranks do the same work.
+2. Each expert of a layer is a matrix of its own, although transformers holds all of them in one tensor.
+3. On a CPU the iteration runs in float32, because bfloat16 is both slower and less precise there.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from trireme.trainer.parallel.shards import shard_of
+from trireme.trainer.parallel.shards import local_part, shard_of, whole_tensor
 
 MOMENTUM = 0.95
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic: they bring small singular values up fast, and leave all between about 0.7 and 1.2."""
+"""Coefficients of the quintic: small singular values grow fast, and all end between about 0.7 and 1.2."""
 
 ITERATIONS = 5
 EPS = 1e-7
 
 ADAMW_RMS = 0.2
-"""What the mean square of an update of AdamW's comes to (arXiv 2502.16982, section 2.2)."""
+"""The root mean square of an update of AdamW (arXiv 2502.16982, section 2.2)."""
 
 
 class Muon(torch.optim.AdamW):
-    """Groups with `is_hidden` are Muon's. `lr` means for them what it means for AdamW."""
+    """Uses Muon for groups with `is_hidden`. Their `lr` has the same meaning as AdamW's."""
 
     param_groups: list[dict[str, Any]]
 
@@ -50,25 +49,25 @@ class Muon(torch.optim.AdamW):
                 self._step_matrices(group)
         self.param_groups = [group for group in groups if not group["is_hidden"]]
         try:
-            return super().step(closure)  # AdamW, of what is left
+            return super().step(closure)  # AdamW for the other groups
         finally:
             self.param_groups = groups
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """AdamW's looks for counters of steps, which matrices do not have."""
+        """Skip AdamW's own method, which expects step counters that matrices do not have."""
         torch.optim.Optimizer.__setstate__(self, state)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            update = _own_part(orthogonal(_whole(self._nesterov(parameter))), parameter)
-            local = _local(parameter)
+            update = orthogonal(whole_tensor(self._nesterov(parameter)))[shard_of(parameter).region]
+            local = local_part(parameter)
             local.mul_(1 - group["lr"] * group["weight_decay"])
             local.add_(update, alpha=-group["lr"] * rate_of(parameter.shape))
 
     def _nesterov(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Sharded as the parameter."""
+        """Return the momentum that Nesterov's method looks ahead by, sharded as the parameter."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -79,12 +78,12 @@ class Muon(torch.optim.AdamW):
 
 
 def rate_of(shape: torch.Size) -> float:
-    """What `lr` is multiplied by, so that updates are as large as AdamW's (arXiv 2502.16982, equation 4)."""
+    """Return the factor of `lr` that makes updates as large as AdamW's (arXiv 2502.16982, equation 4)."""
     return ADAMW_RMS * math.sqrt(max(shape[-2:]))
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """[..., A, B] the nearest with all singular values about 1, by Newton and Schulz's iteration. A new tensor."""
+    """Return [..., A, B] the nearest matrices with all singular values about 1, by Newton-Schulz iteration."""
     x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=EPS)
     is_tall = x.size(-2) > x.size(-1)
@@ -94,17 +93,3 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if is_tall else x).to(matrices.dtype)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    piece = shard_of(parameter)
-    ends = zip(piece.offset, piece.tensor.shape, strict=True)
-    return whole[tuple(slice(first, first + length) for first, length in ends)]

@@ -1,7 +1,7 @@
-"""Sharded tensors in safetensors files: each rank writes the pieces that it holds, any number of ranks reads them.
+"""Shards of tensors in safetensors files: each rank writes its own shards, and any number of ranks reads them.
 
-A file's metadata says of every tensor in it which piece of the whole it is. Nothing is pickled: who can write to a
-checkpoint cannot make us run code.
+A file's metadata says of each tensor which part of the whole it is. Nothing is pickled, so a changed checkpoint cannot
+make the trainer run code.
 """
 
 from __future__ import annotations
@@ -27,15 +27,32 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds of a tensor."""
+    """One rank's part of a tensor."""
 
     tensor: torch.Tensor  # local; shares its memory with the model
-    shape: Index  # of the whole
-    offset: Index  # of this piece's first element in the whole
+    shape: Index  # of the whole tensor
+    offset: Index  # of this shard's first element in the whole tensor
 
     @property
     def num_bytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """The part of the whole tensor that this rank holds."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.tensor.shape, strict=True))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, without gradient; it shares its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor, without gradient. A collective for sharded tensors."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_of(tensor: torch.Tensor) -> Shard:
@@ -47,7 +64,7 @@ def shard_of(tensor: torch.Tensor) -> Shard:
 
 
 def is_written_by(tensor: torch.Tensor, rank: int) -> bool:
-    """What several ranks hold alike, the first of them writes."""
+    """Return whether this rank writes its shard: of ranks with the same shard, the first does."""
     if not isinstance(tensor, DTensor):
         return rank == 0
     coordinate = tensor.device_mesh.get_coordinate()
@@ -65,7 +82,7 @@ def write_shards(path: Path, pieces: Mapping[str, Shard]) -> None:
 
 @dataclass(frozen=True)
 class _StoredShard:
-    """A piece in a file, not read yet."""
+    """A shard in a file that is not read yet."""
 
     file: Any  # safetensors' open file, of which it exports no type
     name: str
@@ -84,7 +101,7 @@ class _StoredShard:
 
 
 class StoredShards:
-    """All pieces of all files; only what is asked for is read."""
+    """The shards in all files of a checkpoint. Only what is asked for is read."""
 
     def __init__(self, pieces: Iterable[_StoredShard]) -> None:
         self.num_bytes_read = 0
@@ -103,11 +120,11 @@ class StoredShards:
         return first.read(first.offset, tuple(min(1, length) for length in first.size)).dtype
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Fills the piece that this rank holds of `tensor`.
+        """Fill this rank's shard of `tensor`.
 
         Raises:
-            ConfigError: it was saved with another shape, or not at all: another model's.
-            JournalCorrupt: parts of it are in no file.
+            ConfigError: the checkpoint has it with another shape or not at all, so it is another model's.
+            JournalCorrupt: no file holds some part of it.
         """
         ours = shard_of(tensor)
         if name not in self._pieces or self.shape(name) != ours.shape:
@@ -119,10 +136,10 @@ class StoredShards:
         self._fill(name, ours)
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """A part of the whole; only that is read.
+        """Read a region of a tensor.
 
         Raises:
-            JournalCorrupt: some of it is in no file.
+            JournalCorrupt: no file holds some part of it.
         """
         starts, sizes = tuple(part.start for part in region), tuple(part.stop - part.start for part in region)
         ours = Shard(torch.empty(sizes, dtype=self.dtype(name)), self.shape(name), starts)
@@ -143,7 +160,7 @@ class StoredShards:
 
 
 def _copy_overlap(stored: _StoredShard, ours: Shard) -> int:
-    """Returns how many elements were copied."""
+    """Copy the elements that both have; return their number."""
     start = tuple(map(max, stored.offset, ours.offset))
     ends = zip(stored.offset, stored.size, ours.offset, ours.tensor.shape, strict=True)
     end = [min(theirs + their_size, mine + my_size) for theirs, their_size, mine, my_size in ends]
@@ -160,7 +177,7 @@ def _copy_overlap(stored: _StoredShard, ours: Shard) -> int:
 
 @contextmanager
 def open_checkpoint(folder: Path) -> Iterator[StoredShards]:
-    """The pieces of all ranks that its manifest lists; files that it does not list are not read."""
+    """Open the shards of all ranks that the manifest lists. Other files are not read."""
     names = sorted(name for name in read_manifest(folder).files if name.startswith("rank_"))
     with open_shards(folder / name for name in names) as stored:
         yield stored
@@ -168,7 +185,11 @@ def open_checkpoint(folder: Path) -> Iterator[StoredShards]:
 
 @contextmanager
 def open_shards(paths: Iterable[Path]) -> Iterator[StoredShards]:
-    """Raises JournalCorrupt where a file is not one of `write_shards`."""
+    """Open files of shards.
+
+    Raises:
+        JournalCorrupt: a file was not written by `write_shards`.
+    """
     with ExitStack() as stack:
         yield StoredShards([piece for path in paths for piece in _shards_in(path, stack)])
 

@@ -103,7 +103,7 @@ class Publisher:
             delta=broadcast.delta,
         )
 
-    def look_back(self) -> int:
+    def find_newest(self) -> int:
         """The newest version that engines ever confirmed, or -1: up to there, steps are repeated. A collective."""
         if self._control is not None:
             reply = self._control.ask(

@@ -1,7 +1,7 @@
-"""The model as others load it: whole tensors under the names of its published checkpoints, one at a time.
+"""The weights as engines load them: whole tensors under the names of published checkpoints, one at a time.
 
-Engines, exported folders and digests all get these; only the trainer knows how it holds them. Adapters are added in,
-one tensor at a time, or come after the tensors that they are for (`lora.sync`).
+Digests and a replay use the same tensors. Adapters are merged in, one tensor at a time, or follow the base model
+(`lora.sync`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trireme.config.run import RunConfig
@@ -25,10 +24,11 @@ from trireme.trainer.model.lora import (
     products,
     trained_tensors,
 )
+from trireme.trainer.parallel.shards import whole_tensor
 
 
 def served_dtype(config: RunConfig) -> str:
-    """Weights travel, and are exported, in the precision in which they are served."""
+    """Return the precision in which weights are sent, exported and served."""
     dtype = config.inference.model.dtype
     if dtype != "auto":
         return dtype
@@ -36,7 +36,7 @@ def served_dtype(config: RunConfig) -> str:
 
 
 def served_specs(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]:
-    """What `served_tensors` will give, without gathering anything."""
+    """Return the specs of what `served_tensors` yields, without gathering anything."""
     names = hub_names(model)
     published = [spec for name in names.parameters for spec in names.specs(name)]
     if serves_adapters(model):
@@ -48,12 +48,12 @@ def served_specs(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]
 def served_tensors(
     model: PreTrainedModel, dtype: torch.dtype, *, only_adapters: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor whole, one at a time, in the order of `served_specs`. A collective: all ranks iterate together.
+    """Yield every tensor whole, in the order of `served_specs`. A collective: all ranks iterate together.
 
     Tied parameters come once, under the name of the embedding.
 
     Args:
-        only_adapters: leave out the base model, which does not change; for `serves_adapters`.
+        only_adapters: leave out the base model, which does not change; only if `serves_adapters`.
     """
     if not serves_adapters(model):
         yield from merged_tensors(model, dtype)
@@ -64,27 +64,27 @@ def served_tensors(
 
 
 def serves_adapters(model: PreTrainedModel) -> bool:
-    """Whether engines hold the adapters beside the base model."""
+    """Return whether engines hold the adapters apart from the base model."""
     adapters = adapters_of(model)
     return adapters is not None and adapters.config.sync == "adapter"
 
 
 def merged_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model as it computes. Where there are adapters, they are added in float32, then rounded. A collective."""
+    """Yield the model with its adapters merged in: added in float32, then rounded. A collective."""
     yield from _published(model, dtype, products(model))
 
 
 def adapter_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """As engines take them: under PEFT's names, and the scale is in B already, before it is rounded. A collective."""
+    """Yield the adapters under PEFT's names, with the scale multiplied into B before rounding. A collective."""
     factors = {id(product.left): product.scale for product in products(model).values()}
     for name, parameter in _adapters(model):
-        yield peft_name(name), (_whole(parameter) * factors.get(id(parameter), 1.0)).to(dtype)
+        yield peft_name(name), (whole_tensor(parameter) * factors.get(id(parameter), 1.0)).to(dtype)
 
 
 def exported_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a folder with adapters holds: all that is trained, in the precision in which it is. A collective."""
+    """Yield all that is trained, as a folder of adapters holds it: under PEFT's names, in float32. A collective."""
     for name, tensor in trained_tensors(model).items():
-        yield peft_name(name), _whole(tensor)
+        yield peft_name(name), whole_tensor(tensor)
 
 
 def _published(
@@ -93,16 +93,12 @@ def _published(
     names = hub_names(model)
     held = {base_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     for name in names.parameters:
-        whole = _whole(held[name])
+        whole = whole_tensor(held[name])
         if (product := added.get(name)) is not None:
-            whole = merge(whole, _whole(product.left), _whole(product.right), product)
+            whole = merge(whole, whole_tensor(product.left), whole_tensor(product.right), product)
         for published, tensor in names.to_hub(name, whole.to(dtype)):
             yield published, tensor.contiguous()
 
 
 def _adapters(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if is_adapter(name)]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
