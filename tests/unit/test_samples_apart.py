@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tiny import take_gradients
-from trireme.algo.packing import buckets, positions, shared
+from trireme.algo.packing import buckets, positions, share_prefixes
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import TrainerModel
 from trireme.messages import MicroBatch, build_tokens
@@ -97,7 +97,7 @@ def test_buckets_hold_every_sample_once_and_waste_less_than_a_quarter(lengths: l
 
 @given(st.lists(st.lists(st.sampled_from([1, 256, 65536]), min_size=1, max_size=8), min_size=1, max_size=12))
 def test_tokens_are_shared_where_everything_up_to_them_is_the_same_and_nowhere_else(samples: list[list[int]]) -> None:
-    found = shared(np.concatenate(samples).astype(np.int32), [len(sample) for sample in samples])
+    found = share_prefixes(np.concatenate(samples).astype(np.int32), [len(sample) for sample in samples])
     beginnings = [tuple(sample[: end + 1]) for sample in samples for end in range(len(sample))]
     place_of: dict[tuple[int, ...], int] = {}
     for beginning, place in zip(beginnings, found.places.tolist(), strict=True):

@@ -36,7 +36,7 @@ from trireme.trainer.model.model import load_model
 from trireme.trainer.model.reference import FixedLogprobs
 from trireme.trainer.optim.optimizer import build_optimizer, set_lr
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.step import Stepper, base_state, forward_backward, merged, policy_gradient, update
+from trireme.trainer.step import Stepper, base_state, forward_backward, merge_iterations, policy_gradient, update
 
 CAPACITY = 48
 LENGTHS = [30, 20, 12, 7]
@@ -175,8 +175,8 @@ def test_the_same_batches_give_the_same_bits_with_every_term_of_the_loss(tiny_mo
 def test_metrics_of_several_iterations_are_their_means_but_for_what_is_of_the_first() -> None:
     first = {"loss": 1.0, "mismatch_kl": 0.1, "skipped_update": 1.0}
     second = {"loss": 2.0, "mismatch_kl": 0.9, "skipped_update": 1.0}
-    assert merged([first, second]) == {"loss": 1.5, "mismatch_kl": 0.1, "skipped_update": 2.0}
-    assert merged([first]) == first
+    assert merge_iterations([first, second]) == {"loss": 1.5, "mismatch_kl": 0.1, "skipped_update": 2.0}
+    assert merge_iterations([first]) == first
 
 
 def test_the_base_model_is_the_reference_and_stays_so(tiny_model: Path, world: World) -> None:

@@ -1,4 +1,7 @@
-"""Samples into packed rows, rows onto ranks. Pure and deterministic: the same samples give the same rows anywhere."""
+"""Pack samples into rows and rows onto ranks; find prefixes that samples of a row share.
+
+All is deterministic: the same samples give the same rows on every machine.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,14 @@ class Sample:
 
 
 def num_learned(samples: Iterable[Sample]) -> list[int]:
-    """Tokens of each sample that count: a first one never does, as nothing stands before it to predict it from."""
+    """Return the tokens of each sample that count. A first token never counts, as no token before it predicts it."""
     return [int(np.count_nonzero(sample.tokens.loss_mask[1:])) for sample in samples]
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: each sample, longest first, into the fullest row that has room for it. At most 11/9 of the
-    fewest rows possible, plus four (Johnson et al. 1974).
+    """Pack samples by best-fit decreasing: each sample, longest first, into the fullest row that has room for it.
+
+    Takes at most 11/9 of the fewest possible rows, plus four (Johnson et al. 1974).
 
     Args:
         lengths: tokens of each sample, none above `capacity`.
@@ -53,7 +57,7 @@ def pack(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 def buckets(lengths: list[int], growth: float = 1.25) -> list[list[int]]:
-    """Samples of like length together: padded to its longest, a bucket has less than `growth` times the tokens.
+    """Group samples of similar length: padded to its longest sample, a bucket has less than `growth` times the tokens.
 
     Returns:
         The indices of each bucket's samples, in the order given; shortest bucket first.
@@ -117,19 +121,25 @@ def positions(lengths: list[int]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Which of a row's T tokens stand for which.
+class SharedPrefixes:
+    """The tokens of a row that are computed, and which of them stands for each of the row's T tokens.
+
+    A causal model computes a token from the tokens before it alone. Rollouts of a group begin with the same prompt and
+    often continue alike for a while; up to there, one sample stands for all of them.
 
     Example:
-        shared(ids=[7, 8, 9, 7, 8, 5], lengths=[3, 3])  # kept=[0, 1, 2, 5], places=[0, 1, 2, 0, 1, 3]
+        share_prefixes(ids=[7, 8, 9, 7, 8, 5], lengths=[3, 3])  # kept=[0, 1, 2, 5], places=[0, 1, 2, 0, 1, 3]
     """
 
     kept: np.ndarray  # [P] int64: tokens of the row that are computed, ascending
-    places: np.ndarray  # [T] int64: where among those each token of the row is found
+    places: np.ndarray  # [T] int64: the index in `kept` of the token that stands for each token
 
 
-def shared(ids: np.ndarray, lengths: list[int]) -> Shared:
-    """Samples in alphabetical order: each has the longest beginning in common with a neighbour."""
+def share_prefixes(ids: np.ndarray, lengths: list[int]) -> SharedPrefixes:
+    """Find the tokens before which samples are the same.
+
+    In alphabetical order, each sample shares its longest prefix with a neighbour, so neighbours are compared.
+    """
     ends = np.cumsum(lengths)
     samples = [ids[end - length : end] for end, length in zip(ends, lengths, strict=True)]
     owners = np.arange(len(ids))
@@ -137,21 +147,16 @@ def shared(ids: np.ndarray, lengths: list[int]) -> Shared:
     for number in sorted(range(len(samples)), key=lambda number: samples[number].astype(">i8").tobytes()):
         first = ends[number] - lengths[number]
         if before is not None:
-            alike = _alike(samples[before], samples[number])
+            shortest = min(len(samples[before]), len(samples[number]))
+            different = np.flatnonzero(samples[before][:shortest] != samples[number][:shortest])
+            alike = int(different[0]) if len(different) else shortest
             theirs = ends[before] - lengths[before]
             owners[first : first + alike] = owners[theirs : theirs + alike]
         before = number
     kept = np.unique(owners)
-    return Shared(kept, np.searchsorted(kept, owners))
+    return SharedPrefixes(kept, np.searchsorted(kept, owners))
 
 
-def _alike(one: np.ndarray, other: np.ndarray) -> int:
-    """Tokens at the beginning of both."""
-    length = min(len(one), len(other))
-    different = np.flatnonzero(one[:length] != other[:length])
-    return int(different[0]) if len(different) else length
-
-
-def unshared(length: int) -> Shared:
-    """Every token is computed for itself."""
-    return Shared(np.arange(length), np.arange(length))
+def share_nothing(length: int) -> SharedPrefixes:
+    """Let every token be computed for itself."""
+    return SharedPrefixes(np.arange(length), np.arange(length))

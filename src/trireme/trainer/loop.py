@@ -168,7 +168,7 @@ class Trainer:
                 log.info("a step on a row of full length was tried: %.1f s", time.perf_counter() - began)
 
     def find_progress(self) -> None:
-        """Ask which version the engines confirmed last. A restarted trainer repeats the steps up to it from the journal."""
+        """Ask which version the engines confirmed last. A restarted trainer repeats the journal up to there."""
         with self.lane.doing("wait", why="the orchestrator"):
             newest = self.publisher.find_newest()
         if newest > self.state.version:

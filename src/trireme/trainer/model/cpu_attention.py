@@ -1,10 +1,10 @@
-"""Causal attention of short samples on a CPU: two matrix products and a softmax, as the formula has it.
+"""Causal attention of short samples on a CPU, written out: two matrix products and a softmax.
 
-torch's own kernel keeps nothing of the size L x L and is quicker for long samples; for short ones its backward pass is
-several times slower (`benchmarks/attention.py`). What is kept here for it is at most as wide as `SHORT` per head and
-token.
+torch's kernel keeps nothing of the size L x L and is faster for long samples. For short ones its backward pass is
+several times slower: written out, a training step of 20M parameters on samples of 142 tokens takes 4.66 instead of
+5.83 s (`benchmarks/attention.py`, docs/benchmarks.md).
 
-S samples, L tokens of each, H heads of queries, K of keys and values, D size of a head.
+Letters: S samples, L tokens of each, H heads of queries, K heads of keys and values, D size of a head.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from trireme.algo import activations
 
 SHORT = {dtype: activations.SHORT[dtype.itemsize] for dtype in (torch.bfloat16, torch.float32)}
-"""Tokens of a sample up to which this is quicker."""
+"""Tokens of a sample up to which this is faster."""
 
 
 def is_faster_on_cpu(query: torch.Tensor) -> bool:
-    """Whether `attend_on_cpu` is to be preferred for `query` [S, H, L, D]."""
+    """Return whether `attend_on_cpu` is faster for `query` [S, H, L, D]."""
     return query.device.type == "cpu" and query.shape[2] <= SHORT.get(query.dtype, 0)
 
 
 def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float) -> torch.Tensor:
-    """softmax(scaling q k^T) v, each token with those up to itself (Vaswani et al. 2017, equation 1).
+    """Compute softmax(scaling q k^T) v over each token and those before it (Vaswani et al. 2017, equation 1).
 
     Args:
         query: [S, H, L, D].
-        key: [S, K, L, D], K a divisor of H: heads of queries in a row share one of keys.
+        key: [S, K, L, D], K a divisor of H: consecutive heads of queries share a head of keys.
         value: as `key`.
 
     Returns:
@@ -46,5 +46,5 @@ def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
 
 @lru_cache(64)
 def _mask(length: int, dtype: torch.dtype) -> torch.Tensor:
-    """[L, L]: nobody sees what comes after."""
+    """Return [L, L] -inf where a token would see a later one."""
     return torch.full((length, length), -torch.inf, dtype=dtype).triu(1)

@@ -1,4 +1,8 @@
-"""The forward pass over one packed row: logprobs of the tokens that count, beside all that belongs to them."""
+"""The forward pass over a packed row: logprobs and entropies of the tokens that count.
+
+A `Scorer` runs this rank's tokens through the decoder, and the head on a few tokens at a time. Before a model's first
+row, it tries on a short prompt which shortcuts give the logprobs of the model's own forward pass.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from transformers import PreTrainedModel
 
 from trireme.algo.columns import Columns
 from trireme.algo.logprobs import Choices
-from trireme.algo.packing import positions, shared, unshared
+from trireme.algo.packing import positions, share_nothing, share_prefixes
 from trireme.algo.weight_checks import probe_ids
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
@@ -34,11 +38,19 @@ from trireme.trainer.model.sharding import reshard
 from trireme.trainer.parallel.context_parallel import SharedRow, Team, share_attention
 from trireme.trainer.parallel.mesh import World
 
+log = get_logger("scorer")
+
+PROMPT = 24  # tokens of the row that a model is tried on
+PLACES = np.arange(1, PROMPT)
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}  # of logprobs; a wrong pass is off by more
+
+_ATTRIBUTE = "trireme_scorer"
+
 
 def compute_columns(
     model: PreTrainedModel, micro_batch: MicroBatch, device: torch.device, *, entropy_gradient: bool = False
 ) -> Columns:
-    """K of the row's T tokens count. A collective; of a team, all ranks get the columns of the whole row."""
+    """Compute the columns of the K tokens of a row that count. A collective; a team's ranks all get the whole row."""
     places, has_places = places_of(micro_batch)
     found = scorer_of(model, device).score(micro_batch, places, device, entropy_gradient=entropy_gradient)
     tokens, samples = micro_batch.tokens, np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
@@ -61,45 +73,39 @@ def compute_columns(
 
 
 def places_of(micro_batch: MicroBatch) -> tuple[np.ndarray, bool]:
-    """[K] places of the tokens that count, ascending, and whether there are any: every rank must run the same
-    collectives, so a row without tokens that count runs with its first one."""
-    has_past = positions(micro_batch.lengths) > 0  # what stands before a sample's first token is another sample
+    """Return [K] the places of the tokens that count, ascending, and whether there are any.
+
+    Every rank must run the same collectives, so a row without such tokens runs with its first token.
+    """
+    has_past = positions(micro_batch.lengths) > 0  # the token before a sample's first one is of another sample
     places = np.flatnonzero(micro_batch.tokens.loss_mask.astype(bool) & has_past)
     return (places, True) if len(places) else (np.zeros(1, np.int64), False)
 
 
-log = get_logger("scorer")
-
-PROMPT = 24  # tokens of the row that a model is tried on
-PLACES = np.arange(1, PROMPT)
-TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}  # of logprobs; a wrong pass is off by more
-
-_ATTRIBUTE = "trireme_scorer"
-
-
 @dataclass(frozen=True)
 class Scorer:
-    """Of one model on one rank."""
+    """Computes logprobs with one model on one rank."""
 
     model: PreTrainedModel
     team: Team
     chunk: int  # tokens whose logits exist at once
     tolerance: float
-    head: Head | None = None  # None: the model makes all logits at once, as its head cannot be run by itself
-    is_packed: bool = False  # samples of a row attend without a mask of the whole row
-    shares_prefixes: bool = False  # and what they have in common at their beginning is computed once
+    head: Head | None = None  # None: the model computes all logits at once, as its head cannot run by itself
+    is_packed: bool = False  # samples of a row attend one by one, without a mask of the whole row
+    shares_prefixes: bool = False  # tokens before which samples are the same are computed once
     is_tried: bool = False
 
     def score(
         self, row: MicroBatch, places: np.ndarray, device: torch.device, *, entropy_gradient: bool = False
     ) -> HeadOutput:
-        """Logprobs and entropies of the tokens at these places of the row, at the temperatures at which they were
-        sampled. A collective; of a team, each rank runs its part and gets all.
+        """Return logprobs and entropies of the tokens at these places, at their sampling temperatures.
+
+        A collective. Each rank of a team runs its part of the row and gets all results.
 
         Args:
             places: [K] ascending.
         """
-        before = np.maximum(places - 1, 0)  # where the model says what comes next
+        before = np.maximum(places - 1, 0)  # the token at which the model predicts the next one
         part = self.team.part_of(row.tokens.length)
         is_ours = before // part.size == self.team.rank
         targets = targets_at(row, places[is_ours], device)
@@ -115,8 +121,11 @@ class Scorer:
         return HeadOutput(logprobs, entropies if entropy_gradient else entropies.detach())
 
     def _inputs(self, row: MicroBatch, device: torch.device) -> dict[str, Any]:
-        """Positions that restart, and no attention mask, are how transformers is told of packed samples: it then builds
-        block-diagonal attention (or, with flash attention, cumulative lengths) by itself, unless given the row."""
+        """Return the model's inputs for a row whose samples transformers keeps apart.
+
+        Positions that restart, and no attention mask, are how transformers recognizes packed samples. It then builds a
+        block-diagonal mask or, with flash attention, cumulative lengths.
+        """
         part, of_team = self.team.part_of(row.tokens.length), SharedRow(self.team, row.lengths, device)
         ids = torch.from_numpy(part.take(row.tokens.ids).astype(np.int64)).to(device)
         position_ids = of_team.position_ids[:, part.first : part.first + part.size]
@@ -127,23 +136,22 @@ class Scorer:
     def _packed_inputs(
         self, row: MicroBatch, before: np.ndarray, device: torch.device
     ) -> tuple[dict[str, Any], torch.Tensor]:
-        """The same for samples that attend apart, where what they have in common at their beginning is computed once;
-        and where the places before the tokens that count are then."""
+        """Return the inputs for packed attention, and where the places in `before` are among the computed tokens."""
         ids = row.tokens.ids.astype(np.int64)
-        common = shared(ids, row.lengths) if self.shares_prefixes else unshared(len(ids))
+        computed = share_prefixes(ids, row.lengths) if self.shares_prefixes else share_nothing(len(ids))
 
         def on_device(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array[common.kept]).to(device)[None]
+            return torch.from_numpy(array[computed.kept]).to(device)[None]
 
         inputs = {
             "input_ids": on_device(ids),
             "position_ids": on_device(positions(row.lengths)),
             "attention_mask": None,
             "use_cache": False,
-            ARGUMENT: PackedRow(row.lengths, device, common.places),
+            ARGUMENT: PackedRow(row.lengths, device, computed.places),
         }
         routes = routes_argument(self.model, row.tokens.routed, device, lambda column: column)
-        return inputs | routes, torch.from_numpy(common.places[before]).to(device)
+        return inputs | routes, torch.from_numpy(computed.places[before]).to(device)
 
     def _run(self, inputs: dict[str, Any], keep: torch.Tensor, targets: Targets, entropy_gradient: bool) -> HeadOutput:
         head = self.head
@@ -168,7 +176,7 @@ def targets_at(row: MicroBatch, places: np.ndarray, device: torch.device) -> Tar
 
 
 def choices_at(kept: Kept | None, places: np.ndarray, device: torch.device) -> Choices | None:
-    """What the sampler could choose from at these places of a row; None where it was never cut."""
+    """Return what the sampler could choose from at these places; None if it was never cut."""
     if kept is None:
         return None
     cut = np.flatnonzero(kept.counts[places] > 0)
@@ -186,107 +194,94 @@ def choices_at(kept: Kept | None, places: np.ndarray, device: torch.device) -> C
 
 
 def attach_scorer(model: PreTrainedModel, config: TrainerModel, world: World) -> None:
-    """How this model is going to score rows. It is tried before the first."""
+    """Give the model its scorer. `scorer_of` tries it before the first row."""
     tolerance = TOLERANCES[config.optimization_dtype]
     vars(model)[_ATTRIBUTE] = Scorer(model, Team.of(world), config.head_chunk, tolerance)
 
 
 def scorer_of(model: PreTrainedModel, device: torch.device) -> Scorer:
-    """A collective when it is asked for the first time.
+    """Return the model's scorer. The first call for a model is a collective.
 
     Raises:
-        ConfigError: ranks are to share rows, and this model cannot.
+        ConfigError: ranks are to share rows and this model cannot.
     """
     if not vars(model)[_ATTRIBUTE].is_tried:
-        vars(model)[_ATTRIBUTE] = _tried(vars(model)[_ATTRIBUTE], device)
+        vars(model)[_ATTRIBUTE] = _try_shortcuts(vars(model)[_ATTRIBUTE], device)
     return vars(model)[_ATTRIBUTE]
 
 
-def _tried(scorer: Scorer, device: torch.device) -> Scorer:
-    """Whether the head alone, and the team together, give what the model's own forward pass gives on a short row."""
-    row, model = _prompt(scorer.model), scorer.model
-    with _at_rest(model), torch.no_grad():
+def shared_frac(model: PreTrainedModel, rows: list[MicroBatch]) -> float:
+    """Return the share of the rows' tokens that shared prefixes save."""
+    if not vars(model)[_ATTRIBUTE].shares_prefixes:
+        return 0.0
+    computed = sum(len(share_prefixes(row.tokens.ids, row.lengths).kept) for row in rows)
+    return 1 - computed / max(1, sum(row.tokens.length for row in rows))
+
+
+def _try_shortcuts(scorer: Scorer, device: torch.device) -> Scorer:
+    """Use the head alone, packed attention and the team if they give the logprobs of the model's own forward pass."""
+    model = scorer.model
+    row = _prompt(model)
+    with _dropout_off(model), torch.no_grad():
         alone = replace(scorer, team=Team())
         own = alone.score(row, PLACES, device).logprobs
         head = Head(model) if _agrees(replace(alone, head=Head(model)), row, own) else None
         scorer = replace(scorer, head=head, is_tried=True)
         if scorer.team.size == 1 and supports_packed_attention(model):
-            scorer = _apart(scorer, row, own)
+            use_packed_attention(model)
+            packed = replace(scorer, is_packed=True, shares_prefixes=_depends_on_the_past_only(model))
+            if _agrees(packed, row, own):
+                scorer = packed
+            else:
+                use_masked_attention(model)
+                log.warning("%s: attention over packed samples needs a mask of the whole row", type(model).__name__)
         if head is None:
             log.warning(
-                "the head of %s by itself does not give the logits of its forward pass: all logits of a row are made "
-                "at once, whatever `head_chunk` says",
+                "the head of %s by itself does not give the logits of its forward pass: all logits of a row are "
+                "computed at once, whatever `head_chunk` is",
                 type(model).__name__,
             )
         if scorer.team.size > 1:
             share_attention(model, scorer.team.size)
-            _require_team(scorer, row, own)
+            if not _agrees(scorer, row, own):
+                raise ConfigError(
+                    f"trainer.model.cp = {scorer.team.size}: {type(model).__name__} gives other logprobs for a row "
+                    "that ranks share - expected a model whose tokens meet only in attention, and there through "
+                    "transformers' attention interface. Set `cp = 1`."
+                )
     return scorer
 
 
-def shared_frac(model: PreTrainedModel, rows: list[MicroBatch]) -> float:
-    """Of these rows' tokens, those that are not computed, as another sample's stand for them."""
-    if not vars(model)[_ATTRIBUTE].shares_prefixes:
-        return 0.0
-    computed = sum(len(shared(row.tokens.ids, row.lengths).kept) for row in rows)
-    return 1 - computed / max(1, sum(row.tokens.length for row in rows))
+def _depends_on_the_past_only(model: PreTrainedModel) -> bool:
+    """Return whether a token's result depends on the tokens before it and on nothing random.
 
-
-def _apart(scorer: Scorer, row: MicroBatch, own: torch.Tensor) -> Scorer:
-    """With attention sample by sample, where that gives the same."""
-    use_packed_attention(scorer.model)
-    apart = replace(scorer, is_packed=True, shares_prefixes=_is_told_by_the_past(scorer.model))
-    if _agrees(apart, row, own):
-        return apart
-    use_masked_attention(scorer.model)
-    log.warning("%s: attention over packed samples needs a mask of the whole row", type(scorer.model).__name__)
-    return scorer
-
-
-def _is_told_by_the_past(model: PreTrainedModel) -> bool:
-    """What a token becomes depends on those before it, and on nothing drawn at random. The loads of experts are counted
-    token by token, so models with experts share nothing."""
+    Models with experts count their load token by token, so they do not share prefixes either.
+    """
     drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     drops |= (getattr(model.config.get_text_config(), "attention_dropout", None) or 0.0) > 0
     return not drops and not mixtures_of(model)
 
 
-def _require_team(scorer: Scorer, row: MicroBatch, own: torch.Tensor) -> None:
-    if not _agrees(scorer, row, own):
-        raise ConfigError(
-            f"trainer.model.cp = {scorer.team.size}: {type(scorer.model).__name__} gives other logprobs for a row that "
-            "ranks share - expected a model whose tokens meet only in attention, and there through transformers' "
-            "attention interface. Set `cp = 1`."
-        )
-
-
 def _agrees(scorer: Scorer, row: MicroBatch, own: torch.Tensor) -> bool:
     try:
         found = scorer.score(row, PLACES, own.device).logprobs
-    except (TypeError, AttributeError, ValueError, KeyError) as error:  # a forward pass with other ideas
+    except (TypeError, AttributeError, ValueError, KeyError) as error:  # a forward pass with another signature
         log.warning("%s: %r", type(scorer.model).__name__, error)
         return False
     return bool((found - own).abs().max() <= scorer.tolerance)
 
 
 def _prompt(model: PreTrainedModel) -> MicroBatch:
-    """Two samples, the second of which begins like the first."""
+    """Return a row of two samples, of which the second begins like the first."""
     ids = probe_ids(model.config.get_text_config().vocab_size, PROMPT)
     ids[-7:-3] = ids[:4]
     zeros = [0.0] * PROMPT
-    tokens = build_tokens(
-        ids=ids,
-        loss_mask=[0] * PROMPT,
-        logprobs=zeros,
-        advantages=zeros,
-        versions=[-1] * PROMPT,
-    )
+    tokens = build_tokens(ids=ids, loss_mask=[0] * PROMPT, logprobs=zeros, advantages=zeros, versions=[-1] * PROMPT)
     return MicroBatch(tokens=tokens, lengths=[PROMPT - 7, 7], temperatures=[1.0, 1.0])
 
 
 @contextmanager
-def _at_rest(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout."""
+def _dropout_off(model: PreTrainedModel) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,11 +1,10 @@
-"""Attention in a packed row without a mask: each sample by itself, those of like length together.
+"""Attention over a packed row without a mask: each sample attends by itself, in buckets of similar length.
 
-Told of packed samples, transformers masks the whole row for `sdpa`: T x T pairs per layer where samples of L tokens
-need T x L, and no fast kernel. Here the tokens of each sample are gathered into [samples, L], transformers' own `sdpa`
-runs there as plain causal attention (on a CPU the formula, where samples are short), and the results go back to their
-places.
+For packed samples, transformers' `sdpa` masks the whole row: T x T pairs per layer where samples of L tokens need T x
+L, and no fast kernel. Here the tokens of each sample are gathered into [samples, L], transformers' own `sdpa` runs on
+them as plain causal attention (`cpu_attention` for short samples on a CPU), and the results go back to their places.
 
-T tokens of a row, S samples of a bucket, L tokens of its longest, D size of a head.
+Letters: T tokens of a row, S samples of a bucket, L tokens of its longest sample, D size of a head.
 """
 
 from __future__ import annotations
@@ -25,39 +24,42 @@ from trireme.algo.packing import buckets
 from trireme.trainer.model.cpu_attention import attend_on_cpu, is_faster_on_cpu
 
 NAME = "packed_samples"
-ARGUMENT = "packed_row"  # under which a row travels through the model's forward pass
+ARGUMENT = "packed_row"  # the argument under which a row travels through the model's forward pass
 
 _is_row_given: ContextVar[bool] = ContextVar("is_row_given", default=False)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Samples of about one length."""
+    """Samples of about the same length."""
 
     shape: tuple[int, int]  # (S, L)
-    places: torch.Tensor  # [S * L] int64: of each sample's tokens in the row; beyond its end, of its last one
-    kept: torch.Tensor | None  # [tokens] int64: which of the S * L count; None where all do
-    targets: torch.Tensor  # [tokens] int64: where in the row these belong
+    places: torch.Tensor  # [S * L] int64: each sample's tokens in the row; beyond its end, its last token
+    kept: torch.Tensor | None  # [tokens] int64: which of the S * L are no padding; None if all are
+    targets: torch.Tensor  # [tokens] int64: the places of these in the row
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[1, heads, T, D] to [S, heads, L, D]."""
+        """Gather [1, heads, T, D] into [S, heads, L, D]."""
         _, heads, _, size = tensor.shape
         return tensor[0].index_select(1, self.places).view(heads, *self.shape, size).transpose(0, 1)
 
-    def real(self, found: torch.Tensor) -> torch.Tensor:
-        """[S, L, heads, D] to [tokens, heads, D]."""
+    def without_padding(self, found: torch.Tensor) -> torch.Tensor:
+        """Flatten [S, L, heads, D] to [tokens, heads, D]."""
         flat = found.flatten(0, 1)
         return flat if self.kept is None else flat.index_select(0, self.kept)
 
 
 class PackedRow:
-    """A packed row, as attention must know it. It travels through the model's forward pass as an argument, so that
-    activation checkpointing finds it again in the backward pass."""
+    """The samples of a packed row, for the attention layers.
+
+    It travels through the model's forward pass as an argument, so that activation checkpointing has it again in the
+    backward pass.
+    """
 
     def __init__(self, lengths: list[int], device: torch.device, places: np.ndarray | None = None) -> None:
         """
         Args:
-            places: [tokens of all samples] where each is in the row, if samples share some (`algo.prefixes`).
+            places: [tokens of all samples] where each is in the row, if samples share prefixes (`algo.packing`).
         """
         self.is_one_sample = len(lengths) == 1
         places = np.arange(sum(lengths)) if places is None else places
@@ -66,7 +68,7 @@ class PackedRow:
             _bucket(starts[samples], np.array(lengths)[samples], places, device) for samples in buckets(lengths)
         ]
         targets = torch.cat([bucket.targets for bucket in self.buckets]).cpu().numpy()
-        order = np.unique(targets, return_index=True)[1]  # of a token that is shared, the first result
+        order = np.unique(targets, return_index=True)[1]  # the first result of a shared token
         self.order = torch.from_numpy(order).to(device)  # [T]: where each token's result lies among all buckets'
 
 
@@ -88,8 +90,10 @@ def _bucket(starts: np.ndarray, lengths: np.ndarray, places_in_row: np.ndarray, 
 
 
 def supports_packed_attention(model: PreTrainedModel) -> bool:
-    """Where every layer looks at all tokens before it, through transformers' `sdpa`. A window or a chunk would have to
-    be known here, and not every model says it."""
+    """Return whether every layer attends to all tokens before it, through transformers' `sdpa`.
+
+    Windows and chunks are not supported, because not every model passes them to its attention.
+    """
     text = model.config.get_text_config()
     layers = getattr(text, "layer_types", None) or []
     windowed = getattr(text, "sliding_window", None) if not layers else None
@@ -102,20 +106,20 @@ def supports_packed_attention(model: PreTrainedModel) -> bool:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """From now on a forward pass that is given its row, as `ARGUMENT`, needs no mask; any other is as before."""
+    """Let forward passes that are given their row, as `ARGUMENT`, run without a mask. Other passes are unchanged."""
     AttentionInterface.register(NAME, _attention())
     AttentionMaskInterface.register(NAME, _mask)
     model.set_attn_implementation(NAME)
 
 
 def use_masked_attention(model: PreTrainedModel) -> None:
-    """The way back."""
+    """Undo `use_packed_attention`."""
     model.set_attn_implementation("sdpa")
 
 
 @contextmanager
 def row_given() -> Iterator[None]:
-    """Around a forward pass that is given its row: no mask is made."""
+    """Build no mask in the forward pass inside, which is given its row."""
     token = _is_row_given.set(True)
     try:
         yield
@@ -150,7 +154,7 @@ def _attention() -> Callable[..., tuple[torch.Tensor, Any]]:
                 attended = attend_on_cpu(*theirs, scaling=options["scaling"])
             else:
                 attended, _weights = plain(module, *theirs, None, **options)
-            found.append(bucket.real(attended))
+            found.append(bucket.without_padding(attended))
         return torch.cat(found).index_select(0, packed_row.order)[None], None
 
     return attend
