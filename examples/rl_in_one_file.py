@@ -47,6 +47,7 @@ os.environ |= {
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from vllm import LLM, SamplingParams
 
@@ -64,6 +65,7 @@ from reverse_text_task import SYSTEM_PROMPT, make_texts, similarity  # noqa: E40
 
 GROUPS, ROLLOUTS = 8, 16  # prompts per batch, answers per prompt
 MAX_TOKENS = 16
+LOSS = resolve_loss(Loss(), length=MAX_TOKENS)  # "importance": masked, importance-weighted policy gradient
 LEARNING_RATE, BETAS, MAX_NORM = 5e-4, (0.9, 0.95), 1.0
 
 
@@ -100,7 +102,7 @@ def train(steps: int, seed: int = 0) -> list[float]:
     )
     history = []
     for version in range(steps):
-        groups = [rollouts_of(engine, text, version) for text in draws.sample(texts, GROUPS)]
+        groups = sample_groups(engine, draws.sample(texts, GROUPS), version)
         batch = with_advantages(groups)
         metrics = optimizer_step(model, optimizer, batch)
         load_weights(engine, model)
@@ -116,18 +118,25 @@ def train(steps: int, seed: int = 0) -> list[float]:
 # 1. sample and score
 
 
-def rollouts_of(engine: LLM, text: str, version: int) -> list[Rollout]:
-    """Sample a group of answers to one prompt with the policy of this version, and score each."""
-    messages: Any = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": text}]
+def sample_groups(engine: LLM, texts: list[str], version: int) -> list[list[Rollout]]:
+    """Sample a group of answers to each text with the policy of this version, and score each answer."""
+    prompts: Any = [[{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": text}] for text in texts]
     sampling = SamplingParams(n=ROLLOUTS, temperature=1.0, max_tokens=MAX_TOKENS, logprobs=0)
-    (request,) = engine.chat(messages, sampling, use_tqdm=False)
-    group = []
-    for answer in request.outputs:
-        found = re.search(r"<reversed_text>\s*(.*?)\s*</reversed_text>", answer.text, re.DOTALL)
-        logprobs = [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
-        tokens = sample_tokens(list(request.prompt_token_ids), list(answer.token_ids), logprobs, version)
-        group.append(Rollout(tokens, reward=similarity(found[1] if found else None, text[::-1])))
-    return group
+    groups = []
+    for text, request in zip(texts, engine.chat(prompts, sampling, use_tqdm=False), strict=True):
+        group = []
+        for answer in request.outputs:
+            logprobs = [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
+            tokens = sample_tokens(list(request.prompt_token_ids), list(answer.token_ids), logprobs, version)
+            group.append(Rollout(tokens, reward=score(answer.text, text)))
+        groups.append(group)
+    return groups
+
+
+def score(answer: str, text: str) -> float:
+    """Return the similarity of the tagged part of an answer and the reversed text, 0 to 1."""
+    found = re.search(r"<reversed_text>\s*(.*?)\s*</reversed_text>", answer, re.DOTALL)
+    return similarity(found[1] if found else None, text[::-1])
 
 
 def sample_tokens(prompt: list[int], answer: list[int], logprobs: list[float], version: int) -> Tokens:
@@ -162,37 +171,43 @@ def with_advantages(groups: list[list[Rollout]]) -> list[Tokens]:
 
 def optimizer_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: list[Tokens]) -> dict[str, float]:
     """Take one step on the loss of `algo.loss`, whose default is a masked importance-weighted policy gradient."""
-    totals = Totals(tokens=max(1, sum(int(tokens.loss_mask.sum()) for tokens in batch)), samples=max(1, len(batch)))
-    loss = mismatch = 0.0
-    for tokens in batch:
-        columns = columns_of(model, tokens)
-        terms = policy_loss(columns, totals, resolve_loss(Loss(), length=1))
-        terms.loss.backward()
-        loss += float(terms.value)
-        mismatch = max(mismatch, float((columns.logprobs.detach() - columns.behaviour).abs().max()))
+    if not batch:
+        return {}  # no group had a signal
+    columns = columns_of(model, batch)
+    totals = Totals(tokens=len(columns.logprobs), samples=len(batch))
+    terms = policy_loss(columns, totals, LOSS)
+    terms.loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     optimizer.step()
     optimizer.zero_grad()
-    return {"loss": loss, "grad_norm": float(norm), "engine_mismatch": mismatch}
+    mismatch = (columns.logprobs.detach() - columns.behaviour).abs().max()
+    return {"loss": float(terms.value), "grad_norm": float(norm), "engine_mismatch": float(mismatch)}
 
 
-def columns_of(model: PreTrainedModel, tokens: Tokens) -> Columns:
-    """Compute the logprobs of a rollout's sampled tokens under the current weights, with gradient."""
-    ids = torch.from_numpy(tokens.ids).long()
-    places = torch.from_numpy(np.flatnonzero(tokens.loss_mask))  # [K]
-    logits = model(ids[None]).logits[0, places - 1]  # [K, vocabulary]; a token is predicted by the one before it
+def columns_of(model: PreTrainedModel, batch: list[Tokens]) -> Columns:
+    """Compute the logprobs of the sampled tokens of a batch under the current weights, with gradient.
+
+    The K sampled tokens of all rollouts form one column. Here rollouts are padded; the real trainer packs them.
+    """
+
+    def padded(name: str) -> torch.Tensor:  # [B, T]
+        return pad_sequence([torch.from_numpy(getattr(tokens, name)) for tokens in batch], batch_first=True)
+
+    ids, mask = padded("ids").long(), padded("loss_mask").bool()
+    attended = pad_sequence([torch.ones(tokens.length) for tokens in batch], batch_first=True)
+    logits = model(ids, attention_mask=attended).logits[:, :-1][mask[:, 1:]]  # [K, V]: each predicts the next token
     every = logits.float().log_softmax(-1)
-    behaviour = torch.from_numpy(tokens.logprobs)[places]
+    behaviour = padded("logprobs")[mask]
     return Columns(
-        logprobs=every.gather(-1, ids[places, None])[:, 0],
+        logprobs=every.gather(-1, ids[mask][:, None])[:, 0],
         entropies=-(every.exp() * every).sum(-1).detach(),
         behaviour=behaviour,
         proximal=behaviour,
-        advantages=torch.from_numpy(tokens.advantages)[places],
-        versions=torch.from_numpy(tokens.versions)[places].long(),
-        samples=torch.zeros(len(places), dtype=torch.int64),
-        num_samples=1,
-        mask=torch.ones(len(places), dtype=torch.bool),
+        advantages=padded("advantages")[mask],
+        versions=padded("versions")[mask].long(),
+        samples=mask.nonzero()[:, 0],
+        num_samples=len(batch),
+        mask=torch.ones(len(behaviour), dtype=torch.bool),
     )
 
 

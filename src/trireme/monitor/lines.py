@@ -129,7 +129,13 @@ def _repair(descriptor: int) -> bytes:
 
 
 def read_lines(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[bytes], int]:
-    """Read complete lines from byte `offset` on. Return them and the offset to continue from."""
+    """Read complete lines from byte `offset` on. Return them and the offset to continue from.
+
+    A file that is shorter than `offset` is another one, and is read from its start.
+
+    Args:
+        most_bytes: to read at once, or one line where that is longer; -1 reads to the end of the file.
+    """
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size < offset:
