@@ -1,30 +1,40 @@
-"""One environment, loaded in real workers and tried: from its configuration to a report.
+"""`trireme env check`: load one environment in real workers, roll it out, and report what happened.
 
-Who answers the environment's questions is a `RolloutPolicy`: a script (`policy_script`), an engine of ours
-(`policy_engine`), or somebody's chat endpoint (`policy_endpoint`).
+A script (`policy_script`), an engine of ours (`policy_engine`) or a chat endpoint (`policy_endpoint`) answers the
+environment's questions.
 """
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.orchestrator.environments.pool import Environment, open_environment
-from trireme.orchestrator.environments.venv import EnvironmentSource
+from trireme.config.resolve import updated
+from trireme.config.run import RunConfig
+from trireme.launch.folder import hold_folder, holds_run
+from trireme.orchestrator.environments.pool import open_environment
+from trireme.orchestrator.environments.venv import EnvironmentSource, installed_venv
 from trireme.orchestrator.environments.wire import Split
-from trireme.orchestrator.rollout.driver import Extent, Outcome, RolloutSpec, read_extent, run_rollouts
+from trireme.orchestrator.rollout.driver import Outcome, RolloutSpec, read_extent, run_rollouts
 from trireme.orchestrator.rollout.runner import Finished
-from trireme.tools.environments.check_report import CheckReport, Loaded, build_report
-from trireme.tools.environments.policy import OpenPolicy
+from trireme.tools.environments.catalog import ROOT, build, find_source
+from trireme.tools.environments.check_report import CheckReport, Loaded, build_report, write_rollouts
+from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, build_opener
 from trireme.tools.environments.progress import Progress
+from trireme.tools.evaluate.endpoints import find_key
 
 LOAD_TIMEOUT_S = 600.0
+MAX_CONCURRENT = 32
+ROLLOUTS = "rollouts.jsonl"
 
 
 class LoadFailed(TriremeError):
@@ -32,107 +42,137 @@ class LoadFailed(TriremeError):
 
 
 @dataclass(frozen=True)
-class Check:
-    """What is to be checked, and how much of it."""
+class CheckOptions:
+    """What is to be checked, and how much of it. None is as in the run's configuration."""
 
-    source: EnvironmentSource
-    environment: EnvironmentConfig
-    logs: Path
-    split: Split = "train"
+    name: str  # of the environment: its id, a folder, a file, or its name in the configuration
+    args: dict[str, Any] | None = None
     num_examples: int = 20
     rollouts_per_example: int = 8
+    split: Split = "train"
+    model: str | None = None
+    base_url: str | None = None
+    api_key_var: str | None = None
+    scripted: bool = False
+    temperature: float | None = None
+    max_tokens: int | None = None
     success_at: float | None = None
-    seed: int = 0
-    install_s: float | None = None  # None where it was installed before
-    cache: Path | None = None
+    timeout: float | None = None  # seconds of one rollout
+    workers: int | None = None
+    max_concurrent: int = MAX_CONCURRENT
+    path: Path = ROOT
+    output: Path | None = None
 
 
-async def check_environment(
-    check: Check, open_policy: OpenPolicy, *, waits: Waits, progress: Progress
-) -> tuple[CheckReport, list[Outcome]]:
-    """First the environment, then the policy: what fails in a second must not cost the start of an engine.
+def run_check(options: CheckOptions, config: RunConfig, progress: Progress) -> CheckReport:
+    """Check an environment, and write its rollouts and logs to a folder of their own.
 
-    Raises:
-        LoadFailed: it could not be loaded, or has no examples.
-        TriremeError: the policy is gone, or refuses every question.
+    Args:
+        config: the environment's `args`, sampling, lengths and the model are taken from it.
+
+    Raises: LoadFailed; ConfigError for what was typed; TriremeError where the policy is gone.
     """
-    began = time.monotonic()
-    async with _loaded(check, waits, progress) as environment:
-        load_s = time.monotonic() - began
-        extent = _extent(check, environment)
-        async with open_policy() as policy:
-            began = time.monotonic()
-            with progress.rewards(extent.num_rollouts, limit_s=check.environment.rollout_timeout_s) as told:
+    evaluation = config.orchestrator.eval
+    entries = (*config.orchestrator.env, *(evaluation.env if evaluation else ()))
+    named = [entry for entry in entries if options.name == entry.name]
+    named += [entry for entry in entries if options.name == entry.id]
+    entry = named[0] if named else EnvironmentConfig(id=options.name)
+    source = find_source(entry.id, options.path)
+    name = re.sub(r"[^\w.-]+", "_", entry.name or Path(source.module).stem)
+    root = options.output or config.output_dir / "env-check" / (config.name or name)
+    sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+    given = {f"orchestrator.sampling.{key}": value for key, value in sampling.items() if value is not None}
+    config = updated(config, {"output_dir": root, "name": None} | given)
+    if holds_run(config.paths):
+        raise ConfigError(f"{root} is a run's folder - expected one for the check alone. Give another `--output`.")
+    most = max(options.max_concurrent, options.rollouts_per_example)
+    values: dict[str, Any] = {
+        "id": entry.id if source.folder is None else str(source.folder),
+        "name": name,
+        "args": entry.args | (options.args or {}),
+        "max_concurrent": min(entry.max_concurrent, most),
+        "num_workers": options.workers or entry.num_workers,
+        "rollout_timeout_s": options.timeout or entry.rollout_timeout_s,
+    }
+    environment, waits = updated(entry, values), Waits("the check", config.paths.logs)
+    key = find_key("--api-key-var", options.api_key_var, url=options.base_url)
+    wanted = PolicyWanted(options.model, options.base_url, key, options.scripted)
+    open_policy = build_opener(wanted, config, detect_devices(), waits, progress)
+    with hold_folder(config.paths):
+        for file in (root / ROLLOUTS, *config.paths.logs.glob("*.stdout")):  # of an earlier check
+            file.unlink(missing_ok=True)
+        report, outcomes = asyncio.run(_check(options, config, source, environment, open_policy, waits, progress))
+        write_rollouts(outcomes, root / ROLLOUTS)
+    progress.say(f"every rollout: {root / ROLLOUTS}; logs: {config.paths.logs}")
+    return report
 
-                async def roll_out(spec: RolloutSpec) -> Finished:
-                    return await policy.rollout(environment, spec)
 
-                async def tell(outcome: Outcome) -> None:
-                    told(outcome.reward)
-
-                specs, together = extent.specs("check"), environment.group_rewards
-                outcomes = await run_rollouts(specs, roll_out, tell, scored_together=together)
-            report = build_report(
-                _facts(check, environment, load_s),
-                outcomes,
-                extent,
-                policy=policy.name,
-                is_baseline=policy.is_policy,
-                seconds=time.monotonic() - began,
-                num_restarts=environment.num_restarts,
-                success_at=check.success_at,
-            )
-    return report, outcomes
-
-
-@asynccontextmanager
-async def _loaded(check: Check, waits: Waits, progress: Progress) -> AsyncIterator[Environment]:
+async def _check(
+    options: CheckOptions,
+    config: RunConfig,
+    source: EnvironmentSource,
+    environment_config: EnvironmentConfig,
+    open_policy: OpenPolicy,
+    waits: Waits,
+    progress: Progress,
+) -> tuple[CheckReport, list[Outcome]]:
+    """Load the environment before the policy: an error of a second must not cost the start of an engine."""
+    is_new = source.folder is not None and installed_venv(source) is None
+    install_s = build(source, progress) if is_new else None
     opening = open_environment(
-        check.environment,
-        logs=check.logs,
-        cache=check.cache,
-        seed=check.seed,
-        load_timeout_s=LOAD_TIMEOUT_S,
-        waits=waits,
+        environment_config, logs=config.paths.logs, seed=config.seed, load_timeout_s=LOAD_TIMEOUT_S, waits=waits
     )
+    began = time.monotonic()
     async with AsyncExitStack() as stack:
-        with progress.stage(f"loading {check.source.id}", limit_s=LOAD_TIMEOUT_S):
-            try:
-                environment = await stack.enter_async_context(opening)
-            except TriremeError as error:
-                raise LoadFailed(str(error)) from error
-        yield environment
-
-
-def _extent(check: Check, environment: Environment) -> Extent:
-    environment.check_group_size(check.rollouts_per_example)
-    try:
-        return read_extent(
-            environment,
-            split=check.split,
-            num_examples=check.num_examples,
-            rollouts_per_example=check.rollouts_per_example,
-            is_spread=True,
+        loading = progress.opening(f"loading {source.id}", opening, limit_s=LOAD_TIMEOUT_S)
+        try:
+            environment = await stack.enter_async_context(loading)
+        except TriremeError as error:
+            raise LoadFailed(str(error)) from error
+        place = Path(source.folder or source.module)
+        loaded = Loaded(
+            id=source.id,
+            kind=source.kind,
+            where=str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place),
+            install_s=install_s,
+            load_s=time.monotonic() - began,
+            num_workers=environment_config.num_workers,
+            num_train=environment.num_train,
+            num_eval=environment.num_eval,
+            versions=environment.versions,
         )
-    except ConfigError as error:
-        raise LoadFailed(str(error)) from error
+        environment.check_group_size(options.rollouts_per_example)
+        try:
+            extent = read_extent(
+                environment,
+                split=options.split,
+                num_examples=options.num_examples,
+                rollouts_per_example=options.rollouts_per_example,
+                is_spread=True,
+            )
+        except ConfigError as error:
+            raise LoadFailed(str(error)) from error
+        policy = await stack.enter_async_context(open_policy())
+        began = time.monotonic()
 
+        async def roll_out(spec: RolloutSpec) -> Finished:
+            return await policy.rollout(environment, spec)
 
-def _facts(check: Check, environment: Environment, load_s: float) -> Loaded:
-    return Loaded(
-        id=check.source.id,
-        kind=check.source.kind,
-        where=_where(check.source),
-        install_s=check.install_s,
-        load_s=load_s,
-        num_workers=check.environment.num_workers,
-        num_train=environment.num_train,
-        num_eval=environment.num_eval,
-        versions=environment.versions,
-    )
+        with progress.rewards(extent.num_rollouts, limit_s=environment_config.rollout_timeout_s) as add:
 
+            async def show(outcome: Outcome) -> None:
+                add(outcome.reward)
 
-def _where(source: EnvironmentSource) -> str:
-    """From here, where it is below."""
-    place = Path(source.folder or source.module)
-    return str(place.relative_to(Path.cwd())) if place.is_relative_to(Path.cwd()) else str(place)
+            specs = extent.specs("check")
+            outcomes = await run_rollouts(specs, roll_out, show, scored_together=environment.group_rewards)
+        report = build_report(
+            loaded,
+            outcomes,
+            extent,
+            policy=policy.name,
+            is_baseline=policy.is_policy,
+            seconds=time.monotonic() - began,
+            num_restarts=environment.num_restarts,
+            success_at=options.success_at,
+        )
+    return report, outcomes
