@@ -128,7 +128,7 @@ def test_a_plain_environment_of_the_template_works(here, capsys):
     [
         (["tyo.py"], "names a file that does not exist"),
         (["toy.py", "--model", "models/gone"], "models/gone"),
-        (["toy.py", "--base-url", "http://127.0.0.1:9/v1"], "nobody answers at http://127.0.0.1:9/v1"),
+        (["toy.py", "--base-url", "http://127.0.0.1:9/v1"], "nothing answers at http://127.0.0.1:9/v1"),
         (["toy.py", "--output", "run"], "run is a run's folder"),
     ],
 )

@@ -147,7 +147,7 @@ def test_ctrl_c_ends_it_with_what_was_found_and_the_same_command_goes_on(endpoin
     finally:
         process.kill()
     assert (process.returncode, summary()["state"]) == (130, "stopped"), said
-    assert b"the same command goes on" in said
+    assert b"the same command resumes the search" in said
     slow[0] = 0.0
     num_before = len(lines_of("rollouts.jsonl"))
     assert search(endpoint) == 0
@@ -193,7 +193,7 @@ FOLLOWER = ["harbour.py", "-m", "follower", "-b", "URL"]
     [
         (["gone.py", "-m", "follower", "-b", "URL"], "names a file that does not exist"),
         (["harbour.py", "-m", "follower"], "no server is named for 'follower'"),
-        (["harbour.py", "-m", "follower", "-b", "http://127.0.0.1:9/v1"], "nobody answers at"),
+        (["harbour.py", "-m", "follower", "-b", "http://127.0.0.1:9/v1"], "nothing answers at"),
         ([*FOLLOWER, "-k", "NO_SUCH_KEY"], "NO_SUCH_KEY: this variable is not set"),
         ([*FOLLOWER, "-n", "40", "-N", "9"], "48 to train on and 0 held out"),
         ([*FOLLOWER, "-B", "30"], "too few for a single new prompt.*expected 38"),

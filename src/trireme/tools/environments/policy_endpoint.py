@@ -1,4 +1,4 @@
-"""Somebody's server answers a check: any that speaks OpenAI's chat completions. Of its tokens only counts reach us."""
+"""A policy behind a chat endpoint: any server with OpenAI's chat completions. It returns text, and counts of tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -24,13 +24,14 @@ from trireme.orchestrator.rollout.sampling import sampling_arguments
 LOOK_TIMEOUT_S = 10.0
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
-TRY_AGAIN = {408, 409, 425, 429}
-NO_USE = {401: "the key was refused", 403: "the key may not do that", 404: "there is no such route or model"}
+RETRIED = {408, 409, 425, 429}  # and all from 500
+FINAL = {401: "the key was refused", 403: "the key may not do that", 404: "there is no such route or model"}
+OVERLONG = ("context length", "context_length", "maximum context", "too long")
 
-EVERYBODYS_KEYS = frozenset(
+COMMON_SAMPLING = frozenset(
     {"temperature", "top_p", "max_tokens", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"}
 )
-"""What of an environment's sampling arguments every such server knows."""
+"""Sampling arguments of an environment that every such server knows."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,42 @@ class Server:
     is_ours: bool  # an engine that takes token ids
     models: tuple[str, ...] = ()
     max_model_len: int | None = None
-    weights: str | None = None  # what an engine of ours calls those that it holds
+    weights: str | None = None  # an engine of ours: the version of its weights
 
 
 async def look_at(base_url: str, *, key: str | None = None) -> Server:
-    """Raises: ConfigError where nobody answers, or it is no address."""
-    root, api = _addresses(base_url)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LOOK_TIMEOUT_S), trust_env=_is_far(root)) as session:
-        weights = await _get(session, f"{root}/weight_info", key, base_url)
-        listed = await _get(session, f"{api}/models", key, base_url)
-    cards = [card for card in _list(listed.get("data")) if isinstance(card, dict) and isinstance(card.get("id"), str)]
+    """Ask a server what it is. Raises: ConfigError where there is no answer, or the URL is not one."""
+    url = base_url.rstrip("/")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(
+            f"--base-url {base_url!r} is no address - expected one such as http://127.0.0.1:8000/v1. Correct it."
+        )
+    root, api = url.removesuffix("/v1"), url if parts.path else f"{url}/v1"
+    timeout = aiohttp.ClientTimeout(LOOK_TIMEOUT_S)
+    answers: list[dict[str, Any]] = []
+    async with aiohttp.ClientSession(timeout=timeout, headers=_headers(key), trust_env=_is_far(root)) as session:
+        for address in (f"{root}/weight_info", f"{api}/models"):
+            try:
+                async with session.get(address) as response:
+                    answer = await response.json(content_type=None) if response.status == 200 else {}
+            except (aiohttp.ClientConnectionError, TimeoutError) as error:
+                raise ConfigError(
+                    f"nothing answers at {base_url} ({error or type(error).__name__}) - expected an engine, or a "
+                    "server with OpenAI's chat completions. Start it, or correct `--base-url`."
+                ) from error
+            except (aiohttp.ClientError, ValueError, RecursionError):
+                answer = {}  # it has no such route
+            answers.append(answer if isinstance(answer, dict) else {})
+    about, listed = answers
+    cards = listed.get("data") if isinstance(listed.get("data"), list) else []
+    cards = [card for card in cards or [] if isinstance(card, dict) and isinstance(card.get("id"), str)]
     longest = cards[0].get("max_model_len") if cards else None
     return Server(
         root=root,
         api=api,
-        is_ours="weight_version" in weights,
-        weights=str(weights["weight_version"]) if "weight_version" in weights else None,
+        is_ours="weight_version" in about,
+        weights=str(about["weight_version"]) if "weight_version" in about else None,
         models=tuple(card["id"] for card in cards),
         max_model_len=longest if isinstance(longest, int) and longest > 0 else None,
     )
@@ -73,7 +94,7 @@ class ChatEndpoint:
     sampling: Sampling
     waits: Waits
     timeout_s: float
-    pause_s: float = FIRST_PAUSE_S  # before the second try
+    pause_s: float = FIRST_PAUSE_S  # before the first retry; it doubles with each
     is_policy: bool = field(default=True, init=False)
 
     @property
@@ -91,65 +112,64 @@ class ChatEndpoint:
                 return answer
             num_sampled += answer.usage.completion_tokens
             num_tokens = max(num_tokens, answer.usage.prompt_tokens + answer.usage.completion_tokens)
-            return _to_reply(answer)
+            return _to_reply(answer.choices[0])
 
         done = await environment.run(spec.task(environment), ask)
         return Finished.from_environment(done, num_sampled=num_sampled or None, num_tokens=num_tokens or None)
 
-    async def _answer(self, question: Ask) -> _Answer | Reply:
-        body = self._body(question)
+    async def _answer(self, question: Ask) -> _Completion | Reply:
+        """Ask until there is an answer, with exponential backoff. A `Reply` holds the server's error."""
+        asked = {name: value for name, value in question.sampling.items() if name in COMMON_SAMPLING}
+        body = {"model": self.model, "messages": question.messages} | asked | sampling_arguments(self.sampling)
+        body |= {"tools": question.tools} if question.tools else {}
+        pause_s = self.pause_s
         with self.waits.waiting("an answer", peer=self.api, deadline_s=self.timeout_s) as wait:
-            for number in range(1 << 16):
-                answer = await self._try(body, wait)
-                if answer is not None:
-                    return answer
+            while True:
+                try:
+                    async with self.session.post(f"{self.api}/chat/completions", json=body) as response:
+                        answer = self._read(response.status, await response.read(), wait)
+                    if answer is not None:
+                        return answer
+                except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                    if isinstance(error, aiohttp.ClientConnectorError) and not _is_far(self.api):
+                        raise PeerDied(
+                            f"{self.api} is gone: {error} - expected the server to answer until the end. Look at its "
+                            "log, restart it, and type the same command."
+                        ) from error
+                    wait.note = f"the last try: {error or type(error).__name__}"
                 wait.check()
-                await asyncio.sleep(min(LONGEST_PAUSE_S, self.pause_s * 2**number, max(0.0, wait.left_s)))
-        raise AssertionError("unreachable")
+                await asyncio.sleep(min(LONGEST_PAUSE_S, pause_s, max(0.0, wait.left_s)))
+                pause_s *= 2
 
-    async def _try(self, body: dict[str, Any], wait: Wait) -> _Answer | Reply | None:
-        """None where it is worth another try; the wait's note says why."""
-        try:
-            async with self.session.post(f"{self.api}/chat/completions", json=body) as response:
-                return self._read(response.status, await response.read(), wait)
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            if isinstance(error, aiohttp.ClientConnectorError) and not _is_far(self.api):
-                raise PeerDied(
-                    f"{self.api} is gone: {error} - expected the server to answer until the end. Look at its log, "
-                    "start it again, and type the same command."
-                ) from error
-            wait.note = f"the last try: {error or type(error).__name__}"
+    def _read(self, status: int, data: bytes, wait: Wait) -> _Completion | Reply | None:
+        """Return None where a retry may help; the wait's note says why."""
+        text = data[:300].decode(errors="replace")
+        if status in RETRIED or status >= 500:
+            wait.note = f"the last answer: {status} {text}"
             return None
-
-    def _read(self, status: int, data: bytes, wait: Wait) -> _Answer | Reply | None:
-        words = data[:300].decode(errors="replace")
-        if status in TRY_AGAIN or status >= 500:
-            wait.note = f"the last answer: {status} {words}"
-            return None
-        if status in NO_USE:
+        if status in FINAL:
             raise ConfigError(
-                f"{self.api} answered {status} to a question for {self.model!r} ({NO_USE[status]}): {words} - expected "
+                f"{self.api} answered {status} to a question for {self.model!r} ({FINAL[status]}): {text} - expected "
                 "a chat completion. Correct `--model`, `--base-url`, or the variable that `--api-key-var` names."
             )
         if status >= 400:
-            kind = "overlong_prompt" if _says_overlong(words) else "engine"
-            return Reply(error=f"The endpoint refused a question ({status}): {words}", error_kind=kind)  # type: ignore[arg-type]
+            is_overlong = any(hint in text.lower() for hint in OVERLONG)
+            kind: Any = "overlong_prompt" if is_overlong else "engine"
+            return Reply(error=f"The endpoint refused a question ({status}): {text}", error_kind=kind)
         try:
-            return _decode(data)
+            return _DECODER.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            return Reply(error=f"The endpoint gave no chat completion ({error}): {words}", error_kind="engine")
-
-    def _body(self, question: Ask) -> dict[str, Any]:
-        asked = {name: value for name, value in question.sampling.items() if name in EVERYBODYS_KEYS}
-        body = {"model": self.model, "messages": question.messages} | asked | sampling_arguments(self.sampling)
-        return body | ({"tools": question.tools} if question.tools else {})
+            return Reply(error=f"The endpoint gave no chat completion ({error}): {text}", error_kind="engine")
 
 
 @asynccontextmanager
 async def open_chat_endpoint(
     server: Server, *, model: str | None, key: str | None, sampling: Sampling, timeout_s: float, waits: Waits
 ) -> AsyncIterator[ChatEndpoint]:
-    """Raises: ConfigError where it is not clear which model is meant."""
+    """Raises: ConfigError where no model is named, and the server has none or several."""
+    if not model and len(server.models) != 1:
+        has = f"serves {', '.join(server.models[:10])}" if server.models else "does not say what it serves"
+        raise ConfigError(f"{server.api} {has}, and no model was named - expected one. Add `--model NAME`.")
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),  # the environment's `max_concurrent` is the limit
         timeout=aiohttp.ClientTimeout(timeout_s),
@@ -157,57 +177,16 @@ async def open_chat_endpoint(
         trust_env=_is_far(server.root),
     )
     async with session:
-        yield ChatEndpoint(server.api, _model(server, model), session, sampling, waits, timeout_s)
-
-
-def _model(server: Server, model: str | None) -> str:
-    if model:
-        return model
-    if len(server.models) == 1:
-        return server.models[0]
-    has = f"serves {', '.join(server.models[:10])}" if server.models else "does not say what it serves"
-    raise ConfigError(f"{server.api} {has}, and no model was named - expected one. Add `--model NAME`.")
-
-
-def _addresses(base_url: str) -> tuple[str, str]:
-    url = base_url.rstrip("/")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(
-            f"--base-url {base_url!r} is no address - expected one such as http://127.0.0.1:8000/v1. Correct it."
-        )
-    return url.removesuffix("/v1"), url if parts.path else f"{url}/v1"
+        yield ChatEndpoint(server.api, model or server.models[0], session, sampling, waits, timeout_s)
 
 
 def _is_far(url: str) -> bool:
-    """Proxies are for servers elsewhere."""
+    """Return whether a server is on another machine: only then are proxies used."""
     return urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1", "0.0.0.0")
-
-
-async def _get(session: aiohttp.ClientSession, url: str, key: str | None, base_url: str) -> dict[str, Any]:
-    """Nothing where it has no such route."""
-    try:
-        async with session.get(url, headers=_headers(key)) as response:
-            answer = await response.json(content_type=None) if response.status == 200 else {}
-    except (aiohttp.ClientConnectionError, TimeoutError) as error:
-        raise ConfigError(
-            f"nobody answers at {base_url} ({error or type(error).__name__}) - expected an engine, or a server with "
-            "OpenAI's chat completions. Start it, or correct `--base-url`."
-        ) from error
-    except (aiohttp.ClientError, ValueError, RecursionError):
-        return {}
-    return answer if isinstance(answer, dict) else {}
 
 
 def _headers(key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-# a chat completion, as far as it is read
 
 
 class _Function(msgspec.Struct):
@@ -237,23 +216,17 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
 
 
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
+class _Completion(msgspec.Struct):
+    """A chat completion, as far as it is read."""
+
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
     usage: _Usage = msgspec.field(default_factory=_Usage)
 
 
-_DECODER = msgspec.json.Decoder(_Answer)
+_DECODER = msgspec.json.Decoder(_Completion)
 
 
-def _decode(data: bytes) -> _Answer:
-    answer = _DECODER.decode(data)
-    if not answer.choices:
-        raise ValueError("it has no choice")
-    return answer
-
-
-def _to_reply(answer: _Answer) -> Reply:
-    choice = answer.choices[0]
+def _to_reply(choice: _Choice) -> Reply:
     message = choice.message
     calls = [
         ToolCall(id=call.id or f"call-{number}", name=call.function.name, arguments=call.function.arguments)
@@ -266,8 +239,3 @@ def _to_reply(answer: _Answer) -> Reply:
         tool_calls=calls or None,
         finish_reason=reason,
     )
-
-
-def _says_overlong(words: str) -> bool:
-    words = words.lower()
-    return any(hint in words for hint in ("context length", "context_length", "maximum context", "too long"))
