@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 from safetensors.numpy import save_file
+
+from trireme.messages import InitInfo, TensorSpec, UpdateInfo
 
 Post = Callable[..., Any]
 """Of a route, with the body as keywords; its answer."""
@@ -26,8 +29,8 @@ def updated_by_hand(port: int, *, epoch: str = "test") -> Iterator[Post]:
             return response.json() if response.headers.get("content-type") == "application/json" else response.text
 
         post("pause?mode=keep")
-        info = {"kind": "filesystem", "host": "", "port": 0, "epoch": epoch, "rank_offset": 1, "world_size": 2}
-        post("init_weight_transfer_engine", init_info=info | {"bucket_bytes": 1 << 20, "timeout_s": 60.0})
+        info = InitInfo("filesystem", "", 0, epoch, rank_offset=1, world_size=2, bucket_bytes=1 << 20, timeout_s=60.0)
+        post("init_weight_transfer_engine", init_info=msgspec.to_builtins(info))
         yield post
         post("resume")
 
@@ -37,9 +40,9 @@ def update(
 ) -> list[str]:
     """Sends these tensors; returns the layers that the engine reports as incomplete."""
     save_file(dict(tensors), folder / "00000.safetensors")
-    specs = [{"name": name, "dtype": "float32", "shape": list(tensor.shape)} for name, tensor in tensors.items()]
+    specs = [TensorSpec(name, "float32", list(tensor.shape)) for name, tensor in tensors.items()]
     post("start_weight_update")
-    post("update_weights", update_info={"specs": specs, "payload": {"folder": str(folder)}})
+    post("update_weights", update_info=msgspec.to_builtins(UpdateInfo(specs, {"folder": str(folder)})))
     post("finish_weight_update", weight_version=str(version))
     if loads_adapter:
         post("collective_rpc", method="trireme_load_adapter")

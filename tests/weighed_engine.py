@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from fake_engine import Asked, FakeEngine, WeightWire
 from tiny_tokenizer import END, write_tokenizer
 from trireme.algo.digest import tensor_digest
-from trireme.messages import TensorSpec
+from trireme.messages import InitInfo, UpdateInfo
 from trireme.transport.weights.backends import Receiver, open_receiver
 
 LETTER = "letter.weight"
@@ -90,15 +90,20 @@ class WeighedEngine(FakeEngine):
         self.labels.append(self.label)
 
     async def _init_weight_transfer_engine(self, body: dict[str, Any]) -> None:
-        info = dict(body["init_info"])
-        epoch, rank, world_size = info.pop("epoch"), info.pop("rank_offset"), info.pop("world_size")
-        self._receiver = open_receiver(**info, device=torch.device("cpu"))
-        await asyncio.to_thread(self._receiver.join, epoch, rank, world_size)
+        info = msgspec.convert(body["init_info"], InitInfo)
+        self._receiver = open_receiver(
+            info.kind,
+            host=info.host,
+            port=info.port,
+            bucket_bytes=info.bucket_bytes,
+            timeout_s=info.timeout_s,
+            device=torch.device("cpu"),
+        )
+        await asyncio.to_thread(self._receiver.join, info.epoch, info.rank_offset, info.world_size)
 
     async def _update_weights(self, body: dict[str, Any]) -> None:
-        info = body["update_info"]
-        specs = msgspec.convert(info["specs"], list[TensorSpec])
-        tensors = await asyncio.to_thread(lambda: list(self._receiver.tensors(specs, info["payload"])))
+        info = msgspec.convert(body["update_info"], UpdateInfo)
+        tensors = await asyncio.to_thread(lambda: list(self._receiver.tensors(info.specs, info.payload)))
         self.loaded = {name: tensor.clone() for name, tensor in tensors}
         self.digests = {name: tensor_digest(tensor) for name, tensor in self.loaded.items()}
 

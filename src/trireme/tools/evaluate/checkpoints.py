@@ -52,8 +52,7 @@ from trireme.tools.export.weights_folder import (
     CheckpointSender,
     ModelFiles,
     Source,
-    holds_model,
-    local_folder,
+    find_model,
     open_source,
     require_readable,
     shape_difference,
@@ -314,8 +313,7 @@ class CheckpointLoader:
         self._engine = engine
         self._sender = sender
         self._base_model = base_model
-        folder = local_folder(base_model) if base_model else None
-        self._base = folder if folder is not None and holds_model(folder) else None
+        self._base = find_model(base_model) if base_model else None
         self._dtype = dtype
         self._progress = progress
 

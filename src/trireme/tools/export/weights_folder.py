@@ -16,15 +16,15 @@ from safetensors import SafetensorError, safe_open
 
 from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError
+from trireme.config.model_folder import config_file
 from trireme.messages import TensorSpec
-from trireme.trainer.checkpoint.hf_files import INDEX, WHOLE
+from trireme.trainer.checkpoint.hf_files import DTYPES, INDEX, WHOLE
 from trireme.transport.weights.backends import Sender, open_sender
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Shapes = dict[str, tuple[int, ...]]
 
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_DTYPES |= {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
+_DTYPES = {name: str(dtype).removeprefix("torch.") for dtype, name in DTYPES.items()}
 _COMPUTED = ("rotary_emb.inv_freq", "position_ids")
 """Buffers that some files hold and others leave to the model."""
 
@@ -59,7 +59,7 @@ class AdaptedModel:
         """
         Args:
             base: folder or hub name of the base model, where it is not where the adapters say.
-            dtype: of what comes out.
+            dtype: of the merged model.
 
         Raises: ConfigError where files are missing or damaged, or the adapters are for another model.
         """
@@ -78,12 +78,14 @@ class AdaptedModel:
 
 
 class AdapterFile:
-    """As the pieces of a checkpoint are read: `trireme.trainer.parallel.shards.StoredShards`."""
+    """A file of adapters, with the methods of a checkpoint: `trireme.trainer.parallel.shards.StoredShards`."""
 
     def __init__(self, path: Path, wanted: Shapes, base_model: str) -> None:
         """
         Args:
-            wanted: by PEFT's names, what the base model with such adapters holds.
+            wanted: by the model's own names, the tensors that are trained.
+
+        Raises: ConfigError where the file is damaged, or for another model.
         """
         from trireme.trainer.checkpoint.state import MODEL
         from trireme.trainer.model.lora import peft_name
@@ -118,7 +120,7 @@ def open_source(folder: Path, *, base: str | None, dtype: str) -> Source:
 
 
 def require_readable(folder: Path) -> None:
-    """Headers only. Raises: ConfigError where files are missing or damaged."""
+    """Read headers. Raises: ConfigError where files are missing or damaged."""
     if (folder / ADAPTER_CONFIG).is_file():
         _read_settings(folder)
         read_specs(folder / ADAPTER_WEIGHTS)
@@ -126,12 +128,15 @@ def require_readable(folder: Path) -> None:
         ModelFiles(folder)
 
 
-def holds_model(folder: Path) -> bool:
-    return (folder / WHOLE).is_file() or (folder / INDEX).is_file()
+def find_model(name: str) -> Path | None:
+    """Return the folder with a model's weights on this machine: `name` itself, or downloaded files of a hub name."""
+    config = None if Path(name).is_dir() else config_file(name)
+    folder = config.parent if config else Path(name)
+    return folder if (folder / WHOLE).is_file() or (folder / INDEX).is_file() else None
 
 
 def shape_difference(expected: Shapes, found: Shapes) -> str | None:
-    """The first difference that matters. Heads that are the embedding too stand in some files and not in others."""
+    """Return the first difference that matters. A head that is the embedding too may be in one of two files only."""
     tied = {"lm_head.weight"} if "lm_head.weight" not in expected or "lm_head.weight" not in found else set()
     for name, shape in expected.items():
         if name not in found and name not in tied and not name.endswith(_COMPUTED):
@@ -140,20 +145,6 @@ def shape_difference(expected: Shapes, found: Shapes) -> str | None:
             return f"{name} has shape {list(found[name])}, expected {list(shape)}"
     extra = [name for name in found if name not in expected and name not in tied and not name.endswith(_COMPUTED)]
     return f"{extra[0]} is no tensor of it" if extra else None
-
-
-def local_folder(model: str) -> Path | None:
-    """Return the folder of a model: the folder itself, or that of downloaded files of a hub name. None without files."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    if Path(model).is_dir():
-        return Path(model)
-    try:
-        found = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def read_specs(path: Path) -> list[TensorSpec]:
