@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from model_configs import cache_models
 from resolved_runs import value_at
 from stage import until, write_checkpoint
 from trireme.base import devices
@@ -238,8 +239,9 @@ def expected(cell: str, root: type[Section]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As after `lab setup` beside a checkout, on a machine with eight GPUs."""
+    cache_models(tmp_path_factory.mktemp("hub"), monkeypatch)
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
     split = tmp_path / "configs" / "my_exp"  # one file per process
     split.mkdir()

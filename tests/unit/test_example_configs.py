@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from model_configs import MODELS
+from trireme.algo.architecture import architecture_of
 from trireme.base.devices import Devices
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
@@ -18,7 +20,7 @@ from trireme.tools.formats.run_file import read_run_file, resolve_run
 from trireme.tools.plan.estimate import estimate_run
 from trireme.tools.plan.lengths import lengths_of
 from trireme.tools.plan.machine import describe_machine
-from trireme.tools.plan.sizes import read_sizes
+from trireme.tools.plan.sizes import Sized
 from trireme.tools.workspace.sizes import SIZES, Size, size_of, sized
 
 ROOT = Path(__file__).parents[2]
@@ -27,11 +29,11 @@ FORMATS = {"ours": "configs/{}/rl.toml", "vf-rl": "configs/vf-rl/{}.toml"}
 FORMATS |= {"prime-rl": "configs/prime-rl/{}.toml", "hosted": "configs/rl/{}.toml"}
 GPUS: dict[Size, int] = {"cpu": 0, "one-gpu": 1, "eight-gpus": 8}
 
-# The models that users know from elsewhere, and what a plan may take for one that it does not know.
+# The models of the examples, and those whose sizes they have.
 KNOWN = {
     "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT": "Qwen/Qwen3-0.6B",
-    "Qwen/Qwen3-4B-Instruct-2507": "Qwen/Qwen3-4B-Instruct-2507",
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": "Qwen/Qwen3-30B-A3B-Instruct-2507",
+    "Qwen/Qwen3-4B-Instruct-2507": "Qwen/Qwen3-4B",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": "Qwen/Qwen3-30B-A3B",
 }
 
 examples = pytest.mark.parametrize("name", ENVIRONMENTS)
@@ -75,8 +77,8 @@ def test_every_example_is_a_run_on_the_machine_that_it_is_for(kind, name, size, 
     # by the project's own plan, at the longest that the configuration allows; of 80 GB, the tutorial's run of 16
     memory_gib = 16 if (name, size) == ("reverse-text", "one-gpu") else None
     machine = describe_machine(Devices(cores=16), gpu="h100", gpus=GPUS[size], memory_gib=memory_gib)
-    lengths = lengths_of(config, prompt=None, sampled=None, examples=None, run=None)
-    assert estimate_run(config, read_sizes(KNOWN[config.model.name]), machine, lengths).fits
+    sized = Sized(architecture_of(MODELS[KNOWN[config.model.name]]), config.model.name, is_exact=True)
+    assert estimate_run(config, sized, machine, lengths_of(config)).fits
 
 
 def parameters(name: str) -> set[str]:

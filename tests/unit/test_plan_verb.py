@@ -8,19 +8,23 @@ from typing import Any
 
 import pytest
 
+from model_configs import cache_models
 from trireme.algo.chips import CHIPS
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.cli.plan import plan
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
-from trireme.tools.plan.advice import advise
+from trireme.tools.plan.advice import advise, fit_warnings
 from trireme.tools.plan.estimate import Estimate, estimate_run
-from trireme.tools.plan.fit import fit_warnings
 from trireme.tools.plan.lengths import lengths_of
 from trireme.tools.plan.machine import describe_machine, find_chip
-from trireme.tools.plan.pace import possible_splits
 from trireme.tools.plan.sizes import read_sizes
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_models(tmp_path / "hub", monkeypatch)
 
 
 @pytest.fixture
@@ -33,8 +37,7 @@ def config_file(tmp_path: Path) -> Path:
 def estimated(file: Path, *flags: str, gpu: str | None = "h100", gpus: int = 8, **lengths: Any) -> Estimate:
     machine = describe_machine(Devices(cores=16), gpu=gpu, gpus=gpus)
     config = resolve(load_run_config(["@", str(file), *flags], program="rl")[0], machine.devices)
-    given = {"prompt": None, "sampled": None, "examples": None, "run": None} | lengths
-    return estimate_run(config, read_sizes(str(config.trainer.model.name)), machine, lengths_of(config, **given))
+    return estimate_run(config, read_sizes(str(config.trainer.model.name)), machine, lengths_of(config, **lengths))
 
 
 def told(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
@@ -74,7 +77,7 @@ def test_the_advice_fits_when_it_is_followed(config_file, capsys):
 def test_following_one_line_of_the_advice_saves_what_it_said(config_file):
     flags = ["--model.name", "Qwen/Qwen2.5-7B", "--trainer.model.optimization-dtype", "bfloat16"]
     before = estimated(config_file, *flags, gpus=2, prompt=1000.0, sampled=3000.0)
-    savings = {saving.alternative.words: saving.saved for saving in advise(before).savings}
+    savings = {saving.words: saving.saved for saving in advise(before).savings}
     assert list(savings.values()) == sorted(savings.values(), reverse=True)
     assert min(savings.values()) > 0
     for key, value in {
@@ -107,8 +110,8 @@ def test_splits_are_of_whole_engines_and_teams_and_the_shortest_step_that_fits_i
     plan(flags)
     shown = capsys.readouterr().out
     assert any("shortest" in line and f"{best['step_s']:,.1f}" in line for line in shown.splitlines())
-    assert list(possible_splits(8, tp=2, trainer_multiple=2)) == [(6, 2), (4, 4), (2, 6)]
-    assert list(possible_splits(4, tp=4, trainer_multiple=1)) == []
+    _, said = told(capsys, *flags, "--inference.parallel.tp", "2", "--trainer.model.cp", "2")
+    assert [(split["engine_gpus"], split["trainer_gpus"]) for split in said["splits"]] == [(6, 2), (4, 4), (2, 6)]
 
 
 def test_rates_that_are_given_take_the_place_of_assumed_ones(config_file, capsys):
@@ -123,8 +126,8 @@ def test_rates_that_are_given_take_the_place_of_assumed_ones(config_file, capsys
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--model.name", "some/model", "--gpu", "h100"], r"'some/model' is no folder .* Qwen/Qwen3-8B"),
-        (["--gpu", "mi300"], r"--gpu mi300 - expected one of .*h100.*--memory-gib"),
+        (["--model.name", "some/model", "--gpu", "h100"], r"'some/model' is no folder .* is not in the hub's cache"),
+        (["--gpu", "mi300"], r"--gpu mi300 is not in the table - expected one of .*h100.*--memory-gib"),
         (["--orchestrator.batch-size", "10", "--gpu", "h100"], "batch_size must be divisible by rollouts_per_example"),
     ],
 )

@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from answering import DEADLINE_S, answering
 from live_bytes import LiveBytes
+from model_configs import MODELS
 from tiny import open_state, save_tiny_model, weights_of
+from trireme.algo.architecture import architecture_of
 from trireme.algo.digest import tensor_digest
 from trireme.algo.weight_checks import probe_ids
 from trireme.base.errors import PeerDied, Refused
@@ -29,7 +31,7 @@ from trireme.config.inference import InferenceConfig, InferenceModel
 from trireme.config.run import Ports, RunConfig, WeightBroadcast
 from trireme.messages import Again, GetNewest, Go, Live, Newest, PolicyReady, PolicySent, Refusal, Reply, Request
 from trireme.tools.plan.memory import Training
-from trireme.tools.plan.sizes import read_sizes, training_of
+from trireme.tools.plan.sizes import training_of
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish import publisher as publish
 from trireme.trainer.publish.publisher import PROBE_TOKENS, Publisher
@@ -393,7 +395,7 @@ def test_memory_that_engines_read_is_let_go_as_soon_as_they_have_confirmed(
 def test_a_plan_counts_the_copy_that_engines_on_the_same_gpus_read(tmp_path: Path) -> None:
     def planned(kind: str) -> Training:
         config = RunConfig(output_dir=tmp_path, device="cuda", weight_broadcast=WeightBroadcast(type=kind))
-        return training_of(config, read_sizes("Qwen/Qwen3-0.6B").architecture, rows=2)
+        return training_of(config, architecture_of(MODELS["Qwen/Qwen3-0.6B"]), rows=2)
 
     shared, apart = planned("ipc"), planned("nccl")
     transfers = [training.memory.moments["publish"]["transfers"] for training in (shared, apart)]

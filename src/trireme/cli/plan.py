@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from trireme.algo.chips import CHIPS
-from trireme.base.devices import Devices, detect_devices
+from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import TypedFile, count, parse_arguments, positive, positive_int, share
 from trireme.config.files import read_table
@@ -21,22 +21,29 @@ from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.tools.plan.advice import advise
 from trireme.tools.plan.estimate import Estimate, estimate_run, estimate_sft
-from trireme.tools.plan.estimate_view import show, to_json
 from trireme.tools.plan.lengths import Rates, lengths_of, rates_of
 from trireme.tools.plan.machine import Machine, describe_machine
+from trireme.tools.plan.report import show, to_json
 from trireme.tools.plan.sizes import read_sizes
 
 WIDTH = 120
 
 
 def plan(argv: list[str]) -> int:
-    """Returns 0 where it fits, 1 where it does not.
+    """Return 0 if the run fits, and 1 otherwise.
 
-    Raises: ConfigError where the configuration is wrong, or the model's sizes are not to be had.
+    Raises: ConfigError if the configuration is wrong, or the model's sizes are not known.
     """
-    options, typed = _parse(argv)
-    machine = _machine(options, detect_devices())
-    estimate = _of_sft(typed, options, machine) if _is_sft(typed, options) else _of_run(typed, options, machine)
+    options, typed = _parser().parse_known_args(argv)
+    machine = describe_machine(
+        detect_devices(),
+        gpu=options.gpu,
+        gpus=options.gpus,
+        gpus_per_node=options.gpus_per_node,
+        memory_gib=options.memory_gib,
+        host_memory_gib=options.host_memory_gib,
+    )
+    estimate = (_plan_sft if options.sft or _is_sft(typed) else _plan_run)(typed, options, machine)
     advice = advise(estimate)
     if options.json:
         print(json.dumps(to_json(estimate, advice), indent=1, default=str))
@@ -45,77 +52,43 @@ def plan(argv: list[str]) -> int:
     return 0 if estimate.fits else 1
 
 
-def _of_run(typed: list[str], options: Namespace, machine: Machine) -> Estimate:
+def _plan_run(typed: list[str], options: Namespace, machine: Machine) -> Estimate:
     config, invocation = load_run_config(typed, program="rl")
     if not invocation.run:
         config = resolve(config, machine.devices)
-    check(_with_a_task(config), machine.devices)
-    lengths = lengths_of(
-        config,
-        prompt=options.prompt_tokens,
-        sampled=options.completion_tokens,
-        examples=options.examples,
-        run=options.run,
-    )
-    sized = read_sizes(config.trainer.model.name or config.model.name)
-    return estimate_run(config, sized, machine, lengths, rates=_rates(options, machine), mfu=options.mfu)
-
-
-def _with_a_task(config: RunConfig) -> RunConfig:
-    """A plan needs none; all else is checked."""
-    return config if config.orchestrator.env else updated(config, {"orchestrator.env": (Environment(id="any"),)})
-
-
-def _rates(options: Namespace, machine: Machine) -> Rates:
-    """Measured ones are another machine's where this one was only described."""
+    with_environment = {"orchestrator.env": config.orchestrator.env or (Environment(id="any"),)}  # a plan needs none
+    check(updated(config, with_environment), machine.devices)
+    prompt, sampled = options.prompt_tokens, options.completion_tokens
+    lengths = lengths_of(config, prompt=prompt, sampled=sampled, examples=options.examples, run=options.run)
+    sized = read_sizes(config.trainer.model.name or config.model.name, fetch=True)
     measured = rates_of(options.run) if options.run and machine.is_here else Rates()
-    return Rates(
-        options.trainer_tokens_per_s or measured.trainer,
-        options.engine_tokens_per_s or measured.engine,
-        measured.peak_memory_gib,
-    )
+    rates = Rates(options.trainer_tokens_per_s or measured.trainer, options.engine_tokens_per_s or measured.engine)
+    return estimate_run(config, sized, machine, lengths, rates=rates, mfu=options.mfu)
 
 
-def _of_sft(typed: list[str], options: Namespace, machine: Machine) -> Estimate:
+def _plan_sft(typed: list[str], options: Namespace, machine: Machine) -> Estimate:
     config, invocation = load_config(typed, SftConfig, program="sft")
     if not invocation.run:
         config = resolve_sft(config, machine.devices)
     check_sft(config, machine.devices)
-    sized = read_sizes(str(config.model.name))
-    lengths = [number for number in (options.prompt_tokens, options.completion_tokens) if number]
-    length = sum(lengths) if lengths else None
+    sized = read_sizes(str(config.model.name), fetch=True)
+    length = sum(number for number in (options.prompt_tokens, options.completion_tokens) if number) or None
     return estimate_sft(config, sized, machine, length=length, examples=options.examples, mfu=options.mfu)
 
 
-def _is_sft(typed: list[str], options: Namespace) -> bool:
-    """Asked for, or by a file with keys that only a supervised run has."""
-    if options.sft:
-        return True
-    files = [argument.name for argument in parse_arguments(typed) if isinstance(argument, TypedFile)]
-    keys = {key for file in files if Path(file).is_file() for key in _keys(Path(file))}
+def _is_sft(typed: list[str]) -> bool:
+    """Return whether a file has keys that only a supervised run has."""
+    keys: set[str] = set()
+    for argument in parse_arguments(typed):
+        if isinstance(argument, TypedFile):
+            try:
+                keys |= read_table(Path(argument.name)).keys()
+            except ConfigError:  # reported with its place where the file is loaded
+                return False
     return bool(keys & (SftConfig.model_fields.keys() - RunConfig.model_fields.keys()))
 
 
-def _keys(file: Path) -> set[str]:
-    try:
-        return set(read_table(file))
-    except ConfigError:  # said again, with its place, where the file is loaded
-        return set()
-
-
-def _machine(options: Namespace, here: Devices) -> Machine:
-    return describe_machine(
-        here,
-        gpu=options.gpu,
-        gpus=options.gpus,
-        gpus_per_node=options.gpus_per_node,
-        memory_gib=options.memory_gib,
-        host_memory_gib=options.host_memory_gib,
-    )
-
-
-def _parse(argv: list[str]) -> tuple[Namespace, list[str]]:
-    """Our own flags, and the words that `rl` or `sft` would be started with."""
+def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="trireme plan",
         usage="trireme plan [@ file.toml …] [--key value …] [options]",
@@ -125,25 +98,12 @@ def _parse(argv: list[str]) -> tuple[Namespace, list[str]]:
         epilog="Ends with 0 where it fits, 1 where it does not, 2 where the configuration is wrong.",
         allow_abbrev=False,
     )
-    _add_machine(parser)
-    _add_work(parser)
-    parser.add_argument(
-        "--sft", action="store_true", help="the files are `sft`'s; seen by itself where they have `data`"
-    )
-    parser.add_argument("--json", action="store_true", help="for machines")
-    return parser.parse_known_args(argv)
-
-
-def _add_machine(parser: ArgumentParser) -> None:
     machine = parser.add_argument_group("the machine, where it is not this one")
     machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(CHIPS)}")
-    machine.add_argument("--gpus", metavar="N", type=count, help="how many, all told; 0 plans for the CPU")
+    machine.add_argument("--gpus", metavar="N", type=count, help="how many in all; 0 plans for the CPU")
     machine.add_argument("--gpus-per-node", metavar="N", type=positive_int, help="8, or all where there are fewer")
     machine.add_argument("--memory-gib", metavar="GIB", type=positive, help="of each GPU; of the machine on CPU")
     machine.add_argument("--host-memory-gib", metavar="GIB", type=positive, help="of each node's own; 128 per GPU")
-
-
-def _add_work(parser: ArgumentParser) -> None:
     work = parser.add_argument_group("the work")
     work.add_argument("--from", metavar="RUN", dest="run", type=Path, help="lengths and rates as this run had them")
     work.add_argument("--prompt-tokens", metavar="N", type=positive, help="of a rollout, on average")
@@ -152,3 +112,6 @@ def _add_work(parser: ArgumentParser) -> None:
     work.add_argument("--mfu", metavar="SHARE", type=share, help="of a GPU's peak that the trainer reaches")
     work.add_argument("--trainer-tokens-per-s", metavar="N", type=positive, help="of each of its GPUs, measured")
     work.add_argument("--engine-tokens-per-s", metavar="N", type=positive, help="of each of its GPUs, measured")
+    parser.add_argument("--sft", action="store_true", help="the files are those of `sft`, as their keys may show")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    return parser

@@ -88,7 +88,7 @@ def _is_over(config: RunConfig) -> bool:
 def warn_of_memory(config: RunConfig, devices: Devices) -> None:
     """On CPUs nobody plans, and nothing is loaded for it."""
     if config.device == "cuda":
-        from trireme.tools.plan.fit import fit_warnings
+        from trireme.tools.plan.advice import fit_warnings
 
         for warning in fit_warnings(config, devices):
             print(f"warning: {warning}", flush=True)

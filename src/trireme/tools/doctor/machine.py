@@ -86,7 +86,7 @@ def estimate_of(case: Case) -> Estimate | None:
     try:
         machine = describe_machine(case.devices if config.device == "cuda" else Devices(cores=case.devices.cores))
         sized = read_sizes(config.trainer.model.name or config.model.name)
-        lengths = lengths_of(config, prompt=None, sampled=None, examples=None, run=None)
+        lengths = lengths_of(config)
     except ConfigError:
         return None
     return estimate_run(config, sized, machine, lengths)

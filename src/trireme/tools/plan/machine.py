@@ -1,4 +1,4 @@
-"""What a plan is made for: this machine, or one that was described by flags."""
+"""The machine that a plan is made for: this one, or one that flags describe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CORE_BANDWIDTH = 8e9
 
 @dataclass(frozen=True)
 class Machine:
-    """Of GPUs that are alike, or of cores."""
+    """GPUs that are alike, or cores."""
 
     chip: Chip  # a GPU, or all cores together
     num_gpus: int  # 0 on CPU
@@ -40,7 +40,7 @@ class Machine:
 
     @property
     def memory(self) -> float:
-        """Of one device."""
+        """Return the bytes of one device."""
         return self.chip.memory
 
 
@@ -55,50 +55,35 @@ def describe_machine(
 ) -> Machine:
     """
     Args:
-        here: what was found on this machine: the answer where nothing else is said.
+        here: what was found on this machine, for what no other argument says.
         gpu: a name of `CHIPS`.
         memory_gib: of each GPU; of the machine where there are none.
 
-    Raises:
-        ConfigError: the GPU is not in the table, and nothing says how much memory it has.
+    Raises: ConfigError if the GPU is not in the table, and nothing says how much memory it has.
     """
     count = gpus if gpus is not None else (1 if gpu else 0) or here.num_gpus
-    described = bool(gpu) or gpus is not None
+    is_here = not gpu and gpus is None
     if count == 0:
-        return _of_cores(here.cores, memory_gib or host_memory_gib, is_here=not described)
-    chip = _chip(gpu, memory_gib, described=described)
-    per_node = gpus_per_node or min(count, 8)
-    host = host_memory_gib * GIB if host_memory_gib else HOST_GIB_PER_GPU * per_node * GIB
-    if not described and not host_memory_gib:
-        host = host_memory()
-    return Machine(chip, count, here.cores, host, per_node, is_here=not described)
-
-
-def _of_cores(cores: int, memory_gib: float | None, *, is_here: bool) -> Machine:
-    memory = memory_gib * GIB if memory_gib else host_memory()
-    chip = Chip("CPU", memory, cores * CORE_FLOPS, cores * CORE_FLOPS, cores * CORE_BANDWIDTH)
-    return Machine(chip, 0, cores, memory, 1, is_here=is_here and memory_gib is None)
-
-
-def _chip(gpu: str | None, memory_gib: float | None, *, described: bool) -> Chip:
-    chip = CHIPS.get(gpu.lower()) if gpu else None if described else find_chip()
-    if gpu and chip is None and memory_gib is None:
-        raise ConfigError(
-            f"--gpu {gpu} - expected one of {', '.join(CHIPS)}. Take one of these, or add `--memory-gib` to plan for a "
-            "GPU that is not in the table."
-        )
-    if chip is None and memory_gib is None:
-        raise ConfigError(
-            "No GPU was named, and none was found here whose memory is known - expected a name for each of them. "
-            "Add `--gpu h100`, or `--memory-gib 80`."
-        )
-    known = chip or CHIPS["h100"]
+        given = memory_gib or host_memory_gib
+        memory, flops = given * GIB if given else host_memory(), here.cores * CORE_FLOPS
+        chip = Chip("CPU", memory, flops, flops, here.cores * CORE_BANDWIDTH)
+        return Machine(chip, 0, here.cores, memory, 1, is_here=is_here and given is None)
+    found = CHIPS.get(gpu.lower()) if gpu else find_chip() if is_here else None
+    if found is None and memory_gib is None:
+        what = f"--gpu {gpu} is not in the table" if gpu else "No GPU was named, and none was found on this machine"
+        raise ConfigError(f"{what} - expected one of {', '.join(CHIPS)}. Name one of these, or add `--memory-gib`.")
+    known = found or CHIPS["h100"]
     memory = memory_gib * GIB if memory_gib else known.memory
-    return replace(known, name=chip.name if chip else gpu or "GPU", memory=memory)
+    chip = replace(known, name=found.name if found else gpu or "GPU", memory=memory)
+    per_node = gpus_per_node or min(count, 8)
+    host = (host_memory_gib or HOST_GIB_PER_GPU * per_node) * GIB
+    if is_here and not host_memory_gib:
+        host = host_memory()
+    return Machine(chip, count, here.cores, host, per_node, is_here=is_here)
 
 
 def find_chip() -> Chip | None:
-    """The first GPU of this machine, as its driver reports it; None where there is no driver that answers."""
+    """Return the first GPU of this machine, as its driver reports it; None if no driver answers."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
@@ -111,7 +96,7 @@ def find_chip() -> Chip | None:
 
 
 def host_memory(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
-    """That this process may use; a container's limit counts where it is smaller."""
+    """Return the bytes that this process may use; a container's limit counts where it is smaller."""
     found = re.search(r"^MemTotal:\s+(\d+) kB", proc.read_text(), re.MULTILINE)
     total = int(found[1]) * 1024.0 if found else float("inf")
     try:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from trireme.algo.architecture import Architecture
 
 GIB = 1 << 30
-CONTEXT_BYTES = 0.9 * GIB  # of CUDA and NCCL, beside all tensors
+CONTEXT_BYTES = 0.9 * GIB  # of CUDA and NCCL, besides all tensors
 GRAPHS_BYTES = 0.8 * GIB  # of CUDA graphs
 
 Parts = dict[str, float]
@@ -32,8 +31,7 @@ class Serving:
     max_num_seqs: int = 256
     batched_tokens: int = 8192  # that a step of the engine takes in at most
     eager: bool = False
-    kv_cache_bytes: float | None = None  # on CPU it is given; elsewhere it is what is left
-    sends_adapters: bool = False
+    kv_cache_bytes: float | None = None  # on CPU it is configured; elsewhere it is what is left
     bucket_bytes: int = 64 << 20
 
     @property
@@ -42,8 +40,15 @@ class Serving:
 
     @cached_property
     def parts(self) -> Parts:
-        """Without the KV cache."""
-        parts = {"weights": self._weights(), "activations": self._activations(), "transfers": float(self.bucket_bytes)}
+        """Return everything but the KV cache. vLLM splits the embedding too."""
+        model = self.model
+        # a step's tokens in the widest layer, besides the residual stream; and the logits of those that are sampled, in
+        # the model's precision, in float32, and as probabilities
+        width = max(2 * matrix.outputs * matrix.used for layer in model.layers for matrix in layer.matrices)
+        inside = self.batched_tokens * self.value_bytes * (4 * model.hidden + width / self.tp)
+        logits = self.max_num_seqs * model.vocabulary * (self.value_bytes + 8.0)
+        weights = self.value_bytes * model.num_parameters / self.tp
+        parts = {"weights": weights, "activations": inside + logits, "transfers": float(self.bucket_bytes)}
         if self.is_on_cpu:
             return parts
         graphs = {} if self.eager else {"CUDA graphs": GRAPHS_BYTES}
@@ -51,7 +56,7 @@ class Serving:
 
     @property
     def room(self) -> float:
-        """For the KV cache; below 0 where not even the weights fit."""
+        """Return the room for the KV cache; below 0 where not even the weights fit."""
         if self.kv_cache_bytes is not None:
             return self.kv_cache_bytes
         return self.utilization * self.memory - sum(self.parts.values())
@@ -63,42 +68,26 @@ class Serving:
         return max(self.utilization * self.memory, sum(self.parts.values()))
 
     @property
-    def num_tokens(self) -> int:
-        """That the KV cache holds, in requests of the longest kind."""
-        return max(0, int(self.room / self.kv_bytes(self.max_model_len) * self.max_model_len))
+    def num_requests(self) -> float:
+        """Return how many requests of `max_model_len` run at once."""
+        return max(0.0, self.room / self.kv_bytes(self.max_model_len))
 
     @property
-    def num_requests(self) -> float:
-        """Of the longest kind, that run at once."""
-        return max(0.0, self.room / self.kv_bytes(self.max_model_len))
+    def num_tokens(self) -> int:
+        """Return how many tokens the KV cache holds, in requests of `max_model_len`."""
+        return int(self.num_requests * self.max_model_len)
 
     @property
     def fits(self) -> bool:
         return self.num_requests >= 1
 
     def kv_bytes(self, length: float) -> float:
-        """Keys and values of one request, on one GPU. Layers with a window hold no more than that."""
+        """Return keys and values of one request, on one GPU. Layers with a window hold no more than that."""
         model = self.model
         heads = max(1.0, model.kv_heads / self.tp)
         held = sum(min(length, layer.window or length) for layer in model.layers)
         return 2.0 * heads * model.head_dim * self.value_bytes * held
 
     def concurrency(self, length: float, asked: float) -> float:
-        """Requests of this length that really run at once, of those that are asked for."""
+        """Return how many requests of this length really run at once, of those that are asked for."""
         return max(1.0, min(asked, self.max_num_seqs, self.room / self.kv_bytes(length)))
-
-    def _weights(self) -> float:
-        """vLLM splits the embedding too."""
-        return self.value_bytes * self.model.num_parameters / self.tp
-
-    def _activations(self) -> float:
-        """Of a step's tokens in the widest layer, beside the residual stream; and the logits of those that are sampled,
-        in the model's precision, in float32, and as probabilities."""
-        model = self.model
-        width = max(2 * matrix.outputs * matrix.used for layer in model.layers for matrix in layer.matrices)
-        inside = self.batched_tokens * self.value_bytes * (4 * model.hidden + width / self.tp)
-        return inside + self.max_num_seqs * model.vocabulary * (self.value_bytes + 8.0)
-
-
-def as_gib(parts: Mapping[str, float]) -> dict[str, float]:
-    return {name: number / GIB for name, number in parts.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import Lora, Optimizer, TrainerModel
-from trireme.tools.plan.known_models import KNOWN_MODELS, known_config
 from trireme.tools.plan.machine import Machine
 from trireme.tools.plan.memory import Training
 from trireme.tools.plan.serving import GIB, Serving
@@ -22,24 +21,30 @@ from trireme.tools.plan.serving import GIB, Serving
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LARGE_GPU, HUGE_GPU = 70 * GIB, 160 * GIB  # from here on vLLM takes in more tokens at once
 ALL_LINEAR = "all-linear"
+HUB_S = 10.0
 
 
 @dataclass(frozen=True)
 class Sized:
-    """A model, and whether its family is one whose parameters we count to the last."""
+    """A model's sizes."""
 
     architecture: Architecture
     name: str
-    is_exact: bool
+    is_exact: bool  # its family is one whose parameters are counted exactly
 
 
-def read_sizes(name: str) -> Sized:
-    """Of a folder, a model in the hub's cache on this disk, or one of the table.
+def read_sizes(name: str, *, fetch: bool = False) -> Sized:
+    """Read the config.json of a folder, or of a model in the hub's cache on this disk.
 
-    Raises:
-        ConfigError: none has its `config.json`, or that lacks a size.
+    Args:
+        fetch: whether to fetch it from the hub if it is in neither.
+
+    Raises: ConfigError if there is none, or if it lacks a size.
     """
-    config = read_config(name)
+    file = Path(name) / "config.json"
+    if not file.is_file():
+        file = _from_hub(name, fetch=fetch)
+    config: dict[str, Any] = json.loads(file.read_text())
     try:
         return Sized(architecture_of(config), name, is_known(config))
     except (KeyError, TypeError) as error:
@@ -49,27 +54,20 @@ def read_sizes(name: str) -> Sized:
         ) from error
 
 
-def read_config(name: str) -> dict[str, Any]:
-    file = next((file for file in (Path(name) / "config.json", *_cached(name)) if file.is_file()), None)
-    if file is not None:
-        config: dict[str, Any] = json.loads(file.read_text())
-        return config
-    known = known_config(name)
-    if known is None:
+def _from_hub(name: str, *, fetch: bool) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        with suppress(LocalEntryNotFoundError):
+            return Path(hf_hub_download(name, "config.json", local_files_only=True))
+        return Path(hf_hub_download(name, "config.json", local_files_only=not fetch, etag_timeout=HUB_S))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise ConfigError(
-            f"{name!r} is no folder with a config.json, nor in the hub's cache here, nor one of the models that are "
-            f"known without either: {', '.join(KNOWN_MODELS)}. Set `model.name` to one of these, or copy the model's "
-            "config.json into a folder and name that: a plan needs nothing else of it."
-        )
-    return known
-
-
-def _cached(name: str) -> list[Path]:
-    """Newest first."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    found = hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json") if "/" in name else ()
-    return sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
+            f"{name!r} is no folder with a config.json, is not in the hub's cache on this disk, and could not be "
+            f"fetched ({type(error).__name__}) - expected the one file that a plan reads. Correct `model.name`; or "
+            "copy the model's config.json into a folder and name that."
+        ) from error
 
 
 def training_of(config: RunConfig, model: Architecture, *, rows: int) -> Training:
@@ -80,7 +78,8 @@ def training_of(config: RunConfig, model: Architecture, *, rows: int) -> Trainin
         trainer.optim,
         model,
         tokens=row_tokens,
-        sample=_short_sample(config.device, trainer.model, config.seq_len),
+        on_cpu=config.device == "cpu",
+        seq_len=config.seq_len,
         rows=rows,
         ranks=trainer.num_ranks or 1,
         has_reference=bool(trainer.loss.beta),
@@ -90,7 +89,7 @@ def training_of(config: RunConfig, model: Architecture, *, rows: int) -> Trainin
 
 
 def served_dtype(config: RunConfig) -> str:
-    """What the engine computes in; `auto` is what the model was published in, which on GPUs is bfloat16."""
+    """Return what the engine computes in; `auto` is what the model was published in, which on GPUs is bfloat16."""
     dtype = config.inference.model.dtype
     return dtype if dtype != "auto" else "float32" if config.device == "cpu" else "bfloat16"
 
@@ -101,7 +100,8 @@ def sft_training_of(config: SftConfig, model: Architecture, *, rows: int) -> Tra
         config.optim,
         model,
         tokens=config.micro_batch_tokens or config.seq_len,
-        sample=_short_sample(config.device, config.model, config.seq_len),
+        on_cpu=config.device == "cpu",
+        seq_len=config.seq_len,
         rows=rows,
         ranks=config.num_ranks or 1,
         has_reference=False,
@@ -110,42 +110,42 @@ def sft_training_of(config: SftConfig, model: Architecture, *, rows: int) -> Tra
     )
 
 
-def _short_sample(device: str, settings: TrainerModel, seq_len: int) -> int:
-    """Where attention may be written out, the length at which that takes most; 0 on GPUs."""
-    return min(seq_len, SHORT[BYTES[settings.optimization_dtype]]) if device == "cpu" else 0
-
-
 def _training(
     settings: TrainerModel,
     optim: Optimizer,
     model: Architecture,
     *,
     tokens: int,
-    sample: int,
+    on_cpu: bool,
+    seq_len: int,
     rows: int,
     ranks: int,
     has_reference: bool,
     served_bytes: int,
     bucket_bytes: int | None,
 ) -> Training:
-    lora = settings.lora
+    lora, value_bytes = settings.lora, BYTES[settings.optimization_dtype]
+    targets = lora.target_modules if lora else None
+    if targets and ALL_LINEAR in targets:
+        targets = tuple({matrix.name for layer in model.layers for matrix in layer.matrices})
     return Training(
         model,
         Pass(
             tokens=tokens,
-            value_bytes=BYTES[settings.optimization_dtype],
+            value_bytes=value_bytes,
             attention=settings.attn,
             cp=settings.cp,
-            targets=_targets(lora, model) if lora else None,
+            targets=targets,
             rank=lora.rank if lora else 0,
             dropout=bool(lora and lora.dropout),
-            sample=sample,
+            # attention may be written out on a CPU; the length at which that takes most
+            sample=min(seq_len, SHORT[value_bytes]) if on_cpu else 0,
         ),
         shards=max(1, ranks // settings.dp_replicate),
         rows=rows,
         ep=settings.ep,
         reduce_bytes=BYTES[settings.reduce_dtype],
-        frozen_bytes=BYTES[settings.optimization_dtype],
+        frozen_bytes=value_bytes,
         optimizer=optim.type,
         trained_whole=_trained_whole(lora, model) if lora else 0,
         ac_freq=settings.ac.freq if settings.ac else None,
@@ -160,14 +160,8 @@ def _training(
     )
 
 
-def _targets(lora: Lora, model: Architecture) -> tuple[str, ...]:
-    if ALL_LINEAR not in lora.target_modules:
-        return lora.target_modules
-    return tuple({matrix.name for layer in model.layers for matrix in layer.matrices})
-
-
 def _trained_whole(lora: Lora, model: Architecture) -> int:
-    """Of `modules_to_save`; an embedding that is the head too counts once."""
+    """Return the parameters of `modules_to_save`; an embedding that is the head too counts once."""
     ends = {name.rpartition(".")[2] for name in lora.modules_to_save}
     tables = ends & {"embed_tokens", "lm_head"}
     matrices = (matrix for layer in model.layers for matrix in layer.matrices if matrix.name in ends)
@@ -176,27 +170,22 @@ def _trained_whole(lora: Lora, model: Architecture) -> int:
 
 
 def serving_of(config: RunConfig, model: Architecture, machine: Machine) -> Serving:
-    inference = config.inference
-    on_cpu = config.device == "cpu"
+    inference, on_cpu = config.inference, config.device == "cpu"
+    max_model_len = inference.model.max_model_len or config.seq_len
+    # vLLM's own default for a server
+    is_large = machine.memory >= LARGE_GPU and "A100" not in machine.chip.name
+    batched = 16384 if machine.memory >= HUGE_GPU else 8192 if is_large else 2048
+    batched = max(2048, max_model_len) if on_cpu else batched
     return Serving(
         model,
         memory=machine.memory,
         utilization=float(inference.args.get("gpu_memory_utilization", inference.gpu_memory_utilization)),
         value_bytes=BYTES[served_dtype(config)],
         tp=inference.parallel.tp,
-        max_model_len=inference.model.max_model_len or config.seq_len,
+        max_model_len=max_model_len,
         max_num_seqs=inference.max_num_seqs,
-        batched_tokens=int(inference.args.get("max_num_batched_tokens", _batched_tokens(config, machine))),
+        batched_tokens=int(inference.args.get("max_num_batched_tokens", batched)),
         eager=inference.model.enforce_eager or on_cpu,
         kv_cache_bytes=inference.cpu.kv_cache_gib * GIB if on_cpu else None,
         bucket_bytes=config.weight_broadcast.bucket_mib << 20,
     )
-
-
-def _batched_tokens(config: RunConfig, machine: Machine) -> int:
-    """vLLM's own default for a server."""
-    if config.device == "cpu":
-        return max(2048, config.inference.model.max_model_len or config.seq_len)
-    if machine.memory >= HUGE_GPU:
-        return 16384
-    return 8192 if machine.memory >= LARGE_GPU and "A100" not in machine.chip.name else 2048

@@ -1,0 +1,130 @@
+"""How long a step takes: sampling by the engines, training, and sending the weights.
+
+Hardware is modelled as simply as can be: products at a share of the peak, decoding as fast as memory can be read. It
+orders choices rightly more often than it gives the right second; measured rates (`--trainer-tokens-per-s`,
+`--engine-tokens-per-s`, `--from RUN`) replace it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trireme.algo.chips import Chip
+from trireme.algo.flops import model_flops, model_forward_flops
+from trireme.tools.plan.memory import Training
+from trireme.tools.plan.serving import Serving
+
+READ_SHARE = 0.6  # of a memory's bandwidth that decoding reaches
+PREFILL_SHARE = 0.4  # of a chip's peak that reading a prompt reaches
+TOKEN_OVERHEAD_S = 0.004  # of an engine, per token that it adds to all its requests
+UPDATE_BYTES_PER_S = 10e9  # of weights on their way to engines
+UPDATE_OVERHEAD_S = 0.3
+SMALLEST_MFU, LARGEST_MFU = 0.03, 0.45
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step samples and trains on. Lengths are in tokens."""
+
+    rollouts: int
+    groups: int | None
+    prompt: float  # of a rollout, on average
+    sampled: float  # likewise
+    longest: float  # sampled tokens of the longest rollout
+    row_tokens: int
+    rows: int  # of a rank
+    teams: int  # ranks, or teams that share a row, which have rows of their own
+    iterations: int
+    oversampling: float
+    steps: int
+    examples: int | None
+    source: str  # of the lengths, in words
+
+    @property
+    def length(self) -> float:
+        return self.prompt + self.sampled
+
+    @property
+    def tokens(self) -> float:
+        return self.rollouts * self.length
+
+    @property
+    def epochs(self) -> float | None:
+        """Return the passes over the examples of the whole run."""
+        return self.steps * (self.groups or self.rollouts) / self.examples if self.examples else None
+
+
+@dataclass(frozen=True)
+class Split:
+    """GPUs of the engines and of the trainer, and what a step takes with them."""
+
+    engine_gpus: int
+    trainer_gpus: int
+    sampling_s: float
+    training_s: float
+    update_s: float
+    step_s: float
+    fits: bool
+
+    @property
+    def bottleneck(self) -> str:
+        return "engines" if self.sampling_s > self.training_s else "trainer"
+
+    @property
+    def engines_idle(self) -> float:
+        """Return the share of a step."""
+        return 1 - self.sampling_s / self.step_s
+
+    @property
+    def trainer_idle(self) -> float:
+        return 1 - self.training_s / self.step_s
+
+
+def assumed_mfu(training: Training, batch: Batch) -> float:
+    """Return the share of a GPU's peak that a trainer reaches, by how much work a row is.
+
+    Through three published points, on H100 and H200 (prime-rl's trainer): Qwen3-0.6B at 16k tokens 11.1 %, at 65k
+    26.8 %; 4B on 8 GPUs at 65k 36.1 %. Against the logarithm of a row's work they lie on one line.
+    """
+    trained = training.trained if training.frozen else None
+    row_flops = model_flops(training.model, batch.length, trained=trained) * batch.row_tokens
+    return min(LARGEST_MFU, max(SMALLEST_MFU, 0.111 + 0.072 * math.log(row_flops / 1.05e14)))
+
+
+def training_rate(training: Training, chip: Chip, batch: Batch, mfu: float) -> float:
+    """Return tokens of the batch per second and GPU. What is recomputed counts as work."""
+    model = training.model
+    forward = model_forward_flops(model, batch.length)
+    flops = model_flops(model, batch.length, trained=training.trained if training.frozen else None)
+    if training.ac_freq and training.ac_mode == "full":
+        flops += forward * math.ceil(len(model.layers) / training.ac_freq) / len(model.layers)
+    flops = flops * batch.iterations + (forward if training.has_reference else 0.0)
+    return chip.peak(training.row.value_bytes) * mfu / flops
+
+
+def sampling_seconds(
+    serving: Serving, chip: Chip, batch: Batch, *, engines: int, tokens_per_s: float | None = None
+) -> float:
+    """Return the seconds to sample a batch: no shorter than the longest rollout takes.
+
+    Args:
+        tokens_per_s: of each GPU, where it was measured.
+    """
+    rollouts = batch.rollouts / engines
+    if tokens_per_s:
+        return rollouts * batch.sampled / (tokens_per_s * serving.tp)
+    model, peak = serving.model, chip.peak(serving.value_bytes)
+    requests = serving.concurrency(batch.length, rollouts * batch.oversampling)
+    # for one token of each request: all weights that are met are read, and all keys and values
+    met = min(model.num_parameters, model.active_parameters * requests) / serving.tp
+    read = met * serving.value_bytes + requests * serving.kv_bytes(batch.prompt + batch.sampled / 2)
+    computed = 2 * model.active_parameters * requests / serving.tp
+    token_s = max(read / (chip.bandwidth * READ_SHARE), computed / peak) + TOKEN_OVERHEAD_S
+    prompt_token_s = 2 * model.active_parameters / (peak * PREFILL_SHARE * serving.tp)
+    decoded = max(rollouts * batch.sampled / requests, batch.longest)
+    return decoded * token_s + rollouts * batch.prompt * prompt_token_s
+
+
+def update_seconds(serving: Serving) -> float:
+    return UPDATE_OVERHEAD_S + serving.model.num_parameters * serving.value_bytes / UPDATE_BYTES_PER_S
