@@ -19,7 +19,6 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Horizontal, Vertical
 from textual.events import DescendantFocus
-from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Static, Tree
 from textual.worker import get_current_worker
 
@@ -35,7 +34,6 @@ from trireme.tools.viewer.tree import Key, RunTree
 
 FOLLOW_S = 2.0
 REDRAW_S = 1.0  # between two parts of a large file
-PANES = ("tree", "table", "reader")
 
 
 class EvalView(App[None]):
@@ -74,52 +72,36 @@ class EvalView(App[None]):
         self.filter = Filter()
         self.sorted_by, self.backwards, self.groups_examples = "example", False, False
         self.is_following = False
+        self.pane = "tree"  # the one that is shown where there is room for one
         self.num_worker_changes = 0  # a capture waits until it stands still
         self._reading = threading.Lock()  # a worker that was replaced may still be reading
         self._means = MeanRewards()
         self._decoders: dict[Path, Decode | None] = {}
         self._wanted: tuple[str, str, int] | None = None  # where the cursor belongs: env, example, rollout
         self._shown: tuple[Any, Any] = (None, None)  # file and line that the reader shows
-        self._is_zoomed = self._has_stepped = self._has_looked = False
+        self._has_stepped = self._has_looked = False
 
     def compose(self) -> ComposeResult:
-        yield Static(id="where", markup=False)
-        with Horizontal(id="panes"):
-            yield RunTree(self._means.known, id="tree")
+        self.where = Static(id="where", markup=False)
+        self.run_tree = RunTree(self._means.known, id="tree")
+        self.figures = Static(id="figures", markup=False)
+        self.table = RolloutTable(id="table")
+        self.filter_line = Input(placeholder='words, "a phrase", reward<0.5, is:truncated', id="filter")
+        self.token = Static(id="token", markup=False)
+        self.reader = Reader(id="reader")
+        self.panes = {"tree": self.run_tree, "table": self.table, "reader": self.reader}
+        yield self.where
+        with Horizontal(id="panes") as self.all_panes:
+            yield self.run_tree
             with Container(id="work"):
-                with Vertical(id="list"):
-                    yield Static(id="figures", markup=False)
-                    yield RolloutTable(id="table")
-                    yield Input(placeholder='words, "a phrase", reward<0.5, is:truncated', id="filter")
-                with Vertical(id="read"):
-                    yield Static(id="token", markup=False)
-                    yield Reader(id="reader")
+                yield Vertical(self.figures, self.table, self.filter_line, id="list")
+                yield Vertical(self.token, self.reader, id="read")
         yield Footer(compact=True)
 
     def on_mount(self) -> None:
         self._go_to_pane("tree")
         self.set_interval(FOLLOW_S, lambda: self.action_reload() if self.is_following else None)
         self.action_reload()
-
-    @property
-    def main(self) -> Screen[Any]:
-        """The screen with the panes, also while the help lies over it."""
-        return self.screen_stack[0]
-
-    @property
-    def tree_pane(self) -> RunTree:
-        return self.main.query_one(RunTree)
-
-    @property
-    def table(self) -> RolloutTable:
-        return self.main.query_one(RolloutTable)
-
-    @property
-    def reader(self) -> Reader:
-        return self.main.query_one(Reader)
-
-    def _write(self, name: str, text: str | Text) -> None:
-        self.main.query_one(f"#{name}", Static).update(text)
 
     # files
 
@@ -137,7 +119,7 @@ class EvalView(App[None]):
             if worker.is_cancelled:
                 return
             if changed:
-                self._hand_over(self.tree_pane.relabel, changed)
+                self._hand_over(self.run_tree.relabel, changed)
 
     def _hand_over(self, function: Callable[..., Any], *values: Any) -> None:
         """Call a function in the main thread, unless the viewer has been left."""
@@ -149,25 +131,25 @@ class EvalView(App[None]):
 
     def _show_sources(self, sources: list[Source], titles: dict[Path, str]) -> None:
         self.sources = sources
-        self.tree_pane.show(sources, titles)
+        self.run_tree.show(sources, titles)
         if self._has_looked:
             return
         self._has_looked = bool(sources)
         if not sources:
             folders = ", ".join(map(str, self.folders))
-            self._write("where", clean(f"nothing to look at below {folders} yet - r looks again"))
+            self.where.update(clean(f"nothing to look at below {folders} yet - r looks again"))
             return
-        self._write("where", "enter opens what the cursor is on, ? shows all keys")
+        self.where.update("enter opens what the cursor is on, ? shows all keys")
         if len(sources) == 1:
-            self.tree_pane.go_to(sources[0])
+            self.run_tree.go_to(sources[0])
 
     def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[Key]) -> None:
-        source = self.tree_pane.source_of(event.node)
+        source = self.run_tree.source_of(event.node)
         if source is not None and source != self.source:
             self._open(source)
 
     def on_tree_node_selected(self, event: Tree.NodeSelected[Key]) -> None:
-        if self.tree_pane.source_of(event.node):
+        if self.run_tree.source_of(event.node):
             self._go_to_pane("table")
 
     def _open(self, source: Source) -> None:
@@ -229,8 +211,8 @@ class EvalView(App[None]):
         same_example = (place for place, key in enumerate(keys) if wanted and key[:2] == wanted[:2])
         place = keys.index(wanted) if wanted in keys else next(same_example, 0)
         self.table.move_cursor(row=place, animate=False)
-        self._write("figures", summary(self.opened, self.rows, self.filter, len(lines)))
-        self.main.query_one("#figures").set_class(bool(self.opened.trouble), "trouble")
+        self.figures.update(summary(self.opened, self.rows, self.filter, len(lines)))
+        self.figures.set_class(bool(self.opened.trouble), "trouble")
         self._show_current()
 
     def on_data_table_row_highlighted(self) -> None:
@@ -243,7 +225,7 @@ class EvalView(App[None]):
         if line is not None and (self.opened, line) == self._shown:
             return
         self._shown = self.opened, line
-        self.main.query_one("#token").remove_class("shown")
+        self.token.remove_class("shown")
         record = self._record_of(line)
         step = self.source.version if self.source and self.source.series == TRAINING else None
         self.reader.show(record, step=step, decode=self._decoder() if record and record.samples else None)
@@ -268,7 +250,7 @@ class EvalView(App[None]):
         if self.reader.record is not None:
             parts.append(f"example {self.reader.record.row.example}, rollout {self.reader.record.row.rollout}")
         text = Text(" › ".join(map(clean, parts)), style="bold")
-        self._write("where", Text("● following  ", style="green") + text if self.is_following else text)
+        self.where.update(Text("● following  ", style="green") + text if self.is_following else text)
 
     def on_data_table_row_selected(self) -> None:
         line = self.table.current
@@ -284,46 +266,38 @@ class EvalView(App[None]):
     # panes
 
     def action_go_back(self) -> None:
-        if self.focused is self.main.query_one("#filter"):
+        if self.focused is self.filter_line:
             self._close_filter()
-        elif self._pane == "reader":
+        elif self.pane == "reader":
             self._go_to_pane("table")
-        elif self._pane == "table" and self.filter.line:
+        elif self.pane == "table" and self.filter.line:
             self._set_filter("")
         else:
             self._go_to_pane("tree")
 
-    @property
-    def _pane(self) -> str:
-        return next((name for name in PANES if self.main.has_class(f"at-{name}")), PANES[0])
-
     def _go_to_pane(self, name: str) -> None:
         self._mark_pane(name)
-        self.main.query_one(f"#{name}").focus()
+        self.panes[name].focus()
 
     def _mark_pane(self, name: str) -> None:
-        for pane in PANES:
-            self.main.set_class(pane == name, f"at-{pane}")
-        self._show_one_or_all()
-
-    def _show_one_or_all(self) -> None:
-        self.main.set_class(self._is_zoomed or self.size.width < 100, "one")
-
-    on_resize = _show_one_or_all
+        """Make it the pane that is shown if only one is."""
+        self.pane = name
+        for pane in self.panes:
+            self.all_panes.set_class(pane == name, f"at-{pane}")
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
-        if event.widget.id in PANES:
-            self._mark_pane(event.widget.id or "")
+        if event.widget.id in self.panes:
+            self._mark_pane(event.widget.id)
 
-    def action_focus_next(self) -> None:
-        self._go_to_pane(PANES[(PANES.index(self._pane) + 1) % len(PANES)])
+    def action_focus_next(self, by: int = 1) -> None:
+        names = list(self.panes)
+        self._go_to_pane(names[(names.index(self.pane) + by) % len(names)])
 
     def action_focus_previous(self) -> None:
-        self._go_to_pane(PANES[PANES.index(self._pane) - 1])
+        self.action_focus_next(-1)
 
     def action_zoom(self) -> None:
-        self._is_zoomed = not self._is_zoomed
-        self._show_one_or_all()
+        self.all_panes.toggle_class("zoomed")
 
     def action_step_rollout(self, by: int) -> None:
         self.table.move_cursor(row=self.table.cursor_row + by, animate=False)
@@ -339,18 +313,16 @@ class EvalView(App[None]):
             self.notify(clean(f"{self.source.label} is the {which} of {self.source.series}"), markup=False)
             return
         self._has_stepped = True
-        self.tree_pane.go_to(series[place])
+        self.run_tree.go_to(series[place])
         self._open(series[place])
 
     # filter and order
 
     def action_filter(self) -> None:
-        box = self.main.query_one("#filter", Input)
-        if self._pane == "tree" or (self._pane == "reader" and self.main.has_class("one")):
-            self._mark_pane("table")
-        box.add_class("open")
-        box.value = self.filter.line
-        box.focus()
+        self._mark_pane("table")
+        self.filter_line.add_class("open")
+        self.filter_line.value = self.filter.line
+        self.filter_line.focus()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         if self._set_filter(event.value):
@@ -367,7 +339,7 @@ class EvalView(App[None]):
         return True
 
     def _close_filter(self) -> None:
-        self.main.query_one("#filter").remove_class("open")
+        self.filter_line.remove_class("open")
         self._go_to_pane("table")
 
     def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
@@ -401,12 +373,12 @@ class EvalView(App[None]):
             self.notify("There are no tokens here: files of evaluations hold texts, the journal of training has both.")
             return
         self.reader.toggle_tokens()
-        self.main.query_one("#token").set_class(self.reader.shows_tokens, "shown")
+        self.token.set_class(self.reader.shows_tokens, "shown")
         self._go_to_pane("reader")
 
     def on_reader_token_moved(self, event: Reader.TokenMoved) -> None:
-        self._write("token", event.description)
-        self.main.query_one("#token").add_class("shown")
+        self.token.update(event.description)
+        self.token.add_class("shown")
 
     def action_follow(self) -> None:
         self.is_following = not self.is_following

@@ -58,12 +58,15 @@ async def press(pilot: Pilot[None], *keys: str) -> None:
 
 
 async def settle(pilot: Pilot[None]) -> None:
-    """Wait until no worker looks for files or reads, and all that came of it is drawn."""
+    """Wait until no worker looks for files or reads, and the screen stays the same."""
     app = pilot.app
     assert isinstance(app, EvalView)
-    seen = -1
-    while seen != app.num_worker_changes or any(not worker.is_finished for worker in app.workers):
-        seen = app.num_worker_changes
+    before = None
+    while True:
+        now = app.num_worker_changes, text(app)
+        if now == before and all(worker.is_finished for worker in app.workers):
+            return
+        before = now
         with suppress(WorkerCancelled):  # one that was replaced by a newer one
             await app.workers.wait_for_complete()
         for _ in range(ROUNDS):
@@ -76,5 +79,6 @@ def svg(app: EvalView) -> str:
 
 
 def text(app: EvalView) -> str:
+    """Return the characters on the screen, a line each."""
     strips = app.screen._compositor.render_strips()  # Textual has no public way
     return "\n".join(strip.text.rstrip() for strip in strips) + "\n"
