@@ -8,7 +8,7 @@ import random
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,18 @@ from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
-from trireme.messages import Live, Ok, PolicyReady, PolicySent, Probe, Request, TensorSpec, encode
+from trireme.messages import (
+    Live,
+    Ok,
+    PolicyReady,
+    PolicySent,
+    Probe,
+    Refusal,
+    Request,
+    TensorSpec,
+    decode_reply,
+    encode,
+)
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.worker_process import RolloutFailed
@@ -173,6 +184,36 @@ def test_a_stranger_with_many_questions_is_answered_a_few_at_a_time():
             stranger.send_multipart([FIRST, encode(BATCH)])
             await asyncio.to_thread(stranger.recv_multipart)
             assert under_way[-1] == BATCH
+        serving.cancel()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_large_requests_of_many_clients_take_bounded_memory(monkeypatch) -> None:
+    """Requests beyond the limit are dropped, and a large request that lists no tensors is refused."""
+    monkeypatch.setattr(control, "BYTES_AT_ONCE", 10 << 20)
+    large = msgspec.structs.replace(READY, host="h" * (2 << 20))
+
+    async def main() -> None:
+        under_way, release, port = [], asyncio.Event(), free_port()
+
+        async def slowly(request: Request) -> Any:
+            under_way.append(request)
+            await release.wait()
+            return Ok()
+
+        server = control.ControlServer("127.0.0.1", port)
+        serving = asyncio.create_task(server.serve(slowly))
+        with ExitStack() as clients:
+            for _ in range(8):
+                client = clients.enter_context(open_stranger(f"tcp://127.0.0.1:{port}"))
+                client.send_multipart([FIRST, encode(large)])
+                client.send_multipart([FIRST, encode(msgspec.structs.replace(BATCH, run_id="r" * (2 << 20)))])
+                reply = decode_reply((await asyncio.to_thread(client.recv_multipart))[1])  # after the one before it
+                assert isinstance(reply, Refusal)
+                assert "at most" in reply.error
+            assert under_way == [large] * 4
         serving.cancel()
         server.close()
 

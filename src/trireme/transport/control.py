@@ -60,16 +60,25 @@ log = get_logger("control")
 rate_limited = RateLimitedLog(log)
 
 ASK_AGAIN_S = 5.0
-"""A question without an answer for this long is sent again."""
+"""A request without a reply for this long is sent again."""
 
 PATIENCE_S = 1.0
 """A server answers `NotYet` after this long."""
 
 LARGEST_REQUEST = 64 << 20
-"""Bytes. ZeroMQ hangs up on whoever sends more; digests of a hundred thousand tensors are a tenth of it."""
+"""Bytes. ZeroMQ disconnects a client that sends more. The specs and digests of 100,000 tensors take a tenth of it."""
+
+LARGEST_PLAIN_REQUEST = 1 << 20
+"""Bytes of a request that does not list the tensors of a model."""
 
 REQUESTS_AT_ONCE = 64
-"""Of one asker. Ours has one under way, and a heartbeat a second; further ones are dropped, to be asked again."""
+"""Of one client. Ours has one under way, and a heartbeat a second; further ones are dropped and will be sent again."""
+
+BYTES_AT_ONCE = 4 * LARGEST_REQUEST
+"""Of the requests of all clients that are being answered; further ones are dropped and will be sent again."""
+
+QUEUE_LENGTH = 2
+"""Messages of one client that ZeroMQ reads ahead. A client waits for each reply."""
 
 ANSWERS: dict[type, tuple[type, ...]] = {
     GetNewest: (Newest,),
@@ -79,7 +88,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     Heartbeat: (Ok,),
     Done: (Ok, Publish),
 }
-"""What each question may be answered with, beside `NotYet` and `Refusal`."""
+"""The replies to each request, in addition to `NotYet` and `Refusal`."""
 
 
 class ControlClient:
@@ -249,7 +258,7 @@ class ControlServer:
         self._authenticator = None if secret is None else ServerAuthenticator(self._context, secret)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
-        self._socket.maxmsgsize = LARGEST_REQUEST
+        self._socket.maxmsgsize, self._socket.rcvhwm = LARGEST_REQUEST, QUEUE_LENGTH
         if self._authenticator is not None:
             self._authenticator.set_server_keys(self._socket)
             self._rejections = self._socket.get_monitor_socket(HANDSHAKE_FAILED)
@@ -257,12 +266,13 @@ class ControlServer:
             enable_heartbeats(self._socket)
         self._socket.bind(f"tcp://{numeric(listening_address(host))}:{port}")
         self._answering: set[asyncio.Task] = set()
-        self._under_way: Counter[bytes] = Counter()  # questions, by asker
+        self._under_way: Counter[bytes] = Counter()  # requests by client
+        self._bytes_under_way = 0
 
     async def serve(self, handle: Handler) -> None:
         """Answer requests until cancelled. Waits for requests; is woken by the socket."""
         if self._authenticator is not None:
-            self._keep(asyncio.create_task(self._tell_of_strangers()))
+            self._keep(asyncio.create_task(self._log_rejections()))
         while True:
             peer, *frames = await self._socket.recv_multipart()
             try:
@@ -271,36 +281,43 @@ class ControlServer:
                 rate_limited.warning("%s was refused: %s", _name(peer), error)
                 await self._refuse(peer, frames, error)
             else:
-                self._begin(handle, peer, frames[0], request)
-            await asyncio.sleep(0)  # a message that has come already is had without a pause: others need theirs
+                self._begin(handle, peer, frames[0], request, len(frames[1]))
+            await asyncio.sleep(0)  # receiving a queued message does not yield to other tasks
 
     async def _refuse(self, peer: bytes, frames: list[bytes], error: MalformedRequest) -> None:
         if frames and len(frames[0]) <= LONGEST_FIRST_FRAME:
             await self._socket.send_multipart([peer, frames[0], encode(Refusal(error=str(error)))])
 
-    def _begin(self, handle: Handler, peer: bytes, first: bytes, request: Request) -> None:
-        if self._under_way[peer] >= REQUESTS_AT_ONCE:
-            rate_limited.warning("%s has %d questions under way; one more was dropped", _name(peer), REQUESTS_AT_ONCE)
+    def _begin(self, handle: Handler, peer: bytes, first: bytes, request: Request, num_bytes: int) -> None:
+        if self._under_way[peer] >= REQUESTS_AT_ONCE or self._bytes_under_way + num_bytes > BYTES_AT_ONCE:
+            rate_limited.warning(
+                "dropped a request of %s: %d of it and %d MiB of all clients are being answered",
+                _name(peer),
+                self._under_way[peer],
+                self._bytes_under_way >> 20,
+            )
             return
         self._under_way[peer] += 1
-        self._keep(asyncio.create_task(self._answer(handle, peer, first, request)))
+        self._bytes_under_way += num_bytes
+        self._keep(asyncio.create_task(self._answer(handle, peer, first, request, num_bytes)))
 
     def _keep(self, task: asyncio.Task) -> None:
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    async def _tell_of_strangers(self) -> None:
+    async def _log_rejections(self) -> None:
         while True:
             await self._rejections.recv_multipart()
             rate_limited.warning("rejected a connection without the run's token: %s must be the same everywhere", TOKEN)
 
-    async def _answer(self, handle: Handler, peer: bytes, first: bytes, request: Request) -> None:
+    async def _answer(self, handle: Handler, peer: bytes, first: bytes, request: Request, num_bytes: int) -> None:
         try:
             reply = encode(await handle(request))
         except Exception as error:
-            log.exception("a question could not be answered")
+            log.exception("could not answer a request")
             reply = encode(Refusal(error=f"{type(error).__name__}: {error}"))
         finally:
+            self._bytes_under_way -= num_bytes
             self._under_way[peer] -= 1
             if not self._under_way[peer]:
                 del self._under_way[peer]
@@ -336,17 +353,22 @@ def read_request(frames: list[bytes]) -> Request:
             "install the same version of Trireme on both."
         )
     try:
-        return decode_request(frames[1])
+        request = decode_request(frames[1])
     except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
         names = ", ".join(kind.__name__ for kind in ANSWERS)
         raise MalformedRequest(
             f"A request of {len(frames[1])} bytes cannot be read ({type(error).__name__}: {error}) - one of {names} "
             f"was expected, in wire version {WIRE_VERSION}."
         ) from error
+    if len(frames[1]) > LARGEST_PLAIN_REQUEST and not isinstance(request, (PolicyReady, PolicySent)):
+        raise MalformedRequest(
+            f"{type(request).__name__} has {len(frames[1])} bytes - at most {LARGEST_PLAIN_REQUEST} were expected."
+        )
+    return request
 
 
 def _name(peer: bytes) -> str:
-    return f"asker {peer.hex()[:20]}"
+    return f"client {peer.hex()[:20]}"
 
 
 async def is_done_soon(task: asyncio.Future) -> bool:
