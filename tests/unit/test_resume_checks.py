@@ -8,6 +8,7 @@ import pytest
 
 from stage import write_checkpoint
 from trireme.base.errors import ConfigError
+from trireme.cli.door import open_process
 from trireme.config.files import write_run
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
@@ -37,6 +38,7 @@ def fine_tuned(tmp_path: Path) -> SftConfig:
     return written(SftConfig(output_dir=tmp_path / "sft", data="x.jsonl", max_steps=3, model=model), 3)
 
 
+ENV = ("--orchestrator.env.0.id", "tests/e2e/say.py")
 MUON = {"trainer.optim.type": "muon"}
 OTHER = {"model.name": "models/other"}
 
@@ -53,6 +55,14 @@ OTHER = {"model.name": "models/other"}
 )
 def test_a_run_is_resumed_as_it_was_and_further(earlier, changes):
     check_resume(updated(earlier, changes))
+
+
+@pytest.mark.parametrize("process", ["orchestrator", "trainer"])
+def test_a_process_that_is_started_alone_refuses_to_resume_with_another_model(earlier, process, capsys):
+    earlier.paths.run_config.rename(earlier.paths.configs / f"{process}.json")
+    argv = ["--output-dir", str(earlier.paths.root), "--resume", "--model.name", "models/wordle-tiny", *ENV]
+    with pytest.raises(ConfigError, match="models/wordle-tiny"):
+        open_process(process, argv)
 
 
 def test_a_model_that_was_moved_is_the_same(earlier):

@@ -31,6 +31,7 @@ from trireme.launch.folder import prepare_folder
 from trireme.launch.plan import describe, plan
 from trireme.launch.process_tree import MARKER
 from trireme.launch.ranks import run_ranks
+from trireme.launch.resume import check_resume
 
 RANKS_PARENT = "TRIREME_RANKS_PARENT"  # pid of the process that starts the ranks, for the ranks below it
 
@@ -127,6 +128,8 @@ def open_process(room: ProcessName, argv: list[str]) -> Opened | None:
             sys.exit(ConfigError.exit_code)
         return None
     check_launch(config, devices, section=room)
+    if room != "inference":
+        check_resume(config)
     join_network(config, room, node)
     run_file = config.paths.configs / (f"{room}-{node}.json" if node else f"{room}.json")
     write_run(config, run_file)

@@ -49,13 +49,19 @@ def check_resume(config: RunConfig | SftConfig) -> None:
     settings = ResumeSettings.of(config)
     if not (settings.resume or settings.step is not None) or not holds_run(settings.paths):
         return
-    if settings.paths.run_config.exists():
-        before = read_table(settings.paths.run_config)
+    if (file := _earlier_config(settings.paths)) is not None:
+        before = read_table(file)
         _check_model(before, settings)
         if settings.step != 0:  # the base model has no optimizer state
             _check_optimizer(before, settings)
     if settings.step in (None, -1):
         _check_end(settings)
+
+
+def _earlier_config(paths: RunPaths) -> Path | None:
+    """Return the configuration that the run was started with, by `rl` or by one of its processes alone."""
+    files = (paths.run_config, paths.configs / "trainer.json", paths.configs / "orchestrator.json")
+    return next((file for file in files if file.exists()), None)
 
 
 def is_trained(config: RunConfig | SftConfig) -> bool:
