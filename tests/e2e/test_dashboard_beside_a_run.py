@@ -19,7 +19,7 @@ import pytest
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN
 from trireme.config.run import Ports, RunConfig
-from trireme.launch.beside import dashboard_beside
+from trireme.launch.dashboard import run_dashboard
 
 pytestmark = pytest.mark.slow
 
@@ -30,8 +30,8 @@ LAUNCHER = """
 import sys, time
 from pathlib import Path
 from trireme.config.run import RunConfig
-from trireme.launch.beside import dashboard_beside
-with dashboard_beside(RunConfig(name="run", output_dir=Path(sys.argv[1]), dashboard=True)):
+from trireme.launch.dashboard import run_dashboard
+with run_dashboard(RunConfig(name="run", output_dir=Path(sys.argv[1]), dashboard=True)):
     time.sleep(600)
 """
 
@@ -52,7 +52,7 @@ def test_it_answers_beside_the_run_and_is_gone_afterwards(
 ) -> None:
     monkeypatch.setenv(TOKEN, SECRET)
     config = RunConfig(name="run", output_dir=tmp_path, dashboard=True, ports=Ports(dashboard=free_port()))
-    with dashboard_beside(config):
+    with run_dashboard(config):
         (address,) = re.findall(r"http://\S+", capsys.readouterr().out)
         assert f":{config.ports.dashboard}/" in address
         page = answer_of(address)
@@ -81,6 +81,6 @@ def test_a_launcher_that_is_killed_leaves_no_dashboard(tmp_path: Path) -> None:
 def test_one_that_cannot_start_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "logs").write_text("a file in the place of the folder")
-    with dashboard_beside(RunConfig(name="run", output_dir=tmp_path, dashboard=True)):
+    with run_dashboard(RunConfig(name="run", output_dir=tmp_path, dashboard=True)):
         pass
-    assert "the run goes on without it" in capsys.readouterr().out
+    assert "the run continues without it" in capsys.readouterr().out

@@ -13,7 +13,8 @@ import pytest
 from trireme.monitor.spans import Span
 from trireme.monitor.timeline import shares
 from trireme.tools.dashboard import history
-from trireme.tools.dashboard.history import Metrics, Spans, read_in_pieces
+from trireme.tools.dashboard.history import Metrics, Spans
+from trireme.tools.dashboard.runs import RunFolder
 
 LIMIT = 400
 
@@ -65,13 +66,15 @@ def test_spans_are_bounded_and_the_shares_of_the_whole_run_stay_right(tmp_path: 
         assert kept == pytest.approx(shares(written, lane, *spans.extent()), abs=1e-4)
 
 
-def test_a_long_file_is_never_in_memory_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_a_long_file_is_never_in_memory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trireme.tools.dashboard.runs.PIECE_BYTES", 4096)
     row = {"step": 1, "process": "trainer", "time_s": 1.0} | {f"name/{n}": 0.5 for n in range(20)}
-    path.write_text((json.dumps(row) + "\n") * 20_000 + '{"half')
+    (tmp_path / "metrics.jsonl").write_text((json.dumps(row) + "\n") * 5000 + '{"half')
+    run = RunFolder(tmp_path, "run")
     tracemalloc.start()
-    lines = sum(len(piece) for piece, _ in read_in_pieces(path, 0))
+    while run.refresh():
+        pass
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert lines == 20_000
-    assert peak < path.stat().st_size / 20
+    assert run.metrics.series("name/19").values.tolist() == [0.5]
+    assert peak < run.paths.metrics.stat().st_size / 5

@@ -53,7 +53,7 @@ def dry_run(config: RunConfig, devices: Devices) -> int:
 
 def launch(config: RunConfig, devices: Devices) -> int:
     from trireme.cli.surroundings import note_surroundings
-    from trireme.launch.beside import dashboard_beside
+    from trireme.launch.dashboard import run_dashboard
     from trireme.launch.supervise import supervise
 
     if config.paths.root.exists():
@@ -73,7 +73,7 @@ def launch(config: RunConfig, devices: Devices) -> int:
         write_configs(config, config.paths.configs)
         write_key(config.paths.root, token() if is_of_this_run else status_key())
         note_surroundings(config, devices)
-        with dashboard_beside(config):
+        with run_dashboard(config):
             return supervise(plan(config, config.paths.run_config, devices), config, keep_open=(lock,))
 
 

@@ -20,7 +20,7 @@ from nicegui.events import KeyEventArguments
 from trireme.base.log import get_logger
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.runs import Library, RunSet
-from trireme.transport.gate import Gate
+from trireme.transport.dashboard_key import RequireKey
 
 LOOK_S = 2.0  # between two reads of the files, while a browser has the page open
 MOST_RUNS = 8  # compared at once: as many as there are colours
@@ -69,7 +69,7 @@ def open_dashboard(runs: list[Path], listener: socket.socket, secret: str | None
         listener: bound already, so that its address could be printed.
         secret: the key that a browser must send; None lets every browser of this machine in.
     """
-    app = Gate(build_app(Library(runs)), secret)
+    app = RequireKey(build_app(Library(runs)), secret)
     uvicorn.Server(uvicorn.Config(app, log_level="warning", ws_max_size=MESSAGE_BYTES)).run(sockets=[listener])
 
 

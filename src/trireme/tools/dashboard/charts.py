@@ -96,7 +96,9 @@ def line_chart(lines: Sequence[Line], frame: Frame, *, marks: Sequence[int] = ()
     series = [one for line in lines for one in _series_of(line)]
     if series and frame.axis == "step":
         series[0]["markLine"] |= {"data": [{"xAxis": step} for step in dict.fromkeys(marks)]}
-    pointer = {"step": "p => 'step ' + Math.round(p.value)", "hours": "p => (+p.value).toFixed(3) + ' h'"}[frame.axis]
+    pointer = f"p => '{frame.axis} ' + Math.round(p.value)"
+    if frame.axis == "hours":
+        pointer = "p => (+p.value).toFixed(3) + ' h'"
     return {
         "animation": False,
         "grid": {"left": 52, "right": 14, "top": 12, "bottom": 26},

@@ -6,7 +6,7 @@ import math
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.monitor import timeline as lanes
-from trireme.monitor.lines import read_lines
 from trireme.monitor.metrics import Row
 from trireme.monitor.spans import TRAINER, Span, read_spans
 from trireme.monitor.timeline import Shares
@@ -33,21 +32,7 @@ CURVE_POINTS = 500
 DRAWN_SPANS = 4000
 
 Values = NDArray[np.float64]
-Axis = Literal["step", "hours"]
-
-
-def read_in_pieces(path: Path, offset: int) -> Iterator[tuple[list[bytes], int]]:
-    """Yield the complete lines from byte `offset` on, some megabytes at a time, and the offset after them.
-
-    The offset is smaller than the one before where another file has taken the place of this one.
-    """
-    while True:
-        before = offset
-        lines, offset = read_lines(path, offset, PIECE_BYTES)
-        if lines or offset < before:
-            yield lines, offset
-        if not lines:
-            return
+Axis = Literal["step", "hours", "token"]
 
 
 # metrics
@@ -223,7 +208,7 @@ class Curve(NamedTuple):
 
 def curve(metrics: Metrics, name: str, frame: Frame) -> Curve:
     series = metrics.series(name)
-    x = series.steps.astype(np.float64) if frame.axis == "step" else metrics.hours(name)
+    x = series.steps.astype(np.float64) if frame.axis != "hours" else metrics.hours(name)
     known = np.isfinite(x)
     x, values = x[known], series.values[known]
     # One point more on either side, so that lines reach the edge.

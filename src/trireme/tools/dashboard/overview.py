@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +14,7 @@ from nicegui import run as threads
 from nicegui import ui
 
 from trireme.monitor.collapse import SIGNS
+from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import ends_of
 from trireme.monitor.run_text import short_time
 from trireme.tools.dashboard import theme
@@ -276,7 +275,9 @@ def _leaves(value: Any, above: str = "") -> Iterator[tuple[str, str]]:
 def list_row(run: RunFolder) -> dict[str, Any]:
     """Return a run's row of the list of all runs. Only the end of its metrics is read."""
     step = reward = None
-    for row in reversed(_last_rows(run.paths.metrics)):
+    file = run.paths.metrics
+    begin = max(0, file.stat().st_size - TAIL_BYTES) if file.exists() else 0
+    for row in reversed(read_metrics(file, begin)[0]):  # the first line is cut, and skipped
         if step is None and row.get("process") in ("trainer", "sft"):
             step = row["step"] + 1
         if reward is None and isinstance(value := row.get("reward/mean"), int | float):
@@ -284,24 +285,6 @@ def list_row(run: RunFolder) -> dict[str, Any]:
     at = changed_s(run.path)
     changed = datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M") if at else ""
     return {"name": run.name, "step": step, "reward": reward, "changed": changed, "ago": ago(at)}
-
-
-def _last_rows(metrics: Path) -> list[dict[str, Any]]:
-    try:
-        with open(metrics, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return []
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):  # the first line is cut; others may be damaged
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
 
 
 def ago(unix_s: float) -> str:

@@ -166,29 +166,17 @@ class RolloutsPage:
             self._input.style("flex: 1; min-width: 260px")
             self._step_field = ui.number("Step", value=self._step, min=0, precision=0, on_change=self._typed)
             self._step_field.props('dense outlined clearable debounce=300 placeholder="every"').style("width: 110px")
-            theme.icon_button("chevron_left", "Step before", lambda: self._step_by(-1))
-            theme.icon_button("chevron_right", "Next step", lambda: self._step_by(1))
         with theme.row():
             self._summary = theme.soft().props("aria-live=polite")
             ui.space()
             for term in EXAMPLES:
-                button = ui.button(term, on_click=lambda term=term: self._toggle(term))
+                button = ui.button(term, on_click=lambda term=term: self._input.set_value(term))
                 button.props("flat dense no-caps size=sm").classes("tr-mono")
 
     async def _typed(self) -> None:
         self._line = self._input.value or ""
         self._step = None if self._step_field.value is None else int(self._step_field.value)
         await self.refresh(first_page=True)
-
-    def _toggle(self, term: str) -> None:
-        terms = (self._input.value or "").split()
-        terms = [word for word in terms if word != term] if term in terms else [*terms, term]
-        self._input.set_value(" ".join(terms))
-
-    def _step_by(self, by: int) -> None:
-        steps = find_batches(self._index.journal)
-        here = (steps[-1] + 1 if by < 0 else steps[0] - 1) if self._step is None else self._step
-        self._step_field.set_value(max(steps[0], min(steps[-1], here + by)))
 
     async def refresh(self, *, first_page: bool = False) -> None:
         try:

@@ -112,12 +112,9 @@ class TimelinePage:
                     }
                     for text, (act, tip) in buttons.items():
                         ui.button(text, on_click=act).props("flat dense no-caps").tooltip(tip)
-                    theme.icon_button("chevron_left", "Earlier (←)", lambda: self._move(-0.5))
-                    theme.icon_button("zoom_in", "Closer (+)", lambda: self._zoom(0.5))
-                    theme.icon_button("zoom_out", "Further away (-)", lambda: self._zoom(2.0))
-                    theme.icon_button("chevron_right", "Later (→)", lambda: self._move(0.5))
                 self._canvas = Canvas(on_stretch=self._choose, on_whole=lambda: self._go(None)).style("width: 100%")
                 self._legend = theme.row()
+                theme.soft("Drag or + to look closer, - and arrows to move, double-click or 0 for all.")
             self._shares = theme.column()
         ui.keyboard(self._press)
 
@@ -138,16 +135,13 @@ class TimelinePage:
         self._stretch, self._follows = stretch, follow
         await self._show()
 
-    async def _zoom(self, factor: float) -> None:
-        begin, end = self._current()
-        middle, half = (begin + end) / 2, max(SHORTEST_S, (end - begin) * factor) / 2
-        await self._go((middle - half, middle + half))
-
-    async def _move(self, share: float) -> None:
+    async def _move(self, *, share: float = 0.0, zoom: float = 1.0) -> None:
+        """Move by a share of the stretch that is shown, and make it longer or shorter around its middle."""
         begin, end = self._current()
         first, last = self._spans.extent()
         by_s = min(max(share * (end - begin), first - begin), last - end)
-        await self._go((begin + by_s, end + by_s))
+        middle, half = (begin + end) / 2 + by_s, max(SHORTEST_S, (end - begin) * zoom) / 2
+        await self._go((middle - half, middle + half))
 
     async def _choose(self, begin: float, end: float) -> None:
         first, _ = self._spans.extent()
@@ -159,9 +153,9 @@ class TimelinePage:
         if not event.action.keydown:
             return
         if key in ZOOM_KEYS:
-            await self._zoom(ZOOM_KEYS[key])
+            await self._move(zoom=ZOOM_KEYS[key])
         elif key in MOVE_KEYS:
-            await self._move(MOVE_KEYS[key])
+            await self._move(share=MOVE_KEYS[key])
         elif key in ("0", "Home"):
             await self._go(None)
 
@@ -170,7 +164,7 @@ class TimelinePage:
         shown = await threads.io_bound(timeline, self._spans, *self._current())
         if shown is None or self._body.is_deleted:
             return
-        self._length.set_text(f"{_duration(shown.end_s - shown.begin_s)}; drag to look closer, double-click for all")
+        self._length.set_text(_duration(shown.end_s - shown.begin_s))
         self._canvas.style(f"height: {len(shown.processes) * ROW_PX + AROUND_PX}px")
         self._canvas.draw(timeline_chart(shown, zero_s=self._spans.extent()[0]))
         seen = {what for shares in shown.shares.values() for what, share in shares.items() if share > 0}

@@ -17,7 +17,8 @@ from trireme.base.paths import RunPaths
 from trireme.journal.logprobs import logprobs_of, read_logprobs
 from trireme.journal.records import BatchRecord, Rollout
 from trireme.tools.dashboard import theme
-from trireme.tools.dashboard.charts import Canvas
+from trireme.tools.dashboard.charts import Canvas, Line, line_chart
+from trireme.tools.dashboard.history import Curve, Frame
 from trireme.tools.dashboard.rollout_index import batch_identity, batch_path, find_batches
 from trireme.tools.dashboard.runs import RunSet
 from trireme.tools.rollouts import Record, clean, decimal, read_batch, record_of_rollout, row_of
@@ -196,7 +197,7 @@ class TokensPage:
         loaded = self._loaded
         if loaded is None:
             return
-        self._legend.set_text(COLOURS[self._colour][0])
+        self._legend.set_text(COLOURS[self._colour])
         here = {"step": loaded.step, "rollout": loaded.number}
         ui.navigate.history.replace(self._runs.link("/tokens", **here, colour=self._colour))
         self._body.clear()
@@ -278,102 +279,57 @@ def summary(columns: TokenColumns) -> str:
 
 def _chart(columns: TokenColumns, window: range) -> dict[str, Any]:
     """Return the probabilities of the sampled tokens under engine and trainer, and their ratio."""
-    places = [place for place in window if columns.sampled[place]]
-    names = [clean(columns.texts[place]).replace("\n", "⏎")[:20] for place in places]
-    quiet = {"axisLine": {"lineStyle": {"color": theme.QUIET}}, "splitLine": {"show": False}}
-    lines = [("engine", np.exp(columns.engine), theme.PROCESSES["engine"], 0)]
+    quantities = {"engine": (np.exp(columns.engine), theme.PROCESSES["engine"])}
     if columns.has_trainer:
-        lines.append(("trainer", np.exp(columns.trainer), theme.PROCESSES["trainer"], 0))
-        lines.append(("ratio", columns.ratios, theme.ACTIVITIES["wait"], 1))
-    return {
-        "animation": False,
-        "grid": {"left": 46, "right": 50, "top": 34, "bottom": 28},
-        "legend": {"textStyle": {"color": theme.QUIET}, "top": 4},
-        "tooltip": {"trigger": "axis", "renderMode": "richText"},  # a token is text, not HTML
-        "xAxis": {
-            "type": "category",
-            "data": [f"{place + 1} {name}" for place, name in zip(places, names, strict=True)],
-            **quiet,
-        },
-        "yAxis": [
-            {"type": "value", "min": 0, "max": 1, "name": "p", **quiet},
-            {"type": "value", "scale": True, "name": "ratio" if columns.has_trainer else "", **quiet},
-        ],
-        "series": [
-            {
-                "name": name,
-                "type": "line",
-                "data": [round(float(value), 5) if math.isfinite(value) else None for value in values[places]],
-                "yAxisIndex": axis,
-                "symbolSize": 4,
-                "lineStyle": {"width": 1.5, "type": "dotted" if axis else "solid"},
-                "color": colour,
-            }
-            for name, values, colour, axis in lines
-        ],
-    }
+        quantities["trainer"] = np.exp(columns.trainer), theme.PROCESSES["trainer"]
+        quantities["ratio"] = columns.ratios, theme.ACTIVITIES["wait"]
+    lines = []
+    for name, (values, color) in quantities.items():
+        points: list[list[float | None]] = [
+            [place + 1, round(float(values[place]), 5)] for place in window if math.isfinite(values[place])
+        ]
+        lines.append(Line(name, color, Curve(points, [])))
+    return line_chart(lines, Frame(axis="token")) | {"legend": {"textStyle": {"color": theme.QUIET}}}
 
 
 # colours
 
-Colour = tuple[tuple[int, int, int], float]  # and its strength, from 0 to 1
-NO_COLOUR: Colour = (RED, 0.0)
-
-
-def _root(share: float) -> float:
-    """Return a strength that makes small differences visible: most tokens are likely, and few ratios are far from 1."""
-    return math.sqrt(max(0.0, min(1.0, share)))
-
-
-def _by_rarity(logprob: float) -> Colour:
-    return (RED, _root(logprob / math.log(RARE))) if math.isfinite(logprob) else NO_COLOUR
-
-
-def _by_sign(values: np.ndarray, place: int) -> Colour:
-    value, largest = float(values[place]), float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
-    return (GREEN if value > 0 else RED, abs(value) / largest) if math.isfinite(value) else NO_COLOUR
-
-
-def _by_ratio(columns: TokenColumns, place: int) -> Colour:
-    difference = float(columns.trainer[place] - columns.engine[place])
-    if not math.isfinite(difference):
-        return NO_COLOUR
-    return (BLUE if difference > 0 else RED), _root(abs(difference) / WIDE)
-
-
-def _by_version(columns: TokenColumns, place: int) -> Colour:
-    version = int(columns.versions[place])
-    return (VERSIONS[version % len(VERSIONS)], 0.7) if version >= 0 else NO_COLOUR
-
-
-COLOURS: dict[str, tuple[str, Callable[[TokenColumns, int], Colour]]] = {
-    "engine": (
-        "redder: the engine thought it less likely when it was sampled (strongest at p = 0.007 or less)",
-        lambda columns, place: _by_rarity(float(columns.engine[place])),
-    ),
+COLOURS = {
+    "engine": "redder: the engine thought it less likely when it was sampled (strongest at p = 0.007 or less)",
     "trainer": (
-        "redder: the trainer's weights thought it less likely before the step (strongest at p = 0.007 or less)",
-        lambda columns, place: _by_rarity(float(columns.trainer[place])),
+        "redder: the trainer's weights thought it less likely before the step (strongest at p = 0.007 or less)"
     ),
-    "ratio": (
-        "blue: likelier under the trainer than under the engine; red: less (strongest at twice or half)",
-        _by_ratio,
-    ),
-    "advantage": (
-        "green: made more likely by this batch; red: less",
-        lambda columns, place: _by_sign(columns.advantages, place),
-    ),
-    "version": ("a colour for each version of the policy that sampled", _by_version),
-    "mask": (
-        "violet: sampled and trained on; faint: given to the model, or masked",
-        lambda columns, place: (VIOLET, 0.5 if columns.trained[place] else 0.0),
-    ),
-    "reward": (
-        "green and red: rewards of single tokens, where the environment gives them",
-        lambda columns, place: _by_sign(columns.rewards, place),
-    ),
+    "ratio": "blue: likelier under the trainer than under the engine; red: less (strongest at twice or half)",
+    "advantage": "green: made more likely by this batch; red: less",
+    "version": "a colour for each version of the policy that sampled",
+    "mask": "violet: sampled and trained on; faint: given to the model, or masked",
+    "reward": "green and red: rewards of single tokens, where the environment gives them",
 }
-"""What tokens can be coloured by: the meaning of the colours, and the colour of a token."""
+"""What tokens can be coloured by, and what the colours mean."""
+
+RGB = tuple[int, int, int]
+
+
+def shades_of(columns: TokenColumns, colour: str) -> list[tuple[RGB, float]]:
+    """Return a colour for each token, and its strength from 0 to 1.
+
+    Probabilities and ratios are shown by the root of their logarithm: most tokens are likely, and most ratios near 1.
+    """
+    if colour == "version":
+        return [(VERSIONS[version % len(VERSIONS)], 0.7 * (version >= 0)) for version in columns.versions.tolist()]
+    above, signed = GREEN, np.zeros(columns.length)
+    if colour in ("engine", "trainer"):
+        logprobs = columns.engine if colour == "engine" else columns.trainer
+        signed = -np.sqrt(np.clip(logprobs / math.log(RARE), 0.0, 1.0))
+    elif colour == "ratio":
+        above, difference = BLUE, columns.trainer - columns.engine
+        signed = np.sign(difference) * np.sqrt(np.clip(np.abs(difference) / WIDE, 0.0, 1.0))
+    elif colour == "mask":
+        above, signed = VIOLET, 0.5 * columns.trained
+    else:
+        values = columns.advantages if colour == "advantage" else columns.rewards
+        signed = values / (np.nanmax(np.abs(values), initial=0.0) or 1.0)
+    return [(above if value > 0 else RED, abs(value)) for value in np.nan_to_num(signed).tolist()]
 
 
 def colours_of(samples: Sequence[TokenColumns]) -> list[str]:
@@ -391,9 +347,9 @@ def token_html(columns: TokenColumns, colour: str, window: range, *, step: int) 
 
     Text of a model is escaped, and never becomes markup.
     """
-    spans = []
+    spans, shades = [], shades_of(columns, colour)
     for place in window:
-        (red, green, blue), strength = COLOURS[colour][1](columns, place)
+        (red, green, blue), strength = shades[place]
         alpha = f"{0.75 * strength:.2f}"
         style = f' style="background:rgba({red},{green},{blue},{alpha})"' if strength > FAINTEST else ""
         given = "" if columns.sampled[place] else " given"

@@ -13,8 +13,8 @@ import pytest
 
 from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
-from trireme.cli.dashboard import address_of, dashboard, key_for, listen
-from trireme.transport.gate import KEY, Gate, key_of
+from trireme.cli.dashboard import dashboard, listen, require_key
+from trireme.transport.dashboard_key import KEY, RequireKey, address_of, key_of
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
@@ -28,7 +28,7 @@ def ask(key: str | None, *steps: dict[str, Any]) -> list[httpx.Response]:
     """One browser, asking several times; it keeps its cookies."""
 
     async def go() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(app=Gate(hello, key))
+        transport = httpx.ASGITransport(app=RequireKey(hello, key))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8050") as browser:
             return [await browser.get(step.pop("url", "/"), **step) for step in steps]
 
@@ -63,13 +63,12 @@ def test_the_key_of_the_address_opens_and_is_remembered():
 
 def test_where_others_reach_it_a_token_is_a_must_and_the_key_tells_nothing_of_it(monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN, raising=False)
-    assert key_for("127.0.0.1") is None
+    assert require_key("127.0.0.1") is None
     with pytest.raises(ConfigError, match="no token - expected"):
         dashboard([str(tmp_path), "--host", "0.0.0.0"])
     monkeypatch.setenv(TOKEN, SECRET)
-    key = key_for("0.0.0.0")
-    with listen("127.0.0.1", 0) as listener:
-        address = address_of(listener, "127.0.0.1", key)
+    key = require_key("0.0.0.0")
+    address = address_of("127.0.0.1", 8050, key)
     assert address.endswith(f"?{KEY}={key}")
     assert SECRET not in address
 
@@ -84,7 +83,7 @@ def test_a_websocket_without_the_key_is_closed():
         sent.append(message)
 
     scope = {"type": "websocket", "path": "/", "headers": [(b"host", b"127.0.0.1:1")], "query_string": b""}
-    asyncio.run(Gate(hello, key_of(SECRET))(scope, receive, send))
+    asyncio.run(RequireKey(hello, key_of(SECRET))(scope, receive, send))
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
