@@ -163,8 +163,8 @@ def test_the_live_picture_shows_steps_processes_engines_and_evaluations(stage: S
     stage.config.paths.log("inference").write_text("(EngineCore pid=1) INFO Loading weights took 3 s\n")
     view = stage.terminal()
     assert "loading the model" in stage.tick(view), "before anything else is known"
-    view.say("[not markup] a line above the picture")
-    assert "[not markup] a line above the picture" in stage.out.getvalue()
+    view.say("[not markup] \x1b[2J a line above the picture")
+    assert "[not markup] ␛[2J a line above the picture" in stage.out.getvalue()
     for step in range(12):
         stage.train(step, reward=step / 20)
     stage.report(0, "orchestrator", **{"eval/words/reward": 0.412})

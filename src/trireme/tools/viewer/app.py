@@ -33,7 +33,7 @@ from trireme.tools.viewer.table import ExampleRow, RolloutTable, by_example, col
 from trireme.tools.viewer.tree import Key, RunTree
 
 FOLLOW_S = 2.0
-REDRAW_S = 1.0  # between two parts of a large file
+REDRAW_S = 1.0  # between two results of a long search or a large file
 
 
 class EvalView(App[None]):
@@ -115,11 +115,16 @@ class EvalView(App[None]):
         sources = find_sources(self.folders)
         titles = {source.run: run_title(source.run, self.folders) for source in sources}
         self._hand_over(self._show_sources, sources, titles)
-        for changed in self._means.update(sources):
+        changed: set[Path] = set()
+        redraw_at = time.monotonic() + REDRAW_S
+        for part in self._means.update(sources):
             if worker.is_cancelled:
                 return
-            if changed:
+            changed |= part
+            if time.monotonic() > redraw_at:
                 self._hand_over(self.run_tree.relabel, changed)
+                changed, redraw_at = set(), time.monotonic() + REDRAW_S
+        self._hand_over(self.run_tree.relabel, changed)
 
     def _hand_over(self, function: Callable[..., Any], *values: Any) -> None:
         """Call a function in the main thread, unless the viewer has been left."""
