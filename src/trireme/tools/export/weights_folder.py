@@ -16,15 +16,16 @@ from safetensors import SafetensorError, safe_open
 
 from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError
-from trireme.config.model_folder import config_file
+from trireme.config.model_folder import WEIGHTS, config_file
 from trireme.messages import TensorSpec
-from trireme.trainer.checkpoint.hf_files import DTYPES, INDEX, WHOLE
 from trireme.transport.weights.backends import Sender, open_sender
 
+WHOLE, INDEX = WEIGHTS
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Shapes = dict[str, tuple[int, ...]]
 
-_DTYPES = {name: str(dtype).removeprefix("torch.") for dtype, name in DTYPES.items()}
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES |= {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
 _COMPUTED = ("rotary_emb.inv_freq", "position_ids")
 """Buffers that some files hold and others leave to the model."""
 
@@ -63,7 +64,8 @@ class AdaptedModel:
 
         Raises: ConfigError where files are missing or damaged, or the adapters are for another model.
         """
-        from trireme.tools.export.merging import Merged  # with transformers behind it, which whole models do not need
+        # with transformers behind them, whose import takes seconds and which whole models do not need
+        from trireme.tools.export.merging import Merged
         from trireme.trainer.checkpoint.hf_files import frozen_dtype
 
         settings = _read_settings(folder)
@@ -132,7 +134,7 @@ def find_model(name: str) -> Path | None:
     """Return the folder with a model's weights on this machine: `name` itself, or downloaded files of a hub name."""
     config = None if Path(name).is_dir() else config_file(name)
     folder = config.parent if config else Path(name)
-    return folder if (folder / WHOLE).is_file() or (folder / INDEX).is_file() else None
+    return folder if any((folder / name).is_file() for name in WEIGHTS) else None
 
 
 def shape_difference(expected: Shapes, found: Shapes) -> str | None:

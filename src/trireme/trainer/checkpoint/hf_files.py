@@ -66,7 +66,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 Specs = Sequence[TensorSpec]
 
-DTYPES = {
+_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -125,7 +125,7 @@ def _write_header(file: IO[bytes], specs: Specs) -> None:
     begin = 0
     for spec in specs:
         end = begin + _size(spec)
-        header[spec.name] = {"dtype": DTYPES[_dtype(spec)], "shape": spec.shape, "data_offsets": [begin, end]}
+        header[spec.name] = {"dtype": _DTYPES[_dtype(spec)], "shape": spec.shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # readers map the file, and want numbers where they can be loaded from
