@@ -22,7 +22,7 @@ Reached = Literal["answers", "refuses", "silent", "unknown"]
 
 @dataclass(frozen=True)
 class Socket:
-    """Where a process of another machine listens."""
+    """A port at which a process of another machine listens."""
 
     process: str
     port: int

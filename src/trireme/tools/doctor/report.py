@@ -20,7 +20,7 @@ MARGIN = 24  # columns of verdict and name
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """An observation of a check, with its verdict.
 
     Example:
         Finding("problem", "port 8000 on 127.0.0.1 is in use", fix="`lsof -i :8000` shows the process")

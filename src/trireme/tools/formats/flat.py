@@ -12,7 +12,7 @@ from trireme.config.orchestrator import Sampling
 from trireme.config.run import RunConfig, Wandb
 from trireme.config.section import Section
 from trireme.config.trainer import Lora
-from trireme.tools.formats.translation import Format, Refused, Rule, Settings, To, plain_name
+from trireme.tools.formats.translation import Format, Refused, Rule, Settings, To, on_gpus, plain_name
 
 ADAPTER_LR, WHOLE_LR = 1e-5, 1e-6
 """Where the guide to these formats begins, with adapters and without."""
@@ -50,7 +50,7 @@ def set_threshold(threshold: float | None, file: Common, devices: Devices) -> Se
 
 
 def split_gpus(num_gpus: int | None, file: Flat, devices: Devices) -> Settings:
-    if not devices.gpus or num_gpus is None:
+    if num_gpus is None:
         return {}
     if num_gpus == 1:
         return {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}
@@ -65,10 +65,6 @@ def engine_share(num_gpus: int, tp: int) -> int:
         engine_share(8, 4)  # 4: one engine, and 4 GPUs to train with
     """
     return max(1, num_gpus // 2 // tp) * tp
-
-
-def set_tensor_parallel(size: int | None, file: Flat, devices: Devices) -> Settings:
-    return {"inference.parallel.tp": size} if devices.gpus else {}
 
 
 def check_pipeline(size: int, file: Flat, devices: Devices) -> Settings:
@@ -146,11 +142,9 @@ class Flat(Common):
 
     model_name: Annotated[str, To("model.name")]
     """The model that the run starts from."""
-    num_gpus: Annotated[PositiveInt | None, To(split_gpus, "without effect: this machine shows no GPU")] = None
+    num_gpus: Annotated[PositiveInt | None, on_gpus(split_gpus)] = None
     """GPUs for engines and trainer together; all where not given."""
-    tensor_parallel_size: Annotated[
-        PositiveInt | None, To(set_tensor_parallel, "without effect: this machine shows no GPU")
-    ] = None
+    tensor_parallel_size: Annotated[PositiveInt | None, on_gpus("inference.parallel.tp")] = None
     """GPUs that share one engine."""
     pipeline_parallel_size: Annotated[PositiveInt, To(check_pipeline, "always 1 here")] = 1
     """Stages that an engine is cut into."""

@@ -40,13 +40,15 @@ class To:
         target: our dotted key, which takes the value as it is; or a rule that returns our keys with their values and
             raises `Refused`; or None for a key that sets nothing here.
         otherwise: why the key sets nothing, for the comments of the translated file.
+        when: a condition on the file and the devices; without it the key sets nothing.
     """
 
     target: str | Rule | None
     otherwise: str = "sets nothing here"
+    when: Callable[[Any, Devices], bool] | None = None
 
     def settings(self, value: Any, file: Section, devices: Devices) -> Settings:
-        if self.target is None:
+        if self.target is None or (self.when and not self.when(file, devices)):
             return {}
         settings = {self.target: value} if isinstance(self.target, str) else self.target(value, file, devices)
         return {ours: _plain(each) for ours, each in settings.items() if each is not None}
@@ -144,6 +146,11 @@ def translate(
         env_files=getattr(file, "env_file", ()),
         origins={ours: key.name for ours, key in chosen.items()},
     )
+
+
+def on_gpus(target: str | Rule) -> To:
+    """Return a destination that counts on a machine with GPUs only."""
+    return To(target, "without effect: this machine shows no GPU", lambda file, devices: bool(devices.gpus))
 
 
 def if_true(ours: str, value: Any) -> Rule:

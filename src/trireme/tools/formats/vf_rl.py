@@ -10,12 +10,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from trireme.base.devices import Devices
 from trireme.config.orchestrator import OrchestratorConfig
 from trireme.config.section import Section
-from trireme.tools.formats.translation import Format, Refused, Rule, Settings, To, ToEach, if_true, plain_name
+from trireme.tools.formats.translation import Format, Refused, Rule, Settings, To, ToEach, if_true, on_gpus, plain_name
 
 TARGETS = ("q_proj", "v_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
 CPU_ROW_TOKENS = 512
-NO_GPU = "without effect: this machine shows no GPU"
-NO_LORA = "without effect: use_lora = false"
 SAMPLE_STEPS = 5  # from one look at completions to the next
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -59,18 +57,19 @@ def set_environment(env: VfEnv, file: VfRl, devices: Devices) -> Settings:
     return {"orchestrator.env": [{"id": env.id, "args": env.args, **limits}]}
 
 
-def give_gpus(key: str) -> Rule:
-    return lambda count, file, devices: {key: count} if devices.gpus else {}
-
-
 def set_dtype(bf16: bool, file: VfRl, devices: Devices) -> Settings:
     """Require that a file asks for bfloat16 on a CPU: it is slower there."""
     is_wanted = bf16 and (devices.gpus or "bf16" in file.trainer.args.model_fields_set)
     return {"trainer.model.optimization_dtype": "bfloat16" if is_wanted else "float32"}
 
 
-def set_lora(key: str) -> Rule:
-    return lambda value, file, devices: {f"trainer.model.lora.{key}": value} if file.trainer.args.use_lora else {}
+def lora(key: str) -> To:
+    no_lora = "without effect: use_lora = false"
+    return To(f"trainer.model.lora.{key}", no_lora, lambda file, devices: file.trainer.args.use_lora)
+
+
+def saves(file: VfRl, devices: Devices) -> bool:
+    return file.trainer.args.save_strategy != "no"
 
 
 def set_betas(beta: float, file: VfRl, devices: Devices) -> Settings:
@@ -116,29 +115,22 @@ def multiply_batch(times: int | None, file: VfRl, devices: Devices) -> Settings:
 
 def set_sampling(key: str) -> Rule:
     def rule(value: Any, file: VfRl, devices: Devices) -> Settings:
-        tables = ("orchestrator.sampling", *(["orchestrator.eval.sampling"] if evaluates(file.trainer.args) else []))
+        tables = ("orchestrator.sampling", *(["orchestrator.eval.sampling"] if evaluates(file, devices) else []))
         return {f"{table}.{key}": value for table in tables}
 
     return rule
 
 
-def evaluates(args: VfArgs) -> bool:
+def evaluates(file: VfRl, devices: Devices) -> bool:
     """Return whether the run evaluates. `eval_steps` alone asks for it, too."""
+    args = file.trainer.args
     return args.eval_strategy == "steps" or bool(args.eval_steps and "eval_strategy" not in args.model_fields_set)
-
-
-def set_evaluation(steps: int | None, file: VfRl, devices: Devices) -> Settings:
-    return {"orchestrator.eval.interval": steps} if evaluates(file.trainer.args) else {}
 
 
 def check_strategy(strategy: str, file: VfRl, devices: Devices) -> Settings:
     if strategy == "epoch":
         raise Refused('expected "steps" or "no": there are no epochs here. Write "steps" and the number of steps.')
     return {}
-
-
-def set_saving(steps: int, file: VfRl, devices: Devices) -> Settings:
-    return {"trainer.ckpt.interval": steps} if file.trainer.args.save_strategy != "no" else {}
 
 
 def set_timeouts(seconds: float, file: VfRl, devices: Devices) -> Settings:
@@ -181,17 +173,17 @@ class VfArgs(Section):
 
     use_lora: Annotated[bool, To(None, "true sets [trainer.model.lora]")] = True
     """Train low-rank adapters; `false` trains the whole model."""
-    lora_rank: Annotated[PositiveInt, To(set_lora("rank"), NO_LORA)] = 16
+    lora_rank: Annotated[PositiveInt, lora("rank")] = 16
     """Rank of the adapters."""
-    lora_alpha: Annotated[PositiveFloat, To(set_lora("alpha"), NO_LORA)] = 16
+    lora_alpha: Annotated[PositiveFloat, lora("alpha")] = 16
     """Scale of the adapters: they are multiplied by alpha / rank."""
-    lora_dropout: Annotated[Share, To(set_lora("dropout"), NO_LORA)] = 0.0
+    lora_dropout: Annotated[Share, lora("dropout")] = 0.0
     """Dropout in front of the adapters."""
-    lora_target_modules: Annotated[tuple[str, ...], To(set_lora("target_modules"), NO_LORA)] = TARGETS
+    lora_target_modules: Annotated[tuple[str, ...], lora("target_modules")] = TARGETS
     """Names of the layers that get an adapter."""
-    lora_modules_to_save: Annotated[tuple[str, ...] | None, To(set_lora("modules_to_save"), NO_LORA)] = None
+    lora_modules_to_save: Annotated[tuple[str, ...] | None, lora("modules_to_save")] = None
     """Names of modules that are trained whole."""
-    lora_use_rslora: Annotated[bool, To(set_lora("use_rslora"), NO_LORA)] = False
+    lora_use_rslora: Annotated[bool, lora("use_rslora")] = False
     """Scale by alpha / sqrt(rank) instead."""
 
     learning_rate: Annotated[PositiveFloat, To("trainer.optim.lr")] = 1e-5
@@ -286,13 +278,13 @@ class VfArgs(Section):
 
     eval_strategy: Annotated[Literal["no", "steps", "epoch"], To(check_strategy, "see eval_steps")] = "no"
     """Evaluate on held-out examples every `eval_steps` steps."""
-    eval_steps: Annotated[PositiveInt | None, To(set_evaluation, 'without effect: eval_strategy = "no"')] = None
+    eval_steps: Annotated[PositiveInt | None, To("orchestrator.eval.interval", "see eval_strategy", evaluates)] = None
     """Steps from one evaluation to the next."""
     save_strategy: Annotated[
         Literal["no", "steps", "epoch"], To(check_strategy, "saved after the last step, and as save_steps says")
     ] = "steps"
     """Save a checkpoint every `save_steps` steps."""
-    save_steps: Annotated[PositiveInt, To(set_saving, 'without effect: save_strategy = "no"')] = 50
+    save_steps: Annotated[PositiveInt, To("trainer.ckpt.interval", 'without effect: save_strategy = "no"', saves)] = 50
     """Steps from one checkpoint to the next."""
     save_total_limit: Annotated[PositiveInt | None, To("trainer.ckpt.keep_last")] = None
     """Keep this many of the newest checkpoints; all where not given."""
@@ -324,7 +316,7 @@ class VfEnv(Section):
 class VfInference(Section):
     """`[inference]`: vLLM."""
 
-    gpus: Annotated[PositiveInt, To(give_gpus("inference_gpus"), NO_GPU)]
+    gpus: Annotated[PositiveInt, on_gpus("inference_gpus")]
     """Number of GPUs for vLLM, counted from the first."""
     args: Annotated[dict[str, Any], ToEach(VLLM_FLAGS, rest="inference.args")] = {}
     """Arguments of vLLM's server, by its own names."""
@@ -333,7 +325,7 @@ class VfInference(Section):
 class VfTrainer(Section):
     """`[trainer]`: the trainer."""
 
-    gpus: Annotated[PositiveInt, To(give_gpus("trainer_gpus"), NO_GPU)]
+    gpus: Annotated[PositiveInt, on_gpus("trainer_gpus")]
     """Number of GPUs for training, after those of vLLM."""
     args: VfArgs = VfArgs()
 

@@ -1,4 +1,4 @@
-"""What to change where a run will not fit: each change is worked out by itself, none is a rule of thumb."""
+"""Advise what to change where a run will not fit: each change is worked out by itself, none is a rule of thumb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run will need, before anything starts: memory by part, batch arithmetic, seconds of a step."""
+"""Estimate what a run will need: memory by part, batch arithmetic, seconds of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trireme.tools.plan.lengths import Lengths, Rates
 from trireme.tools.plan.machine import Machine
 from trireme.tools.plan.memory import GIB, Parts, Training, changed
 from trireme.tools.plan.serving import Serving
-from trireme.tools.plan.sizes import Sized, serving_of, sft_training_of, training_of
+from trireme.tools.plan.sizes import Sized, serving_of, training_of
 from trireme.tools.plan.step_time import Batch, Split, assumed_mfu, sampling_seconds, training_rate, update_seconds
 
 CUDA_BYTES = 1.2 * GIB  # of a trainer's rank, besides all tensors: CUDA, its libraries' workspaces, NCCL
@@ -244,7 +244,7 @@ def estimate_sft(
         examples=examples,
         source="as given" if length else "the longest that the configuration allows",
     )
-    training = changed(sft_training_of(config, sized.architecture, rows=rows), packed=row_tokens >= 2 * mean)
+    training = changed(training_of(config, sized.architecture, rows=rows), packed=row_tokens >= 2 * mean)
     gpus = 0 if machine.is_on_cpu else ranks
     return Estimate(sized, machine, training, ranks, batch, config.seq_len, trainer_gpus=gpus, mfu=mfu)
 

@@ -1,9 +1,7 @@
-"""What one rank of the trainer needs, by part, at the moments of a step at which it may need most.
+"""Memory of one rank of the trainer, by part, at the moments of a step at which it may need most.
 
 FSDP2 as `trainer.sharding` sets it up: parameters, gradients and optimizer state in parts; one layer, and what lies
 outside of the layers, whole while they are worked with. All in bytes.
-
-P parameters of a layer; H hidden size, V vocabulary; S ranks among which the model is divided.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ class Training:
     has_reference: bool = False
     served_bytes: int = 2
     bucket_bytes: int | None = 64 << 20  # None: engines read a copy of the whole model (CUDA IPC)
-    compiled: bool = False
 
     @property
     def trained(self) -> int:
@@ -90,7 +87,7 @@ class Training:
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """What a rank needs of its device, by moment of a step and by part, and of its machine's own memory."""
+    """Memory of a rank on its device, by moment of a step and by part, and in its machine's own memory."""
 
     moments: dict[str, Parts]
     host: Parts

@@ -1,4 +1,4 @@
-"""What an engine needs of each of its GPUs, and how many tokens and requests the rest has room for. In bytes."""
+"""Memory of an engine on each of its GPUs, and the tokens and requests that the rest has room for. In bytes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""From a configuration to the numbers that memory and time are worked out from. No torch, no weights, no hub."""
+"""Read a configuration and a model's config.json as the numbers from which memory and time are worked out."""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from trireme.algo.architecture import Architecture, architecture_of, is_known
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.trainer import Lora, Optimizer, TrainerModel
+from trireme.config.trainer import Lora
 from trireme.tools.plan.machine import Machine
 from trireme.tools.plan.memory import Training
 from trireme.tools.plan.serving import GIB, Serving
@@ -70,20 +70,53 @@ def _from_hub(name: str, *, fetch: bool) -> Path:
         ) from error
 
 
-def training_of(config: RunConfig, model: Architecture, *, rows: int) -> Training:
-    trainer, broadcast = config.trainer, config.weight_broadcast
-    row_tokens = trainer.micro_batch_tokens or config.seq_len
-    return _training(
-        trainer.model,
-        trainer.optim,
+def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int) -> Training:
+    """
+    Args:
+        rows: that a rank goes through before it updates.
+    """
+    on_cpu, trainer = config.device == "cpu", config.trainer if isinstance(config, RunConfig) else config
+    settings, lora = trainer.model, trainer.model.lora
+    value_bytes = BYTES[settings.optimization_dtype]
+    targets = lora.target_modules if lora else None
+    if targets and ALL_LINEAR in targets:
+        targets = tuple({matrix.name for layer in model.layers for matrix in layer.matrices})
+    training = Training(
         model,
-        tokens=row_tokens,
-        on_cpu=config.device == "cpu",
-        seq_len=config.seq_len,
+        Pass(
+            tokens=trainer.micro_batch_tokens or config.seq_len,
+            value_bytes=value_bytes,
+            attention=settings.attn,
+            cp=settings.cp,
+            targets=targets,
+            rank=lora.rank if lora else 0,
+            dropout=bool(lora and lora.dropout),
+            # attention may be written out on a CPU; the length at which that takes most
+            sample=min(config.seq_len, SHORT[value_bytes]) if on_cpu else 0,
+        ),
+        shards=max(1, (trainer.num_ranks or 1) // settings.dp_replicate),
         rows=rows,
-        ranks=trainer.num_ranks or 1,
-        has_reference=bool(trainer.loss.beta),
-        served_bytes=4 if config.device == "cpu" else BYTES[served_dtype(config)],
+        ep=settings.ep,
+        reduce_bytes=BYTES[settings.reduce_dtype],
+        frozen_bytes=value_bytes,
+        optimizer=trainer.optim.type,
+        trained_whole=_trained_whole(lora, model) if lora else 0,
+        ac_freq=settings.ac.freq if settings.ac else None,
+        ac_mode=settings.ac.mode if settings.ac else "full",
+        offload_activations=settings.activation_offload,
+        offload_parameters=settings.fsdp_cpu_offload,
+        reshard=settings.reshard_after_forward,
+        head_chunk=settings.head_chunk,
+        served_bytes=4 if on_cpu else 2,
+        bucket_bytes=0,
+    )
+    if isinstance(config, SftConfig):
+        return training
+    broadcast = config.weight_broadcast
+    return replace(
+        training,
+        has_reference=bool(config.trainer.loss.beta),
+        served_bytes=4 if on_cpu else BYTES[served_dtype(config)],
         bucket_bytes=None if broadcast.type == "ipc" else broadcast.bucket_mib << 20,
     )
 
@@ -92,72 +125,6 @@ def served_dtype(config: RunConfig) -> str:
     """Return what the engine computes in; `auto` is what the model was published in, which on GPUs is bfloat16."""
     dtype = config.inference.model.dtype
     return dtype if dtype != "auto" else "float32" if config.device == "cpu" else "bfloat16"
-
-
-def sft_training_of(config: SftConfig, model: Architecture, *, rows: int) -> Training:
-    return _training(
-        config.model,
-        config.optim,
-        model,
-        tokens=config.micro_batch_tokens or config.seq_len,
-        on_cpu=config.device == "cpu",
-        seq_len=config.seq_len,
-        rows=rows,
-        ranks=config.num_ranks or 1,
-        has_reference=False,
-        served_bytes=4 if config.device == "cpu" else 2,
-        bucket_bytes=0,
-    )
-
-
-def _training(
-    settings: TrainerModel,
-    optim: Optimizer,
-    model: Architecture,
-    *,
-    tokens: int,
-    on_cpu: bool,
-    seq_len: int,
-    rows: int,
-    ranks: int,
-    has_reference: bool,
-    served_bytes: int,
-    bucket_bytes: int | None,
-) -> Training:
-    lora, value_bytes = settings.lora, BYTES[settings.optimization_dtype]
-    targets = lora.target_modules if lora else None
-    if targets and ALL_LINEAR in targets:
-        targets = tuple({matrix.name for layer in model.layers for matrix in layer.matrices})
-    return Training(
-        model,
-        Pass(
-            tokens=tokens,
-            value_bytes=value_bytes,
-            attention=settings.attn,
-            cp=settings.cp,
-            targets=targets,
-            rank=lora.rank if lora else 0,
-            dropout=bool(lora and lora.dropout),
-            # attention may be written out on a CPU; the length at which that takes most
-            sample=min(seq_len, SHORT[value_bytes]) if on_cpu else 0,
-        ),
-        shards=max(1, ranks // settings.dp_replicate),
-        rows=rows,
-        ep=settings.ep,
-        reduce_bytes=BYTES[settings.reduce_dtype],
-        frozen_bytes=value_bytes,
-        optimizer=optim.type,
-        trained_whole=_trained_whole(lora, model) if lora else 0,
-        ac_freq=settings.ac.freq if settings.ac else None,
-        ac_mode=settings.ac.mode if settings.ac else "full",
-        offload_activations=settings.activation_offload,
-        offload_parameters=settings.fsdp_cpu_offload,
-        reshard=settings.reshard_after_forward,
-        head_chunk=settings.head_chunk,
-        has_reference=has_reference,
-        served_bytes=served_bytes,
-        bucket_bytes=bucket_bytes,
-    )
 
 
 def _trained_whole(lora: Lora, model: Architecture) -> int:

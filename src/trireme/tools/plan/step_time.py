@@ -1,4 +1,4 @@
-"""How long a step takes: sampling by the engines, training, and sending the weights.
+"""Seconds of a step: sampling by the engines, training, and sending the weights.
 
 Hardware is modelled as simply as can be: products at a share of the peak, decoding as fast as memory can be read. It
 orders choices rightly more often than it gives the right second; measured rates (`--trainer-tokens-per-s`,
@@ -25,7 +25,7 @@ SMALLEST_MFU, LARGEST_MFU = 0.03, 0.45
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step samples and trains on. Lengths are in tokens."""
+    """The rollouts that a step samples and trains on. Lengths are in tokens."""
 
     rollouts: int
     groups: int | None
