@@ -20,10 +20,10 @@ from trireme.base.errors import PeerDied
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments import pool
-from trireme.orchestrator.environments.family import resident_gib
+from trireme.orchestrator.environments.worker_process import resident_gib
 from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
-from trireme.orchestrator.environments.worker_process import RolloutFailed
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
 
 TOY = (
     ECHO

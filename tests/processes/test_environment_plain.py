@@ -10,7 +10,7 @@ import pytest
 
 from toy_environments import ECHO, never, open_toy, refuses, run_all, run_one, running, says, shared_toys, write
 from trireme.orchestrator.environments.wire import Ask, Reply
-from trireme.orchestrator.environments.worker_process import RolloutFailed
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
 
 pytestmark = pytest.mark.xdist_group("plain environments")  # one process, so that tests share workers
 

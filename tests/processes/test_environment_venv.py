@@ -11,7 +11,7 @@ import pytest
 
 from local_packages import write_package
 from trireme.base.errors import ConfigError
-from trireme.orchestrator.environments.neighbours import neighbours_of
+from trireme.orchestrator.environments.venv import local_packages
 from trireme.orchestrator.environments.venv import COMPLETE, environment_python, find_environment, installed_venv
 
 # Does what `uv venv DIR` and `uv pip install` leave behind, and notes that it was called.
@@ -178,7 +178,7 @@ def test_dependencies_of_packages_beside_it_decide_which_virtual_environment_it_
     write_package(root, "box", "", sources={"lid": '{ path = "../lid", editable = true }'})
     with open(root / "word_count" / "pyproject.toml", "a") as project:
         project.write('\n[tool.uv.sources]\nbox = { path = "../box", editable = true }\n')
-    assert [each.name for each in neighbours_of(root / "word_count")] == ["box", "lid"]
+    assert [each.name for each in local_packages(root / "word_count")] == ["box", "lid"]
     first, source = build(), find_environment("word-count", root=root)
     assert installed_venv(source, cache=tmp_path / "cache") == first.parents[1]
     with open(root / "lid" / "pyproject.toml", "a") as project:

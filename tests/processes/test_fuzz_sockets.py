@@ -38,8 +38,9 @@ from trireme.messages import (
     encode,
 )
 from trireme.orchestrator.environments import wire
+from trireme.orchestrator.environments.connection import LineReader
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.worker_process import RolloutFailed
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.status import STUCK_S, Status, serve_status
 from trireme.orchestrator.trainer_requests import Peers
 from trireme.transport import control
@@ -283,7 +284,7 @@ def test_whatever_bytes_come_from_a_worker_are_messages_or_garbage_and_nothing_e
     garbage: list[str] = []
     for data in mutations(LINES, 20_000):
         try:
-            wire.LineReader(read.append).feed(data)
+            LineReader(read.append).feed(data)
         except wire.Garbage as error:
             garbage.append(str(error))
     assert len(garbage) > 3_000
@@ -293,7 +294,7 @@ def test_whatever_bytes_come_from_a_worker_are_messages_or_garbage_and_nothing_e
 
 def test_a_line_without_an_end_is_garbage_before_it_fills_the_memory(monkeypatch):
     monkeypatch.setattr(wire, "LONGEST_LINE", 1000)
-    reader = wire.LineReader(lambda message: None)
+    reader = LineReader(lambda message: None)
     reader.feed(b"x" * 900)
     with pytest.raises(wire.Garbage, match="1001 bytes without an end of line, at most 1000"):
         reader.feed(b"x" * 100 + b"x")

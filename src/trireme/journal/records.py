@@ -6,7 +6,7 @@ is trained on. Every rollout that was started ends with exactly one fate: traine
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -17,36 +17,57 @@ from trireme.algo.rules import Rules
 from trireme.messages import Tokens
 
 
-class Rollout(msgspec.Struct):
-    """One finished rollout.
+class EnvironmentResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What an environment says of a rollout that it has scored. A field here is in `wire.Done` and in `Rollout`."""
+
+    reward: float  # finite
+    metrics: dict[str, float] = {}  # finite
+    prompt: list[dict[str, Any]] = []
+    completion: list[dict[str, Any]] = []  # the model's messages, and the environment's between them
+    answer: str | None = None
+    example_id: int | str = -1  # as the environment calls it; -1 where it does not say
+    stop: str | None = None  # which of the environment's conditions ended it
+    truncated: bool = False  # the model ran out of tokens, or the conversation out of context
+    info: dict[str, Any] = {}  # left out of the journal: it may be large
+    columns: dict[str, Any] = {}  # those of `RunTask.columns` that exist
+    state_keys: list[str] = []  # the fields that exist, where one of `RunTask.columns` does not
+
+
+class Rollout(EnvironmentResult, kw_only=True, omit_defaults=True):
+    """One scored rollout, from the environment's answer to the journal. A new per-rollout field is one line here.
 
     Example:
-        Rollout(group=12, place=3, attempt=0, env="reverse-text", example=417, reward=0.75, samples=[Tokens(...)])
+        Rollout(group=12, place=3, env="reverse-text", example=417, reward=0.75, samples=[Tokens(...)], temperature=1.0)
     """
 
-    group: int
-    place: int  # within the group
-    attempt: int
     env: str
-    example: int  # index in the environment's training set
-    reward: float
-    samples: list[Tokens]
+    example: int  # index in the split
     temperature: float
-    metrics: dict[str, float] = {}
-    prompt: list[dict[str, Any]] = []
-    completion: list[dict[str, Any]] = []
-    answer: str | None = None
-    truncated: bool = False
-    stop: str | None = None
+    samples: list[Tokens] = []  # empty where the model was not an engine of ours
+    group: int = -1  # -1 outside of training
+    place: int = 0  # within the group
+    attempt: int = 0
     num_turns: int = 0  # model turns; 0 in journals that did not count them
+    num_sampled: int | None = None  # tokens of the model; None where nothing counts them
+    num_tokens: int | None = None  # of the longest sample, or of the whole conversation
     flaws: list[str] = []  # what the filters found: truncated, repetition, gibberish, zero_advantage
     masked: str | None = None  # the flaw for which none of its tokens is trained on; its reward counts in its group
     token_rewards: list[np.ndarray] = []  # per sample [T] float32, NaN where none was given; empty: none at all
     teacher: list[np.ndarray] = []  # per sample [T] float32, the teacher's logprobs, NaN where the mask is 0
 
+    @classmethod
+    def of(cls, result: EnvironmentResult, **measured: Any) -> Self:
+        """Add to an environment's result what was measured here, which wins."""
+        return cls(**{name: getattr(result, name) for name in EnvironmentResult.__struct_fields__} | measured)
+
+    @property
+    def versions(self) -> set[int]:
+        """Policy versions that sampled any of its tokens."""
+        return {int(v) for sample in self.samples for v in np.unique(sample.versions[sample.versions >= 0])}
+
     @property
     def oldest_version(self) -> int:
-        return min(int(sample.versions[sample.versions >= 0].min()) for sample in self.samples)
+        return min(self.versions)
 
 
 class Dropped(msgspec.Struct):

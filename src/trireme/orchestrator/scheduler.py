@@ -19,7 +19,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, OpenGroup, Rollout
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.worker_process import RolloutFailed
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.rollout.runner import RolloutRunner
 from trireme.orchestrator.weights.policy import Policy
 

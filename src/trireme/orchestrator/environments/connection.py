@@ -1,4 +1,4 @@
-"""Our end of the socket pair that leads to an environment worker."""
+"""The orchestrator's end of the socket pair to an environment worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trireme.orchestrator.environments import wire
 
 
 class Connection(asyncio.Protocol):
-    """Our end of the socket pair. What is sent in one turn of the event loop leaves with one write."""
+    """Sends and receives messages. Those sent in one iteration of the event loop leave with one write."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class Connection(asyncio.Protocol):
         self._on_message = on_message
         self._on_garbage = on_garbage
         self._answer = answer  # to Load; this connection's own, so that an old one's end cannot fail a new one's start
-        self._reader = wire.LineReader(self._receive)
+        self._reader = LineReader(self._receive)
         self._transport: asyncio.WriteTransport | None = None
         self._outbox: list[bytes] = []
 
@@ -61,3 +61,34 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:  # or the worker is dead, and its rollouts are told by `wait_for_death`
             self._transport.write(b"".join(self._outbox))
         self._outbox.clear()
+
+
+class LineReader:
+    """Cuts the bytes of a stream socket into messages.
+
+    Example:
+        reader = LineReader(on_message)
+        reader.feed(b'{"type":"done"')
+        reader.feed(b',...}\\n')  # on_message(Done(...))
+    """
+
+    def __init__(self, on_message: Callable[[wire.FromWorker], None]) -> None:
+        self._on_message = on_message
+        self._partial = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Raises: Garbage."""
+        end = data.rfind(b"\n") + 1
+        if not end:
+            self._keep(data)
+            return
+        lines = bytes(self._partial) + data[:end]
+        self._partial.clear()
+        self._keep(data[end:])
+        for line in lines.splitlines():
+            self._on_message(wire.decode(line))
+
+    def _keep(self, data: bytes) -> None:
+        self._partial += data
+        if len(self._partial) > wire.LONGEST_LINE:
+            raise wire.Garbage(f"sent {len(self._partial)} bytes without an end of line, at most {wire.LONGEST_LINE} expected")

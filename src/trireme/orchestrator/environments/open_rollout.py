@@ -1,4 +1,4 @@
-"""One rollout that runs in an environment worker, as our end of the wire sees it."""
+"""A rollout that runs in an environment worker: answers its turns, bounds its time, and tells how it ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TURNS_AT_ONCE = 256  # that one rollout may ask for
 
 
 class RolloutFailed(TriremeError):
-    """This rollout has no reward. Others are not touched."""
+    """A rollout has no reward. Other rollouts go on."""
 
     def __init__(self, stage: str, error: str, traceback: str = "") -> None:
         super().__init__(stage, error, traceback)  # all of them, so that it can be pickled
@@ -28,13 +28,14 @@ class RolloutFailed(TriremeError):
 
 
 class OpenRollout:
-    """The orchestrator's half of one rollout: takes the worker's messages one by one, in the task of whoever waits.
+    """The orchestrator's half of a rollout that runs in an environment worker.
 
-    Produces: the model turns that are asked for. Waits for: the worker. Woken by: `deliver`, called by the connection.
+    Produces: answers to the model turns that the worker asks for. Waits for: the worker's messages. Woken by: `deliver`,
+    which the connection calls.
     """
 
     __slots__ = (
-        *("_ask", "_asking", "_extra", "_inbox", "_limit", "_on_held", "_send", "_timeout_s", "_turn_tokens"),
+        *("_answering", "_ask", "_concurrent", "_inbox", "_limit", "_on_held", "_send", "_timeout_s", "_turn_tokens"),
         *("_waiter", "is_held", "num_deaths", "task"),
     )
 
@@ -59,79 +60,44 @@ class OpenRollout:
         self._turn_tokens: dict[str, int] = {}  # completion tokens of each Ask, by its call, in their order
         self._inbox: deque[Ask | Done | wire.Error | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._asking: asyncio.Timeout | None = None
-        self._extra: set[asyncio.Task[None]] = set()
+        self._answering: asyncio.Timeout | None = None  # cancels the answer to a turn, if the rollout ends meanwhile
+        self._concurrent: set[asyncio.Task[None]] = set()  # answers to further turns that were asked for meanwhile
 
     async def follow(self) -> Done:
-        """Raises: RolloutFailed, WorkerDied, or what `ask` raised."""
+        """Answer the worker until the rollout ends. Turns are answered in the caller's task.
+
+        Raises: RolloutFailed, WorkerDied, or what `ask` raised.
+        """
         try:
             async with self._limit:
-                return await self._follow()
+                while True:
+                    while not self._inbox:
+                        self._waiter = asyncio.get_running_loop().create_future()
+                        await self._waiter
+                    message = self._inbox.popleft()
+                    if isinstance(message, Done):
+                        self._check_turn_rewards(message)
+                        return message
+                    if isinstance(message, wire.Error):
+                        raise RolloutFailed(message.stage, message.error, message.traceback)
+                    if isinstance(message, Exception):
+                        raise message
+                    if self._inbox:  # the rollout is over already
+                        continue
+                    try:
+                        async with asyncio.timeout(None) as self._answering:
+                            await self._answer(message)
+                    except TimeoutError:
+                        if self._answering is None or not self._answering.expired():
+                            raise
+                    finally:
+                        self._answering = None
         except TimeoutError as error:
             if not self._limit.expired():
                 raise
             raise self._too_slow() from error
-
-    def hold(self) -> None:
-        """It is over, and waits for the others of its group: they may be as slow as they are allowed to be."""
-        self.is_held = True
-        self._on_held()
-
-    def extend(self) -> None:
-        """Something happened in the group that it waits for: another rollout began, ended, or failed."""
-        if self.is_held and not self._limit.expired():
-            self._limit.reschedule(asyncio.get_running_loop().time() + 2 * self._timeout_s)
-
-    async def _follow(self) -> Done:
-        try:
-            while True:
-                message = await self._next()
-                if isinstance(message, Ask):
-                    if not self._inbox:  # else it is over already
-                        await self._answer_unless_over(message)
-                elif isinstance(message, Done):
-                    self._check_turn_rewards(message)
-                    return message
-                elif isinstance(message, wire.Error):
-                    raise RolloutFailed(message.stage, message.error, message.traceback)
-                else:
-                    raise message
         finally:
-            await cancel_all(self._extra)
-
-    def deliver(self, message: Ask | Held | Done | wire.Error | Exception) -> None:
-        """A second Ask beside an unanswered one gets a task of its own; anything else makes the answer needless."""
-        if isinstance(message, Held):
-            self.hold()
-            return
-        if isinstance(message, Ask):
-            self._turn_tokens[message.call] = 0
-            if self._asking is not None or self._inbox:
-                self._answer_beside(message)
-                return
-        if self._asking is not None and not self._asking.expired():
-            self._asking.reschedule(0)
-        self._inbox.append(message)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def _next(self) -> Ask | Done | wire.Error | Exception:
-        while not self._inbox:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._inbox.popleft()
-
-    async def _answer_unless_over(self, question: Ask) -> None:
-        """`asyncio.timeout(None)` is a cancel scope: the rollout may end (its worker dies) while we ask the engine."""
-        try:
-            async with asyncio.timeout(None) as scope:
-                self._asking = scope
-                await self._answer(question)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-        finally:
-            self._asking = None
+            await cancel_all(self._concurrent)
 
     async def _answer(self, question: Ask) -> None:
         reply = await self._ask(question)
@@ -139,18 +105,41 @@ class OpenRollout:
         self._turn_tokens[question.call] = len(reply.completion_ids)
         self._send(reply)
 
-    def _answer_beside(self, question: Ask) -> None:
-        if len(self._extra) >= TURNS_AT_ONCE:
+    def deliver(self, message: Ask | Held | Done | wire.Error | Exception) -> None:
+        """Take a message of the worker. Anything but an Ask ends the rollout, and cancels the answer under way."""
+        if isinstance(message, Held):
+            self.is_held = True
+            self._on_held()
+            return
+        if isinstance(message, Ask):
+            self._turn_tokens[message.call] = 0
+            if self._answering is not None or self._inbox:
+                self._answer_concurrently(message)
+                return
+        if self._answering is not None and not self._answering.expired():
+            self._answering.reschedule(0)
+        self._inbox.append(message)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _answer_concurrently(self, question: Ask) -> None:
+        if len(self._concurrent) >= TURNS_AT_ONCE:
             self.deliver(RolloutFailed("rollout", f"asked for more than {TURNS_AT_ONCE} model turns at once"))
             return
-        answering = asyncio.create_task(self._answer(question))
-        self._extra.add(answering)
-        answering.add_done_callback(self._answered_beside)
 
-    def _answered_beside(self, answering: asyncio.Task[None]) -> None:
-        self._extra.discard(answering)
-        if not answering.cancelled() and isinstance(error := answering.exception(), Exception):
-            self.deliver(error)
+        def ended(answering: asyncio.Task[None]) -> None:
+            self._concurrent.discard(answering)
+            if not answering.cancelled() and isinstance(error := answering.exception(), Exception):
+                self.deliver(error)
+
+        answering = asyncio.create_task(self._answer(question))
+        self._concurrent.add(answering)
+        answering.add_done_callback(ended)
+
+    def extend(self) -> None:
+        """Extend the timeout of a held rollout: another of its group has begun, ended or failed."""
+        if self.is_held and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + 2 * self._timeout_s)
 
     def _check_turn_rewards(self, done: Done) -> None:
         num_tokens = list(self._turn_tokens.values())

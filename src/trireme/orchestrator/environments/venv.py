@@ -1,12 +1,13 @@
-"""Finds an environment by its id, and makes the interpreter that it runs with.
+"""Find an environment by its id, and build the virtual environment that its worker runs in.
 
-An environment package gets a virtual environment of its own: its pins never meet vLLM's, and two environments may pin
-different versions of verifiers. It is made once, by uv, and used offline from then on.
+Each environment package gets a virtual environment of its own: its pins never meet vLLM's, and two environments may pin
+different versions of verifiers. uv builds it once; it is used offline from then on.
 
-The package itself is installed in editable mode, and the key of a virtual environment covers only what decides which
-*dependencies* it holds (pyproject.toml, Python version) and the package's place. So editing an environment's code needs
-no reinstall and leaves no pile of half-gigabyte folders behind, and editing its pyproject.toml makes a new one.
-The same holds for packages beside it that its `[tool.uv.sources]` names by path, see `neighbours`.
+The package is installed in editable mode, and the key of a virtual environment covers only what decides which
+*dependencies* it holds (pyproject.toml, Python version) and the package's path. So a change of an environment's code
+needs no reinstall and leaves no pile of half-gigabyte folders behind; a change of its pyproject.toml builds a new one.
+The same holds for the local packages that it depends on (`[tool.uv.sources]`). One that is not editable is copied, so
+all of its content counts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -23,10 +23,10 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import Any, Literal
 
 from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError, DeadlineExceeded
@@ -35,12 +35,12 @@ from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write
 from trireme.base.processes import last_lines
 from trireme.base.token import TOKEN
-from trireme.orchestrator.environments.neighbours import copied_neighbours, neighbours_key
 
 log = get_logger("environments")
 
-COMPLETE = "trireme-complete"  # lies in a virtual environment that was built to the end
+COMPLETE = "trireme-complete"  # marker file of a virtual environment that was built to the end
 BUILD_TIMEOUT_S = 1800.0
+_NO_CONTENT = ("__pycache__", "build", "dist")  # of a copied package: does not decide what is installed
 
 
 @dataclass(frozen=True)
@@ -63,78 +63,31 @@ def default_cache() -> Path:
 
 
 def find_environment(id: str, *, root: Path = Path("environments")) -> EnvironmentSource:
-    """Resolves an id: a .py file, a package in `root` (or a path to one), or a distribution installed beside trireme.
+    """Resolve an id: a .py file, a package in `root` (or a path to one), or an installed distribution.
 
-    Of `owner/name` only the name is looked for: there is no hub to fetch from.
+    Of `owner/name` only the name is looked up: there is no hub to fetch from.
 
-    Raises: ConfigError that lists where was searched.
+    Raises: ConfigError that lists what was searched.
     """
     if id.endswith(".py"):
-        return _file_source(id)
+        path = Path(id).resolve()
+        if not path.is_file():
+            raise ConfigError(
+                f"Environment {id!r} names a file that does not exist ({path}) - expected a .py file with `dataset` and "
+                "`reward` - correct the path; it is relative to the folder that the command is run in."
+            )
+        return EnvironmentSource(id=id, kind="file", module=str(path))
     name = id.rstrip("/").rpartition("/")[2]
-    for folder in _candidates(id, name, root):
+    spellings = dict.fromkeys([name, name.replace("-", "_"), name.replace("_", "-")])
+    candidates = [*([Path(id)] if "/" in id else []), *(root / spelling for spelling in spellings)]
+    for folder in candidates:
         if (folder / "pyproject.toml").is_file():
             folder = folder.resolve()
             return EnvironmentSource(id=id, kind="package", module=_module_of(folder), folder=folder)
-    if _is_installed(name):
+    with suppress(importlib.metadata.PackageNotFoundError, ValueError):
+        importlib.metadata.distribution(name)
         return EnvironmentSource(id=id, kind="installed", module=_module_name(name))
-    raise _unknown(id, name, root)
-
-
-def environment_python(
-    source: EnvironmentSource,
-    *,
-    cache: Path | None = None,
-    uv: str | None = None,
-    log_file: Path | None = None,
-    again: bool = False,
-) -> Path:
-    """The interpreter for this environment; builds its virtual environment the first time (seconds to minutes).
-
-    Safe to call from several processes at once: one builds, the others wait for it.
-
-    Args:
-        again: builds it anew where there is one already.
-
-    Raises: ConfigError where uv is missing or could not install the package.
-    """
-    if source.folder is None:
-        return Path(sys.executable)
-    venv = _venv_folder(source, cache or default_cache())
-    if again or not _is_complete(venv):
-        with _locked(venv.with_name(f"{venv.name}.lock"), who=source.id):
-            if again or not _is_complete(venv):  # another process may have built it while we waited
-                _build(venv, source, uv=uv or _find_uv(), log_file=log_file or install_log(venv))
-    return _python(venv)
-
-
-def installed_venv(source: EnvironmentSource, *, cache: Path | None = None) -> Path | None:
-    """Its virtual environment, where one was built for what its pyproject.toml says now."""
-    if source.folder is None:
-        return None
-    venv = _venv_folder(source, cache or default_cache())
-    return venv if _is_complete(venv) else None
-
-
-def install_log(venv: Path) -> Path:
-    """What uv said when it was built, unless its caller named another place."""
-    return venv.with_name(f"{venv.name}.log")
-
-
-def _file_source(id: str) -> EnvironmentSource:
-    path = Path(id).resolve()
-    if not path.is_file():
-        raise ConfigError(
-            f"Environment {id!r} names a file that does not exist ({path}) - expected a .py file with `dataset` and "
-            "`reward` - correct the path; it is relative to the folder that the command is run in."
-        )
-    return EnvironmentSource(id=id, kind="file", module=str(path))
-
-
-def _candidates(id: str, name: str, root: Path) -> list[Path]:
-    spellings = dict.fromkeys([name, name.replace("-", "_"), name.replace("_", "-")])
-    as_path = [Path(id)] if "/" in id else []
-    return as_path + [root / spelling for spelling in spellings]
+    raise _not_found(id, name, root, candidates)
 
 
 def _module_of(folder: Path) -> str:
@@ -152,15 +105,7 @@ def _module_name(name: str) -> str:
     return name.replace("-", "_").replace(".", "_")
 
 
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.distribution(name)
-        return True
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return False
-
-
-def _unknown(id: str, name: str, root: Path) -> ConfigError:
+def _not_found(id: str, name: str, root: Path, candidates: list[Path]) -> ConfigError:
     here = sorted(path.parent.name for path in root.glob("*/pyproject.toml"))
     spellings = {spelling: known for known in here for spelling in (known, known.replace("_", "-"))}
     near = list(dict.fromkeys(spellings[match] for match in difflib.get_close_matches(name, spellings, n=3)))
@@ -170,12 +115,52 @@ def _unknown(id: str, name: str, root: Path) -> ConfigError:
         else ""
     )
     return ConfigError(
-        f"Environment {id!r} was not found (searched: {', '.join(map(str, _candidates(id, name, root)))}, and the "
+        f"Environment {id!r} was not found (searched: {', '.join(map(str, candidates))}, and the "
         f"installed packages) - expected a package in {root.resolve()} ({', '.join(here) or 'there is none'}), an "
         "installed package, or the path of a .py file - "
         + (f"did you mean {' or '.join(map(repr, near))}?" if near else "correct `id`.")
         + hub
     )
+
+
+def environment_python(
+    source: EnvironmentSource,
+    *,
+    cache: Path | None = None,
+    uv: str | None = None,
+    log_file: Path | None = None,
+    again: bool = False,
+) -> Path:
+    """Return the interpreter for this environment. The first call builds its virtual environment (seconds to minutes).
+
+    Several processes may call it at once: one builds, the others wait.
+
+    Args:
+        again: rebuild an existing virtual environment.
+
+    Raises: ConfigError where uv is missing or could not install the package.
+    """
+    if source.folder is None:
+        return Path(sys.executable)
+    venv = _venv_folder(source, cache or default_cache())
+    if again or not _is_complete(venv):
+        with _locked(venv.with_name(f"{venv.name}.lock"), source):
+            if again or not _is_complete(venv):  # another process may have built it while we waited
+                _build(venv, source, uv=uv or _find_uv(), log_file=log_file or install_log(venv))
+    return _python(venv)
+
+
+def installed_venv(source: EnvironmentSource, *, cache: Path | None = None) -> Path | None:
+    """Return its virtual environment, if one was built for the present pyproject.toml."""
+    if source.folder is None:
+        return None
+    venv = _venv_folder(source, cache or default_cache())
+    return venv if _is_complete(venv) else None
+
+
+def install_log(venv: Path) -> Path:
+    """Return where the output of uv is, unless the caller of `environment_python` named another file."""
+    return venv.with_name(f"{venv.name}.log")
 
 
 def _venv_folder(source: EnvironmentSource, cache: Path) -> Path:
@@ -185,7 +170,7 @@ def _venv_folder(source: EnvironmentSource, cache: Path) -> Path:
         sys.version.encode(),
         sys.base_prefix.encode(),
         str(source.folder).encode(),
-        *neighbours_key(source.folder),
+        *(part for package in local_packages(source.folder) for part in package.key()),
     ]
     digest = hashlib.sha256(b"\0".join(decides)).hexdigest()[:12]
     return cache / "environments" / f"{source.module}-{digest}"
@@ -200,24 +185,11 @@ def _is_complete(venv: Path) -> bool:
 
 
 @contextmanager
-def _locked(lock: Path, *, who: str) -> Iterator[None]:
-    """Held by one process on this machine; let go by the kernel however the holder ends."""
-    deadline = time.monotonic() + BUILD_TIMEOUT_S
-    with _opened(lock) as file:
-        while not try_lock(file.fileno(), lock.parent):
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"Waited {BUILD_TIMEOUT_S:.0f} s for another process to install environment {who!r} - expected it "
-                    f"to finish - see who holds {lock} (`fuser {lock}`), end it and start again."
-                )
-            time.sleep(0.2)
-        yield
-
-
-def _opened(lock: Path) -> IO[str]:
+def _locked(lock: Path, source: EnvironmentSource) -> Iterator[None]:
+    """Hold a lock that one process on this machine can hold. The kernel releases it however the holder ends."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        return open(lock, "w")
+        file = open(lock, "w")
     except OSError as error:
         if is_full(error):
             raise
@@ -225,43 +197,52 @@ def _opened(lock: Path) -> IO[str]:
             f"Environments are installed in {lock.parent}, and nothing can be written there ({error}) - expected a "
             "folder that this user may write to - set XDG_CACHE_HOME to one."
         ) from error
+    with file:
+        deadline = time.monotonic() + BUILD_TIMEOUT_S
+        while not try_lock(file.fileno(), lock.parent):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"Waited {BUILD_TIMEOUT_S:.0f} s for another process to install environment {source.id!r} - "
+                    f"expected it to finish - see who holds {lock} (`fuser {lock}`), end it and start again."
+                )
+            time.sleep(0.2)
+        yield
 
 
 def _build(venv: Path, source: EnvironmentSource, *, uv: str, log_file: Path) -> None:
-    """It cannot be moved once built, so it is built in its place, and does not count until the marker lies in it."""
+    """Build in place, as a virtual environment cannot be moved. It counts once the marker file is in it."""
     assert source.folder is not None
     log.info("Installing environment %s into %s (once; log: %s)", source.id, venv, log_file)
     start = time.monotonic()
     shutil.rmtree(venv, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as aside:
-        # Run beside an empty uv.toml: uv would else take the nearest [tool.uv] above it, and trireme's pins exclude
-        # theirs. Not beside the virtual environment: where our cache lies inside uv's, uv refuses to run in it.
-        (Path(aside) / "uv.toml").touch()
-        cwd = Path(aside)
-        _run_uv([uv, "venv", "--no-project", "--python", sys.executable, str(venv)], source, cwd=cwd, log_file=log_file)
-        # Not `--compile-bytecode`: 12,000 files, while the run waits. Workers compile what they import.
-        install = [uv, "pip", "install", "--python", str(_python(venv))]
-        # uv keeps what it once built of a folder, and builds anew only when that folder's pyproject.toml changes.
-        anew = [word for name in copied_neighbours(source.folder) for word in ("--reinstall-package", name)]
-        _run_uv([*install, *anew, "--editable", str(source.folder)], source, cwd=cwd, log_file=log_file)
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    # Not `--compile-bytecode`: 12,000 files, while the run waits. Workers compile what they import.
+    install = [uv, "pip", "install", "--python", str(_python(venv))]
+    # uv caches what it built of a folder, and rebuilds it only when that folder's pyproject.toml changes.
+    for package in local_packages(source.folder):
+        install += [] if package.editable else ["--reinstall-package", package.name]
+    commands = [
+        [uv, "venv", "--no-project", "--python", sys.executable, str(venv)],
+        [*install, "--editable", str(source.folder)],
+    ]
+    variables = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", TOKEN)}
+    with tempfile.TemporaryDirectory() as folder, open(log_file, "ab") as output:
+        # An empty uv.toml in the working directory: uv would else read the nearest [tool.uv] above it, and trireme's
+        # pins exclude theirs. Not next to the virtual environment: uv refuses to run inside its own cache.
+        (Path(folder) / "uv.toml").touch()
+        for command in commands:
+            output.write(f"$ {' '.join(command)}\n".encode())
+            output.flush()
+            try:
+                subprocess.run(
+                    command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=output,
+                    stderr=subprocess.STDOUT, check=True, timeout=BUILD_TIMEOUT_S,
+                )  # fmt: skip
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError) as error:
+                raise _install_error(source, error, log_file) from error
     with atomic_write(venv / COMPLETE) as file:
         file.write(f"{source.id}\n".encode())
     log.info("Installed environment %s in %.0f s", source.id, time.monotonic() - start)
-
-
-def _run_uv(command: list[str], source: EnvironmentSource, *, cwd: Path, log_file: Path) -> None:
-    variables = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", TOKEN)}
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    with open(log_file, "ab") as output:
-        output.write(f"$ {' '.join(command)}\n".encode())
-        output.flush()
-        try:
-            subprocess.run(
-                command, cwd=cwd, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                check=True, timeout=BUILD_TIMEOUT_S,
-            )  # fmt: skip
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError) as error:
-            raise _install_error(source, error, log_file) from error
 
 
 def _install_error(source: EnvironmentSource, error: Exception, log_file: Path) -> ConfigError:
@@ -282,3 +263,65 @@ def _find_uv() -> str:
             "environment's own dependencies - install uv (`pip install uv`), or run this command with `uv run`."
         )
     return found
+
+
+@dataclass(frozen=True)
+class LocalPackage:
+    """A `path` entry of a pyproject.toml's `[tool.uv.sources]`. uv installs it with the package that names it.
+
+    Example:
+        [tool.uv.sources]
+        python-sandbox = { path = "../python_sandbox", editable = true }
+    """
+
+    name: str
+    path: Path  # a folder, or a wheel
+    editable: bool
+
+    def key(self) -> Iterator[bytes]:
+        """Yield what of it decides which files a virtual environment holds."""
+        yield f"{self.name} {self.path} {self.editable}".encode()
+        if self.editable:
+            files = [self.path / "pyproject.toml"]
+        elif self.path.is_dir():
+            inside = sorted(path.relative_to(self.path) for path in self.path.rglob("*") if path.is_file())
+            ignored = [any(part in _NO_CONTENT or part.startswith(".") for part in path.parts) for path in inside]
+            files = [self.path / path for path, is_ignored in zip(inside, ignored, strict=True) if not is_ignored]
+        else:
+            files = [self.path]
+        for file in files:
+            if file.is_file():
+                yield str(file).encode()
+                yield file.read_bytes()
+
+
+def local_packages(folder: Path) -> list[LocalPackage]:
+    """Return the local packages that a package depends on, directly or through others; each once.
+
+    Raises: ConfigError where one does not exist.
+    """
+    found: dict[Path, LocalPackage] = {}
+    pending = [folder]
+    while pending:
+        for package in _local_packages_of(pending.pop()):
+            if package.path not in found and package.path != folder:
+                found[package.path] = package
+                pending += [package.path] if package.path.is_dir() else []
+    return sorted(found.values(), key=lambda package: package.path)
+
+
+def _local_packages_of(folder: Path) -> Iterator[LocalPackage]:
+    project = folder / "pyproject.toml"
+    sources: Any = {}
+    with suppress(OSError, ValueError, AttributeError):  # uv reports a broken file, and better
+        sources = tomllib.loads(project.read_text()).get("tool", {}).get("uv", {}).get("sources", {})
+    for name, entries in sources.items() if isinstance(sources, dict) else ():
+        for entry in entries if isinstance(entries, list) else [entries]:
+            if isinstance(entry, dict) and "path" in entry:
+                path = (folder / str(entry["path"])).resolve()
+                if not path.exists():
+                    raise ConfigError(
+                        f"{project} takes {name!r} from {entry['path']!r}, and there is nothing at {path} - expected "
+                        "the package there - correct `path` in its [tool.uv.sources]; it is relative to that file."
+                    )
+                yield LocalPackage(name, path, bool(entry.get("editable")) and path.is_dir())

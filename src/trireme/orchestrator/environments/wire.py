@@ -21,13 +21,13 @@ an answer that breaks the form costs its rollout, bytes that are no message at a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from itertools import chain
 from typing import Any, Literal
 
 import msgspec
 
 from trireme.base.errors import TriremeError
+from trireme.journal.records import EnvironmentResult
 
 Split = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -159,7 +159,7 @@ class Held(_Message, tag="held", kw_only=True):
     task: str
 
 
-class Done(_Message, tag="done", kw_only=True):
+class Done(EnvironmentResult, tag_field="type", tag="done", kw_only=True):
     """A rollout ended and was scored.
 
     Example:
@@ -168,20 +168,9 @@ class Done(_Message, tag="done", kw_only=True):
     """
 
     task: str
-    reward: float  # finite
-    metrics: dict[str, float]  # finite
     turn_rewards: list[list[float]] = []
     """One list per Ask, in their order; the last ones may be missing. Empty: no reward for that turn (or it was
     refused). One number: of the whole turn, credited to its last token. Else one per completion token. All finite."""
-    prompt: list[dict[str, Any]]
-    completion: list[dict[str, Any]]  # the model's messages, and the environment's between them
-    answer: str | None = None
-    info: dict[str, Any] = {}
-    example_id: int | str
-    stop: str | None = None  # which of the environment's conditions ended it
-    truncated: bool = False  # the model ran out of tokens, or the conversation out of context
-    columns: dict[str, Any] = {}  # those of RunTask that there are
-    state_keys: list[str] = []  # what there is, where one of them is missing
 
 
 class Error(_Message, tag="error", kw_only=True):
@@ -314,34 +303,3 @@ def _task_of(line: bytes) -> str | None:
     except Exception:
         found = TASK.match(line)
         return found[1].decode(errors="replace") if found else None
-
-
-class LineReader:
-    """Cuts what a stream socket delivers into whole messages.
-
-    Example:
-        reader = LineReader(on_message)
-        reader.feed(b'{"type":"done"')
-        reader.feed(b',...}\\n')  # on_message(Done(...))
-    """
-
-    def __init__(self, on_message: Callable[[FromWorker], None]) -> None:
-        self._on_message = on_message
-        self._partial = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Raises: Garbage."""
-        end = data.rfind(b"\n") + 1
-        if not end:
-            self._keep(data)
-            return
-        lines = bytes(self._partial) + data[:end]
-        self._partial.clear()
-        self._keep(data[end:])
-        for line in lines.splitlines():
-            self._on_message(decode(line))
-
-    def _keep(self, data: bytes) -> None:
-        self._partial += data
-        if len(self._partial) > LONGEST_LINE:
-            raise Garbage(f"sent {len(self._partial)} bytes without an end of line, at most {LONGEST_LINE} expected")

@@ -1,4 +1,4 @@
-"""One worker process of an environment, and our end of the rollouts that run in it."""
+"""One worker process of an environment: start, health checks, the rollouts that run in it, and its end."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.faults import reach
@@ -21,8 +23,7 @@ from trireme.base.token import TOKEN
 from trireme.config.files import without_secrets
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.connection import Connection
-from trireme.orchestrator.environments.family import kill_family, resident_gib
-from trireme.orchestrator.environments.open_rollout import AskPolicy, OpenRollout, RolloutFailed, cancel_all
+from trireme.orchestrator.environments.open_rollout import AskPolicy, OpenRollout
 from trireme.orchestrator.environments.wire import (
     Ask,
     Cancel,
@@ -38,19 +39,18 @@ from trireme.orchestrator.environments.wire import (
     Stop,
 )
 
-__all__ = ["EnvironmentWorker", "RolloutFailed", "WorkerDied", "cancel_all"]
-
 log = get_logger("environments")
 
 WORKER = Path(__file__).parent / "worker"
 LOAD_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
+EXIT_TIMEOUT_S = 1.0  # of a worker that has hung up
 REAP_TIMEOUT_S = 30.0
 EXAMPLES_NAMED = 8  # in the log, of those that were under way when a worker died
 
 
 class WorkerDied(PeerDied):
-    """The worker of this rollout ended.
+    """The worker of a rollout ended.
 
     `is_only_suspect`: no other rollout has seen as many deaths as this one. A group that is scored together is one
     suspect.
@@ -61,13 +61,12 @@ class WorkerDied(PeerDied):
         self.worker = worker
         self.is_only_suspect = is_only_suspect
 
-    def again(self) -> WorkerDied:
-        """For another rollout of the same group: one error that is raised in many places grows a long traceback."""
+    def copy(self) -> WorkerDied:
         return WorkerDied(str(self), worker=self.worker, is_only_suspect=self.is_only_suspect)
 
 
 class EnvironmentWorker:
-    """One worker process, from start to death, and again. Knows nothing of the other workers."""
+    """One worker process, from start to death, and the same after each restart."""
 
     def __init__(
         self,
@@ -84,22 +83,22 @@ class EnvironmentWorker:
         self.name = name
         self.is_ready = False
         self.is_abandoned = False
-        self.num_settled = 0  # rollouts that ended, or were found to be what killed it: what a restart must achieve
-        self.silent_s = 0.0  # since it was last heard of, counted by `watch`
+        self.num_settled = 0  # rollouts that ended, or were found to have killed it: what a restart must achieve
+        self.silent_s = 0.0  # since its last message, counted by `watch`
         self.log_file = log_file
         self._python = python
         self._load = load
         self._load_timeout_s = load_timeout_s
         self._keep_python_path = keep_python_path
         self._max_memory_gib = max_memory_gib
-        self._counts = Counter() if counts is None else counts  # of what it had to be killed for
+        self._counts = Counter() if counts is None else counts  # of reasons that it was killed for
         self._scores_groups = False
         self._rollouts: dict[str, OpenRollout] = {}
         self._num_issued = 0
         self._process: asyncio.subprocess.Process | None = None
         self._connection: Connection | None = None
         self._is_running = False
-        self._blame = ""  # what it did that we had to kill it for
+        self._blame = ""  # why we killed it
 
     @property
     def num_running(self) -> int:
@@ -110,11 +109,11 @@ class EnvironmentWorker:
         return self._process.pid if self._process else None
 
     async def start(self) -> Ready:
-        """Starts the process and waits until it has loaded the environment.
+        """Start the process and wait until it has loaded the environment.
 
         Raises:
-            ConfigError: with the last lines of what went wrong, and the log's path.
-            PeerDied: somebody killed it.
+            ConfigError: with the last lines of its log, and the log's path.
+            PeerDied: another process killed it.
         """
         self._blame = ""
         answer: asyncio.Future[Ready | Failed] = asyncio.get_running_loop().create_future()
@@ -127,14 +126,16 @@ class EnvironmentWorker:
             await self._end()
             raise self._load_error(f"was not loaded after {self._load_timeout_s:.0f} s") from error
         except PeerDied as error:
-            await self._end(patience_s=1)
-            if self._was_killed:
+            await self._end(timeout_s=EXIT_TIMEOUT_S)
+            if self._process is not None and self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
                 raise PeerDied(f"Environment worker {self.name} {self._how_it_ended()} while it loaded.") from error
             raise self._load_error(f"ended its worker while it was loaded: it {self._how_it_ended()}") from error
         if isinstance(loaded, Failed):
-            await self._end(patience_s=1)
+            await self._end(timeout_s=EXIT_TIMEOUT_S)
             raise self._load_error(f"could not be loaded: {loaded.error}", loaded.traceback.splitlines())
-        await self._check_memory_once_loaded()
+        if excess := await self._excess_memory():  # it would be killed before its first rollout
+            await self._end()
+            raise self._load_error(f"{excess} as soon as it is loaded")
         self.is_ready, self.silent_s = True, 0.0
         self._scores_groups = loaded.group_rewards
         return loaded
@@ -148,46 +149,47 @@ class EnvironmentWorker:
         num_deaths: int = 0,
         on_held: Callable[[], None] = lambda: None,
     ) -> Done:
-        """Runs and scores one rollout.
+        """Run and score one rollout.
 
         Args:
+            num_deaths: workers that died with it under way.
             on_held: called when it is over and only waits for the others of its group.
 
         Raises: RolloutFailed; WorkerDied where the process ended first.
         """
         assert self.is_ready, f"run({task.task}) on worker {self.name}, which is not ready"
-        on_wire = f"{task.task}.{self._num_issued}"  # a late message of a cancelled attempt must find no taker
+        on_wire = f"{task.task}.{self._num_issued}"  # late messages of a cancelled attempt are ignored
         self._num_issued += 1
         rollout = self._rollouts[on_wire] = OpenRollout(
             task, ask, self._send, timeout_s=timeout_s, num_deaths=num_deaths, on_held=on_held
         )
         self._send(msgspec.structs.replace(task, task=on_wire))
-        self._stir_group(task)
-        asyncio.get_running_loop().call_soon(self._reach, "environment.asked")  # after what is sent has left
+        self._extend_group_timeouts(task)
+        asyncio.get_running_loop().call_soon(self._reach, "environment.asked")  # after the message was sent
         is_over = False
         try:
-            outcome = await rollout.follow()
+            done = await rollout.follow()
             is_over = True
+            return done
         except WorkerDied:
             is_over = True
             raise
         finally:
             del self._rollouts[on_wire]
-            self._stir_group(task)
+            self._extend_group_timeouts(task)
             if not is_over:
                 self._send(Cancel(task=on_wire))
-        return outcome
 
-    def _stir_group(self, task: RunTask) -> None:
+    def _extend_group_timeouts(self, task: RunTask) -> None:
         for rollout in self._rollouts.values() if self._scores_groups else ():
             if rollout.task.group == task.group:
                 rollout.extend()
 
     async def watch(self, *, every_s: float, limit_s: float) -> None:
-        """Kills it once it holds too much memory, or has answered nothing for `limit_s`, not even a Ping.
+        """Kill it once it holds too much memory, or has answered nothing for `limit_s`, not even a Ping.
 
-        The latter is frozen, or its event loop is blocked. Waits for the clock; runs until cancelled. Where we were
-        stopped ourselves, the time counts for nothing.
+        The latter is frozen, or its event loop is blocked. Time during which this process was stopped does not count.
+        Runs until cancelled.
         """
         while True:
             began = time.monotonic()
@@ -196,12 +198,12 @@ class EnvironmentWorker:
             await asyncio.sleep(every_s)
             self.silent_s += min(time.monotonic() - began, 2 * every_s)
             if self.is_ready and self.silent_s >= limit_s:
-                self._condemn(f"has not answered anything for {self.silent_s:.0f} s (`rollout_timeout_s`)")
+                self._mark_unhealthy(f"has not answered anything for {self.silent_s:.0f} s (`rollout_timeout_s`)")
             if self.is_ready and (excess := await self._excess_memory()):
-                self._condemn(excess, count="memory")
+                self._mark_unhealthy(excess, count="memory")
 
     async def _excess_memory(self) -> str:
-        """In words; nothing where it is within its limit, or has none."""
+        """Return in words how far it is above its limit; an empty text where it is not, or has none."""
         if self._max_memory_gib is None or (pid := self.pid) is None:
             return ""
         held = await asyncio.to_thread(resident_gib, pid)
@@ -209,14 +211,8 @@ class EnvironmentWorker:
             return ""
         return f"holds {held:.2f} GiB of memory, {self._max_memory_gib:g} are allowed (`max_memory_gib`)"
 
-    async def _check_memory_once_loaded(self) -> None:
-        """Raises: ConfigError where it would be killed before its first rollout."""
-        if excess := await self._excess_memory():
-            await self._end()
-            raise self._load_error(f"{excess} as soon as it is loaded")
-
-    def _condemn(self, blame: str, *, count: str | None = None) -> None:
-        """`wait_for_death` does the rest."""
+    def _mark_unhealthy(self, blame: str, *, count: str | None = None) -> None:
+        """Take no more rollouts and hang up. `wait_for_death` kills it then."""
         if count and not self._blame:
             self._counts[count] += 1
         self._blame = self._blame or blame
@@ -224,11 +220,11 @@ class EnvironmentWorker:
         if self._connection is not None:
             self._connection.close()
 
-    def _send_garbage_away(self, what: str) -> None:
-        self._condemn(what, count="garbage")
+    def _on_protocol_error(self, what: str) -> None:
+        self._mark_unhealthy(what, count="garbage")
 
     async def wait_for_death(self) -> str:
-        """Returns what is known about it, after all its rollouts have been told."""
+        """Wait until it dies, fail its rollouts with `WorkerDied`, and return the reason."""
         if not self._is_running or self._connection is None or self._process is None:
             return f"Environment worker {self.name} is not running."
         hung_up = asyncio.ensure_future(self._connection.closed.wait())
@@ -238,19 +234,19 @@ class EnvironmentWorker:
         finally:
             hung_up.cancel()
             exited.cancel()
-        await self._end(patience_s=0 if self._blame else 1)
+        await self._end(timeout_s=0 if self._blame else EXIT_TIMEOUT_S)
         reason = f"Environment worker {self.name} {self._how_it_ended()} (log: {self.log_file}).{self._under_way()}"
-        self._tell_rollouts(reason)
+        self._fail_rollouts(reason)
         return reason
 
     async def close(self) -> None:
-        """Asks it to tear down, then ends it with all its children."""
+        """Ask it to tear down, then end it with all its children."""
         if self.is_ready:
             self._send(Stop())
-            await self._end(patience_s=STOP_TIMEOUT_S)
+            await self._end(timeout_s=STOP_TIMEOUT_S)
         else:
             await self._end()
-        self._tell_rollouts(f"Environment worker {self.name} was closed.")
+        self._fail_rollouts(f"Environment worker {self.name} was closed.")
 
     async def _spawn(self, answer: asyncio.Future[Ready | Failed]) -> None:
         ours, theirs = socket.socketpair()
@@ -264,10 +260,10 @@ class EnvironmentWorker:
                     env=self._variables(), start_new_session=True,
                 )  # fmt: skip
         except BaseException:
-            ours.close()  # a worker that was started after all ends when it sees this
+            ours.close()  # a worker that was started after all exits when it sees this
             raise
         self._is_running = True
-        connection = Connection(self._receive, self._send_garbage_away, answer)
+        connection = Connection(self._receive, self._on_protocol_error, answer)
         await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
         self._connection = connection
 
@@ -295,12 +291,12 @@ class EnvironmentWorker:
             message.task = rollout.task.task
             rollout.deliver(message)
             if isinstance(message, Held):
-                self._stir_group(rollout.task)
+                self._extend_group_timeouts(rollout.task)
         elif not self._has_had(message.task):
             raise Garbage(f"sent a message about a rollout that it never had, {message.task[:80]!r}")
 
     def _has_had(self, on_wire: str) -> bool:
-        """Late messages of a cancelled rollout are nobody's fault."""
+        """Whether the rollout ran here before: late messages of a cancelled one are no error."""
         serial = on_wire.rpartition(".")[2]
         return serial.isdecimal() and int(serial[:20]) < self._num_issued
 
@@ -308,7 +304,7 @@ class EnvironmentWorker:
         if self._is_running:
             reach(point, pid=self.pid)
 
-    def _tell_rollouts(self, reason: str) -> None:
+    def _fail_rollouts(self, reason: str) -> None:
         most = max((rollout.num_deaths for rollout in self._rollouts.values()), default=0)
         suspects = {self._suspect(name, each) for name, each in self._rollouts.items() if each.num_deaths == most}
         for rollout in list(self._rollouts.values()):
@@ -319,25 +315,25 @@ class EnvironmentWorker:
         return (self._scores_groups and rollout.task.group) or on_wire
 
     def _under_way(self) -> str:
-        """Which examples may have done it: as many as fit into a line of the log."""
+        """Return which examples may have killed it: as many as fit into a line of the log."""
         tasks = sorted({(each.task.split, each.task.index) for each in self._rollouts.values()})
         if not tasks:
             return ""
         named = ", ".join(f"{split} {index}" for split, index in tasks[:EXAMPLES_NAMED])
         return f" Under way in it: {named}{', ...' if len(tasks) > EXAMPLES_NAMED else ''}."
 
-    async def _end(self, *, patience_s: float = 0.0) -> None:
-        """Lets the process end by itself for a while, then kills what is left of it and its children, and reaps it."""
+    async def _end(self, *, timeout_s: float = 0.0) -> None:
+        """Give the process time to exit, then kill what is left of it and of its children, and reap it."""
         self.is_ready = False
         if not self._is_running or self._process is None:
             return
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 await self._process.wait()
         except TimeoutError:
             pass
         finally:
-            self._is_running = False  # once only: later, the number may belong to somebody else's process
+            self._is_running = False  # once only: later, the pid may belong to another process
             kill_family(self._process.pid)
             if self._connection is not None:
                 self._connection.close()
@@ -346,10 +342,6 @@ class EnvironmentWorker:
                 await self._process.wait()
         except TimeoutError:
             log.error("Environment worker %s (pid %d) was killed and is still there.", self.name, self._process.pid)
-
-    @property
-    def _was_killed(self) -> bool:
-        return self._process is not None and self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
     def _how_it_ended(self) -> str:
         if self._blame:
@@ -368,3 +360,32 @@ class EnvironmentWorker:
             + f"\nExpected its `load_environment(**{without_secrets(self._load.args)!r})` to return an environment - "
             f"correct it, or `args`; the whole log is {self.log_file}"
         )
+
+
+def resident_gib(pid: int) -> float:
+    """Return the memory of a process and all its descendants; 0 where it has ended.
+
+    Pages that several of them share are counted once (PSS), so that forking costs nothing.
+    """
+    total = 0
+    for process in _with_descendants(pid):
+        with suppress(psutil.Error):
+            total += process.memory_full_info().pss
+    return total / (1 << 30)
+
+
+def kill_family(leader: int) -> None:
+    """Kill a process group, and descendants of its leader that made a group of their own."""
+    others = _with_descendants(leader)
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+    for process in others:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def _with_descendants(pid: int) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []

@@ -17,7 +17,7 @@ from trireme.messages import Tokens
 from trireme.orchestrator.engines.pool import Generation, InferencePool, OverlongPrompt
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply, RunTask, Split
-from trireme.orchestrator.environments.worker_process import RolloutFailed
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import Rewritten, drops_thinking
 from trireme.orchestrator.rollout.sampling import TurnSampling, sampling_arguments
