@@ -98,7 +98,7 @@ def _rollout(place: int, length: int, rng: np.random.Generator) -> Rollout:
         advantages=np.where(mask, 0.3, 0.0),
         versions=np.where(mask, 3, -1),
     )
-    return Rollout(0, place, 0, "env", place, 0.5, [tokens], 1.0)
+    return Rollout(group=0, place=place, env="env", example=place, reward=0.5, samples=[tokens], temperature=1.0)
 
 
 def main() -> None:

@@ -154,7 +154,9 @@ def rollout_of(number: int, ids: list[int], logprobs: list[float], versions: lis
         versions=[-1] * PROMPT + versions,
     )
     said = [{"role": "assistant", "content": "w" * 4 * len(ids)}]
-    return Rollout(number, 0, 0, "say", number, 0.5, [tokens], 1.0, completion=said)
+    return Rollout(
+        group=number, env="say", example=number, reward=0.5, samples=[tokens], temperature=1.0, completion=said
+    )
 
 
 def record_of(batch: int, mean: int) -> BatchRecord:

@@ -17,7 +17,7 @@ from trireme.config.orchestrator import Sampling
 from trireme.orchestrator.engines.pool import Generation, InferencePool, open_inference_pool
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.sampling import TurnSampling
-from trireme.orchestrator.rollout.turns import Said, TurnReader
+from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -114,7 +114,7 @@ def test_a_turn_is_read_as_the_openai_route_would(engine, tokenizer, text, conte
     ids = [*tokenizer.encode(text), *tokenizer.encode("<|im_end|>")]
     turn = Generation(ids, [-0.1] * len(ids), [0] * len(ids), "stop")
 
-    async def use(pool: InferencePool) -> Said:
+    async def use(pool: InferencePool) -> ModelMessage:
         model = InferenceModel(reasoning_parser="qwen3", tool_call_parser="hermes")
         return await TurnReader(model, tokenizer, pool).read(tokenizer.encode("abc"), turn, TOOLS, number=2)
 

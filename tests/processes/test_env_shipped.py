@@ -22,7 +22,7 @@ import pytest
 from toy_environments import import_shipped, packages_folder, run_all, run_one, says, shared_packages, with_package
 from trireme.orchestrator.environments.wire import Ask, Reply, ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.tool_calls import split_tool_calls
+from trireme.orchestrator.rollout.turns import split_tool_calls
 
 pytestmark = pytest.mark.xdist_group("shipped environments")
 ROOT = Path(__file__).parents[2]

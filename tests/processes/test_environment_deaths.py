@@ -20,10 +20,10 @@ from trireme.base.errors import PeerDied
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments import pool
-from trireme.orchestrator.environments.worker_process import resident_gib
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.worker_process import resident_gib
 
 TOY = (
     ECHO
@@ -257,7 +257,7 @@ def test_no_worker_and_no_child_of_it_outlives_an_orchestrator_that_is_killed(tm
 def test_programs_that_an_environment_started_end_with_their_killed_worker(tmp_path):
     async def use(environment):
         old = (tmp_path / "once").read_text().split()
-        environment._workers[0]._condemn("is in the way of this test")
+        environment._workers[0]._mark_unhealthy("is in the way of this test")
         await run_all(environment, says("x"), 1)
         return old + (tmp_path / "once").read_text().split()
 

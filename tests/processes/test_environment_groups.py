@@ -12,9 +12,9 @@ import pytest
 from toy_environments import never, refuses, run_group, run_one, says, shared_toys
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments import pool
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, RunTask
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from whole_run import build_config, run
 
 pytestmark = pytest.mark.xdist_group("environment groups")  # one process, so that tests share workers

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from toy_environments import ECHO, never, open_toy, refuses, run_all, run_one, running, says, shared_toys, write
-from trireme.orchestrator.environments.wire import Ask, Reply
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.wire import Ask, Reply
 
 pytestmark = pytest.mark.xdist_group("plain environments")  # one process, so that tests share workers
 

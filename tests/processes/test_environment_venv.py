@@ -11,8 +11,13 @@ import pytest
 
 from local_packages import write_package
 from trireme.base.errors import ConfigError
-from trireme.orchestrator.environments.venv import local_packages
-from trireme.orchestrator.environments.venv import COMPLETE, environment_python, find_environment, installed_venv
+from trireme.orchestrator.environments.venv import (
+    COMPLETE,
+    environment_python,
+    find_environment,
+    installed_venv,
+    local_packages,
+)
 
 # Does what `uv venv DIR` and `uv pip install` leave behind, and notes that it was called.
 FAKE_UV = """#!/bin/sh

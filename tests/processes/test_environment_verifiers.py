@@ -8,8 +8,8 @@ import pytest
 
 from fake_chat import FakeChat, completion
 from toy_environments import never, refuses, run_all, run_group, run_one, says, shared_packages
-from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, ToolCall
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.wire import Ask, Reply, RunTask, ToolCall
 
 pytestmark = pytest.mark.xdist_group("verifiers")  # one process, so that tests share workers
 

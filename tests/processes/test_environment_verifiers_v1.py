@@ -8,8 +8,8 @@ import pytest
 
 from toy_environments import never, open_package, packages_folder, refuses, run_all, run_one, says, shared_packages
 from trireme.base.errors import ConfigError
-from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.wire import Ask, Done, Reply
 
 pytestmark = pytest.mark.xdist_group("verifiers v1")
 WORD, LONGER, OFTEN, UNJUDGEABLE, NAN, TWICE = range(6)

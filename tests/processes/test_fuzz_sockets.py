@@ -39,8 +39,8 @@ from trireme.messages import (
 )
 from trireme.orchestrator.environments import wire
 from trireme.orchestrator.environments.connection import LineReader
-from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.status import STUCK_S, Status, serve_status
 from trireme.orchestrator.trainer_requests import Peers
 from trireme.transport import control

@@ -262,7 +262,7 @@ def test_a_run_that_must_end_ends_also_when_a_group_arrives_at_that_instant(tmp_
 
     async def main():
         waits = Waits("orchestrator")
-        policy = Policy(SimpleNamespace(), config.weight_broadcast, waits, Versions(config.paths.journal))
+        policy = Policy(SimpleNamespace(), waits, Versions(config.paths.journal))
         scheduler = Scheduler(config, {}, None, policy, None, waits, next_batch=0)
         waiting = asyncio.create_task(scheduler.next_group())
         await asyncio.sleep(0.01)

@@ -14,11 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Evaluation
+from trireme.journal.records import Rollout
 from trireme.monitor.metrics import MetricsFile, read_metrics
-from trireme.orchestrator.environments.wire import Done
 from trireme.orchestrator.evaluation.evaluator import Evaluator, max_concurrent_rollouts
 from trireme.orchestrator.evaluation.results import evaluation_metrics, read_eval_results
-from trireme.orchestrator.rollout.runner import Finished
 from whole_run import DEADLINE_S, build_config, run
 
 WITH_HELD_OUT = """
@@ -210,8 +209,7 @@ def test_an_evaluation_that_a_later_version_had_a_part_in_is_discarded(tmp_path,
             await asyncio.sleep(0.1 * example)
             partial.extend(lines(config, 4, ".say.*.partial"))
             sample = SimpleNamespace(versions=np.array([-1, 4, newest if example else 4]))
-            done = Done(task="", reward=1.0, metrics={}, prompt=[], completion=[], example_id=example)
-            return Finished(done, num_turns=1, truncated=False, stop=None, samples=[sample])
+            return Rollout(env="say", example=example, temperature=1.0, reward=1.0, num_turns=1, samples=[sample])
 
     held_out = SimpleNamespace(
         name="say",

@@ -22,13 +22,13 @@ from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceModel
 from trireme.config.orchestrator import Sampling
 from trireme.config.run import RunConfig
+from trireme.journal.records import Rollout
 from trireme.orchestrator.engines.pool import Generation, OverlongPrompt, open_inference_pool
 from trireme.orchestrator.engines.responses import Called, CalledFunction, Message
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.runner import Finished, RolloutRunner
-from trireme.orchestrator.rollout.tool_calls import split_tool_calls
-from trireme.orchestrator.rollout.turns import Said, TurnReader
+from trireme.orchestrator.rollout.runner import RolloutRunner
+from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader, split_tool_calls
 from whole_run import SAY, Outcome, build_config, run
 
 TALK = """
@@ -157,7 +157,7 @@ def read(
     answers: Any = None,
     stop: str | None = None,
     keeps_stop: bool = False,
-) -> tuple[Said, list[dict]]:
+) -> tuple[ModelMessage, list[dict]]:
     """What is said in a turn, and what the engine was asked for it; `answers` is its answer, a status or a message."""
     asked: list[dict] = []
 
@@ -167,7 +167,7 @@ def read(
             return web.json_response({"error": "no"}, status=answers)
         return web.json_response({"choices": [{"message": answers, "finish_reason": "stop"}]})
 
-    async def main() -> Said:
+    async def main() -> ModelMessage:
         app = web.Application()
         app.router.add_post("/v1/chat/completions/derender", derender)
         runner = web.AppRunner(app)
@@ -198,25 +198,25 @@ SURROGATE = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'  # JSO
 @pytest.mark.parametrize(
     ("text", "how", "said", "is_asked"),
     [
-        (f"<think>hm</think>So {CALL}", {}, Said(f"<think>hm</think>So {CALL}"), False),
-        (f"<think>hm</think>So {CALL}", {"tools": TOOLS}, Said("<think>hm</think>So", None, (ADD,)), False),
-        (SURROGATE, {"tools": TOOLS}, Said(SURROGATE), False),
-        ("hi", {"model": READS_CALLS}, Said("hi"), False),
-        ("hi", {"model": READS_CALLS, "tools": TOOLS, "answers": {"content": "ho"}}, Said("ho"), True),
+        (f"<think>hm</think>So {CALL}", {}, ModelMessage(f"<think>hm</think>So {CALL}"), False),
+        (f"<think>hm</think>So {CALL}", {"tools": TOOLS}, ModelMessage("<think>hm</think>So", None, (ADD,)), False),
+        (SURROGATE, {"tools": TOOLS}, ModelMessage(SURROGATE), False),
+        ("hi", {"model": READS_CALLS}, ModelMessage("hi"), False),
+        ("hi", {"model": READS_CALLS, "tools": TOOLS, "answers": {"content": "ho"}}, ModelMessage("ho"), True),
         (
             "hi",
             {"model": READS_THINKING, "tools": TOOLS, "answers": {"content": f"So {CALL}", "reasoning": "hm"}},
-            Said("So", "hm", (ADD,)),
+            ModelMessage("So", "hm", (ADD,)),
             True,
         ),
-        ("<tool_call>{", {"model": READS_BOTH, "tools": TOOLS, "answers": 400}, Said("<tool_call>{"), True),
-        ("<tool_call>{", {"model": READS_BOTH, "tools": TOOLS, "answers": 500}, Said("<tool_call>{"), True),
-        ("yes</a>", {"stop": "</a>"}, Said("yes"), False),
-        ("yes</a>", {"stop": "</a>", "keeps_stop": True}, Said("yes</a>"), False),
+        ("<tool_call>{", {"model": READS_BOTH, "tools": TOOLS, "answers": 400}, ModelMessage("<tool_call>{"), True),
+        ("<tool_call>{", {"model": READS_BOTH, "tools": TOOLS, "answers": 500}, ModelMessage("<tool_call>{"), True),
+        ("yes</a>", {"stop": "</a>"}, ModelMessage("yes"), False),
+        ("yes</a>", {"stop": "</a>", "keeps_stop": True}, ModelMessage("yes</a>"), False),
         (
             "hi",
             {"stop": "</a>", "model": READS_BOTH, "answers": {"content": None, "reasoning": "so</a>"}},
-            Said("", "so"),
+            ModelMessage("", "so"),
             True,
         ),
     ],
@@ -231,7 +231,7 @@ def test_with_parsers_the_engine_reads_the_tokens_without_the_one_that_ended_the
     calls = [{"id": "x", "type": "function", "function": function}]
     message = {"content": None, "reasoning": "hm", "tool_calls": calls}
     said, (asked,) = read(tokenizer, "anything", model=READS_BOTH, tools=TOOLS, answers=message)
-    assert said == Said("", "hm", (ADD,))
+    assert said == ModelMessage("", "hm", (ADD,))
     (choice,) = asked["generate_response"]["choices"]
     assert choice["token_ids"] == tokenizer.encode("anything")
     assert asked["generate_response"]["prompt_token_ids"] == [7, 8]
@@ -254,7 +254,7 @@ def test_half_a_surrogate_pair_is_no_text(tokenizer):
 )
 def test_a_message_is_the_turn_only_if_nothing_in_it_was_changed(message, same):
     given = {"id": "other", "function": {"name": "add", "arguments": '{"a":1}'}}
-    said = Said("So", "hm", (ADD,))
+    said = ModelMessage("So", "hm", (ADD,))
     assert said.is_in({"role": "assistant", "tool_calls": [given]} | message) is same
     assert not said.is_in({"role": "assistant"} | message)
 
@@ -370,8 +370,9 @@ class RandomConversation:
     num_refused: int = 0
 
     config = SimpleNamespace(max_turns=None)
+    name = "random"
 
-    async def run(self, task: Any, ask: Any, *, restart_deadline: Any) -> Done:
+    async def run(self, task: Any, ask: Any, *, on_retry: Any) -> Done:
         rng = self.rng
         messages: list[dict] = [{"role": "user", "content": rng.choice(["2 + 2?", "ä?", "the  question "])}]
         if rng.random() < 0.3:
@@ -414,7 +415,7 @@ def _message(reply: Reply) -> dict[str, Any]:
     return {name: value for name, value in message.items() if value or name == "content"}
 
 
-def check(conversation: RandomConversation, policy: RandomPolicy, finished: Finished, *, strategy: str) -> None:
+def check(conversation: RandomConversation, policy: RandomPolicy, finished: Rollout, *, strategy: str) -> None:
     """Each turn that was sampled is masked in once, whole, after exactly the tokens that the engine was given."""
     given = {turn.logprobs[0]: (prompt, turn) for prompt, turn in policy.given}  # all different
     seen = []
@@ -486,7 +487,7 @@ async def many_rollouts(tokenizers: dict[str, ChatTokenizer]) -> tuple[Counter[s
     return happened, refusals
 
 
-def _what_happened(conversation: RandomConversation, policy: RandomPolicy, finished: Finished) -> Counter[str]:
+def _what_happened(conversation: RandomConversation, policy: RandomPolicy, finished: Rollout) -> Counter[str]:
     turns = [turn for _, turn in policy.given]
     encode, texts = policy.tokenizer.encode, [policy.tokenizer.decode(turn.spoken) for turn in turns]
     return Counter(

@@ -57,7 +57,8 @@ def group_of(number: int, fate: str) -> Group:
     for place in range(SIZE):
         columns = {"ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -1.0], "advantages": [0.0, 0.0]}
         sample, cut = build_tokens(**columns, versions=[-1, version]), fate == "truncated" and place == 1
-        rollout = Rollout(number, place, 0, "a", group.task.example, rewards[place], [sample], 1.0, truncated=cut)
+        about = {"group": number, "place": place, "env": "a", "example": group.task.example, "temperature": 1.0}
+        rollout = Rollout(**about, reward=rewards[place], samples=[sample], truncated=cut)
         group.rollouts.append(rollout)
     return group
 

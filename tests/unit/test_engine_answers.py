@@ -236,7 +236,7 @@ def rollout() -> Rollout:
         build_tokens(ids=ids, loss_mask=mask, logprobs=mask, advantages=mask, versions=mask)
         for ids, mask in (([5, 9, 7, 3], [0, 1, 0, 1]), ([8, 2], [0, 1]))
     ]
-    return Rollout(0, 0, 0, "env", 0, 1.0, samples, 1.0)
+    return Rollout(env="env", example=0, reward=1.0, samples=samples, temperature=1.0)
 
 
 def score(tmp_path: Path, one: Rollout, *, failures: int = 0, shift: int = 0) -> list[dict[str, Any]]:

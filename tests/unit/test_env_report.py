@@ -6,10 +6,9 @@ import math
 
 import pytest
 
+from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
-from trireme.orchestrator.environments.wire import Done
 from trireme.orchestrator.rollout.driver import Extent, Outcome, RolloutSpec
-from trireme.orchestrator.rollout.runner import Finished
 from trireme.tools.environments.check_report import (
     CheckReport,
     Loaded,
@@ -25,9 +24,9 @@ LOADED = Loaded("toy", "file", "toy.py", None, 0.1, 1, 10, 0, {"python": "3.11.7
 
 
 def scored(example: int, place: int, reward: float, *, truncated: bool = False, **metrics: float) -> Outcome:
-    done = Done(task="t", reward=reward, metrics=metrics, prompt=[], completion=[], example_id=example)
-    finished = Finished(done, num_turns=1 + place, truncated=truncated, stop="stop", num_sampled=10 * (1 + place))
-    return Outcome(RolloutSpec("train", example, place), 0.5, finished)
+    ended = {"truncated": truncated, "stop": "stop", "num_turns": 1 + place, "num_sampled": 10 * (1 + place)}
+    rollout = Rollout(env="toy", example=example, temperature=1.0, reward=reward, metrics=metrics, **ended)
+    return Outcome(RolloutSpec("train", example, place), 0.5, rollout)
 
 
 def failed(example: int, place: int, error: str, stage: str = "score") -> Outcome:

@@ -48,7 +48,8 @@ def sample_of(mask: list[int], *, logprob: float = -0.5, ids: list[int] | None =
 
 def rollout_of(reward: float, *masks: list[int], group: int = 0, place: int = 0, **more) -> Rollout:
     samples = [sample_of(mask) for mask in masks or ([0, 1, 1],)]
-    return Rollout(group, place, 0, "a", 7, reward, samples, 1.0, **more)
+    about = {"group": group, "place": place, "env": "a", "example": 7, "temperature": 1.0}
+    return Rollout(**about, reward=reward, samples=samples, **more)
 
 
 def test_rewards_are_cut_before_lengths_are_punished() -> None:
@@ -212,7 +213,15 @@ SHAPE = {"model_type": "llama"} | SIZES
 
 def record_of(step: int) -> BatchRecord:
     rollouts = [
-        Rollout(step, place, 0, "env", 0, 0.0, [sample.tokens], sample.temperature)
+        Rollout(
+            group=step,
+            place=place,
+            env="env",
+            example=0,
+            reward=0.0,
+            samples=[sample.tokens],
+            temperature=sample.temperature,
+        )
         for place, sample in enumerate(random_samples(LENGTHS, seed=step))
     ]
     return BatchRecord(step, rollouts, [], State(next_batch=step + 1))
@@ -249,7 +258,7 @@ def test_all_ranks_get_their_share_of_one_reading(journal: Journal, model: str) 
 def test_a_first_token_that_was_sampled_counts_no_more_than_it_is_trained_on() -> None:
     """Nothing stands before it that it could be predicted from: an empty prompt."""
     rows = [sample_of(mask) for mask in ([1, 1, 1], [0, 1], [1])]
-    record = BatchRecord(0, [Rollout(0, 0, 0, "env", 0, 0.0, rows, 1.0)], [], State())
+    record = BatchRecord(0, [Rollout(env="env", example=0, reward=0.0, samples=rows, temperature=1.0)], [], State())
     found = share_of(record, rank=0, world=1, capacity=16)
     places, _ = places_of(found.micro_batches[0])
     assert (found.loss_tokens, found.loss_samples) == (len(places), 2) == (3, 2)

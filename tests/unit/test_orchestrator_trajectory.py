@@ -16,9 +16,8 @@ from trireme.orchestrator.engines.pool import Generation
 from trireme.orchestrator.environments.wire import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer, _for_template
 from trireme.orchestrator.rollout.continuation import Rewritten
-from trireme.orchestrator.rollout.tool_calls import split_tool_calls
 from trireme.orchestrator.rollout.trajectory import Trajectory
-from trireme.orchestrator.rollout.turns import Said
+from trireme.orchestrator.rollout.turns import ModelMessage, split_tool_calls
 
 ASK = {"role": "user", "content": "2 + 2?"}
 MORE = {"role": "user", "content": "sure?"}
@@ -41,7 +40,7 @@ class Talk(Trajectory):
         """One turn as the rollout runner takes it; returns the prompt."""
         question = self.ask(messages, None)
         ids = self.tokenizer.encode(sampled) if isinstance(sampled, str) else sampled
-        self.record(question, turn(ids, version=version), Said(self.tokenizer.decode(ids)))
+        self.record(question, turn(ids, version=version), ModelMessage(self.tokenizer.decode(ids)))
         return question.ids
 
 
@@ -125,7 +124,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
         talk.ask([ASK, says(THINKING), MORE], None)
     talk = Talk(tmp_path / "knows_no_thinking")
     question = talk.ask([ASK], None)
-    talk.record(question, turn(talk.tokenizer.encode("<think>hm</think>\n4<|im_end|>")), Said("\n4", "hm"))
+    talk.record(question, turn(talk.tokenizer.encode("<think>hm</think>\n4<|im_end|>")), ModelMessage("\n4", "hm"))
     with pytest.raises(Rewritten, match="'hm' is no longer there"):
         talk.ask([ASK, says("\n4", reasoning_content="hm"), MORE], None)
 
@@ -136,7 +135,7 @@ def test_thinking_that_was_read_apart_is_kept_in_the_sample(tmp_path):
     talk = Talk(tmp_path, template=thinking)
     sampled = talk.tokenizer.encode("<think>hm</think>\n4<|im_end|>")
     question = talk.ask([ASK], None)
-    talk.record(question, turn(sampled), Said("\n4", "hm"))
+    talk.record(question, turn(sampled), ModelMessage("\n4", "hm"))
     longer = talk.ask([ASK, says("\n4", reasoning_content="hm"), MORE], None)
     assert longer.ids[: len(question.ids) + len(sampled)] == question.ids + sampled
     assert talk.ask([ASK, says("\n4"), MORE], None).sample is None  # the environment has dropped it itself
@@ -148,7 +147,7 @@ def test_tool_calls_stay_as_the_model_wrote_them_however_the_template_would(tmp_
     sampled = talk.tokenizer.encode(f"{written}<|im_end|>")
     question = talk.ask([ASK], TOOLS)
     content, calls = split_tool_calls(written, 1)
-    talk.record(question, turn(sampled), Said(content, None, tuple(calls)))
+    talk.record(question, turn(sampled), ModelMessage(content, None, tuple(calls)))
     nested = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in calls
@@ -172,7 +171,7 @@ def test_what_a_cut_sampler_chose_from_stays_with_its_tokens(tmp_path):
     question = talk.ask([ASK], None)
     cut = Generation([10, END], [-0.1, -0.2], [0, 0], "stop", kept=[[9, 10, 11], [END]])
     said = talk.tokenizer.decode([10])
-    talk.record(question, cut, Said(said))
+    talk.record(question, cut, ModelMessage(said))
     longer = talk.answer([ASK, says(said), MORE], [12])
     (sample,) = talk.samples()
     before = len(question.ids)
@@ -210,7 +209,7 @@ def test_turns_that_are_asked_for_at_once_do_not_mix(tmp_path):
     questions = [talk.ask([ASK, says("4"), tail], None) for tail in tails[:2]]
     questions.append(talk.ask([tails[2]], None))
     for question, word in reversed(list(zip(questions, ("one", "two", "three"), strict=True))):
-        talk.record(question, turn(talk.tokenizer.encode(f"{word}<|im_end|>")), Said(word))
+        talk.record(question, turn(talk.tokenizer.encode(f"{word}<|im_end|>")), ModelMessage(word))
     texts = {
         talk.tokenizer.decode(sample.ids.tolist()): talk.tokenizer.decode(sample.ids[sample.loss_mask == 1].tolist())
         for sample in talk.samples()

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from trireme.base.errors import ConfigError
+from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
-from trireme.orchestrator.environments.wire import Done
 from trireme.orchestrator.rollout.driver import Extent, Outcome, RolloutSpec, missing_specs, run_rollouts
-from trireme.orchestrator.rollout.runner import Finished
 
 SPECS = Extent("eval", (0, 1), 3).specs("eval-say")
 
@@ -27,7 +26,7 @@ def roll_out_all(
     """Return the outcomes, those that were told, what was rolled out, and how many at most at once."""
     told, tried, running, most = [], [], 0, 0
 
-    async def roll_out(spec: RolloutSpec) -> Finished:
+    async def roll_out(spec: RolloutSpec) -> Rollout:
         nonlocal running, most
         tried.append(spec)
         running += 1
@@ -38,8 +37,7 @@ def roll_out_all(
                 raise error
         finally:
             running -= 1
-        done = Done(task="", reward=1.0, metrics={}, prompt=[], completion=[], example_id=spec.example)
-        return Finished(done, num_turns=1, truncated=False, stop=None)
+        return Rollout(env="toy", example=spec.example, temperature=1.0, reward=1.0, num_turns=1)
 
     async def tell(outcome: Outcome) -> None:
         told.append(outcome)

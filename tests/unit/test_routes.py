@@ -33,7 +33,7 @@ from trireme.orchestrator.engines.pool import open_inference_pool
 from trireme.orchestrator.engines.responses import BadAnswer, Choice, read_response
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.trajectory import Question, Trajectory
-from trireme.orchestrator.rollout.turns import Said
+from trireme.orchestrator.rollout.turns import ModelMessage
 
 SHAPE = ExpertShape(layers=3, top_k=2, num_experts=8)
 ASK = {"role": "user", "content": "2 + 2?"}
@@ -144,7 +144,9 @@ def record(trajectory: Trajectory, tokenizer: ChatTokenizer, question: Question,
     """One turn of an engine that tells of the experts that were not known before."""
     ids = [*tokenizer.encode(text), END]
     new = routes([*question.ids, *ids][question.routes_from : -1])
-    trajectory.record(question, Generation(ids, [-0.5] * len(ids), [0] * len(ids), "stop", routes=new), Said(text))
+    trajectory.record(
+        question, Generation(ids, [-0.5] * len(ids), [0] * len(ids), "stop", routes=new), ModelMessage(text)
+    )
 
 
 def check_routed(sample: Tokens) -> None:

@@ -18,8 +18,8 @@ from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, OpenGroup, Rollout
 from trireme.orchestrator.buffer import Buffer
-from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.runner import RolloutRunner
 from trireme.orchestrator.weights.policy import Policy
 
@@ -167,51 +167,32 @@ class Scheduler:
             self._arrived.set()
 
     async def _run_rollout(self, group: Group, place: int) -> None:
+        """Add one rollout to the group, after as many attempts as it takes and may take."""
         task, attempts = group.task, self._config.orchestrator.max_rollout_attempts
         last = ""
         for attempt in range(attempts):
             try:
-                group.rollouts.append(await self._rollout(task, place, attempt))
-                reach("rollout.finished")
-                self._any_success = True
-                return
+                rollout = await self._runner.run(
+                    self._environments[task.env],
+                    key=f"{task.id}-{place}",
+                    split="train",
+                    example=task.example,
+                    attempt=attempt,
+                    sampling=self._config.orchestrator.sampling,
+                    group=str(task.id),
+                    group_size=self._group_size,
+                )
             except RolloutFailed as failure:
                 self._count_failure(task, failure)
                 group.note_failure(place, attempt, last := str(failure))
+                continue
+            rollout.group, rollout.place = task.id, place
+            group.rollouts.append(rollout)
+            reach("rollout.finished")
+            self._any_success = True
+            return
         group.exhausted.add(place)
         raise _GaveUp(f"rollout {place} failed {attempts} times, last {last}")
-
-    async def _rollout(self, task: OpenGroup, place: int, attempt: int) -> Rollout:
-        sampling = self._config.orchestrator.sampling
-        finished = await self._runner.run(
-            self._environments[task.env],
-            key=f"{task.id}-{place}",
-            split="train",
-            example=task.example,
-            attempt=attempt,
-            sampling=sampling,
-            group=str(task.id),
-            group_size=self._group_size,
-        )
-        done = finished.done
-        return Rollout(
-            group=task.id,
-            place=place,
-            attempt=attempt,
-            env=task.env,
-            example=task.example,
-            reward=done.reward,
-            samples=finished.samples,
-            temperature=sampling.temperature,
-            metrics=done.metrics,
-            prompt=done.prompt,
-            completion=done.completion,
-            answer=done.answer,
-            truncated=finished.truncated,
-            stop=finished.stop,
-            num_turns=finished.num_turns,
-            token_rewards=finished.token_rewards,
-        )
 
     def _count_failure(self, task: OpenGroup, failure: RolloutFailed) -> None:
         self.num_failures += 1

@@ -91,4 +91,6 @@ class LineReader:
     def _keep(self, data: bytes) -> None:
         self._partial += data
         if len(self._partial) > wire.LONGEST_LINE:
-            raise wire.Garbage(f"sent {len(self._partial)} bytes without an end of line, at most {wire.LONGEST_LINE} expected")
+            raise wire.Garbage(
+                f"sent {len(self._partial)} bytes without an end of line, at most {wire.LONGEST_LINE} expected"
+            )

@@ -30,8 +30,8 @@ class RolloutFailed(TriremeError):
 class OpenRollout:
     """The orchestrator's half of a rollout that runs in an environment worker.
 
-    Produces: answers to the model turns that the worker asks for. Waits for: the worker's messages. Woken by: `deliver`,
-    which the connection calls.
+    Produces: answers to the model turns that the worker asks for. Waits for: the worker's messages. Woken by:
+    `deliver`, which the connection calls.
     """
 
     __slots__ = (

@@ -4,8 +4,8 @@ Example:
     async with open_environment(config, logs=paths.logs) as environment:
         done = await environment.run(RunTask(task="0-17-3", index=17, sampling={...}), ask)
 
-`ask` is called for each model turn and returns a Reply. It runs in the caller's own task, so what it raises comes out of
-`run`, and cancelling the caller cancels it.
+`ask` is called for each model turn and returns a Reply. It runs in the caller's own task, so what it raises comes out
+of `run`, and cancelling the caller cancels it.
 
 Failures of a rollout:
 - Its environment or its reward function raises: `RolloutFailed`, for this rollout only.

@@ -73,8 +73,8 @@ def find_environment(id: str, *, root: Path = Path("environments")) -> Environme
         path = Path(id).resolve()
         if not path.is_file():
             raise ConfigError(
-                f"Environment {id!r} names a file that does not exist ({path}) - expected a .py file with `dataset` and "
-                "`reward` - correct the path; it is relative to the folder that the command is run in."
+                f"Environment {id!r} names a file that does not exist ({path}) - expected a .py file with `dataset` "
+                "and `reward` - correct the path; it is relative to the folder that the command is run in."
             )
         return EnvironmentSource(id=id, kind="file", module=str(path))
     name = id.rstrip("/").rpartition("/")[2]
@@ -189,7 +189,7 @@ def _locked(lock: Path, source: EnvironmentSource) -> Iterator[None]:
     """Hold a lock that one process on this machine can hold. The kernel releases it however the holder ends."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        file = open(lock, "w")
+        lock.touch()
     except OSError as error:
         if is_full(error):
             raise
@@ -197,7 +197,7 @@ def _locked(lock: Path, source: EnvironmentSource) -> Iterator[None]:
             f"Environments are installed in {lock.parent}, and nothing can be written there ({error}) - expected a "
             "folder that this user may write to - set XDG_CACHE_HOME to one."
         ) from error
-    with file:
+    with open(lock, "w") as file:
         deadline = time.monotonic() + BUILD_TIMEOUT_S
         while not try_lock(file.fileno(), lock.parent):
             if time.monotonic() > deadline:

@@ -13,6 +13,7 @@ from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Evaluation
 from trireme.config.run import RunConfig
+from trireme.journal.records import Rollout
 from trireme.monitor.metrics import MetricsFile
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import (
@@ -25,7 +26,7 @@ from trireme.orchestrator.evaluation.results import (
     results_path,
 )
 from trireme.orchestrator.rollout.driver import Outcome, RolloutSpec, missing_specs, read_extent, run_rollouts
-from trireme.orchestrator.rollout.runner import Finished, RolloutRunner
+from trireme.orchestrator.rollout.runner import RolloutRunner
 from trireme.orchestrator.weights.policy import Policy
 
 log = get_logger("eval")
@@ -158,8 +159,8 @@ class Evaluator:
         versions: set[int] = set()
         appending = asyncio.Lock()
 
-        async def roll_out(spec: RolloutSpec) -> Finished:
-            finished = await self._runner.run(
+        async def roll_out(spec: RolloutSpec) -> Rollout:
+            rollout = await self._runner.run(
                 environment,
                 key=spec.name,
                 split=spec.split,
@@ -171,14 +172,14 @@ class Evaluator:
                 trained=False,
             )
             reach("evaluation.running")
-            return finished
+            return rollout
 
         async def keep(outcome: Outcome) -> None:
             result = results[outcome.spec.key] = EvalResult.of(outcome, version=version)
-            if outcome.finished is None:
+            if outcome.rollout is None:
                 return
-            versions.update(outcome.finished.versions)
-            if outcome.finished.versions <= {version}:
+            versions.update(outcome.rollout.versions)
+            if outcome.rollout.versions <= {version}:
                 async with appending:
                     await self._write_when_there_is_room(lambda: file.append(result), version)
 

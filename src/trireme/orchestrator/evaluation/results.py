@@ -48,16 +48,16 @@ class EvalResult(msgspec.Struct, kw_only=True):
     def of(cls, outcome: Outcome, **more: Any) -> Self:
         """Build the line of a rollout that ended, with `more` fields (such as `version`)."""
         more |= {"example": outcome.spec.example, "rollout": outcome.spec.rollout}
-        finished = outcome.finished
-        if finished is None:
+        rollout = outcome.rollout
+        if rollout is None:
             return cls(example_id=outcome.spec.example, reward=None, error=str(outcome.failure), **more)
         own = ("example_id", "reward", "prompt", "completion", "answer", "info", "metrics")
         return cls(
-            **{name: getattr(finished.done, name) for name in own},
-            tokens=finished.num_sampled or 0,
-            turns=finished.num_turns,
-            truncated=finished.truncated,
-            stop=finished.stop,
+            **{name: getattr(rollout, name) for name in own},
+            tokens=rollout.num_sampled or 0,
+            turns=rollout.num_turns,
+            truncated=rollout.truncated,
+            stop=rollout.stop,
             **more,
         )
 

@@ -12,13 +12,13 @@ from typing import Any
 import jinja2
 
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.turns import Said
+from trireme.orchestrator.rollout.turns import ModelMessage
 
-_MARK = "\u2402mark\u2403"  # what no template and no conversation holds
+_MARK = "\u2402mark\u2403"  # occurs in no template and no conversation
 
 
 class Rewritten(Exception):
-    """The chat template renders the turn, or what came before, otherwise once more is said. Says how."""
+    """The chat template renders the turn, or what came before, differently in a longer conversation. Says how."""
 
 
 def text_after(
@@ -26,15 +26,15 @@ def text_after(
     messages: list[dict[str, Any]],
     *,
     num_past: int,
-    said: Said,
+    reply: ModelMessage,
     sampled: list[int],
     tools: list[dict] | None,
 ) -> str:
-    """The text between the last sampled token and where the model is to speak again.
+    """Return the text between the last sampled token and the beginning of the model's next turn.
 
     Args:
         messages: the conversation, with the turn at `num_past`.
-        said: what the environment was shown of that turn.
+        reply: that turn, as the environment was shown it.
         sampled: the tokens of that turn.
 
     Raises: Rewritten.
@@ -45,31 +45,26 @@ def text_after(
     if now.startswith(before + raw):
         return now[len(before + raw) :]
     with_turn = tokenizer.render(messages[: num_past + 1], tools=tools, generate=False)
-    _check_grows(before, with_turn, said)
+    _check_grows(before, with_turn, reply)
     _check_grows(with_turn, now)
     end = _end_of_turn(tokenizer, messages[:num_past], with_turn[len(before) :], sampled, tools)
     return end + now[len(with_turn) :]
 
 
-def _check_grows(shorter: str, longer: str, said: Said | None = None) -> None:
-    """That the longer conversation begins with the shorter one; with `said`, that the turn follows on it."""
+def _check_grows(shorter: str, longer: str, reply: ModelMessage | None = None) -> None:
+    """Check that the longer conversation begins with the shorter one and, if given, goes on with `reply`."""
     if not longer.startswith(shorter):
         place = next((place for place, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), 0)
         was, is_now = shorter[max(0, place - 20) : place + 40], longer[max(0, place - 20) : place + 40]
         raise Rewritten(f"{was!r} became {is_now!r}")
-    if said is not None and (lost := _lost(said, longer[len(shorter) :])):
+    if reply is not None and (lost := _lost(reply, longer[len(shorter) :])):
         raise Rewritten(f"{lost[:60]!r} is no longer there")
 
 
-def _lost(said: Said, rendered: str) -> str | None:
-    """What of the turn the template left out. Blanks, and how tool calls are written, are the template's affair."""
-    solid = _without_blanks(rendered)
-    parts = (said.reasoning or "", said.content, *(call.name for call in said.tool_calls))
-    return next((part for part in parts if _without_blanks(part) not in solid), None)
-
-
-def _without_blanks(text: str) -> str:
-    return "".join(text.split())
+def _lost(reply: ModelMessage, rendered: str) -> str | None:
+    """Return what the template left out of the turn. Whitespace and the form of tool calls are up to the template."""
+    parts = (reply.reasoning or "", reply.content, *(call.name for call in reply.tool_calls))
+    return next((part for part in parts if "".join(part.split()) not in "".join(rendered.split())), None)
 
 
 def _end_of_turn(
@@ -79,7 +74,7 @@ def _end_of_turn(
     sampled: list[int],
     tools: list[dict] | None,
 ) -> str:
-    """What the template writes after a turn, less the token that ended it, where that was sampled.
+    """Return what the template writes after a turn, without the token that ended it, where that was sampled.
 
     Args:
         rendered: the turn, as the template writes it.
@@ -98,7 +93,7 @@ def _end_of_turn(
 
 
 def drops_thinking(tokenizer: ChatTokenizer) -> bool:
-    """Whether thinking is no longer in the prompt once the user has spoken again."""
+    """Return whether thinking is no longer in the prompt after the user's next message."""
     thought = {"role": "assistant", "content": "yes", "reasoning_content": _MARK}
     written = {"role": "assistant", "content": f"<think>\n{_MARK}\n</think>\n\nyes"}
     question = {"role": "user", "content": "sure?"}

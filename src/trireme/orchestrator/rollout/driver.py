@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.log import get_logger
+from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.wire import RunTask, Split
-from trireme.orchestrator.rollout.runner import Finished
+from trireme.orchestrator.environments.wire import Done, RunTask, Split
 
 log = get_logger("rollouts")
 
@@ -72,18 +72,39 @@ class RolloutSpec:
         )
 
 
+def build_rollout(
+    done: Done,
+    environment: Environment,
+    spec: RolloutSpec,
+    *,
+    num_sampled: int | None = None,
+    num_tokens: int | None = None,
+) -> Rollout:
+    """Build a rollout from what its environment says alone: the model was not an engine of ours."""
+    return Rollout.of(
+        done,
+        env=environment.name,
+        example=spec.example,
+        attempt=spec.attempt,
+        temperature=1.0,
+        num_turns=sum(message.get("role") == "assistant" for message in done.completion),
+        num_sampled=num_sampled,
+        num_tokens=num_tokens,
+    )
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """A rollout that ended: it was scored (`finished`), or failed as often as it may (`failure`)."""
+    """A rollout that ended: it was scored (`rollout`), or failed as often as it may (`failure`)."""
 
     spec: RolloutSpec
     seconds: float  # from its first attempt
-    finished: Finished | None = None
+    rollout: Rollout | None = None
     failure: RolloutFailed | None = None
 
     @property
     def reward(self) -> float | None:
-        return None if self.finished is None else self.finished.done.reward
+        return None if self.rollout is None else self.rollout.reward
 
 
 @dataclass(frozen=True)
@@ -151,7 +172,7 @@ def missing_specs(
 
 async def run_rollouts(
     specs: Sequence[RolloutSpec],
-    roll_out: Callable[[RolloutSpec], Awaitable[Finished]],
+    roll_out: Callable[[RolloutSpec], Awaitable[Rollout]],
     on_outcome: Callable[[Outcome], Awaitable[None]],
     *,
     scored_together: bool,
@@ -177,8 +198,8 @@ async def run_rollouts(
             began = time.monotonic()
             for attempt in range(max_attempts):
                 try:
-                    finished = await roll_out(replace(spec, attempt=attempt))
-                    return Outcome(spec, time.monotonic() - began, finished)
+                    rollout = await roll_out(replace(spec, attempt=attempt))
+                    return Outcome(spec, time.monotonic() - began, rollout)
                 except RolloutFailed as error:
                     failure = error
                 except TriremeError:

@@ -1,11 +1,11 @@
-"""The tokens of one rollout, turn by turn: what the engine was given and what it gave, never re-tokenised.
+"""The tokens of one rollout, turn by turn: what the engine was given and what it sampled, never tokenised again.
 
-Where a turn's tokens go:
-- `interleaved`: a turn whose conversation is an earlier one with more said continues that one's sample; only the text
-  in between (a tool's answer, say) is tokenised. Chat templates that rewrite earlier turns are refused.
+The sample that a turn's tokens belong to:
+- `interleaved`: a turn whose conversation continues an earlier one goes into that one's sample; only the text in
+  between (a tool's answer, for example) is tokenised. Chat templates that rewrite earlier turns are refused.
 - `branching`: each turn is a sample of its own, with the conversation before it as its prompt.
-- With either, a conversation that is not an earlier one with more said begins a sample: the first one, one that the
-  environment changed or asked beside another, one with other tools.
+- With either, a conversation that continues no earlier one begins a sample: the first one, one that the environment
+  changed or asked in parallel to another, one with other tools.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from trireme.orchestrator.engines.expert_routes import to_routed
 from trireme.orchestrator.engines.pool import Generation
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import Rewritten, text_after
-from trireme.orchestrator.rollout.turns import Said
+from trireme.orchestrator.rollout.turns import ModelMessage
 
 Strategy = Literal["interleaved", "interleaved_or_new", "branching"]
-"""`interleaved_or_new` begins a sample where the template rewrites earlier turns: for what nobody trains on."""
+"""`interleaved_or_new` begins a sample where the template rewrites earlier turns: for evaluations."""
 
 
 @dataclass
@@ -37,8 +37,8 @@ class _Sample:
     versions: list[int] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)  # of each token what it was chosen from; empty: everything
     routes: list[np.ndarray] = field(default_factory=list)  # of its beginning, turn by turn: [N, layers, experts]
-    messages: list[dict[str, Any]] = field(default_factory=list)  # that led to the last turn
-    said: Said = field(default_factory=lambda: Said(""))  # in the last turn
+    messages: list[dict[str, Any]] = field(default_factory=list)  # up to the last turn
+    reply: ModelMessage = field(default_factory=lambda: ModelMessage(""))  # the last turn
     last_turn: int = 0  # where it begins
 
     @property
@@ -63,7 +63,7 @@ class _Sample:
     def is_continued_by(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> bool:
         past = len(self.messages)
         begins_alike = len(messages) > past and messages[:past] == self.messages and (tools or None) == self.tools
-        return begins_alike and self.said.is_in(messages[past])
+        return begins_alike and self.reply.is_in(messages[past])
 
     def to_tokens(self) -> Tokens:
         """Advantages are 0 until the group is known."""
@@ -93,17 +93,17 @@ class Question:
     tools: list[dict] | None
     sample: _Sample | None  # that it continues
     begins: int  # where in `ids` that sample ends
-    routes: tuple[np.ndarray, ...] = ()  # of the beginning of `ids`: what the engine said in earlier turns
+    routes: tuple[np.ndarray, ...] = ()  # of the beginning of `ids`: reported by the engine in earlier turns
 
     @property
     def routes_from(self) -> int:
-        """Where in `ids` there are none yet."""
+        """The first token of `ids` whose routes are not known yet."""
         return sum(len(chunk) for chunk in self.routes)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a turn's tokens are."""
+    """The tokens of a turn."""
 
     sample: _Sample
     begin: int
@@ -122,11 +122,11 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        """That the model took."""
+        """Turns of the model."""
         return len(self._places)
 
     def ask(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> Question:
-        """What to give to the engine for the next turn. Several questions may be open at once.
+        """Build the prompt of the next turn. Several turns may be asked for at once.
 
         Raises:
             Rewritten: `interleaved`, and the chat template does not continue what it rendered before.
@@ -153,11 +153,11 @@ class Trajectory:
     def _text_after(self, sample: _Sample, messages: list[dict[str, Any]], tools: list[dict] | None) -> str:
         past, sampled = len(sample.messages), sample.ids[sample.last_turn :]
         return text_after(
-            self._tokenizer, messages, num_past=past, said=sample.said, sampled=sampled, tools=tools or None
+            self._tokenizer, messages, num_past=past, reply=sample.reply, sampled=sampled, tools=tools or None
         )
 
-    def record(self, question: Question, turn: Generation, said: Said) -> None:
-        """What the engine gave, and what the environment was shown of it."""
+    def record(self, question: Question, turn: Generation, reply: ModelMessage) -> None:
+        """Add a turn: the tokens that the engine sampled, and the message that the environment is shown."""
         sample, begins = question.sample, question.begins
         if sample is None or sample.length != begins:  # another answer has continued it meanwhile
             sample, begins = _Sample(question.tools or None), 0
@@ -166,18 +166,18 @@ class Trajectory:
         sample.add_sampled(turn)
         if turn.routes is not None:
             sample.routes = [*question.routes, turn.routes]
-        sample.messages, sample.said = question.messages, said
+        sample.messages, sample.reply = question.messages, reply
         self._places[question.number] = _Place(sample, sample.last_turn, sample.length)
 
     def samples(self) -> list[Tokens]:
-        """In the order of their first turns."""
+        """Return the samples that the model took part in, in the order of their first turns."""
         return [sample.to_tokens() for sample in self._trained()]
 
     def _trained(self) -> list[_Sample]:
         return [sample for sample in self._samples if any(sample.mask)]
 
     def token_rewards(self, turn_rewards: list[list[float]]) -> list[np.ndarray]:
-        """Per sample [T] float32: rewards at the tokens that they are for, NaN elsewhere. Empty where there are none.
+        """Return [T] float32 per sample: rewards at the tokens that they are for, NaN elsewhere. Empty without any.
 
         Args:
             turn_rewards: of each turn that was asked for, see `wire.Done`.

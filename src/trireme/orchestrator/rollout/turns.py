@@ -1,14 +1,15 @@
-"""What was said in a turn: from the tokens that an engine sampled to what the environment is shown.
+"""A turn of the model: from the tokens that an engine sampled to the message that the environment is shown.
 
 Where the run names a parser (`inference.model.reasoning_parser`, `tool_call_parser`), the engine's own parsers read the
-tokens, as they would for its OpenAI routes; thinking is then apart from the content. Otherwise the text is the content,
-and tool calls are read in the hermes form. A turn that cannot be parsed stays text: its rollout goes on, and what it is
-worth is the environment's to say.
+tokens, as they would for its OpenAI routes, and thinking is apart from the content. Otherwise the text is the content,
+and tool calls are read in the hermes form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A turn that
+cannot be parsed stays text: the rollout continues, and the environment decides what the turn is worth.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +19,15 @@ from trireme.orchestrator.engines.pool import Generation, InferencePool
 from trireme.orchestrator.engines.responses import Message
 from trireme.orchestrator.environments.wire import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.tool_calls import call_id, split_tool_calls
 
 log = get_logger("turns")
 
 _SEED_TOKENS = 16  # of the prompt: enough for the text of the first sampled token
+BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True)
-class Said:
+class ModelMessage:
     """A turn of the model, as the environment is shown it."""
 
     content: str
@@ -34,7 +35,7 @@ class Said:
     tool_calls: tuple[ToolCall, ...] = ()
 
     def is_in(self, message: dict[str, Any]) -> bool:
-        """Whether this message of a conversation is that turn, unchanged."""
+        """Return whether a message of a conversation is this turn, unchanged."""
         given = message.get("reasoning_content") or message.get("reasoning") or ""
         return (
             message.get("role") == "assistant"
@@ -50,7 +51,7 @@ def _calls_in(message: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _comparable(arguments: Any) -> Any:
-    """Text, or what it stands for: `{"a":1}` and `{"a": 1}` are the same arguments."""
+    """Return arguments in a form that can be compared: `{"a":1}` and `{"a": 1}` are the same."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
@@ -69,11 +70,11 @@ class TurnReader:
 
     async def read(
         self, prompt: list[int], turn: Generation, tools: list[dict] | None, *, number: int, keeps_stop: bool = False
-    ) -> Said:
-        """The `number`th turn of a rollout.
+    ) -> ModelMessage:
+        """Read the `number`th turn of a rollout.
 
         Args:
-            keeps_stop: leave the string that ended it in what was said (`include_stop_str_in_output`).
+            keeps_stop: leave the stop string that ended it in the text (`include_stop_str_in_output`).
         """
         by_engine = self._reads_thinking or (self._reads_calls and tools)
         if by_engine and turn.spoken and (message := await self._by_engine(prompt, turn, tools)) is not None:
@@ -88,21 +89,21 @@ class TurnReader:
             content, reasoning = _without_stop(content, reasoning, turn.stop_reason)
         if tools and not self._reads_calls:
             content, calls = split_tool_calls(content, number)
-        return Said(content, reasoning, tuple(calls))
+        return ModelMessage(content, reasoning, tuple(calls))
 
     async def _by_engine(self, prompt: list[int], turn: Generation, tools: list[dict] | None) -> Message | None:
-        """None where its parsers cannot make anything of this turn."""
+        """Parse the turn with the engine's parsers; None where they fail."""
         try:
             return await self._pool.parse(derender_request(prompt, turn, tools))
         except ValueError as error:
             self.num_unparsed += 1
             if self.num_unparsed == 1:
-                log.warning("%s. The turn stays text, like all that follow and cannot be parsed.", error)
+                log.warning("%s. The turn stays text, as will all later ones that cannot be parsed.", error)
             return None
 
 
 def derender_request(prompt: list[int], turn: Generation, tools: list[dict] | None) -> dict[str, Any]:
-    """Body for `/v1/chat/completions/derender`: of the conversation, parsers read the prompt's tokens and the tools."""
+    """Build the body for `/v1/chat/completions/derender`. Parsers read the prompt's tokens and the tools."""
     choice = {"index": 0, "token_ids": turn.spoken, "finish_reason": turn.finish_reason}
     chat_request: dict[str, Any] = {"messages": []}
     if tools:
@@ -115,9 +116,57 @@ def derender_request(prompt: list[int], turn: Generation, tools: list[dict] | No
 
 
 def _without_stop(content: str, reasoning: str | None, stop: str) -> tuple[str, str | None]:
-    """As vLLM's text has it: the turn ends before the string that ended it."""
+    """Cut the text before the stop string that ended the turn, as vLLM does."""
     if stop in content:
         return content[: content.rfind(stop)], reasoning
     if reasoning and stop in reasoning:
         return content, reasoning[: reasoning.rfind(stop)]
     return content, reasoning
+
+
+def split_tool_calls(text: str, turn: int) -> tuple[str, list[ToolCall]]:
+    """Split a text into the rest and its tool calls. A call that is no JSON stays in the text.
+
+    Args:
+        turn: number of the turn, which makes the ids of the calls unique within a rollout.
+    """
+    if BEGIN not in text:
+        return text, []
+    calls: list[ToolCall] = []
+    rest = []
+    for before, written in _parts(text):
+        rest.append(before)
+        if written is None:
+            continue
+        try:
+            name, arguments = _read_call(written.strip())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            rest.append(f"{BEGIN}{written}{END}")
+        else:
+            calls.append(ToolCall(id=call_id(turn, len(calls)), name=name, arguments=arguments))
+    return "".join(rest).strip(), calls
+
+
+def _parts(text: str) -> Iterator[tuple[str, str | None]]:
+    """Yield (text before a call, text between its tags) for each call, then (text after all calls, None).
+
+    One pass over the text. A regular expression that backtracks takes hours for a tag that is never closed.
+    """
+    at = 0
+    while (begin := text.find(BEGIN, at)) >= 0 and (end := text.find(END, begin + len(BEGIN))) >= 0:
+        yield text[at:begin], text[begin + len(BEGIN) : end]
+        at = end + len(END)
+    yield text[at:], None
+
+
+def _read_call(written: str) -> tuple[str, str]:
+    call = json.loads(written)
+    name, arguments = str(call["name"]), call.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    (name + text).encode()  # half a surrogate pair can be written in JSON, and cannot be sent
+    return name, text
+
+
+def call_id(turn: int, place: int) -> str:
+    """Build an id of nine letters and digits, as the strictest chat templates (Mistral's) want."""
+    return f"call{turn:03d}{place:02d}"

@@ -20,12 +20,12 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
+from trireme.journal.records import Rollout
 from trireme.launch.folder import hold_folder, holds_run
 from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.environments.venv import EnvironmentSource, installed_venv
 from trireme.orchestrator.environments.wire import Split
 from trireme.orchestrator.rollout.driver import Outcome, RolloutSpec, read_extent, run_rollouts
-from trireme.orchestrator.rollout.runner import Finished
 from trireme.tools.environments.catalog import ROOT, build, find_source
 from trireme.tools.environments.check_report import CheckReport, Loaded, build_report, write_rollouts
 from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, build_opener
@@ -155,7 +155,7 @@ async def _check(
         policy = await stack.enter_async_context(open_policy())
         began = time.monotonic()
 
-        async def roll_out(spec: RolloutSpec) -> Finished:
+        async def roll_out(spec: RolloutSpec) -> Rollout:
             return await policy.rollout(environment, spec)
 
         with progress.rewards(extent.num_rollouts, limit_s=environment_config.rollout_timeout_s) as add:

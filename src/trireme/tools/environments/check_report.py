@@ -132,14 +132,14 @@ def build_report(
     num_restarts: int,
     success_at: float | None = None,
 ) -> CheckReport:
-    scored = [outcome.finished for outcome in outcomes if outcome.finished is not None]
+    scored = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
     groups: dict[int, list[float]] = defaultdict(list)
     components: dict[str, list[float]] = defaultdict(list)
     failed: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
-        if outcome.finished is not None:
-            groups[outcome.spec.example].append(outcome.finished.done.reward)
-            for name, value in outcome.finished.done.metrics.items():
+        if outcome.rollout is not None:
+            groups[outcome.spec.example].append(outcome.rollout.reward)
+            for name, value in outcome.rollout.metrics.items():
                 components[name].append(value)
         elif outcome.failure is not None:
             failed[outcome.failure.stage, outcome.failure.error].append(outcome)
@@ -161,11 +161,11 @@ def build_report(
         rewards=rewards_of(list(groups.values()), success_at=success_at) if scored else None,
         success_at=success_at,
         components={name: found for name, values in components.items() if (found := _numbers(values)) is not None},
-        turns=_numbers([finished.num_turns for finished in scored]) if scored else None,
-        sampled=_numbers([n for finished in scored if (n := finished.num_sampled) is not None]),
-        tokens=_numbers([n for finished in scored if (n := finished.num_tokens) is not None]),
-        truncated=float(np.mean([finished.truncated for finished in scored])) if scored else 0.0,
-        stops=dict(Counter(finished.stop or "(not said)" for finished in scored).most_common()),
+        turns=_numbers([rollout.num_turns for rollout in scored]) if scored else None,
+        sampled=_numbers([n for rollout in scored if (n := rollout.num_sampled) is not None]),
+        tokens=_numbers([n for rollout in scored if (n := rollout.num_tokens) is not None]),
+        truncated=float(np.mean([rollout.truncated for rollout in scored])) if scored else 0.0,
+        stops=dict(Counter(rollout.stop or "(not said)" for rollout in scored).most_common()),
         troubles=sorted(troubles, key=lambda trouble: -trouble.count),
     )
 
@@ -182,19 +182,19 @@ def write_rollouts(outcomes: Sequence[Outcome], file: Path) -> None:
     """Write one line per rollout, with the keys that analysis scripts expect (`example_id`, `reward`)."""
     with atomic_write(file) as out:
         for outcome in outcomes:
-            spec, finished = outcome.spec, outcome.finished
+            spec, rollout = outcome.spec, outcome.rollout
             line: dict[str, Any] = {
                 "example": spec.example,
                 "rollout": spec.rollout,
                 "seconds": round(outcome.seconds, 3),
             }
-            if finished is None:
+            if rollout is None:
                 line |= {"error": str(outcome.failure), "traceback": _traceback(outcome)}
             else:
                 own = ("example_id", "reward", "metrics", "prompt", "completion", "answer", "info")
                 counted = ("num_turns", "num_sampled", "num_tokens", "truncated", "stop")
-                line |= {name: getattr(finished.done, name) for name in own}
-                line |= {name: getattr(finished, name) for name in counted}
+                line |= {name: getattr(rollout, name) for name in own}
+                line |= {name: getattr(rollout, name) for name in counted}
             out.write(json.dumps(line).encode() + b"\n")
 
 

@@ -23,11 +23,11 @@ from trireme.base.waiting import Waits
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check_launch
 from trireme.config.run import RunConfig
+from trireme.journal.records import Rollout
 from trireme.launch.standalone_engine import open_engine
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
 from trireme.orchestrator.rollout.driver import RolloutSpec
-from trireme.orchestrator.rollout.runner import Finished
 from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
 from trireme.tools.environments.policy_engine import open_engine_policy
 from trireme.tools.environments.policy_script import ScriptedPolicy
@@ -51,7 +51,7 @@ class RolloutPolicy(Protocol):
         """Whether its rewards say how hard the environment is."""
         ...
 
-    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Finished:
+    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Rollout:
         """Raises: RolloutFailed; TriremeError where no other rollout could go better."""
         ...
 

@@ -15,10 +15,10 @@ import msgspec
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.waiting import Wait, Waits
 from trireme.config.orchestrator import Sampling
+from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, FinishReason, Reply, ToolCall
-from trireme.orchestrator.rollout.driver import RolloutSpec
-from trireme.orchestrator.rollout.runner import Finished
+from trireme.orchestrator.rollout.driver import RolloutSpec, build_rollout
 from trireme.orchestrator.rollout.sampling import sampling_arguments
 
 LOOK_TIMEOUT_S = 10.0
@@ -101,7 +101,7 @@ class ChatEndpoint:
     def name(self) -> str:
         return f"{self.model} at {self.api}, temperature {self.sampling.temperature:g}"
 
-    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Finished:
+    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Rollout:
         """Raises: ConfigError where the server refuses what every question has; DeadlineExceeded."""
         num_sampled = num_tokens = 0
 
@@ -115,7 +115,7 @@ class ChatEndpoint:
             return _to_reply(answer.choices[0])
 
         done = await environment.run(spec.task(environment), ask)
-        return Finished.from_environment(done, num_sampled=num_sampled or None, num_tokens=num_tokens or None)
+        return build_rollout(done, environment, spec, num_sampled=num_sampled or None, num_tokens=num_tokens or None)
 
     async def _answer(self, question: Ask) -> _Completion | Reply:
         """Ask until there is an answer, with exponential backoff. A `Reply` holds the server's error."""

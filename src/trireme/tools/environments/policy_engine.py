@@ -15,13 +15,14 @@ from trireme.base.errors import PeerDied, TriremeError
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Sampling
 from trireme.config.run import RunConfig
+from trireme.journal.records import Rollout
 from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.engines.responses import Response
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.driver import RolloutSpec
-from trireme.orchestrator.rollout.runner import Finished, RolloutRunner
+from trireme.orchestrator.rollout.runner import RolloutRunner
 
 
 class WeightsReplaced(TriremeError):
@@ -67,7 +68,7 @@ class EnginePolicy:
         self._sampling = sampling
         self._trained = trained
 
-    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Finished:
+    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Rollout:
         return await self._runner.run(
             environment,
             key=spec.name,

@@ -11,10 +11,10 @@ import json
 import random
 from typing import Any
 
+from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, ToolCall
-from trireme.orchestrator.rollout.driver import RolloutSpec
-from trireme.orchestrator.rollout.runner import Finished
+from trireme.orchestrator.rollout.driver import RolloutSpec, build_rollout
 
 MAX_TURNS = 32
 """The conversation then no longer fits, as it would in a model's context: an environment may have no limit."""
@@ -27,7 +27,7 @@ class ScriptedPolicy:
     name = "scripted answers that make no sense"
     is_policy = False
 
-    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Finished:
+    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Rollout:
         num_turns = 0
 
         async def ask(question: Ask) -> Reply:
@@ -35,7 +35,7 @@ class ScriptedPolicy:
             num_turns += 1
             return answer(question, spec, turn=num_turns)
 
-        return Finished.from_environment(await environment.run(spec.task(environment), ask))
+        return build_rollout(await environment.run(spec.task(environment), ask), environment, spec)
 
 
 def answer(question: Ask, spec: RolloutSpec, *, turn: int) -> Reply:

@@ -24,6 +24,7 @@ from trireme.config.orchestrator import evaluation_problems
 from trireme.config.problems import raise_together
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
+from trireme.journal.records import Rollout
 from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.venv import installed_venv
@@ -37,7 +38,6 @@ from trireme.orchestrator.rollout.driver import (
     read_extent,
     run_rollouts,
 )
-from trireme.orchestrator.rollout.runner import Finished
 from trireme.tools.environments.catalog import ROOT, build, find_source
 from trireme.tools.environments.check import LOAD_TIMEOUT_S
 from trireme.tools.environments.policy import RolloutPolicy
@@ -170,7 +170,7 @@ class Session:
         """
         began, before = time.monotonic(), self.seconds
 
-        async def roll_out(spec: RolloutSpec) -> Finished:
+        async def roll_out(spec: RolloutSpec) -> Rollout:
             return await self.policy.rollout(self.environment, spec)
 
         async def keep(outcome: Outcome) -> None:

@@ -29,7 +29,7 @@ class OneQuestion:
         self.config = EnvironmentConfig(id=self.name)
         self._messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
 
-    async def run(self, task: RunTask, ask: AskPolicy, *, restart_deadline: Callable[[], None] = lambda: None) -> Done:
+    async def run(self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None) -> Done:
         """Raises: RolloutFailed where there is no answer, with stage `TOO_LONG` where the question does not fit."""
         reply = await ask(Ask(task=task.task, call="1", messages=self._messages, sampling={}))
         if reply.error is not None:
@@ -49,8 +49,8 @@ class OneQuestion:
 async def ask_once(policy: RolloutPolicy, question: str, *, number: int = 0) -> str:
     """Raises: RolloutFailed where there is no answer; TriremeError where no other question would get one."""
     asked = cast(Environment, OneQuestion(question))
-    finished = await policy.rollout(asked, RolloutSpec("train", number, 0))
-    return str(finished.done.completion[0]["content"])
+    rollout = await policy.rollout(asked, RolloutSpec("train", number, 0))
+    return str(rollout.completion[0]["content"])
 
 
 async def check_answers(policy: RolloutPolicy, *, flag: str) -> None:

@@ -21,9 +21,9 @@ from gepa.core.state import GEPAState
 from gepa.strategies.instruction_proposal import InstructionProposalSignature
 
 from trireme.base.errors import Refused
+from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.driver import Outcome, RolloutSpec, run_rollouts
-from trireme.orchestrator.rollout.runner import Finished
 from trireme.tools.environments.policy import RolloutPolicy
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.examples import Drawn, Example
@@ -165,14 +165,14 @@ class Search:
                 prompted = PromptedEnvironment(self.environment, prompt, columns=self.config.state_columns)
                 wanted[RolloutSpec(example.split, example.index, nth)] = example, prompted
 
-        async def roll_out(spec: RolloutSpec) -> Finished:
+        async def roll_out(spec: RolloutSpec) -> Rollout:
             return await self.policy.rollout(cast(Environment, wanted[spec][1]), spec)
 
         async def record(outcome: Outcome) -> None:
             example, prompted = wanted[outcome.spec]
             more: dict[str, Any] = {"purpose": example.purpose, "split": example.split, "prompt_name": name}
-            if outcome.finished is not None:
-                more |= {"columns": outcome.finished.done.columns, "state_keys": outcome.finished.done.state_keys}
+            if outcome.rollout is not None:
+                more |= {"columns": outcome.rollout.columns, "state_keys": outcome.rollout.state_keys}
             elif outcome.failure is not None:
                 more |= {"prompt": prompted.asked, "traceback": outcome.failure.traceback}
             self.records.add_rollout(PromptRollout.of(outcome, **more))
