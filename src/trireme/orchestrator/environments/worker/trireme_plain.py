@@ -34,12 +34,11 @@ may be kept in it, and `reward` finds them there:
 import copy
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from trireme_examples import Example, read_examples, to_messages
 from trireme_rollout import (
     Ask,
     OverlongPrompt,
@@ -49,6 +48,8 @@ from trireme_rollout import (
     checked_group,
     checked_scores,
 )
+
+Example = Mapping[str, Any]
 
 
 @dataclass
@@ -64,13 +65,13 @@ class Played:
 
     @property
     def completion(self) -> str:
-        """The model's last message; the environment's may come after it, where the conversation no longer fits."""
+        """The model's last message. The environment's may follow it, where the conversation no longer fits."""
         said = self.messages[self.num_prompt :]
         return next((message["content"] for message in reversed(said) if message["role"] == "assistant"), "")
 
 
 class PlainAdapter:
-    """Rollouts over examples held in memory."""
+    """Runs rollouts over examples held in memory."""
 
     def __init__(self, source: object, *, args: dict, versions: dict[str, str]) -> None:
         self._name = getattr(source, "__name__", type(source).__name__)
@@ -103,7 +104,9 @@ class PlainAdapter:
 
     async def play(self, request: dict, ask: Ask) -> Played:
         index = request["index"]
-        example = copy.deepcopy(dict(self._examples_of(request["split"])[index]))
+        # without an evaluation set, evaluation reads the training set, as in verifiers
+        examples = self._eval if request["split"] == "eval" and self._eval else self._train
+        example = copy.deepcopy(dict(examples[index]))
         prompt = to_messages(example["prompt"])
         played = Played(example, index, list(prompt), len(prompt))
         for num_turns in range(1, 1 << 31):
@@ -121,7 +124,7 @@ class PlainAdapter:
         return played
 
     async def _take_turn(self, played: Played, ask: Ask, sampling: dict, *, is_first: bool) -> bool:
-        """Whether the conversation may go on: not where the model was cut off, or the context is full."""
+        """Return whether the conversation may continue: not if the model was cut off, or the context is full."""
         try:
             reply = await ask(list(played.messages), tools=None, sampling=sampling)
         except OverlongPrompt:
@@ -129,7 +132,10 @@ class PlainAdapter:
                 raise
             played.stop, played.truncated = "prompt_too_long", True
             return False
-        played.messages.append(_assistant(reply.get("content") or "", reply.get("reasoning")))
+        message = {"role": "assistant", "content": reply.get("content") or ""}
+        played.messages.append(
+            {**message, "reasoning_content": reply["reasoning"]} if reply.get("reasoning") else message
+        )
         played.stop = reply.get("finish_reason")
         played.truncated = played.stop == "length"
         return not played.truncated
@@ -151,13 +157,9 @@ class PlainAdapter:
     async def dispose(self, played: Played) -> None:
         pass
 
-    def _examples_of(self, split: str) -> list[Example]:
-        """Without an evaluation set, evaluation reads the training set, as in verifiers."""
-        return self._eval if split == "eval" and self._eval else self._train
-
 
 def _offer(played: Played) -> dict[str, Any]:
-    """What functions may ask for by name. Messages are copies: a function may do with them what it likes."""
+    """Return what functions may ask for by name. Messages are copies, so a function may change them."""
     said = {"completion": played.completion, "messages": copy.deepcopy(played.messages), "example": played.example}
     return {"answer": None, **played.example, **said}
 
@@ -178,11 +180,11 @@ async def _call(function: Callable, offered: Mapping[str, Any]) -> Any:
 
 
 def _fields(played: Played) -> dict[str, Any]:
-    example = played.example
+    example, answer = played.example, played.example.get("answer")
     return {
         "prompt": played.messages[: played.num_prompt],
         "completion": played.messages[played.num_prompt :],
-        "answer": _text(example.get("answer")),
+        "answer": answer if answer is None or isinstance(answer, str) else json.dumps(answer, default=str),
         "info": as_dict(example.get("info")),
         "example_id": as_id(example.get("example_id", played.index)),
         "stop": played.stop,
@@ -202,7 +204,7 @@ def _member(source: object, name: str, *, required: bool = True) -> Any:
 
 
 def _check_parameters(function: Callable, offered: set[str]) -> None:
-    """Found at load, before any rollout is paid for: a parameter that nothing can fill."""
+    """Refuse a parameter that nothing can fill: at load, before any rollout is paid for."""
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if missing := [p.name for p in named if p.default is p.empty and p.name not in offered]:
@@ -214,7 +216,7 @@ def _check_parameters(function: Callable, offered: set[str]) -> None:
 
 
 def _accepted_names(function: Any) -> frozenset[str] | None:
-    """The keyword arguments it takes; None where it takes any."""
+    """Return the keyword arguments that a function takes; None where it takes any."""
     parameters = inspect.signature(function).parameters.values() if callable(function) else ()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -229,10 +231,32 @@ def _callable_name(function: Callable) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _assistant(content: str, reasoning: str | None) -> dict:
-    message = {"role": "assistant", "content": content}
-    return {**message, "reasoning_content": reasoning} if reasoning else message
+def read_examples(source: Any, *, args: dict, name: str) -> list[Example]:
+    """Read and check the examples of a data set.
+
+    Args:
+        source: a list, a function that returns one for these `args`, or None.
+    """
+    examples = list(source(**args) if callable(source) else source or [])
+    for number, example in enumerate(examples):
+        if not isinstance(example, Mapping) or "prompt" not in example:
+            raise ValueError(
+                f"Example {number} of {name} is {example!r:.120} - expected a dict with a `prompt` (text or chat "
+                "messages) and usually an `answer` - name its fields so."
+            )
+        to_messages(example["prompt"])
+    return examples
 
 
-def _text(answer: object) -> str | None:
-    return answer if answer is None or isinstance(answer, str) else json.dumps(answer, default=str)
+def to_messages(said: str | Mapping | Sequence[Mapping]) -> list[dict]:
+    """Return text, a chat message or several of them as chat messages."""
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    messages = [said] if isinstance(said, Mapping) else said
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
+            raise ValueError(
+                f"A message of a prompt is {message!r:.120} - expected a dict with a `role` and text as `content` - "
+                "leave out images, sound and other parts that are not text."
+            )
+    return [dict(message) for message in messages]

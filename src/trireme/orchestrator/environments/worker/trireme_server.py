@@ -6,12 +6,12 @@ import random
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
-from trireme_columns import columns_of
 from trireme_groups import Groups
 from trireme_loading import Adapter, load_adapter
-from trireme_rollout import Ask, EngineError, OverlongPrompt, RewardError, TurnCancelled
+from trireme_rollout import EngineError, OverlongPrompt, RewardError, TurnCancelled
 from trireme_wire import Message, Wire
 
 
@@ -29,12 +29,17 @@ class Server:
 
     @classmethod
     def load(cls, request: Message) -> tuple["Server | None", Message]:
-        """The server and the `ready` message, or no server and the `failed` message.
+        """Return the server and the `ready` message, or no server and the `failed` message.
 
-        Every worker of an environment seeds alike before it loads: example 17 must be the same one in each of them,
-        and after a restart, also where the environment draws its examples without a seed of its own.
+        All workers of an environment set the same random seed before they load it: example 17 must be the same one in
+        each of them, and after a restart, even if the environment draws its examples without a seed of its own.
         """
-        _seed(request.get("seed", 0))
+        seed = request.get("seed", 0)
+        random.seed(seed)
+        with contextlib.suppress(ImportError):
+            import numpy
+
+            numpy.random.seed(seed % 2**32)
         try:
             adapter = load_adapter(request["module"], kind=request["kind"], args=request.get("args") or {})
         except (Exception, SystemExit) as error:
@@ -61,33 +66,28 @@ class Server:
     def _receive(self, message: Message) -> None:
         kind = message["type"]
         if kind == "reply":
-            self._pass_on(message)
+            turn = self._turns.get(message["call"])
+            if turn is not None and not turn.done():  # the rollout may have given up waiting
+                turn.set_result(message)
         elif kind == "run":
-            self._start(message)
+            rollout = asyncio.get_running_loop().create_task(self._run(message))
+            self._rollouts[message["task"]] = rollout  # the event loop itself keeps weak references only
         elif kind == "cancel":
-            self._cancel(message["task"])
+            if (cancelled := self._rollouts.get(message["task"])) is not None:
+                cancelled.cancel()
         elif kind == "ping":
             self._wire.send({"type": "pong"})
         elif kind == "stop" and self._stopped and not self._stopped.done():
             self._stopped.set_result(None)
 
-    def _start(self, message: Message) -> None:
-        rollout = asyncio.get_running_loop().create_task(self._run(message))
-        self._rollouts[message["task"]] = rollout  # held here: the event loop itself only keeps weak references
-
-    def _cancel(self, task: str) -> None:
-        if rollout := self._rollouts.get(task):
-            rollout.cancel()
-
-    def _pass_on(self, reply: Message) -> None:
-        turn = self._turns.get(reply["call"])
-        if turn is not None and not turn.done():  # the rollout may have given up waiting
-            turn.set_result(reply)
-
     async def _run(self, request: Message) -> None:
         task = request["task"]
+
+        async def ask(messages: list[dict], *, tools: list[dict] | None, sampling: dict) -> Message:
+            return await self._ask(task, messages, tools=tools, sampling=sampling)
+
         try:
-            played = await self._adapter.play(request, self._asker(task))
+            played = await self._adapter.play(request, ask)
             try:
                 result = await self._score(request, played)
                 shown = columns_of(self._adapter, played, request.get("columns") or [])
@@ -99,13 +99,15 @@ class Server:
         except (Exception, SystemExit) as error:  # an environment that calls `exit()` must not end the others
             self._report(request, "rollout", error)
         except asyncio.CancelledError as error:
-            if not _cancelled_from_outside():  # or the orchestrator waits for no answer
+            # a refused turn (`TurnCancelled`, which `asyncio.wait_for` turns into a bare CancelledError); otherwise the
+            # orchestrator has cancelled the rollout, and expects no answer
+            if not ((running := asyncio.current_task()) and running.cancelling()):
                 self._report(request, "rollout", error)
         finally:
             self._rollouts.pop(task, None)
 
     async def _score(self, request: Message, played: Any) -> Message:
-        """Alone, or with its group once that is complete; the orchestrator hears that it waits for it."""
+        """Score it alone, or with its group once that is complete. The orchestrator is told that it waits."""
         if not self._adapter.group_rewards:
             return (await self._adapter.score([played]))[0]
         name, group, size = request["task"], request.get("group") or request["task"], request.get("group_size", 1)
@@ -113,19 +115,13 @@ class Server:
         return await self._groups.score(played, name=name, group=group, size=size)
 
     def _report(self, request: Message, stage: str, error: BaseException) -> None:
-        """To the orchestrator, and to our own log with the example that it was."""
+        """Report a failure to the orchestrator, and to the log with the example."""
         example = f"{request['split']} example {request['index']}"
         print(f"Rollout {request['task']} of {example} failed ({stage}):", file=sys.stderr)
         told = {"error": _describe(error), "traceback": _traceback(error)}
         self._wire.send({"type": "error", "task": request["task"], "stage": stage, **told})
 
-    def _asker(self, task: str) -> Ask:
-        async def ask(messages: list[dict], *, tools: list[dict] | None, sampling: dict) -> Message:
-            return await self._turn(task, messages, tools=tools, sampling=sampling)
-
-        return ask
-
-    async def _turn(self, task: str, messages: list[dict], *, tools: list[dict] | None, sampling: dict) -> Message:
+    async def _ask(self, task: str, messages: list[dict], *, tools: list[dict] | None, sampling: dict) -> Message:
         self._num_calls += 1
         call = str(self._num_calls)
         answered = self._turns[call] = asyncio.get_running_loop().create_future()
@@ -133,39 +129,21 @@ class Server:
             {"type": "ask", "task": task, "call": call, "messages": messages, "tools": tools, "sampling": sampling}
         )
         try:
-            return _checked(await answered)
+            reply = await answered
         finally:
             del self._turns[call]
+        if error := reply.get("error"):
+            kinds = {"overlong_prompt": OverlongPrompt, "cancelled": TurnCancelled}
+            raise kinds.get(reply.get("error_kind", ""), EngineError)(error)
+        return reply
 
 
 def _failed(error: BaseException) -> Message:
     return {"type": "failed", "error": _describe(error), "traceback": _traceback(error)}
 
 
-def _cancelled_from_outside() -> bool:
-    """Not so where a turn was refused (`TurnCancelled`, which `asyncio.wait_for` turns into a bare CancelledError)."""
-    running = asyncio.current_task()
-    return running is not None and running.cancelling() > 0
-
-
-def _checked(reply: Message) -> Message:
-    if error := reply.get("error"):
-        kinds = {"overlong_prompt": OverlongPrompt, "cancelled": TurnCancelled}
-        raise kinds.get(reply.get("error_kind", ""), EngineError)(error)
-    return reply
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    try:
-        import numpy
-    except ImportError:
-        return
-    numpy.random.seed(seed % 2**32)
-
-
 def _describe(error: BaseException) -> str:
-    """The error and what caused it: verifiers wraps everything in empty errors of its own.
+    """Return the error and its causes: verifiers wraps everything in empty errors of its own.
 
     Example: "ModelError: (no message) <- ValueError: an image in message 2 - ..."
     """
@@ -180,3 +158,32 @@ def _describe(error: BaseException) -> str:
 def _traceback(error: BaseException) -> str:
     print(text := "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
     return text
+
+
+def columns_of(adapter: Any, played: Any, names: list[str]) -> dict:
+    """Return fields of the `done` message: `columns`, and `state_keys` where one that was asked for does not exist.
+
+    Example:
+        columns_of(adapter, played, ["guesses", "gone"])  # {"columns": {"guesses": 3}, "state_keys": ["answer", ...]}
+    """
+    if not names:
+        return {}
+    # verifiers: its state; a plain environment: its example, with the notes kept in it; v1: the result
+    holders = (getattr(played, "state", None), getattr(played, "example", None), played)
+    state: Mapping = next((holder for holder in holders if isinstance(holder, Mapping)), {})
+    found = {name: state[name] for name in names if name in state}
+    if "parsed_answer" in names and "parsed_answer" not in found:
+        found |= _parsed_answer(adapter, state)
+    missing = [name for name in names if name not in found]
+    return {"columns": found, **({"state_keys": sorted(map(str, state))} if missing else {})}
+
+
+def _parsed_answer(adapter: Any, state: Mapping) -> dict:
+    """Return what the environment's parser reads in the completion, if it has a parser."""
+    parser = getattr(getattr(adapter, "_environment", None), "parser", None)
+    if parser is None:
+        return {}
+    try:
+        return {"parsed_answer": parser.parse_answer(state.get("completion"))}
+    except Exception as error:  # a parser is the environment's code, and this rollout is scored already
+        return {"parsed_answer": f"(the parser failed: {type(error).__name__}: {error})"}

@@ -12,16 +12,26 @@ Surprising about verifiers 0.2.0, and why this file is more than a call of `env.
 5. Its own client raises on an empty completion. A model that answers with nothing must be scored, so ours does not.
 """
 
+import contextvars
 import functools
+import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import verifiers as vf
-from trireme_rollout import Ask, EngineError, OverlongPrompt, as_dict, as_id, checked_number
-from trireme_rubrics import Scoring, watch
+from trireme_rollout import (
+    Ask,
+    EngineError,
+    OverlongPrompt,
+    RewardError,
+    as_dict,
+    as_id,
+    checked_group,
+    checked_number,
+)
 
 
 @dataclass
@@ -237,7 +247,7 @@ def _flat(sampling_args: dict) -> dict:
     return {**sampling, **(sampling_args.get("extra_body") or {})}
 
 
-def _result(played: Played, scoring: Scoring) -> dict:
+def _result(played: Played, scoring: "Scoring") -> dict:
     state, answer = played.state, played.state.get("answer")
     return {
         "reward": checked_number(state.get("reward"), name="(the sum of all)"),
@@ -273,7 +283,7 @@ def _let_judge_read_messages(rubric: vf.JudgeRubric) -> None:
     rubric.judge = rubric.class_objects["judge"] = ask
 
 
-def _turn_rewards(played: Played, scoring: Scoring) -> list[list[float]]:
+def _turn_rewards(played: Played, scoring: "Scoring") -> list[list[float]]:
     """What the environment wrote into `reward` of a step of the trajectory, at the place where that turn was asked for.
 
     A step that was not asked for (the environment made it up) has no tokens to credit.
@@ -305,3 +315,86 @@ def _rubrics(environment: Any) -> Iterator[Any]:
         rubric = pending.pop()
         yield rubric
         pending += getattr(rubric, "rubrics", [])
+
+
+# scoring by rubrics, without what they hide: each reward function is wrapped where the rubric lists it
+
+_current: contextvars.ContextVar["Scoring | None"] = contextvars.ContextVar("scoring", default=None)
+
+
+class Scoring:
+    """One scoring of one rollout, or of a group. A context variable leads the wrappers to it: many go on at once."""
+
+    def __init__(self, states: list[Any]) -> None:
+        self.num_states = len(states)
+        self.errors: list[BaseException] = []
+        self._own: set[int] = set()  # steps whose reward the environment gave, by `id`
+        self.note_own_rewards(states)
+
+    async def run(self, scoring: Awaitable[None]) -> None:
+        """Raises: RewardError, with the first of the causes."""
+        token = _current.set(self)
+        try:
+            await scoring
+        except (Exception, SystemExit) as error:
+            self.errors.append(error)
+        finally:
+            _current.reset(token)
+        if self.errors:
+            raise RewardError from self.errors[0]
+
+    def is_own(self, step: Any) -> bool:
+        return id(step) in self._own and step.get("reward") is not None
+
+    def note_own_rewards(self, states: Iterable[Any]) -> None:
+        """To be called when only the environment can have written any since `take_back`, or the beginning."""
+        self._own |= {id(step) for state in states for step in state["trajectory"] if step.get("reward") is not None}
+
+    def take_back(self, states: Iterable[Any]) -> None:
+        """Before a function of a second rubric: what `score_group` of the first has filled in is none of its own."""
+        for state in states:
+            for step in state["trajectory"]:
+                if id(step) not in self._own:
+                    step["reward"] = None
+
+
+def watch(rubric: Any) -> None:
+    for place, function in enumerate(rubric.funcs):
+        if not getattr(function, "_watched_by_trireme", False):
+            rubric.funcs[place] = _watched(function, scores_group=rubric._is_group_func(function))
+
+
+def _watched(function: Callable, *, scores_group: bool) -> Callable:
+    """The same reward function (verifiers reads its signature and name) that also tells us when it fails."""
+    name = getattr(function, "__name__", type(function).__name__)
+
+    @functools.wraps(function)
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        scoring, states = _current.get(), _states_in(kwargs)
+        if scoring is not None:
+            scoring.take_back(states)
+        try:
+            value = function(*args, **kwargs)
+            value = await value if inspect.isawaitable(value) else value
+            if scoring is not None:
+                scoring.note_own_rewards(states)
+            return _checked(value, name=name, num_states=scoring.num_states if scores_group and scoring else None)
+        except (Exception, SystemExit) as error:
+            if scoring is not None:
+                scoring.errors.append(error)
+            raise
+
+    watched.__name__ = name
+    watched._watched_by_trireme = True  # type: ignore[attr-defined]
+    return watched
+
+
+def _states_in(arguments: dict[str, Any]) -> list[Any]:
+    """A function that takes neither `state` nor `states` cannot give a turn a reward."""
+    return [*arguments.get("states", ()), *([arguments["state"]] if "state" in arguments else ())]
+
+
+def _checked(value: Any, *, name: str, num_states: int | None) -> Any:
+    if num_states is None:
+        return checked_number(value, name=name)
+    return [checked_number(number, name=name) for number in checked_group(value, size=num_states, name=name)]
