@@ -36,9 +36,11 @@ class Server:
         """
         seed = request.get("seed", 0)
         random.seed(seed)
-        with contextlib.suppress(ImportError):
+        try:
             import numpy
-
+        except ImportError:
+            pass
+        else:
             numpy.random.seed(seed % 2**32)
         try:
             adapter = load_adapter(request["module"], kind=request["kind"], args=request.get("args") or {})
