@@ -19,7 +19,6 @@ from trireme.config.trainer import Lora, TrainerModel
 from trireme.messages import TensorSpec
 from trireme.trainer.checkpoint.export import (
     DESCRIPTION,
-    architecture_of,
     describe_model,
     make_folder,
     require_undamaged,
@@ -30,6 +29,7 @@ from trireme.trainer.model.hub_names import hub_names
 from trireme.trainer.model.loading import ModelTensors, find_files, find_layouts
 from trireme.trainer.model.lora import Product, base_name, inject_adapters, merge, products
 from trireme.trainer.model.model import build_model, published_config
+from trireme.trainer.model.sharding import class_name
 from trireme.trainer.parallel.shards import open_checkpoint
 
 
@@ -142,7 +142,7 @@ class Merged:
 
     def describe(self, folder: Path, dtype: torch.dtype) -> None:
         model = self._model
-        describe_model(folder, published_config(model), model.generation_config, dtype, architecture_of(model))
+        describe_model(folder, published_config(model), model.generation_config, dtype, class_name(model))
 
 
 def _to_lora(settings: dict[str, Any]) -> Lora:

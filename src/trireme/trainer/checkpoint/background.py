@@ -1,4 +1,4 @@
-"""One job at a time in a thread of its own."""
+"""Background jobs: one at a time, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CHECK_S = 0.5
 
 
 class BackgroundJob:
-    """Runs what is begun, and raises what it raised wherever it is next asked about."""
+    """Runs one job at a time. The next `check` or `wait` raises what the job raised."""
 
     def __init__(self, waits: Waits, *, peer: str) -> None:
         """
         Args:
-            peer: whom the jobs work with ("disk"); part of the name of a wait for them.
+            peer: what the jobs wait for ("disk"); shown by those who wait for a job.
         """
         self._waits = waits
         self._peer = peer
@@ -32,8 +32,8 @@ class BackgroundJob:
         self._seconds: float | None = None
 
     def begin(self, what: str, job: Callable[[], None]) -> None:
-        """`what` is what is waited for until the job is done ("checkpoint step_50 to be written")."""
-        assert self._idle.is_set(), f"{self._what} is still waited for"
+        """Start a job. `what` names it to those who wait for it ("checkpoint step_50 to be written")."""
+        assert self._idle.is_set(), f"{self._what} is still running"
         self.check()
         self._what = what
         self._idle.clear()
@@ -44,33 +44,33 @@ class BackgroundJob:
         try:
             job()
             self._seconds = time.perf_counter() - began
-        except BaseException as error:  # raised in the other thread
+        except BaseException as error:  # raised by `check`
             self._error = error
         finally:
             self._idle.set()
 
     def check(self) -> None:
-        """Raises what the last job raised."""
+        """Raise what the last job raised."""
         if self._error is not None:
             self._was_raised = True
             raise self._error
 
     def wait(self, deadline_s: float) -> None:
-        """Returns when nothing is under way. Raises what the last job raised."""
+        """Wait until no job is running. Raises what the last job raised."""
         if not self._idle.is_set():
             with self._waits.waiting(self._what, peer=self._peer, deadline_s=deadline_s) as wait:
                 while not self._idle.wait(CHECK_S):
                     wait.check()
         self.check()
 
-    def close(self, patience_s: float) -> None:
-        """On any way out: leaves the job some time, raises nothing; an error that nobody has seen is logged."""
-        if not self._idle.wait(patience_s):
-            log.warning("%s: given up, as the process ends", self._what)
+    def close(self, timeout_s: float) -> None:
+        """Give the job some time to end. Raises nothing; logs an error that was not raised before."""
+        if not self._idle.wait(timeout_s):
+            log.warning("%s: abandoned, as the process ends", self._what)
         elif self._error is not None and not self._was_raised:
             log.error("%s: %s: %s", self._what, type(self._error).__name__, self._error)
 
     def take_seconds(self) -> float | None:
-        """How long the last job took; None where it goes on, or was asked about before."""
+        """Return how long the last job took, once; None if it is still running."""
         seconds, self._seconds = self._seconds, None
         return seconds

@@ -1,10 +1,10 @@
-"""What the trainer needs to go on, on disk: whole or not at all, written while training goes on.
+"""Checkpoints: the trainer's state on disk, complete or not at all, written in the background.
 
-`save` copies the state and returns. A thread of each rank writes `checkpoints/.step_N.partial/`: its pieces, its random
-state, and a list of both with their digests; rank 0's also what describes the model, in `model/`. Rank 0's thread then
-waits for all ranks' lists, makes the weights in Hugging Face format out of all the pieces, writes the lists down as the
-manifest, and renames the folder to `step_N`. There are no collectives in those threads, which training's could meet:
-they wait for each other's files.
+`save` copies the state and returns. A thread of each rank writes to `checkpoints/.step_N.partial/`: the rank's shards,
+its random state, and a list of both with their digests. Rank 0's thread also writes the description of the model
+(`model/`), waits for all ranks' lists, makes the weights in Hugging Face format out of all shards, writes the lists as
+the manifest, and renames the folder to `step_N`. These threads use no collectives, which could meet those of training.
+They wait for each other's files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -38,7 +38,7 @@ from trireme.trainer.parallel.shards import Shard, is_written_by, open_checkpoin
 
 log = get_logger("checkpoint")
 
-WRITE_S = 3600.0  # in which all is written where there is room
+WRITE_S = 3600.0  # timeout for writing a checkpoint, apart from waits for room on the disk
 CLOSE_S = 20.0
 POLL_S = 0.05
 REFUSED = -1
@@ -48,13 +48,13 @@ Files = dict[str, FileEntry]
 
 @dataclass(frozen=True)
 class _Copy:
-    """One rank's state at one version, which training no longer changes."""
+    """A copy of one rank's state at one version."""
 
     version: int
     folder: Path
-    pieces: dict[str, Shard]
+    shards: dict[str, Shard]
     random: dict[str, torch.Tensor]
-    export: Export | None  # of rank 0
+    export: Export | None  # on rank 0
 
     @property
     def name(self) -> str:
@@ -76,8 +76,8 @@ class CheckpointStore:
     ) -> None:
         """
         Args:
-            disk_timeout_s: how long to wait for room on a full disk.
-            exporter: what writes the weights in Hugging Face format that come with every checkpoint.
+            disk_timeout_s: timeout of waits for room on a full disk.
+            exporter: exports the weights of every checkpoint in Hugging Face format.
         """
         self._folder = folder
         self._config = config
@@ -89,44 +89,47 @@ class CheckpointStore:
         self._background = BackgroundJob(waits, peer=DISK)
 
     def is_due(self, version: int, *, last: int) -> bool:
-        """Raises what the writing of the last one raised."""
+        """Return whether a checkpoint is due at this version. Raises what writing the last one raised."""
         self._background.check()
         interval = self._config.interval
         return version == last or (interval is not None and version % interval == 0)
 
     def save(self, state: TrainerState) -> None:
-        """Returns when everything is copied; the copy is written in the background. A collective.
+        """Copy the state, and write the copy in the background. A collective.
 
-        Waits for the one before. Raises what its writing raised.
+        Waits for the checkpoint before, and raises what its writing raised.
         """
         self.wait()
         partial = self._folder / f".step_{state.version}.partial"
         if self._world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
-        self._world.barrier()  # from here on, the folder is there only when this checkpoint is being written
-        pieces = self._copy_shards(state)
+        self._world.barrier()  # from here on, the folder exists only while this checkpoint is written
+        shards = self._copy_shards(state)
+        random = {"cpu": torch.get_rng_state()}
+        if self._world.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state()
         export = self._exporter.prepare(state.model) if self._exporter else None
-        copy = _Copy(state.version, partial, pieces, _random_state(self._world), export)
+        copy = _Copy(state.version, partial, shards, random, export)
         self._background.begin(f"checkpoint {copy.name} to be written", lambda: self._write(copy))
 
     def wait(self) -> None:
-        """Returns when all that was saved, by all ranks, is on disk. Raises what the writing raised."""
-        self._background.wait(WRITE_S + 4 * self._disk_timeout_s)  # its own deadlines come first
+        """Wait until the last checkpoint of all ranks is on disk. Raises what its writing raised."""
+        self._background.wait(WRITE_S + 4 * self._disk_timeout_s)  # the deadlines of the job itself come first
 
     def close(self) -> None:
-        """On any way out; raises nothing. Whoever wants to know that all is written calls `wait` before."""
+        """Give the last checkpoint some time to be written. Raises nothing; call `wait` before to be sure."""
         self._background.close(CLOSE_S)
 
     def take_write_seconds(self) -> float | None:
-        """How long the last checkpoint took in the background; None where there is nothing new to tell."""
+        """Return how long the last checkpoint took to write, once."""
         return self._background.take_seconds()
 
     def resume(self, state: TrainerState, *, resume: bool) -> None:
-        """Loads what the run is to start from, if it is not the base model. A collective.
+        """Load the checkpoint that the run resumes from, if any. A collective.
 
         Raises:
-            ConfigError: as `version_to_resume`.
-            PeerDied: rank 0 has raised that.
+            ConfigError: on rank 0, as `version_to_resume`.
+            PeerDied: on the other ranks.
         """
         version = REFUSED
         try:
@@ -135,7 +138,7 @@ class CheckpointStore:
         finally:
             agreed = self._world.agree(version)
         if agreed == REFUSED:
-            raise PeerDied("Rank 0 has refused the checkpoint that was asked for. Its own message says why.")
+            raise PeerDied("Rank 0 rejected the checkpoint to resume from. See its error message.")
         if agreed:
             load_checkpoint(state, step_folder(self._folder, agreed), rank=self._world.rank)
 
@@ -152,16 +155,16 @@ class CheckpointStore:
         return version
 
     def _copy_shards(self, state: TrainerState) -> dict[str, Shard]:
-        pieces = {}
+        shards = {}
         for name, tensor in tensors_of(state).items():
-            piece = shard_of(tensor)
-            if is_written_by(tensor, self._world.rank) and piece.num_bytes:
-                pieces[name] = Shard(self._host_buffers.copy(name, piece.tensor), piece.shape, piece.offset)
+            shard = shard_of(tensor)
+            if is_written_by(tensor, self._world.rank) and shard.num_bytes:
+                shards[name] = replace(shard, tensor=self._host_buffers.copy(name, shard.tensor))
         self._host_buffers.finish()
-        return pieces
+        return shards
 
     def _write(self, copy: _Copy) -> None:
-        """In a thread of its own."""
+        """Write a copy. Runs in the background thread."""
         rank = self._world.rank
         if self._world.is_main:
             self._when_there_is_room(lambda: copy.folder.mkdir(parents=True), f"checkpoint {copy.name}")
@@ -173,14 +176,19 @@ class CheckpointStore:
         if self._world.is_main:
             self._complete(copy)
         else:
-            self._wait_for_main(lambda: not copy.folder.exists(), f"checkpoint {copy.name} to be whole")
+            self._wait_for_main(lambda: not copy.folder.exists(), f"checkpoint {copy.name} to be complete")
 
     def _complete(self, copy: _Copy) -> None:
         files = self._files_of_all_ranks(copy)
         if export := copy.export:
             self._when_there_is_room(lambda: export.write(copy.folder, copy.version), f"weights {copy.name}")
-        manifest = Manifest(copy.version, self._world.size, time.time(), files)
-        self._when_there_is_room(lambda: _write_manifest(copy.folder, manifest), f"checkpoint {copy.name}")
+        manifest = msgspec.json.encode(Manifest(copy.version, self._world.size, time.time(), files))
+
+        def write_manifest() -> None:
+            with atomic_write(copy.folder / MANIFEST) as file:
+                file.write(manifest)
+
+        self._when_there_is_room(write_manifest, f"checkpoint {copy.name}")
         reach("checkpoint.before_rename")
         final = step_folder(self._folder, copy.version)
         replace_folder(copy.folder, final)
@@ -203,7 +211,7 @@ class CheckpointStore:
     def _wait_for(self, condition: Callable[[], bool], what: str, *, peer: str, times: int = 1) -> None:
         """
         Args:
-            times: how often the peer may have to wait for room, one after the other.
+            times: how often, in a row, the peer may have to wait for room on the disk.
         """
         if condition():
             return
@@ -225,11 +233,11 @@ class CheckpointStore:
 
 
 def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:
-    """Into this rank's part of the model and optimizer; any number of ranks may load what any number saved.
+    """Load this rank's part of model and optimizer. Any number of ranks may load what any number saved.
 
     Raises:
-        ConfigError: it is another model's.
-        JournalCorrupt: it is not whole.
+        ConfigError: the checkpoint is of another model.
+        JournalCorrupt: the checkpoint is incomplete.
     """
     manifest = read_manifest(folder)
     with open_checkpoint(folder) as stored:
@@ -237,25 +245,31 @@ def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:
         num_bytes = stored.num_bytes_read
     random = folder / f"random_{rank}.safetensors"
     if random.name in manifest.files:
-        _set_random_state(load_file(random))
+        states = load_file(random)
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
     state.version = manifest.version
     log.info("resumed from %s, of which this rank read %.1f MiB", folder, num_bytes / 2**20)
 
 
 def _write_rank(copy: _Copy, rank: int) -> None:
-    """What this rank holds, and a list of it. After an error there is nothing."""
-    pieces, random = copy.folder / f"rank_{rank}.safetensors", copy.folder / f"random_{rank}.safetensors"
+    """Write what this rank holds, and the list of its files. After an error, remove them."""
+    shards, random = copy.folder / f"rank_{rank}.safetensors", copy.folder / f"random_{rank}.safetensors"
     try:
-        require_room(copy.folder, sum(piece.num_bytes for piece in copy.pieces.values()))
-        write_shards(pieces, copy.pieces)
+        require_room(copy.folder, sum(shard.num_bytes for shard in copy.shards.values()))
+        write_shards(shards, copy.shards)
         save_file(copy.random, random)
-        written = [pieces, random, *(copy.export.describe(copy.folder) if copy.export else ())]
-        files = {str(path.relative_to(copy.folder)): _sync_and_describe(path) for path in written}
+        files: Files = {}
+        for path in [shards, random, *(copy.export.describe(copy.folder) if copy.export else ())]:
+            with open(path, "rb") as opened:
+                os.fsync(opened.fileno())
+            files[str(path.relative_to(copy.folder))] = describe_file(path)
         with atomic_write(_list_of_rank(copy.folder, rank)) as file:
             file.write(msgspec.json.encode(files))
     except BaseException:
         with suppress(OSError):
-            pieces.unlink(missing_ok=True)
+            shards.unlink(missing_ok=True)
             random.unlink(missing_ok=True)
             if copy.export:
                 copy.export.take_back(copy.folder)
@@ -266,35 +280,10 @@ def _list_of_rank(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.done"
 
 
-def _sync_and_describe(path: Path) -> FileEntry:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    return describe_file(path)
-
-
-def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    with atomic_write(folder / MANIFEST) as file:
-        file.write(msgspec.json.encode(manifest))
-
-
-def _random_state(world: World) -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if world.device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
 class HostBuffers:
-    """Buffers by name, allocated once and used for every checkpoint.
+    """CPU buffers for copies of tensors, by name: allocated once and reused by every checkpoint.
 
-    Where the tensors are on a GPU, their memory is pinned, for which the driver copies without a detour. It is held as
-    long as the run goes on; a copy's content, until the next one under its name.
+    For tensors on a GPU the buffers are pinned, so that the driver copies directly into them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -302,7 +291,7 @@ class HostBuffers:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Begun when this returns, done after `finish`."""
+        """Start a copy, which is complete after `finish`."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._on_gpu)

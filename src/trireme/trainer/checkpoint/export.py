@@ -1,7 +1,7 @@
-"""The model in Hugging Face format, which `transformers` and vLLM load, made out of a checkpoint's own files.
+"""Exports: the model in Hugging Face format, made from the files of a checkpoint.
 
-Everything but the weights lies in the checkpoint as it is to be (`model/`: configuration, tokenizer, chat template).
-The weights are put together from the pieces of all ranks, one tensor at a time: no process ever holds the model.
+The checkpoint's `model/` holds everything but the weights (configuration, tokenizer, chat template). The weights are
+put together from the shards of all ranks, one tensor at a time, so no process ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from trireme.trainer.checkpoint.hf_files import (
 )
 from trireme.trainer.model.lora import Adapters, adapters_of
 from trireme.trainer.model.model import open_tokenizer, published_config
+from trireme.trainer.model.sharding import class_name
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.parallel.shards import open_shards
 
 log = get_logger("export")
 
-DESCRIPTION = "model"  # folder in a checkpoint: all of an export but its weights
-LAYOUT = "layout.json"  # in a checkpoint: what the weights consist of
+DESCRIPTION = "model"  # folder in a checkpoint with all of an export but its weights
+LAYOUT = "layout.json"  # file in a checkpoint with the tensors of an export
 
 
 class Exporter:
-    """Makes `weights/step_N/`, each of which appears under its name only when whole and on disk."""
+    """Makes `weights/step_N/`, which appears under its name only once it is complete and on disk."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class Exporter:
             self._tokenizer = open_tokenizer(tokenizer, trust_remote_code) if isinstance(tokenizer, str) else tokenizer
 
     def prepare(self, model: PreTrainedModel) -> Export | None:
-        """What rank 0's thread needs to export the model's checkpoint; None on other ranks. No collective, no copy."""
+        """Return what rank 0's thread needs to export a checkpoint; None on other ranks. Copies no tensors."""
         if self._tokenizer is None:
             return None
         return Export(
@@ -78,7 +79,7 @@ class Exporter:
             dtype=self._dtype,
             config=published_config(model),
             generation=copy.deepcopy(model.generation_config),
-            architecture=architecture_of(model),
+            architecture=class_name(model),
             tokenizer=self._tokenizer,
             adapters=adapters_of(model),
         )
@@ -86,19 +87,19 @@ class Exporter:
 
 @dataclass(frozen=True)
 class Export:
-    """One checkpoint's. Its methods may be called in another thread, and again after they failed."""
+    """The export of one checkpoint. Its methods may run in another thread, and be repeated after they failed."""
 
-    folder: Path  # of `step_N`
+    folder: Path  # parent of `step_N`
     layout: Layout
     dtype: torch.dtype
     config: PretrainedConfig
     generation: GenerationConfig | None
     architecture: str
     tokenizer: PreTrainedTokenizerBase
-    adapters: Adapters | None  # where only these are trained, and exported
+    adapters: Adapters | None  # if only these are trained and exported
 
     def describe(self, checkpoint: Path) -> list[Path]:
-        """Writes all but the weights; returns the files."""
+        """Write all but the weights; return the files."""
         folder, layout = checkpoint / DESCRIPTION, checkpoint / LAYOUT
         folder.mkdir(exist_ok=True)
         write_layout(layout, self.layout)
@@ -114,18 +115,21 @@ class Export:
         (checkpoint / LAYOUT).unlink(missing_ok=True)
 
     def write(self, checkpoint: Path, version: int) -> None:
-        """Makes `step_N` out of a checkpoint that is whole but for its manifest."""
+        """Make `step_N` from a checkpoint that lacks only its manifest."""
         folder = step_folder(self.folder, version)
         write_export(folder, checkpoint / DESCRIPTION, self.layout, sorted(checkpoint.glob("rank_*.safetensors")))
         log.info("weights %s", folder)
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, dtype: str | None = None) -> None:
-    """Makes `folder` out of a checkpoint alone, in the numbers that its run exports, or in others.
+    """Make `folder` from a checkpoint alone.
+
+    Args:
+        dtype: precision of the weights; the run's own if not given.
 
     Raises:
         JournalCorrupt: the checkpoint is damaged.
-        OSError: there is no room.
+        OSError: the disk is full.
     """
     require_undamaged(checkpoint)
     layout = read_layout(checkpoint / LAYOUT)
@@ -140,7 +144,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, dtype: str | None = Non
 
 
 def require_undamaged(checkpoint: Path) -> None:
-    """All of it is read, and compared with its digests."""
+    """Read the whole checkpoint and check its digests."""
     if damage := find_damage(checkpoint):
         raise JournalCorrupt(f"The checkpoint {checkpoint} is damaged: {damage}. Export another step.")
 
@@ -154,9 +158,10 @@ def write_export(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """
+    """Write an export: its description, and the tensors of its layout.
+
     Args:
-        dtype: of the layout, where it is not the description's.
+        dtype: precision of the layout if it differs from the description's.
     """
 
     def fill(partial: Path) -> None:
@@ -174,18 +179,22 @@ def write_export(
 
 
 def make_folder(folder: Path, fill: Callable[[Path], None], *, room: int) -> None:
-    """It appears under its name only when whole and on disk; after an error there is nothing.
+    """Make a folder that appears under its name only once it is complete and on disk. After an error, remove it.
 
     Args:
-        fill: makes the folder that it is given.
-        room: bytes that it will take, at least.
+        fill: creates the folder that it is given.
+        room: least number of bytes that it will take.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         require_room(folder.parent, room)
         fill(partial)
-        _sync(partial)
+        for path in partial.rglob("*"):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+        sync_folder(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -193,35 +202,22 @@ def make_folder(folder: Path, fill: Callable[[Path], None], *, room: int) -> Non
     replace_folder(partial, folder)
 
 
-def architecture_of(model: PreTrainedModel) -> str:
-    """The class's own name: FSDP2 puts a subclass of its own in front."""
-    return type(model).__name__.removeprefix("FSDP")
-
-
 def describe_model(
     folder: Path, config: PretrainedConfig, generation: GenerationConfig | None, dtype: torch.dtype, architecture: str
 ) -> None:
-    """Writes all that is not a weight but belongs to the model."""
+    """Write all files of a model but its weights and tokenizer."""
     config.save_pretrained(folder)
-    if generation is not None:  # as it is: `save_pretrained` refuses what some published models have
+    if generation is not None:  # `save_pretrained` rejects what some published models have
         (folder / "generation_config.json").write_text(generation.to_json_string())
     correct_config(folder, dtype, architecture)
 
 
 def correct_config(folder: Path, dtype: torch.dtype, architecture: str | None = None) -> None:
-    """`config.json` describes the saved file, not the model as it was trained."""
+    """Let `config.json` describe the saved weights, not the model as it was trained."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     config["use_cache"] = True
     if architecture:
-        config["architectures"] = [architecture]  # a model built from a configuration alone may not name its own
+        config["architectures"] = [architecture]  # a model built from its configuration alone may lack it
     path.write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-    sync_folder(folder)

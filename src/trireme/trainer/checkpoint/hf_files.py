@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,13 +19,13 @@ from trireme.trainer.model.layouts import identity_layout
 from trireme.trainer.model.lora import Adapters, peft_name, to_peft, trained_tensors
 
 TRAINED_WITH = "trained_with.json"
-"""Beside PEFT's files, which have no place for it."""
+"""A file of our own next to PEFT's, which have no field for this."""
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def adapter_layout(model: PreTrainedModel) -> Layout:
-    """All that is trained, in the precision in which it is."""
+    """Return the layout of all that is trained, in float32."""
     trained = {name: tuple(tensor.shape) for name, tensor in trained_tensors(model).items()}
     return Layout(
         tuple(TensorSpec(name=peft_name(name), dtype="float32", shape=list(shape)) for name, shape in trained.items()),
@@ -34,21 +34,21 @@ def adapter_layout(model: PreTrainedModel) -> Layout:
 
 
 def describe_adapters(folder: Path, adapters: Adapters) -> None:
-    """Writes what `adapter_config.json` is to say."""
+    """Write `adapter_config.json`."""
     settings = to_peft(adapters)
     settings.inference_mode = True
     base = Path(adapters.base_model)
-    if base.is_dir():  # whoever loads the adapters may be elsewhere
+    if base.is_dir():  # the folder may be loaded from another working directory
         settings.base_model_name_or_path = str(base.resolve())
     settings.save_pretrained(str(folder))
     (folder / TRAINED_WITH).write_text(json.dumps({"frozen": adapters.frozen}) + "\n")
 
 
 def frozen_dtype(folder: Path) -> torch.dtype:
-    """What the base model was held in while its adapters were trained: only so rounded is it the model that was."""
+    """Return the precision of the base model while its adapters were trained, to which it must be rounded again."""
     path = folder / TRAINED_WITH
-    said = json.loads(path.read_text()) if path.is_file() else {}
-    dtype: torch.dtype = getattr(torch, said.get("frozen", "float32"))
+    settings = json.loads(path.read_text()) if path.is_file() else {}
+    dtype: torch.dtype = getattr(torch, settings.get("frozen", "float32"))
     return dtype
 
 
@@ -57,7 +57,7 @@ def holds_adapters(folder: Path) -> bool:
 
 
 def name_as_adapters(folder: Path) -> None:
-    """After a folder's tensors were written as those of a model, in one file."""
+    """Rename a model's single file of weights to that of adapters."""
     (folder / WHOLE).rename(folder / WEIGHTS)
 
 
@@ -91,25 +91,35 @@ def write_model(
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """
+    """Write a model's tensors to safetensors files, one tensor at a time.
+
+    The format is a length, a JSON header that says where each tensor is, and the tensors' bytes. `safetensors` itself
+    takes all tensors of a file at once, which is several gigabytes of a large model.
+
     Args:
-        tensors: exactly those of `specs`, in their order; each is let go of before the next is asked for.
-        max_file_bytes: of a file's tensors; a larger tensor has a file of its own.
+        tensors: exactly those of `specs`, in their order; each is released before the next is asked for.
+        max_file_bytes: most bytes of a file's tensors; a larger tensor gets a file of its own.
     """
     files = split(specs, max_file_bytes)
-    coming = iter(tensors)
+    stream = iter(tensors)
     for name, part in files.items():
         with open(folder / name, "wb") as file:
             _write_header(file, part)
             for spec in part:
-                _write_tensor(file, spec, coming)
-    assert next(coming, None) is None, "more tensors than were announced"
+                tensor_name, tensor = next(stream)
+                found = (tensor_name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+                assert found == (spec.name, spec.dtype, list(spec.shape)), f"{found} came instead of {spec}"
+                file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    assert next(stream, None) is None, "more tensors than specs"
     if len(files) > 1:
-        _write_index(folder / INDEX, files)
+        total = sum(num_bytes(part) for part in files.values())
+        places = {spec.name: name for name, part in files.items() for spec in part}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def split(specs: Specs, max_file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """By file, in order."""
+    """Return the specs of each file, in order."""
     parts: list[list[TensorSpec]] = [[]]
     for spec in specs:
         if parts[-1] and num_bytes(parts[-1]) + _size(spec) > max_file_bytes:
@@ -128,21 +138,8 @@ def _write_header(file: IO[bytes], specs: Specs) -> None:
         header[spec.name] = {"dtype": _DTYPES[_dtype(spec)], "shape": spec.shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # readers map the file, and want numbers where they can be loaded from
+    text += b" " * (-len(text) % 8)  # readers map the file and need aligned numbers
     file.write(len(text).to_bytes(8, "little") + text)
-
-
-def _write_tensor(file: IO[bytes], spec: TensorSpec, coming: Iterator[tuple[str, torch.Tensor]]) -> None:
-    name, tensor = next(coming)
-    found = (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-    assert found == (spec.name, spec.dtype, list(spec.shape)), f"{found} came where {spec} was announced"
-    file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
-
-
-def _write_index(path: Path, files: Mapping[str, Specs]) -> None:
-    total = sum(num_bytes(part) for part in files.values())
-    places = {spec.name: name for name, part in files.items() for spec in part}
-    path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n")
 
 
 def _size(spec: TensorSpec) -> int:

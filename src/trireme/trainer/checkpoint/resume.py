@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what gives way to it."""
+"""The checkpoint that a run resumes from, and the folder that all machines of the trainer must share."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = get_logger("checkpoint")
 
 
 def version_to_resume(folder: Path, config: Checkpoints, *, resume: bool) -> int:
-    """The version to start from: 0 for a fresh run. All of what is chosen is read, and compared with its digests.
+    """Return the version to start from: 0 for a fresh run. The chosen checkpoint is read and its digests are checked.
 
     Raises:
-        ConfigError: the asked-for checkpoint is not there, not whole, or damaged.
+        ConfigError: the checkpoint of `resume_step` is missing, incomplete or damaged.
     """
     if config.resume_step is None and not resume:
         return 0
@@ -38,10 +38,9 @@ def version_to_resume(folder: Path, config: Checkpoints, *, resume: bool) -> int
 
 def _newest_undamaged(folder: Path) -> int:
     for step in reversed(steps_in(folder)):
-        damage = _damage_of(folder, step)
-        if damage is None:
+        if (damage := _damage_of(folder, step)) is None:
             return step
-        log.error("The checkpoint of step %d cannot be used: %s. The one before it is taken.", step, damage)
+        log.error("The checkpoint of step %d cannot be used: %s. Trying the one before it.", step, damage)
     return 0
 
 
@@ -65,29 +64,29 @@ def _require_undamaged(folder: Path, step: int) -> None:
 
 
 def set_aside_after(folder: Path, version: int) -> None:
-    """Nothing newer than what the run goes on from may be taken for its own: what is damaged, or of another way.
+    """Move aside all steps after `version`: they are damaged, or the run takes another course from here.
 
     Args:
-        folder: of `step_N`.
+        folder: the folder that holds `step_N`.
     """
     move_aside(folder, [step_folder(folder, step) for step in steps_in(folder) if step > version])
 
 
 def steps_in(folder: Path) -> list[int]:
-    """All N of `step_N`, whole or not, in order."""
+    """Return the N of all `step_N`, complete or not, in order."""
     steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(step for step in steps if step is not None)
 
 
 def tidy(folder: Path) -> None:
-    """Removes what a dead process was writing or removing, or, where only the name was missing, gives it that."""
+    """Remove what a killed process left half written or half removed. Complete folders get their final name."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if not is_left_over(path):
             continue
         final = path.with_name(path.stem.removeprefix("."))
         if path.suffix == ".partial" and is_complete(path) and not final.exists():
             path.rename(final)
-            log.info("checkpoint %s: whole, though the process that wrote it died before it had its name", final)
+            log.info("checkpoint %s: complete; the process that wrote it died before it renamed it", final)
         else:
             shutil.rmtree(path)
 
@@ -96,9 +95,10 @@ APPEARS_WITHIN_S = 10.0  # on a slow network file system
 
 
 def check_shared(folder: Path, world: World) -> None:
-    """A collective.
+    """Check that all machines of the trainer see the same run folder. A collective.
 
-    Raises: ConfigError on all ranks where one of them does not find what rank 0 writes.
+    Raises:
+        ConfigError: some rank does not see what rank 0 writes. All ranks raise it.
     """
     mark = folder / f".seen-by-all-{world.agree(uuid.uuid4().int >> 66):016x}"
     if world.is_main:
