@@ -1,8 +1,8 @@
-"""How the model's parameters relate to the tensors of published checkpoints, in both directions.
+"""The mapping between the model's parameters and the tensors of published checkpoints, in both directions.
 
-transformers holds the experts of a layer in one tensor (`mlp.experts.gate_up_proj`) where most checkpoints have tensors
-of each expert, and engines want those. Which models differ from their checkpoints, and how, transformers says itself:
-its own conversions are run here, on tensors without values (`layouts`).
+transformers holds the experts of a layer in one tensor (`mlp.experts.gate_up_proj`), while most checkpoints and the
+engines have a tensor per expert. transformers knows which models differ from their checkpoints and how. Its own
+conversions are run here on tensors without values (`layouts`).
 
 Example:
     names = hub_names(model)  # no values are touched
@@ -39,26 +39,26 @@ Shape = tuple[int, ...]
 
 
 class HubNames:
-    """From the model's names to those of its published checkpoints. Knows the model as it was when this was built."""
+    """Maps the model's names, as they were when this was built, to those of its published checkpoints."""
 
     def __init__(self, published: dict[str, dict[str, TensorLayout]]) -> None:
         self._published = published
 
     @property
     def parameters(self) -> list[str]:
-        """The model's own names, in its own order, tied ones once; then the buffers that checkpoints hold."""
+        """The model's own names in its order, tied ones once; then the buffers that checkpoints hold."""
         return list(self._published)
 
     def laid(self, name: str) -> dict[str, TensorLayout]:
-        """Published names, each with where its values lie in this one of the model's."""
+        """Return, by published name, where each tensor's values are in this tensor of the model."""
         return self._published[name]
 
     def specs(self, name: str) -> list[tuple[str, torch.Size]]:
-        """Names and shapes of what `to_hub` gives."""
+        """Return names and shapes of what `to_hub` returns."""
         return [(published, laid.shape) for published, laid in self._published[name].items()]
 
     def to_hub(self, name: str, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """The published tensors that one of the model's holds: views of it, in any precision and on any device."""
+        """Return the published tensors that a tensor of the model holds: views of it, of any dtype, on any device."""
 
         def read(_: str, region: Region) -> torch.Tensor:
             return whole[region]
@@ -70,10 +70,10 @@ _known: WeakKeyDictionary[PreTrainedModel, HubNames] = WeakKeyDictionary()
 
 
 def hub_names(model: PreTrainedModel) -> HubNames:
-    """Once for each model: `load_model` asks before anything is put into the model, such as adapters.
+    """Return the mapping of a model, built once. `load_model` calls this before it adds adapters to the model.
 
     Raises:
-        ConfigError: its parameters are not those of its checkpoints, nor slices of them or joined from them.
+        ConfigError: parameters are neither published tensors, nor slices of them, nor joined from them.
     """
     if model not in _known:
         _known[model] = _build(model)
@@ -81,47 +81,41 @@ def hub_names(model: PreTrainedModel) -> HubNames:
 
 
 def _build(model: PreTrainedModel) -> HubNames:
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    shapes |= _persistent_buffers(model)
-    by_own_name: dict[str, dict[str, TensorLayout]] = {name: {} for name in shapes}
-    for name, laid in _published_layouts(model, shapes).items():
-        if len(laid.sources) != 1:
-            raise _unknown(model, f"{name} would be made of {', '.join(laid.sources)}")
-        by_own_name[laid.sources[0]][name] = laid
-    return HubNames(by_own_name)
-
-
-def _persistent_buffers(model: PreTrainedModel) -> dict[str, Shape]:
-    """Part of a checkpoint, though not trained: the corrections of some routers."""
     kept = model.state_dict()
-    return {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in kept}
-
-
-def _published_layouts(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> dict[str, TensorLayout]:
-    """Published names, each with where its values lie in the model's tensors."""
-    tensors: Any = {name: identity_layout(name, shape) for name, shape in shapes.items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    # Persistent buffers are part of a checkpoint though not trained, such as the corrections of some routers.
+    shapes |= {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in kept}
+    own: Any = {name: identity_layout(name, shape) for name, shape in shapes.items()}
     try:
-        return revert_weight_conversion(model, tensors)
+        published: dict[str, TensorLayout] = revert_weight_conversion(model, own)
     except UnsupportedLayout as error:
         raise _unknown(model, str(error)) from error
+    by_own_name: dict[str, dict[str, TensorLayout]] = {name: {} for name in shapes}
+    for name, layout in published.items():
+        if len(layout.sources) != 1:
+            raise _unknown(model, f"{name} would be made of {', '.join(layout.sources)}")
+        by_own_name[layout.sources[0]][name] = layout
+    return HubNames(by_own_name)
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What a checkpoint has for a model."""
+    """The tensors of a checkpoint that a model is loaded from."""
 
-    layouts: dict[str, TensorLayout]  # by the model's names: where the values lie in the checkpoint's tensors
-    unexpected: list[str]  # names in the checkpoint that the model has no place for
+    layouts: dict[str, TensorLayout]  # by the model's names: where the values are in the checkpoint's tensors
+    unexpected: list[str]  # names in the checkpoint that the model does not have
 
 
 def sources_of(model: PreTrainedModel, published: Mapping[str, Shape]) -> Sources:
-    """Notes in the model which conversions its checkpoint needed, as transformers does, so that they can be reverted.
+    """Find the model's tensors in a checkpoint.
+
+    Records in the model which conversions the checkpoint needed, as transformers does, so that they can be reverted.
 
     Args:
         published: names and shapes of the checkpoint's tensors.
 
     Raises:
-        ConfigError: the conversion needs more than slices.
+        ConfigError: the conversion is more than slicing and joining.
     """
     transforms = get_model_conversion_mapping(model)
     try:
@@ -130,7 +124,8 @@ def sources_of(model: PreTrainedModel, published: Mapping[str, Shape]) -> Source
         raise _unknown(model, str(error)) from error
     model._weight_conversions = [transform for transform in transforms if transform.was_used()]
     own = model.state_dict()
-    ignored = _ignored_patterns(model)
+    # Old checkpoints hold buffers; some hold more than is trained, such as heads for several next tokens.
+    ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
     unexpected = [name for name in found if name not in own and not any(re.search(p, name) for p in ignored)]
     return Sources({name: laid for name, laid in found.items() if name in own}, unexpected)
 
@@ -138,7 +133,7 @@ def sources_of(model: PreTrainedModel, published: Mapping[str, Shape]) -> Source
 def _converted(
     model: PreTrainedModel, published: Mapping[str, Shape], transforms: list[WeightTransform]
 ) -> dict[str, TensorLayout]:
-    """As `transformers.core_model_loading` does with values."""
+    """Convert layouts as `transformers.core_model_loading` converts values."""
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -159,11 +154,6 @@ def _converted(
         realized = transform.convert(target, model=model, config=model.config)
         laid |= {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in realized.items()}
     return laid
-
-
-def _ignored_patterns(model: PreTrainedModel) -> set[str]:
-    """What old checkpoints hold, or what a model has beside what is trained, such as heads for several next tokens."""
-    return {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
 
 
 def _unknown(model: PreTrainedModel, detail: str) -> ConfigError:

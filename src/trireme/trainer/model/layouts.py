@@ -1,4 +1,4 @@
-"""Where the values of a tensor lie in other tensors, without any values: what a conversion of a checkpoint does.
+"""Layouts of tensors: where the values of a tensor are in other tensors, without any values.
 
 `TensorLayout` can be stacked, joined, cut and transposed like a tensor. What transformers does with a checkpoint's
 tensors, done with these instead, says which slice of which of them each part of a parameter is.
@@ -7,7 +7,7 @@ tensors, done with these instead, says which slice of which of them each part of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,21 +18,21 @@ Read = Callable[[str, Region], torch.Tensor]  # name, and which part of it
 
 
 class UnsupportedLayout(TypeError):
-    """The values are computed, or moved in a way that is not one of slices."""
+    """The values are computed, or moved in another way than by slices."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a laid tensor, and where its values come from."""
+    """A box of a tensor whose values come from one other tensor, its source."""
 
-    source: str  # name of a tensor
+    source: str  # name of the source
     starts: tuple[int, ...]  # per dimension of the source: where the box begins there
-    axes: tuple[int | None, ...]  # per dimension of the laid tensor: that of the source; None for one of size 1
-    offsets: tuple[int, ...]  # per dimension of the laid tensor: where the box begins here
-    sizes: tuple[int, ...]  # per dimension of the laid tensor
+    axes: tuple[int | None, ...]  # per dimension of the tensor: that of the source; None for one of size 1
+    offsets: tuple[int, ...]  # per dimension of the tensor: where the box begins here
+    sizes: tuple[int, ...]  # per dimension of the tensor
 
     def within(self, dim: int, start: int, size: int) -> Part | None:
-        """What of it lies between `start` and `start + size`, as a part of that slice."""
+        """Return what is between `start` and `start + size` in a dimension, as a part of that slice."""
         first = max(start, self.offsets[dim])
         last = min(start + size, self.offsets[dim] + self.sizes[dim])
         if first >= last:
@@ -44,7 +44,7 @@ class Part:
         return replace(self, starts=starts, offsets=offsets, sizes=sizes)
 
     def read(self, read: Read) -> torch.Tensor:
-        """Its values, in the shape that they have here. A view where `read` gives one."""
+        """Return the values in the shape that they have here; a view if `read` returns one."""
         lengths = dict(zip(self.axes, self.sizes, strict=True))
         tensor = read(self.source, tuple(slice(at, at + lengths.get(i, 1)) for i, at in enumerate(self.starts)))
         used = [axis for axis in self.axes if axis is not None]
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A tensor without values."""
+    """A tensor without values, as a set of parts."""
 
     shape: torch.Size
     parts: tuple[Part, ...]
@@ -75,7 +75,7 @@ class TensorLayout:
         return TensorLayout(torch.Size(_with(self.shape, dim, size)), tuple(part for part in parts if part))
 
     def at(self, region: Region) -> TensorLayout:
-        """Of one slice per dimension, with a beginning and an end."""
+        """Return the layout of a region: one slice per dimension, with start and stop."""
         laid = self
         for dim, piece in enumerate(region):
             laid = laid.narrow(dim, piece.start, piece.stop - piece.start)
@@ -111,7 +111,7 @@ class TensorLayout:
         return list(dict.fromkeys(part.source for part in self.parts))
 
     def tensor(self, read: Read) -> torch.Tensor:
-        """Its values. Where they lie in one piece, and `read` gives views, it is a view."""
+        """Return the values. A single part is a view if `read` returns views."""
         if len(self.parts) == 1:
             return self.parts[0].read(read)
         pieces = [part.read(read) for part in self.parts]
@@ -121,7 +121,7 @@ class TensorLayout:
         return whole
 
     def read_into(self, target: torch.Tensor, read: Read) -> None:
-        """Copies its values, part by part, into a tensor of its shape, whatever that one's device and dtype."""
+        """Copy the values, part by part, into a tensor of the same shape, on any device and of any dtype."""
         for part in self.parts:
             _box(target, part).copy_(part.read(read))
 
@@ -130,12 +130,12 @@ class TensorLayout:
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function not in _FUNCTIONS:
-            raise UnsupportedLayout(f"{getattr(function, '__name__', function)} is not known of layouts")
+            raise UnsupportedLayout(f"{getattr(function, '__name__', function)} is not supported on layouts")
         return _FUNCTIONS[function](*args, **(kwargs or {}))
 
 
 def identity_layout(name: str, shape: Sequence[int]) -> TensorLayout:
-    """A tensor that comes from itself."""
+    """Return the layout of a tensor that is its own source."""
     dims = len(shape)
     part = Part(name, starts=(0,) * dims, axes=tuple(range(dims)), offsets=(0,) * dims, sizes=tuple(shape))
     return TensorLayout(torch.Size(shape), (part,))
@@ -165,24 +165,16 @@ def _joined(tensors: Sequence[TensorLayout], dim: int) -> TensorLayout:
 
 
 def _chunk(tensor: TensorLayout, chunks: int, dim: int = 0) -> tuple[TensorLayout, ...]:
-    return tuple(_chunks(tensor, math.ceil(tensor.shape[dim] / chunks), dim))
-
-
-def _chunks(tensor: TensorLayout, size: int, dim: int) -> Iterator[TensorLayout]:
     whole = tensor.shape[dim]
-    for start in range(0, whole, size):
-        yield tensor.narrow(dim, start, min(size, whole - start))
-
-
-def _transpose(tensor: TensorLayout, dim0: int, dim1: int) -> TensorLayout:
-    return tensor.transpose(dim0, dim1)
+    size = math.ceil(whole / chunks)
+    return tuple(tensor.narrow(dim, start, min(size, whole - start)) for start in range(0, whole, size))
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.cat: _cat,
     torch.stack: _stack,
     torch.chunk: _chunk,
-    torch.transpose: _transpose,
+    torch.transpose: TensorLayout.transpose,
 }
 
 

@@ -1,9 +1,15 @@
-"""A Hugging Face causal language model as the trainer holds it: built without memory, sharded, then filled."""
+"""A Hugging Face causal language model as the trainer holds it: built without memory, sharded, then filled.
+
+All that a model draws at random in training is switched off. The engines serve without dropout and are compared with
+the trainer at every version, and a repeated step must give the same bits. Dropout of adapters is the exception: the
+user asks for it by name (`lora.dropout`).
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -36,30 +42,30 @@ log = get_logger("model")
 
 
 def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel:
-    """`name` in float32, each rank with its own part: no rank ever holds more than that, and some MiB.
+    """Load a model in float32. Each rank holds its own part and, while loading, some MiB more.
 
     Raises:
-        ConfigError: the model cannot be had, its files are not its own, or it cannot be trained on packed rows.
+        ConfigError: the model cannot be loaded, its files do not fit it, or it cannot be trained on packed rows.
     """
     model = build_model(config, name)
     layers = decoder_layers(model)
-    hub_names(model)  # of the model as it is published
-    places = ModelTensors(model)
+    hub_names(model)  # cached before adapters change the model's own names
+    tensors = ModelTensors(model)
     prepare_experts(model, config, layers)
     files = None if config.from_scratch else find_files(name)
-    layouts = find_layouts(places, files, name) if files else {}
+    layouts = find_layouts(tensors, files, name) if files else {}
     if config.lora:
         seed = torch.initial_seed()
         inject_adapters(model, config.lora, base_model=name, seed=seed, frozen=config.optimization_dtype)
     shard_model(model, config, world)
     _allocate(model, config, world)
     if files:
-        places.read(layouts, files)
+        tensors.read(layouts, files)
         log.info("%s: this rank read %.1f MiB", name, files.num_bytes_read / 2**20)
     else:
-        places.draw()
+        tensors.draw()
     fill_adapters(model)
-    places.require_values()
+    tensors.require_values()
     check_packing(model, world.device, getattr(torch, config.optimization_dtype))
     wrap_layers(layers, config, world.device)
     attach_scorer(model, config, world)
@@ -68,13 +74,13 @@ def load_model(config: TrainerModel, name: str, world: World) -> PreTrainedModel
 
 
 def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
-    """On meta: shapes without memory. Nothing that it draws at random in training is left (`noise`).
+    """Build the model on meta: shapes without memory. Its dropout is switched off.
 
     Raises:
-        ConfigError: there is no such model, transformers does not know it, or not with such an attention.
+        ConfigError: the model does not exist, or transformers does not have it or its attention implementation.
     """
     architecture = _architecture(config, name)
-    silenced = disable_randomness(architecture)
+    probabilities = disable_randomness(architecture)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -90,17 +96,22 @@ def build_model(config: TrainerModel, name: str) -> PreTrainedModel:
             "Set `model.attn`, or `model.name` to another model."
         ) from error
     if not config.from_scratch:
-        model.generation_config = _generation_config(name, model)
+        with suppress(OSError):  # many models have none
+            model.generation_config = GenerationConfig.from_pretrained(name)
     for part in (model.config, model.config.get_text_config()):
         part.use_cache = False
-    disable_dropout_layers(model)
-    remember(model, silenced)
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.dropout._DropoutNd):
+            layer.p = 0.0  # a probability that is written in the model's code
+    model.trireme_probabilities = probabilities
     return model.train()
 
 
 def _attention(config: TrainerModel, name: str, architecture: PretrainedConfig) -> str:
-    """Return the implementation to build with: `eager` instead of `sdpa` where the model caps its attention scores,
-    which the launcher could not see of a model that was downloaded since."""
+    """Return the attention implementation: `eager` instead of `sdpa` for a model that caps its attention scores.
+
+    The launcher decides the same, but cannot do so for a model that is downloaded only now.
+    """
     cap = getattr(architecture.get_text_config(), SOFT_CAP, None)
     if not cap or config.attn not in ("sdpa", "eager"):
         return config.attn
@@ -129,16 +140,8 @@ def _architecture(config: TrainerModel, name: str) -> PretrainedConfig:
     return architecture
 
 
-def _generation_config(name: str, model: PreTrainedModel) -> GenerationConfig:
-    """It is exported with the weights; what ends an answer, for example, is written in it."""
-    try:
-        return GenerationConfig.from_pretrained(name)
-    except OSError:  # many models have none
-        return model.generation_config
-
-
 def _allocate(model: PreTrainedModel, config: TrainerModel, world: World) -> None:
-    """Memory for this rank's parts, without values yet; for numbers, "not a number", so that none is forgotten."""
+    """Allocate memory for this rank's part. Buffers are NaN until they get values, so that a forgotten one is found."""
     model.to_empty(device=torch.device("cpu") if config.fsdp_cpu_offload else world.device)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -152,43 +155,32 @@ def num_parameters(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def vocabulary_size(name: str, trust_remote_code: bool = False) -> int:
-    return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config().vocab_size
+RANDOM_KEYS = ("drop", "jitter")
+"""Parts of the keys of a configuration that are probabilities: `attention_dropout`, `resid_pdrop`, `layerdrop`,
+`router_jitter_noise`, ..."""
 
 
-MARKS = ("drop", "jitter")  # of `attention_dropout`, `resid_pdrop`, `layerdrop`, `router_jitter_noise`, ...
-
-Silenced = list[dict[str, float]]
-"""Probabilities as they are published, of each part of a configuration."""
-
-
-def disable_randomness(config: PretrainedConfig) -> Silenced:
-    """Before a model is built of it. Returns what it said."""
-    said = []
+def disable_randomness(config: PretrainedConfig) -> list[dict[str, float]]:
+    """Set all probabilities in a configuration to 0; return the published ones of each of its parts."""
+    published = []
     for part in _parts(config):
-        noise = {name: value for name, value in vars(part).items() if _is_noise(name, value)}
-        for name, value in noise.items():
+        probabilities = {
+            name: value
+            for name, value in vars(part).items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and value
+            if any(key in name for key in RANDOM_KEYS)
+        }
+        for name, value in probabilities.items():
             setattr(part, name, type(value)(0))
-        said.append(noise)
-    return said
-
-
-def disable_dropout_layers(model: nn.Module) -> None:
-    """Those whose probability is written in the code."""
-    for layer in model.modules():
-        if isinstance(layer, nn.modules.dropout._DropoutNd):
-            layer.p = 0.0
-
-
-def remember(model: PreTrainedModel, said: Silenced) -> None:
-    model.trireme_silenced = said
+        published.append(probabilities)
+    return published
 
 
 def published_config(model: PreTrainedModel) -> PretrainedConfig:
-    """A copy, with what was silenced."""
+    """Return a copy of the model's configuration with its published probabilities."""
     config = copy.deepcopy(model.config)
-    for part, noise in zip(_parts(config), getattr(model, "trireme_silenced", []), strict=False):
-        for name, value in noise.items():
+    for part, probabilities in zip(_parts(config), getattr(model, "trireme_probabilities", []), strict=False):
+        for name, value in probabilities.items():
             setattr(part, name, value)
     return config
 
@@ -199,15 +191,11 @@ def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
         yield text
 
 
-def _is_noise(name: str, value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and bool(value) and any(mark in name for mark in MARKS)
-
-
 def open_tokenizer(name: str, trust_remote_code: bool, *, chat_template: Path | None = None) -> PreTrainedTokenizerBase:
-    """
+    """Load a tokenizer.
+
     Args:
-        chat_template: a file with another one than its own.
+        chat_template: a file whose template replaces the tokenizer's own.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -215,7 +203,7 @@ def open_tokenizer(name: str, trust_remote_code: bool, *, chat_template: Path | 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"The tokenizer {name!r} cannot be loaded: {error}. Set `tokenizer.name`.") from error
+        raise ConfigError(f"Could not load the tokenizer {name!r}: {error}. Set `tokenizer.name`.") from error
     if chat_template:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
     return tokenizer

@@ -1,4 +1,4 @@
-"""Whether a model keeps the samples of a packed row apart: it is tried out, on whatever attention it runs with."""
+"""A check that a model keeps the samples of a packed row apart, run on the model itself."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}  # 
 
 
 def check_packing(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Changes a row's first sample, and looks whether the logits of the second one change. A collective.
+    """Change a row's first sample and check that the logits of the second one stay the same. A collective.
 
     Models that carry a state from token to token (state spaces, linear attention, convolutions over time), or that
-    know distances otherwise than by positions, would let one sample see the other. Some, gpt-oss among them, do not
-    look at positions when they build their masks, though they would take them: those are given masks.
+    know distances by other means than positions, would let one sample see the other. Some models, such as gpt-oss,
+    ignore positions when they build their masks but accept masks: these are given masks.
 
     Args:
-        dtype: of the forward pass.
+        dtype: precision of the forward pass.
 
     Raises:
-        ConfigError: one sample sees the other, or the model cannot be run on text and positions alone.
+        ConfigError: one sample sees the other, or the model does not run on tokens and positions alone.
     """
     name = class_name(model)
     if model._is_stateful:
@@ -50,7 +50,7 @@ def _difference(model: PreTrainedModel, device: torch.device) -> float:
 
 @torch.no_grad()
 def _second_sample(model: PreTrainedModel, number: int, device: torch.device) -> torch.Tensor:
-    """Its logits behind the first sample of that number. What is dropped is the same for each."""
+    """Return the second sample's logits after the first sample of this number. Dropout is the same for each."""
     vocabulary = model.config.get_text_config().vocab_size
     token = torch.arange(LENGTH, device=device)
     ids = torch.cat([(token * 7 + 3 + number * 11) % vocabulary, (token * 5 + 1) % vocabulary])
@@ -63,14 +63,14 @@ def _second_sample(model: PreTrainedModel, number: int, device: torch.device) ->
 
 
 def _give_masks(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """From here on the decoder gets, for each kind of layer that it has, the mask that its positions ask for."""
+    """Give the decoder, from now on, the masks that the positions ask for: one for each kind of its layers."""
     config, kinds = model.config.get_text_config(), _kinds_of_layers(model)
 
     def masks(decoder: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         positions = kwargs.get("position_ids")
         if positions is None or kwargs.get("attention_mask") is not None:
             return args, kwargs
-        embedded = torch.empty((*positions.shape, 1), dtype=dtype, device=positions.device)  # its shape is looked at
+        embedded = torch.empty((*positions.shape, 1), dtype=dtype, device=positions.device)  # only its shape is used
         options = {"config": config, "inputs_embeds": embedded, "position_ids": positions}
         options |= {"attention_mask": None, "past_key_values": None}
         found = {kind: _MASKS[kind](**options) for kind in kinds or {FULL}}
@@ -80,7 +80,7 @@ def _give_masks(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _kinds_of_layers(model: PreTrainedModel) -> set[str]:
-    """Empty where all are of one kind."""
+    """Return the kinds of the model's layers; empty if it has one kind only."""
     return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 

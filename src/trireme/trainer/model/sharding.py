@@ -1,8 +1,7 @@
-"""How the model is spread over ranks: FSDP2, each transformer block on its own."""
+"""Sharding of the model over ranks with FSDP2, one transformer block at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ from trireme.trainer.parallel.mesh import World
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The transformer blocks that text goes through, in order; also of a model that sees or hears as well.
+    """Return the transformer blocks that text passes through, in order; also of models with images or sound.
 
     Raises:
-        ConfigError: none can be found.
+        ConfigError: no blocks are found.
     """
     kinds = model._no_split_modules or ()
     for module in model.get_decoder().modules():
@@ -32,18 +31,21 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def class_name(module: torch.nn.Module) -> str:
-    """FSDP2 puts a subclass of its own in front."""
+    """Return the name of a module's class, without the prefix of the subclass that FSDP2 makes of it."""
     return type(module).__name__.removeprefix("FSDP")
 
 
 def shard_model(model: PreTrainedModel, config: TrainerModel, world: World) -> None:
-    """Its parameters become this rank's parts of them; on meta, they stay there.
+    """Replace the model's parameters by this rank's parts of them. Parameters on meta stay there.
 
-    What is gathered at once: one block; the embedding, unless it is the head as well; and, through the whole forward
-    and backward pass, the rest. Routers that are to choose in float32 are gathered in it.
+    FSDP gathers one block at a time, the embedding unless it is also the head, and the rest for the whole forward and
+    backward pass. Routers with `router_dtype = "float32"` are gathered in float32.
     """
     options = _options(config, world)
-    for block in _blocks(model):
+    # Blocks of towers for images or sound are sharded too.
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    kinds = model._no_split_modules or ()
+    for block in [block for blocks in lists for block in blocks if class_name(block) in kinds]:
         for router in routers_in_float32(block, config.moe) if config.optimization_dtype != "float32" else ():
             fully_shard(router, **options | {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)})
         fully_shard(block, **options)
@@ -54,18 +56,14 @@ def shard_model(model: PreTrainedModel, config: TrainerModel, world: World) -> N
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Frees what was gathered. With `reshard_after_forward = false` a backward pass does so, and where there is none,
-    parameters would stay whole, and in the precision of the forward pass."""
+    """Free gathered parameters after a forward pass without a backward pass.
+
+    With `reshard_after_forward = false` only the backward pass frees them. Without it, parameters would stay whole and
+    in the precision of the forward pass.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _blocks(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
-    """Those of towers for images or sound too: they are held as well."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    for blocks in lists:
-        yield from (block for block in blocks if class_name(block) in (model._no_split_modules or ()))
 
 
 def _options(config: TrainerModel, world: World) -> dict[str, Any]:
