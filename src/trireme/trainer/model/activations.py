@@ -1,7 +1,7 @@
-"""What a transformer block keeps for its backward pass: everything, what is dear, or nothing; on GPU or in CPU memory.
+"""Activation checkpointing, compilation and offloading of transformer blocks.
 
-Each of these changes the block's own `forward`, inside of FSDP's hooks: when a block is recomputed, its parameters have
-been gathered for its backward pass already.
+Each wraps the block's own `forward`, inside of FSDP's hooks. So when a block is recomputed, its parameters are already
+gathered for its backward pass.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ KEPT = {
     "aten::_scaled_dot_product_cudnn_attention",
     "flex_attention",
 }
-"""Operations whose results `selective` keeps; and all those of `KEPT_LIBRARIES`."""
+"""Operations whose results `selective` keeps, besides those of `KEPT_LIBRARIES`."""
 
 CHANGED_BY_EXPERTS = {"aten::_grouped_mm", "aten::bmm"}
-"""To these products, transformers adds experts' biases in place: what was kept would be another tensor."""
+"""Products to which transformers adds experts' biases in place, so that a kept result would be changed."""
 
 KEPT_LIBRARIES = ("flash_attn", "flash_attn_3", "_flash_attn2", "_flash_attn3")
 
-OFFLOADED_BYTES = 1 << 20  # smaller tensors stay: a copy costs more than it frees
+OFFLOADED_BYTES = 1 << 20  # smaller tensors stay: copying them costs more than it saves
 
 
 def wrap_layers(layers: Sequence[torch.nn.Module], config: TrainerModel, device: torch.device) -> None:
-    """From inside out: what is recomputed is compiled as well, and offloading sees what a compiled block keeps."""
+    """Wrap blocks from the inside out: recomputed parts are compiled too, and offloading sees what compiled blocks
+    keep."""
     offload = Offload(device, smallest_bytes=OFFLOADED_BYTES) if config.activation_offload else None
     for index, layer in enumerate(layers):
         forward: Forward = layer.forward
@@ -64,7 +65,7 @@ def _recomputed(forward: Forward, layer: torch.nn.Module, config: ActivationChec
 
 
 def _have_biases(layer: torch.nn.Module) -> bool:
-    """Whether it has experts, and these have biases."""
+    """Return whether the layer has experts with biases."""
     return any(".experts." in name and name.endswith("_bias") for name, _ in layer.named_parameters())
 
 
@@ -76,28 +77,28 @@ def _policy(kept: Set[str], _: Any, operation: Any, *args: Any, **kwargs: Any) -
 
 @dataclass(eq=False)
 class _Layer:
-    """What one pass through one block has saved."""
+    """The tensors that one pass through one block has saved."""
 
-    parameters: set[int]  # addresses of memory that stays where it is
-    before: _Layer | None  # whose backward pass comes next
-    kept: list[_Kept] = field(default_factory=list)  # until they are on their way back
+    parameters: set[int]  # addresses of memory that is not moved
+    before: _Layer | None  # the block whose backward pass comes next
+    kept: list[_Kept] = field(default_factory=list)  # until their copies back have started
     seen: dict[tuple[Any, ...], tuple[torch.Tensor, _Kept]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class _Kept:
-    """A tensor in CPU memory."""
+    """A saved tensor in CPU memory."""
 
     layer: _Layer
     tensor: torch.Tensor
-    back: torch.Tensor | None = None  # the copy on the device, once it was asked for
+    back: torch.Tensor | None = None  # the copy on the device, once it has started
 
 
 class Offload:
-    """Moves what blocks save for their backward pass to CPU memory, and back in time.
+    """Moves what blocks save for their backward pass to CPU memory and back.
 
-    On a GPU both ways run beside the computation, on a stream of their own: as a block's backward pass begins, what the
-    block before it saved is fetched. Parameters stay: FSDP gathers them again.
+    On a GPU both copies run on a stream of their own, in parallel to the computation: when a block's backward pass
+    begins, the tensors of the block before it are fetched. Parameters are not moved, because FSDP gathers them again.
     """
 
     def __init__(self, device: torch.device, *, smallest_bytes: int) -> None:
@@ -125,7 +126,7 @@ class Offload:
         if tensor.device != self._device or tensor.nbytes < self._smallest_bytes or memory in layer.parameters:
             return tensor
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        if key not in layer.seen:  # the same input of several matrices is moved once
+        if key not in layer.seen:  # the shared input of several matrices is moved once
             layer.seen[key] = (tensor, self._move(layer, tensor))
         return layer.seen[key][1]
 

@@ -1,10 +1,10 @@
-"""Logprobs and entropies straight from hidden states: the logits of a few tokens at a time, never of all.
+"""Logprobs and entropies from hidden states, with the logits of a few tokens at a time.
 
-The [tokens, vocabulary] tensor would be the largest of a step: 16,000 tokens of a vocabulary of 150,000 are 9 GiB in
-float32, and several of that size are alive in the backward pass. Here each chunk's logits are made in the forward pass,
-forgotten, and made again in the backward pass.
+The [tokens, vocabulary] tensor would be the largest of a step: 16,000 tokens with a vocabulary of 150,000 take 9 GiB in
+float32, and several such tensors exist in the backward pass. Here each chunk's logits are computed in the forward pass,
+discarded, and computed again in the backward pass.
 
-K positions of a row whose next token counts, V vocabulary, H hidden size.
+Letters: K positions of a row whose next token counts, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class HeadOutput(NamedTuple):
-    """Of tokens that count."""
+    """The results for the tokens that count."""
 
     logprobs: torch.Tensor  # [K] float32
     entropies: torch.Tensor  # [K] float32, nats
@@ -38,7 +38,7 @@ class Targets(NamedTuple):
 
     ids: torch.Tensor  # [K] int64
     temperatures: torch.Tensor  # [K] float32
-    choices: Choices | None  # where sampling was cut
+    choices: Choices | None  # what could be sampled, where sampling was cut
 
     def within(self, first: int, last: int) -> Targets:
         choices = self.choices.within(first, last) if self.choices else None
@@ -46,28 +46,27 @@ class Targets(NamedTuple):
 
 
 class Head:
-    """What turns hidden states into logits, as the model itself does it: tied or not, with a bias, adapters, a scale or
-    a soft cap."""
+    """Turns hidden states into logits as the model does: tied or not, with a bias, adapters, a scale or a soft cap."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = _without_decoder(model)
 
     def logits(self, hidden_KH: torch.Tensor) -> torch.Tensor:
-        """[K, V], each from its own hidden state."""
+        """Return [K, V] logits, each from its own hidden state."""
         return self._model.forward(inputs_embeds=hidden_KH[None], use_cache=False).logits[0]
 
     def parameters(self) -> list[nn.Parameter]:
-        """What else logits depend on, of all that is trained. While the root's are gathered, these are whole."""
+        """Return the trained parameters that logits depend on. They are whole while the root's are gathered."""
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     def drops(self) -> bool:
-        """An adapter of it may have dropout."""
+        """Return whether dropout is on in an adapter of the head."""
         layers = (module for module in self._model.modules() if isinstance(module, nn.Dropout))
         return any(layer.training and layer.p > 0 for layer in layers)
 
 
 class NoHead(Head):
-    """For logits that are there already, in the place of hidden states."""
+    """Passes logits through that take the place of hidden states."""
 
     def __init__(self) -> None:
         self._model = nn.Identity()
@@ -79,10 +78,11 @@ class NoHead(Head):
 def score_in_chunks(
     head: Head, hidden_KH: torch.Tensor, targets: Targets, *, chunk: int, entropy_gradient: bool = False
 ) -> HeadOutput:
-    """
+    """Compute logprobs and entropies chunk by chunk.
+
     Args:
         chunk: tokens whose logits exist at once.
-        entropy_gradient: the entropies get one too.
+        entropy_gradient: the entropies get a gradient too.
     """
 
     def score(first: int, hidden_kH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,9 +95,9 @@ def score_in_chunks(
 
 
 class _InChunks(torch.autograd.Function):
-    """Makes each chunk's logits again in the backward pass, and adds up what the chunks say of the parameters.
+    """Computes each chunk's logits again in the backward pass, and adds up the chunks' gradients of the parameters.
 
-    That sum is in float32: autograd's own would round to the parameters' bfloat16 after every chunk.
+    The sum is in float32, because autograd would round to the parameters' bfloat16 after every chunk.
     """
 
     @staticmethod
@@ -142,7 +142,7 @@ def _add_gradients(
     parameters: list[nn.Parameter],
     upstream: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Of one chunk: to the sum of each parameter. Returns those of its hidden states."""
+    """Add a chunk's gradients to the sum of each parameter; return the gradient of its hidden states."""
     hidden_kH = hidden_kH.detach().requires_grad_()
     outputs = [each for each in score(hidden_kH) if each.requires_grad]
     inputs = (hidden_kH, *parameters)
@@ -153,12 +153,12 @@ def _add_gradients(
 
 
 def _starts(hidden_KH: torch.Tensor, chunk: int) -> range:
-    """One chunk at least: a rank without a token takes part in the gradient of all."""
+    """Return the first token of each chunk. There is at least one: a rank without tokens takes part in collectives."""
     return range(0, max(1, len(hidden_KH)), chunk)
 
 
 class _Sum:
-    """Of as many gradients as there are chunks; in float32 at least where these are several."""
+    """A sum of one gradient per chunk; of several chunks, in float32 at least."""
 
     def __init__(self, count: int) -> None:
         self._is_single = count == 1
@@ -184,7 +184,7 @@ def _random_state(device: torch.device) -> list[torch.Tensor]:
 
 @contextmanager
 def _drawing_from(state: list[torch.Tensor] | None, device: torch.device) -> Iterator[None]:
-    """What was drawn from there is drawn again; then all is as before."""
+    """Draw again what was drawn from this random state, and restore the current one afterwards."""
     if state is None:
         yield
         return
@@ -196,16 +196,16 @@ def _drawing_from(state: list[torch.Tensor] | None, device: torch.device) -> Ite
 
 
 class _Echo(nn.Module):
-    """Stands where a decoder was: what is embedded comes out as hidden states."""
+    """Takes the place of a decoder and returns the embeddings it is given as hidden states."""
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 def _without_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, sharing all its modules, but with an echo for a decoder: its `forward` is only the head.
+    """Return the same model, sharing all its modules, with an echo as its decoder: its `forward` is only the head.
 
-    So whatever the model does to its logits is done, without a list of what models do.
+    So whatever a model does to its logits is done, without a list of what models do.
     """
     plain = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     shadow: PreTrainedModel = object.__new__(plain)
@@ -215,8 +215,11 @@ def _without_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def run_gathered(model: nn.Module, compute: Callable[[], Result]) -> Result:
-    """Runs `compute` as if it were the forward pass of `model`: the parameters that its root holds are whole, and will
-    be in the backward pass. Tensors with gradient must be in what it returns, as a tuple."""
+    """Run `compute` as if it were the forward pass of `model`: the root's parameters are whole, also in the backward
+    pass.
+
+    Tensors with gradient must be in the tuple that it returns.
+    """
     if not hasattr(model, "_compute_gathered"):
         setattr(model, "_compute_gathered", _call)  # noqa: B010 - no attribute that a model is known to have
         register_fsdp_forward_method(model, "_compute_gathered")
@@ -224,5 +227,5 @@ def run_gathered(model: nn.Module, compute: Callable[[], Result]) -> Result:
 
 
 def _call(compute: Callable[[], Result]) -> Result:
-    """In a closure, because FSDP would cast temperatures among arguments to the precision of the forward pass."""
+    """Call a closure: FSDP would cast temperatures among arguments to the precision of the forward pass."""
     return compute()

@@ -1,7 +1,7 @@
-"""The values of a sharded model: each rank reads, or draws, the parts that it holds. No rank ever has the whole model.
+"""Loading a sharded model: each rank reads, or draws at random, the parts that it holds and never the whole model.
 
-A model is built on meta, without memory; `ModelTensors` remembers where its tensors are before anything is put into it
-(adapters) or made of it (shards), so that they are found again afterwards.
+A model is built on meta, without memory. `ModelTensors` records where its tensors are before adapters and sharding
+change the model, so that they are found afterwards.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from trireme.trainer.model.hub_names import Shape, sources_of
 from trireme.trainer.model.layouts import Region, TensorLayout
 from trireme.trainer.parallel.shards import Shard, shard_of
 
-READ_BYTES = 64 << 20  # at once: what loading needs beside the model itself
+READ_BYTES = 64 << 20  # read at once: the memory that loading needs besides the model itself
 
 
 class PublishedFiles:
-    """The safetensors files of a model, of which any part can be read."""
+    """The safetensors files of a model. Any region of a tensor can be read."""
 
     def __init__(self, files: list[Path]) -> None:
         self.num_bytes_read = 0
@@ -49,7 +49,7 @@ class PublishedFiles:
 
 
 def find_files(name: str) -> PublishedFiles:
-    """Of a folder, or of a name on a hub, from which they are fetched.
+    """Open the files of a folder, or of a hub name after downloading them.
 
     Raises:
         ConfigError: there are none, they are damaged, or the hub cannot be reached.
@@ -83,13 +83,13 @@ def cannot_be_loaded(name: str, error: Exception) -> ConfigError:
 
 
 class Step(NamedTuple):
-    """Of what transformers does to give a new model its first values."""
+    """One step of what transformers does to initialize a new model."""
 
     module: torch.nn.Module
-    owner: PreTrainedModel | None  # whose rules for first values hold; None for what the module's own constructor does
+    owner: PreTrainedModel | None  # the model whose rules initialize the module; None for the module's constructor
 
     def take(self) -> None:
-        """Leaves alone what is marked as having its value."""
+        """Initialize the module, except for tensors that are marked as initialized."""
         if self.owner is None:
             self.module.reset_parameters()
         else:
@@ -97,11 +97,11 @@ class Step(NamedTuple):
 
 
 class ModelTensors:
-    """Where the tensors of a model are: taken before it is changed."""
+    """The places of a model's tensors, recorded before adapters and sharding change the model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.tied = dict(model.all_tied_weights_keys)  # name -> that of the tensor that it is
+        self.tied = dict(model.all_tied_weights_keys)  # name -> name of the tensor that it is tied to
         self._steps = list(dict.fromkeys(_steps(model)))
         self._held = {
             f"{path}.{name}" if path else name: (module, name)
@@ -112,23 +112,23 @@ class ModelTensors:
 
     @property
     def names(self) -> list[str]:
-        """All that checkpoints hold, tied ones by each of their names."""
+        """The names that checkpoints hold; tied tensors have several."""
         return list(self._held)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """As it is held now."""
+        """Return the tensor that the model holds now."""
         module, attribute = self._held[name]
         return getattr(module, attribute)
 
     @torch.no_grad()
     def read(self, layouts: dict[str, TensorLayout], files: PublishedFiles) -> None:
-        """Fills every tensor from files; buffers that no file holds get what their model computes.
+        """Fill every tensor from files. Buffers that no file holds get the values that the model computes.
 
         Args:
             layouts: what `find_layouts` found.
 
         Raises:
-            ConfigError: two tensors of the files differ, and the model has one for both.
+            ConfigError: two tensors of the files differ that are one in the model.
         """
         for name in self.names:
             if name in layouts and name not in self.tied:
@@ -141,10 +141,7 @@ class ModelTensors:
                     f"The weights hold {name} and {other}, which differ, and `tie_word_embeddings` in config.json says "
                     "that they are one - expected them to agree. Set it to false there if both are meant."
                 )
-        self._compute_buffers()
-
-    def _compute_buffers(self) -> None:
-        """Everything else has its value."""
+        # All tensors from files are marked as initialized, so this computes the other buffers only.
         with guard_torch_init_functions():
             for step in self._steps:
                 if step.owner is not None:
@@ -152,15 +149,15 @@ class ModelTensors:
 
     @torch.no_grad()
     def draw(self) -> None:
-        """First values from torch's global generator, module by module, each one whole for a moment.
+        """Initialize at random from torch's global generator, module by module, each one whole for a moment.
 
-        They are those of `AutoModelForCausalLM.from_config`, on any number of ranks. (Only where the rules of a module
-        reach into modules within it, as GPT-2's do to make some weights smaller, those keep what their own rules say.)
+        The values are those of `AutoModelForCausalLM.from_config`, on any number of ranks. Exception: where the rules
+        of a module change modules within it, as GPT-2's scale some weights down, the inner modules' own rules win.
         """
         tied = {self._held[name] for name in self.tied}
         for name in self.names:
             if isinstance(tensor := self.tensor(name), torch.nn.Parameter):
-                tensor._is_hf_initialized = True  # it is drawn on the whole one, not here
+                tensor._is_hf_initialized = True  # it is drawn on a whole tensor below
         with guard_torch_init_functions():
             for step in self._steps:
                 parameters = [name for name, tensor in step.module._parameters.items() if tensor is not None]
@@ -169,20 +166,24 @@ class ModelTensors:
                     step.take()
 
     def require_values(self) -> None:
-        """Raises: ConfigError where a buffer was given none: the model's own code does not say how it is computed."""
+        """Check that every buffer has values.
+
+        Raises:
+            ConfigError: the model's own code does not compute some buffer.
+        """
         forgotten = [name for name, buffer in self.model.named_buffers() if bool(buffer.isnan().any())]
         if forgotten:
             raise ConfigError(
-                f"{type(self.model).__name__}: no values for {_some(forgotten)}, which no file holds - expected "
+                f"{type(self.model).__name__}: no file has values for {_some(forgotten)} - expected "
                 "`_init_weights` of the model to compute them. Choose a model that transformers itself has."
             )
 
 
 def find_layouts(places: ModelTensors, files: PublishedFiles, name: str) -> dict[str, TensorLayout]:
-    """Where in its files each tensor of a model is.
+    """Find each tensor of a model in its files.
 
     Raises:
-        ConfigError: they have not the model's tensors, or have them in other shapes.
+        ConfigError: the files lack tensors of the model, hold others, or have them in other shapes.
     """
     model = places.model
     sources = sources_of(model, files.shapes)
@@ -194,7 +195,7 @@ def find_layouts(places: ModelTensors, files: PublishedFiles, name: str) -> dict
     missing = [key for key in places.names if key not in layouts and key not in places.tied]
     missing = [key for key in missing if not any(re.search(pattern, key) for pattern in optional)]
     misshaped = [
-        f"{key} ({_sizes(laid.shape)} for {_sizes(places.tensor(key).shape)})"
+        f"{key} ({list(laid.shape)} for {list(places.tensor(key).shape)})"
         for key, laid in layouts.items()
         if laid.shape != places.tensor(key).shape
     ]
@@ -213,12 +214,8 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _sizes(shape: torch.Size) -> str:
-    return str(list(shape))
-
-
 def _steps(module: torch.nn.Module, owner: PreTrainedModel | None = None) -> Iterator[Step]:
-    """In the order of constructors: children first; a model inside the model gets its values when it is complete."""
+    """Yield steps in the order of constructors: children first, and a model inside the model once it is complete."""
     inner = module if isinstance(module, PreTrainedModel) else owner
     for child in module.children():
         yield from _steps(child, inner)
@@ -236,7 +233,7 @@ def _in_order(module: torch.nn.Module, owner: PreTrainedModel) -> Iterator[tuple
 
 @contextmanager
 def _whole_parameters(module: torch.nn.Module, names: list[str], *, kept: list[str]) -> Iterator[None]:
-    """Lends the module whole parameters, on CPU. What it does to those that are kept, it does to this rank's parts."""
+    """Lend the module whole parameters on CPU. Afterwards copy this rank's part of those in `kept` from them."""
     held = {name: module._parameters[name] for name in names}
     for name, tensor in held.items():
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -252,19 +249,19 @@ def _whole_parameters(module: torch.nn.Module, names: list[str], *, kept: list[s
 
 @torch.no_grad()
 def read_part(piece: Shard, laid: TensorLayout, files: PublishedFiles) -> None:
-    """Reads only what this rank holds, some rows at a time."""
+    """Read what this rank holds, some rows at a time."""
     for region, part in _rows(piece):
         laid.at(region).read_into(part, files.read)
 
 
 @torch.no_grad()
 def is_part(piece: Shard, laid: TensorLayout, files: PublishedFiles) -> bool:
-    """Whether the files have for it what it holds."""
+    """Return whether the files hold the same values as this rank."""
     return all(torch.equal(laid.at(region).tensor(files.read).to(part), part) for region, part in _rows(piece))
 
 
 def _rows(piece: Shard) -> Iterator[tuple[Region, torch.Tensor]]:
-    """A piece in parts of a few MiB: the region of each in the whole, and its memory."""
+    """Yield a shard in parts of some MiB: the region of each in the whole tensor, and its memory."""
     if not piece.shape:
         yield (), piece.tensor
     elif piece.tensor.numel():

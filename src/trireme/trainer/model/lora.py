@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685, section 4.1) in a model: PEFT's layers, of which only the adapters train.
+"""Low-rank adapters (LoRA, arXiv:2106.09685, section 4.1), as PEFT's layers inside the model.
 
-The model keeps its class. A layer with an adapter holds what it was as `base_layer`, frozen. Modules that are trained
-whole (`modules_to_save`) are unfrozen where they are.
+The model keeps its class. A layer with an adapter holds the frozen layer as `base_layer`. Modules that are trained
+whole (`modules_to_save`) are unfrozen in place.
 """
 
 from __future__ import annotations
@@ -28,57 +28,57 @@ ADAPTER = "default"  # PEFT's name for the only one
 ALL_LINEAR = "all-linear"
 
 FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
-"""Layers that models with fused experts hold as one parameter."""
+"""Names of layers that models with fused experts hold as one parameter."""
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """What a model knows of the adapters in it."""
+    """The adapters of a model."""
 
     config: Lora
     base_model: str  # folder or hub name
-    modules: tuple[str, ...]  # full names of the linear layers that have one
-    parameters: tuple[str, ...]  # full names of the fused experts that have one
+    modules: tuple[str, ...]  # full names of the linear layers with an adapter
+    parameters: tuple[str, ...]  # full names of the fused experts with an adapter
     whole: tuple[str, ...]  # full names of the modules that are trained whole
     seed: int
-    frozen: Dtype  # precision in which the rest is held
-    target_modules: tuple[str, ...]  # the same modules, and no others, as short as may be
+    frozen: Dtype  # precision of what is not trained
+    target_modules: tuple[str, ...]  # names of exactly the same modules, as short as possible
     target_parameters: tuple[str, ...]
 
 
 def adapters_of(model: torch.nn.Module) -> Adapters | None:
-    """None where the whole model is trained."""
+    """Return the model's adapters; None if the whole model is trained."""
     return getattr(model, "_adapters", None)
 
 
 def inject_adapters(model: PreTrainedModel, config: Lora, *, base_model: str, seed: int, frozen: Dtype) -> None:
-    """Freezes the model and gives its layers adapters, without values as yet. To be called before it is sharded.
+    """Freeze the model and give its layers adapters, still without values. Called before the model is sharded.
 
     Args:
-        base_model: folder or hub name, for whoever loads the adapters later.
-        seed: of the values that `fill_adapters` draws, and of dropout.
-        frozen: precision in which to hold what is not trained. What is, is held in float32.
+        base_model: folder or hub name, written into the exported adapters.
+        seed: seed of the values that `fill_adapters` draws, and of dropout.
+        frozen: precision of what is not trained. Trained parameters are float32.
 
     Raises:
-        ConfigError: the model has no such layers, or holds two of them as one.
+        ConfigError: the model lacks such layers, or ties two of them.
     """
     adapters = _find(model, config, base_model, seed, frozen)
     settings = to_peft(adapters)
     for name in adapters.modules:
         _wrap(model, name, Linear, settings)
-    for name in adapters.parameters:  # a module that has several is wrapped several times, as PEFT does
+    for name in adapters.parameters:  # a module with several is wrapped several times, as in PEFT
         module, _, parameter = name.rpartition(".")
         _wrap(model, module, ParamWrapper, settings, parameter_name=parameter)
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name) or any(_is_within(name, module) for module in adapters.whole))
+        parameter.requires_grad_(is_adapter(name) or any(name.startswith(f"{module}.") for module in adapters.whole))
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, frozen))
     model._adapters = adapters
 
 
 def _wrap(model: PreTrainedModel, name: str, kind: Any, settings: LoraConfig, **options: str) -> None:
-    """The adapter is where the layer is (on meta, too), and in float32 whatever that is in."""
+    """Wrap a layer. Its adapter is on the layer's device (also meta), and always in float32."""
     inner = model.get_submodule(name)
     with torch.device(next(inner.parameters()).device):
         layer = kind(inner, ADAPTER, config=settings, r=settings.r, lora_alpha=settings.lora_alpha, **options)
@@ -89,11 +89,11 @@ def _wrap(model: PreTrainedModel, name: str, kind: Any, settings: LoraConfig, **
 
 
 def to_peft(adapters: Adapters) -> LoraConfig:
-    """The same in PEFT's words: what `adapter_config.json` holds."""
+    """Return the same as PEFT's configuration, which `adapter_config.json` holds."""
     config = adapters.config
     return LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT accepts floats
         lora_dropout=config.dropout,
         target_modules=list(adapters.target_modules),
         target_parameters=list(adapters.target_parameters) or None,
@@ -110,7 +110,9 @@ def _find(model: PreTrainedModel, config: Lora, base_model: str, seed: int, froz
     fused = [name for name, tensor in model.named_parameters() if ".experts." in name and tensor.ndim == 3]
     modules, parameters = _find_targets(config, [name for name in linear if name not in head], head, fused)
     whole = _find_whole(model, config.modules_to_save)
-    if _is_tied(model) and (tied := [name for name in (*modules, *whole) if name in (*head, _embedding(model))]):
+    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if is_tied and (tied := [name for name in (*modules, *whole) if name in (*head, embedding)]):
         raise ConfigError(
             f"`lora` is to train {', '.join(tied)}, and this model has one tensor for its embedding and its head "
             "(`tie_word_embeddings`) - expected neither of them: one cannot change without the other. Leave "
@@ -147,18 +149,21 @@ def _find(model: PreTrainedModel, config: Lora, base_model: str, seed: int, froz
 
 
 def _in_short(chosen: list[str], all_names: list[str], shorten: Callable[[str], str]) -> tuple[str, ...]:
-    """Whoever reads them takes every layer whose name ends so: where that would be too many, the full names."""
+    """Return short names if they match exactly the chosen layers, as readers match the ends of names; else full
+    names."""
     short = {shorten(name) for name in chosen}
     meant = {name for name in all_names if short & _ends(name)}
     return tuple(sorted(short if meant == set(chosen) else chosen))
 
 
 def _find_targets(config: Lora, linear: list[str], head: list[str], fused: list[str]) -> tuple[list[str], list[str]]:
-    """Full names of layers and of fused parameters, in the model's order."""
+    """Return the full names of layers and of fused parameters, in the model's order."""
     if ALL_LINEAR in config.target_modules:
         return linear, fused
     targets = set(config.target_modules)
-    unknown = targets - {end for name in (*linear, *head) for end in _ends(name)} - _ends_of_fused(fused)
+    ends_of_fused = {end for name in fused for end in _ends(name)}
+    ends_of_fused |= {layer for layer, parameter in FUSED.items() if parameter in ends_of_fused}
+    unknown = targets - {end for name in (*linear, *head) for end in _ends(name)} - ends_of_fused
     if unknown:
         has = sorted({_last(name) for name in (*linear, *head, *fused)})
         raise ConfigError(
@@ -170,12 +175,6 @@ def _find_targets(config: Lora, linear: list[str], head: list[str], fused: list[
         [name for name in (*linear, *head) if targets & _ends(name)],
         [name for name in fused if in_experts & _ends(name)],
     )
-
-
-def _ends_of_fused(fused: list[str]) -> set[str]:
-    """All words that mean a fused parameter."""
-    ends = {end for name in fused for end in _ends(name)}
-    return ends | {apart for apart, together in FUSED.items() if together in ends}
 
 
 def _find_whole(model: PreTrainedModel, names: tuple[str, ...]) -> list[str]:
@@ -190,16 +189,8 @@ def _find_whole(model: PreTrainedModel, names: tuple[str, ...]) -> list[str]:
     return [full for names in found.values() for full in names]
 
 
-def _is_tied(model: PreTrainedModel) -> bool:
-    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
-
-
-def _embedding(model: PreTrainedModel) -> str:
-    return next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
-
-
 def _ends(name: str) -> set[str]:
-    """All that a.b.c may be called by: c, b.c, a.b.c."""
+    """Return all ends of a.b.c: c, b.c, a.b.c."""
     parts = name.split(".")
     return {".".join(parts[start:]) for start in range(len(parts))}
 
@@ -209,31 +200,27 @@ def _last(name: str) -> str:
 
 
 def _in_layer(name: str) -> str:
-    """mlp.experts.down_proj of model.layers.3.mlp.experts.down_proj."""
+    """Return mlp.experts.down_proj for model.layers.3.mlp.experts.down_proj."""
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[numbers[-1] + 1 :]) if numbers else name
-
-
-def _is_within(name: str, module: str) -> bool:
-    return name.startswith(f"{module}.")
 
 
 # names
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of the model belongs to an adapter."""
+    """Return whether a parameter of the model belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def base_name(name: str) -> str:
-    """What a parameter was called before there were adapters: under this name published checkpoints have it."""
+    """Return the name of a parameter before adapters were added, which published checkpoints have."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def peft_name(name: str) -> str:
-    """What PEFT calls a parameter in its files."""
+    """Return the name of a parameter in PEFT's files."""
     return f"{PREFIX}{name.replace(f'.{ADAPTER}.', '.')}"
 
 
@@ -242,9 +229,10 @@ def peft_name(name: str) -> str:
 
 @torch.no_grad()
 def fill_adapters(model: PreTrainedModel) -> None:
-    """Draws A as PEFT does, and sets B to 0: at first an adapter changes nothing.
+    """Draw A as PEFT does and set B to 0, so that an adapter changes nothing at first.
 
-    Each tensor is drawn whole, by its own seed, and each rank keeps its piece: any number of ranks starts the same.
+    Each tensor is drawn whole, by a seed of its own, and each rank keeps its shard. So any number of ranks starts with
+    the same values.
     """
     adapters = adapters_of(model)
     if adapters is None:
@@ -260,7 +248,7 @@ def fill_adapters(model: PreTrainedModel) -> None:
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     if ".lora_B." in name:
         return torch.zeros(shape)
-    bound = 1 / math.sqrt(shape[-1])  # Kaiming's with a = sqrt(5), in which the square roots cancel
+    bound = 1 / math.sqrt(shape[-1])  # Kaiming's bound with a = sqrt(5), in which the square roots cancel
     return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(_mix(seed, name)))
 
 
@@ -270,17 +258,17 @@ def _mix(*parts: object) -> int:
 
 @dataclass(frozen=True)
 class Product:
-    """What a layer's adapter adds to one of its parameters: scale * left @ right."""
+    """The product that an adapter adds to a parameter of its layer: scale * left @ right."""
 
     left: torch.nn.Parameter
     right: torch.nn.Parameter
     scale: float
-    num_experts: int = 1  # for fused experts, whose products are stacked
-    is_transposed: bool = False  # these hold [experts, in, out]
+    num_experts: int = 1  # of fused experts, whose products are stacked
+    is_transposed: bool = False  # fused experts that are held as [experts, in, out]
 
 
 def products(model: PreTrainedModel) -> dict[str, Product]:
-    """By the name that the parameter had before there were adapters."""
+    """Return the products by the names that the parameters had before adapters were added."""
     found = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
@@ -298,7 +286,7 @@ def _product(layer: LoraLayer) -> Product:
 
 
 def merge(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: Product) -> torch.Tensor:
-    """weight + scale * left @ right in float32. All are whole, not sharded."""
+    """Return weight + scale * left @ right in float32, of whole tensors."""
     weight, left, right = weight.float(), left.float(), right.float()
     if product.num_experts == 1:
         return torch.addmm(weight.view(left.shape[0], right.shape[1]), left, right, alpha=product.scale).view_as(weight)
@@ -315,10 +303,12 @@ def merge(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product
 
 @contextmanager
 def dropout(model: PreTrainedModel, *, step: int, rank: int, row: int) -> Iterator[None]:
-    """For one row's forward and backward pass. At any other time (probes, validation, reference) nothing is dropped.
+    """Switch the adapters' dropout on for one row's forward and backward pass. It is off otherwise (probes,
+    validation).
 
-    What is dropped depends on the run's seed, the step, the rank and the row: whoever repeats the step, after a restart
-    or in a replay, drops the same. Iterations of a batch drop alike too, so that their ratios are the policy's doing.
+    The random state depends on the run's seed, the step, the rank and the row, so a step that is repeated after a
+    restart or in a replay drops the same. Iterations of a batch drop the same too, so that their ratios show the
+    policy's change.
     """
     adapters = adapters_of(model)
     layers = [] if adapters is None or not adapters.config.dropout else _dropouts(model)
@@ -340,7 +330,7 @@ def _dropouts(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def trained_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """All that is trained; shares its memory with the model."""
+    """Return all tensors that are trained; they share their memory with the model."""
     return {name: tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
 
 
@@ -351,7 +341,7 @@ def copy_trained(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def exchanged(model: PreTrainedModel, others: dict[str, torch.Tensor]) -> Iterator[None]:
-    """The model with these values for what is trained; afterwards its own are back. Not within a forward pass."""
+    """Give the model other values of what is trained, and its own back afterwards. Not within a forward pass."""
     own = copy_trained(model)
     _overwrite(model, others)
     try:
@@ -364,6 +354,6 @@ def exchanged(model: PreTrainedModel, others: dict[str, torch.Tensor]) -> Iterat
 def _overwrite(model: PreTrainedModel, values: dict[str, torch.Tensor]) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # parameters that are still gathered are of the other values
+            module.reshard()  # parameters that are still gathered have the other values
     for name, tensor in trained_tensors(model).items():
         shard_of(tensor).tensor.copy_(shard_of(values[name]).tensor)

@@ -1,12 +1,13 @@
-"""Mixtures of experts: how experts are computed, how routers are trained, and where the engine sent each token.
+"""Mixtures of experts: how experts are computed, how routers are trained, and router replay.
 
-Router replay (Rollout Routing Replay, arXiv 2510.11370): a token goes to the experts to which it went when it was
-sampled, whatever the trainer's own router, which rounds otherwise, would choose. What each of them counts comes from
-the trainer's router, over those experts, so that routers are trained. It is so for prompts and answers alike; a token
-of which the engine said nothing (the last of a sample, all of supervised training) goes where the trainer sends it.
+Router replay (Rollout Routing Replay, arXiv 2510.11370) sends a token to the experts that the engine sent it to, even
+if the trainer's router, which rounds differently, would choose others. The experts' weights come from the trainer's
+router, normalised over those experts, so that routers are trained. This holds for prompts and answers. A token without
+a route from the engine (the last one of a sample, all tokens of supervised training) follows the trainer's router.
 
-All that is known of transformers' internals is here: a block holds `experts` beside a router, `gate` or `router`, which
-returns (logits over all experts, what each chosen one counts, which are chosen). Checked against transformers 5.19.
+This file holds all assumptions about transformers' internals: a block has `experts` and a router, `gate` or `router`,
+which returns (logits over all experts, weights of the chosen ones, ids of the chosen ones). Checked against
+transformers 5.19.
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ ROUTERS = ("gate", "router")
 ARGUMENT = "routes"
 
 Take = Callable[[np.ndarray], np.ndarray]
-"""From a column of a row to this rank's part of it."""
+"""Takes this rank's part of a column of a row."""
 
 
 class Routes:
-    """Where tokens are to go. They travel through the model's forward pass as an argument, so that activation
-    checkpointing finds them again in the backward pass."""
+    """The experts that tokens are sent to.
+
+    They travel through the model's forward pass as an argument, so that activation checkpointing has them again in the
+    backward pass.
+    """
 
     def __init__(self, routed: Routed, device: torch.device, take: Take | None = None) -> None:
         places = np.cumsum(routed.known, dtype=np.int64) * routed.known  # from 1; 0 where nothing is known
@@ -50,27 +54,37 @@ class Routes:
 def routes_argument(
     model: PreTrainedModel, routed: Routed | None, device: torch.device, take: Take | None = None
 ) -> dict[str, Routes]:
-    """What to add to a call of the model, so that tokens go where the engine sent them."""
+    """Return the arguments of the model's forward pass that replay the engine's routes."""
     replays = routed is not None and any(mixture.weighing for mixture in mixtures_of(model))
     return {ARGUMENT: Routes(routed, device, take)} if routed is not None and replays else {}
 
 
 def prepare_experts(model: PreTrainedModel, config: TrainerModel, layers: list[nn.Module]) -> None:
-    """Before the model is sharded; one without experts stays as it is.
+    """Set up the experts and routers of a model before it is sharded. A model without experts stays as it is.
 
     Args:
-        layers: its decoder layers.
+        layers: the decoder layers.
 
     Raises:
-        ConfigError: its experts or its routers cannot do what is asked for.
+        ConfigError: the experts or routers do not support the configuration.
     """
     blocks = [(index, layer, block) for index, layer in enumerate(layers) for block in blocks_of(layer)]
     if not blocks:
-        _refuse_replay_without_experts(model, config.moe)
+        if config.moe.router_replay:
+            raise ConfigError(
+                f"`trainer.model.moe.router_replay = true` with {type(model).__name__} - a model with a mixture of "
+                "experts was expected. Remove the line."
+            )
         return
-    _choose_implementation(model, config.moe.implementation)
+    try:
+        model.set_experts_implementation(config.moe.implementation)
+    except ValueError as error:
+        raise ConfigError(
+            f'`trainer.model.moe.implementation = "{config.moe.implementation}"` with {type(model).__name__}: {error} '
+            '- expected one that this model has. Set "eager".'
+        ) from error
     text = model.config.get_text_config()
-    if getattr(text, "output_router_logits", False):  # transformers would compute a loss for an even load
+    if getattr(text, "output_router_logits", False):  # transformers would compute a load-balancing loss
         text.output_router_logits = False
     weighing = find_weighing(router_of(blocks[0][2]), text) if config.moe.router_replay else None
     for _, _, block in blocks:
@@ -79,12 +93,12 @@ def prepare_experts(model: PreTrainedModel, config: TrainerModel, layers: list[n
 
 
 def mixtures_of(model: PreTrainedModel) -> list[Mixture]:
-    """Of a prepared model; none where it has no experts."""
+    """Return the mixtures of a prepared model; none if it has no experts."""
     return getattr(model, "_mixtures", [])
 
 
 def blocks_of(layer: nn.Module) -> list[nn.Module]:
-    """Of a decoder layer: what has experts and a router."""
+    """Return the blocks of a decoder layer that have experts and a router."""
     return [module for module in layer.modules() if hasattr(module, "experts") and _routers(module)]
 
 
@@ -97,30 +111,12 @@ def _routers(module: nn.Module) -> list[nn.Module]:
 
 
 def routers_in_float32(layer: nn.Module, config: Experts) -> list[nn.Module]:
-    """Of a decoder layer: routers that are to be gathered in float32, and given float32, whatever the rest is in."""
+    """Return the routers of a decoder layer that are gathered in float32, whatever the precision of the rest."""
     return [router_of(block) for block in blocks_of(layer)] if config.router_dtype == "float32" else []
 
 
-def _refuse_replay_without_experts(model: PreTrainedModel, config: Experts) -> None:
-    if config.router_replay:
-        raise ConfigError(
-            f"`trainer.model.moe.router_replay = true` with {type(model).__name__} - a model with a mixture of experts "
-            "was expected. Remove the line."
-        )
-
-
-def _choose_implementation(model: PreTrainedModel, implementation: str) -> None:
-    try:
-        model.set_experts_implementation(implementation)
-    except ValueError as error:
-        raise ConfigError(
-            f'`trainer.model.moe.implementation = "{implementation}"` with {type(model).__name__}: {error} - expected '
-            'one that this model has. Set "eager".'
-        ) from error
-
-
 class Weighing:
-    """How a router makes of its logits what each of the chosen experts counts."""
+    """Computes the weights of the chosen experts from a router's logits."""
 
     def __init__(self, squash: Callable[[torch.Tensor], torch.Tensor], *, normalized: bool, scale: float) -> None:
         self._squash = squash
@@ -128,7 +124,7 @@ class Weighing:
         self._scale = scale
 
     def __call__(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """[N, top_k] float32, of [N, experts] logits."""
+        """Return [N, top_k] float32 weights, from [N, experts] logits."""
         weights = self._squash(logits.float()).gather(-1, chosen)
         if self._normalized:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -140,11 +136,17 @@ def _softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def find_weighing(router: nn.Module, config: PretrainedConfig) -> Weighing:
-    """Found by asking another router of the kind, of random weights: models differ, and say so nowhere else.
+    """Find how a router weighs experts by running one of its class with random weights, as no attribute tells it.
 
-    Raises: ConfigError where it is none of those known.
+    Raises:
+        ConfigError: it weighs them in an unknown way.
     """
-    logits, weights, chosen = _asked_at_random(type(router), config)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(0)
+        random_router = type(router)(config).float()
+        for tensor in (*random_router.parameters(), *random_router.buffers()):
+            tensor.normal_(0.0, 0.3)
+        logits, weights, chosen = random_router(torch.randn(32, config.hidden_size))
     scales = {1.0, float(getattr(router, "routed_scaling_factor", 1.0))}
     for squash, normalized, scale in product((_softmax, torch.sigmoid), (True, False), sorted(scales)):
         weighing = Weighing(squash, normalized=normalized, scale=scale)
@@ -156,35 +158,25 @@ def find_weighing(router: nn.Module, config: PretrainedConfig) -> Weighing:
     )
 
 
-@torch.no_grad()
-def _asked_at_random(kind: type[nn.Module], config: PretrainedConfig) -> tuple[torch.Tensor, ...]:
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
-        router = kind(config).float()
-        for tensor in (*router.parameters(), *router.buffers()):
-            tensor.normal_(0.0, 0.3)
-        return router(torch.randn(32, config.hidden_size))
-
-
 class Mixture:
-    """The experts of one layer: sends tokens where they are to go, and counts where they went."""
+    """The experts of one layer: replays the engine's routes, and counts the tokens of each expert."""
 
     def __init__(self, index: int, layer: nn.Module, block: nn.Module, weighing: Weighing | None) -> None:
         """
         Args:
             index: of the layer.
-            weighing: where tokens may have to go elsewhere than the router would send them.
+            weighing: given if the engine's routes are replayed.
         """
         self.weighing = weighing
         self._index = index
-        self._routes: Routes | None = None  # of the row that the layer is at
+        self._routes: Routes | None = None  # of the row in the current pass
         self._counts: torch.Tensor | None = None
         self._forward = layer.forward
         layer.forward = self._run
         router_of(block).register_forward_hook(self._route)
 
     def _run(self, *args: Any, routes: Routes | None = None, **kwargs: Any) -> Any:
-        """The layer's forward pass. What is recomputed in the backward pass comes through here again."""
+        """Run the layer's forward pass; also when it is recomputed in the backward pass."""
         self._routes = routes
         return self._forward(*args, **kwargs)
 
@@ -195,16 +187,16 @@ class Mixture:
             known = self._routes.known
             chosen = torch.where(known, self._routes.experts[:, self._index].to(own.dtype), own)
             weights = torch.where(known, self.weighing(logits, chosen).to(weights.dtype), weights)
-        if torch.is_grad_enabled():  # of training alone
+        if torch.is_grad_enabled():  # count tokens that are trained on only
             counts = _count(own, chosen, known, num_experts=logits.shape[-1])
             self._counts = counts if self._counts is None else self._counts + counts
         return logits, weights, chosen
 
     def take_counts(self) -> torch.Tensor:
-        """[experts + 2] float64: tokens that each got; those that were replayed, and of these those that the router
-        would have sent elsewhere. Since they were last taken."""
+        """Return [experts + 2] float64 counts since the last call: the tokens of each expert, the tokens with a
+        replayed route, and of these those that the router would have sent to other experts."""
         counts, self._counts = self._counts, None
-        assert counts is not None, "taken before any token came"
+        assert counts is not None, "no token was counted yet"
         return counts.double()
 
 
@@ -218,8 +210,10 @@ def _count(own: torch.Tensor, chosen: torch.Tensor, known: torch.Tensor, *, num_
 
 
 def expert_metrics(model: PreTrainedModel, world: World) -> dict[str, float]:
-    """How evenly experts were used since last asked, by layer and then on average. A collective; of a model without
-    experts, nothing."""
+    """Return how evenly experts were used since the last call, averaged over layers. A collective.
+
+    Returns nothing for a model without experts.
+    """
     mixtures = mixtures_of(model)
     if not mixtures:
         return {}
