@@ -37,7 +37,7 @@ PHASES = {
     "evaluation": "evaluation.running",
     "checkpoint": "checkpoint.written",
 }
-WORDS_OF_DEATH = re.compile(r"died|is gone|was ended|dropped a request|restarted|broke|came to nothing")
+WORDS_OF_DEATH = re.compile(r"died|is gone|was ended|dropped a request|restarted|broke|failed:")
 REPEATED = re.compile(r"the run had come to version (\d+); it is repeated from version (\d+) on")
 STEPS = 10_000  # it is stopped when all has been measured
 ROLLOUTS_OF_A_STEP = {False: 4, True: 32}

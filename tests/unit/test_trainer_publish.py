@@ -213,8 +213,8 @@ def test_the_probe_is_fixed_and_spread_over_the_vocabulary(vocabulary: int) -> N
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish, "PAUSE_S", 0.01)
-    monkeypatch.setattr(publish, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(publish, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(publish, "LONGEST_BACKOFF_S", 0.01)
 
 
 @pytest.mark.parametrize("died", [False, True])

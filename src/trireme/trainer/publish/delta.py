@@ -1,8 +1,8 @@
-"""What engines hold, so that only what has changed since need be sent (`weight_broadcast.delta`).
+"""Delta broadcast (`weight_broadcast.delta`): send only the values that changed since the last transfer.
 
-Each rank keeps an equal slice of every served tensor in host memory, whatever the model's sharding, names or adapters:
-all ranks together one copy of the model in the precision in which it is served. A rank compares its slice while the
-whole tensor passes by, and rank 0 gathers a bit per value.
+Each rank keeps an equal slice of every served tensor in host memory, independent of sharding, names and adapters. All
+ranks together hold one copy of the model in the precision in which it is served. A rank compares its slice with that of
+the whole tensor, and rank 0 gathers one bit per value.
 """
 
 from __future__ import annotations
@@ -17,55 +17,48 @@ from trireme.algo.patch import Patch, build_patch, changed, pack_bits, to_intege
 from trireme.trainer.parallel.mesh import World
 
 Part: TypeAlias = torch.Tensor | Patch
-"""What is sent of a tensor: all of it or, of a delta, a patch."""
+"""What is sent of a tensor: the whole tensor or, of a delta, a patch."""
 
 
 class SentWeights:
-    """One rank's share of what engines hold."""
+    """One rank's slices of the weights that engines hold."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._sent_weights: dict[str, torch.Tensor] = {}
 
     def patches(self, tensors: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> Iterator[Patch]:
-        """What engines must be told of each tensor, on rank 0; on others of no meaning. A collective.
+        """Yield the patches that bring engines to these tensors; only rank 0's are valid. A collective.
 
-        From here on these tensors are what is held: where the transfer breaks, the next one has to bring all.
+        The tensors count as sent from here on, so after a broken transfer the next one has to send whole tensors.
 
         Args:
-            whole: engines hold nothing, or something else than what passed by last.
+            whole: engines hold nothing, or something else than what was sent last.
         """
         for name, tensor in tensors:
-            own = self._own_slice(tensor)
+            size = _slice_size(tensor.numel(), self._world.size)
+            own = to_integers(tensor)[size * self._world.rank : size * (self._world.rank + 1)]
             is_changed = None if whole else self._where_changed(name, own, tensor.numel())
-            self._keep(name, own)
+            if name not in self._sent_weights:
+                self._sent_weights[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+            self._sent_weights[name].copy_(own)
             yield whole_patch(tensor) if is_changed is None else build_patch(tensor, is_changed)
 
-    def _own_slice(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[N / ranks] integers."""
-        size = _slice_size(tensor.numel(), self._world.size)
-        return to_integers(tensor)[size * self._world.rank : size * (self._world.rank + 1)]
-
     def _where_changed(self, name: str, own: torch.Tensor, count: int) -> torch.Tensor | None:
-        """[count] bool, on rank 0."""
+        """Return [count] bool, which values of the whole tensor changed, on rank 0; None elsewhere."""
         is_changed = changed(own, self._sent_weights[name].to(own.device, non_blocking=True))
         if self._world.size == 1:
             return is_changed
         bits = torch.zeros(_slice_size(count, self._world.size) // 8, dtype=torch.uint8, device=own.device)
         packed = pack_bits(is_changed)
         bits[: len(packed)] = packed
-        everyones = [torch.empty_like(bits) for _ in range(self._world.size)] if self._world.is_main else None
-        dist.gather(bits, everyones)
-        return unpack_bits(torch.cat(everyones), count) if everyones else None
-
-    def _keep(self, name: str, own: torch.Tensor) -> None:
-        if name not in self._sent_weights:
-            self._sent_weights[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
-        self._sent_weights[name].copy_(own)
+        gathered = [torch.empty_like(bits) for _ in range(self._world.size)] if self._world.is_main else None
+        dist.gather(bits, gathered)
+        return unpack_bits(torch.cat(gathered), count) if gathered else None
 
 
 class TransferSize:
-    """What one transfer took."""
+    """Counts the bytes and changed values of one transfer."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
@@ -81,7 +74,7 @@ class TransferSize:
             yield part
 
     def metrics(self, num_values: int) -> dict[str, float]:
-        """Of a model with so many values."""
+        """Return the metrics of a model with this number of values."""
         found = {"weights/sent_bytes": float(self._num_bytes)}
         if self._num_changed is not None:
             found["weights/changed_frac"] = self._num_changed / num_values
@@ -89,5 +82,6 @@ class TransferSize:
 
 
 def _slice_size(count: int, num_ranks: int) -> int:
-    """Values of a rank's slice; a multiple of 8, so that the bits of all ranks are those of the tensor."""
+    """Return the values of a rank's slice: a multiple of 8, so that all ranks' bits together are those of the
+    tensor."""
     return -(-count // (8 * num_ranks)) * 8

@@ -1,7 +1,7 @@
-"""Sends the trainer's weights to the engines, and does not rest until they have confirmed them.
+"""Publish the trainer's weights: announce a version, send it to the engines, and wait until they confirm it.
 
-While they confirm, the trainer may go on as long as its weights stay as they are: gradients of the next batch can be
-had meanwhile, its optimizer step cannot. So whatever goes wrong, the same version can be sent again.
+While engines confirm, the trainer may compute the gradients of the next batch but must not change its weights. So after
+any failure the same version can be sent again.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ log = get_logger("publish")
 
 PROBE_TOKENS = 32
 ATTEMPTS = 20
-PAUSE_S = 0.25  # after the first attempt that came to nothing; doubles: an engine that died in it is noticed meanwhile
-LONGEST_PAUSE_S = 5.0
+BACKOFF_S = 0.25  # after the first failed attempt; doubles, which leaves time to notice an engine that died
+LONGEST_BACKOFF_S = 5.0
 
 
 @dataclass(frozen=True)
 class Unconfirmed:
-    """A version that is sent, and that engines have yet to say that they hold."""
+    """A version that is sent and that engines have not confirmed yet."""
 
     version: int
     everywhere: bool
     epoch: str | None
-    sent: PolicySent | None  # what rank 0 asks them with
+    sent: PolicySent | None  # rank 0's request to confirm
 
 
 class Publisher:
-    """One per rank. Rank 0 talks and sends; the others join in gathering shards."""
+    """Publishes weights; each rank has one. Rank 0 talks and sends, the others take part in gathering shards."""
 
     def __init__(
         self,
@@ -84,31 +84,30 @@ class Publisher:
         self._unconfirmed: Unconfirmed | None = None
         self._newest = Newest(version=-1, digests={})
         self._specs = served_specs(model, self._dtype)
-        self._sender = self._open_sender() if world.is_main else None
+        self._sender: Sender | None = None
+        if world.is_main:
+            broadcast = config.weight_broadcast
+            self._sender = open_sender(
+                broadcast.type,
+                host=config.hosts.trainer[0],
+                port=config.ports.weights or 0,
+                folder=config.paths.broadcast,
+                bucket_bytes=broadcast.bucket_mib << 20,
+                timeout_s=broadcast.timeout_s,
+                delta=broadcast.delta,
+            )
         self._sent_weights = SentWeights(world) if config.weight_broadcast.delta else None
-        self._base_digests: dict[str, str] = {}  # of what does not change, where there are adapters
-        self._confirmed_epoch: str | None = None  # in which engines hold what the slices do
+        self._base_digests: dict[str, str] = {}  # of the base model, which does not change under adapters
+        self._confirmed_epoch: str | None = None  # the epoch whose engines hold what was sent last
         self._transfer_size: TransferSize | None = None
         self._probe_ids = probe_ids(model.config.get_text_config().vocab_size, PROBE_TOKENS)
 
-    def _open_sender(self) -> Sender:
-        broadcast = self._config.weight_broadcast
-        return open_sender(
-            broadcast.type,
-            host=self._config.hosts.trainer[0],
-            port=self._config.ports.weights or 0,
-            folder=self._config.paths.broadcast,
-            bucket_bytes=broadcast.bucket_mib << 20,
-            timeout_s=broadcast.timeout_s,
-            delta=broadcast.delta,
-        )
-
     def find_newest(self) -> int:
-        """The newest version that engines ever confirmed, or -1: up to there, steps are repeated. A collective."""
+        """Return the newest version that engines ever confirmed, or -1. A collective."""
         if self._control is not None:
             reply = self._control.ask(
                 GetNewest(run_id=self._config.run_id),
-                what="how far the run had come",
+                what="the newest version",
                 deadline_s=self._config.inference.start_timeout_s,
             )
             assert isinstance(reply, Newest), reply
@@ -116,19 +115,22 @@ class Publisher:
         return self._world.agree(self._newest.version)
 
     def send_if_new(self, version: int) -> None:
-        """Steps that are repeated after a restart make versions that engines have confirmed already. A collective.
+        """Send a version unless engines have confirmed it already, as when steps are repeated. A collective.
 
-        At the newest of these, the weights must be the same as before, to the bit: so it is on CPUs. Where they are
-        not, as with some kernels on GPUs, the engines are given what is trained on from here.
+        The newest confirmed version must have the same weights as before, to the bit, as it does on CPUs. If it does
+        not, as with some kernels on GPUs, it is published again, so that engines hold what is trained from here on.
         """
         newest = self._world.agree(self._newest.version)
         if version > newest:
             self.send(version)
         elif version == newest and (difference := self._difference_from_newest()):
-            log.warning("version %d was made again and differs: %s. Engines get it anew.", version, difference)
+            log.warning(
+                "Replayed version %d differs from the recorded one (%s); sending it again.", version, difference
+            )
             self.send(version)
 
     def _difference_from_newest(self) -> str | None:
+        """Return which tensor differs from the newest confirmed version; None if none does. A collective."""
         digests: dict[str, str] = {}
         for _ in self._digested(digests):
             pass
@@ -136,10 +138,10 @@ class Publisher:
         return (difference or "on rank 0") if self._world.agree(difference is not None) else None
 
     def publish(self, version: int, *, everywhere: bool = True) -> None:
-        """Returns once engines serve `version`, confirmed. A collective.
+        """Send a version and wait until engines have confirmed it. A collective.
 
         Args:
-            everywhere: also to engines that serve it already.
+            everywhere: also send it to engines that serve it already.
 
         Raises: as `send` and `confirm`.
         """
@@ -147,42 +149,35 @@ class Publisher:
         self.confirm()
 
     def send(self, version: int) -> None:
-        """Returns once all of it is sent; `confirm` is to be called before any weight changes. A collective.
+        """Send a version. `confirm` must be called before any weight changes. A collective.
 
-        A transfer that breaks (an engine or the orchestrator died in it) is begun anew.
+        A transfer that breaks, because an engine or the orchestrator died, is retried.
 
         Raises:
-            PeerDied: it broke time and again.
+            PeerDied: it broke in each of `ATTEMPTS` attempts.
             DeadlineExceeded: the engines did not get ready.
         """
         self._send_until_sent(version, everywhere=True)
-        if self._is_in_the_way:
+        # Confirm at once where it would cost more to wait: with ipc, what was sent stays in GPU memory until then. On a
+        # CPU, engines that are to make the very next batch would share the processors with the gradients.
+        config = self._config
+        if config.weight_broadcast.type == "ipc" or (config.device == "cpu" and config.max_async_level <= 1):
             self.confirm()
         elif self._control is not None and self._unconfirmed is not None:
             assert self._unconfirmed.sent is not None
             self._control.tell(self._unconfirmed.sent)
 
     @property
-    def _is_in_the_way(self) -> bool:
-        """Of gradients: what lies on the GPU until it is confirmed takes room there. Engines on the same processors,
-        that are to make the very next batch with it, would lose more than the trainer gains.
-        """
-        config = self._config
-        return config.weight_broadcast.type == "ipc" or (config.device == "cpu" and config.max_async_level <= 1)
-
-    @property
     def is_confirming(self) -> bool:
-        """Whether something is sent, and not confirmed."""
+        """Whether a version is sent and not confirmed."""
         return self._unconfirmed is not None
 
     def confirm(self) -> None:
-        """Returns once engines serve what was sent last, which is sent again where they lost it. A collective.
-
-        Weights that arrive wrong are not sent again.
+        """Wait until engines serve what was sent last; send it again if they lost it. A collective.
 
         Raises:
-            Refused: an engine holds other weights than were sent; names the tensor.
-            PeerDied: the transfer broke time and again.
+            Refused: an engine holds other weights than were sent; names the tensor. This is not retried.
+            PeerDied: the transfer broke in each of `ATTEMPTS` attempts.
             DeadlineExceeded: the engines did not confirm.
         """
         while (unconfirmed := self._unconfirmed) is not None:
@@ -193,32 +188,43 @@ class Publisher:
             if self._world.agree(is_live):
                 self._confirmed_epoch = unconfirmed.epoch
             else:
-                self._pause(unconfirmed.version)
+                self._back_off(unconfirmed.version)
                 self._send_until_sent(unconfirmed.version, everywhere=unconfirmed.everywhere)
         self._failures_in_a_row = 0
 
     def _send_until_sent(self, version: int, *, everywhere: bool) -> None:
-        probe = self._probe()  # before any announcement: engines may stand still from there on
+        probe = self._probe()  # before the announcement, which may pause engines
         while not self._world.agree(self._attempt(version, probe, everywhere=everywhere)):
-            self._pause(version)
+            self._back_off(version)
 
-    def _pause(self, version: int) -> None:
-        """After an attempt that came to nothing.
+    def _back_off(self, version: int) -> None:
+        """Wait after a failed attempt.
 
-        Raises: PeerDied after so many that the next would not fare better.
+        Raises:
+            PeerDied: it was the last of `ATTEMPTS`.
         """
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= ATTEMPTS:
             raise PeerDied(
-                f"Version {version} was sent {ATTEMPTS} times, and each time an engine or the orchestrator was gone "
-                f"before it was confirmed. Look at {self._config.paths.logs}"
+                f"Version {version} was sent {ATTEMPTS} times, and each time an engine or the orchestrator died before "
+                f"it was confirmed - expected them to stay alive. See the logs in {self._config.paths.logs}."
             )
-        time.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (self._failures_in_a_row - 1)))
+        time.sleep(min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** (self._failures_in_a_row - 1)))
 
     def _attempt(self, version: int, probe: Probe, *, everywhere: bool) -> bool:
-        """Whether it is sent now, or live already. A collective."""
+        """Announce and send a version; return whether it is sent, or live already. A collective."""
         self._num_attempts += 1
-        ready = self._announcement(version, everywhere)
+        ready = PolicyReady(
+            run_id=self._config.run_id,
+            version=version,
+            incarnation=self._incarnation,
+            attempt=self._num_attempts,
+            everywhere=everywhere,
+            specs=self._specs,
+            kind=self._config.weight_broadcast.type,
+            host=self._config.hosts.trainer[0],
+            port=self._config.ports.weights or 0,
+        )
         answer = self._announce(ready) if self._control is not None else None
         kind = _ANSWERS[self._world.agree(_ANSWERS.index(type(answer)) if answer is not None else 0)]
         if kind is not Go:
@@ -233,22 +239,18 @@ class Publisher:
         if not self._world.agree(payload is not None):
             return False
         reach("trainer.sent", rank=self._world.rank)
-        sent = None if self._control is None else self._question(version, digests, probe, payload or {})
+        sent = None
+        if self._control is not None:
+            sent = PolicySent(
+                run_id=self._config.run_id,
+                version=version,
+                attempt=self._num_attempts,
+                digests=digests,
+                probe=probe,
+                payload=payload or {},
+            )
         self._unconfirmed = Unconfirmed(version, everywhere, epoch, sent)
         return True
-
-    def _announcement(self, version: int, everywhere: bool) -> PolicyReady:
-        return PolicyReady(
-            run_id=self._config.run_id,
-            version=version,
-            incarnation=self._incarnation,
-            attempt=self._num_attempts,
-            everywhere=everywhere,
-            specs=self._specs,
-            kind=self._config.weight_broadcast.type,
-            host=self._config.hosts.trainer[0],
-            port=self._config.ports.weights or 0,
-        )
 
     def _announce(self, ready: PolicyReady) -> Go | Live | Again:
         assert self._control is not None
@@ -257,11 +259,11 @@ class Publisher:
             reply = self._control.ask(ready, what=f"the engines to take version {ready.version}", deadline_s=deadline_s)
         assert isinstance(reply, (Go, Live, Again)), reply
         if isinstance(reply, Again):
-            log.warning("version %d: attempt %d came to nothing: %s", ready.version, ready.attempt, reply.reason)
+            log.warning("version %d: attempt %d failed: %s", ready.version, ready.attempt, reply.reason)
         return reply
 
     def _meet(self, ready: PolicyReady, go: Go | Live | Again | None) -> str | None:
-        """Returns when the engines listen, and in which epoch; None where they do not. Other ranks meet nobody."""
+        """Wait until the engines listen; return their epoch, or None if they do not. Only rank 0 meets engines."""
         if self._sender is None:
             return None
         assert isinstance(go, Go), go
@@ -272,8 +274,10 @@ class Publisher:
             return None
 
     def _join(self, sender: Sender, ready: PolicyReady, go: Go) -> str:
-        """While engines are waited for, the orchestrator may learn that one of them is gone, or be another orchestrator
-        by now, which has told them to meet in another group: nothing is sent yet, so that is the one to go to.
+        """Join the engines' group; return its epoch.
+
+        While this waits, the orchestrator may learn that an engine died, or may itself restart, and tell the engines to
+        meet in another group. Nothing is sent yet, so the trainer joins that group instead.
         """
         while True:
             try:
@@ -288,17 +292,17 @@ class Publisher:
     def _give_up(self, version: int, error: Exception) -> None:
         assert self._sender is not None
         log.warning("sending version %d broke: %s", version, error)
-        self._sender.close()  # at once: engines that wait in the broken transfer answer nothing else
+        self._sender.close()  # at once, because engines in a broken transfer answer nothing else
 
     def _specs_to_send(self, is_first: bool) -> list[TensorSpec]:
-        """Engines that hold adapters keep the base model for as long as their epoch goes on."""
+        """Return the tensors to send: all in an engine's first transfer, later only adapters if there are any."""
         adapters = [spec for spec in self._specs if is_of_adapter(spec.name)]
         return adapters if adapters and not is_first else self._specs
 
     def _send(self, version: int, specs: list[TensorSpec], parts: Iterator[Part]) -> dict[str, Any] | None:
-        """The payload for the engines; None where the transfer broke.
+        """Send the tensors; return the payload for the engines, or None if the transfer broke.
 
-        All tensors are gathered in any case: the other ranks take part in that.
+        All tensors are gathered in any case, because the other ranks take part in that.
         """
         payload: dict[str, Any] | None = {}
         if self._sender is not None:
@@ -312,10 +316,10 @@ class Publisher:
         return payload
 
     def _parts(self, digests: dict[str, str], is_first: bool) -> Iterator[Part]:
-        """What is sent of each tensor: all of it or, of a delta, what has changed.
+        """Yield what is sent of each tensor: all of it or, of a delta, what has changed.
 
-        An epoch goes on only where its last transfer was confirmed by all of its engines. So engines of the epoch that
-        was confirmed last hold just what was sent then; any others, and all after a transfer that broke, get all.
+        An epoch continues only if all of its engines confirmed its last transfer. So engines of the epoch that was
+        confirmed last hold exactly what was sent then. Other engines, and all after a broken transfer, get all.
         """
         size = self._transfer_size = TransferSize()
         tensors = self._digested(digests, only_adapters=serves_adapters(self._model) and not is_first)
@@ -324,12 +328,12 @@ class Publisher:
         return size.counted(self._sent_weights.patches(tensors, whole=is_first))
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the last transfer, on rank 0; none where there was none since."""
+        """Return the metrics of the last transfer on rank 0, once."""
         size, self._transfer_size = self._transfer_size, None
         return size.metrics(sum(prod(spec.shape) for spec in self._specs)) if size is not None else {}
 
     def _digested(self, digests: dict[str, str], *, only_adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Digests are of all tensors, also where only adapters are gathered again."""
+        """Yield tensors and fill in their digests; those of a base model that is not gathered again are kept."""
         if only_adapters:
             digests |= self._base_digests
         tensors = served_tensors(self._model, self._dtype, only_adapters=only_adapters)
@@ -340,16 +344,6 @@ class Publisher:
             if number == 0:
                 reach("trainer.sending", rank=self._world.rank)
         self._base_digests = {name: digest for name, digest in digests.items() if not is_of_adapter(name)}
-
-    def _question(self, version: int, digests: dict[str, str], probe: Probe, payload: dict[str, Any]) -> PolicySent:
-        return PolicySent(
-            run_id=self._config.run_id,
-            version=version,
-            attempt=self._num_attempts,
-            digests=digests,
-            probe=probe,
-            payload=payload,
-        )
 
     def _ask_to_confirm(self, sent: PolicySent) -> bool:
         assert self._control is not None
@@ -365,7 +359,7 @@ class Publisher:
 
     @torch.no_grad()
     def _probe(self) -> Probe:
-        """A forward pass of the fixed prompt; a collective."""
+        """Compute logprobs of the fixed prompt. A collective."""
         ids = self._probe_ids
         count = len(ids)
         tokens = build_tokens(
@@ -381,4 +375,4 @@ class Publisher:
 
 
 _ANSWERS: tuple[type, ...] = (Go, Live, Again)
-"""What `PolicyReady` may be answered with, by the number under which the ranks agree on it."""
+"""The replies to `PolicyReady`, by the number under which the ranks agree on one."""
