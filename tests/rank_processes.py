@@ -102,4 +102,4 @@ def stages_of_this_rank(stages: Sequence[Any], folder: Path) -> Iterator[Any]:
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
-    os._exit(0)  # as the trainer's door does, and why, see `run_door`
+    os._exit(0)  # as the trainer does, and why, see `run_command`

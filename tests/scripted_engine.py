@@ -31,7 +31,7 @@ from trireme.algo.weight_checks import is_of_adapter
 from trireme.base.faults import reach
 from trireme.base.log import get_logger, start_logging
 from trireme.base.token import token
-from trireme.cli.door import open_process, run_door
+from trireme.cli.command import open_process, run_command
 from trireme.config.load import load_run_config
 from trireme.config.run import RunConfig
 from trireme.messages import TensorSpec
@@ -51,21 +51,22 @@ ORPHAN_S = 120.0  # a core that nobody ended leaves at last: that of vLLM never 
 def main() -> None:
     if "--core" in sys.argv:
         sys.argv.remove("--core")
-        run_door("inference", core)
-    run_door("inference", serve)
+        run_command("inference", core)
+    run_command("inference", serve)
 
 
 def serve(argv: list[str]) -> int:
     opened = open_process("inference", argv)
     assert opened is not None
-    start_logging("inference", opened.config.log_level)
-    command = [sys.executable, __file__, "--core", "--run", str(opened.run_file)]
+    config, run_file = opened
+    start_logging("inference", config.log_level)
+    command = [sys.executable, __file__, "--core", "--run", str(run_file)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     port = process.stdout.readline()  # the model is loaded then
     if not port:
         return abs(process.wait()) or 1
-    asyncio.run(ApiServer(process, int(port)).run(opened.config))
+    asyncio.run(ApiServer(process, int(port)).run(config))
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.cli import rl
-from trireme.cli.door import run_door
+from trireme.cli.command import run_command
 from trireme.cli.other_formats import vf_rl
 from trireme.launch.plan import Plan, ProcessSpec
 
@@ -24,7 +24,7 @@ def main() -> None:
     if sys.argv[1:2] == ["vf-rl"]:
         del sys.argv[1]
         vf_rl()
-    run_door("rl", rl.rl)
+    run_command("rl", rl.rl)
 
 
 def _with_scripted_engine(plan: Any) -> Any:

@@ -147,4 +147,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the trainer's door does, and why, see `run_door`
+    os._exit(0)  # as the trainer does, and why, see `run_command`

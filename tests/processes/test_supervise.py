@@ -162,7 +162,7 @@ RANKS = """
 import os, time
 from pathlib import Path
 from trireme.base.errors import ConfigError
-from trireme.cli.door import become_ranks, end_with_parent, rank, run_door
+from trireme.cli.command import become_ranks, end_with_parent, rank, run_command
 
 def main(argv):
     end_with_parent()
@@ -175,7 +175,7 @@ def main(argv):
     time.sleep(600 if not Path("leave").exists() else 0)
 
 if __name__ == "__main__":
-    run_door("door", main)
+    run_command("door", main)
 """
 
 

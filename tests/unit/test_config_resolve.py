@@ -10,7 +10,7 @@ import pytest
 
 from resolved_runs import CPU, ENV, resolved, value_at
 from trireme.base.devices import Devices, detect_devices
-from trireme.config.files import PROCESSES, read_run, room_table, to_toml, write_rooms, write_run
+from trireme.config.files import PROCESSES, process_table, read_run, to_toml, write_process_files, write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve, resolve_sft
 from trireme.config.run import RunConfig
@@ -153,7 +153,7 @@ def test_a_written_run_reads_back_the_same(tmp_path):
 @pytest.mark.parametrize("room", PROCESSES)
 def test_each_process_can_be_started_alone_from_what_a_run_wrote(room, tmp_path):
     config = resolved(f"@ {DATA / 'guide_example.toml'} --orchestrator.eval.num-examples none", on=gpus(4))
-    write_rooms(config, tmp_path)
+    write_process_files(config, tmp_path)
     alone = resolved(f"@ {tmp_path / room}.toml", on=gpus(4), section=room)
     for key in (room, "max_steps", "weight_broadcast", "ports"):
         assert getattr(alone, key) == getattr(config, key)
@@ -163,7 +163,7 @@ def test_toml_is_written_as_it_is_read():
     table = {"a": 1, "b c": 'quote " and \\ and ü', "small": 1e-06, "on": True, "list": [1, 2], "empty": []}
     table |= {"t": {"x": {"y": "z"}, "none": {}}, "many": [{"id": "a", "args": {"k": [{"deep": 1}]}}, {"id": "b"}]}
     assert tomllib.loads(to_toml(table)) == table
-    assert tomllib.loads(to_toml(room_table(RunConfig(), "trainer")))["optim"]["lr"] == 1e-6
+    assert tomllib.loads(to_toml(process_table(RunConfig(), "trainer")))["optim"]["lr"] == 1e-6
 
 
 @pytest.mark.parametrize(

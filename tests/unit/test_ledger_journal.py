@@ -18,7 +18,7 @@ import torch
 from trireme.base.devices import Devices
 from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths, step_folder, step_of
-from trireme.cli.surroundings import note_surroundings
+from trireme.cli.command import note_provenance
 from trireme.config.load import load_run_config
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
@@ -348,11 +348,11 @@ def test_gpus_and_packages_of_an_environment_are_named_as_they_lie_on_disk(tmp_p
 def test_a_run_notes_the_code_of_its_environments_where_it_is_found(tmp_path: Path) -> None:
     config = load_run_config(["@", "configs/reverse-text/rl.toml"], program="rl")[0]
     config = updated(config, {"output_dir": tmp_path / "known"})
-    note_surroundings(config, Devices(cores=2))
+    note_provenance(config, Devices(cores=2))
     noted = read(config.paths)
     assert noted["environments"]["reverse-text"]["files"] == digest_of_files(Path("environments/reverse_text"))
     assert noted["packages"]["transformers"] == metadata.version("transformers")
     gone = {"output_dir": str(tmp_path), "orchestrator": {"env": [{"id": "not-installed"}, {"id": "gone.py"}]}}
     config = RunConfig.model_validate(gone)
-    note_surroundings(config, Devices(cores=2))
+    note_provenance(config, Devices(cores=2))
     assert read(config.paths)["environments"] == {"not-installed": {}, "gone.py": {}}

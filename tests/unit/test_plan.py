@@ -13,7 +13,7 @@ from stage import write_checkpoint
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
-from trireme.cli.door import going_on, open_process
+from trireme.cli.command import open_process, resuming
 from trireme.config.files import write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
@@ -173,5 +173,6 @@ def test_a_launched_process_resumes_what_is_in_the_folder_and_a_rank_does_as_it_
     monkeypatch.delenv("TRIREME_PARENT", raising=False)
     monkeypatch.setenv(parent, str(os.getppid()))
     opened = open_process("trainer", ["--run", str(here / "run.json")])
-    assert opened.config == (going_on(config) if parent == "TRIREME_PARENT" else config)
-    assert (going_on(config).resume, going_on(config).trainer.ckpt.resume_step) == (True, None)
+    assert opened is not None
+    assert opened[0] == (resuming(config) if parent == "TRIREME_PARENT" else config)
+    assert (resuming(config).resume, resuming(config).trainer.ckpt.resume_step) == (True, None)

@@ -8,7 +8,7 @@ import pytest
 
 from stage import write_checkpoint
 from trireme.base.errors import ConfigError
-from trireme.cli.door import open_process
+from trireme.cli.command import open_process
 from trireme.config.files import write_run
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig

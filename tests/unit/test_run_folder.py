@@ -15,7 +15,7 @@ import pytest
 from resolved_runs import resolved
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import RunPaths, remove_partial_files
-from trireme.config.files import read_run, write_rooms, write_run
+from trireme.config.files import read_run, write_process_files, write_run
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, State
 from trireme.launch.folder import check_folder, hold, hold_folder, launcher_of, prepare_folder
@@ -160,7 +160,7 @@ def test_secrets_among_arguments_are_for_the_owner_and_for_no_page(tmp_path: Pat
     for flags, mode in ((words, 0o600), (f"--output-dir {tmp_path}", 0o644)):
         config = resolved(flags)
         write_run(config, config.paths.run_config)
-        files = [config.paths.run_config, *write_rooms(config, tmp_path, ("orchestrator",))]
+        files = [config.paths.run_config, *write_process_files(config, tmp_path, ("orchestrator",))]
         assert {file.stat().st_mode & 0o777 for file in files} == {mode}
     config = resolved(words)
     assert read_run(type(config), config.paths.run_config) != config

@@ -12,7 +12,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.log import start_logging
 from trireme.base.network import is_loopback
 from trireme.base.token import HOW, token
-from trireme.cli.door import end_with_parent
+from trireme.cli.command import end_with_parent
 from trireme.launch.process_tree import MARKER
 from trireme.transport.dashboard_key import address_of, key_of
 

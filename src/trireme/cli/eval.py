@@ -8,7 +8,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from trireme.base.errors import ConfigError
-from trireme.cli.door import run_door
+from trireme.cli.command import run_command
 from trireme.config.arguments import HELP
 
 VERBS = {
@@ -29,7 +29,7 @@ usage: trireme eval run ENV -m MODEL ...
 
 
 def main() -> None:
-    run_door("eval", eval, abruptly=True)
+    run_command("eval", eval, abruptly=True)
 
 
 def eval(argv: list[str]) -> int:

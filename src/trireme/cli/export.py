@@ -9,7 +9,7 @@ from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError
 from trireme.base.log import start_logging
 from trireme.base.paths import RunPaths, step_folder, step_of
-from trireme.cli.door import run_door
+from trireme.cli.command import run_command
 from trireme.journal.manifest import MANIFEST, complete_steps
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -17,7 +17,7 @@ MERGED_DTYPE = "bfloat16"
 
 
 def main() -> None:
-    run_door("trireme export", export, abruptly=True)
+    run_command("trireme export", export, abruptly=True)
 
 
 def export(argv: list[str]) -> int:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from trireme.base.log import start_logging
-from trireme.cli.door import open_process, run_door
+from trireme.cli.command import open_process, run_command
 
 
 def main() -> None:
-    run_door("inference", inference)
+    run_command("inference", inference)
 
 
 def inference(argv: list[str]) -> None:
     opened = open_process("inference", argv)
     if opened is None:
         return
-    config = opened.config
+    config, _ = opened
     start_logging("inference", config.log_level)
 
     from trireme.inference.server import serve

@@ -23,23 +23,23 @@ from trireme.config.run import NODE, RunConfig, find_node
 KEEPER = "TRIREME_KEEPER"  # pid of the process that starts this machine's ranks again
 
 
-def node_of(config: RunConfig, room: ProcessName, invocation: Invocation) -> int:
+def node_of(config: RunConfig, name: ProcessName, invocation: Invocation) -> int:
     """Raises: ConfigError where nothing tells which machine this is; a plan that is only shown is that of the first."""
-    addresses = hosts_of(config, room)
+    addresses = hosts_of(config, name)
     try:
-        return find_node(f"hosts.{room}", addresses, None if room == "orchestrator" else invocation.node)
+        return find_node(f"hosts.{name}", addresses, None if name == "orchestrator" else invocation.node)
     except ConfigError:
         if not invocation.dry_run:
             raise
         return 0
 
 
-def hosts_of(config: RunConfig, room: ProcessName) -> tuple[str, ...]:
+def hosts_of(config: RunConfig, name: ProcessName) -> tuple[str, ...]:
     hosts = config.hosts
-    return {"inference": hosts.inference, "orchestrator": (hosts.orchestrator,), "trainer": hosts.trainer}[room]
+    return {"inference": hosts.inference, "orchestrator": (hosts.orchestrator,), "trainer": hosts.trainer}[name]
 
 
-def join_network(config: RunConfig, room: ProcessName, node: int) -> None:
+def join_network(config: RunConfig, name: ProcessName, node: int) -> None:
     """Takes the token, and tells torch and vLLM which of this machine's interfaces leads to the others.
 
     By themselves they take the address of the machine's own name, which is often one that only it knows.
@@ -48,7 +48,7 @@ def join_network(config: RunConfig, room: ProcessName, node: int) -> None:
     if config.hosts.are_loopback:
         stay_on_loopback()
         return
-    addresses = hosts_of(config, room)
+    addresses = hosts_of(config, name)
     here = addresses[min(node, len(addresses) - 1)].partition(":")[0]
     peer = next((host for host in config.hosts.all if host != here), here)
     address = own_address(here, peer=peer)

@@ -8,20 +8,20 @@ from trireme.base.log import start_logging
 from trireme.base.paths import remove_partial_files
 from trireme.base.processes import quick_imports
 from trireme.base.token import status_key, write_key
-from trireme.cli.door import open_process, run_door
+from trireme.cli.command import open_process, run_command
 from trireme.launch.folder import hold
 from trireme.launch.process_tree import MARKER
 
 
 def main() -> None:
-    run_door("orchestrator", orchestrator)
+    run_command("orchestrator", orchestrator)
 
 
 def orchestrator(argv: list[str]) -> None:
     opened = open_process("orchestrator", argv)
     if opened is None:
         return
-    config = opened.config
+    config, _ = opened
     start_logging("orchestrator", config.log_level)
 
     with quick_imports():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trireme.base.devices import detect_devices
-from trireme.cli.door import run_door
+from trireme.cli.command import run_command
 from trireme.cli.rl import dry_run, launch
 from trireme.config.compatibility import Kind
 from trireme.config.rules import check_launch
@@ -21,11 +21,11 @@ PANES = {"vf-rl": ("inference",), "prime-rl": ("inference", "orchestrator")}
 
 
 def vf_rl() -> None:
-    run_door("vf-rl", lambda argv: run_translated("vf-rl", argv))
+    run_command("vf-rl", lambda argv: run_translated("vf-rl", argv))
 
 
 def prime_rl() -> None:
-    run_door("prime-rl", lambda argv: run_translated("prime-rl", argv))
+    run_command("prime-rl", lambda argv: run_translated("prime-rl", argv))
 
 
 def run_translated(program: str, argv: list[str]) -> int:
@@ -70,4 +70,4 @@ def set_variables(files: Sequence[Path]) -> None:
 
 if __name__ == "__main__":
     program = sys.argv.pop(1)
-    run_door(program, lambda argv: run_translated(program, argv))
+    run_command(program, lambda argv: run_translated(program, argv))

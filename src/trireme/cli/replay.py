@@ -11,7 +11,7 @@ from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.log import start_logging
 from trireme.base.network import stay_on_loopback
-from trireme.cli.door import RANKS_PARENT, become_ranks, end_with_parent, run_door, set_environment
+from trireme.cli.command import RANKS_PARENT, become_ranks, end_with_parent, run_command, set_environment
 from trireme.config.files import find_run_file, read_run
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
@@ -22,7 +22,7 @@ ARGUMENTS = "TRIREME_REPLAY"  # our command line, as JSON, for the ranks below t
 
 
 def main() -> None:
-    run_door("trireme replay", replay, abruptly=True)
+    run_command("trireme replay", replay, abruptly=True)
 
 
 def replay(argv: list[str]) -> int:

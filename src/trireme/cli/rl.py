@@ -8,8 +8,8 @@ from pathlib import Path
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.token import adopt_token, make_token, status_key, token, write_key
-from trireme.cli.door import make_room, run_door, show
-from trireme.config.files import read_table, without_secrets, write_rooms, write_run
+from trireme.cli.command import move_old_run_aside, note_provenance, run_command, show
+from trireme.config.files import read_table, without_secrets, write_process_files, write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import check, check_launch
@@ -20,7 +20,7 @@ from trireme.launch.resume import check_resume, is_trained
 
 
 def main() -> None:
-    run_door("rl", rl)
+    run_command("rl", rl)
 
 
 def rl(argv: list[str]) -> int:
@@ -52,7 +52,6 @@ def dry_run(config: RunConfig, devices: Devices) -> int:
 
 
 def launch(config: RunConfig, devices: Devices) -> int:
-    from trireme.cli.surroundings import note_surroundings
     from trireme.launch.dashboard import run_dashboard
     from trireme.launch.supervise import supervise
 
@@ -69,10 +68,10 @@ def launch(config: RunConfig, devices: Devices) -> int:
     find_environments(config)
     warn_of_memory(config, devices)
     with hold_folder(config.paths) as lock:
-        make_room(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
+        move_old_run_aside(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
         write_configs(config, config.paths.configs)
         write_key(config.paths.root, token() if is_of_this_run else status_key())
-        note_surroundings(config, devices)
+        note_provenance(config, devices)
         with run_dashboard(config):
             return supervise(plan(config, config.paths.run_config, devices), config, keep_open=(lock,))
 
@@ -114,7 +113,7 @@ def write_configs(config: RunConfig, folder: Path) -> None:
         kept = next(path for path in earlier if not path.exists())
         kept.write_bytes(before)
         _tell_changes(kept, run_file)
-    write_rooms(config, folder)
+    write_process_files(config, folder)
 
 
 def _tell_changes(earlier: Path, now: Path) -> None:

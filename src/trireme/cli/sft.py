@@ -9,7 +9,7 @@ from trireme.base.devices import detect_devices
 from trireme.base.log import start_logging
 from trireme.base.network import stay_on_loopback
 from trireme.base.processes import quick_imports
-from trireme.cli.door import become_ranks, end_with_parent, make_room, rank, run_door
+from trireme.cli.command import become_ranks, end_with_parent, move_old_run_aside, rank, run_command
 from trireme.config.files import to_table, to_toml, write_run
 from trireme.config.load import load_config
 from trireme.config.resolve import resolve_sft
@@ -20,7 +20,7 @@ from trireme.launch.resume import check_resume, is_trained
 
 
 def main() -> None:
-    run_door("sft", sft, abruptly=True)
+    run_command("sft", sft, abruptly=True)
 
 
 def sft(argv: list[str]) -> None:
@@ -40,7 +40,7 @@ def sft(argv: list[str]) -> None:
         if config.resume and is_trained(config):
             print(f"all {config.max_steps} steps are trained and saved: nothing is left to do")
             return
-        make_room(config.paths, resume=config.resume, resume_step=config.ckpt.resume_step)
+        move_old_run_aside(config.paths, resume=config.resume, resume_step=config.ckpt.resume_step)
         write_run(config, config.paths.run_config)
         _train(config, config.paths.run_config)
 

@@ -7,24 +7,24 @@ from contextlib import ExitStack
 
 from trireme.base.log import start_logging
 from trireme.base.processes import quick_imports
-from trireme.cli.door import RANKS_PARENT, become_ranks, open_process, rank, run_door
+from trireme.cli.command import RANKS_PARENT, become_ranks, open_process, rank, run_command
 from trireme.cli.machines import KEEPER, keep_ranks, nodes_of
 from trireme.launch.folder import hold
 
 
 def main() -> None:
-    run_door("trainer", trainer, abruptly=True)
+    run_command("trainer", trainer, abruptly=True)
 
 
 def trainer(argv: list[str]) -> int | None:
     opened = open_process("trainer", argv)
     if opened is None:
         return None
-    config = opened.config
+    config, run_file = opened
     nodes = nodes_of(config)
     if nodes is not None and not (KEEPER in os.environ or RANKS_PARENT in os.environ):
-        return keep_ranks(config, opened.run_file)
-    become_ranks(config.trainer.num_ranks or 1, "trireme.cli.trainer", opened.run_file, nodes=nodes)
+        return keep_ranks(config, run_file)
+    become_ranks(config.trainer.num_ranks or 1, "trireme.cli.trainer", run_file, nodes=nodes)
     start_logging("trainer" if rank() == 0 else f"trainer.{rank()}", config.log_level)
 
     with quick_imports():

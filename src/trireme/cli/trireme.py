@@ -1,4 +1,4 @@
-"""`trireme VERB ...`: what can be done with environments, and with a run on disk. Each verb has its own door."""
+"""`trireme VERB ...`: what can be done with environments, and with a run on disk. Each has a module of its name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from trireme.base.errors import ConfigError
-from trireme.cli.door import run_door
+from trireme.cli.command import run_command
 from trireme.config.arguments import HELP
 
 
@@ -18,13 +18,7 @@ class Verb:
     """One of the commands. Its module is imported when it is called, and holds a function of its name."""
 
     line: str  # what it does, for the list
-    abruptly: bool = False  # see `run_door`
-
-    @staticmethod
-    def door(name: str) -> Callable[[list[str]], int | None]:
-        word = name.replace("-", "_")
-        door: Callable[[list[str]], int | None] = getattr(import_module(f"trireme.cli.{word}"), word)
-        return door
+    abruptly: bool = False  # see `run_command`
 
 
 VERBS = {
@@ -53,7 +47,7 @@ VERBS = {
 
 def main() -> None:
     verb = VERBS.get(sys.argv[1]) if len(sys.argv) > 1 else None
-    run_door("trireme", trireme, abruptly=verb is not None and verb.abruptly)
+    run_command("trireme", trireme, abruptly=verb is not None and verb.abruptly)
 
 
 def trireme(argv: list[str]) -> int:
@@ -68,7 +62,9 @@ def trireme(argv: list[str]) -> int:
             f"there is no `trireme {name}` - expected one of {', '.join(VERBS)}. "
             + (f"Did you mean `trireme {near[0]}`?" if near else "See `trireme --help`.")
         )
-    return Verb.door(name)(argv[1:]) or 0
+    word = name.replace("-", "_")
+    main: Callable[[list[str]], int | None] = getattr(import_module(f"trireme.cli.{word}"), word)
+    return main(argv[1:]) or 0
 
 
 def _manual() -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from trireme.base.devices import detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
-from trireme.cli.door import make_room, run_door
+from trireme.cli.command import move_old_run_aside, run_command
 from trireme.cli.rl import dry_run, find_environments, write_configs
 from trireme.cli.trireme import trireme
 from trireme.config.arguments import HELP, TypedFlag, parse_arguments
@@ -29,31 +29,31 @@ ENVIRONMENTS = Path("environments")
 
 
 def vf_setup() -> None:
-    run_door("vf-setup", lambda argv: trireme(["lab", "setup", "--vf-rl", *argv]))
+    run_command("vf-setup", lambda argv: trireme(["lab", "setup", "--vf-rl", *argv]))
 
 
 def vf_init() -> None:
-    run_door("vf-init", lambda argv: trireme(["env", "init", *_with_path(argv)]))
+    run_command("vf-init", lambda argv: trireme(["env", "init", *_with_path(argv)]))
 
 
 def vf_install() -> None:
-    run_door("vf-install", install)
+    run_command("vf-install", install)
 
 
 def vf_eval() -> None:
-    run_door("vf-eval", lambda argv: trireme(["eval", "run", *argv]))
+    run_command("vf-eval", lambda argv: trireme(["eval", "run", *argv]))
 
 
 def vf_tui() -> None:
-    run_door("vf-tui", lambda argv: trireme(["eval-view", *argv]))
+    run_command("vf-tui", lambda argv: trireme(["eval-view", *argv]))
 
 
 def vf_vllm() -> None:
-    run_door("vf-vllm", serve)
+    run_command("vf-vllm", serve)
 
 
 def vf_train() -> None:
-    run_door("vf-train", train)
+    run_command("vf-train", train)
 
 
 def _with_path(argv: list[str]) -> list[str]:
@@ -128,7 +128,7 @@ def train(argv: list[str]) -> int:
     find_environments(config)
     check_resume(config)
     with hold_folder(config.paths) as lock:
-        make_room(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
+        move_old_run_aside(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
         write_configs(config, config.paths.configs)
         whole = plan(config, config.paths.run_config, devices)
         others = tuple(process for process in whole.processes if process.name != "inference")

@@ -100,15 +100,15 @@ def read_run(root: type[AnyConfig], file: Path) -> AnyConfig:
         ) from None
 
 
-def write_rooms(config: RunConfig, folder: Path, rooms: tuple[ProcessName, ...] = PROCESSES) -> list[Path]:
+def write_process_files(config: RunConfig, folder: Path, rooms: tuple[ProcessName, ...] = PROCESSES) -> list[Path]:
     """`trainer.toml` and so on: each starts its process alone, as `uv run trainer @ trainer.toml`."""
-    tables = {folder / f"{room}.toml": room_table(config, room) for room in rooms}
+    tables = {folder / f"{room}.toml": process_table(config, room) for room in rooms}
     for file, table in tables.items():
         _write_table(table, to_toml(table), file)
     return list(tables)
 
 
-def room_table(config: RunConfig, room: ProcessName) -> dict[str, Any]:
+def process_table(config: RunConfig, room: ProcessName) -> dict[str, Any]:
     """One process's view: its own table on top, the run's keys beside it where it has none of that name."""
     whole = to_table(config)
     shared = {key: value for key, value in whole.items() if key not in PROCESSES}

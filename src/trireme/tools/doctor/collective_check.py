@@ -61,4 +61,4 @@ if __name__ == "__main__":
     if os.environ["RANK"] == "0":
         print(json.dumps(figures))
     sys.stdout.flush()
-    os._exit(0)  # threads of gloo may still be letting go of tensors: see `cli.door.run_door`
+    os._exit(0)  # threads of gloo may still be letting go of tensors: see `cli.command.run_command`

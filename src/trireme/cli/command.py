@@ -1,0 +1,248 @@
+"""What every command does besides its own work: turn errors into a message and an exit code, load a process's
+configuration, and start ranks."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from trireme.base.devices import Devices, detect_devices
+from trireme.base.disk import is_full
+from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
+from trireme.base.installation import correct_wheel_tag
+from trireme.base.paths import RunPaths
+from trireme.base.processes import die_with_parent, free_port
+from trireme.cli.machines import KEEPER, Nodes, join_network, node_of
+from trireme.config.arguments import HELP
+from trireme.config.files import ProcessName, write_process_files, write_run
+from trireme.config.load import load_run_config
+from trireme.config.orchestrator import sampling_notes
+from trireme.config.resolve import resolve, updated
+from trireme.config.rules import check, check_launch, launch_problems
+from trireme.config.run import NODE, RunConfig
+from trireme.launch.folder import prepare_folder
+from trireme.launch.plan import describe, plan
+from trireme.launch.process_tree import MARKER
+from trireme.launch.ranks import run_ranks
+from trireme.launch.resume import check_resume
+
+RANKS_PARENT = "TRIREME_RANKS_PARENT"  # pid of the process that starts the ranks, for the ranks below it
+
+REFUSED = (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+"""Errors of files and folders that this user may not use. The user can correct that, and no traceback helps."""
+
+
+def run_command(program: str, main: Callable[[list[str]], int | None], *, abruptly: bool = False) -> NoReturn:
+    """Run a command and end the process: exit code 0, 2 for what the user can correct, or 1. Deliberate errors are
+    printed without a traceback.
+
+    Args:
+        abruptly: skip the interpreter's finalization. Threads of gloo may still be releasing tensors then; if the
+            interpreter ends under one of them, the process aborts with "terminate called without an active exception".
+    """
+    correct_wheel_tag()
+    if any(word in HELP for word in sys.argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `rl --help | head` ends quietly
+    try:
+        code = main(sys.argv[1:]) or 0
+    except TriremeError as error:
+        if logging.getLogger("trireme").isEnabledFor(logging.DEBUG):
+            traceback.print_exc()
+        print(f"{program}: {error}", file=sys.stderr)
+        code = error.exit_code
+    except BrokenPipeError:
+        code = 128 + signal.SIGPIPE
+    except OSError as error:
+        if not (is_full(error) if error.filename is None else error.errno in REFUSED):
+            raise
+        code = _refused(program, error)
+    except KeyboardInterrupt:
+        code = 130
+    code = _flush_output(program, code)
+    sys.stderr.flush()
+    if abruptly:
+        os._exit(code)
+    sys.exit(code)
+
+
+def _refused(program: str, error: OSError) -> int:
+    """Print why a file or folder cannot be used, or that the disk of standard output is full."""
+    what = "its output cannot be written" if error.filename is None else error.filename
+    expected = "free space on that disk. Free some, or send the output elsewhere."
+    if error.filename is not None:
+        expected = (
+            "a place that this user may write to, or a file that may be read. Check its permissions, or choose another "
+            "place: `output_dir` is where runs are written."
+        )
+    print(f"{program}: {what}: {error.strerror} - expected {expected}", file=sys.stderr)
+    return ConfigError.exit_code
+
+
+def _flush_output(program: str, code: int) -> int:
+    """Return the exit code, which changes if the reader of the output has gone (`rl @ FILE --dry-run | head`) or its
+    disk is full."""
+    try:
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        code = 128 + signal.SIGPIPE
+    except OSError as error:
+        if not is_full(error):
+            raise
+        code = code or _refused(program, error)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would flush once more and fail
+    return code
+
+
+def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path] | None:
+    """Return the configuration of a process, started by `rl` or alone, and the file from which another process can load
+    exactly the same; None for a dry run.
+
+    Everything that must happen before heavy imports happens here: environment variables, and the tie to the parent.
+    """
+    config, invocation = load_run_config(argv, section=name, program=name)
+    if invocation.run:
+        end_with_parent()
+        join_network(config, name, int(os.environ.get(NODE, 0)))
+        is_rank_of_a_lone_trainer = RANKS_PARENT in os.environ and MARKER not in os.environ
+        return config if is_rank_of_a_lone_trainer else resuming(config), invocation.run
+    devices = detect_devices()
+    node = node_of(config, name, invocation)
+    config = resolve(config, devices, section=name, node=node)
+    check(config, devices, section=name)
+    if invocation.dry_run:
+        if show(config, devices, name):
+            sys.exit(ConfigError.exit_code)
+        return None
+    check_launch(config, devices, section=name)
+    if name != "inference":
+        check_resume(config)
+    join_network(config, name, node)
+    run_file = config.paths.configs / (f"{name}-{node}.json" if node else f"{name}.json")
+    write_run(config, run_file)
+    if name == "orchestrator":
+        note_provenance(config, devices)
+    if not node:
+        write_process_files(config, config.paths.configs, (name,))
+    set_environment(plan(config, run_file, devices).process(name).env)
+    return config, run_file
+
+
+def resuming(config: RunConfig) -> RunConfig:
+    """Return the run as the launcher's processes see it: the launcher has prepared the folder, and they resume from
+    whatever is in it, on their first start and on restarts."""
+    return updated(config, {"resume": True, "trainer.ckpt.resume_step": None})
+
+
+def show(config: RunConfig, devices: Devices, name: ProcessName | None = None) -> list[str]:
+    """Print the plan, and what prevents the run from starting here and now. Return the latter."""
+    run_file = config.paths.configs / f"{name}.json" if name else config.paths.run_config
+    print(describe(plan(config, run_file, devices), config, only=name))
+    for note in sampling_notes(config.orchestrator.sampling) if name in (None, "orchestrator") else ():
+        print(f"\nnote: {note}")
+    problems = launch_problems(config, devices, section=name)
+    for problem in problems:
+        print(f"\nnot ready: {problem}")
+    return problems
+
+
+def note_provenance(config: RunConfig, devices: Devices) -> None:
+    """Write down what a run that starts here depends on besides its configuration. What cannot be found is left out."""
+    from trireme.journal.provenance import collect_provenance, write_provenance  # which other commands need not load
+
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    ids = {each.name or each.id: each.id for each in config.orchestrator.all_environments}
+    environments = {name: _environment_provenance(id) for name, id in ids.items()}
+    with suppress(OSError):
+        write_provenance(config.paths, collect_provenance(devices, environments, command))
+
+
+def _environment_provenance(id: str) -> dict[str, object]:
+    from trireme.journal.provenance import describe_environment
+    from trireme.orchestrator.environments.venv import find_environment, installed_venv
+
+    try:
+        source = find_environment(id)
+        venv = installed_venv(source)
+    except (TriremeError, OSError):
+        return {}
+    file = Path(source.module)
+    folder = source.folder or (file if file.suffix == ".py" else None)
+    return describe_environment(folder, venv / "bin" / "python" if venv else None)
+
+
+def move_old_run_aside(paths: RunPaths, *, resume: bool, resume_step: int | None) -> None:
+    if aside := prepare_folder(paths, resume=resume, resume_step=resume_step):
+        print(f"an earlier run lay in {paths.root}: moved to {aside}", flush=True)
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Set variables that the user has not set. Only Trireme decides which GPUs are visible."""
+    for name, value in variables.items():
+        if name == "CUDA_VISIBLE_DEVICES":
+            os.environ[name] = value
+        else:
+            os.environ.setdefault(name, value)
+
+
+def end_with_parent() -> None:
+    parent = os.environ.get(RANKS_PARENT) or os.environ.get(KEEPER) or os.environ.get(MARKER)
+    if parent:
+        die_with_parent(int(parent))
+
+
+def become_ranks(num_ranks: int, module: str, run_file: Path, *, nodes: Nodes | None = None) -> None:
+    """Return in each rank. With several, the process that was started starts them, and ends with them.
+
+    The ranks are tied to that process as it is to its parent. On several machines it runs torchrun.
+
+    Args:
+        num_ranks: on all machines together.
+        nodes: the machines, if there are several.
+    """
+    if RANKS_PARENT in os.environ:
+        return
+    if num_ranks == 1:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        return
+    os.environ[RANKS_PARENT] = str(os.getpid())
+    sys.stdout.flush()
+    rank_arguments = [module, "--run", str(run_file)]
+    if nodes is None:
+        sys.exit(run_ranks(num_ranks, [sys.executable, "-m", *rank_arguments]))
+    # Each machine's keeper restarts its ranks, so torchrun does not. After `--` nothing is torchrun's: it would take
+    # our `--run` for its `--run-path`.
+    torchrun = [*nodes.arguments(), "--max-restarts", "0", "--nproc-per-node", str(num_ranks // nodes.count)]
+    sys.exit(_torchrun([*torchrun, "-m", "--", *rank_arguments]))
+
+
+def _torchrun(arguments: list[str]) -> int:
+    """Run torchrun and return its exit code, except that a rank's exit code that is final is kept."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    try:
+        run(parse_args(arguments))
+        return 0
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        by_itself = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
+        named = ", ".join(f"rank {rank}: {code}" for rank, code in sorted(by_itself.items()))
+        print(f"ranks failed, the others were stopped. Exit codes: {named}", file=sys.stderr)
+        return next((code for code in FINAL_EXIT_CODES if code in codes.values()), 1)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
