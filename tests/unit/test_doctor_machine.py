@@ -11,6 +11,7 @@ import pytest
 
 from doctoring import build_case, the_one
 from limits import fill, limited, small_disk
+from trireme.base.devices import Devices
 from trireme.tools.doctor import machine
 from trireme.tools.doctor.machine import bytes_left_by, disk, libraries, limits, memory
 from trireme.tools.doctor.rehearsal import check_gpus, check_torch
@@ -112,6 +113,6 @@ GPU = {"name": "H100", "capability": "9.0", "memory": 80 * GIB, "free": 79 * GIB
     ],
 )
 def test_each_gpu_has_a_verdict(gpus, device, verdicts, tmp_path):
-    devices = machine.Devices(gpus=("0", "1"), cores=4)
+    devices = Devices(gpus=("0", "1"), cores=4)
     case = build_case(tmp_path, "--device", device, devices=devices)
     assert [finding.verdict for finding in check_gpus({"gpus": gpus}, case)] == verdicts

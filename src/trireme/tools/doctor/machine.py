@@ -14,13 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.tools.doctor.report import Case, Finding, ok, problem, skipped, warning
-from trireme.tools.plan.estimate import ORCHESTRATOR_BYTES, Estimate, estimate_run
-from trireme.tools.plan.lengths import lengths_of
-from trireme.tools.plan.machine import describe_machine
+from trireme.tools.plan.estimate import ORCHESTRATOR_BYTES, estimate_here
 from trireme.tools.plan.memory import GIB
 from trireme.tools.plan.sizes import read_sizes
 
@@ -63,7 +60,7 @@ def _version_of(name: str) -> str | None:
 def memory(case: Case) -> Iterator[Finding]:
     """Compare what the plan says that the run needs with the memory that is free now."""
     free = float(psutil.virtual_memory().available)
-    estimate = estimate_of(case)
+    estimate = estimate_here(case.config, case.devices)
     if estimate is None:
         yield skipped(f"the model's sizes are not known here; {free / GIB:.1f} GiB are free")
         return
@@ -78,18 +75,6 @@ def memory(case: Case) -> Iterator[Finding]:
         yield warning(f"{said} - expected more", fix, needed=needed, free=free)
     else:
         yield ok(said, needed=needed, free=free)
-
-
-def estimate_of(case: Case) -> Estimate | None:
-    """Return None if the model's sizes, or the GPU's memory, are not known."""
-    config = case.config
-    try:
-        machine = describe_machine(case.devices if config.device == "cuda" else Devices(cores=case.devices.cores))
-        sized = read_sizes(config.trainer.model.name or config.model.name)
-        lengths = lengths_of(config)
-    except ConfigError:
-        return None
-    return estimate_run(config, sized, machine, lengths)
 
 
 def limits(case: Case) -> Iterator[Finding]:

@@ -6,13 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from trireme.base.devices import Devices
-from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
-from trireme.tools.plan.estimate import Estimate, estimate_run
-from trireme.tools.plan.lengths import lengths_of
-from trireme.tools.plan.machine import describe_machine
+from trireme.tools.plan.estimate import Estimate, estimate_here
 from trireme.tools.plan.memory import GIB, changed
-from trireme.tools.plan.sizes import read_sizes
 
 WORTH = 0.005  # of what is needed: smaller savings are left out
 
@@ -158,16 +154,8 @@ def fit_warnings(config: RunConfig, devices: Devices) -> list[str]:
 
     There is none where the model's sizes, or the GPU's memory, are not known on this machine.
     """
-    if config.device != "cuda":
-        return []
-    try:
-        machine = describe_machine(devices)
-        sized = read_sizes(config.trainer.model.name or config.model.name)
-        lengths = lengths_of(config)
-    except ConfigError:
-        return []
-    estimate = estimate_run(config, sized, machine, lengths)
-    if not (problems := list(estimate.problems())):
+    estimate = estimate_here(config, devices) if config.device == "cuda" else None
+    if estimate is None or not (problems := list(estimate.problems())):
         return []
     together = advise(estimate).together
     ways = f" First that fits: {', '.join(together)}." if together else ""

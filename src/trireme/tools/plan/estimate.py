@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from trireme.algo.packing import pack
+from trireme.base.devices import Devices
+from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.tools.plan.lengths import Lengths, Rates
-from trireme.tools.plan.machine import Machine
+from trireme.tools.plan.lengths import Lengths, Rates, lengths_of
+from trireme.tools.plan.machine import Machine, describe_machine
 from trireme.tools.plan.memory import GIB, Parts, Training, changed
 from trireme.tools.plan.serving import Serving
-from trireme.tools.plan.sizes import Sized, serving_of, training_of
+from trireme.tools.plan.sizes import Sized, read_sizes, serving_of, training_of
 from trireme.tools.plan.step_time import Batch, Split, assumed_mfu, sampling_seconds, training_rate, update_seconds
 
 CUDA_BYTES = 1.2 * GIB  # of a trainer's rank, besides all tensors: CUDA, its libraries' workspaces, NCCL
@@ -216,6 +218,17 @@ def estimate_run(
         rates=rates or Rates(),
         mfu=mfu,
     )
+
+
+def estimate_here(config: RunConfig, devices: Devices) -> Estimate | None:
+    """Plan a resolved configuration for this machine. Return None if the model's config.json is not on its disk, or the
+    memory of its GPUs is not known."""
+    try:
+        machine = describe_machine(devices if config.device == "cuda" else Devices(cores=devices.cores))
+        sized = read_sizes(config.trainer.model.name or config.model.name)
+    except ConfigError:
+        return None
+    return estimate_run(config, sized, machine, lengths_of(config))
 
 
 def estimate_sft(

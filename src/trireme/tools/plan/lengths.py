@@ -1,5 +1,5 @@
-"""How long rollouts are, and how many examples there are: said by flags, read off an earlier run, or taken as large as
-the configuration allows."""
+"""Lengths of rollouts and the number of examples: given by flags, measured in an earlier run, or as large as the
+configuration allows."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Training:
     reduce_bytes: int = 4
     frozen_bytes: int = 2  # of a parameter that is not trained: as it is computed with
     optimizer: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
-    trained_whole: int = 0  # parameters of modules trained beside adapters
+    trained_whole: int = 0  # parameters of modules that are trained besides adapters
     ac_freq: int | None = None
     ac_mode: Literal["full", "selective"] = "full"
     offload_activations: bool = False
