@@ -15,14 +15,12 @@ import re
 import sqlite3
 import tempfile
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from trireme.base.processes import die_with_parent
@@ -31,7 +29,7 @@ from trireme.tools.audit.fates import kind_of
 from trireme.tools.rollout_filters import CLOSE, NUMBERS, Term, parse_filter
 from trireme.tools.rollouts import Row, dropped_row_of, read_batch, record_of_rollout, row_of
 
-FORMAT = 2  # of the tables; an index of another format is built again
+FORMAT = 3  # of the tables; an index of another format is built again
 MOST_TEXT = 4000  # characters of a rollout that are searched: half of them from its beginning, half from its end
 BUSY_S = 10.0
 LOOK_EVERY_S = 2.0
@@ -50,27 +48,31 @@ CREATE TABLE batches (
 CREATE TABLE rollouts (
     id INTEGER PRIMARY KEY, step INTEGER, number INTEGER, grp INTEGER, place INTEGER, attempt INTEGER, env TEXT,
     example INTEGER, fate TEXT, kind TEXT, reward REAL, advantage REAL, tokens INTEGER, turns INTEGER,
-    truncated INTEGER, stop TEXT, error TEXT, flaws TEXT, cut INTEGER
+    truncated INTEGER, stop TEXT, error TEXT, flaws TEXT
 );
 CREATE INDEX of_step ON rollouts (step, fate, kind);
+CREATE INDEX of_example ON rollouts (env, example);
 CREATE TABLE texts (id INTEGER PRIMARY KEY, said TEXT, text TEXT);
-CREATE TABLE groups (
-    step INTEGER, grp INTEGER, env TEXT, example INTEGER, fate TEXT, trained INTEGER, masked INTEGER, dropped INTEGER,
-    mean REAL, low REAL, high REAL, why TEXT, PRIMARY KEY (step, grp)
-);
-CREATE INDEX of_example ON groups (env, example);
 """
 ROLLOUT_SORTS = ("step", "env", "example", "place", "reward", "advantage", "tokens", "turns", "fate")
 
-EXAMPLES = """
-SELECT env, example, count(*) AS groups, sum(trained) AS trained, sum(masked) AS masked, sum(dropped) AS dropped,
-    avg(mean) AS mean, max(step) AS last_step,
-    (SELECT mean FROM groups AS one WHERE one.env = groups.env AND one.example = groups.example AND mean IS NOT NULL
-        ORDER BY step, grp LIMIT 1) AS first_reward,
-    (SELECT mean FROM groups AS one WHERE one.env = groups.env AND one.example = groups.example AND mean IS NOT NULL
-        ORDER BY step DESC, grp DESC LIMIT 1) AS last_reward,
-    group_concat(DISTINCT nullif(why, '')) AS why
-FROM groups GROUP BY env, example
+FATES = """
+sum(fate = 'trained') AS trained, sum(fate = 'masked') AS masked, sum(fate = 'dropped') AS dropped,
+avg(reward) AS mean, group_concat(DISTINCT CASE WHEN fate = 'dropped' THEN kind END) AS why
+"""
+REWARD_OF_A_STEP = """
+SELECT avg(reward) FROM rollouts AS one WHERE one.env = rollouts.env AND one.example = rollouts.example
+AND reward IS NOT NULL GROUP BY step ORDER BY step
+"""
+EXAMPLES = f"""
+SELECT env, example, count(DISTINCT grp) AS groups, {FATES}, max(step) AS last_step,
+({REWARD_OF_A_STEP} LIMIT 1) AS first_reward, ({REWARD_OF_A_STEP} DESC LIMIT 1) AS last_reward
+FROM rollouts GROUP BY env, example
+"""
+GROUPS = f"""
+SELECT step, grp, {FATES}, min(reward) AS low, max(reward) AS high,
+CASE WHEN sum(fate != 'dropped') THEN 'trained' ELSE 'dropped' END AS fate
+FROM rollouts WHERE env = ? AND example = ? GROUP BY step, grp ORDER BY step, grp
 """
 EXAMPLE_SORTS = (
     *("env", "example", "groups", "trained", "masked", "dropped"),
@@ -83,7 +85,6 @@ class Found(NamedTuple):
 
     rows: list[dict[str, Any]]
     total: int
-    cut: int = 0  # long rollouts whose middle was not searched
 
 
 class Totals(NamedTuple):
@@ -174,7 +175,6 @@ class RolloutIndex:
                 for id, (row, text) in enumerate(_rows_of(record), first):
                     db.execute(f"INSERT INTO rollouts VALUES (?{', ?' * len(row)})", (id, *row))
                     db.execute("INSERT INTO texts VALUES (?, ?, ?)", (id, *text))
-                db.executemany(f"INSERT INTO groups VALUES (?{', ?' * 11})", _groups_of(record))
 
     # reading
 
@@ -199,8 +199,7 @@ class RolloutIndex:
             f"SELECT rollouts.*, said FROM page JOIN rollouts USING (id) JOIN texts USING (id) {order}",
             query.values,
         )
-        cut = self.ask("SELECT count(*) FROM rollouts WHERE cut")[0][0] if query.needs_text else 0
-        return Found(rows, total, cut)
+        return Found(rows, total)
 
     def examples(self, *, sort: str = "example", backwards: bool = False, limit: int = 50, offset: int = 0) -> Found:
         """Return what became of each example. Those without a value to sort by come last."""
@@ -213,7 +212,7 @@ class RolloutIndex:
 
     def groups_of(self, env: str, example: int) -> list[dict[str, Any]]:
         """Return the fates of an example's groups in the order in which they were decided; open ones last."""
-        decided = self._dicts("SELECT * FROM groups WHERE env = ? AND example = ? ORDER BY step, grp", (env, example))
+        decided = self._dicts(GROUPS, (env, example))
         waiting = [id for id, *which in self.open_groups() if which == [env, example]]
         return decided + [{"step": None, "grp": id, "fate": OPEN} for id in waiting]
 
@@ -223,7 +222,7 @@ class RolloutIndex:
         return json.loads(newest[0][0]) if newest else []
 
     def _num_examples(self) -> int:
-        ((count,),) = self.ask("SELECT count(*) FROM (SELECT DISTINCT env, example FROM groups)")
+        ((count,),) = self.ask("SELECT count(*) FROM (SELECT DISTINCT env, example FROM rollouts)")
         return count
 
     def totals(self) -> Totals:
@@ -259,7 +258,7 @@ class RolloutIndex:
 
 def _forget(db: sqlite3.Connection, step: int) -> None:
     db.execute("DELETE FROM texts WHERE id IN (SELECT id FROM rollouts WHERE step = ?)", (step,))
-    for table in ("rollouts", "groups", "batches"):
+    for table in ("rollouts", "batches"):
         db.execute(f"DELETE FROM {table} WHERE step = ?", (step,))
 
 
@@ -267,13 +266,11 @@ def _rows_of(record: BatchRecord) -> Iterator[tuple[tuple[Any, ...], tuple[str, 
     """Yield a batch's rollouts as rows of `rollouts` and `texts`, without their ids."""
 
     def row_and_text(row: Row, of: Rollout | Dropped, fate: str, kind: str, text: str) -> Any:
-        half = MOST_TEXT // 2
-        lower = text.lower()
-        is_cut = len(lower) > MOST_TEXT
+        lower, half = text.lower(), MOST_TEXT // 2
         head = (record.step, row.number, of.group, of.place, of.attempt, row.env, of.example, fate, kind)
         numbers = (row.reward, row.advantage, row.tokens, row.turns, row.truncated)
-        searched = f"{lower[:half]}\n{lower[-half:]}" if is_cut else lower
-        return (*head, *numbers, row.stop, row.error, row.flaws, is_cut), (row.said, searched)
+        searched = lower if len(lower) <= MOST_TEXT else f"{lower[:half]}\n{lower[-half:]}"
+        return (*head, *numbers, row.stop, row.error, row.flaws), (row.said, searched)
 
     for number, rollout in enumerate(record.rollouts):
         row = row_of(number, rollout)
@@ -282,23 +279,6 @@ def _rows_of(record: BatchRecord) -> Iterator[tuple[tuple[Any, ...], tuple[str, 
     for number, dropped in enumerate(record.dropped, len(record.rollouts)):
         row = dropped_row_of(number, dropped)
         yield row_and_text(row, dropped, DROPPED, kind_of(dropped.reason), dropped.reason)
-
-
-def _groups_of(record: BatchRecord) -> Iterator[tuple[Any, ...]]:
-    """Yield a batch's groups as rows of `groups`."""
-    members: dict[int, tuple[list[Rollout], list[Dropped]]] = defaultdict(lambda: ([], []))
-    for rollout in record.rollouts:
-        members[rollout.group][0].append(rollout)
-    for fate in record.dropped:
-        members[fate.group][1].append(fate)
-    for group, (kept, dropped) in members.items():
-        one = kept[0] if kept else dropped[0]
-        rewards = [rollout.reward for rollout in kept]
-        ends = (fmean(rewards), min(rewards), max(rewards)) if rewards else (None, None, None)
-        masked = sum(rollout.masked is not None for rollout in kept)
-        why = ", ".join(kind for kind, _ in Counter(kind_of(fate.reason) for fate in dropped).most_common(3))
-        counts = (len(kept) - masked, masked, len(dropped))
-        yield (record.step, group, one.env, one.example, TRAINED if kept else DROPPED, *counts, *ends, why)
 
 
 # the process that fills it

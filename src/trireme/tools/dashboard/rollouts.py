@@ -26,9 +26,9 @@ ROLES = {"system", "developer", "user", "assistant", "tool"}
 BLOCK_WORDS = {"reasoning": "reasoning", "call": "calls", "result": "returned", "other": "also"}
 EXAMPLES = ("reward<0.5", "is:truncated", "is:failed", "-is:failed", "example=12", "stop~length")
 HELP = (
-    "Words are looked for in prompt and completion. `reward<0.5`, `step>=10`, `turns>1`, `tokens`, `advantage`, "
-    "`group`, `rollout`, `env=name`, `example=12`, `stop~length`, `error~timeout`, `is:truncated`, `is:failed` "
-    "(dropped), `is:flawed`; - in front negates a term."
+    "Words are looked for in prompt and completion; of long ones, in beginning and end. `reward<0.5`, `step>=10`, "
+    "`turns>1`, `tokens`, `advantage`, `group`, `rollout`, `env=name`, `example=12`, `stop~length`, `error~timeout`, "
+    "`is:truncated`, `is:failed` (dropped), `is:flawed`; - in front negates a term."
 )
 COLUMNS = {
     **{"step": "step", "env": "environment", "example": "example", "place": "rollout", "fate": "fate"},
@@ -203,8 +203,6 @@ class RolloutsPage:
         parts = [f"{self._found.total:,} rollout{'' if self._found.total == 1 else 's'}"]
         if done < total:
             parts.append(f"{done:,} of {total:,} batches are indexed, the others follow")
-        if self._found.cut:
-            parts.append(f"of {self._found.cut:,} long ones only beginning and end were searched")
         self._summary.set_text(" · ".join(parts))
 
     async def _look(self) -> None:

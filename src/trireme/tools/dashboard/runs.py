@@ -124,12 +124,6 @@ class RunFolder:
             self._refreshed_s = time.monotonic()
             return changed
 
-    def read_all(self) -> None:
-        """Read configuration and metrics to the end, without asking for the status."""
-        self._read_config()
-        while self._read_metrics():
-            pass
-
     def _read_config(self) -> bool:
         files = [self.paths.configs / name for name in CONFIGS if (self.paths.configs / name).exists()]
         file = max(((path, _mtime_ns(path)) for path in files), key=lambda item: item[1], default=None)
