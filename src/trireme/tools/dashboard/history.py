@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
@@ -22,9 +23,11 @@ from trireme.monitor.timeline import Shares
 
 PIECE_BYTES = 1 << 22
 """Bytes of a file that are read at once."""
+READ_S = 2.0
+"""Seconds of reading, after which a page is shown with what is known of a very long run. The next call reads on."""
 MOST_POINTS = 10_000
 """Points kept of a metric. The newest quarter and the first five are exact; of older ones, the extremes are kept."""
-MOST_SPANS = 60_000
+MOST_SPANS = 30_000
 """Spans kept of a run, at some 0.6 kB each. The newest quarter is exact; older ones are merged by `lanes.thin`."""
 EXACT_START = 5
 CURVE_POINTS = 500
@@ -254,10 +257,10 @@ class Spans:
         self._lock = threading.Lock()
 
     def refresh(self) -> bool:
-        """Read new spans. Return whether there were any. Blocks."""
+        """Read new spans for up to `READ_S`. Return whether there were any. Blocks."""
         with self._lock:
-            is_new = False
-            while True:
+            is_new, stop_s = False, time.monotonic() + READ_S
+            while time.monotonic() < stop_s:
                 spans, offset = read_spans(self._path, self._offset, PIECE_BYTES)
                 if offset < self._offset:  # another file has taken its place
                     self._processes = {}
@@ -267,6 +270,7 @@ class Spans:
                 for span in spans:
                     _put(self._processes.setdefault(span.lane, []), span)
                 self._thin()
+            return is_new
 
     def _thin(self) -> None:
         most = MOST_SPANS // max(1, len(self._processes))

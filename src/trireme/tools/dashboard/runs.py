@@ -24,10 +24,9 @@ from trireme.monitor.collapse import SIGNS, Warned, Watch
 from trireme.monitor.liveness import ask_status, status_address
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Status
-from trireme.tools.dashboard.history import PIECE_BYTES, Metrics, Spans
+from trireme.tools.dashboard.history import PIECE_BYTES, READ_S, Metrics, Spans
 
 REFRESH_S = 1.0  # at least, between two reads of the files of a run
-READ_S = 2.0  # of reading, after which a page is shown with what is known of a very long run
 SEARCH_S = 5.0  # at least, between two searches for runs
 FRESH_S = 120.0  # a run of another machine that wrote so lately is asked for its status
 ANSWER_S = 0.8

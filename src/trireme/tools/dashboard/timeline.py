@@ -15,6 +15,7 @@ from trireme.tools.dashboard.history import Timeline, timeline, trainer_advice, 
 from trireme.tools.dashboard.runs import RunSet
 
 SHORTEST_S = 0.005
+LOOK_S = 2.0  # between two reads of the spans
 LATEST_S = 60.0  # what is followed of a live run
 MOST_REASONS = 5
 LEAST_SHARE = 0.0005
@@ -52,7 +53,7 @@ ELAPSED = """v => {
 async def build(runs: RunSet) -> None:
     page = TimelinePage(runs)
     await page.renew()
-    runs.watch(page.renew)
+    ui.timer(LOOK_S, page.renew, immediate=False)
 
 
 class TimelinePage:

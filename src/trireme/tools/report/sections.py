@@ -207,7 +207,9 @@ class Run:
 
     def time(self) -> Iterator[str]:
         spans = Spans(self.paths.spans)
-        if spans.refresh():
+        while spans.refresh():
+            pass
+        if spans:
             begin_s, end_s = spans.steady()
             shown = timeline(spans, begin_s, end_s)
             yield f"Over {end_s - begin_s:,.0f} s, from the first step to the last: {plain(shown.advice)}."
