@@ -367,7 +367,7 @@ def audited(outcome: Outcome) -> Outcome:
     assert outcome.error is None
     write_run(outcome.config, outcome.config.paths.run_config)
     report = audit_run(outcome.config.paths.root)
-    rooms = {one.room for one in report.findings.in_order()} - {"metrics"}
+    rooms = {one.area for one in report.findings.in_order()} - {"metrics"}
     assert not rooms, report.text(everything=True)
     return outcome
 

@@ -231,7 +231,7 @@ def test_after_a_missing_batch_the_others_are_still_audited(tmp_path: Path, gone
     config = write_whole_run(tmp_path, batches=7, rich=rich)
     (config.paths.journal / f"batch_{gone:06d}.msgpack").unlink()
     report = audit_run(tmp_path)
-    assert {one.room for one in report.findings.in_order()} == {"journal"}, report.text(everything=True)
+    assert {one.area for one in report.findings.in_order()} == {"journal"}, report.text(everything=True)
     rewrite_batch(config, 5, lambda record: record.rollouts.pop(1))
     assert "batch 5: group" in audit_run(tmp_path).text(everything=True)
 

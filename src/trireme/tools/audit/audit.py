@@ -1,23 +1,20 @@
-"""Proves from disk, with no process alive, that a run lost nothing and trained nothing twice.
+"""Prove from disk, with no process running, that a run lost nothing and trained nothing twice.
 
-Every fact of a run is on disk before anyone acts on it: a version's confirmation before a token under it is used, a
-batch before the trainer sees it, a step's metrics before its checkpoint. So what depends on something may never be
-there without it, whenever the run was killed, and while it goes on. What may lag behind is little:
+Every fact of a run is on disk before a process acts on it: a version's confirmation before a token of it is used, a
+batch before the trainer sees it, a step's metrics before its checkpoint. So an effect is never there without its cause,
+whenever the run was killed, and while it is running. The only exceptions are:
 
-- the newest batch may have no line of the orchestrator in `metrics.jsonl` yet (after going back to an earlier step, the
-  line may still be that of the way not taken), and the step that made the newest version no line of the trainer; where
-  the disk was full, lines wait for the next one, so the one before may be missing too. The orchestrator writes its own
-  when it starts again, the trainer when it repeats the step
+- the newest batch may have no line of the orchestrator in `metrics.jsonl` yet (after a rewind, the line may be that of
+the
+  abandoned steps), and the step that made the newest version no line of the trainer; where the disk was full, lines
+  wait for the next one, so the one before may be missing too. The orchestrator writes its line when it restarts, the
+  trainer when it repeats the step
 - any number of batches may be on disk that no version has been trained from
 - a checkpoint may have no export yet
-- `metrics.jsonl` may end in half a line, and have half a line wherever a process was killed
-- where going back to an earlier step was cut off on the way, batches may still be there whose versions are set aside
-  already: they go last
+- `metrics.jsonl` may end in a partial line, and have a partial line wherever a process was killed
+- after an interrupted rewind, batches may still be there whose versions are moved aside already: batches are moved last
 
-Nothing else may: there are no other exceptions in this package.
-
-A run that goes on while it is audited is looked at in the order opposite to that in which it writes: what depends on
-something is listed before that.
+A running run is listed in the order opposite to that in which it writes: effects before causes.
 """
 
 from __future__ import annotations
@@ -47,13 +44,13 @@ from trireme.tools.audit.weights import VersionAudit, check_checkpoints, list_ch
 
 
 def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
-    """Read everything once, entry by entry; write nothing, and run nothing of what the folder names.
+    """Read every entry of a run once. Write nothing, and run no code that the folder names.
 
     Args:
         run_code: the one function ("module:name") that may be called where the journal names it.
 
     Raises:
-        ConfigError: `folder` is not a run's.
+        ConfigError: the folder holds no run.
     """
     config = read_run(RunConfig, find_run_file(folder, "orchestrator"))
     paths = RunPaths(folder)
@@ -71,7 +68,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
 
 @dataclass(frozen=True)
 class _Listed:
-    """What there was at one moment; what depends on another is listed first."""
+    """What was on disk at one moment; effects are listed before causes."""
 
     checkpoints: list[int]
     newest: int  # version
@@ -103,7 +100,8 @@ class _Audit:
         now: list[int],
         run_code: str | None,
     ) -> None:
-        """
+        """Start an audit.
+
         Args:
             before: listed before the metrics were read.
             versions: listed after that.
@@ -160,7 +158,7 @@ class _Audit:
             expected = step + 1
 
     def _records(self) -> Iterator[tuple[int, BatchRecord]]:
-        """Those that can be read; the others are reported."""
+        """Yield the entries that can be read; report the others."""
         steps = set(self._before.batches)
         for step in range(max(steps, default=-1) + 1):
             if step not in steps:
@@ -219,7 +217,7 @@ class _Audit:
 
 
 def _set_aside(journal: Path, kind: str) -> set[int]:
-    """Numbers of the batches, or versions, of ways not taken."""
+    """Return the numbers of the batches, or versions, that were moved aside by rewinds."""
     names = (path.stem.removeprefix(f"{kind}_") for path in journal.glob(f"set_aside_*/{kind}_*.msgpack"))
     return {int(name) for name in names if name.isdigit()}
 

@@ -1,8 +1,7 @@
-"""Which example each group had to be: the data order from group 0 on, worked out again from its definition.
+"""The example of each group, recomputed from the definition of the data order, from group 0 on.
 
-Difficulty pools and the curriculum go by what happened. In which order it did, the journal tells: the groups below
-`State.next_group` of a batch were taken before that batch was closed, and `BatchRecord.outcomes` is what was learnt
-then.
+Difficulty pools and the curriculum depend on results. The journal tells their order: groups below `State.next_group` of
+a batch were taken before that batch was closed, and `BatchRecord.outcomes` are the results that it closed with.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from trireme.tools.audit.findings import Findings
 
 
 class OrderAudit:
-    """Walks the groups in the order of their numbers. Knows nothing where the journal does not tell the sizes."""
+    """Walk the groups in the order of their numbers. Needs the sizes of the data sets from the journal."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
@@ -29,7 +28,7 @@ class OrderAudit:
         self._is_lost = False  # a batch is missing, and what was learnt with it decides what came next
 
     def begin(self, record: BatchRecord, rules: Rules, *, after_gap: bool) -> None:
-        """Takes the sizes from the first entry; they may never change."""
+        """Take the sizes of the data sets from the first entry. They may never change."""
         step, sizes = record.step, record.state.sizes
         if self._sizes is None:
             self._sizes = sizes if self._are_usable(step, sizes, rules) else {}
@@ -62,14 +61,14 @@ class OrderAudit:
         return bool(self._sizes)
 
     def task(self, group: int, rules: Rules) -> OpenGroup | None:
-        """What group `group` is; to be asked once for each, in order."""
+        """Return the example that a group must have. Call it once for each group, in order."""
         if not self._sizes or self._is_lost:
             return None
         name, example = self._order.take(group, rules)
         return OpenGroup(id=group, env=name, example=example)
 
     def close(self, record: BatchRecord, rules: Rules) -> None:
-        """Compares the place in the data, then what was learnt with the batch."""
+        """Compare the position in the data, then the difficulty scores and the stage after the batch."""
         if not self._sizes:
             return
         if self._is_lost:
@@ -85,7 +84,7 @@ class OrderAudit:
         return 0 <= outcome.example < self._order.sizes.get(outcome.env, 0) and math.isfinite(outcome.mean)
 
     def _go_on_from(self, state: State) -> None:
-        """As the journal says; nothing is left that could contradict it."""
+        """Continue from the journal's own state after a gap, with nothing left to compare."""
         known = {name: scores for name, scores in state.scores.items() if self._fit(name, scores)}
         self._order.resume_from(state.cursors, known, Place(state.stage, state.stage_reward))
 
@@ -141,7 +140,7 @@ class OrderAudit:
 
     @property
     def epochs(self) -> tuple[int, int]:
-        """The lowest and the highest that an environment is in."""
+        """Return the lowest and the highest epoch of the environments."""
         epochs = [cursor.epoch for cursor in self._order.cursors.values()] or [0]
         return min(epochs), max(epochs)
 
@@ -151,7 +150,7 @@ def _by_example(scores: Scores | None) -> dict[int, float]:
 
 
 def _is_in_order(scores: Scores | None) -> bool:
-    """One mean for each example, ascending."""
+    """Return whether there is one mean for each example, in ascending order."""
     if scores is None:
         return True
     return len(scores.examples) == len(scores.means) and bool((np.diff(scores.examples) > 0).all())

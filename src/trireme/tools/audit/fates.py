@@ -1,6 +1,6 @@
-"""Every rollout that was begun has exactly one fate: trained in one batch, dropped for a reason, or still open.
+"""The fates of rollouts: every one that was started is trained in one batch, dropped for a reason, or still open.
 
-A group is decided as a whole, in one entry; failed attempts of its rollouts stand in the same one.
+A group is decided as a whole, in one entry; failed attempts of its rollouts are in the same one.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from trireme.algo.rules import Rules
-from trireme.journal.records import BatchRecord, OpenGroup
+from trireme.journal.records import BatchRecord, Dropped, OpenGroup, Rollout
 from trireme.tools.audit.examples import OrderAudit
 from trireme.tools.audit.findings import Findings, some
-from trireme.tools.audit.groups import Decided, Fate, find_trouble
 
 OPEN, UNREADABLE = -1, -2  # instead of a batch
 
@@ -23,8 +24,11 @@ MOST_BEGUN = 1_000_000
 """Groups that can have been begun between two entries; more is a number gone wrong, and not worth walking through."""
 
 
+Fate = Rollout | Dropped
+
+
 class Fates:
-    """Follows all groups from their beginning to their end. Keeps eight bytes of each."""
+    """Follow all groups from their start to their end. Takes eight bytes per group."""
 
     def __init__(self, order: OrderAudit, findings: Findings) -> None:
         self.trained = 0  # rollouts
@@ -43,10 +47,10 @@ class Fates:
         return len(self._batch_of)
 
     def take(self, record: BatchRecord, rules: Rules, *, after_gap: bool) -> None:
-        """The next entry.
+        """Check the next entry.
 
         Args:
-            after_gap: those before it could not be read: what they decided is unknown, and not held against this one.
+            after_gap: the entries before it could not be read, so what they decided is unknown.
         """
         groups = self._by_group(record)
         self._order.begin(record, rules, after_gap=after_gap)
@@ -219,7 +223,7 @@ def _name(fate: Fate) -> str:
 
 
 def kind_of(reason: str) -> str:
-    """Few kinds of many reasons.
+    """Reduce many reasons to few kinds.
 
     Example:
         kind_of("score: ValueError: no number in 'abc'")  # "score: ValueError"
@@ -228,3 +232,82 @@ def kind_of(reason: str) -> str:
     stage, _, rest = reason.partition(":")
     error = re.match(r"\s*([A-Za-z_][\w.]*)(?=:|$)", rest)
     return f"{stage}: {error[1]}" if error and len(stage) < 30 else stage[:30]
+
+
+# consistency of one group in one entry
+
+TRAINED = "trained"
+
+Attempts = Mapping[int, list[tuple[int, str]]]
+"""By place: each attempt, in order, and what became of it; a reason where it was dropped."""
+
+
+@dataclass
+class Decided:
+    """The rollouts of one group in one entry."""
+
+    trained: list[Rollout] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+
+    @property
+    def fates(self) -> list[Fate]:
+        return [*self.trained, *self.dropped]
+
+    def is_plain(self, size: int) -> bool:
+        """Return whether all of it was trained at the first attempt, as with most groups."""
+        return (
+            not self.dropped
+            and [rollout.place for rollout in self.trained] == list(range(size))
+            and not any(rollout.attempt for rollout in self.trained)
+        )
+
+    def attempts(self, size: int) -> Attempts:
+        by_place: dict[int, list[tuple[int, str]]] = defaultdict(list, {place: [] for place in range(size)})
+        for rollout in self.trained:
+            by_place[rollout.place].append((rollout.attempt, TRAINED))
+        for dropped in self.dropped:
+            by_place[dropped.place].append((dropped.attempt, dropped.reason))
+        return {place: sorted(by_place[place]) for place in sorted(by_place)}
+
+
+def find_trouble(group: int, said: Decided, rules: Rules) -> tuple[str, str] | None:
+    """Return the first inconsistency, and what was expected; None where there is none."""
+    if said.is_plain(rules.group_size):
+        return None
+    by_place = said.attempts(rules.group_size)
+    for place, attempts in by_place.items():
+        if trouble := _of_place(place, attempts, rules, is_trained=bool(said.trained)):
+            return f"group {group}, place {place} {trouble[0]}", trouble[1]
+    return None if said.trained else _of_reasons(group, by_place, rules)
+
+
+def _of_place(place: int, attempts: list[tuple[int, str]], rules: Rules, *, is_trained: bool) -> tuple[str, str] | None:
+    if not 0 <= place < rules.group_size:
+        return "is beyond its group", f"places 0 to {rules.group_size - 1}"
+    if not attempts:
+        return "has no fate", "one fate of each place"
+    if not all(fate for _, fate in attempts):
+        return "was dropped without a reason", "a reason for each"
+    words = ", ".join(f"attempt {number} {TRAINED if fate == TRAINED else 'dropped'}" for number, fate in attempts)
+    if [number for number, _ in attempts] != list(range(len(attempts))):
+        return f"has {words}", "each attempt once, counted from 0"
+    if len(attempts) > rules.max_attempts:
+        return f"has {words}", f"at most {rules.max_attempts} attempts"
+    if any(fate == TRAINED for _, fate in attempts[:-1]):
+        return f"has {words}", "nothing after the attempt that was trained"
+    if is_trained and attempts[-1][1] != TRAINED:
+        return f"has {words}, and others of its group were trained", "a group that is trained, or dropped, as a whole"
+    return None
+
+
+def _of_reasons(group: int, by_place: Attempts, rules: Rules) -> tuple[str, str] | None:
+    """Check that a group was dropped for one reason. Failed attempts have their own reasons, and so has the last
+    attempt of a place without attempts left.
+    """
+    reasons = {attempts[-1][1] for attempts in by_place.values() if len(attempts) < rules.max_attempts}
+    earlier = {reason for attempts in by_place.values() for _, reason in attempts[:-1]}
+    if len(reasons) > 1:
+        return f"group {group} was dropped for {len(reasons)} reasons: {'; '.join(sorted(reasons))}", "one"
+    if reasons & earlier:
+        return f"group {group} was dropped as a whole, and then one of it once more", "the last attempt of each place"
+    return None

@@ -1,4 +1,4 @@
-"""What contradicts what, in three parts, and no more of it than anyone would read."""
+"""Findings of an audit: contradictions in three parts, limited to what a person would read."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-KEPT_PER_ROOM = 200
-"""Of each room; the rest is counted. Every room reports in the order of steps, so the first one is among them."""
+KEPT_PER_AREA = 200
+"""Contradictions of each area that are kept; the rest are counted. Areas report in the order of steps."""
 
-ROOMS = ("journal", "fates", "order", "tokens", "outcomes", "versions", "checkpoints", "metrics")
+AREAS = ("journal", "fates", "order", "tokens", "outcomes", "versions", "checkpoints", "metrics")
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Contradiction:
     """Two things on disk that cannot both be true of one run.
 
     Example:
-        Contradiction(room="fates", step=12, found="batch 12: group 40, place 3 has no fate", expected="one fate ...",
+        Contradiction(area="fates", step=12, found="batch 12: group 40, place 3 has no fate", expected="one fate ...",
                       meaning="A rollout was lost. Look at journal/batch_000012.msgpack")
     """
 
-    room: str
+    area: str
     step: int  # batch or version
     found: str  # with its values
     expected: str
@@ -32,21 +32,21 @@ class Contradiction:
 
 
 class Findings:
-    """Collects contradictions and notes (what is worth knowing and contradicts nothing)."""
+    """Contradictions, and notes on what is unusual but no contradiction."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self._kept: list[Contradiction] = []
         self._counts: Counter[str] = Counter()
 
-    def add(self, room: str, step: int, found: str, *, expected: str, meaning: str) -> None:
-        assert room in ROOMS, room
-        self._counts[room] += 1
-        if self._counts[room] <= KEPT_PER_ROOM:
-            self._kept.append(Contradiction(room, step, found, expected, meaning))
+    def add(self, area: str, step: int, found: str, *, expected: str, meaning: str) -> None:
+        assert area in AREAS, area
+        self._counts[area] += 1
+        if self._counts[area] <= KEPT_PER_AREA:
+            self._kept.append(Contradiction(area, step, found, expected, meaning))
 
     def note(self, text: str) -> None:
-        if len(self.notes) < KEPT_PER_ROOM:
+        if len(self.notes) < KEPT_PER_AREA:
             self.notes.append(text)
 
     @property
@@ -54,12 +54,12 @@ class Findings:
         return self._counts.total()
 
     def in_order(self) -> list[Contradiction]:
-        """Those that were kept, by step; within a step what is likelier the cause comes first."""
-        return sorted(self._kept, key=lambda one: (one.step, ROOMS.index(one.room)))
+        """Return the findings by step; within a step the likelier cause comes first."""
+        return sorted(self._kept, key=lambda one: (one.step, AREAS.index(one.area)))
 
 
 def some(values: list[Any] | range, most: int = 6) -> str:
-    """A list in words, bounded.
+    """Return the first values of a list as text.
 
     Example:
         some([1, 2, 3, 4], most=3)  # "1, 2, 3 and 1 more"

@@ -1,4 +1,4 @@
-"""What the run said of each batch, beside what lies in the journal; and one line of the trainer for each step."""
+"""Comparison of `metrics.jsonl` with the journal: one orchestrator line per batch, one trainer line per step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trireme.tools.audit.tokens import Columns
 
 
 class _Head(msgspec.Struct):
-    """As much of a line as tells whose it is."""
+    """The part of a line that identifies it."""
 
     step: int
     process: str
@@ -25,7 +25,7 @@ class _Head(msgspec.Struct):
 
 
 class MetricsIndex:
-    """Where the last line of each step stands in `metrics.jsonl`; the lines themselves stay on disk."""
+    """Offsets of the last line of each step in `metrics.jsonl`. The lines stay on disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class MetricsIndex:
 
     @property
     def batches(self) -> set[int]:
-        """Steps with a line about their batch."""
+        """Return the steps with a line about their batch."""
         return set(self._batches)
 
     def batch(self, step: int) -> dict[str, Any] | None:
@@ -70,7 +70,7 @@ class MetricsIndex:
 
 
 def measure(record: BatchRecord, columns: Columns) -> dict[str, float]:
-    """The metrics of a batch, worked out again from its rollouts."""
+    """Recompute the metrics of a batch from its rollouts."""
     rollouts, trained = record.rollouts, columns.tokens.loss_mask == 1
     rewards = np.array([rollout.reward for rollout in rollouts])
     lags = record.step - columns.tokens.versions[columns.tokens.versions >= 0]
@@ -100,7 +100,7 @@ def measure(record: BatchRecord, columns: Columns) -> dict[str, float]:
 
 
 def measure_more(record: BatchRecord) -> dict[str, float]:
-    """Those that journals of before did not have: compared where they are there."""
+    """Recompute metrics that older journals lack; they are compared where the journal has them."""
     rollouts = record.rollouts
     rewards = [rollout.reward for rollout in rollouts]
     turns = [rollout.num_turns for rollout in rollouts if rollout.num_turns]
@@ -139,12 +139,12 @@ def compare_batch(
     may_lack_line: bool,
     may_have_old_line: bool,
 ) -> None:
-    """The journal's own metrics with its rollouts, then the line in the file with the journal's.
+    """Compare the journal's metrics with its rollouts, then the line in the file with the journal.
 
     Args:
         row: the batch's line in `metrics.jsonl`.
-        may_lack_line: a crash may have come before it.
-        may_have_old_line: that of a batch of this number on a way not taken, because a crash came before its own.
+        may_lack_line: the run may have been killed before it was written.
+        may_have_old_line: the line may be that of an abandoned batch of this number.
     """
     step = record.step
     measured = measure_more(record) | measure(record, columns) if columns is not None and record.rollouts else {}
@@ -176,12 +176,12 @@ def compare_batch(
 def compare_lines(
     index: MetricsIndex, *, trained: int, newest: int, num_batches: int, set_aside: set[int], findings: Findings
 ) -> None:
-    """One line of the trainer for each step, and none for a batch or a version that is not there.
+    """Check that each trained step has one trainer line, and that no line is about a missing batch or version.
 
     Args:
-        trained: steps whose line must be there: all below this one.
-        newest: version; the trainer writes its line of a step when the version that it made is confirmed.
-        set_aside: steps of ways not taken, whose lines stay in the file.
+        trained: all steps below this one must have a line.
+        newest: version. The trainer writes the line of a step when the version that it made is confirmed.
+        set_aside: abandoned steps, whose lines stay in the file.
     """
     for step in range(trained):
         if step not in index.trained:
@@ -226,7 +226,7 @@ def _are_close(found: float | None, expected: float) -> bool:
 
 
 def _is_same(found: Any, value: float) -> bool:
-    """To the last bit: JSON writes floats so that they come back. What is not finite is written as null."""
+    """Compare to the last bit: JSON keeps floats exactly. Values that are not finite are written as null."""
     return found is None if not math.isfinite(value) else found == value
 
 

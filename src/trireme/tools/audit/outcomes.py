@@ -1,4 +1,4 @@
-"""How the groups did that ended with a batch: what difficulty pools and the curriculum went by."""
+"""Outcomes of the groups that ended with a batch, which drive difficulty pools and the curriculum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAME_TO_THEIR_END = ("no signal", "little signal", *FLAWS)
 
 
 def check_outcomes(record: BatchRecord, rules: Rules, findings: Findings) -> None:
-    """One for each group that was trained on, or came to its end and was not worth it."""
+    """Check that each group that was trained, or ended without being worth it, has one outcome."""
     if rules.filters is None:  # written before outcomes were
         return
     trained = {number: outcome_of(group) for number, group in by_group(record.rollouts).items()}

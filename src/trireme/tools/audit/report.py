@@ -1,4 +1,4 @@
-"""What an audit says, for people and for machines."""
+"""The report of an audit, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trireme.tools.audit.findings import Findings
 
 @dataclass(frozen=True)
 class Summary:
-    """What there is, counted."""
+    """Counts of what the run folder has."""
 
     batches: int
     trained: int  # rollouts
@@ -69,9 +69,10 @@ class Report:
         return self.findings.total == 0
 
     def text(self, *, everything: bool) -> str:
-        """
+        """Return the report as text.
+
         Args:
-            everything: all contradictions that were kept, not only the first.
+            everything: show all recorded contradictions, not only the first.
         """
         lines = [f"{self.run}: {self._verdict()}", *(f"  {line}" for line in self.summary.lines())]
         if self.holds:

@@ -1,4 +1,4 @@
-"""What each token was trained towards, and which rollouts were masked: worked out again from rewards and tokens."""
+"""Training targets and masks, recomputed from rewards and tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from trireme.tools.audit.tokens import Columns, Refusal, name_of
 
 
 class TargetAudit:
-    """Follows the running means of `ema` from batch to batch; looks at everything else batch by batch."""
+    """Recompute targets batch by batch; follow the running means of `ema` from batch to batch."""
 
     def __init__(self, findings: Findings, run_code: str | None = None) -> None:
-        """
+        """Start with the first batch.
+
         Args:
             run_code: the one function ("module:name") that may be called for advantages where the journal names it.
         """
@@ -28,9 +29,10 @@ class TargetAudit:
         self._custom: dict[tuple[str | None, str], Estimator | None] = {}  # None: cannot be called here
 
     def take(self, record: BatchRecord, columns: Columns, rules: Rules, *, after_gap: bool) -> None:
-        """
+        """Check a batch.
+
         Args:
-            after_gap: the batch before could not be read, so the running means are not known.
+            after_gap: the batch before could not be read, so the running means are unknown.
         """
         if after_gap:
             self.skip(record)
@@ -46,7 +48,7 @@ class TargetAudit:
             self._compare_worth(record, rules)
 
     def skip(self, record: BatchRecord) -> None:
-        """Its tokens cannot be looked at, or what came before is unknown: from here on by what the journal says."""
+        """Skip a batch that cannot be checked, and continue from the journal's own state."""
         self._baselines = dict(record.state.baselines)
 
     def _estimator(self, rules: Rules) -> Estimator | None:
@@ -56,8 +58,9 @@ class TargetAudit:
         return self._custom.get(which) if rules.advantage == "custom" else None
 
     def _trusted(self, rules: Rules) -> Estimator | None:
-        """Return the function that the journal names, if the user has named it too: the author of a folder could
-        otherwise have anything run on this machine."""
+        """Return the function that the journal names, if the user has named it too. Otherwise the author of a run
+        folder could run any code on this machine.
+        """
         try:
             if rules.advantage_path == self._run_code:
                 return estimator_of(rules)
@@ -85,7 +88,7 @@ class TargetAudit:
     def _compare_advantages(
         self, record: BatchRecord, columns: Columns, rules: Rules, custom: Estimator | None
     ) -> None:
-        """In double precision, then rounded as in the journal."""
+        """Compare in double precision, then rounded as in the journal."""
         try:
             per_rollout, after = advantages_of(record.rollouts, rules, self._baselines, custom=custom)
         except ConfigError as error:
@@ -178,7 +181,7 @@ def _misfit(rollout: Rollout, rules: Rules) -> tuple[str, str] | None:
 
 
 def _kind(rules: Rules) -> str:
-    """Which numbers it follows from, in words.
+    """Describe what the numbers follow from.
 
     Example:
         "the group_mean of the group's rewards"

@@ -1,4 +1,4 @@
-"""Every token of a batch: who sampled it, and how old it was. What it was trained towards: see `targets.py`.
+"""Checks of every token of a batch: its version and its lag. For its training target see `targets.py`.
 
 R rollouts of a batch, S samples, T tokens of all of them, one after the other.
 """
@@ -23,24 +23,24 @@ HIGHEST_LOGPROB = 1e-3
 
 @dataclass(frozen=True)
 class Columns:
-    """A batch's tokens in one piece."""
+    """The tokens of a batch, concatenated."""
 
     lengths: np.ndarray  # [S]
     rollout_of: np.ndarray  # [S] index in the batch
     tokens: Tokens  # [T]
 
     def per_token(self, values_R: np.ndarray) -> np.ndarray:
-        """[T] each rollout's value at each of its tokens."""
+        """Return [T] each rollout's value at each of its tokens."""
         return np.repeat(values_R[self.rollout_of], self.lengths)
 
     def per_rollout(self, values_T: np.ndarray, num_rollouts: int) -> np.ndarray:
-        """[R] sums."""
+        """Return [R] sums over the tokens of each rollout."""
         owners = np.repeat(self.rollout_of, self.lengths)
         return np.bincount(owners, weights=values_T, minlength=num_rollouts)
 
 
 def read_columns(record: BatchRecord, findings: Findings) -> Columns | None:
-    """None where there are none, or where they do not fit together."""
+    """Concatenate a batch's columns; None where there are none, or where they do not fit together."""
     samples = [(number, sample) for number, one in enumerate(record.rollouts) for sample in one.samples]
     for number, sample in samples:
         if trouble := _misfit(sample):
@@ -62,7 +62,7 @@ def read_columns(record: BatchRecord, findings: Findings) -> Columns | None:
 
 
 def _misfit(sample: Tokens) -> str | None:
-    """The first column that is too short, too long, or of another type."""
+    """Return the first column with a wrong length or type."""
     length = len(sample.ids)
     for name, dtype in DTYPES:
         column = getattr(sample, name)
@@ -72,7 +72,7 @@ def _misfit(sample: Tokens) -> str | None:
 
 
 class TokenAudit:
-    """Looks at each batch by itself; remembers which versions were used."""
+    """Check each batch by itself, and collect the versions that were used."""
 
     def __init__(self, is_confirmed: Callable[[int], bool], findings: Findings) -> None:
         self.num_trained = 0
@@ -143,14 +143,15 @@ class TokenAudit:
 
 @dataclass
 class Refusal:
-    """Reports the first of the tokens that are wrong, and how many there are."""
+    """Report the first wrong token and their number."""
 
     record: BatchRecord
     columns: Columns
     findings: Findings
 
     def __call__(self, wrong: np.ndarray, column: str, expected: str) -> None:
-        """
+        """Report tokens with a wrong value in a column.
+
         Args:
             wrong: [T] bool.
         """

@@ -1,4 +1,4 @@
-"""Versions that engines confirmed, and checkpoints that were saved of them."""
+"""Checks of confirmed versions and of checkpoints."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from trireme.tools.audit.findings import Findings, some
 
 
 class VersionAudit:
-    """Reads each record once; remembers which versions are confirmed."""
+    """Read each record once, and collect the confirmed versions."""
 
     def __init__(self, versions: Versions, known: list[int], set_aside: set[int], findings: Findings) -> None:
-        """
+        """Start an audit of the versions.
+
         Args:
-            set_aside: versions of which there is a record among those of ways not taken.
+            set_aside: versions whose record was moved aside by a rewind.
         """
         self.known = known
         self._versions = versions
@@ -36,13 +37,14 @@ class VersionAudit:
         return len(self._confirmed)
 
     def is_confirmed(self, version: int) -> bool:
-        """Now, or before somebody began to go back to an earlier step: batches go last, so they may still be there."""
+        """Return whether a version is confirmed, or was before an interrupted rewind, which moves batches last."""
         return version in self._confirmed or (version > self.newest and version in self._set_aside)
 
     def read(self, *, may_differ: bool) -> None:
-        """
+        """Read and check all records.
+
         Args:
-            may_differ: a replay may round differently, on a GPU: other digests are then only worth a note.
+            may_differ: a replay on a GPU may round differently, so other digests are only worth a note.
         """
         missing = sorted(set(range(self.newest)) - set(self.known))
         for version in missing[:20]:
@@ -124,7 +126,7 @@ class VersionAudit:
 
 
 def list_checkpoints(folder: Path) -> list[int]:
-    """Of those that claim to be whole: a folder under its final name."""
+    """Return the checkpoints that should be complete: folders under their final name."""
     steps = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(step for step in steps if step is not None)
 
@@ -132,10 +134,10 @@ def list_checkpoints(folder: Path) -> list[int]:
 def check_checkpoints(
     paths: RunPaths, steps: list[int], versions: VersionAudit, trained: set[int], findings: Findings
 ) -> None:
-    """Reads every byte of them.
+    """Read and check every byte of the checkpoints.
 
     Args:
-        trained: steps that the trainer wrote a line about.
+        trained: steps with a line of the trainer.
     """
     for step in steps:
         folder = step_folder(paths.checkpoints, step)

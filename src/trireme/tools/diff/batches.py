@@ -1,7 +1,7 @@
-"""Two entries of journals under one number: the first thing of each kind that is not the same to the bit.
+"""Comparison of two journal entries of one number: the first difference of each kind, to the bit.
 
-Rollouts are compared with those of the same group and place: a group's number says which example it has to be, so what
-one run rolled out under it the other one had to roll out as well.
+Rollouts are compared with those of the same group and place: a group's number determines its example, so both runs
+rolled out the same example under it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LONGEST = 120  # characters of a value
 
 
 def compare_batches(a: BatchRecord, b: BatchRecord, decode: Decode | None = None) -> Iterator[Difference]:
-    """In the order in which one leads to the other; of each aspect one."""
+    """Return the first difference of each aspect, causes before effects."""
     pairs = _pairs(a, b)
     yield from _rules(a, b)
     yield from _examples(a, b)
@@ -91,7 +91,7 @@ def _only(ours: list[tuple[int, int]], theirs: list[tuple[int, int]]) -> str:
 
 
 class _Pair:
-    """One rollout, in both runs."""
+    """One rollout in both runs."""
 
     def __init__(self, a: Rollout, b: Rollout) -> None:
         self.a, self.b = a, b
@@ -110,7 +110,7 @@ def _pairs(a: BatchRecord, b: BatchRecord) -> list[_Pair]:
 
 
 def _generated(step: int, pairs: list[_Pair], decode: Decode | None) -> Iterator[Difference]:
-    """Of each aspect the first, with the number of rollouts whose first difference it is."""
+    """Return the first difference of each aspect, with the number of rollouts that first differ in it."""
     firsts: dict[str, Difference] = {}
     counts: dict[str, int] = {}
     for pair in pairs:
@@ -187,7 +187,7 @@ def _id(sample: Tokens, place: int, decode: Decode | None) -> str:
 
 
 def first_place(a: np.ndarray, b: np.ndarray) -> int | None:
-    """As far as the shorter one goes; to the bit."""
+    """Return the first index at which two sequences differ, as far as the shorter one goes; to the bit."""
     shorter = min(len(a), len(b))
     differ = np.flatnonzero(_words(a[:shorter]) != _words(b[:shorter]))
     return int(differ[0]) if len(differ) else None
@@ -198,7 +198,7 @@ def _words(values: np.ndarray) -> np.ndarray:
 
 
 def compare_scored(batch: BatchRecord, a: Scored, b: Scored) -> Iterator[Difference]:
-    """What the trainers said of the same samples: the first token of which they say something else."""
+    """Compare the trainers' logprobs of the same samples. Return the first token that differs."""
     for rollout in batch.rollouts:
         for number, sample in enumerate(rollout.samples):
             ours, theirs = logprobs_of(sample, a), logprobs_of(sample, b)
@@ -279,7 +279,7 @@ def _first_value(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str, str] |
 
 
 def _narrowed(a: Any, b: Any) -> tuple[str, Any, Any]:
-    """The token, or the message, at which two columns or two lists of messages part."""
+    """Return the token, or the message, at which two columns or two lists of messages differ."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and len(a) == len(b):
         place = first_place(a, b)
         return f", token {place}", a[place], b[place]
@@ -294,7 +294,7 @@ def _at(messages: list[Any], number: int) -> Any:
 
 
 def _bits(value: Any) -> Any:
-    """What is equal only where the bits are."""
+    """Return the bits of a value, which are equal only for identical values."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     return repr(value) if isinstance(value, float) else value

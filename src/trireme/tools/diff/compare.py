@@ -1,8 +1,8 @@
-"""Two runs from their folders, in the order in which one thing leads to another.
+"""Comparison of two runs from their folders, causes before effects.
 
     version n -> its evaluation -> batch n -> step n -> version n + 1 -> ...
 
-The runs may be finished, killed or going on: they are compared as far as both go. Nothing is written.
+The runs may be finished, killed or running: they are compared as far as both go. Nothing is written.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class Side:
     """One of the two runs."""
 
     def __init__(self, folder: Path) -> None:
-        """
+        """Open a run.
+
         Raises:
-            ConfigError: it is not a run's.
-            JournalCorrupt: a batch before the newest is gone.
+            ConfigError: the folder holds no run.
+            JournalCorrupt: a batch before the newest is missing.
         """
         self.folder = folder
         self.configuration: Table = read_configuration(folder)
@@ -52,12 +53,12 @@ class Side:
         self.surroundings = read_provenance(paths)
 
     def row(self, process: str, step: int) -> Row:
-        """Empty where there is none."""
+        """Return a row of metrics; empty where there is none."""
         return self._rows.get((process, step), {})
 
     @property
     def end(self) -> int:
-        """One more than the highest number of anything."""
+        """Return one more than the highest number of anything."""
         return max((*self.batches, *self.steps, *self.versions), default=-1) + 1
 
     def __str__(self) -> str:
@@ -72,7 +73,7 @@ def _exported(paths: RunPaths) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that was found out."""
+    """The result of a comparison."""
 
     a: Side
     b: Side
@@ -82,7 +83,7 @@ class Comparison:
 
     @property
     def telling_keys(self) -> list[KeyDifference]:
-        """Of the configuration, but for those that only say where a run runs."""
+        """Return configuration keys that differ, without those that only say where a run runs."""
         return [key for key in self.keys if not key.is_place]
 
     @property
@@ -95,10 +96,11 @@ class Comparison:
 
 
 def compare_runs(a: Path, b: Path) -> Comparison:
-    """
+    """Compare two runs.
+
     Raises:
-        ConfigError: one of the folders is not a run's.
-        JournalCorrupt: an entry is not what was written, or is gone.
+        ConfigError: one of the folders holds no run.
+        JournalCorrupt: an entry is damaged or missing.
     """
     ours, theirs = Side(a), Side(b)
     keys = compare_configurations(ours.configuration, theirs.configuration)
@@ -116,7 +118,7 @@ def compare_runs(a: Path, b: Path) -> Comparison:
 
 
 def _compare_at(step: int, a: Side, b: Side, found: Found, decode: Decode | None) -> Iterator[Difference]:
-    """Version, evaluation, batch and step of one number, where both have them."""
+    """Compare version, evaluation, batch and step of one number, where both have them."""
     is_there, difference = compare_weights(step, a.weights, b.weights)
     found.compared["weights"] += is_there
     if difference:
@@ -143,5 +145,5 @@ def _compare_scored(step: int, a: Side, b: Side, found: Found) -> Iterator[Diffe
 
 
 def _are_one(a: Path, b: Path) -> bool:
-    """Byte by byte: entries of runs that do the same are, and are told so without being taken apart."""
+    """Compare two entries byte by byte, without decoding: entries of runs that do the same are equal."""
     return a.stat().st_size == b.stat().st_size and a.read_bytes() == b.read_bytes()

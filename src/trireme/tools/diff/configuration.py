@@ -1,6 +1,6 @@
-"""Two configurations, key by key, and which of the keys that differ can lead to which difference in what happened.
+"""Comparison of two configurations by key, and which differing keys can cause which difference in a run.
 
-Files are compared as they lie on disk, so those of other versions of Trireme can be compared too.
+Files are compared as they are on disk, so configurations of other versions of Trireme can be compared too.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ BEARING: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class KeyDifference:
-    """One key that is not the same.
+    """One key that differs.
 
     Example:
         KeyDifference("trainer.optim.lr", "0.0005", "0.001")
@@ -95,12 +95,12 @@ class KeyDifference:
 
 
 def read_configuration(run: Path) -> Table:
-    """Raises: ConfigError where the folder is not a run's."""
+    """Read the configuration of a run. Raises ConfigError where the folder holds no run."""
     return without_secrets(read_table(find_run_file(run, "trainer")))
 
 
 def compare_configurations(a: Table, b: Table) -> list[KeyDifference]:
-    """Those that say what is computed first, each part in the order of the file."""
+    """Return differing keys, those that affect results first, in the order of the file."""
     flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
     differences = [
         KeyDifference(key, _shown(flat_a, key), _shown(flat_b, key))
@@ -115,7 +115,7 @@ def count_keys(table: Table) -> int:
 
 
 def _flat(table: Table, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys. Of a list of tables each has its number, from 0."""
+    """Flatten tables into dotted keys. Items of a list are numbered from 0."""
     for name, value in table.items():
         key = f"{above}{name}"
         if isinstance(value, dict) and value:
@@ -131,7 +131,7 @@ def _shown(flat: Table, key: str) -> str:
 
 
 def bears_on(differences: list[KeyDifference], aspect: str, step: int) -> list[KeyDifference]:
-    """Those from which a difference of this aspect may follow."""
+    """Return the keys that can cause a difference of this aspect."""
     tables = BEARING.get(aspect, ())
     if aspect == "weights":
         tables = _BEGINNING if step == 0 else _OPTIMIZER

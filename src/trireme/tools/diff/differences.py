@@ -1,4 +1,4 @@
-"""What can differ between two runs, in the order in which one thing leads to another, and the first of each."""
+"""The aspects in which two runs can differ, causes before effects, and the first difference of each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAIN = ("tokens", "rewards", "advantages", "loss", "grad_norm", "weights")
 
 @dataclass(frozen=True)
 class Difference:
-    """One place at which two runs are not the same.
+    """One place at which two runs differ.
 
     Example:
         Difference("tokens", 12, "batch 12, group 40, place 2, token 23 of 61", "'a' (77)", "'b' (78)")
@@ -68,7 +68,7 @@ class Found:
 
     @property
     def first(self) -> Difference | None:
-        """Nothing follows from an evaluation, so one that differs is named where nothing else does."""
+        """Return the first difference. An evaluation has no effects, so it is named only where nothing else differs."""
         leading = [difference for aspect, difference in self.firsts.items() if aspect != "evaluation"]
         return next(iter(leading), self.firsts.get("evaluation"))
 

@@ -1,4 +1,4 @@
-"""What follows from the first difference of two runs: what led to it, and what to look at."""
+"""Explanation of the first difference of two runs: its possible causes, and what to look at."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_KEYS = 4
 
 
 def meaning_of(comparison: Comparison) -> list[str]:
-    """Sentences, the most telling one first."""
+    """Return sentences, the most important one first."""
     first = comparison.found.first
     if first is None:
         return [_of_keys_alone(comparison)] if comparison.telling_keys else []
@@ -57,13 +57,13 @@ def _unexplained(first: Difference, comparison: Comparison) -> str:
 
 
 def _how_drawn(comparison: Comparison) -> str:
-    """Whether each turn had a seed, in both."""
+    """Describe whether turns were seeded in both runs."""
     seeds = (_sampling(side.configuration).get("seed") is not None for side in (comparison.a, comparison.b))
     return "drawn with seeds" if _is_synchronous(comparison) or all(seeds) else "drawn without seeds"
 
 
 def _sampling(configuration: Table) -> Table:
-    """Empty where there is none, as in supervised training."""
+    """Return the sampling settings; empty for supervised training."""
     orchestrator = configuration.get("orchestrator")
     return (orchestrator or {}).get("sampling") or {}
 

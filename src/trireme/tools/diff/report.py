@@ -1,4 +1,4 @@
-"""What a comparison says, for people and for machines."""
+"""The report of a comparison, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ MOST_KEYS = 12
 
 
 def as_text(comparison: Comparison, *, everything: bool) -> str:
-    """
+    """Return the report as text.
+
     Args:
-        everything: all keys that differ, also those that only say where a run runs.
+        everything: show all differing keys, also those that only say where a run runs.
     """
     lines = [f"A  {comparison.a.folder}: {comparison.a}", f"B  {comparison.b.folder}: {comparison.b}", ""]
     lines += _verdict(comparison)
@@ -37,7 +38,7 @@ def _verdict(comparison: Comparison) -> list[str]:
 
 
 def _extent(comparison: Comparison) -> str:
-    """How far it goes, and whether one of them goes further."""
+    """Describe how far the comparison goes, and whether one run goes further."""
     if not any(comparison.found.compared.values()):
         return "the configurations are the same; no batch, step or version is in both"
     ends = {"A": comparison.a.end - 1, "B": comparison.b.end - 1}
@@ -78,7 +79,7 @@ def _more(values: list[Any], shown: int) -> str:
 
 
 def _aspects(comparison: Comparison) -> list[str]:
-    """The first difference of each, in the order in which they were found, then what is the same."""
+    """Describe the first difference of each aspect in the order found, then the aspects that are the same."""
     found = comparison.found
     width = max(map(len, ASPECTS))
     lines = [f"{aspect:{width}}  {difference}" for aspect, difference in found.firsts.items()]

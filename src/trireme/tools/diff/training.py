@@ -1,4 +1,4 @@
-"""Two runs' steps, evaluations and weights under one number, to the bit."""
+"""Comparison of two runs' steps, evaluations and weights, to the bit."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MOST_HEADER = 100_000_000
 
 
 def compare_steps(step: int, a: Row, b: Row) -> Iterator[Difference]:
-    """What the trainer measured of a step: what is a cause comes first."""
+    """Compare the trainer's metrics of a step, causes first."""
     rest = [name for name in _common(a, b) if name not in STEP_ASPECTS]
     for aspect, names in (("lr", ["lr"]), ("loss", ["loss"]), ("grad_norm", ["grad_norm"]), ("training", rest)):
         yield from _compare_values(aspect, step, f"step {step}", {name: a.get(name) for name in names}, b)
 
 
 def compare_evaluations(version: int, a: Row, b: Row) -> Iterator[Difference]:
-    """Metrics of one version on held-out examples."""
+    """Compare the metrics of one version on held-out examples."""
     ours = {name: value for name, value in a.items() if name.startswith("eval/") and name in b}
     yield from _compare_values("evaluation", version, f"version {version}", ours, b)
 
 
 def _common(a: Row, b: Row) -> list[str]:
-    """Another version of Trireme may measure more."""
+    """Return the metrics that both have: another version of Trireme may record more."""
     return sorted(
         name for name in a.keys() & b.keys() if not name.startswith(CLOCKED) and name not in ("step", "process")
     )
@@ -52,18 +52,19 @@ def _shown(value: object) -> str:
 
 
 class Weights:
-    """What a run left that says what its weights were: digests that engines confirmed, or exported files."""
+    """Records of a run's weights: digests that engines confirmed, or exported files."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._versions = Versions(paths.journal)
         self._exports = paths.weights
 
     def confirmed(self, version: int) -> dict[str, str] | None:
-        """By tensor. Raises: JournalCorrupt where the record is not what was written."""
+        """Return confirmed digests by tensor. Raises JournalCorrupt where the record is damaged."""
         return self._versions.read(version).digests if self._versions.has(version) else None
 
     def exported(self, version: int) -> dict[str, str] | None:
-        """By tensor, by reading all of them; None where the version was not exported, or not as tensors."""
+        """Return digests of exported tensors, reading all of them; None where the version was not exported as
+        tensors."""
         files = sorted(step_folder(self._exports, version).glob("*.safetensors"))
         try:
             return {name: digest for file in files for name, digest in _digests_of(file)} or None
@@ -72,7 +73,7 @@ class Weights:
 
 
 def _digests_of(file: Path) -> Iterator[tuple[str, str]]:
-    """SHA-256 of type, shape and bytes: no library is needed to see whether these are the same."""
+    """Return SHA-256 of type, shape and bytes of each tensor in a file, without loading it by a library."""
     with open(file, "rb") as tensors:
         length = int.from_bytes(tensors.read(HEADER_BYTES), "little")
         if length > MOST_HEADER:
@@ -87,7 +88,7 @@ def _digests_of(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def compare_weights(version: int, a: Weights, b: Weights) -> tuple[bool, Difference | None]:
-    """Whether there was anything to compare, and the first tensor that differs."""
+    """Return whether there was anything to compare, and the first tensor that differs."""
     ours, theirs, source = a.confirmed(version), b.confirmed(version), "confirmed"
     if ours is None or theirs is None:
         ours, theirs, source = a.exported(version), b.exported(version), "exported"

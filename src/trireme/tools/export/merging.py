@@ -1,7 +1,7 @@
-"""Adapters in a checkpoint and their base model on disk become one model, a tensor at a time.
+"""Merging the adapters of a checkpoint into their base model on disk, one tensor at a time.
 
-What comes out has the bits that the trainer gives to engines: each parameter as it was held, plus its adapter's product
-in float32, then rounded.
+The result has the bits that the trainer sends to engines: each parameter as it was held, plus its adapter's product in
+float32, then rounded.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from trireme.trainer.parallel.shards import open_checkpoint
 def export_merged(
     checkpoint: Path, folder: Path, *, dtype: str, base_model: str | None = None, trust_remote_code: bool = False
 ) -> None:
-    """Makes `folder` out of a checkpoint of adapters and the model that they are for.
+    """Write `folder` from a checkpoint of adapters and their base model.
 
     Args:
-        base_model: folder or hub name, where it is no longer what the adapters name.
+        base_model: folder or hub name, where it differs from the one that the adapters name.
 
     Raises:
-        ConfigError: the checkpoint has no adapters, or their base model cannot be had.
+        ConfigError: the checkpoint has no adapters, or their base model cannot be loaded.
         JournalCorrupt: the checkpoint is damaged.
         OSError: there is no room.
     """
@@ -68,7 +68,7 @@ def export_merged(
 
 
 def read_settings(checkpoint: Path) -> dict[str, Any]:
-    """What `adapter_config.json` says. Raises: ConfigError where there is none."""
+    """Read `adapter_config.json`. Raises ConfigError where it is missing."""
     path = checkpoint / DESCRIPTION / CONFIG
     if not path.is_file():
         raise ConfigError(
@@ -79,19 +79,20 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
 
 
 class Trained(Protocol):
-    """What was trained, by the names of checkpoints: the pieces of one, or a file of adapters."""
+    """Trained tensors by their published names: pieces of a checkpoint, or a file of adapters."""
 
     def names(self) -> list[str]: ...
     def read_whole(self, name: str) -> torch.Tensor: ...
 
 
 class Merged:
-    """A base model in its files, and the shapes of its adapters; values are read when they are asked for."""
+    """A base model in its files, and the shapes of its adapters. Values are read on demand."""
 
     def __init__(
         self, settings: dict[str, Any], base_model: str, *, frozen: torch.dtype, trust_remote_code: bool
     ) -> None:
-        """
+        """Open the base model's files.
+
         Args:
             frozen: precision in which the base model was held.
         """
@@ -114,12 +115,12 @@ class Merged:
 
     @property
     def _exported(self) -> list[str]:
-        """But for buffers that the base model's files do not have, either."""
+        """Return the exported tensors, without buffers that the base model's files lack."""
         return [name for name in self._names.parameters if name in self._laid]
 
     @property
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of adapters, and of modules that are trained whole, by the model's own names."""
+        """Return shapes of adapters, and of modules that are trained as a whole, by the model's own names."""
         return {name: tuple(each.shape) for name, each in self._model.named_parameters() if each.requires_grad}
 
     def tensors(self, stored: Trained, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -130,7 +131,7 @@ class Merged:
             yield from self._names.to_hub(own, whole.to(dtype))
 
     def _whole(self, own: str, stored: Trained) -> torch.Tensor:
-        """From the checkpoint, where it is trained whole beside the adapters."""
+        """Return a tensor that was trained as a whole, from the checkpoint."""
         trained = f"{MODEL}.{self._own[own]}"
         if trained in stored.names():
             return stored.read_whole(trained)
@@ -146,7 +147,7 @@ class Merged:
 
 
 def _to_lora(settings: dict[str, Any]) -> Lora:
-    """The inverse of `lora.to_peft`, as far as shapes and scales depend on it."""
+    """Invert `lora.to_peft`, as far as shapes and scales depend on it."""
     return Lora(
         rank=settings["r"],
         alpha=settings["lora_alpha"],

@@ -1,6 +1,6 @@
-"""What a run left that says what its weights were: digests that engines confirmed, exported weights, metrics.
+"""Records of a run's weights to compare a replay with: confirmed digests, exported weights, metrics.
 
-All of it is compared to the last bit. Nothing here writes.
+Everything is compared to the last bit. Nothing is written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Retraced:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One version beside all that is recorded of it."""
+    """One version and all that is recorded of it."""
 
     version: int
     num_tensors: int
@@ -48,7 +48,7 @@ class Comparison:
 
 
 class Evidence:
-    """Of the run in a folder."""
+    """The records of the run in a folder."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -57,14 +57,14 @@ class Evidence:
         self._rows = latest_by_step(rows)
 
     def compare(self, retraced: Retraced) -> Comparison:
-        """Raises: JournalCorrupt where a version's record is not what was written."""
+        """Compare a version. Raises JournalCorrupt where its record is damaged."""
         recorded = list(self._recorded(retraced))
         differences = [_difference(ours, theirs, source) for source, ours, theirs in recorded]
         differences += self._other_metrics(retraced)
         return Comparison(retraced.version, len(retraced.digests), bool(recorded), tuple(filter(None, differences)))
 
     def _recorded(self, retraced: Retraced) -> Iterator[tuple[str, Digests, Digests]]:
-        """Who says so, ours, theirs. A version has several confirmations where an engine or the trainer came back."""
+        """Yield source, our digests, recorded digests. A version has several confirmations after restarts."""
         if self._versions.has(retraced.version):
             confirmations = self._versions.read(retraced.version).confirmations
             for number, confirmation in enumerate(confirmations, 1):
@@ -88,10 +88,10 @@ class Evidence:
                 return
 
     def _row(self, version: int) -> Row:
-        """What the trainer noted of the step that made `version`.
+        """Return the trainer's metrics of the step that made `version`.
 
-        A line that is older than the version's confirmation is of a way that the run left: it was rewound, and stopped
-        again before it came to note this step.
+        A line that is older than the version's confirmation belongs to abandoned steps: the run was rewound, and
+        stopped again before it repeated this step.
         """
         row = self._rows.get(("trainer", version - 1), {})
         if row and self._versions.has(version):
@@ -101,7 +101,7 @@ class Evidence:
 
 
 def _how_telling(metric: str) -> int:
-    """A cause comes before its effects."""
+    """Sort differences so that causes come before effects."""
     first = ("lr", "loss", "grad_norm")
     return first.index(metric) if metric in first else len(first)
 
@@ -115,7 +115,7 @@ def digests_of_export(folder: Path) -> Digests:
 
 
 def _difference(ours: Digests, theirs: Digests, source: str) -> str:
-    """Empty where there is none."""
+    """Return what differs; empty where nothing does."""
     differ = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if not differ:
         return ""

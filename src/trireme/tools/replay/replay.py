@@ -1,7 +1,6 @@
-"""`trireme replay`: trains a run again from its journal alone, and compares every version with what was recorded of it.
+"""Train a run again from its journal alone, and compare every version with its records.
 
-The loop is at the top; what it uses below. On a CPU every version must come out with the same bits. On a GPU it may
-not: then the answer is how far it does.
+On a CPU every version must have the same bits. On a GPU it may not; then the result is how far they agree.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from trireme.trainer.step import Stepper, base_state
 
 
 def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
-    """Prints one line per version. A collective of all ranks; each returns the same exit code.
+    """Replay and print one line per version. A collective of all ranks; each returns the same exit code.
 
     Args:
-        span: steps to take, from the checkpoint of the first one (0: from the base model). See `ledger.span`.
-        keep_going: also after a difference.
+        span: steps to repeat, from the checkpoint before the first one (0: the base model). See `journal.replay_range`.
+        keep_going: continue after a difference.
 
     Returns: 1 where something differs that must not, else 0.
 
-    Raises: JournalCorrupt where a batch, or the record of a version, is not what was written.
+    Raises: JournalCorrupt where a batch, or the record of a version, is damaged.
     """
     evidence = Evidence(config.paths)
     trainer = config.trainer
@@ -61,7 +60,7 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
 
 
 def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
-    """The version that these steps start from, then what each makes. A collective; digests come on rank 0 only."""
+    """Yield the version that the steps start from, then what each makes. A collective; digests are on rank 0 only."""
     state = _state_at(config, world, span.start)
     stepper = Stepper(config, state, world)
     shares = Shares(Journal(config.paths.journal), config)
@@ -73,13 +72,13 @@ def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
 
 
 def served_digests(config: RunConfig, state: TrainerState, world: World) -> dict[str, str]:
-    """Of the weights as engines would get them. A collective; empty but on rank 0."""
+    """Return digests of the weights as engines would get them. A collective; empty on other ranks than 0."""
     tensors = served_tensors(state.model, getattr(torch, served_dtype(config)))
     return {name: tensor_digest(tensor) for name, tensor in tensors if world.is_main}
 
 
 def _adapter_digests(state: TrainerState, world: World) -> dict[str, str]:
-    """As they are exported. A collective; empty but on rank 0, and where there are no adapters."""
+    """Return digests of exported adapters. A collective; empty without adapters, and on other ranks than 0."""
     if adapters_of(state.model) is None:
         return {}
     tensors = exported_tensors(state.model)
@@ -104,7 +103,7 @@ def _state_at(config: RunConfig, world: World, version: int) -> TrainerState:
 
 @dataclass
 class Report:
-    """What is said about it. Of rank 0."""
+    """The printed report, on rank 0."""
 
     config: RunConfig
     compared: list[Comparison] = field(default_factory=list)
@@ -122,7 +121,7 @@ class Report:
         _say(f"{self.config.paths.root}: {_count(len(span), 'step')} from {start}, with {_surroundings(self.config)}")
 
     def take(self, comparison: Comparison) -> bool:
-        """Whether it differs."""
+        """Print a version. Return whether it differs."""
         self.compared.append(comparison)
         _say(str(comparison))
         return bool(comparison.differences)
@@ -160,7 +159,7 @@ class Report:
         )
 
     def _other_ranks(self) -> str:
-        """A run may go on with another number of ranks, and the journal does not say so."""
+        """Note that a resumed run may have had another number of ranks, which the journal does not record."""
         folder = self.config.paths.checkpoints
         sizes = {read_manifest(step_folder(folder, step)).world_size for step in complete_steps(folder)}
         others = " and ".join(map(str, sorted(sizes - {self.config.trainer.num_ranks or 1})))
@@ -168,7 +167,7 @@ class Report:
 
 
 def _surroundings(config: RunConfig) -> str:
-    """What bits depend on, beside the journal and the code."""
+    """Describe what results depend on besides the journal and the code."""
     processor = torch.backends.cpu.get_cpu_capability() if config.device == "cpu" else torch.cuda.get_device_name()
     ranks = f"{_count(config.trainer.num_ranks or 1, 'rank')} of {_count(torch.get_num_threads(), 'thread')}"
     return f"torch {torch.__version__}, transformers {transformers.__version__}, {processor}, {ranks}"
