@@ -197,8 +197,9 @@ class EvalView(App[None]):
             return
         self.rows = rows
         has_stepped, self._has_stepped = self._has_stepped, False
-        if has_stepped and self.filter.line and self._wanted not in [key_of(row) for row in rows]:
-            self._set_filter("")  # a filter must not hide the rollout that the user steps through versions of
+        examples = {(row.env, row.example) for row in rows}
+        if has_stepped and self.filter.line and self._wanted and self._wanted[:2] not in examples:
+            self._set_filter("")  # a filter must not hide the example that the user follows through the versions
         else:
             self._show_table()
 

@@ -166,9 +166,13 @@ class RolloutTable(DataTable[Text]):
     def __init__(self, **options: Any) -> None:
         super().__init__(cursor_type="row", **options)
         self.lines: Sequence[Line] = ()
+        self._content: tuple[Any, ...] = ()
 
     def show(self, lines: Sequence[Line], columns: Sequence[Column], *, sorted_by: str, backwards: bool) -> None:
-        self.lines = lines[:MOST_LINES]
+        content = lines[:MOST_LINES], columns, sorted_by, backwards
+        if content == self._content:
+            return  # an update would scroll the table back
+        self._content, self.lines = content, lines[:MOST_LINES]
         self.clear(columns=True)
         for column in columns:
             mark = MARKS[backwards] if column.name == sorted_by else ""
