@@ -144,13 +144,10 @@ class Progress:
             processes[row["process"]] = processes.get(row["process"], {}) | row
             self._watch.take(row)
             if row["process"] == "trainer":
-                self._add_training_step(row)
-
-    def _add_training_step(self, row: Row) -> None:
-        self.num_done = row["step"] + 1
-        self._unreported.append(row["step"])
-        if self._session is not None:
-            self._session.append((row["step"], row.get("time_s") or 0.0))
+                self.num_done = row["step"] + 1
+                self._unreported.append(row["step"])
+                if self._session is not None:
+                    self._session.append((row["step"], row.get("time_s") or 0.0))
 
     def take_completed(self, *, final: bool = False) -> list[int]:
         """Return the batches trained since the last call; the newest only if the orchestrator has reported it too."""

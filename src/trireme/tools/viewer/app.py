@@ -232,9 +232,11 @@ class EvalView(App[None]):
             return
         self._shown = self.opened, line
         self.token.remove_class("shown")
-        record = self._record_of(line)
-        step = self.source.version if self.source and self.source.series == TRAINING else None
-        self.reader.show(record, step=step, decode=self._decoder() if record and record.samples else None)
+        record, source = self._record_of(line), self.source
+        decode = None
+        if source and record and record.samples:
+            decode = self._decoders[source.run] = self._decoders.get(source.run) or find_decoder(source.run)
+        self.reader.show(record, step=source.version if source else None, decode=decode)
         self._write_where()
 
     def _record_of(self, line: Row | ExampleRow | None) -> Record | None:
@@ -242,12 +244,6 @@ class EvalView(App[None]):
         if isinstance(line, ExampleRow):
             line = next((row for row in self.rows if (row.env, row.example) == (line.env, line.example)), None)
         return self.opened.record(line) if self.opened and line else None
-
-    def _decoder(self) -> Decode | None:
-        run = self.source.run if self.source else Path()
-        if self._decoders.get(run) is None:
-            self._decoders[run] = find_decoder(run)
-        return self._decoders[run]
 
     def _write_where(self) -> None:
         if self.source is None:

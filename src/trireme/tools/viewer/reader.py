@@ -131,17 +131,13 @@ class Reader(RichLog):
             "home": -num_tokens,
             "end": num_tokens,
         }
-        if self.shows_tokens and num_tokens and event.key in steps:
-            event.stop()
-            event.prevent_default()
-            self._move_cursor(steps[event.key])
-
-    def _move_cursor(self, by: int) -> None:
-        """Move over the tokens of all samples, one sample after the other."""
-        assert self.record is not None
-        samples = self.record.samples
+        if not (self.record and self.shows_tokens and num_tokens and event.key in steps):
+            return
+        event.stop()
+        event.prevent_default()
+        samples = self.record.samples  # the cursor goes over all of them, one sample after the other
         number, place = self._cursor
-        place += by
+        place += steps[event.key]
         while place < 0 and number > 0:
             number -= 1
             place += samples[number].length
