@@ -1,10 +1,12 @@
-"""Untrusted text as a terminal or a page can show it.
+"""Untrusted text and numbers as a terminal or a page can show them.
 
 Nothing that a model, a tool or an environment wrote may move a terminal's cursor, change its colours or reverse the
 direction of a line.
 """
 
 from __future__ import annotations
+
+import math
 
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "␡"}
 _PICTURES |= dict.fromkeys(range(0x80, 0xA0), "�")
@@ -15,3 +17,16 @@ _PICTURES |= dict.fromkeys(range(0xD800, 0xE000), "�")  # lone surrogates cann
 def clean(text: str) -> str:
     """Replace control characters by their Unicode pictures and tabs by spaces; line ends stay."""
     return text.replace("\r\n", "\n").translate(_PICTURES).expandtabs(4)
+
+
+def one_line(value: object, longest: int) -> str:
+    """Return the beginning of a text, cleaned and on one line."""
+    text = value if isinstance(value, str) else str(value)
+    return clean(" ".join(text[: 2 * longest].split())[:longest])
+
+
+def decimal(value: float | None, digits: int = 3) -> str:
+    """Format a number: 0.5 -> "0.500"; "-" for None, infinities and NaN."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.3g}"

@@ -7,7 +7,6 @@ Viewer and dashboard use these types, so a field that is added here can be shown
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ import msgspec
 import numpy as np
 
 from trireme.base.errors import JournalCorrupt
-from trireme.base.safe_text import clean as clean
+from trireme.base.safe_text import one_line
 from trireme.journal.entry import read_entry
 from trireme.journal.records import BatchRecord, Dropped, Rollout
 from trireme.messages import Tokens
@@ -333,16 +332,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def one_line(value: object, longest: int) -> str:
-    """Return the beginning of a text, cleaned and on one line."""
-    text = value if isinstance(value, str) else str(value)
-    return clean(" ".join(text[: 2 * longest].split())[:longest])
-
-
-def decimal(value: float | None, digits: int = 3) -> str:
-    """Format a number: 0.5 -> "0.500"; "-" for None, infinities and NaN."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.3g}"

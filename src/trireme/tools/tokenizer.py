@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from trireme.base.paths import RunPaths, step_of
-from trireme.tools.rollouts import clean
+from trireme.base.safe_text import clean
 
 WINDOW = 1500  # tokens that are shown at once
 PART = "▯"  # a token that is only the beginning of a character

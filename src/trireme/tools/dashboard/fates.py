@@ -13,6 +13,7 @@ from typing import Any
 from nicegui import run, ui
 
 from trireme.base.processes import die_with_parent
+from trireme.base.safe_text import decimal
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.charts import Canvas, bar_chart
 from trireme.tools.dashboard.rollout_index import (
@@ -27,7 +28,6 @@ from trireme.tools.dashboard.rollout_index import (
 )
 from trireme.tools.dashboard.rollouts import PagedTable
 from trireme.tools.dashboard.runs import RunSet
-from trireme.tools.rollouts import decimal
 
 LOOK_S = 2.0
 AUDIT_S = 1800.0

@@ -12,12 +12,13 @@ from typing import Any
 from nicegui import run, ui
 
 from trireme.base.errors import ConfigError
+from trireme.base.safe_text import clean, decimal
 from trireme.tools.conversation import Block, blocks
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.rollout_index import DROPPED, Found, Query, find_batches, index_of, query_of
 from trireme.tools.dashboard.runs import RunSet
 from trireme.tools.dashboard.tokens import LoadedRollout, load_rollout, show_group
-from trireme.tools.rollouts import Record, clean, decimal
+from trireme.tools.rollouts import Record
 
 ROWS = 50  # of a page of the list
 LOOK_S = 1.0  # between two looks at the index, while it grows

@@ -14,6 +14,7 @@ import numpy as np
 from nicegui import run, ui
 
 from trireme.base.paths import RunPaths
+from trireme.base.safe_text import clean, decimal
 from trireme.journal.logprobs import logprobs_of, read_logprobs
 from trireme.journal.records import BatchRecord, Rollout
 from trireme.tools.dashboard import theme
@@ -21,7 +22,7 @@ from trireme.tools.dashboard.charts import Canvas, Line, line_chart
 from trireme.tools.dashboard.history import Curve, Frame
 from trireme.tools.dashboard.rollout_index import batch_identity, batch_path, find_batches
 from trireme.tools.dashboard.runs import RunSet
-from trireme.tools.rollouts import Record, clean, decimal, read_batch, record_of_rollout, row_of
+from trireme.tools.rollouts import Record, read_batch, record_of_rollout, row_of
 from trireme.tools.tokenizer import WINDOW, find_decoder, pieces, visible, window_of
 
 RARE = 0.007  # a probability that has the strongest colour, as all below it

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trireme.base.paths import RunPaths, step_of
+from trireme.base.safe_text import clean
 from trireme.config.files import find_run_file, read_run, read_table, to_table, to_toml, without_secrets
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
@@ -29,7 +30,7 @@ from trireme.tools.conversation import blocks
 from trireme.tools.dashboard.history import Metrics, Spans, timeline, trainer_shares
 from trireme.tools.report.plots import LEAST_SHARE, Figure, Line, line_figure, share_words, shares_figure
 from trireme.tools.report.writing import Report, Section, code, fenced, folded, picture, plain, table
-from trireme.tools.rollouts import Record, ResultsFile, clean, read_batch, record_of_rollout, row_of
+from trireme.tools.rollouts import Record, ResultsFile, read_batch, record_of_rollout, row_of
 
 OWN = (
     *("name", "output_dir", "resume", "ports", "hosts", "wandb", "dashboard"),

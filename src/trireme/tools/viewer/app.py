@@ -23,8 +23,9 @@ from textual.widgets import DataTable, Footer, Input, Static, Tree
 from textual.worker import get_current_worker
 
 from trireme.base.errors import ConfigError
+from trireme.base.safe_text import clean
 from trireme.tools.rollout_filters import Filter, Term, parse_filter
-from trireme.tools.rollouts import BatchFile, Record, ResultsFile, Row, clean, open_rollouts
+from trireme.tools.rollouts import BatchFile, Record, ResultsFile, Row, open_rollouts
 from trireme.tools.tokenizer import Decode, find_decoder
 from trireme.tools.viewer.help import Help
 from trireme.tools.viewer.reader import Reader, as_json

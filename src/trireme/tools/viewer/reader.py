@@ -16,9 +16,10 @@ from textual.events import Key, Resize
 from textual.message import Message
 from textual.widgets import RichLog
 
+from trireme.base.safe_text import clean, decimal
 from trireme.messages import Tokens
 from trireme.tools.conversation import Block, blocks
-from trireme.tools.rollouts import Record, clean, decimal
+from trireme.tools.rollouts import Record
 from trireme.tools.tokenizer import Decode, pieces, visible, window_of
 from trireme.tools.viewer.table import reward_style
 

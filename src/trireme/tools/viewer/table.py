@@ -12,8 +12,9 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.widgets import DataTable
 
+from trireme.base.safe_text import clean, decimal
 from trireme.tools.rollout_filters import Filter
-from trireme.tools.rollouts import DROPPED, BatchFile, ResultsFile, Row, clean, decimal
+from trireme.tools.rollouts import DROPPED, BatchFile, ResultsFile, Row
 
 MOST_LINES = 2000  # of the table; Textual measures each cell of it
 MARKS = {False: "▲", True: "▼"}

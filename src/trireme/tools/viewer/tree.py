@@ -12,8 +12,8 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Tree
 from textual.widgets.tree import TreeNode
 
+from trireme.base.safe_text import clean, decimal
 from trireme.monitor.run_text import sparkline
-from trireme.tools.rollouts import clean, decimal
 from trireme.tools.viewer.sources import TRAINING, Source
 from trireme.tools.viewer.table import reward_style
 
