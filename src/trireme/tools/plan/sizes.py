@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from trireme.algo.activations import SHORT, Pass
 from trireme.algo.architecture import Architecture, architecture_of, is_known
@@ -42,9 +43,7 @@ def read_sizes(name: str, *, fetch: bool = False) -> Sized:
     Raises: ConfigError if there is none, or if it lacks a size.
     """
     file = Path(name) / "config.json"
-    if not file.is_file():
-        file = _from_hub(name, fetch=fetch)
-    config: dict[str, Any] = json.loads(file.read_text())
+    config: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else _read_from_hub(name, fetch=fetch)
     try:
         return Sized(architecture_of(config), name, is_known(config))
     except (KeyError, TypeError) as error:
@@ -54,15 +53,23 @@ def read_sizes(name: str, *, fetch: bool = False) -> Sized:
         ) from error
 
 
-def _from_hub(name: str, *, fetch: bool) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+def _read_from_hub(name: str, *, fetch: bool) -> dict[str, Any]:
+    from huggingface_hub import constants, hf_hub_download, hf_hub_url
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils import build_hf_headers
 
     try:
-        with suppress(LocalEntryNotFoundError):
-            return Path(hf_hub_download(name, "config.json", local_files_only=True))
-        return Path(hf_hub_download(name, "config.json", local_files_only=not fetch, etag_timeout=HUB_S))
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        try:
+            return json.loads(Path(hf_hub_download(name, "config.json", local_files_only=True)).read_text())
+        except LocalEntryNotFoundError:
+            if not fetch or constants.HF_HUB_OFFLINE:
+                raise
+        # not by `hf_hub_download`, which retries for half a minute without a network
+        url, headers = hf_hub_url(name, "config.json"), build_hf_headers()
+        answer = httpx.get(url, headers=headers, timeout=HUB_S, follow_redirects=True).raise_for_status()
+        config: dict[str, Any] = answer.json()
+        return config
+    except (httpx.HTTPError, OSError, ValueError) as error:
         raise ConfigError(
             f"{name!r} is no folder with a config.json, is not in the hub's cache on this disk, and could not be "
             f"fetched ({type(error).__name__}) - expected the one file that a plan reads. Correct `model.name`; or "
