@@ -359,7 +359,7 @@ def test_several_rollouts_and_environments_are_measured_each_for_itself(here):
 def test_an_engine_that_was_left_in_the_middle_of_a_transfer_is_not_asked_for_answers(here):
     with engine(label="eval-0a1b2c-loading") as found:
         words = ["--client.base-url", f"{found.url}/v1", "--model.name", "base", "--env.id", "toy.py"]
-        with pytest.raises(ConfigError, match="was given a part of some weights"):
+        with pytest.raises(ConfigError, match="has a part of some weights"):
             eval_command(words)
 
 

@@ -23,7 +23,6 @@ from trireme.base.paths import RunPaths
 from trireme.cli.gepa import gepa
 from trireme.launch.folder import hold_folder
 from trireme.tools.environments import policy as env_policy
-from trireme.tools.gepa import models as gepa_models
 
 TINY = str(Path(__file__).parents[2] / "models" / "reverse-text-tiny")
 SMALL = ("-n", "6", "-N", "4", "--minibatch-size", "2", "--perfect-score", "1")
@@ -214,11 +213,10 @@ def test_a_model_in_a_folder_answers_and_reflects_by_one_engine_with_its_own_sam
             engines.append(engine)
             yield engine.url
 
-    for module in (gepa_models, env_policy):
-        monkeypatch.setattr(module, "open_engine", open_engine)
+    monkeypatch.setattr(env_policy, "open_engine", open_engine)
     words = ["harbour.py", "-m", TINY, *SMALL, "-B", "12", "--device", "cpu", "--seq-len", "4096"]
     assert gepa([*words, "--sampling.temperature", "0.25", "--reflection-sampling.max-tokens", "9"]) == 0
     [engine] = engines
     asked = [(one.sampling["temperature"], one.sampling.get("max_tokens")) for one in engine.requests]
     assert (sum(one[0] == 0.25 for one in asked), asked.count((1.0, 9)), len(asked)) == (8, 1, 9)
-    assert "by an engine of this search" in summary()["teacher"]
+    assert "by an engine of this command" in summary()["teacher"]

@@ -17,9 +17,10 @@ from trireme.cli.gepa import gepa, to_flags
 from trireme.config.load import load_config
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
+from trireme.tools.environments.policy import PolicyWanted
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.examples import Example, draw_examples
-from trireme.tools.gepa.models import ModelPlace, places_of
+from trireme.tools.gepa.models import places_of
 from trireme.tools.gepa.prompts import PromptedEnvironment, own_prompt, with_system
 from trireme.tools.gepa.records import Records, Reflection
 
@@ -96,17 +97,17 @@ def test_models_are_found_in_the_file_of_endpoints_and_their_keys_stay_there(tmp
     Path("folder").mkdir()
     monkeypatch.setenv("OPENAI_API_KEY", "mine")
 
-    def places(**values: Any) -> tuple[ModelPlace, ModelPlace]:
+    def places(**values: Any) -> tuple[PolicyWanted, PolicyWanted]:
         return places_of(GepaConfig(env_id="e", **values))
 
-    small = ModelPlace("org/small", "http://127.0.0.1:1/v1", "one")
-    large = ModelPlace("org/large", "http://127.0.0.1:2/v1", "two")
+    small = PolicyWanted("org/small", "http://127.0.0.1:1/v1", "one")
+    large = PolicyWanted("org/large", "http://127.0.0.1:2/v1", "two")
     assert places(model="small") == (small, small)
     assert places(model="small", reflection_model="org/large") == (small, large)
-    assert places(model="folder", reflection_model="large") == (ModelPlace("folder"), large)
+    assert places(model="folder", reflection_model="large") == (PolicyWanted("folder"), large)
     assert places(model="m", base_url="http://127.0.0.1:3/v1")[1].key is None  # in clear, a key is sent only if asked
     elsewhere = places(model="m", base_url="https://127.0.0.1:3/v1")
-    assert elsewhere[1] == ModelPlace("m", "https://127.0.0.1:3/v1", "mine")
+    assert elsewhere[1] == PolicyWanted("m", "https://127.0.0.1:3/v1", "mine")
     assert "mine" not in repr(elsewhere)
 
 

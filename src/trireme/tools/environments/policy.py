@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -65,7 +65,7 @@ class PolicyWanted:
 
     model: str | None = None
     base_url: str | None = None
-    key: str | None = None
+    key: str | None = field(default=None, repr=False)
     scripted: bool = False
     trained: bool = True  # whether rollouts must be such that they could be trained on
 
@@ -93,11 +93,12 @@ def build_opener(
     @asynccontextmanager
     async def opened() -> AsyncIterator[RolloutPolicy]:
         starting, limit_s = open_engine(config, devices, waits), config.inference.start_timeout_s
-        name = f"{model} by an engine of this check, {_sampling_in_words(config)}"
+        name = f"{model} by an engine of this command"
         async with progress.opening(f"starting an engine for {model}", starting, limit_s=limit_s) as url:
-            opening = open_engine_policy(config, tokenizer, url, name=name, waits=waits, trained=wanted.trained)
-            async with opening as policy:
-                yield policy
+            async with open_engine_policy(
+                config, tokenizer, url, name=name, waits=waits, trained=wanted.trained
+            ) as own:
+                yield own
 
     return opened
 
@@ -154,12 +155,6 @@ def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) 
     values: dict[str, Any] = {"max_async_level": max(1, config.max_async_level)}
     values["inference.model.max_model_len"] = server.max_model_len or config.inference.model.max_model_len
     holds = f" (weights {server.weights})" if server.weights != FRESH else ""
-    name = f"{model} by the engine at {server.root}{holds}, {_sampling_in_words(config)}"
+    name = f"{model} by the engine at {server.root}{holds}"
     config = updated(config, values)
     return lambda: open_engine_policy(config, tokenizer, server.root, name=name, waits=waits, trained=wanted.trained)
-
-
-def _sampling_in_words(config: RunConfig) -> str:
-    sampling = config.orchestrator.sampling
-    longest = f", turns of up to {sampling.max_tokens} tokens" if sampling.max_tokens else ""
-    return f"temperature {sampling.temperature:g}{longest}"

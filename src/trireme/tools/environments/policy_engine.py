@@ -1,13 +1,13 @@
-"""An engine of ours answers a check: the same way as in training, token ids in and token ids out.
+"""A policy on one of our engines: rollouts as in training, token ids in and token ids out.
 
-Nobody publishes weights to it meanwhile, or somebody else does; either way no version is waited for.
+The command publishes no weights to the engine meanwhile, so that no version is waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import aiohttp
 
@@ -26,59 +26,64 @@ from trireme.orchestrator.rollout.runner import RolloutRunner
 
 
 class WeightsReplaced(TriremeError):
-    """An engine answered with other weights than it was asked under."""
+    """An engine answered with other weights than it was given."""
 
 
 @dataclass
 class StandingPool(InferencePool):
     """One engine, taken as it is: live from the beginning, and every token counts as version 0."""
 
-    serves: str | None = None  # what it calls its weights; an answer under another name is not taken
+    serves: str | None = None  # the version of its weights; an answer under another version is an error
 
     async def post_generate(self, engine: Engine, body: bytes, *, max_bytes: int | None = None) -> Response:
         try:
             response = await super().post_generate(engine, body, max_bytes=max_bytes)
         except aiohttp.ClientConnectorError as error:
             raise PeerDied(
-                f"{engine.url} is gone in the middle of the check ({error}) - expected it to answer until the end - "
-                "look at its log: logs/inference.stdout in the folder of the check, where the check had started it."
+                f"{engine.url} is gone in the middle of the rollouts ({error}) - expected it to answer until the end. "
+                "Look at its log: logs/inference.stdout in the folder of the command, if that started it."
             ) from error
         for span in (span for choice in response.choices for span in choice.weight_versions):
-            self._require_own(engine, span.version)
+            if self.serves is not None and span.version != self.serves:
+                raise WeightsReplaced(
+                    f"{engine.url} answered with weights {span.version!r}, it was given {self.serves!r} - expected "
+                    "that no other process gives it weights meanwhile or restarts it. Find out which one uses it, then "
+                    "type the same command again: all results so far are kept."
+                )
             span.version = "0"
         return response
 
-    def _require_own(self, engine: Engine, version: str) -> None:
-        if self.serves is not None and version != self.serves:
-            raise WeightsReplaced(
-                f"{engine.url} answered with weights {version!r}, it was given {self.serves!r} - expected nobody else "
-                "to give it weights meanwhile, and that it is not restarted. Look at who uses it, then type the same "
-                "command again: what was answered so far is kept."
-            )
 
-
+@dataclass(frozen=True)
 class EnginePolicy:
     """Runs rollouts as training does."""
 
-    is_policy = True
+    engine: str  # for the report: which model, and where
+    runner: RolloutRunner
+    sampling: Sampling
+    trained: bool = True  # rollouts must be such that they could be trained on
+    is_policy: bool = True
 
-    def __init__(self, name: str, runner: RolloutRunner, sampling: Sampling, *, trained: bool = True) -> None:
-        self.name = name
-        self._runner = runner
-        self._sampling = sampling
-        self._trained = trained
+    @property
+    def name(self) -> str:
+        longest = f", turns of up to {self.sampling.max_tokens} tokens" if self.sampling.max_tokens else ""
+        return f"{self.engine}, temperature {self.sampling.temperature:g}{longest}"
+
+    def with_sampling(self, sampling: Sampling) -> EnginePolicy:
+        """Return a policy on the same engine with other sampling."""
+        return replace(self, sampling=sampling)
 
     async def rollout(self, environment: Environment, spec: RolloutSpec) -> Rollout:
-        return await self._runner.run(
+        return await self.runner.run(
             environment,
             key=spec.name,
             split=spec.split,
             example=spec.example,
             attempt=spec.attempt,
-            sampling=self._sampling,
+            sampling=self.sampling,
             group=spec.group,
             group_size=spec.group_size,
-            trained=self._trained,
+            trained=self.trained,
         )
 
 
@@ -86,8 +91,10 @@ class EnginePolicy:
 async def open_engine_policy(
     config: RunConfig, tokenizer: ChatTokenizer, url: str, *, name: str, waits: Waits, trained: bool = True
 ) -> AsyncIterator[EnginePolicy]:
-    """
+    """Open a policy on the engine at `url`.
+
     Args:
+        name: for the report; the sampling is appended to it.
         trained: whether rollouts must be such that they could be trained on.
     """
     async with open_standing_pool(config, tokenizer, url, waits=waits) as pool:

@@ -22,9 +22,9 @@ class GepaConfig(Section):
     env_args: dict[str, Any] = {}
     """Keyword arguments of its `load_environment`."""
     model: str
-    """Who answers: a folder (an engine is started with it), or a model's name at an endpoint."""
+    """The model that makes rollouts: a folder (an engine is started with it), or a model's name at an endpoint."""
     reflection_model: str | None = None
-    """Who rewrites prompts; `model` where not given."""
+    """The model that rewrites prompts; `model` where not given."""
     base_url: str | None = None
     """Address of the endpoint that has `model`; as in the file of endpoints where not given."""
     reflection_base_url: str | None = None
@@ -67,17 +67,17 @@ class GepaConfig(Section):
     rollout_timeout_s: PositiveFloat = 600.0
     """A rollout that takes longer counts as 0."""
     request_timeout_s: PositiveFloat = 300.0
-    """How long one answer of a model may take before the search ends, to be gone on with."""
+    """How long one answer of a model may take before the search ends; the same command resumes it."""
     seed: int = 0
     """Seed of everything random: which examples, in which order, which prompt is improved next."""
     output: Path | None = None
     """Where results go; `outputs/gepa` in the environment's folder, or `outputs/gepa/NAME` where it has none."""
     fresh: bool = False
-    """Begin anew where earlier results lie; they are moved to a folder beside it."""
+    """Start a new search where earlier results are; they are moved to a folder next to it."""
     environments: Path = Path("environments")
     """Where environments are."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Of an engine that is started; `auto` takes GPUs where there are some."""
+    """Device of an engine that is started; `auto` takes GPUs where there are some."""
     seq_len: PositiveInt | None = None
     """Longest prompt plus completion of an engine that is started; up to 2048, as the model takes, where not given."""
     inference: InferenceConfig = InferenceConfig()
