@@ -23,7 +23,7 @@ from trireme.base.waiting import Waits
 from trireme.cli.env import env
 from trireme.config.orchestrator import Sampling
 from trireme.orchestrator.environments.venv import find_environment
-from trireme.orchestrator.environments.wire import Ask, Reply
+from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.rollout.driver import RolloutSpec
 from trireme.tools.environments.catalog import list_environments
 from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
@@ -178,6 +178,8 @@ def test_an_engine_that_serves_no_version_answers_as_in_training(here, capsys):
 class OneTurn:
     """An environment that asks once, and keeps the reply."""
 
+    name = "toy"
+
     def __init__(self, **question: Any) -> None:
         self.config = type("Config", (), {"max_turns": None})
         messages = [{"role": "user", "content": "q"}]
@@ -185,7 +187,7 @@ class OneTurn:
 
     async def run(self, task: Any, ask: Callable[[Ask], Awaitable[Reply]], **_: Any) -> Any:
         self.reply = await ask(self.question)
-        return type("Done", (), {"completion": [], "truncated": False, "stop": None})
+        return Done(task="t", reward=0.0, metrics={}, prompt=[], completion=[], example_id=0)
 
 
 def test_a_foreign_endpoint_is_asked_with_its_key_and_its_only_model(here, capsys, monkeypatch):
