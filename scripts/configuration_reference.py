@@ -41,7 +41,7 @@ number, counted from 0: `--orchestrator.env.0.id reverse-text`. `none` stands fo
 Unknown keys are refused with a suggestion, and all problems are shown together before anything starts.
 
 **Editors** that know TOML schemas (Taplo, Even Better TOML) complete and check files that begin with a line such as
-`#:schema ../schema/rl.json`, the path from the file to [`configs/schema`](../configs/schema).
+`#:schema ../schema/rl.json`, the path from the file to `configs/schema`.
 
 """
 
