@@ -88,7 +88,7 @@ def test_all_machines_call_the_run_the_same_wherever_it_lies_and_have_the_same_d
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert resolved(ALL).run_id == first
-    with pytest.raises(ConfigError, match=r"`device` is left open"):
+    with pytest.raises(ConfigError, match=r"`device` is not set"):
         resolved(ALL.replace("--device cpu", ""))
 
 

@@ -4,115 +4,133 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-# Taken as if the second had been typed.
+# Read as if the second name had been written.
 ALIASES = {
     "orchestrator.environment": "orchestrator.env",
 }
 
-# Taken by `sft`: what others have in a table `[data]`.
+# Read by `sft`: other systems have a table `[data]`.
 SFT_ALIASES = {
     "data.path": "data",
     "data.name": "data",
     "data.file": "data",
 }
 
-# Taken on the command line only: short for what is typed often.
+# Read on the command line only.
 SHORT_FLAGS = {
     "restart": "supervisor.restart",
 }
 
-# Refused, with a word on where to go: a key's last part -> our key.
-KNOWN_ELSEWHERE = {
-    "learning_rate": "trainer.optim.lr",
-    "lr_scheduler_type": "trainer.scheduler.type",
-    "max_grad_norm": "trainer.optim.max_norm",
-    "adam_beta1": "trainer.optim.betas",
-    "adam_beta2": "trainer.optim.betas",
-    "adam_epsilon": "trainer.optim.eps",
-    "warmup_ratio": "trainer.scheduler.warmup_steps",
-    "micro_batch_size": "trainer.micro_batch_tokens",
-    "per_device_train_batch_size": "trainer.micro_batch_tokens",
-    "gradient_accumulation_steps": "orchestrator.batch_size",
-    "generation_batch_size": "orchestrator.batch_size",
-    "gradient_checkpointing": "trainer.model.ac.freq",
-    "bf16": "trainer.model.optimization_dtype",
-    "use_lora": "trainer.model.lora.rank",
-    "lora_rank": "trainer.model.lora.rank",
-    "lora_alpha": "trainer.model.lora.alpha",
-    "lora_dropout": "trainer.model.lora.dropout",
-    "lora_target_modules": "trainer.model.lora.target_modules",
-    "lora_modules_to_save": "trainer.model.lora.modules_to_save",
-    "lora_use_rslora": "trainer.model.lora.use_rslora",
-    "beta": "trainer.loss.beta",
-    "num_iterations": "trainer.num_iterations",
-    "ppo_epochs": "trainer.num_iterations",
-    "loss_type": "trainer.loss.type",
-    "epsilon": "trainer.loss.clip_low",
-    "epsilon_low": "trainer.loss.clip_low",
-    "epsilon_high": "trainer.loss.clip_high",
-    "clip_ratio": "trainer.loss.clip_low",
-    "clip_ratio_low": "trainer.loss.clip_low",
-    "clip_ratio_high": "trainer.loss.clip_high",
-    "clip_ratio_c": "trainer.loss.dual_clip",
-    "kl_coef": "trainer.loss.beta",
-    "kl_loss_coef": "trainer.loss.beta",
-    "entropy_coeff": "trainer.loss.entropy_bonus",
-    "entropy_coef": "trainer.loss.entropy_bonus",
-    "loss_agg_mode": "trainer.loss.normalize",
-    "ref_model_sync_steps": "trainer.loss.reference_update_every",
-    "sync_ref_model": "trainer.loss.reference_update_every",
-    "checkpointing": "trainer.ckpt",
-    "save_every_n_steps": "trainer.ckpt.interval",
-    "save_steps": "trainer.ckpt.interval",
-    "save_strategy": "trainer.ckpt.interval",
-    "keep_n_checkpoints": "trainer.ckpt.keep_last",
-    "save_total_limit": "trainer.ckpt.keep_last",
-    "resume_from_checkpoint": "trainer.ckpt.resume_step",
-    "num_generations": "orchestrator.rollouts_per_example",
-    "group_size": "orchestrator.rollouts_per_example",
-    "token_mask_low": "trainer.loss.ratio_low",
-    "token_mask_high": "trainer.loss.ratio_high",
-    "use_difficulty_filtering": "orchestrator.buffer.use_difficulty_filtering",
-    "difficulty_threshold": "orchestrator.buffer.difficulty_threshold",
-    "filter_groups": "orchestrator.buffer.online_difficulty_filtering",
-    "adv_estimator": "orchestrator.advantage.type",
-    "advantage_estimator": "orchestrator.advantage.type",
-    "scale_rewards": "orchestrator.advantage.type",
-    "reward_clip_range": "orchestrator.advantage.reward_clip",
-    "mask_truncated_completions": "orchestrator.filters.truncated",
-    "overlong_filtering": "orchestrator.filters.truncated",
-    "overlong_buffer": "orchestrator.length_penalty.buffer",
-    "eval_steps": "orchestrator.eval.interval",
-    "eval_strategy": "orchestrator.eval.interval",
-    "generation_timeout": "orchestrator.env.rollout_timeout_s",
-    "num_batches_ahead": "max_async_level",
-    "async_level": "max_async_level",
-    "max_seq_len": "seq_len",
-    "max_prompt_len": "seq_len",
-    "run_name": "name",
-    "max_retries": "supervisor.max_restarts",
-    "auto_restart": "supervisor.restart",
-    "model_name": "model.name",
-    "report_to": "wandb.project",
-    "logging_steps": "console.every",
-    "log_completions": "console.samples_every",
-    "num_completions_to_print": "console.num_samples",
-    "num_gpus": "inference_gpus",
-    "gpus": "inference_gpus",
-    "tensor_parallel_size": "inference.parallel.tp",
-    "pipeline_parallel_size": "inference.parallel.tp",
-    "data_parallel_size": "inference.parallel.dp",
-    "vllm_server_host": "inference.server.host",
-    "vllm_server_port": "inference.server.port",
-    "vllm_server_timeout": "inference.start_timeout_s",
-    "port": "inference.server.port",
-}
+
+def _invert(names: dict[str, str]) -> dict[str, str]:
+    """Return our key for each of several names, which are written as one text."""
+    return {name: key for key, several in names.items() for name in several.split()}
+
+
+# Refused, with our key as a suggestion. Other systems' names are the last parts of their keys.
+KNOWN_ELSEWHERE = _invert(
+    {
+        "trainer.optim.lr": "learning_rate",
+        "trainer.scheduler.type": "lr_scheduler_type",
+        "trainer.optim.max_norm": "max_grad_norm",
+        "trainer.optim.betas": "adam_beta1 adam_beta2",
+        "trainer.optim.eps": "adam_epsilon",
+        "trainer.scheduler.warmup_steps": "warmup_ratio",
+        "trainer.micro_batch_tokens": "micro_batch_size per_device_train_batch_size",
+        "orchestrator.batch_size": "gradient_accumulation_steps generation_batch_size",
+        "trainer.model.ac.freq": "gradient_checkpointing",
+        "trainer.model.optimization_dtype": "bf16",
+        "trainer.model.lora.rank": "use_lora lora_rank",
+        "trainer.model.lora.alpha": "lora_alpha",
+        "trainer.model.lora.dropout": "lora_dropout",
+        "trainer.model.lora.target_modules": "lora_target_modules",
+        "trainer.model.lora.modules_to_save": "lora_modules_to_save",
+        "trainer.model.lora.use_rslora": "lora_use_rslora",
+        "trainer.loss.beta": "beta kl_coef kl_loss_coef",
+        "trainer.num_iterations": "num_iterations ppo_epochs",
+        "trainer.loss.type": "loss_type",
+        "trainer.loss.clip_low": "epsilon epsilon_low clip_ratio clip_ratio_low",
+        "trainer.loss.clip_high": "epsilon_high clip_ratio_high",
+        "trainer.loss.dual_clip": "clip_ratio_c",
+        "trainer.loss.entropy_bonus": "entropy_coeff entropy_coef",
+        "trainer.loss.normalize": "loss_agg_mode",
+        "trainer.loss.reference_update_every": "ref_model_sync_steps sync_ref_model",
+        "trainer.ckpt": "checkpointing",
+        "trainer.ckpt.interval": "save_every_n_steps save_steps save_strategy",
+        "trainer.ckpt.keep_last": "keep_n_checkpoints save_total_limit",
+        "trainer.ckpt.resume_step": "resume_from_checkpoint",
+        "orchestrator.rollouts_per_example": "num_generations group_size",
+        "trainer.loss.ratio_low": "token_mask_low",
+        "trainer.loss.ratio_high": "token_mask_high",
+        "orchestrator.buffer.use_difficulty_filtering": "use_difficulty_filtering",
+        "orchestrator.buffer.difficulty_threshold": "difficulty_threshold",
+        "orchestrator.buffer.online_difficulty_filtering": "filter_groups",
+        "orchestrator.advantage.type": "adv_estimator advantage_estimator scale_rewards",
+        "orchestrator.advantage.reward_clip": "reward_clip_range",
+        "orchestrator.filters.truncated": "mask_truncated_completions overlong_filtering",
+        "orchestrator.length_penalty.buffer": "overlong_buffer",
+        "orchestrator.eval.interval": "eval_steps eval_strategy",
+        "orchestrator.env.rollout_timeout_s": "generation_timeout",
+        "max_async_level": "num_batches_ahead async_level",
+        "seq_len": "max_seq_len max_prompt_len",
+        "name": "run_name",
+        "supervisor.max_restarts": "max_retries",
+        "supervisor.restart": "auto_restart",
+        "model.name": "model_name",
+        "wandb.project": "report_to",
+        "console.every": "logging_steps",
+        "console.samples_every": "log_completions",
+        "console.num_samples": "num_completions_to_print",
+        "inference_gpus": "num_gpus gpus",
+        "inference.parallel.tp": "tensor_parallel_size pipeline_parallel_size",
+        "inference.parallel.dp": "data_parallel_size",
+        "inference.server.host": "vllm_server_host",
+        "inference.server.port": "vllm_server_port port",
+        "inference.start_timeout_s": "vllm_server_timeout",
+    }
+)
+
+# Refused by `sft`, with its own keys; for other names `KNOWN_ELSEWHERE` holds.
+KNOWN_ELSEWHERE_SFT = _invert(
+    {
+        "data": "dataset dataset_name dataset_path train_file train_data",
+        "source": "datasets",
+        "subset": "dataset_config dataset_config_name",
+        "source.subset": "subsets",
+        "source.split": "splits",
+        "split": "dataset_train_split",
+        "validation_split": "dataset_test_split",
+        "source.repeat": "probabilities weight",
+        "validation": "eval_dataset test_datasets validation_file",
+        "validation_fraction": "val_set_size val_size",
+        "validation_interval": "eval_steps eval_interval eval_strategy val_check_interval",
+        "num_epochs": "num_train_epochs epochs max_epochs",
+        "batch_size": "train_batch_size per_device_train_batch_size global_batch_size",
+        "micro_batch_tokens": "gradient_accumulation_steps packing sample_packing pack_function padding_free",
+        "seq_len": "max_length max_seq_length sequence_len cutoff_len",
+        "overlong": "excess_length_strategy truncation_mode",
+        "loss_on": "assistant_only_loss completion_only_loss train_on_inputs roles_to_train loss_mask",
+        "chat_template": "chat_template_path chat_template_jinja",
+        "scheduler.warmup_steps": "warmup_ratio",
+        "scheduler.type": "lr_scheduler",
+        "ckpt.interval": "save_steps",
+        "ckpt.keep_last": "save_total_limit",
+        "resume": "resume_from_checkpoint",
+        "model.name": "base_model model_name_or_path",
+        "tokenizer.name": "tokenizer_name",
+        "model.attn": "attn_implementation flash_attention",
+        "model.lora": "adapter",
+        "model.lora.rank": "lora_r",
+        "wandb.project": "wandb_project",
+        "optim.type": "optimizer",
+    }
+)
 
 _NO_DPPO = (
     'Remove it: there is no DPPO here. Write that loss as a function (`type = "custom"`, `docs/algorithms.md`), or '
     "bound ratios, not differences of probabilities, by `ratio_low` and `ratio_high`."
 )
-# Refused, where no key of ours does the same: what to do instead.
+# Refused, as no key of ours does the same; with what to do instead.
 NOT_A_KEY = {
     "env_file": "Export its variables in the shell; files of `prime-rl` and `trireme submit` may name it.",
     "ds3_gather_for_generation": "Remove it: weights travel to the engine tensor by tensor, nothing is gathered.",
@@ -123,7 +141,7 @@ NOT_A_KEY = {
     "adv_tau": "Remove it: advantages are taken as they are (1.0 there).",
 }
 
-# Likewise for values: table, key and value -> what to do instead.
+# Refused values: table, key and value -> what to do instead.
 NOT_A_VALUE: dict[tuple[str, ...], str] = {
     ("loss", "type", "default"): (
         "Leave it out for our default, `importance`, which was prime-rl's in December 2025. Its later one, DPPO with a "
@@ -131,85 +149,11 @@ NOT_A_VALUE: dict[tuple[str, ...], str] = {
     ),
 }
 
-# Our keys for what people type to `sft`; where a key's name is not here, `KNOWN_ELSEWHERE` holds.
-KNOWN_ELSEWHERE_SFT = {
-    "dataset": "data",
-    "datasets": "source",
-    "dataset_name": "data",
-    "dataset_path": "data",
-    "train_file": "data",
-    "train_data": "data",
-    "dataset_config": "subset",
-    "dataset_config_name": "subset",
-    "subsets": "source.subset",
-    "splits": "source.split",
-    "dataset_train_split": "split",
-    "dataset_test_split": "validation_split",
-    "probabilities": "source.repeat",
-    "weight": "source.repeat",
-    "eval_dataset": "validation",
-    "test_datasets": "validation",
-    "validation_file": "validation",
-    "val_set_size": "validation_fraction",
-    "val_size": "validation_fraction",
-    "eval_steps": "validation_interval",
-    "eval_interval": "validation_interval",
-    "eval_strategy": "validation_interval",
-    "val_check_interval": "validation_interval",
-    "num_train_epochs": "num_epochs",
-    "epochs": "num_epochs",
-    "max_epochs": "num_epochs",
-    "train_batch_size": "batch_size",
-    "per_device_train_batch_size": "batch_size",
-    "global_batch_size": "batch_size",
-    "gradient_accumulation_steps": "micro_batch_tokens",
-    "packing": "micro_batch_tokens",
-    "sample_packing": "micro_batch_tokens",
-    "pack_function": "micro_batch_tokens",
-    "padding_free": "micro_batch_tokens",
-    "max_length": "seq_len",
-    "max_seq_length": "seq_len",
-    "sequence_len": "seq_len",
-    "cutoff_len": "seq_len",
-    "excess_length_strategy": "overlong",
-    "truncation_mode": "overlong",
-    "assistant_only_loss": "loss_on",
-    "completion_only_loss": "loss_on",
-    "train_on_inputs": "loss_on",
-    "roles_to_train": "loss_on",
-    "loss_mask": "loss_on",
-    "chat_template_path": "chat_template",
-    "chat_template_jinja": "chat_template",
-    "warmup_ratio": "scheduler.warmup_steps",
-    "lr_scheduler": "scheduler.type",
-    "save_steps": "ckpt.interval",
-    "save_total_limit": "ckpt.keep_last",
-    "resume_from_checkpoint": "resume",
-    "base_model": "model.name",
-    "model_name_or_path": "model.name",
-    "tokenizer_name": "tokenizer.name",
-    "attn_implementation": "model.attn",
-    "flash_attention": "model.attn",
-    "adapter": "model.lora",
-    "lora_r": "model.lora.rank",
-    "wandb_project": "wandb.project",
-    "optimizer": "optim.type",
-}
-
-
 Kind = Literal["run", "vf-rl", "flat", "hosted", "gepa"]
 
-FLAT_ONLY = frozenset(
-    {
-        "model_name",
-        "num_gpus",
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "use_difficulty_filtering",
-        "difficulty_threshold",
-    }
-)
-HOSTED_ONLY = frozenset({"env", "sampling", "env_file"})
+FLAT_ONLY = {"model_name", "num_gpus", "tensor_parallel_size", "pipeline_parallel_size"}
+FLAT_ONLY |= {"use_difficulty_filtering", "difficulty_threshold"}
+HOSTED_ONLY = {"env", "sampling", "env_file"}
 
 COMMANDS: dict[Kind, str] = {
     "run": "rl @",
@@ -218,7 +162,7 @@ COMMANDS: dict[Kind, str] = {
     "hosted": "prime-rl",
     "gepa": "trireme gepa",
 }
-"""What starts a file of each on this machine, before its name."""
+"""The words that start a file of each format on this machine, before its name."""
 
 _DESCRIPTIONS: dict[Kind, str] = {
     "run": "a file of `rl`",
@@ -230,7 +174,7 @@ _DESCRIPTIONS: dict[Kind, str] = {
 
 
 def kind_of(table: dict[str, Any]) -> Kind:
-    """Ours (`run`) unless something in it says otherwise.
+    """Return the format of a file, told by keys that only that format has; ours (`run`) if there are none.
 
     Example:
         kind_of({"model": "m", "env": [{"id": "e"}]})  # "hosted"
@@ -238,7 +182,10 @@ def kind_of(table: dict[str, Any]) -> Kind:
     if "orchestrator" in table:
         return "run"
     sides = [side for name in ("inference", "trainer") if isinstance(side := table.get(name), dict)]
-    if _is_vf_rl(table, sides):
+    # In `vf-rl` each side counts its GPUs, and the trainer's keys are in a table of their own.
+    trainer = table.get("trainer")
+    has_vf_tables = any("gpus" in side for side in sides) or (isinstance(trainer, dict) and "args" in trainer)
+    if has_vf_tables or (sides and isinstance(table.get("model"), str) and isinstance(table.get("env"), dict)):
         return "vf-rl"
     if sides:
         return "run"
@@ -249,19 +196,10 @@ def kind_of(table: dict[str, Any]) -> Kind:
     return "hosted" if HOSTED_ONLY & table.keys() else "run"
 
 
-def _is_vf_rl(table: dict[str, Any], sides: list[dict[str, Any]]) -> bool:
-    """Each side counts its GPUs there; the trainer's keys are in a table of their own."""
-    trainer, env = table.get("trainer"), table.get("env")
-    if any("gpus" in side for side in sides) or (isinstance(trainer, dict) and "args" in trainer):
-        return True
-    return isinstance(table.get("model"), str) and isinstance(env, dict) and bool(sides)
-
-
 def belongs_elsewhere(file: str, kind: Kind, *, expected: Kind = "run") -> str:
-    """What to say of a file that was given to the command of another format."""
+    """Return the message for a file that was given to the command of another format."""
     command = f"{COMMANDS[kind]} {file}"
-    also = (
-        f"; `{command} --print-config > rl.toml` makes a file of `rl` out of it" if kind not in ("run", "gepa") else ""
-    )
+    is_translated = kind not in ("run", "gepa")
+    also = f"; `{command} --print-config > rl.toml` makes a file of `rl` out of it" if is_translated else ""
     cluster = f", or `trireme submit {file}` for a cluster" if kind == "hosted" else ""
     return f"{file} is {_DESCRIPTIONS[kind]} - expected {_DESCRIPTIONS[expected]}. Type `{command}`{cluster}{also}."

@@ -26,38 +26,39 @@ AnyConfig = TypeVar("AnyConfig", bound=Section)
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The content of a TOML or JSON file.
+    """Return the content of a TOML or JSON file.
 
-    Raises: ConfigError where it is missing, unreadable, or not what its name says.
+    Raises: ConfigError if it is missing, unreadable, or not what its name says.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist - expected a TOML file. {_near(path)}") from None
+        raise ConfigError(f"{path} does not exist - expected a TOML file. {_files_near(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}) - expected a TOML file. Check its rights.") from None
+        raise ConfigError(f"{path} cannot be read ({error}) - expected a TOML file. Check its permissions.") from None
+    kind, read = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
     try:
-        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        table = read(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(_syntax_error(path, text, error)) from None
+        place = re.search(r"line (\d+)", str(error))
+        number = int(place[1]) if place else text.count("\n") + 1
+        lines = text.splitlines() or [""]
+        line = lines[min(number, len(lines)) - 1].strip()[:200]
+        hint = " Text needs quotes." if "Invalid value" in str(error) else ""
+        raise ConfigError(
+            f"{path}, line {number}: not valid {kind} ({error}) - the line reads `{line}`. Correct it.{hint}"
+        ) from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} holds {type(table).__name__} - expected an object with keys. Correct it.")
+    return table
 
 
-def _near(path: Path) -> str:
-    beside = sorted(path.parent.glob("*.toml")) if path.parent.is_dir() else sorted(Path("configs").rglob("*.toml"))
-    names = {entry.name: entry for entry in beside}
-    near = [names[name] for name in get_close_matches(path.name, names, n=3, cutoff=0.5)] or beside[:5]
+def _files_near(path: Path) -> str:
+    files = sorted(path.parent.glob("*.toml")) if path.parent.is_dir() else sorted(Path("configs").rglob("*.toml"))
+    names = {file.name: file for file in files}
+    near = [names[name] for name in get_close_matches(path.name, names, n=3, cutoff=0.5)] or files[:5]
     where = path.parent if path.parent.is_dir() else f"{path.parent}, a folder that does not exist either"
     return f"Near it: {', '.join(map(str, near))}." if near else f"There are no TOML files in {where}."
-
-
-def _syntax_error(path: Path, text: str, error: Exception) -> str:
-    kind = "JSON" if path.suffix == ".json" else "TOML"
-    place = re.search(r"line (\d+)", str(error))
-    number = int(place[1]) if place else text.count("\n") + 1
-    lines = text.splitlines() or [""]
-    line = lines[min(number, len(lines)) - 1].strip()
-    hint = " Text needs quotes." if "Invalid value" in str(error) else ""
-    return f"{path}, line {number}: not valid {kind} ({error}) - the line reads `{line}`. Correct it.{hint}"
 
 
 SECRET = re.compile(r"(^|[_-])(key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
@@ -67,16 +68,15 @@ HIDDEN = "…"
 def without_secrets(value: Any) -> Any:
     """Return a table without what its keys call a secret (`judge_api_key = "…"`), for pages, logs and messages."""
     if isinstance(value, dict):
-        return {key: HIDDEN if _is_secret(key, item) else without_secrets(item) for key, item in value.items()}
+        return {
+            key: HIDDEN if isinstance(item, str) and SECRET.search(key) else without_secrets(item)
+            for key, item in value.items()
+        }
     return [without_secrets(item) for item in value] if isinstance(value, list) else value
 
 
-def _is_secret(key: str, value: Any) -> bool:
-    return isinstance(value, str) and SECRET.search(key) is not None
-
-
 def _write_table(table: Any, text: str, file: Path) -> None:
-    """Only its owner may read a file with secrets in it."""
+    """Write a file, which only its owner may read if there are secrets in it."""
     with atomic_write(file) as out:
         if without_secrets(table) != table:
             os.fchmod(out.fileno(), 0o600)
@@ -89,7 +89,7 @@ def write_run(config: Section, file: Path) -> None:
 
 
 def read_run(root: type[AnyConfig], file: Path) -> AnyConfig:
-    """What `write_run` wrote; exactly that, nothing is derived again."""
+    """Return exactly what `write_run` wrote. Nothing is derived again."""
     try:
         return root.model_validate(read_table(file))
     except ValidationError as error:
@@ -100,38 +100,37 @@ def read_run(root: type[AnyConfig], file: Path) -> AnyConfig:
         ) from None
 
 
-def write_process_files(config: RunConfig, folder: Path, rooms: tuple[ProcessName, ...] = PROCESSES) -> list[Path]:
-    """`trainer.toml` and so on: each starts its process alone, as `uv run trainer @ trainer.toml`."""
-    tables = {folder / f"{room}.toml": process_table(config, room) for room in rooms}
+def write_process_files(config: RunConfig, folder: Path, names: tuple[ProcessName, ...] = PROCESSES) -> list[Path]:
+    """Write `trainer.toml` and so on: each starts its process alone, as `uv run trainer @ trainer.toml`."""
+    tables = {folder / f"{name}.toml": process_table(config, name) for name in names}
     for file, table in tables.items():
         _write_table(table, to_toml(table), file)
     return list(tables)
 
 
-def process_table(config: RunConfig, room: ProcessName) -> dict[str, Any]:
-    """One process's view: its own table on top, the run's keys beside it where it has none of that name."""
+def process_table(config: RunConfig, name: ProcessName) -> dict[str, Any]:
+    """Return the file of one process: the run's keys, and over them those of its own table, without its name."""
     whole = to_table(config)
     shared = {key: value for key, value in whole.items() if key not in PROCESSES}
-    return shared | whole[room]
+    return shared | whole[name]
 
 
 def to_table(value: Any) -> Any:
-    """A section as plain values. None is left out where it is the default, and "none" where it is not."""
+    """Return a section as plain values. None is left out if it is the default, and "none" otherwise."""
     if isinstance(value, Section):
-        items = {name: getattr(value, name) for name in fields_of(type(value))}
-        said = {name: item for name, item in items.items() if item is not None or _default(value, name) is not None}
-        return {name: NONE if item is None else to_table(item) for name, item in said.items()}
+        items = ((field, getattr(value, name)) for name, field in fields_of(type(value)).items())
+        return {
+            field.name: NONE if item is None else to_table(item)
+            for field, item in items
+            if item is not None or field.default is not None
+        }
     if isinstance(value, tuple):
         return [to_table(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
-def _default(section: Section, name: str) -> Any:
-    return fields_of(type(section))[name].default
-
-
 def to_toml(table: dict[str, Any], above: str = "") -> str:
-    """The inverse of `tomllib.loads`. None, which TOML cannot say, is left out.
+    """Return a table as TOML, the inverse of `tomllib.loads`. None, which TOML cannot express, is left out.
 
     Example:
         to_toml({"a": 1, "b": {"c": "x"}})  # 'a = 1\n\n[b]\nc = "x"\n'
@@ -162,7 +161,7 @@ def toml_key(key: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """As it would stand in a file; also how messages show a value."""
+    """Return a value as files and messages write it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -175,16 +174,17 @@ def toml_value(value: Any) -> str:
     return NONE if value is None else str(value)
 
 
-def find_run_file(run: Path, room: ProcessName) -> Path:
-    """What `rl` wrote, or `room` where it was started alone; the newer one where there are both.
+def find_run_file(run: Path, name: ProcessName) -> Path:
+    """Return the resolved configuration in a run's folder: that of `rl` or of a process started alone, whichever is
+    newer.
 
-    Raises: ConfigError where the folder is not a run's.
+    Raises: ConfigError if the folder is not a run's.
     """
     configs = RunPaths(run).configs
-    files = [file for file in (configs / "run.json", configs / f"{room}.json") if file.is_file()]
+    files = [file for file in (configs / "run.json", configs / f"{name}.json") if file.is_file()]
     if not files:
         raise ConfigError(
-            f"{run} is not a run's folder - expected {configs / 'run.json'}, or {room}.json beside it. "
+            f"{run} is not a run's folder - expected {configs / 'run.json'} or {configs / f'{name}.json'}. "
             "Give the folder that `rl` names at its end, with `journal/` in it."
         )
     return max(files, key=lambda file: file.stat().st_mtime_ns)
