@@ -1,4 +1,4 @@
-"""What is submitted to a cluster, and the record of it (`submission.json`), by which the run's commands find the job.
+"""A job of a cluster before and after it is submitted: its options, its script, and its record (`submission.json`).
 
 A submission has a folder next to the run's: `outputs/NAME.submissions/20260102-030405-ab12/`. A folder inside the run's
 would be moved aside together with an earlier run.

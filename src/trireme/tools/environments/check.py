@@ -43,7 +43,7 @@ class LoadFailed(TriremeError):
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What is to be checked, and how much of it. None is as in the run's configuration."""
+    """The environment, and the number and kind of rollouts. None is as in the run's configuration."""
 
     name: str  # of the environment: its id, a folder, a file, or its name in the configuration
     args: dict[str, Any] | None = None

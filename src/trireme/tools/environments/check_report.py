@@ -1,4 +1,4 @@
-"""What an environment check found: figures, the same in words, and advice.
+"""The report of an environment check: figures, the same in words, and advice.
 
 The bounds are the usual ones for reinforcement learning from verifiable rewards: a policy learns where it sometimes
 succeeds and sometimes does not. Of an example that always or never succeeds, all advantages are 0.

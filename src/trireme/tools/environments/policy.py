@@ -43,7 +43,7 @@ class RolloutPolicy(Protocol):
 
     @property
     def name(self) -> str:
-        """For the report."""
+        """The name in reports."""
         ...
 
     @property

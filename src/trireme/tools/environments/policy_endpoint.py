@@ -36,7 +36,7 @@ COMMON_SAMPLING = frozenset(
 
 @dataclass(frozen=True)
 class Server:
-    """What answers at a base URL."""
+    """A server that answers at a base URL."""
 
     root: str  # without `/v1`
     api: str  # what `/chat/completions` is appended to

@@ -1,4 +1,4 @@
-"""What the reflection model is shown of a rollout: the question, the answer, the reward, and its reasons."""
+"""Describe a rollout to the reflection model: the question, the answer, the reward, and its reasons."""
 
 from __future__ import annotations
 

@@ -66,11 +66,6 @@ def run_search(config: GepaConfig) -> str:
                 f"another search is at work in {folder} - expected one at a time. Wait for it, stop it, or give this "
                 "one a folder of its own with `--output FOLDER`."
             ) from error
-        except OSError as error:
-            raise ConfigError(
-                f"{folder} cannot be written ({error}) - expected a folder for the results. Give one with "
-                "`--output FOLDER`."
-            ) from error
         if config.fresh and (folder / METADATA).exists():
             progress.say(f"an earlier search was in {folder}: moved to {move_aside(paths, FILES)}")
         earlier = read_metadata(folder) or {}

@@ -54,7 +54,7 @@ class Candidate:
 
 
 class _Stopped(BaseException):
-    """Ends the library's thread. The library would catch an `Exception` during a reflection and go on."""
+    """Ends the library's thread. The library would catch an `Exception` during a reflection, and continue."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
