@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -215,7 +216,11 @@ def test_secrets_reach_the_processes_and_no_script(machine):
     assert "t0k3n" not in (machine.job.state / NODE_SCRIPT).read_text()
 
 
-def test_a_batch_script_is_written_as_a_shell_reads_it(machine):
-    script = batch_script(machine.job, SubmitOptions(), workdir=machine.folder)
+@pytest.mark.parametrize("name", ["run", "a\n#SBATCH --uid=0", "$(touch x); 'y' %j"])
+def test_a_batch_script_is_written_as_a_shell_reads_it(machine, name):
+    script = batch_script(replace(machine.job, name=name), SubmitOptions(), workdir=machine.folder)
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (checked.returncode, checked.stderr) == (0, "")
+    options = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert re.fullmatch(r"#SBATCH --job-name=[\w.-]+", options[0])
+    assert not [line for line in options if "uid" in line and "job-name" not in line]

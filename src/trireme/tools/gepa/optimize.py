@@ -101,7 +101,6 @@ class Optimization:
     open_models: OpenModels
     waits: Waits
     progress: Progress
-    cache: Path | None = None
 
     async def run(self) -> dict[str, Any]:
         """Run the search and return its summary, as it stands in `metadata.json`.
@@ -120,7 +119,6 @@ class Optimization:
             ),
             logs=self.folder / "logs",
             root=self.config.environments,
-            cache=self.cache,
             seed=self.config.seed,
             load_timeout_s=LOAD_TIMEOUT_S,
             waits=self.waits,
