@@ -1,12 +1,12 @@
-// A picture of ECharts that says when it comes into view, what stretch is dragged over, and when all is wanted again.
-// It may be taken away at any moment, also before it was drawn.
+// A chart of ECharts that reports when it comes into view ("seen"), which stretch of its horizontal axis was dragged over
+// ("stretch"), and a double-click ("whole"). It may be removed at any moment, also before it was drawn.
 import { echarts } from "nicegui-echart";
 import { convertDynamicProperties } from "../../static/utils/dynamic_properties.js";
 
-const AROUND = "300px"; // of the window, within which pictures are drawn already
-const SHORTEST = 4; // pixels: what is dragged less was a click
+const AROUND = "300px"; // around the window: charts within it are drawn before they are seen
+const SHORTEST = 4; // pixels: a shorter drag is a click
 
-// Words that stand for functions (":formatter") become them. Data are passed by: they are long, and have none.
+// Turn texts under keys such as ":formatter" into functions. Data have none, and are too long to be searched.
 function withFunctions(value) {
   if (Array.isArray(value)) return value.map(withFunctions);
   if (typeof value !== "object" || value === null) return value;

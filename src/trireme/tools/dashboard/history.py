@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trireme.monitor import timeline as lanes
+from trireme.monitor import timeline
 from trireme.monitor.metrics import Row
 from trireme.monitor.spans import TRAINER, Span, read_spans
 from trireme.monitor.timeline import Shares
@@ -28,7 +28,7 @@ READ_S = 2.0
 MOST_POINTS = 10_000
 """Points kept of a metric. The newest quarter and the first five are exact; of older ones, the extremes are kept."""
 MOST_SPANS = 30_000
-"""Spans kept of a run, at some 0.6 kB each. The newest quarter is exact; older ones are merged by `lanes.thin`."""
+"""Spans kept of a run, at some 0.6 kB each. The newest quarter is exact; older ones are merged by `timeline.thin`."""
 EXACT_START = 5
 CURVE_POINTS = 500
 """Points drawn of a curve: more than a chart has pixels for."""
@@ -277,7 +277,7 @@ class Spans:
         for process, spans in self._processes.items():
             if len(spans) > most:
                 recent = len(spans) - most // 4
-                old = lanes.thin(spans[:recent], spans[0].begin_s, spans[recent - 1].end_s, most // 2)
+                old = timeline.thin(spans[:recent], spans[0].begin_s, spans[recent - 1].end_s, most // 2)
                 self._processes[process] = old + spans[recent:]
 
     def __bool__(self) -> bool:
@@ -285,7 +285,7 @@ class Spans:
 
     def processes(self) -> list[str]:
         """Return their names: trainer, orchestrator, engines, then others."""
-        return lanes.lanes_of(spans[0] for spans in self._processes.values())
+        return timeline.lanes_of(spans[0] for spans in self._processes.values())
 
     def extent(self) -> tuple[float, float]:
         """Return the unix times of the first begin and of the last end; zeros where there is no span."""
@@ -296,7 +296,7 @@ class Spans:
         """Return the stretch without start and end, which say nothing about balance."""
         begin_s, end_s = self.extent()
         trainer = self._processes.get(TRAINER, [])
-        return lanes.steady([*trainer, Span("", "", begin_s, end_s - begin_s)]) if self else (0.0, 0.0)
+        return timeline.steady([*trainer, Span("", "", begin_s, end_s - begin_s)]) if self else (0.0, 0.0)
 
     def within(self, begin_s: float, end_s: float, process: str) -> list[Span]:
         """Return the spans of a process that touch a stretch of time."""
@@ -309,7 +309,7 @@ class Spans:
 
 
 def _put(spans: list[Span], span: Span) -> None:
-    if spans and (joined := lanes.joined([spans[-1], span])) and len(joined) == 1:
+    if spans and (joined := timeline.joined([spans[-1], span])) and len(joined) == 1:
         spans[-1] = joined[0]
     elif spans and span.begin_s < spans[-1].begin_s:
         spans.insert(bisect_right(spans, span.begin_s, key=lambda other: other.begin_s), span)
@@ -319,7 +319,7 @@ def _put(spans: list[Span], span: Span) -> None:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the processes of a run did in a stretch of time, and which side should get more GPUs."""
+    """A stretch of time: what the processes of a run did, and which side should get more GPUs."""
 
     begin_s: float  # unix time
     end_s: float
@@ -332,30 +332,30 @@ class Timeline:
     counted: tuple[float, float] = (0.0, 0.0)  # the steady part of the stretch, which shares and words are about
 
 
-def timeline(spans: Spans, begin_s: float, end_s: float, *, most: int = DRAWN_SPANS) -> Timeline:
+def summarize(spans: Spans, begin_s: float, end_s: float, *, most: int = DRAWN_SPANS) -> Timeline:
     processes = spans.processes()
     by_process = {process: spans.within(begin_s, end_s, process) for process in processes}
     known = list(chain.from_iterable(by_process.values()))
     first_s, last_s = spans.steady()
     counted = max(begin_s, first_s), min(end_s, last_s)
     counted = counted if counted[0] < counted[1] else (begin_s, end_s)
-    shares = {process: lanes.shares(found, process, *counted) for process, found in by_process.items()}
-    engines = [shares[process] for process in processes if lanes.is_engine(process)]
-    unknown: Shares = {lanes.OTHER: 1.0}
-    mean = lanes.mean_shares(engines) if engines else unknown
-    waits = {process: lanes.reasons(found, process, *counted) for process, found in by_process.items()}
+    shares = {process: timeline.shares(found, process, *counted) for process, found in by_process.items()}
+    engines = [shares[process] for process in processes if timeline.is_engine(process)]
+    unknown: Shares = {timeline.OTHER: 1.0}
+    mean = timeline.mean_shares(engines) if engines else unknown
+    waits = {process: timeline.reasons(found, process, *counted) for process, found in by_process.items()}
     return Timeline(
         begin_s=begin_s,
         end_s=end_s,
         processes=processes,
-        spans=lanes.thin(known, begin_s, end_s, most),
+        spans=timeline.thin(known, begin_s, end_s, most),
         shares=shares,
         waits={process: [wait for wait in found if wait[0]] for process, found in waits.items()},
-        advice=lanes.advice(
+        advice=timeline.advice(
             shares.get(TRAINER, unknown),
             mean,
-            few=lanes.few_requests(known, *counted),
-            environments=lanes.waits_for_environments(known, *counted),
+            few=timeline.few_requests(known, *counted),
+            environments=timeline.waits_for_environments(known, *counted),
         ),
         engines=mean if len(engines) > 1 else {},
         counted=counted,
@@ -384,7 +384,7 @@ def trainer_shares(metrics: Metrics) -> Shares:
             shares[what] = shares.get(what, 0.0) + seconds / total_s
     scale = max(1.0, sum(shares.values()))
     shares = {what: share / scale for what, share in shares.items()}
-    return shares | {lanes.OTHER: max(0.0, 1.0 - sum(shares.values()))}
+    return shares | {timeline.OTHER: max(0.0, 1.0 - sum(shares.values()))}
 
 
 def trainer_advice(shares: Any) -> str:

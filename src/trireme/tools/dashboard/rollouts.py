@@ -1,4 +1,4 @@
-"""The rollouts of a run: searched and sorted page by page, and one of them in full beside the list."""
+"""The rollouts of a run: searched and sorted page by page, with one of them in full next to the list."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from nicegui.events import KeyEventArguments
 from trireme.monitor.timeline import Shares
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.charts import GRID, LABEL, Canvas
-from trireme.tools.dashboard.history import Timeline, timeline, trainer_advice, trainer_shares
+from trireme.tools.dashboard.history import Timeline, summarize, trainer_advice, trainer_shares
 from trireme.tools.dashboard.runs import RunSet
 
 SHORTEST_S = 0.005
@@ -162,7 +162,7 @@ class TimelinePage:
 
     async def _show(self) -> None:
         self._end_s = self._spans.extent()[1]
-        shown = await threads.io_bound(timeline, self._spans, *self._current())
+        shown = await threads.io_bound(summarize, self._spans, *self._current())
         if shown is None or self._body.is_deleted:
             return
         self._length.set_text(_duration(shown.end_s - shown.begin_s))

@@ -27,7 +27,7 @@ from trireme.monitor.samples import choose
 from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.report import PROMISES
 from trireme.tools.conversation import blocks
-from trireme.tools.dashboard.history import Metrics, Spans, timeline, trainer_shares
+from trireme.tools.dashboard.history import Metrics, Spans, summarize, trainer_shares
 from trireme.tools.report.plots import LEAST_SHARE, Figure, Line, line_figure, share_words, shares_figure
 from trireme.tools.report.writing import Report, Section, code, fenced, folded, picture, plain, table
 from trireme.tools.rollouts import Record, ResultsFile, read_batch, record_of_rollout, row_of
@@ -212,7 +212,7 @@ class Run:
             pass
         if spans:
             begin_s, end_s = spans.steady()
-            shown = timeline(spans, begin_s, end_s)
+            shown = summarize(spans, begin_s, end_s)
             yield f"Over {end_s - begin_s:,.0f} s, from the first step to the last: {plain(shown.advice)}."
             yield self._picture(shares_figure("time", "What each process did", shown.shares))
             rows = [

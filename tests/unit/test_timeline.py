@@ -26,7 +26,7 @@ from trireme.monitor.timeline import (
     shares,
     time_lines,
 )
-from trireme.tools.dashboard.history import Metrics, Spans, timeline, trainer_advice, trainer_shares
+from trireme.tools.dashboard.history import Metrics, Spans, summarize, trainer_advice, trainer_shares
 from trireme.tools.dashboard.timeline import timeline_chart
 
 TRAINER = [
@@ -161,7 +161,7 @@ def test_spans_read_in_pieces_are_those_of_the_file(tmp_path: Path) -> None:
     data = (tmp_path / "whole").read_bytes()
     store = Spans(tmp_path / "growing")
     assert not store.refresh()
-    assert (bool(store), timeline(store, *store.extent()).processes) == (False, [])
+    assert (bool(store), summarize(store, *store.extent()).processes) == (False, [])
     for begin in range(0, len(data), 501):
         with open(tmp_path / "growing", "ab") as file:
             file.write(data[begin : begin + 501])
@@ -181,7 +181,7 @@ def test_spans_read_in_pieces_are_those_of_the_file(tmp_path: Path) -> None:
 def test_a_long_run_is_drawn_with_few_blocks_inside_the_picture(tmp_path: Path) -> None:
     store = stored(tmp_path / "spans", mixed(3000))
     begin, end = store.extent()
-    view = timeline(store, begin, end, most=500)
+    view = summarize(store, begin, end, most=500)
     blocks = view.spans
     assert 100 < len(blocks) <= 700
     assert {lane: sum(of_lane.values()) for lane, of_lane in view.shares.items()} == dict.fromkeys(LANES, 1.0)
@@ -196,12 +196,12 @@ def test_the_start_counts_in_no_advice_and_without_spans_the_trainers_metrics_gi
         spans += [Span("trainer", "train", begin, 0.3), Span("trainer", "wait", begin + 0.3, 0.7, step, "no batch yet")]
         spans += [Span("engine e:1", "generate", begin, 1.0, step + 1)]
     store = stored(tmp_path / "spans", spans)
-    view = timeline(store, *store.extent())
+    view = summarize(store, *store.extent())
     assert view.counted == (61.0, 71.0)
     assert view.shares["trainer"] == pytest.approx({"wait": 0.7, "train": 0.3, "other": 0.0}, abs=1e-5)
     assert "more GPUs to inference" in view.advice
     assert view.waits["trainer"] == [("no batch yet", pytest.approx(0.7))]
-    assert timeline(store, 61.5, 62.0).shares["trainer"] == pytest.approx({"wait": 1.0, "other": 0.0}, abs=1e-5)
+    assert summarize(store, 61.5, 62.0).shares["trainer"] == pytest.approx({"wait": 1.0, "other": 0.0}, abs=1e-5)
     metrics = Metrics()
     parts = {"time/wait_for_batch": 1.0, "time/forward_backward": 0.5, "time/optimizer": 0.25}
     metrics.add([{"step": 0, "process": "trainer", "time/step": 2.0} | parts])
