@@ -225,17 +225,6 @@ def measured(meter: Meter, into: list[dict[str, float]]) -> Iterator[None]:
     into.append({"seconds": seconds, "kib": (meter.bytes - sent) / 1024} | used)
 
 
-def dashboard_process(known: set[int]) -> psutil.Process:
-    (found,) = [
-        child for child in psutil.Process().children(recursive=True) if child.pid not in known and _serves(child)
-    ]
-    return found
-
-
-def _serves(process: psutil.Process) -> bool:
-    return "dashboard" in process.cmdline()
-
-
 def measure(run: Path, times: int) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {"opens": []} | {name: [] for name in SHOWN}
     gaps: list[float] = []
@@ -243,7 +232,7 @@ def measure(run: Path, times: int) -> dict[str, Any]:
         began = time.perf_counter()
         with dashboard_of([run], Path(cache)) as address:
             starts_s = time.perf_counter() - began
-            process = _dashboard()
+            (process,) = [child for child in psutil.Process().children() if "dashboard" in child.cmdline()]
             for _ in range(times):
                 with open_chromium() as watched:
                     once(watched.page, address, Meter(watched.page, process), found)
@@ -273,11 +262,6 @@ def scroll(page: Page) -> list[float]:
     VIEWS["metrics"](page)
     gaps: list[float] = page.evaluate(SCROLL)
     return gaps
-
-
-def _dashboard() -> psutil.Process:
-    (found,) = [child for child in psutil.Process().children() if "dashboard" in child.cmdline()]
-    return found
 
 
 def summary(values: list[dict[str, float]]) -> dict[str, float]:

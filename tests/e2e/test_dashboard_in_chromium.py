@@ -17,7 +17,7 @@ pytest.importorskip("playwright", reason="playwright is not installed: uv sync")
 from playwright.sync_api import expect
 
 from chromium import Watched, find_chromium, open_chromium
-from dashboard_walk import VIEWS, colour, dashboard_of, fates, rollouts, search, tab, tokens
+from dashboard_walk import VIEWS, colour, dashboard_of, fates, metrics, rollouts, search, tab, tokens
 from real_run import DEADLINE_S, REPOSITORY
 from trireme.base.paths import RunPaths
 from trireme.journal.journal import Journal
@@ -92,6 +92,23 @@ def test_rollouts_are_searched_sorted_and_read_as_the_journal_has_them(
         page.locator(".tr-list th", has_text="reward").click()
         reward = extreme(one.reward for one in trained)
         expect(page.locator(".tr-list tbody tr").first).to_contain_text(f"{reward:.3f}")
+
+
+def test_dragging_over_a_chart_zooms_and_a_double_click_shows_all_again(watched: Watched) -> None:
+    page = watched.page
+    metrics(page)
+    box = page.locator(".tr-main canvas").first.bounding_box()
+    assert box is not None
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.3 * box["width"], y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.8 * box["width"], y, steps=5)
+    page.mouse.up()
+    begin, end = page.get_by_label("From"), page.get_by_label("To", exact=True)
+    expect(begin).to_have_value(re.compile(r"\d"))
+    assert float(begin.input_value()) < float(end.input_value())
+    page.locator(".tr-main canvas").first.dblclick()
+    expect(begin).to_have_value("")
 
 
 def test_a_token_tells_what_engine_and_trainer_said_of_it_and_has_an_address(watched: Watched) -> None:
