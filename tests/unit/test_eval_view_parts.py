@@ -114,7 +114,7 @@ def test_whatever_a_line_holds_is_shown(value):
         assert not any(ord(letter) < 32 for letter in shown.replace("\n", ""))
     json.loads(as_json(record))
     for column in columns_for([record.row], by_example=False):
-        assert in_order([record.row], column, backwards=True) == [record.row]
+        assert in_order([record.row], column.name, backwards=True) == [record.row]
     assert by_example([record.row])[0].count == 1
 
 

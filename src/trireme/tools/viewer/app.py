@@ -30,7 +30,16 @@ from trireme.tools.tokenizer import Decode, find_decoder
 from trireme.tools.viewer.help import Help
 from trireme.tools.viewer.reader import Reader, as_json
 from trireme.tools.viewer.sources import TRAINING, MeanRewards, Source, find_sources, run_title
-from trireme.tools.viewer.table import ExampleRow, RolloutTable, by_example, columns_for, in_order, key_of, summary
+from trireme.tools.viewer.table import (
+    ExampleRow,
+    Line,
+    RolloutTable,
+    by_example,
+    columns_for,
+    in_order,
+    key_of,
+    summary,
+)
 from trireme.tools.viewer.tree import Key, RunTree
 
 FOLLOW_S = 2.0
@@ -209,9 +218,8 @@ class EvalView(App[None]):
     def _show_table(self) -> None:
         assert self.opened is not None
         columns = columns_for(self.rows, by_example=self.groups_examples)
-        column = next((one for one in columns if one.name == self.sorted_by), columns[0])
-        lines = by_example(self.rows) if self.groups_examples else self.rows
-        lines = in_order(lines, column, backwards=self.backwards)
+        lines: Sequence[Line] = by_example(self.rows) if self.groups_examples else self.rows
+        lines = in_order(lines, self.sorted_by, backwards=self.backwards)
         wanted = self._wanted
         self.table.show(lines, columns, sorted_by=self.sorted_by, backwards=self.backwards)
         keys = [key_of(line) for line in self.table.lines]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,17 +32,13 @@ class ExampleRow(msgspec.Struct):
     low: float | None = None
     high: float | None = None
 
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return self.env, self.example, -1
-
 
 Line = Row | ExampleRow
 
 
 def key_of(line: Line) -> tuple[str, str, int]:
     """Return environment, example and rollout: the same rollout at another step has the same key."""
-    return line.key if isinstance(line, ExampleRow) else (line.env, line.example, line.rollout)
+    return line.env, line.example, line.rollout if isinstance(line, Row) else -1
 
 
 def by_example(rows: Iterable[Row]) -> list[ExampleRow]:
@@ -60,97 +56,80 @@ def by_example(rows: Iterable[Row]) -> list[ExampleRow]:
     return lines
 
 
+class Column(NamedTuple):
+    name: str  # a field of the line
+    heading: str
+    is_descending: bool = False  # when the user first sorts by it: what is usually looked for comes first
+
+
+ENV = Column("env", "env")
+ADVANTAGE = Column("advantage", "adv", is_descending=True)
+ROLLOUTS = (
+    Column("example", "example"),
+    Column("rollout", "#"),
+    Column("reward", "reward"),
+    ADVANTAGE,
+    Column("tokens", "tokens", is_descending=True),
+    Column("turns", "turns", is_descending=True),
+    Column("stop", "end"),
+    Column("said", "last words"),
+)
+EXAMPLES = (
+    Column("example", "example"),
+    Column("count", "n", is_descending=True),
+    Column("mean", "mean"),
+    Column("std", "std", is_descending=True),
+    Column("low", "lowest"),
+    Column("high", "highest"),
+    Column("question", "question"),
+)
+
+
+def columns_for(rows: Sequence[Row], *, by_example: bool) -> list[Column]:
+    """Leave out environments if there is only one, and advantages if there are none."""
+    columns = list(EXAMPLES if by_example else ROLLOUTS)
+    if all(row.advantage is None for row in rows) and not by_example:
+        columns.remove(ADVANTAGE)
+    return [ENV, *columns] if len({row.env for row in rows}) > 1 else columns
+
+
+def cell(line: Any, name: str) -> Text:
+    """Show one value of a line: numbers on the right, in a colour that tells good from bad."""
+    if name == "stop":
+        style = "red" if line.error else "yellow" if line.truncated or line.flaws else "bright_black"
+        ending = line.stop or ("truncated" if line.truncated else "")
+        return Text("failed" if line.error and line.stop != DROPPED else ending, style=style)
+    if name == "said":
+        return Text(line.error or line.said or line.question, style="red" if line.error else "")
+    value = getattr(line, name)
+    if isinstance(value, str):
+        return Text(clean(value), justify="right" if name == "example" else "left")
+    if isinstance(value, int):
+        return Text(str(value), justify="right")
+    if name == "advantage":
+        return Text(decimal(value, 2), style="" if not value else "green" if value > 0 else "red", justify="right")
+    return Text(decimal(value), style=reward_style(value) if name in ("reward", "mean") else "", justify="right")
+
+
 def reward_style(reward: float | None) -> str:
     if reward is None:
         return "bright_black"
     return "green" if reward >= 0.999 else "red" if reward <= 0.001 else "yellow"
 
 
-def _number_style(value: float | None) -> str:
-    return "" if not value else "green" if value > 0 else "red"
+def in_order(lines: Sequence[Any], name: str, *, backwards: bool) -> list[Any]:
+    """Sort lines by a column. A line without a value comes last, in either direction."""
 
+    def order(line: Any) -> Any:
+        if name in ("example", "env"):  # "10" after "9", names after numbers, dropped rollouts at the end
+            example = line.example
+            is_number = example.isascii() and example.isdigit() and len(example) < 18
+            natural = (0, int(example), "") if is_number else (1, 0, example)
+            return getattr(line, "stop", "") == DROPPED, line.env, natural, key_of(line)[2]
+        return line.error or line.stop if name == "stop" else getattr(line, name)
 
-def _ending(row: Row) -> Text:
-    style = "red" if row.error else "yellow" if row.truncated or row.flaws else "bright_black"
-    ending = row.stop or ("truncated" if row.truncated else "")
-    return Text("failed" if row.error and row.stop != DROPPED else ending, style=style)
-
-
-def _natural(name: str) -> tuple[int, int, str]:
-    """Sort "10" after "9", and names after numbers."""
-    return (0, int(name), "") if name.isascii() and name.isdigit() and len(name) < 18 else (1, 0, name)
-
-
-class Column(NamedTuple):
-    """One value of a line: how it is shown, and by what the table is sorted if it is sorted by this column."""
-
-    name: str
-    heading: str
-    show: Callable[[Any], Text]
-    order: Callable[[Any], Any]
-    is_descending: bool = False  # when the user first sorts by it: what is usually looked for comes first
-
-
-def _count(name: str, heading: str) -> Column:
-    return Column(
-        name,
-        heading,
-        lambda line: Text(str(getattr(line, name)), justify="right"),
-        lambda line: getattr(line, name),
-        is_descending=name != "rollout",
-    )
-
-
-def _decimal(
-    name: str, heading: str, style: Callable[[float | None], str] = lambda value: "", digits: int = 3
-) -> Column:
-    def show(line: Any) -> Text:
-        value = getattr(line, name)
-        return Text(decimal(value, digits), style=style(value), justify="right")
-
-    return Column(name, heading, show, lambda line: getattr(line, name), is_descending=name in ("std", "advantage"))
-
-
-ENV = Column("env", "env", lambda line: Text(clean(line.env)), lambda line: (line.env, _natural(line.example)))
-EXAMPLE = Column(
-    "example",
-    "example",
-    lambda line: Text(clean(line.example), justify="right"),
-    lambda line: (getattr(line, "stop", "") == DROPPED, line.env, _natural(line.example), key_of(line)[2]),
-)
-ADVANTAGE = _decimal("advantage", "adv", _number_style, digits=2)
-ROLLOUTS = (
-    *(EXAMPLE, _count("rollout", "#"), _decimal("reward", "reward", reward_style), ADVANTAGE),
-    *(_count("tokens", "tokens"), _count("turns", "turns")),
-    Column("stop", "end", _ending, lambda row: row.error or row.stop),
-    Column(
-        "said",
-        "last words",
-        lambda row: Text(row.error or row.said or row.question, style="red" if row.error else ""),
-        lambda row: row.said,
-    ),
-)
-EXAMPLES = (
-    *(EXAMPLE, _count("count", "n"), _decimal("mean", "mean", reward_style), _decimal("std", "std")),
-    *(_decimal("low", "lowest"), _decimal("high", "highest")),
-    Column("question", "question", lambda line: Text(line.question), lambda line: line.question),
-)
-
-
-def columns_for(rows: Sequence[Row], *, by_example: bool) -> list[Column]:
-    """Leave out environments where there is one, and advantages where there are none."""
-    columns = [*(EXAMPLES if by_example else ROLLOUTS)]
-    if all(row.advantage is None for row in rows) and not by_example:
-        columns.remove(ADVANTAGE)
-    return [ENV, *columns] if len({row.env for row in rows}) > 1 else columns
-
-
-def in_order(lines: Iterable[Line], column: Column, *, backwards: bool) -> list[Any]:
-    """Sort lines. A line without a value comes last, in either direction."""
-    lines = list(lines)
-    missing = [line for line in lines if column.order(line) is None]
-    there = [line for line in lines if column.order(line) is not None]
-    return sorted(there, key=column.order, reverse=backwards) + missing
+    missing = [line for line in lines if order(line) is None]
+    return sorted((line for line in lines if order(line) is not None), key=order, reverse=backwards) + missing
 
 
 class RolloutTable(DataTable[Text]):
@@ -179,7 +158,7 @@ class RolloutTable(DataTable[Text]):
             mark = MARKS[backwards] if column.name == sorted_by else ""
             self.add_column(Text(f"{column.heading}{mark}"), key=column.name)
         for line in self.lines:
-            self.add_row(*(column.show(line) for column in columns))
+            self.add_row(*(cell(line, column.name) for column in columns))
 
     @property
     def current(self) -> Line | None:
