@@ -1,5 +1,5 @@
-"""What every command does besides its own work: turn errors into a message and an exit code, load a process's
-configuration, and start ranks."""
+"""Shared steps of all commands: turn errors into a message and an exit code, load a process's configuration, and start
+ranks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,10 @@ KEEPER = "TRIREME_KEEPER"  # pid of the process that starts this machine's ranks
 
 
 def node_of(config: RunConfig, name: ProcessName, invocation: Invocation) -> int:
-    """Raises: ConfigError where nothing tells which machine this is; a plan that is only shown is that of the first."""
+    """Return the number of this machine; 0 for a dry run if it cannot be found.
+
+    Raises: ConfigError if it cannot be found.
+    """
     addresses = hosts_of(config, name)
     try:
         return find_node(f"hosts.{name}", addresses, None if name == "orchestrator" else invocation.node)
@@ -40,7 +43,7 @@ def hosts_of(config: RunConfig, name: ProcessName) -> tuple[str, ...]:
 
 
 def join_network(config: RunConfig, name: ProcessName, node: int) -> None:
-    """Takes the token, and tells torch and vLLM which of this machine's interfaces leads to the others.
+    """Read the token, and configure torch and vLLM with the network interface that leads to the other machines.
 
     By themselves they take the address of the machine's own name, which is often one that only it knows.
     """
@@ -64,7 +67,7 @@ def join_network(config: RunConfig, name: ProcessName, node: int) -> None:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines that share the ranks, as torchrun is told of them."""
+    """The machines that share the ranks, for torchrun's arguments."""
 
     count: int
     number: int  # of this one
@@ -81,7 +84,7 @@ class Nodes:
 
 
 def nodes_of(config: RunConfig) -> Nodes | None:
-    """None where all ranks are on one machine."""
+    """Return the machines of the ranks; None if all ranks are on one machine."""
     hosts = config.hosts.trainer
     if len(hosts) == 1:
         return None
@@ -99,12 +102,12 @@ def nodes_of(config: RunConfig) -> Nodes | None:
 
 
 def keep_ranks(config: RunConfig, run_file: Path) -> int:
-    """Starts this machine's ranks, and again when they end because others did: no launcher sees all machines.
+    """Start this machine's ranks, and restart them when they end because others did: no launcher sees all machines.
 
     A rank that dies, or is cut off, ends all others within seconds. Each machine then starts its own again, and they
-    wait for each other; they go on from the newest checkpoint. `[supervisor]` has the limits, as for `rl`.
+    wait for each other; they resume from the newest checkpoint. `[supervisor]` has the limits, as for `rl`.
     """
-    from trireme.launch.restarts import Trained  # with what the launcher shows a run by, which no other door needs
+    from trireme.launch.restarts import Trained  # which no other command needs
 
     trained, newest, in_a_row = Trained(config.paths.metrics), -1, 0
     while True:
@@ -114,17 +117,17 @@ def keep_ranks(config: RunConfig, run_file: Path) -> int:
         if (now := trained.newest()) > newest:
             newest, in_a_row = now, 0
         if in_a_row >= config.supervisor.max_restarts:
-            print(f"the ranks had been started again {in_a_row} times in a row, and are given up", flush=True)
+            print(f"the ranks were restarted {in_a_row} times in a row without progress: giving up", flush=True)
             return code
         delay_s = _delay_s(config, in_a_row)
         in_a_row += 1
-        print(f"this machine's ranks ended with code {code}: started again in {delay_s:g} s", flush=True)
+        print(f"this machine's ranks ended with code {code}: restart in {delay_s:g} s", flush=True)
         time.sleep(delay_s)
         write_run(updated(config, {"resume": True, "trainer.ckpt.resume_step": None}), run_file)
 
 
 def _run_ranks(run_file: Path) -> int:
-    """Until all of them have ended, also when it is us who are asked to end."""
+    """Run the ranks until all have ended, also if this process is asked to end."""
     command = [sys.executable, "-m", "trireme.cli.trainer", "--run", str(run_file)]
     process = subprocess.Popen(command, env=os.environ | {KEEPER: str(os.getpid())})
     asked: list[int] = []
@@ -145,6 +148,6 @@ def _run_ranks(run_file: Path) -> int:
 
 
 def _delay_s(config: RunConfig, in_a_row: int) -> float:
-    """Other machines may yet have to notice: those who meet too early meet ranks that are about to end."""
+    """Return the delay of a restart, in which other machines notice: new ranks must not meet ranks that are ending."""
     supervisor = config.supervisor
     return min(supervisor.longest_backoff_s, supervisor.backoff_s * 2.0 ** min(in_a_row, 60))

@@ -70,7 +70,7 @@ def trireme(argv: list[str]) -> int:
 def _manual() -> str:
     width = max(map(len, VERBS))
     lines = [f"  {name:{width}}  {verb.line}" for name, verb in VERBS.items()]
-    return "\n".join(["usage: trireme VERB ...", "", *lines, "", "`trireme VERB --help` tells more of each."])
+    return "\n".join(["usage: trireme VERB ...", "", *lines, "", "`trireme VERB --help` describes each."])
 
 
 if __name__ == "__main__":

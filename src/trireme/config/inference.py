@@ -19,19 +19,19 @@ class InferenceModel(Section):
     """`[inference.model]`: the model as it is served; names are vLLM's."""
 
     name: str | None = None
-    """Folder or hub name of the model; the run's `model.name` where not given."""
+    """Folder or hub name of the model; the run's `model.name` if not set."""
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     """Precision of the engine; on CPU, `auto` is float32."""
     max_model_len: PositiveInt | None = None
-    """Longest prompt plus completion in tokens; `seq_len` where not given, and never above it."""
+    """Longest prompt plus completion in tokens; `seq_len` if not set, and never above it."""
     enforce_eager: bool = False
     """No CUDA graphs, no compilation; always so on CPU."""
     enable_auto_tool_choice: bool = False
     """Let the model decide when to call a tool; follows from `tool_call_parser`."""
     tool_call_parser: str | None = None
-    """How vLLM reads tool calls: "hermes", "qwen3_coder", "llama3_json", …; the hermes form is read where not given."""
+    """vLLM's parser of tool calls: "hermes", "qwen3_coder", "llama3_json", …; the hermes form is read if not set."""
     reasoning_parser: str | None = None
-    """How vLLM tells thinking from content: "qwen3", "deepseek_r1", …; thinking is content where not given."""
+    """vLLM's parser that separates thinking from content: "qwen3", "deepseek_r1", …; thinking is content if not set."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
@@ -42,16 +42,16 @@ class Parallel(Section):
     tp: PositiveInt = 1
     """Tensor parallelism."""
     dp: PositiveInt | None = None
-    """Data parallelism; as many as the GPUs allow where not given."""
+    """Data parallelism; as many as the GPUs allow if not set."""
 
 
 class InferenceServer(Section):
     """`[inference.server]`: where it listens."""
 
     host: str = "127.0.0.1"
-    """Address to bind; loopback where not given."""
+    """Address to bind; loopback if not set."""
     port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port; `rl` finds a free one where not given, `inference` alone takes 8000."""
+    """Port; `rl` finds a free one if not set, `inference` alone takes 8000."""
 
 
 class CpuEngine(Section):
@@ -60,7 +60,7 @@ class CpuEngine(Section):
     kv_cache_gib: PositiveInt = 1
     """Memory for keys and values, in GiB."""
     threads: PositiveInt | None = None
-    """OpenMP threads; half of the machine's cores where not given, all of them in a synchronous run."""
+    """OpenMP threads; half of the machine's cores if not set, all of them in a synchronous run."""
 
 
 class InferenceConfig(Section):
@@ -77,7 +77,7 @@ class InferenceConfig(Section):
     args: dict[str, Any] = {}
     """More arguments of vLLM's server, by its own names."""
     start_timeout_s: PositiveFloat = 900.0
-    """How long the engine may take to come up."""
+    """Longest time that the engine may take to start."""
 
 
 _REGISTERED = {
@@ -88,7 +88,7 @@ _REGISTERED = {
 
 @cache
 def parser_names(kind: str) -> tuple[str, ...]:
-    """Of `tool_call_parser` or `reasoning_parser`. Empty where vLLM is not installed, or names them in another way."""
+    """Return the names of `tool_call_parser` or `reasoning_parser`; none without a vLLM that lists them."""
     file, table = _REGISTERED[kind]
     for node in _statements(file):
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [table]:

@@ -36,7 +36,7 @@ class Invocation(Section):
     run: Path | None = Documented(default=None)
     """A resolved `configs/run.json`: load exactly that. This is how `rl` starts its processes."""
     node: int | None = None
-    """Which address of its table in `[hosts]` this machine is, counted from 0; found out where not given."""
+    """Number of this machine's address in its table of `[hosts]`, counted from 0; found by the addresses if not set."""
 
 
 def load_run_config(

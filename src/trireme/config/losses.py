@@ -42,10 +42,10 @@ class Loss(Section):
     ] = "importance"
     """The recipe; `docs/algorithms.md` has the formula of each, its source, and when to take it."""
     surrogate: Surrogate | None = None
-    """What is done with ratio and advantage: weigh and mask, clip (per token, or per sequence), clip the weight only,
+    """Use of ratio and advantage: weigh and mask, clip (per token, or per sequence), clip the weight only,
     no ratio at all, imitate what was better than its group, or a function of yours."""
     proximal: Proximal | None = None
-    """What the ratio is against: the policy that sampled, or the trainer's own weights at the start of the batch."""
+    """Denominator of the ratio: the policy that sampled, or the trainer's own weights at the start of the batch."""
     correction: Correction | None = None
     """Weight for staleness and mismatch, proximal over behaviour policy: per token or sequence, cut off or masked."""
     correction_low: NonNegative | None = None
@@ -56,7 +56,7 @@ class Loss(Section):
     """Sum over tokens divided by the batch's tokens; or each sample by its own length, then by the number of samples;
     or by samples times `normalize_length`."""
     normalize_length: PositiveInt | None = None
-    """The constant of `normalize = "constant"`; `orchestrator.sampling.max_tokens` or `seq_len` where not given."""
+    """The constant of `normalize = "constant"`; `orchestrator.sampling.max_tokens` or `seq_len` if not set."""
     ratio_low: NonNegative | None = None
     """Surrogate `importance`: tokens whose ratio is below this get no gradient; 0 masks none."""
     ratio_high: PositiveFloat | None = None
@@ -68,13 +68,13 @@ class Loss(Section):
     clip_high: NonNegative | None = None
     """Ratios are clipped at 1 + this."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Surrogate `clip`: a token with a negative advantage counts at most this much; not bounded where not given."""
+    """Surrogate `clip`: a token with a negative advantage counts at most this much; not bounded if not set."""
     beta: NonNegative = 0.0
     """Weight of the KL divergence to the reference model, which is loaded when this is above 0."""
     kl_estimator: KlEstimator | None = None
-    """How that divergence is estimated: k1 and k2 pull by KL(policy || reference), k3 by KL(reference || policy)."""
+    """Estimator of that divergence: k1 and k2 pull by KL(policy || reference), k3 by KL(reference || policy)."""
     reference_update_every: PositiveInt | None = None
-    """The policy becomes the reference every this many versions; it stays the base model where not given."""
+    """The policy becomes the reference every this many versions; it stays the base model if not set."""
     entropy_bonus: NonNegative = 0.0
     """Weight of the policy's mean entropy, which is subtracted from the loss."""
     path: str | None = None

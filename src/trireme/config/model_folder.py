@@ -1,5 +1,5 @@
-"""What can be seen of a model before it is loaded: where its folder is, what its `config.json` says, and whether it can
-be trained as configured.
+"""Look at a model before it is loaded: find its folder, read its `config.json`, and check that it can be trained as
+configured.
 
 transformers is not imported for this, which would take seconds: its source is searched.
 """

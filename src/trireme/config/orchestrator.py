@@ -19,13 +19,13 @@ class Sampling(Section):
     """`[orchestrator.sampling]`: one request to the engine."""
 
     max_tokens: PositiveInt | None = None
-    """Most tokens per model turn (not per rollout); up to the context where not given."""
+    """Most tokens per model turn (not per rollout); up to the context if not set."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Softmax temperature; the trainer's logprobs are taken at the same one."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; below 1 the behaviour logprobs are those of the cut distribution."""
     top_k: int | None = None
-    """Sample from this many most likely tokens only; all where not given."""
+    """Sample from this many most likely tokens only; all if not set."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Leave out tokens less likely than this times the most likely one."""
     repetition_penalty: PositiveFloat = 1.0
@@ -75,7 +75,7 @@ class Environment(Section):
     id: str
     """Name of the environment's package (in `environments/` or installed), or path of a .py file."""
     name: str | None = None
-    """Name in metrics; the id where not given."""
+    """Name in metrics; the id if not set."""
     args: dict[str, Any] = {}
     """Keyword arguments of its `load_environment`."""
     weight: PositiveFloat = 1.0
@@ -87,9 +87,9 @@ class Environment(Section):
     rollout_timeout_s: PositiveFloat = 600.0
     """A rollout that takes longer is dropped, with its reason."""
     max_turns: PositiveInt | None = None
-    """Model turns per rollout; the environment's own limit where not given."""
+    """Model turns per rollout; the environment's own limit if not set."""
     max_memory_gib: PositiveFloat | None = None
-    """A worker whose processes hold more than this is restarted; no limit where not given."""
+    """A worker whose processes hold more than this is restarted; no limit if not set."""
 
 
 class DifficultyPools(Section):
@@ -100,11 +100,11 @@ class DifficultyPools(Section):
     hard_threshold: float = 0.1
     """Examples whose recent mean reward is at most this are hard."""
     easy_weight: Annotated[float, Field(ge=0)] = 0.2
-    """How often an easy example comes, relative to the other pools; 0 leaves it out."""
+    """Weight of easy examples in the draw, relative to the other pools; 0 leaves it out."""
     normal_weight: Annotated[float, Field(ge=0)] = 1.0
-    """How often an example comes that is neither, or was never seen."""
+    """Weight of examples that are neither easy nor hard, or were never seen."""
     hard_weight: Annotated[float, Field(ge=0)] = 0.5
-    """How often a hard example comes; 0 leaves it out."""
+    """Weight of hard examples; 0 leaves them out."""
     memory: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Weight of what was known of an example when a new group of it is in; 0 looks at the newest group only."""
 
@@ -119,7 +119,7 @@ class Buffer(Section):
     difficulty_threshold: Annotated[float, Field(ge=0)] = 0.0
     """Least variance of the rewards within a group, with `use_difficulty_filtering`."""
     pools: DifficultyPools | None = None
-    """Difficulty pools; every example comes equally often where not given."""
+    """Difficulty pools; every example comes equally often if not set."""
     shuffle: bool = True
     """A new seeded order of the examples each epoch; dataset order otherwise."""
 
@@ -169,9 +169,9 @@ class LengthPenalty(Section):
     """`soft_overlong`: from 0 to -1 over the last `buffer` tokens before `max_length` (DAPO); `relative`: within the
     group, short right answers above long ones (Kimi k1.5); `linear`: length / max_length."""
     max_length: PositiveInt | None = None
-    """Sampled tokens of a rollout at which the penalty is whole; `sampling.max_tokens` or `seq_len` where not given."""
+    """Sampled tokens of a rollout at which the penalty is whole; `sampling.max_tokens` or `seq_len` if not set."""
     buffer: PositiveInt | None = None
-    """Tokens over which `soft_overlong` grows; a fifth of `max_length` where not given."""
+    """Tokens over which `soft_overlong` grows; a fifth of `max_length` if not set."""
     weight: PositiveFloat = 1.0
     """The penalty is multiplied by this."""
 
@@ -182,33 +182,33 @@ class Advantage(Section):
     type: Literal[
         "group_mean", "group_mean_std", "leave_one_out", "max_rl", "ema", "batch", "group_batch", "none", "custom"
     ] = "group_mean"
-    """What a reward is compared with: its group's mean (also divided by its deviation, or by itself: `max_rl`), the
+    """Baseline of a reward: its group's mean (also divided by its deviation, or by itself: `max_rl`), the
     other rollouts of the group, a running mean, the whole batch (REINFORCE++), nothing, or a function of yours."""
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """How much of the running mean of `ema` a batch leaves in place."""
+    """Share of the running mean of `ema` that remains after a batch."""
     path: str | None = None
     """`module:function` or `file.py:function` of `custom`."""
     args: dict[str, Any] = {}
     """Keyword arguments of that function."""
     clip: PositiveFloat | None = None
-    """Advantages are cut to plus or minus this; not at all where not given."""
+    """Advantages are cut to plus or minus this; not at all if not set."""
     reward_clip: tuple[float, float] | None = None
-    """Rewards are cut to this range before anything is computed from them; not at all where not given."""
+    """Rewards are cut to this range before anything is computed from them; not at all if not set."""
 
 
 class Teacher(Section):
     """`[orchestrator.teacher]`: on-policy distillation; see `trireme.algo.advantage.distillation_term`."""
 
     base_url: str
-    """Where the teacher is served (vLLM); it must have the same tokenizer."""
+    """Address of the vLLM server of the teacher, which must have the same tokenizer."""
     model: str | None = None
-    """Its name there; the first that the server lists where not given."""
+    """Its name there; the first that the server lists if not set."""
     weight: PositiveFloat = 1.0
     """Each token's advantage grows by weight * (log teacher - log policy)."""
     reward_weight: Annotated[float, Field(ge=0)] = 1.0
-    """What comes from rewards is multiplied by this before; 0 learns from the teacher alone."""
+    """Factor of the advantage that comes from rewards; 0 learns from the teacher alone."""
     timeout_s: PositiveFloat = 120.0
-    """How long one answer may take; it is asked again twice."""
+    """Longest time of one answer; a request is retried twice."""
     max_concurrent: PositiveInt = 32
     """Requests to the teacher at once."""
 
@@ -217,33 +217,33 @@ class Evaluation(Section):
     """`[orchestrator.eval]`: the policy on examples that it is not trained on."""
 
     interval: PositiveInt | None = None
-    """Evaluate every this many versions; only before the first and after the last step where not given."""
+    """Evaluate every this many versions; only before the first and after the last step if not set."""
     rollouts_per_example: PositiveInt = 1
     """Completions per example; the mean over all is reported."""
     num_examples: PositiveInt | None = 100
-    """Examples per environment; all where not given."""
+    """Examples per environment; all if not set."""
     eval_base: bool = True
     """Evaluate version 0 too, before the first step."""
     pass_at: tuple[PositiveInt, ...] = ()
-    """Values of k for pass@k; powers of two up to `rollouts_per_example` where not given."""
+    """Values of k for pass@k; powers of two up to `rollouts_per_example` if not set."""
     pass_threshold: float = 1.0
     """A rollout with at least this reward has passed."""
     max_concurrent: PositiveInt | None = None
-    """Evaluation rollouts under way at once; a quarter of `orchestrator.max_concurrent` where not given, so that
-    training goes on meanwhile."""
+    """Evaluation rollouts under way at once; a quarter of `orchestrator.max_concurrent` if not set, so that
+    training continues meanwhile."""
     sampling: Sampling = Sampling(temperature=0.0)
-    """Sampling for evaluation; greedy where not given. `max_tokens` falls back to the training value."""
+    """Sampling for evaluation; greedy if not set. `max_tokens` falls back to the training value."""
     env: tuple[Environment, ...] = ()
-    """Environments to evaluate; the training ones (their evaluation split) where not given."""
+    """Environments to evaluate; the training ones (their evaluation split) if not set."""
 
 
 class StatusServer(Section):
     """`[orchestrator.server]`: HTTP with `/health`, `/status`, `/metrics` (Prometheus)."""
 
     host: str = "127.0.0.1"
-    """Address to bind; loopback where not given."""
+    """Address to bind; loopback if not set."""
     port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port; `rl` finds a free one where not given, `orchestrator` alone takes 8001."""
+    """Port; `rl` finds a free one if not set, `orchestrator` alone takes 8001."""
 
 
 class OrchestratorConfig(Section):
@@ -274,10 +274,10 @@ class OrchestratorConfig(Section):
     eval: Evaluation | None = None
     server: StatusServer = StatusServer()
     engine_timeout_s: PositiveFloat = 600.0
-    """How long an engine may take to answer one request. A model turn may take as long as any `rollout_timeout_s`: one
-    that takes longer ends its rollout, not the run."""
+    """Longest time that an engine may take to answer one request. A model turn may take as long as any
+    `rollout_timeout_s`: one that takes longer ends its rollout, not the run."""
     trainer_timeout_s: PositiveFloat = 3600.0
-    """How long the orchestrator waits for the trainer before it gives up, beside evaluations and full disks."""
+    """Longest time that the orchestrator waits for the trainer; evaluations and full disks do not count."""
 
     @property
     def all_environments(self) -> tuple[Environment, ...]:

@@ -414,7 +414,7 @@ def _processes_elsewhere(config: RunConfig) -> Iterator[str]:
 
 
 def _node(addresses: tuple[str, ...], number: int) -> str:
-    """Return the flag that tells a machine its number, if several have the same address."""
+    """Return the flag that gives a machine its number, if several have the same address."""
     hosts = [address.partition(":")[0] for address in addresses]
     return f" --node {number}" if hosts.count(hosts[number]) > 1 else ""
 

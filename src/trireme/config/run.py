@@ -34,7 +34,7 @@ class Wandb(Section):
     project: str = "trireme"
     """Project."""
     name: str | None = None
-    """Name of the run there; the run's `name` where not given."""
+    """Name of the run there; the run's `name` if not set."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes to disk only; `wandb sync` sends it later."""
 
@@ -45,7 +45,7 @@ class WeightBroadcast(Section):
     type: Broadcast = "auto"
     """`auto` is gloo on CPU, nccl on GPUs. `ipc` needs trainer and engine on one GPU; `filesystem` works anywhere."""
     timeout_s: PositiveFloat = 300.0
-    """How long one update may take, all in all."""
+    """Longest time of one whole update."""
     bucket_mib: PositiveInt = 64
     """Tensors travel in buckets of this size, in MiB. An update takes the memory of two of them, and of one tensor."""
     delta: bool = False
@@ -53,7 +53,7 @@ class WeightBroadcast(Section):
     a copy of the model, as it is served, in host memory of all trainer ranks together, and one per engine worker."""
     probe_tolerance: PositiveFloat | None = None
     """Largest difference between the trainer's and an engine's logprobs on a fixed prompt after each update; by
-    precision where not given (float32 1e-3, else 0.5)."""
+    precision if not set (float32 1e-3, else 0.5)."""
 
 
 class Ports(Section):
@@ -62,13 +62,13 @@ class Ports(Section):
     host: str | None = None
     """Older name of `hosts.orchestrator`."""
     batches: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Batches and control; `rl` finds a free port where not given, separate commands take 5555."""
+    """Batches and control; `rl` finds a free port if not set, separate commands take 5555."""
     weights: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Rendezvous of trainer and engines; `rl` finds a free port where not given, separate commands take 5556."""
+    """Rendezvous of trainer and engines; `rl` finds a free port if not set, separate commands take 5556."""
     ranks: Annotated[int, Field(gt=0, le=65535)] | None = None
-    """Rendezvous of the trainer's ranks where they are on several machines; 5557 where not given."""
+    """Rendezvous of the trainer's ranks where they are on several machines; 5557 if not set."""
     dashboard: Annotated[int, Field(gt=0, le=65535)] | None = None
-    """Where the dashboard that `--dashboard` opens is found; a free port where not given."""
+    """Port of the dashboard that `--dashboard` opens; a free port if not set."""
 
 
 class Hosts(Section):
@@ -81,7 +81,7 @@ class Hosts(Section):
     inference: tuple[str, ...] = ("127.0.0.1",)
     """One vLLM server on each; `host:port` where it listens on another port than `inference.server.port`."""
     orchestrator: str = "127.0.0.1"
-    """Where the orchestrator runs."""
+    """Machine of the orchestrator."""
     trainer: tuple[str, ...] = ("127.0.0.1",)
     """Machines that share the trainer's ranks, equally many each; rank 0 is on the first."""
     token_file: Path | None = None
@@ -103,8 +103,8 @@ class Supervisor(Section):
     """`[supervisor]`: when a process is started again, and when the run is given up."""
 
     restart: bool = True
-    """Start a process that died again, alone. `rl --no-restart` ends the run at the first death instead, and kills
-    nobody for being frozen or silent."""
+    """Start a process that died again, alone. `rl --no-restart` ends the run at the first death instead, and
+    then kills no process for being stopped or unhealthy."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
     """Restarts of one process in a row, without a newly trained step between them, before the run is given up."""
     backoff_s: PositiveFloat = 1.0
@@ -123,11 +123,11 @@ class Console(Section):
     """`[console]`: what the terminal shows. Nothing of it changes what is trained."""
 
     style: Literal["trireme", "vf-rl"] = "trireme"
-    """`vf-rl`: plain lines as that command has them, and its folders `checkpoint-N` and `runs` beside ours."""
+    """`vf-rl`: plain lines as that command has them, and its folders `checkpoint-N` and `runs` in addition to ours."""
     every: PositiveInt = 1
     """Steps from one line to the next, where lines are written."""
     samples_every: PositiveInt | None = None
-    """Steps from one look at what the model writes to the next; none where not given."""
+    """Steps from one look at what the model writes to the next; none if not set."""
     num_samples: PositiveInt = 1
     """Rollouts shown at each look."""
 
@@ -138,9 +138,9 @@ class RunConfig(Section):
     name: str | None = None
     """Name of the run; its folder is `output_dir/name`."""
     output_dir: Path = Path("outputs")
-    """Where runs are written."""
+    """Folder that runs are written to."""
     resume: bool = False
-    """Go on with the run that lies in the output folder, from its newest complete checkpoint."""
+    """Resume the run in the output folder from its newest complete checkpoint."""
     max_steps: PositiveInt = 100
     """Training steps: batches, each of which makes one version."""
     seq_len: PositiveInt = 2048
@@ -150,7 +150,7 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs where there are some. `cpu` ignores GPU ids."""
     max_async_level: Annotated[int, Field(ge=0)] = 1
-    """How many steps generation may run ahead of training; 0 is synchronous and, on CPU, reproducible to the bit."""
+    """Steps that generation may run ahead of training; 0 is synchronous and, on CPU, reproducible to the bit."""
     inference_gpu_ids: tuple[int, ...] | None = None
     """GPUs of the engines."""
     trainer_gpu_ids: tuple[int, ...] | None = None
@@ -160,11 +160,11 @@ class RunConfig(Section):
     trainer_gpus: PositiveInt | None = None
     """Number of GPUs for the trainer, after the engines'; instead of `trainer_gpu_ids`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """How much the logs tell."""
+    """Least severe messages that the logs keep."""
     disk_timeout_s: PositiveFloat = 86400.0
-    """How long the run waits for room on a full disk before it gives up."""
+    """Longest time that the run waits for space on a full disk."""
     dashboard: bool = False
-    """Open the dashboard beside the run, on this machine alone, and print its address; it ends with the run."""
+    """Open the dashboard of the run, reachable from this machine only, and print its address; it ends with the run."""
     model: Model = Model()
     wandb: Wandb | None = None
     weight_broadcast: WeightBroadcast = WeightBroadcast()
@@ -242,7 +242,7 @@ NODE = "TRIREME_NODE"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process is reached.
+    """The address of a process.
 
     Example:
         place_of("10.0.0.2:8003")  # Place("10.0.0.2", 8003)
@@ -257,7 +257,7 @@ class Place:
 
 
 def place_of(address: str) -> Place:
-    """Raises: ValueError where it is no `host` and no `host:port`."""
+    """Raises: ValueError if the address is neither `host` nor `host:port`."""
     host, colon, port = address.partition(":")
     if not host or "/" in address or (colon and not (port.isdigit() and 0 < int(port) < 65536)):
         raise ValueError(address)
@@ -265,7 +265,7 @@ def place_of(address: str) -> Place:
 
 
 def places_of(addresses: tuple[str, ...]) -> list[Place]:
-    """Without those that cannot be read: they are for the rules to refuse."""
+    """Return the addresses that can be read. The rules refuse the others."""
     places = []
     for address in addresses:
         with suppress(ValueError):
@@ -274,9 +274,10 @@ def places_of(addresses: tuple[str, ...]) -> list[Place]:
 
 
 def find_node(table: str, addresses: tuple[str, ...], flag: int | None) -> int:
-    """Which of these addresses this machine is, counted from 0: the flag, `TRIREME_NODE`, or by its own addresses.
+    """Return the number of this machine among these addresses, counted from 0: the flag, `TRIREME_NODE`, or found by
+    the machine's own addresses.
 
-    Raises: ConfigError where nothing tells.
+    Raises: ConfigError if none of them decides it.
     """
     given = _given(flag)
     if given is not None:

@@ -22,13 +22,13 @@ class Source(Section):
     """`[[source]]`: one of several places that the conversations come from."""
 
     data: str
-    """As `data` of the run."""
+    """Conversations, in the same forms as `data` of the run."""
     subset: str | None = None
     """Configuration of a data set on a hub, where it has several."""
     split: str = "train"
     """Split of a data set on a hub; slices as `train[:1000]` work."""
     repeat: PositiveFloat = 1.0
-    """How often an epoch holds each of its conversations: 3 is three times, 0.25 another quarter of them each epoch."""
+    """Times that an epoch holds each of its conversations; 0.25 is another quarter of them each epoch."""
 
 
 class SftConfig(Section):
@@ -37,9 +37,9 @@ class SftConfig(Section):
     name: str | None = None
     """Name of the run; its folder is `output_dir/name`."""
     output_dir: Path = Path("outputs/sft")
-    """Where runs are written."""
+    """Folder that runs are written to."""
     resume: bool = False
-    """Go on with the run that lies in the output folder, from its newest complete checkpoint."""
+    """Resume the run in the output folder from its newest complete checkpoint."""
     data: str | None = None
     """Conversations, in one of the forms of `docs/sft.md`: a .jsonl, .json or .parquet file, a folder of such, a .py
     file whose `conversations()` returns some, or a data set's name on a hub (`owner/name`)."""
@@ -50,19 +50,19 @@ class SftConfig(Section):
     source: tuple[Source, ...] = ()
     """Several places instead of `data`."""
     validation: str | None = None
-    """Conversations to measure the loss on, of the same forms as `data`; a share of `data` where not given."""
+    """Conversations to measure the loss on, of the same forms as `data`; a share of `data` if not set."""
     validation_split: str = "validation"
     """Split of `validation`, where that is on a hub."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the data held out for validation where `validation` is not given; 0 holds out none."""
     validation_interval: PositiveInt | None = None
-    """Measure the validation loss every this many steps; only before the first and after the last where not given."""
+    """Measure the validation loss every this many steps; only before the first and after the last if not set."""
     loss_on: tuple[TrainedRole, ...] = ("assistant",)
-    """Whose messages are learned from; a message's own `train` or `weight` goes before."""
+    """Roles whose messages are trained on; a message's own `train` or `weight` takes precedence."""
     chat_template: Path | None = None
-    """Jinja file to render conversations with, which the exported tokenizer keeps; its own where not given."""
+    """Jinja file to render conversations with, which the exported tokenizer keeps; its own if not set."""
     chat_template_kwargs: dict[str, Any] = {}
-    """What the chat template is given beside messages and tools, as `{ enable_thinking = false }`."""
+    """Variables of the chat template besides messages and tools, as `{ enable_thinking = false }`."""
     overlong: Literal["truncate", "drop"] = "truncate"
     """Samples of more than `seq_len` tokens: cut them at the end, or leave them out. Both are counted."""
     max_steps: PositiveInt = 100
@@ -74,19 +74,19 @@ class SftConfig(Section):
     seq_len: PositiveInt = 2048
     """Longest sample in tokens."""
     micro_batch_tokens: PositiveInt | None = None
-    """Tokens of one packed micro-batch per rank; `seq_len` where not given."""
+    """Tokens of one packed micro-batch per rank; `seq_len` if not set."""
     num_ranks: PositiveInt | None = None
-    """Processes; one per visible GPU, or 1 on CPU, where not given."""
+    """Processes; one per visible GPU, or 1 on CPU, if not set."""
     threads: PositiveInt | None = None
-    """CPU threads per rank; the machine's cores shared among ranks where not given."""
+    """CPU threads per rank; the machine's cores shared among ranks if not set."""
     seed: int = 0
     """Seed of everything random."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs where there are some."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """How much the logs tell."""
+    """Least severe messages that the logs keep."""
     disk_timeout_s: PositiveFloat = 86400.0
-    """How long the run waits for room on a full disk before it gives up."""
+    """Longest time that the run waits for space on a full disk."""
     model: TrainerModel = TrainerModel()
     tokenizer: Tokenizer = Tokenizer()
     optim: Optimizer = Optimizer(lr=1e-5)
@@ -96,7 +96,7 @@ class SftConfig(Section):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Where the conversations come from, however that was written."""
+        """All places of conversations: `data`, then `source`."""
         if self.data is None:
             return self.source
         return (Source(data=self.data, subset=self.subset, split=self.split), *self.source)
@@ -123,7 +123,7 @@ def is_on_a_hub(data: str) -> bool:
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Of a folder, in order of their names."""
+    """Return the data files of a folder in order of their names."""
     return sorted(path for path in folder.iterdir() if path.suffix in FOLDER_SUFFIXES)
 
 
@@ -187,8 +187,8 @@ def _check_place(key: str, data: str) -> Iterator[str]:
 
 def _near(path: Path) -> str:
     folder = next((parent for parent in path.parents if parent.is_dir()), Path("."))
-    beside = sorted(entry.name for entry in folder.iterdir() if entry.suffix in SUFFIXES)
-    near = get_close_matches(path.name, beside, n=3, cutoff=0.5) or beside[:3]
+    others = sorted(entry.name for entry in folder.iterdir() if entry.suffix in SUFFIXES)
+    near = get_close_matches(path.name, others, n=3, cutoff=0.5) or others[:3]
     return f"Near it: {', '.join(str(folder / name) for name in near)}." if near else "Check the path."
 
 

@@ -18,7 +18,7 @@ class ActivationCheckpointing(Section):
     """`[trainer.model.ac]`: recompute activations in the backward pass instead of keeping them."""
 
     freq: PositiveInt = 1
-    """Every how many layers one is recomputed; 1 recomputes all (least memory), 2 every other."""
+    """Distance between layers that are recomputed; 1 recomputes all (least memory), 2 every other."""
     mode: Literal["full", "selective"] = "full"
     """`selective` keeps the results of matrix products and attention, and recomputes only what is cheap."""
 
@@ -35,11 +35,11 @@ class Lora(Section):
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers that get an adapter."""
     modules_to_save: tuple[str, ...] = ()
-    """Names of modules that are trained whole beside the adapters."""
+    """Names of modules that are trained whole in addition to the adapters."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead."""
     sync: Literal["merged", "adapter"] = "merged"
-    """What the engines get: the whole model with the adapters added in, or (less to send) the adapters alone."""
+    """Weights that engines get: the whole model with the adapters added in, or (less to send) the adapters alone."""
 
     @property
     def engine_rank(self) -> int:
@@ -55,7 +55,7 @@ class Experts(Section):
     """`[trainer.model.moe]`: mixture-of-experts models."""
 
     implementation: Literal["grouped_mm", "batched_mm", "eager"] = "grouped_mm"
-    """How experts are computed: one grouped product over all, a batched one, or one expert after the other."""
+    """Computation of the experts: one grouped product over all, a batched one, or one expert after the other."""
     router: Literal["trained", "frozen"] = "trained"
     """`frozen` leaves the routers as they are."""
     router_dtype: Literal["model", "float32"] = "float32"
@@ -68,7 +68,7 @@ class TrainerModel(Section):
     """`[trainer.model]`: how the model is held and run while it is trained."""
 
     name: str | None = None
-    """Folder or hub name of the model; the run's `model.name` where not given."""
+    """Folder or hub name of the model; the run's `model.name` if not set."""
     from_scratch: bool = False
     """Read only `config.json` and start from random weights, drawn with the run's seed."""
     attn: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
@@ -83,7 +83,7 @@ class TrainerModel(Section):
     activation_offload: bool = False
     """Keep what the backward pass needs in CPU memory meanwhile."""
     lora: Lora | None = None
-    """Low-rank adapters; the whole model is trained where not given."""
+    """Low-rank adapters; the whole model is trained if not set."""
     moe: Experts = Experts()
     dp_replicate: PositiveInt = 1
     """Copies of the sharded model (HSDP): ranks are split into this many groups, each of which shards a whole one."""
@@ -107,7 +107,7 @@ class Tokenizer(Section):
     """`[trainer.tokenizer]`."""
 
     name: str | None = None
-    """Folder or hub name of the tokenizer; the model's where not given."""
+    """Folder or hub name of the tokenizer; the model's if not set."""
 
 
 class Optimizer(Section):
@@ -140,9 +140,9 @@ class Scheduler(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of linear rise from 0 to `optim.lr`."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Where `linear`, `cosine` and `wsd` end, at `max_steps`."""
+    """Learning rate of `linear`, `cosine` and `wsd` at `max_steps`."""
     decay_steps: PositiveInt | None = None
-    """Steps of `wsd`'s fall; a tenth of `max_steps` where not given."""
+    """Steps of `wsd`'s fall; a tenth of `max_steps` if not set."""
 
     def decay_of(self, max_steps: int) -> int:
         """Steps of `wsd`'s fall in a run of so many, at least one."""
@@ -150,16 +150,16 @@ class Scheduler(Section):
 
 
 class Checkpoints(Section):
-    """`[trainer.ckpt]`: what is needed to go on after a stop."""
+    """`[trainer.ckpt]`: what is needed to resume after a stop."""
 
     interval: PositiveInt | None = None
-    """Save every this many steps; only at the end where not given."""
+    """Save every this many steps; only at the end if not set."""
     keep_last: PositiveInt | None = None
-    """Keep this many of the newest; all where not given."""
+    """Keep this many of the newest; all if not set."""
     keep_interval: PositiveInt | None = None
     """Steps divisible by this are kept for good."""
     resume_step: Annotated[int, Field(ge=-1)] | None = None
-    """Go on from this step's checkpoint; -1 takes the newest complete one."""
+    """Resume from this step's checkpoint; -1 takes the newest complete one."""
 
 
 class TrainerConfig(Section):
@@ -174,18 +174,18 @@ class TrainerConfig(Section):
     num_iterations: PositiveInt = 1
     """Optimizer steps per batch, each on the whole of it; they make one version together."""
     num_ranks: PositiveInt | None = None
-    """Trainer processes; one per trainer GPU, or 1 on CPU, where not given."""
+    """Trainer processes; one per trainer GPU, or 1 on CPU, if not set."""
     micro_batch_tokens: PositiveInt | None = None
-    """Tokens of one packed micro-batch per rank; `seq_len` where not given."""
+    """Tokens of one packed micro-batch per rank; `seq_len` if not set."""
     threads: PositiveInt | None = None
-    """CPU threads per rank; what the engine leaves of the cores, shared among ranks, where not given."""
+    """CPU threads per rank; what the engine leaves of the cores, shared among ranks, if not set."""
     batch_timeout_s: PositiveFloat = 3600.0
-    """How long the trainer waits for one batch before it gives up."""
+    """Longest time that the trainer waits for one batch."""
     save_logprobs: bool = True
     """Write the trainer's own logprob of each trained token (4 bytes) to `logprobs/`, for the dashboard."""
     try_step: bool | None = None
     """Before the first batch, while engines start, take a step on a made-up row of full length that changes nothing:
-    too little memory or a block that does not compile ends the run then. On GPUs of its own, where not given."""
+    too little memory or a block that does not compile ends the run then. On GPUs of its own, if not set."""
 
 
 # Rules of these tables, for `rl` and for `sft`. Each yields one message per problem.
