@@ -40,7 +40,7 @@ from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
 from trireme.tools.evaluate.engine import EvaluatedEngine
 from trireme.tools.evaluate.report import as_json, mean_reward, to_table
 from trireme.tools.evaluate.session import (
-    Session,
+    EvalSession,
     install_environments,
     lock_results,
     open_environments,
@@ -201,7 +201,7 @@ class CheckpointEvaluation:
         self._progress.say(f"every rollout: {output}/step_N/ENV.jsonl (`trireme eval tui {output}`)")
         return 1 if any(session.num_failed for _, sessions in evaluated for session in sessions) else 0
 
-    async def _evaluate(self) -> list[tuple[str, list[Session]]]:
+    async def _evaluate(self) -> list[tuple[str, list[EvalSession]]]:
         output, config = self._plan.output, self._config
         waits = Waits("the evaluation", output / "logs")
         run = self._run_config()
@@ -257,12 +257,12 @@ class CheckpointEvaluation:
 
     async def _evaluate_model(
         self, step: int, environments: list[Environment], policy: EnginePolicy, loader: CheckpointLoader
-    ) -> list[Session]:
+    ) -> list[EvalSession]:
         label = self._plan.label(step)
         settings = {"base_url": self._config.client.base_url, "step": step, "checkpoint": label}
         sessions = []
         for environment in environments:
-            session = Session(
+            session = EvalSession(
                 environment, policy, self._config, purpose=f"eval-{step}", settings=settings, version=step
             )
             path = step_folder(self._plan.output, step) / f"{environment.name}.jsonl"

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from trireme.orchestrator.evaluation.results import EvalResult
 from trireme.tools.environments.check_report import difficulty_in_words, rewards_of
-from trireme.tools.evaluate.session import Session
+from trireme.tools.evaluate.session import EvalSession
 
-Evaluated = Sequence[tuple[str, Sequence[Session]]]
+Evaluated = Sequence[tuple[str, Sequence[EvalSession]]]
 """By what the model is called: its sessions, one for each environment."""
 
 _MAX_REWARDS = 40
@@ -53,17 +53,17 @@ def as_json(evaluated: Evaluated) -> str:
     return json.dumps(rows, indent=1)
 
 
-def mean_reward(sessions: Sequence[Session]) -> float | None:
+def mean_reward(sessions: Sequence[EvalSession]) -> float | None:
     """Return the mean over environments, each of which counts the same."""
     found = [session.metrics["reward"] for session in sessions if "reward" in session.metrics]
     return float(np.mean(found)) if found else None
 
 
-def _extent(session: Session) -> str:
+def _extent(session: EvalSession) -> str:
     return f"{len(session.extent.examples)} x {session.extent.rollouts_per_example}"
 
 
-def text_of(session: Session) -> str:
+def text_of(session: EvalSession) -> str:
     """Describe one model on one environment: r1 has the rewards of each example's first rollout, r2 of its second."""
     metrics, results = session.metrics, session.results
     figures = {"rollouts": f"{_extent(session)}, {metrics.get('error_rate', 1.0):.1%} failed"}

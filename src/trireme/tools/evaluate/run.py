@@ -30,7 +30,7 @@ from trireme.tools.evaluate.config import EvalConfig
 from trireme.tools.evaluate.endpoints import find_endpoint, find_key
 from trireme.tools.evaluate.report import conversation_of, text_of
 from trireme.tools.evaluate.session import (
-    Session,
+    EvalSession,
     install_environments,
     lock_results,
     open_environments,
@@ -150,7 +150,7 @@ class ModelEvaluation:
             print(f"model        {self.model}\nenvironments {', '.join(str(each.name) for each in config.env)}")
             return 0
 
-        async def evaluate() -> list[Session]:
+        async def evaluate() -> list[EvalSession]:
             async with (
                 open_environments(config, home / "logs", waits, progress) as environments,
                 open_policy() as policy,
@@ -184,9 +184,9 @@ class ModelEvaluation:
         model = self.model.strip("/").replace("/", "--").replace(":", "-")
         return (self.config.output_dir or OUTPUT) / f"{environment}--{model}"
 
-    def _open_session(self, environment: Environment, policy: RolloutPolicy) -> Session:
+    def _open_session(self, environment: Environment, policy: RolloutPolicy) -> EvalSession:
         model = {"model": self.model, "base_url": self.wanted.base_url}
-        session = Session(environment, policy, self.config, purpose="eval", settings=model)
+        session = EvalSession(environment, policy, self.config, purpose="eval", settings=model)
         if self.saves:
             home = self._home(environment.name)
             unfinished = None if self.starts_new or self.run_id else _find_unfinished(home, session)
@@ -196,7 +196,7 @@ class ModelEvaluation:
         return session
 
 
-def _find_unfinished(home: Path, session: Session) -> Path | None:
+def _find_unfinished(home: Path, session: EvalSession) -> Path | None:
     """Return the newest results that were begun with the same settings and are not finished."""
     for file in sorted(home.glob(f"*/{METADATA}"), key=lambda file: file.stat().st_mtime, reverse=True):
         try:

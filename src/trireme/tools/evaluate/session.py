@@ -47,7 +47,7 @@ from trireme.tools.evaluate.config import EvalConfig, named
 _RESULTS_DEPEND_ON = ("env_id", "env_args", "model", "split", "sampling_args", "max_turns", "weights")
 
 
-class Session:
+class EvalSession:
     """The evaluation of one model on one environment. It writes nothing before `resume` says where."""
 
     def __init__(
@@ -208,7 +208,7 @@ class Session:
             file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 
-async def run_sessions(sessions: Sequence[Session], progress: Progress) -> None:
+async def run_sessions(sessions: Sequence[EvalSession], progress: Progress) -> None:
     """Make what is missing in all sessions at once; each is finished as soon as it has everything."""
     total = sum(len(session.missing) for session in sessions)
     limit_s = max(session.environment.config.rollout_timeout_s for session in sessions)
