@@ -24,7 +24,7 @@ from trireme.cli.env import env
 from trireme.config.orchestrator import Sampling
 from trireme.orchestrator.environments.venv import find_environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
-from trireme.orchestrator.rollout.driver import RolloutSpec
+from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.catalog import list_environments
 from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
 from trireme.tools.environments.template import KINDS, checked_name, suggested_name, template_files
@@ -209,7 +209,7 @@ def reply_of(chat: FakeChat, timeout_s: float = 20, **question: Any) -> Reply:
         known = {"model": None, "key": None, "sampling": Sampling(), "timeout_s": timeout_s, "waits": waits}
         async with open_chat_endpoint(await look_at(chat.url), **known) as endpoint:
             endpoint.pause_s = 0.01
-            await endpoint.rollout(environment, RolloutSpec("train", 0, 0))  # type: ignore[arg-type]
+            await endpoint.rollout(environment, RolloutSpec("train", 0, 0, name="0-0"))  # type: ignore[arg-type]
 
     with chat.running():
         asyncio.run(main())

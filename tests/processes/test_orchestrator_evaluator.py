@@ -205,11 +205,11 @@ def test_an_evaluation_that_a_later_version_had_a_part_in_is_discarded(tmp_path,
     partial = []
 
     class Runner:
-        async def run(self, environment, *, example, **asked):
-            await asyncio.sleep(0.1 * example)
+        async def run(self, environment, spec, **how):
+            await asyncio.sleep(0.1 * spec.example)
             partial.extend(lines(config, 4, ".say.*.partial"))
-            sample = SimpleNamespace(versions=np.array([-1, 4, newest if example else 4]))
-            return Rollout(env="say", example=example, temperature=1.0, reward=1.0, num_turns=1, samples=[sample])
+            sample = SimpleNamespace(versions=np.array([-1, 4, newest if spec.example else 4]))
+            return Rollout(env="say", example=spec.example, temperature=1.0, reward=1.0, num_turns=1, samples=[sample])
 
     held_out = SimpleNamespace(
         name="say",

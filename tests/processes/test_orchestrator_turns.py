@@ -27,7 +27,7 @@ from trireme.orchestrator.engines.pool import Generation, OverlongPrompt, open_i
 from trireme.orchestrator.engines.responses import Called, CalledFunction, Message
 from trireme.orchestrator.environments.wire import Ask, Done, Reply, ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.runner import RolloutRunner
+from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader, split_tool_calls
 from whole_run import SAY, Outcome, build_config, run
 
@@ -471,9 +471,9 @@ async def many_rollouts(tokenizers: dict[str, ChatTokenizer]) -> tuple[Counter[s
         parsers = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"} if parsed else {}
         config = {"inference": {"model": parsers}, "orchestrator": {"trajectory_strategy": strategy}}
         runner = RolloutRunner(RunConfig.model_validate(config), policy, tokenizers[name])  # type: ignore[arg-type]
-        asked = {"key": "0-0", "split": "train", "example": 0, "attempt": 0, "sampling": Sampling()}
+        spec = RolloutSpec("train", 0, 0, name="0-0")
         try:
-            finished = await runner.run(conversation, **asked)  # type: ignore[arg-type]
+            finished = await runner.run(conversation, spec, sampling=Sampling())  # type: ignore[arg-type]
         except ConfigError as error:
             happened[f"refused {strategy} {name}"] += 1
             refusals.append(str(error))

@@ -8,7 +8,8 @@ import pytest
 
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
-from trireme.orchestrator.rollout.driver import Extent, Outcome, RolloutSpec
+from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
+from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.check_report import (
     CheckReport,
     Loaded,
@@ -23,18 +24,18 @@ from trireme.tools.environments.check_report import (
 LOADED = Loaded("toy", "file", "toy.py", None, 0.1, 1, 10, 0, {"python": "3.11.7"})
 
 
-def scored(example: int, place: int, reward: float, *, truncated: bool = False, **metrics: float) -> Outcome:
+def scored(example: int, place: int, reward: float, *, truncated: bool = False, **metrics: float) -> RolloutOutcome:
     ended = {"truncated": truncated, "stop": "stop", "num_turns": 1 + place, "num_sampled": 10 * (1 + place)}
     rollout = Rollout(env="toy", example=example, temperature=1.0, reward=reward, metrics=metrics, **ended)
-    return Outcome(RolloutSpec("train", example, place), 0.5, rollout)
+    return RolloutOutcome(RolloutSpec("train", example, place, name=f"{example}-{place}"), 0.5, rollout)
 
 
-def failed(example: int, place: int, error: str, stage: str = "score") -> Outcome:
+def failed(example: int, place: int, error: str, stage: str = "score") -> RolloutOutcome:
     failure = RolloutFailed(stage, error, f"Traceback\n  {error}")
-    return Outcome(RolloutSpec("train", example, place), 2.0, failure=failure)
+    return RolloutOutcome(RolloutSpec("train", example, place, name=f"{example}-{place}"), 2.0, failure=failure)
 
 
-def report_of(outcomes: list[Outcome], **options: object) -> CheckReport:
+def report_of(outcomes: list[RolloutOutcome], **options: object) -> CheckReport:
     examples = tuple(sorted({outcome.spec.example for outcome in outcomes}))
     size = max(outcome.spec.rollout for outcome in outcomes) + 1
     settings = {"policy": "p", "is_baseline": True, "seconds": 1.0, "num_restarts": 0} | options

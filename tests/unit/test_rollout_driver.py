@@ -10,7 +10,8 @@ import pytest
 from trireme.base.errors import ConfigError
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
-from trireme.orchestrator.rollout.driver import Extent, Outcome, RolloutSpec, missing_specs, run_rollouts
+from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome, missing_specs, run_rollouts
+from trireme.orchestrator.rollout.runner import RolloutSpec
 
 SPECS = Extent("eval", (0, 1), 3).specs("eval-say")
 
@@ -22,7 +23,7 @@ def roll_out_all(
     scored_together: bool = False,
     max_attempts: int = 3,
     max_concurrent: int = 3,
-) -> tuple[list[Outcome], list[Outcome], list[RolloutSpec], int]:
+) -> tuple[list[RolloutOutcome], list[RolloutOutcome], list[RolloutSpec], int]:
     """Return the outcomes, those that were told, what was rolled out, and how many at most at once."""
     told, tried, running, most = [], [], 0, 0
 
@@ -39,7 +40,7 @@ def roll_out_all(
             running -= 1
         return Rollout(env="toy", example=spec.example, temperature=1.0, reward=1.0, num_turns=1)
 
-    async def tell(outcome: Outcome) -> None:
+    async def tell(outcome: RolloutOutcome) -> None:
         told.append(outcome)
 
     how = {"scored_together": scored_together, "max_attempts": max_attempts, "max_concurrent": max_concurrent}

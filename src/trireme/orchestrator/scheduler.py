@@ -20,7 +20,7 @@ from trireme.journal.records import Dropped, OpenGroup, Rollout
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.rollout.runner import RolloutRunner
+from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.orchestrator.weights.policy import Policy
 
 log = get_logger("scheduler")
@@ -172,16 +172,17 @@ class Scheduler:
         last = ""
         for attempt in range(attempts):
             try:
-                rollout = await self._runner.run(
-                    self._environments[task.env],
-                    key=f"{task.id}-{place}",
-                    split="train",
-                    example=task.example,
-                    attempt=attempt,
-                    sampling=self._config.orchestrator.sampling,
+                spec = RolloutSpec(
+                    "train",
+                    task.example,
+                    place,
+                    name=f"{task.id}-{place}",
                     group=str(task.id),
                     group_size=self._group_size,
+                    attempt=attempt,
                 )
+                environment, sampling = self._environments[task.env], self._config.orchestrator.sampling
+                rollout = await self._runner.run(environment, spec, sampling=sampling)
             except RolloutFailed as failure:
                 self._count_failure(task, failure)
                 group.note_failure(place, attempt, last := str(failure))

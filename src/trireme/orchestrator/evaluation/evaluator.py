@@ -25,8 +25,14 @@ from trireme.orchestrator.evaluation.results import (
     read_eval_results,
     results_path,
 )
-from trireme.orchestrator.rollout.driver import Outcome, RolloutSpec, missing_specs, read_extent, run_rollouts
-from trireme.orchestrator.rollout.runner import RolloutRunner
+from trireme.orchestrator.rollout.driver import (
+    RolloutOutcome,
+    gather_or_cancel,
+    missing_specs,
+    read_extent,
+    run_rollouts,
+)
+from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.orchestrator.weights.policy import Policy
 
 log = get_logger("eval")
@@ -100,8 +106,8 @@ class Evaluator:
         files = {name: self._results_file(version, env) for name, env in self._environments.items()}
         try:
             with self._waits.busy():
-                evaluated = await asyncio.gather(
-                    *(self._evaluate_environment(version, env, files[name]) for name, env in self._environments.items())
+                evaluated = await gather_or_cancel(
+                    self._evaluate_environment(version, env, files[name]) for name, env in self._environments.items()
                 )
         finally:
             self.version = None
@@ -148,33 +154,22 @@ class Evaluator:
         assert self._eval is not None
         evaluation = self._eval
         self._num_begun += 1
-        serial = self._num_begun  # the same version may be evaluated twice, and each time its groups are others
         num_rollouts = evaluation.rollouts_per_example
         extent = read_extent(
             environment, split="eval", num_examples=evaluation.num_examples, rollouts_per_example=num_rollouts
         )
-        specs = extent.specs(f"eval-{environment.name}")
+        specs = extent.specs(f"eval-{environment.name}", group_suffix=f"/{self._num_begun}")
         results = await asyncio.to_thread(file.read_partial)
         missing = missing_specs(specs, results, scored_together=environment.group_rewards)
         versions: set[int] = set()
         appending = asyncio.Lock()
 
         async def roll_out(spec: RolloutSpec) -> Rollout:
-            rollout = await self._runner.run(
-                environment,
-                key=spec.name,
-                split=spec.split,
-                example=spec.example,
-                attempt=spec.attempt,
-                sampling=evaluation.sampling,
-                group=f"{spec.group}/{serial}",
-                group_size=spec.group_size,
-                trained=False,
-            )
+            rollout = await self._runner.run(environment, spec, sampling=evaluation.sampling, trained=False)
             reach("evaluation.running")
             return rollout
 
-        async def keep(outcome: Outcome) -> None:
+        async def keep(outcome: RolloutOutcome) -> None:
             result = results[outcome.spec.key] = EvalResult.of(outcome, version=version)
             if outcome.rollout is None:
                 return

@@ -17,7 +17,8 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, atomic_write, step_folder
 from trireme.config.orchestrator import Evaluation
 from trireme.monitor.metrics import means
-from trireme.orchestrator.rollout.driver import Outcome, RolloutKey
+from trireme.orchestrator.rollout.driver import RolloutOutcome
+from trireme.orchestrator.rollout.runner import RolloutKey
 
 
 class EvalResult(msgspec.Struct, kw_only=True):
@@ -45,7 +46,7 @@ class EvalResult(msgspec.Struct, kw_only=True):
     error: str | None = None
 
     @classmethod
-    def of(cls, outcome: Outcome, **more: Any) -> Self:
+    def of(cls, outcome: RolloutOutcome, **more: Any) -> Self:
         """Build the line of a rollout that ended, with `more` fields (such as `version`)."""
         more |= {"example": outcome.spec.example, "rollout": outcome.spec.rollout}
         rollout = outcome.rollout

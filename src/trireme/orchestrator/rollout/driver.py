@@ -21,55 +21,12 @@ from trireme.base.log import get_logger
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.wire import Done, RunTask, Split
+from trireme.orchestrator.environments.wire import Done, Split
+from trireme.orchestrator.rollout.runner import RolloutKey, RolloutSpec
 
 log = get_logger("rollouts")
 
 Value = TypeVar("Value")
-
-RolloutKey = tuple[int, int]
-"""Example, and index of the rollout among those of its example: what a result is resumed by."""
-
-
-@dataclass(frozen=True)
-class RolloutSpec:
-    """One rollout to make.
-
-    Example:
-        RolloutSpec("eval", example=3, rollout=1, group_size=4, purpose="eval-wordle")
-    """
-
-    split: Split
-    example: int  # index in the split
-    rollout: int  # among those of its example, from 0
-    group_size: int = 1
-    purpose: str = "check"  # differs between groups of the same example that one process makes
-    attempt: int = 0
-
-    @property
-    def group(self) -> str:
-        return f"{self.purpose}-{self.example}"
-
-    @property
-    def name(self) -> str:
-        """The same for every attempt: seeds are made of it."""
-        return f"{self.group}-{self.rollout}"
-
-    @property
-    def key(self) -> RolloutKey:
-        return self.example, self.rollout
-
-    def task(self, environment: Environment) -> RunTask:
-        """Return the message that asks an environment worker for this rollout."""
-        return RunTask(
-            task=f"{self.name}.{self.attempt}",
-            split=self.split,
-            index=self.example,
-            attempt=self.attempt,
-            max_turns=environment.config.max_turns,
-            group=self.group,
-            group_size=self.group_size,
-        )
 
 
 def build_rollout(
@@ -94,7 +51,7 @@ def build_rollout(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RolloutOutcome:
     """A rollout that ended: it was scored (`rollout`), or failed as often as it may (`failure`)."""
 
     spec: RolloutSpec
@@ -119,10 +76,23 @@ class Extent:
     def num_rollouts(self) -> int:
         return len(self.examples) * self.rollouts_per_example
 
-    def specs(self, purpose: str) -> list[RolloutSpec]:
+    def specs(self, purpose: str, *, group_suffix: str = "") -> list[RolloutSpec]:
+        """Return them by example.
+
+        Args:
+            purpose: begins their names.
+            group_suffix: ends the names of their groups, so that groups of the same rollouts, made again, differ.
+        """
         size = self.rollouts_per_example
         return [
-            RolloutSpec(self.split, example, rollout, size, purpose)
+            RolloutSpec(
+                self.split,
+                example,
+                rollout,
+                name=f"{purpose}-{example}-{rollout}",
+                group=f"{purpose}-{example}{group_suffix}",
+                group_size=size,
+            )
             for example in self.examples
             for rollout in range(size)
         ]
@@ -173,12 +143,12 @@ def missing_specs(
 async def run_rollouts(
     specs: Sequence[RolloutSpec],
     roll_out: Callable[[RolloutSpec], Awaitable[Rollout]],
-    on_outcome: Callable[[Outcome], Awaitable[None]],
+    on_outcome: Callable[[RolloutOutcome], Awaitable[None]],
     *,
     scored_together: bool,
     max_attempts: int = 1,
     max_concurrent: int | None = None,
-) -> list[Outcome]:
+) -> list[RolloutOutcome]:
     """Make all rollouts, and return their outcomes in the order of `specs`.
 
     Args:
@@ -193,13 +163,13 @@ async def run_rollouts(
     """
     slots = asyncio.Semaphore(max_concurrent or max(1, len(specs)))
 
-    async def run_one(spec: RolloutSpec) -> Outcome:
+    async def run_one(spec: RolloutSpec) -> RolloutOutcome:
         async with slots:
             began = time.monotonic()
             for attempt in range(max_attempts):
                 try:
                     rollout = await roll_out(replace(spec, attempt=attempt))
-                    return Outcome(spec, time.monotonic() - began, rollout)
+                    return RolloutOutcome(spec, time.monotonic() - began, rollout)
                 except RolloutFailed as error:
                     failure = error
                 except TriremeError:
@@ -209,10 +179,10 @@ async def run_rollouts(
                     failure = RolloutFailed("rollout", f"{type(error).__name__}: {error}")
                 if attempt + 1 < max_attempts:
                     log.warning("rollout %s failed, retry %d: %s", spec.name, attempt + 1, failure)
-            return Outcome(spec, time.monotonic() - began, failure=failure)
+            return RolloutOutcome(spec, time.monotonic() - began, failure=failure)
 
-    async def run_group(group: list[RolloutSpec]) -> list[Outcome]:
-        ended: dict[RolloutSpec, Outcome] = {}
+    async def run_group(group: list[RolloutSpec]) -> list[RolloutOutcome]:
+        ended: dict[RolloutSpec, RolloutOutcome] = {}
 
         async def run_member(spec: RolloutSpec) -> None:
             ended[spec] = await run_one(spec)
@@ -225,12 +195,12 @@ async def run_rollouts(
             words = "not scored, because another rollout of its group failed and rewards compare the whole group"
             for spec in group:
                 if spec not in ended or ended[spec].failure is None:
-                    ended[spec] = Outcome(spec, 0.0, failure=RolloutFailed("score", words))
+                    ended[spec] = RolloutOutcome(spec, 0.0, failure=RolloutFailed("score", words))
         for spec in group:
             await on_outcome(ended[spec])
         return [ended[spec] for spec in group]
 
-    async def run_alone(spec: RolloutSpec) -> Outcome:
+    async def run_alone(spec: RolloutSpec) -> RolloutOutcome:
         outcome = await run_one(spec)
         await on_outcome(outcome)
         return outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -24,6 +25,43 @@ from trireme.orchestrator.rollout.turns import TurnReader
 log = get_logger("rollouts")
 
 PROMPT_TOO_LONG = "prompt_too_long"
+
+RolloutKey = tuple[int, int]
+"""Example, and index of the rollout among those of its example: what a result is resumed by."""
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """One rollout to make.
+
+    Example:
+        RolloutSpec("eval", example=3, rollout=1, name="eval-wordle-3-1", group="eval-wordle-3", group_size=4)
+    """
+
+    split: Split
+    example: int  # index in the split
+    rollout: int  # among those of its example, from 0
+    name: str  # the same name and attempt have the same seed, where there is one
+    group: str = ""  # rollouts that are scored together, where the environment's rewards compare them
+    group_size: int = 1
+    attempt: int = 0
+
+    @property
+    def key(self) -> RolloutKey:
+        return self.example, self.rollout
+
+    def task(self, environment: Environment, sampling: dict[str, Any] | None = None) -> RunTask:
+        """Return the message that asks an environment worker for this rollout."""
+        return RunTask(
+            task=f"{self.name}.{self.attempt}",
+            split=self.split,
+            index=self.example,
+            attempt=self.attempt,
+            sampling=sampling or {},
+            max_turns=environment.config.max_turns,
+            group=self.group or self.name,
+            group_size=self.group_size,
+        )
 
 
 class RolloutRunner:
@@ -49,23 +87,11 @@ class RolloutRunner:
             )
 
     async def run(
-        self,
-        environment: Environment,
-        *,
-        key: str,
-        split: Split,
-        example: int,
-        attempt: int,
-        sampling: Sampling,
-        group: str = "",
-        group_size: int = 1,
-        trained: bool = True,
+        self, environment: Environment, spec: RolloutSpec, *, sampling: Sampling, trained: bool = True
     ) -> Rollout:
         """Run and score one rollout.
 
         Args:
-            key: names the rollout: the same key and attempt have the same seed, where there is one.
-            group: name of the rollouts that are scored together, where the environment's rewards compare them.
             trained: whether it is trained on. If not, templates may rewrite earlier turns, and engines need not report
                 what only training needs.
 
@@ -78,27 +104,18 @@ class RolloutRunner:
         turns = TurnSampling(
             sampling,
             run_seed=self._run_seed,
-            key=key,
-            attempt=attempt,
+            key=spec.name,
+            attempt=spec.attempt,
             trained=trained,
             vocab_size=self.tokenizer.vocab_size or self.tokenizer.num_tokens,
             own=self._arguments[id(sampling)][1],
         )
         conversation = _Conversation(self, turns, trained=trained)
-        task = RunTask(
-            task=f"{key}.{attempt}",
-            split=split,
-            index=example,
-            attempt=attempt,
-            sampling=turns.own,
-            max_turns=environment.config.max_turns,
-            group=group,
-            group_size=group_size,
-        )
+        task = spec.task(environment, turns.own)
         done = await environment.run(task, conversation.answer, on_retry=conversation.restart)
         self._warn_of_distortion(environment, turns.distorted)
-        issued = {"env": environment.name, "example": example, "attempt": attempt, "temperature": sampling.temperature}
-        return conversation.finish(done, issued)
+        issued = {"env": environment.name, "example": spec.example, "attempt": spec.attempt}
+        return conversation.finish(done, issued | {"temperature": sampling.temperature})
 
     def _warn_of_distortion(self, environment: Environment, names: set[str]) -> None:
         """Warn once per environment and set of arguments; `sampling_notes` covers the run's own."""

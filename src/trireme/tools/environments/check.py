@@ -25,7 +25,8 @@ from trireme.launch.folder import hold_folder, holds_run
 from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.environments.venv import EnvironmentSource, installed_venv
 from trireme.orchestrator.environments.wire import Split
-from trireme.orchestrator.rollout.driver import Outcome, RolloutSpec, read_extent, run_rollouts
+from trireme.orchestrator.rollout.driver import RolloutOutcome, read_extent, run_rollouts
+from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.catalog import ROOT, build, find_source
 from trireme.tools.environments.check_report import CheckReport, Loaded, build_report, write_rollouts
 from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, build_opener
@@ -115,7 +116,7 @@ async def _check(
     open_policy: OpenPolicy,
     waits: Waits,
     progress: Progress,
-) -> tuple[CheckReport, list[Outcome]]:
+) -> tuple[CheckReport, list[RolloutOutcome]]:
     """Load the environment before the policy: an error of a second must not cost the start of an engine."""
     is_new = source.folder is not None and installed_venv(source) is None
     install_s = build(source, progress) if is_new else None
@@ -160,7 +161,7 @@ async def _check(
 
         with progress.rewards(extent.num_rollouts, limit_s=environment_config.rollout_timeout_s) as add:
 
-            async def show(outcome: Outcome) -> None:
+            async def show(outcome: RolloutOutcome) -> None:
                 add(outcome.reward)
 
             specs = extent.specs("check")

@@ -18,7 +18,7 @@ import numpy as np
 from trireme.algo.advantage import SAME, are_same
 from trireme.base.paths import atomic_write
 from trireme.orchestrator.environments.wire import Split
-from trireme.orchestrator.rollout.driver import Extent, Outcome
+from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 
 TOO_EASY = 0.8
 GOOD = (0.1, 0.7)
@@ -123,7 +123,7 @@ class CheckReport:
 
 def build_report(
     loaded: Loaded,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RolloutOutcome],
     extent: Extent,
     *,
     policy: str,
@@ -135,7 +135,7 @@ def build_report(
     scored = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
     groups: dict[int, list[float]] = defaultdict(list)
     components: dict[str, list[float]] = defaultdict(list)
-    failed: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    failed: dict[tuple[str, str], list[RolloutOutcome]] = defaultdict(list)
     for outcome in outcomes:
         if outcome.rollout is not None:
             groups[outcome.spec.example].append(outcome.rollout.reward)
@@ -174,11 +174,11 @@ def _numbers(values: Sequence[float]) -> Numbers | None:
     return Numbers(float(np.mean(values)), float(np.min(values)), float(np.max(values))) if values else None
 
 
-def _traceback(outcome: Outcome) -> str:
+def _traceback(outcome: RolloutOutcome) -> str:
     return outcome.failure.traceback if outcome.failure is not None else ""
 
 
-def write_rollouts(outcomes: Sequence[Outcome], file: Path) -> None:
+def write_rollouts(outcomes: Sequence[RolloutOutcome], file: Path) -> None:
     """Write one line per rollout, with the keys that analysis scripts expect (`example_id`, `reward`)."""
     with atomic_write(file) as out:
         for outcome in outcomes:

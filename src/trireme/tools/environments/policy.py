@@ -27,7 +27,7 @@ from trireme.journal.records import Rollout
 from trireme.launch.standalone_engine import open_engine
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
-from trireme.orchestrator.rollout.driver import RolloutSpec
+from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
 from trireme.tools.environments.policy_engine import open_engine_policy
 from trireme.tools.environments.policy_script import ScriptedPolicy

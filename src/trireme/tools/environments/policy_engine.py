@@ -21,8 +21,7 @@ from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.engines.responses import Response
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.driver import RolloutSpec
-from trireme.orchestrator.rollout.runner import RolloutRunner
+from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 
 
 class WeightsReplaced(TriremeError):
@@ -74,17 +73,7 @@ class EnginePolicy:
         return replace(self, sampling=sampling)
 
     async def rollout(self, environment: Environment, spec: RolloutSpec) -> Rollout:
-        return await self.runner.run(
-            environment,
-            key=spec.name,
-            split=spec.split,
-            example=spec.example,
-            attempt=spec.attempt,
-            sampling=self.sampling,
-            group=spec.group,
-            group_size=spec.group_size,
-            trained=self.trained,
-        )
+        return await self.runner.run(environment, spec, sampling=self.sampling, trained=self.trained)
 
 
 @asynccontextmanager

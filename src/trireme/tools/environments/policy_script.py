@@ -14,7 +14,8 @@ from typing import Any
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, ToolCall
-from trireme.orchestrator.rollout.driver import RolloutSpec, build_rollout
+from trireme.orchestrator.rollout.driver import build_rollout
+from trireme.orchestrator.rollout.runner import RolloutSpec
 
 MAX_TURNS = 32
 """The conversation then no longer fits, as it would in a model's context: an environment may have no limit."""

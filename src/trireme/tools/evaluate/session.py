@@ -30,14 +30,13 @@ from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.venv import installed_venv
 from trireme.orchestrator.evaluation.results import EvalResult, EvalResultsFile, evaluation_metrics
 from trireme.orchestrator.rollout.driver import (
-    Outcome,
-    RolloutKey,
-    RolloutSpec,
+    RolloutOutcome,
     gather_or_cancel,
     missing_specs,
     read_extent,
     run_rollouts,
 )
+from trireme.orchestrator.rollout.runner import RolloutKey, RolloutSpec
 from trireme.tools.environments.catalog import ROOT, build, find_source
 from trireme.tools.environments.check import LOAD_TIMEOUT_S
 from trireme.tools.environments.policy import RolloutPolicy
@@ -173,7 +172,7 @@ class EvalSession:
         async def roll_out(spec: RolloutSpec) -> Rollout:
             return await self.policy.rollout(self.environment, spec)
 
-        async def keep(outcome: Outcome) -> None:
+        async def keep(outcome: RolloutOutcome) -> None:
             self.seconds = before + time.monotonic() - began
             result = self.results[outcome.spec.key] = EvalResult.of(outcome, version=self.version)
             if self.file is not None:

@@ -10,7 +10,7 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, RunTask
-from trireme.orchestrator.rollout.driver import RolloutSpec
+from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.policy import RolloutPolicy
 from trireme.tools.gepa.records import Records, Reflection, name_of
 
@@ -49,7 +49,7 @@ class OneQuestion:
 async def ask_once(policy: RolloutPolicy, question: str, *, number: int = 0) -> str:
     """Raises: RolloutFailed where there is no answer; TriremeError where no other question would get one."""
     asked = cast(Environment, OneQuestion(question))
-    rollout = await policy.rollout(asked, RolloutSpec("train", number, 0))
+    rollout = await policy.rollout(asked, RolloutSpec("train", number, 0, name=f"reflection-{number}"))
     return str(rollout.completion[0]["content"])
 
 

@@ -23,7 +23,8 @@ from gepa.strategies.instruction_proposal import InstructionProposalSignature
 from trireme.base.errors import Refused
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.rollout.driver import Outcome, RolloutSpec, run_rollouts
+from trireme.orchestrator.rollout.driver import RolloutOutcome, run_rollouts
+from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.policy import RolloutPolicy
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.examples import Drawn, Example
@@ -163,12 +164,13 @@ class Search:
                 self.calls[example.purpose] += 1
             else:
                 prompted = PromptedEnvironment(self.environment, prompt, columns=self.config.state_columns)
-                wanted[RolloutSpec(example.split, example.index, nth)] = example, prompted
+                task = f"{example.split}-{example.index}-{nth}"
+                wanted[RolloutSpec(example.split, example.index, nth, name=task)] = example, prompted
 
         async def roll_out(spec: RolloutSpec) -> Rollout:
             return await self.policy.rollout(cast(Environment, wanted[spec][1]), spec)
 
-        async def record(outcome: Outcome) -> None:
+        async def record(outcome: RolloutOutcome) -> None:
             example, prompted = wanted[outcome.spec]
             more: dict[str, Any] = {"purpose": example.purpose, "split": example.split, "prompt_name": name}
             if outcome.rollout is not None:
