@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from model_configs import MODELS
 from trireme.algo.activations import Pass
 from trireme.algo.architecture import architecture_of, is_known
+from trireme.algo.chips import GIB
 from trireme.tools.plan.estimate import CUDA_BYTES, GPU_SCATTERED, scattered_bytes
 from trireme.tools.plan.memory import Training, changed
-from trireme.tools.plan.serving import GIB, Serving
+from trireme.tools.plan.serving import Serving
 
 QWEN = architecture_of(MODELS["Qwen/Qwen2.5-7B"])
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

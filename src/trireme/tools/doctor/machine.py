@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 
+from trireme.algo.chips import GIB
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.tools.doctor.report import Case, Finding, ok, problem, skipped, warning
 from trireme.tools.plan.estimate import ORCHESTRATOR_BYTES, estimate_here
-from trireme.tools.plan.memory import GIB
 from trireme.tools.plan.sizes import read_sizes
 
 MIB = 1 << 20

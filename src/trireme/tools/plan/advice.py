@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from trireme.algo.chips import GIB
 from trireme.base.devices import Devices
 from trireme.config.run import RunConfig
 from trireme.tools.plan.estimate import Estimate, estimate_here
-from trireme.tools.plan.memory import GIB, changed
+from trireme.tools.plan.memory import changed
 
 WORTH = 0.005  # of what is needed: smaller savings are left out
 

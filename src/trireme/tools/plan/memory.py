@@ -13,7 +13,6 @@ from typing import Literal
 from trireme.algo.activations import Pass, kept_by_attention, kept_by_layer, kept_by_matrices, layer_input, needs_mask
 from trireme.algo.architecture import Architecture, Layer
 
-GIB = 1 << 30
 MASTER_BYTES = 4  # of a parameter that is trained, and of its gradient: float32
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 3 * 4 / 128, "muon": 4.0, "sgd": 4.0}
 """Bytes of the optimizer's state per parameter. In 8 bits, 3 float32 numbers for every 128 values are included."""

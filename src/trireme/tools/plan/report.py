@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trireme.algo.chips import GIB
 from trireme.tools.plan.advice import Advice
 from trireme.tools.plan.estimate import Estimate
-from trireme.tools.plan.memory import GIB
 from trireme.tools.plan.step_time import Split
 
 MOMENTS = {

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trireme.algo.architecture import Architecture
+from trireme.algo.chips import GIB
 
-GIB = 1 << 30
 CONTEXT_BYTES = 0.9 * GIB  # of CUDA and NCCL, besides all tensors
 GRAPHS_BYTES = 0.8 * GIB  # of CUDA graphs
 
