@@ -45,8 +45,8 @@ def _parse(argv: list[str]) -> Namespace:
     parser = ArgumentParser(
         prog="trireme eval-view",
         description="Runs and evaluations with their mean rewards, their rollouts, and each one's conversation; of "
-        "training also tokens with logprobs, advantages and versions. The run may be going on. Writes nothing.",
-        epilog="? shows all keys. Ends with 0, or 2 where there is nothing at the path.",
+        "training also tokens with logprobs, advantages and versions. The run may still be training. Writes nothing.",
+        epilog="? shows all keys. Exit codes: 0, or 2 if there is nothing at the path.",
     )
     parser.add_argument(
         "folders",

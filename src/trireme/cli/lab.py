@@ -85,8 +85,8 @@ def _print_done(what: str, details: str) -> None:
 def _parse(argv: list[str]) -> Namespace:
     parser = ArgumentParser(
         prog="trireme lab setup",
-        description="Makes a folder to work in: example configurations, environments, tiny models, endpoints. Nothing "
-        "that is there is written over; typing it again adds what is missing.",
+        description="Makes a folder to work in: example configurations, environments, tiny models, endpoints. "
+        "Overwrites nothing; the same command again adds what is missing.",
         allow_abbrev=False,
     )
     kind = parser.add_mutually_exclusive_group()
@@ -101,7 +101,7 @@ def _parse(argv: list[str]) -> Namespace:
         help="configs/prime-rl, for `prime-rl @ FILE`, and configs/*/rl.toml, for `rl @ FILE`",
     )
     parser.set_defaults(examples=HOSTED)
-    parser.add_argument("--size", choices=SIZES, help="what the examples are for; this machine where not given")
-    parser.add_argument("--path", metavar="DIR", type=Path, default=Path(), help="the folder; this one")
-    parser.add_argument("--copy", action="store_true", help="copies environments and models rather than linking them")
+    parser.add_argument("--size", choices=SIZES, help="the machine that the examples are for; default: this one")
+    parser.add_argument("--path", metavar="DIR", type=Path, default=Path(), help="the folder; default: this one")
+    parser.add_argument("--copy", action="store_true", help="copy environments and models instead of linking them")
     return parser.parse_args(argv)

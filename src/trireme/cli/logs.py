@@ -67,6 +67,6 @@ def _parse(argv: list[str]) -> Namespace:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("process", metavar="PROCESS", nargs="?", help="inference, orchestrator, trainer, …")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on showing what comes")
-    parser.add_argument("-n", "--lines", metavar="N", type=int, default=20, help="of each; 20 where not given")
+    parser.add_argument("-f", "--follow", action="store_true", help="keep showing new lines")
+    parser.add_argument("-n", "--lines", metavar="N", type=int, default=20, help="lines of each log; default 20")
     return parser.parse_args(argv)

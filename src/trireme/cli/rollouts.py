@@ -43,23 +43,23 @@ def rollouts(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> Namespace:
     parser = ArgumentParser(
         prog="trireme rollouts",
-        description="Writes the rollouts that a run was trained on, out of its journal: `trl` and `verl` as the data "
-        "sets that those trainers take, `parquet` and `jsonl` with everything. The run may be going on.",
-        epilog="Ends with 0 when all is on disk, 2 where there is nothing to write or no place for it, 3 where the "
-        "journal is damaged. docs/leaving.md has the columns, and how to load them.",
+        description="Writes the rollouts that a run was trained on, from its journal: `trl` and `verl` as the data "
+        "sets that those trainers read, `parquet` and `jsonl` with everything. The run may still be training.",
+        epilog="Exit codes: 0 all is on disk, 2 there is nothing to write or no room for it, 3 the journal is "
+        "damaged. docs/leaving.md has the columns, and how to load them.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
-    parser.add_argument("--to", choices=KINDS, required=True, help="who is to read them")
+    parser.add_argument("--to", choices=KINDS, required=True, help="the format")
+    parser.add_argument("--output", "--out", metavar="FOLDER", type=Path, help="default: RUN/rollouts/trl and so on")
+    parser.add_argument("--steps", metavar="A:B", type=_steps, help="steps A to B - 1; either may be left out")
+    parser.add_argument("--env", metavar="NAME", help="only this environment")
+    parser.add_argument("--min-reward", metavar="R", type=float, help="only rewards of R or more")
     parser.add_argument(
-        "--output", "--out", metavar="FOLDER", type=Path, help="RUN/rollouts/trl and so on, where not given"
-    )
-    parser.add_argument(
-        "--steps", metavar="A:B", type=_steps, help="from step A to before step B; either may be left out"
-    )
-    parser.add_argument("--env", metavar="NAME", help="of this environment only")
-    parser.add_argument("--min-reward", metavar="R", type=float, help="those with this reward or more only")
-    parser.add_argument(
-        "--pass-threshold", metavar="R", type=float, default=1.0, help="trl: the reward that is labelled good; 1.0"
+        "--pass-threshold",
+        metavar="R",
+        type=float,
+        default=1.0,
+        help="trl: lowest reward with a good label; default 1.0",
     )
     parser.add_argument("--no-tokens", action="store_true", help="jsonl, parquet: messages and rewards only")
     return parser.parse_args(argv)

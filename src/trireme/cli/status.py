@@ -122,12 +122,14 @@ def _wait_for_config(run: Path) -> RunConfig:
 def _parse(argv: list[str]) -> Namespace:
     parser = ArgumentParser(
         prog="trireme status",
-        description="Says how a run stands: its job on the cluster, its steps, rewards, evaluations and checkpoints, "
+        description="Shows the state of a run: its job on the cluster, steps, rewards, evaluations and checkpoints, "
         "and what each process waits for.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("-f", "--follow", action="store_true", help="show each step as it comes, until the run is over")
     parser.add_argument(
-        "--mirror", action="store_true", help="with --follow: metrics to Weights & Biases, where the run wants that"
+        "--mirror",
+        action="store_true",
+        help="with --follow: send metrics to W&B, if the run is configured for it",
     )
     return parser.parse_args(argv)
