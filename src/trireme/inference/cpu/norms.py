@@ -1,4 +1,4 @@
-"""Layer norms on a CPU by vLLM's own C kernels, which it offers to GPUs alone.
+"""Layer norms on a CPU with vLLM's own C kernels, which vLLM itself uses on GPUs only.
 
 On a CPU vLLM composes a norm of six operations of torch: a tenth of what its engine does with a small model, and 27
 times as long as the kernel for a long prompt (4,096 tokens of 384 values). Providers of an operation, and
@@ -14,7 +14,7 @@ PROVIDER = "trireme_cpu"
 
 
 def _can_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    """The kernels know one type of values, and no norm over a part of them."""
+    """Return whether the kernel supports these arguments: one dtype, and a norm over all values."""
     return variance_size is None and weight is not None and weight.dtype == x.dtype
 
 
@@ -26,7 +26,7 @@ def _can_add_and_norm(
 
 
 def register() -> None:
-    """May be called more than once per process."""
+    """Register the norms. May be called more than once per process."""
     from vllm import ir
 
     if PROVIDER in ir.ops.rms_norm.impls:
