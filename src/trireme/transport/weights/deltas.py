@@ -1,13 +1,13 @@
-"""A delta on the wire: for each bucket a head that says how each of its tensors comes, and a body with their patches.
+"""Deltas on the wire: each bucket has a head with the form of each patch, and a body with the patches.
 
-The receiver keeps a copy of all that it was sent, in host memory and under the published names, and patches that; what
-it hands on are whole tensors, the same as if all had been sent. Engines cannot patch what they compute with: on CPU it
-is packed, elsewhere fused and split over ranks, and no digest of a published tensor could be taken of it.
+The receiver keeps a copy of all weights in host memory, under their published names, patches it, and passes on whole
+tensors as if all had been sent. Engines cannot patch the weights they compute with, which are packed on a CPU, and
+fused and split over ranks elsewhere; nor could digests of published tensors be computed from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -17,31 +17,32 @@ from trireme.transport.weights.buckets import dtype_of, pack_bytes, packed_size,
 
 
 def pack_head(patches: list[Patch], device: torch.device) -> torch.Tensor:
-    """[tensors, 2] int64: form and number of changed values."""
+    """Return [tensors, 2] int64: form and number of changed values."""
     rows = [[int(patch.form), patch.num_changed] for patch in patches]
     return torch.tensor(rows, dtype=torch.int64, device=device).view(len(patches), 2)
 
 
 def empty_head(specs: list[TensorSpec], device: torch.device) -> torch.Tensor:
-    """To be received into."""
+    """Return the tensor to receive a head into."""
     return torch.empty(len(specs), 2, dtype=torch.int64, device=device)
 
 
 def pack_body(patches: list[Patch], device: torch.device) -> torch.Tensor:
-    """One flat uint8 tensor."""
+    """Return the patches of a bucket as one flat uint8 tensor."""
     return pack_bytes([part for patch in patches for part in (patch.where, patch.values)], device)
 
 
 class HostCopy:
-    """What a receiver holds. Nothing at first: then only whole tensors can be taken."""
+    """A receiver's copy of the weights. It is empty at first and then accepts whole tensors only."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def body_size(self, specs: list[TensorSpec], head: torch.Tensor) -> int:
-        """Bytes of the body that follows.
+        """Return the bytes of the body that follows a head.
 
-        Raises: RuntimeError where the head makes no sense, or patches what is not here.
+        Raises:
+            RuntimeError: the head is invalid, or patches a tensor that was never received.
         """
         return packed_size(size for sizes in self._sizes(specs, head) for size in sizes)
 
@@ -50,8 +51,8 @@ class HostCopy:
             tensor = self._tensor(spec, is_whole=form == Form.WHOLE)
             if not (0 <= form < len(Form) and 0 <= count <= tensor.numel()):
                 raise RuntimeError(
-                    f"{spec.name} of {tensor.numel()} values is to change in {count} of them, told in form {form} - "
-                    f"at most all, in a form below {len(Form)}, were expected. The transfer is broken; it is begun anew"
+                    f"a patch of {spec.name} changes {count} of {tensor.numel()} values in form {form} - at most all "
+                    f"values and a form below {len(Form)} were expected. The transfer is broken and will be retried"
                 )
             yield sizes_of(Form(form), count, tensor)
 
@@ -61,8 +62,8 @@ class HostCopy:
             return found
         if not is_whole:
             raise RuntimeError(
-                f"changes of {spec.name} came, and nothing that they change is here - the first transfer to an engine "
-                "was expected to bring all values. The transfer is broken; it is begun anew"
+                f"a patch of {spec.name} arrived before its values - the first transfer to an engine was expected to "
+                "bring all values. The transfer is broken and will be retried"
             )
         fresh = torch.empty(spec.shape, dtype=dtype_of(spec))
         self._tensors[spec.name] = fresh
@@ -71,7 +72,7 @@ class HostCopy:
     def take(
         self, specs: list[TensorSpec], head: torch.Tensor, body: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Patches, and hands on the whole tensors: they stay as they are until the next transfer."""
+        """Apply patches and yield whole tensors, which are valid until the next transfer."""
         sizes = list(self._sizes(specs, head))
         parts = unpack_bytes((size for pair in sizes for size in pair), body.cpu())
         for spec, (form, count) in zip(specs, head.tolist(), strict=True):
@@ -80,11 +81,8 @@ class HostCopy:
             yield spec.name, tensor
 
 
-def patches_of(parts: Iterable[torch.Tensor | Patch]) -> list[Patch]:
-    """The parts of a bucket, where they are sent as patches."""
-    return [_as_patch(part) for part in parts]
-
-
-def _as_patch(part: torch.Tensor | Patch) -> Patch:
-    assert isinstance(part, Patch), "a delta is sent in patches"
-    return part
+def patches_of(parts: list[torch.Tensor | Patch]) -> list[Patch]:
+    """Return the parts of a bucket, all of which are patches."""
+    patches = [part for part in parts if isinstance(part, Patch)]
+    assert len(patches) == len(parts), "a delta is sent in patches"
+    return patches

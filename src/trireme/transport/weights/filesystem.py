@@ -44,7 +44,7 @@ class FilesystemSender:
 
     def _content(self, specs: list[TensorSpec], parts: Iterator[torch.Tensor | Patch]) -> dict[str, torch.Tensor]:
         if self._delta:
-            patches = patches_of(parts)
+            patches = patches_of(list(parts))
             return {"head": pack_head(patches, _CPU), "body": pack_body(patches, _CPU)}
         return {spec.name: _on_cpu(part) for spec, part in zip(specs, parts, strict=True)}
 
