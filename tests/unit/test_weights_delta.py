@@ -108,7 +108,7 @@ def test_a_head_that_makes_no_sense_is_refused(row: list[int]) -> None:
     copy, specs = HostCopy(), specs_of(model)
     whole = patches(model, None)
     assert dict(copy.take(specs, pack_head(whole, CPU), pack_body(whole, CPU))).keys() == {"norm"}
-    with pytest.raises(RuntimeError, match="norm of 16 values is to change"):
+    with pytest.raises(RuntimeError, match="a patch of norm changes"):
         copy.body_size(specs, torch.tensor([row]))
 
 
@@ -126,7 +126,7 @@ def test_files_bring_changes_to_the_bit(tmp_path: Path) -> None:
     assert sizes[1] < sizes[0] / 5
     receiver.join("another epoch", 1, 2)
     payload = sender.send(specs_of(model), patches(model, before))
-    with pytest.raises(RuntimeError, match="nothing that they change is here"):
+    with pytest.raises(RuntimeError, match="arrived before its values"):
         list(receiver.tensors(specs_of(model), payload))
 
 
@@ -162,7 +162,7 @@ def test_transfers_received_ahead_and_others_may_follow_one_another_until_one_br
 def test_a_transfer_that_does_not_come_is_waited_for_no_longer_than_allowed() -> None:
     never = Event()
     background = BackgroundReceive(number for number in count() if never.wait())
-    with pytest.raises(TimeoutError, match="waited 0 s for the trainer to send what it had announced"):
+    with pytest.raises(TimeoutError, match="within 0 s"):
         background.take(0.05)
 
 

@@ -1,4 +1,4 @@
-"""What to tell whose trainer ran out of memory: which switches are left, the cheapest first."""
+"""The error for a trainer that ran out of memory: which settings are left to change, the cheapest first."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ NUM_PROPOSALS = 4
 def explain_out_of_memory(
     table: str, config: TrainerConfig | SftConfig, *, seq_len: int, device: str
 ) -> Iterator[None]:
-    """
+    """Turn torch's out-of-memory error into proposals, as the same configuration would run out of memory again.
+
     Args:
-        table: in which the user writes `config`, with a dot behind it; empty for the top of the file.
+        table: the user's table of `config`, with a dot at its end; empty for the top of the file.
 
     Raises:
-        ConfigError: instead of torch's error. The same configuration would run out of memory again.
+        ConfigError: instead of torch's error.
     """
     try:
         yield
@@ -50,7 +51,7 @@ def _in_short(error: RuntimeError) -> str:
 
 
 def proposals(table: str, config: TrainerConfig | SftConfig, *, seq_len: int, on_gpu: bool) -> Iterator[str]:
-    """What is not done yet."""
+    """Yield the settings that could still save memory."""
     model, row = config.model, config.micro_batch_tokens or seq_len
     if model.ac is None or model.ac.freq > 1 or model.ac.mode == "selective":
         yield f'`[{table}model.ac]` with `freq = 1`, `mode = "full"`: every layer is recomputed in the backward pass'

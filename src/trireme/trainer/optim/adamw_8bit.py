@@ -1,8 +1,17 @@
 """AdamW whose two moments are held in 8 bits each, by the codes below: 2 bytes per parameter instead of 8
 (after Dettmers et al. 2021, arXiv 2110.02861).
 
-The state is plain tensors, of which every block lies within a row of its parameter, so that shards can be cut and
-joined between blocks. What any number of ranks saved, any other number goes on with to the bit.
+The state is plain tensors in which every block is within a row of its parameter, so that shards can be cut and joined
+between blocks. Any number of ranks can resume what any other number saved, to the bit.
+
+What counts for a step of AdamW, the first moment m over the root s of the second one, is the relative error of s and
+the absolute error of m / s. So each block holds
+
+    s        its logarithm, evenly from the smallest to the largest of its block; a code of its own for 0
+    m / s    evenly from minus the largest of its block to the largest
+
+Deviation: the paper holds m and s^2 as parts of the largest of their block, by codes that are coarse for small parts. A
+gradient 2,500 times smaller than the largest of its block keeps its m there and loses its s: a step of m / eps.
 """
 
 from __future__ import annotations
@@ -16,22 +25,25 @@ from torch.distributed.tensor import DTensor
 from trireme.trainer.parallel.shards import local_part, shard_of
 
 BLOCKS = (128, 64, 32)
-"""Values that share a range: as many as divide a row evenly."""
+"""Values that share a range: the largest of these numbers that divides a row evenly."""
 
 SMALLEST = 4096
-"""Values of a parameter that is worth it; smaller ones, norms and biases have their moments in float32."""
+"""Fewest values of a parameter with moments in 8 bits. Smaller ones, norms and biases have them in float32."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 RANGE = "ranges"
-"""Beside moments that are codes (uint8): what the codes of each block span."""
+"""The key of the ranges that the codes (uint8) of each block span."""
 
 GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples, without what is before the point, fill the range from 0 to 1 as evenly as any sequence."""
+"""The fractional parts of its multiples fill the range from 0 to 1 as evenly as any sequence."""
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """`state[parameter]` has `exp_avg` and `exp_avg_sq`, sharded as the parameter. Where these are codes (uint8),
-    `ranges` is beside them, with `RANGES` numbers per block."""
+    """AdamW with moments in 8 bits.
+
+    `state[parameter]` has `exp_avg` and `exp_avg_sq`, sharded as the parameter. If these are codes (uint8), it also has
+    `ranges`, with `RANGES` numbers per block.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
@@ -49,7 +61,7 @@ class AdamW8bit(torch.optim.Optimizer):
         if not state:
             state |= _first_state(parameter)
         state["step"] += 1
-        if not local_part(parameter).numel():  # of a small parameter not every rank holds a part
+        if not local_part(parameter).numel():  # not every rank holds a part of a small parameter
             return
         assert parameter.grad is not None
         held = [state.get(key) for key in (*MOMENTS, RANGE)]
@@ -58,7 +70,7 @@ class AdamW8bit(torch.optim.Optimizer):
             local_part(parameter.grad),
             state["step"],
             *(None if value is None else local_part(value) for value in held),
-            lr=torch.tensor(group["lr"]),  # a number would be compiled in
+            lr=torch.tensor(group["lr"]),  # a Python number would be compiled in
             rounding=torch.tensor(GOLDEN * float(state["step"]) % 1),
             betas=group["betas"],
             eps=group["eps"],
@@ -66,7 +78,7 @@ class AdamW8bit(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """torch's own would turn codes into floats. Ranges may come whole: each rank takes its part."""
+        """Load a state. torch's own method would turn codes into floats. Each rank takes its part of whole ranges."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.state.clear()
         for number, saved in state_dict["state"].items():
@@ -75,7 +87,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def block_of(parameter: torch.Tensor) -> int | None:
-    """Values that share a range; None where its moments are kept in float32."""
+    """Return the number of values that share a range; None for moments in float32."""
     if parameter.ndim < 2 or parameter.numel() < SMALLEST or _is_cut_within_rows(parameter):
         return None
     return next((block for block in BLOCKS if parameter.shape[-1] % block == 0), None)
@@ -105,7 +117,7 @@ def in_eight_bits(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> di
 
 
 def in_float32(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Likewise, as AdamW holds it."""
+    """Convert the saved state of a parameter, in either form, to what AdamW holds."""
     if (ranges := saved.get(RANGE)) is None:
         return saved
     mean, square = (local_part(saved[key]) for key in MOMENTS)
@@ -117,7 +129,7 @@ def in_float32(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[
 
 
 def _filled(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor like it, of which this is our part."""
+    """Return a tensor like the parameter with `local` as this rank's part."""
     tensor = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
     local_part(tensor).copy_(local)
     return tensor
@@ -178,12 +190,12 @@ def _as_held(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.T
         return tensor
     if not isinstance(parameter, DTensor):
         return tensor.to(parameter.device)
-    rows = shard_of(parameter).region[:-1]  # ranges are cut as their parameter is, but for the last dimension
+    rows = shard_of(parameter).region[:-1]  # ranges are sharded as their parameter, except for the last dimension
     return _sharded_as(parameter, tensor[rows].contiguous())
 
 
 def _sharded_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor of this part, whose whole has the shape of the parameter but for the last dimension."""
+    """Return a tensor with this part, whose whole has the shape of the parameter except for the last dimension."""
     if not isinstance(parameter, DTensor):
         return local.to(parameter.device)
     shape = torch.Size((*parameter.shape[:-1], local.shape[-1]))
@@ -209,7 +221,7 @@ RANGES = 3
 def encode(
     mean: torch.Tensor, square: torch.Tensor, blocks: int, rounding: torch.Tensor | float = 0.5
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes of both, [..., L] uint8, and [..., RANGES * blocks] float32: the inverse of `decode`, but for rounding.
+    """Return codes of both moments, [..., L] uint8, and ranges, [..., RANGES * blocks] float32: inverse of `decode`.
 
     Args:
         mean: [..., L] m.
@@ -231,7 +243,7 @@ def encode(
 
 
 def decode(mean: torch.Tensor, square: torch.Tensor, ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both moments, [..., L] float32.
+    """Return both moments, [..., L] float32.
 
     Args:
         mean: [..., L] uint8, as `square`.
@@ -245,5 +257,5 @@ def decode(mean: torch.Tensor, square: torch.Tensor, ranges: torch.Tensor) -> tu
 
 
 def _roots(codes: torch.Tensor, lowest: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """[..., blocks, B] s."""
+    """Return [..., blocks, B] s."""
     return torch.where(codes > 0, (lowest + (codes - 1) * width).exp(), 0.0)

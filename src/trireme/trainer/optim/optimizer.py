@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,12 +58,12 @@ def _groups(
 
 
 def _decays(name: str, parameter: torch.Tensor) -> bool:
-    """Biases of experts have a row for each, and are no matrices."""
+    """Return whether weight decay applies. Biases of experts have two dimensions and are no matrices."""
     return parameter.ndim >= 2 and not _is_bias(name)
 
 
 def _is_stack_of_matrices(name: str, parameter: torch.Tensor) -> bool:
-    """A matrix, or one of each expert."""
+    """Return whether a parameter is a matrix, or holds one for each expert."""
     return not _is_bias(name) and (parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name))
 
 
@@ -73,21 +72,17 @@ def _is_bias(name: str) -> bool:
 
 
 def _outside_layers(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Of embeddings and of the head: each of their rows is a token's, and no map from one space to another."""
-    return {parameter for module in _tables(model) for parameter in module.parameters(recurse=False)}
-
-
-def _tables(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    yield from (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is not None:
-        yield head
+    """Return the parameters of embeddings and head, whose rows belong to single tokens: they are no linear maps."""
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    if (head := getattr(model, "get_output_embeddings", lambda: None)()) is not None:
+        tables.append(head)
+    return {parameter for module in tables for parameter in module.parameters(recurse=False)}
 
 
 def set_lr(
     optimizer: torch.optim.Optimizer, optim: Optimizer, scheduler: Scheduler, *, step: int, max_steps: int
 ) -> float:
-    """The rate is a function of the step alone, so a resumed run needs no schedule state."""
+    """Set and return the learning rate, a function of the step alone, so that resuming needs no scheduler state."""
     lr = optim.lr * lr_factor(
         step,
         kind=scheduler.type,
@@ -102,7 +97,7 @@ def set_lr(
 
 
 def lr_factor(step: int, *, kind: str, warmup_steps: int, max_steps: int, floor: float, decay_steps: int = 1) -> float:
-    """What the peak learning rate is multiplied by at optimizer step `step` (0-based).
+    """Return the factor of the peak learning rate at optimizer step `step` (0-based).
 
     Rises linearly over `warmup_steps`, the first step already above 0; then stays (`constant`), falls to `floor` at
     `max_steps` along a line or half a cosine, or stays until the last `decay_steps` and falls along a line in these

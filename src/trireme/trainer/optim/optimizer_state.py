@@ -1,6 +1,6 @@
-"""What an optimizer remembers of each parameter, as a checkpoint holds it, and back.
+"""The state of an optimizer in a checkpoint.
 
-AdamW and its 8-bit form go on with each other's: moments are encoded, or decoded. Others remember something else.
+AdamW and its 8-bit form load each other's moments, encoding or decoding them. Other optimizers load only their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Remembered = dict[str, torch.Tensor]
 
 
 def optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """`optimizer.KEY.PARAMETER`. The rest of its state (learning rate, betas) follows from configuration and step."""
+    """Return tensors by `optimizer.KEY.PARAMETER`. Learning rate and betas follow from configuration and step."""
     return {
         f"{OPTIMIZER}.{key}.{name}": tensor
         for name, parameter in model.named_parameters()
@@ -32,9 +32,10 @@ def optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) 
 
 
 def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, stored: StoredShards) -> None:
-    """The inverse: this rank's part of all of them.
+    """Load this rank's part of an optimizer's state.
 
-    Raises: ConfigError where an optimizer of another kind, or in an earlier format, has saved them.
+    Raises:
+        ConfigError: it was saved by another kind of optimizer, or in an earlier format.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -50,7 +51,7 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, sto
 
 
 def _read(parameters: dict[str, torch.nn.Parameter], stored: StoredShards) -> dict[str, Remembered]:
-    """By parameter, then key."""
+    """Read the saved state, by parameter and then by key."""
     saved: dict[str, Remembered] = {}
     for full_name, key, name in _optimizer_names(stored):
         if name in parameters:
@@ -61,7 +62,7 @@ def _read(parameters: dict[str, torch.nn.Parameter], stored: StoredShards) -> di
 
 
 def _optimizer_names(stored: StoredShards) -> Iterator[tuple[str, str, str]]:
-    """Full name, key, parameter."""
+    """Yield full name, key and parameter of each tensor."""
     for full_name in stored.names():
         kind, _, rest = full_name.partition(".")
         key, _, name = rest.partition(".")
@@ -70,7 +71,7 @@ def _optimizer_names(stored: StoredShards) -> Iterator[tuple[str, str, str]]:
 
 
 def _like(parameter: torch.Tensor, stored: StoredShards, name: str) -> torch.Tensor:
-    """Room for a tensor of the optimizer: sharded as its parameter, or, like a counter of steps, on every rank."""
+    """Return an empty tensor of the state: sharded as its parameter, or whole on every rank, like a step counter."""
     shape, dtype = stored.shape(name), stored.dtype(name)
     if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -78,7 +79,7 @@ def _like(parameter: torch.Tensor, stored: StoredShards, name: str) -> torch.Ten
 
 
 def _keys(optimizer: torch.optim.Optimizer, group: dict) -> set[str]:
-    """What is remembered of each parameter of a group, whatever the number format."""
+    """Return the keys of the state of each parameter in a group, whatever its number format."""
     return {MOMENTUM} if isinstance(optimizer, torch.optim.SGD) or group.get("is_hidden") else set(MOMENTS)
 
 
@@ -100,6 +101,6 @@ def _another_kind(optimizer: torch.optim.Optimizer, saved: dict[str, Remembered]
     ours = type(optimizer).__name__.lower().replace("adamw8bit", "adamw_8bit")
     return ConfigError(
         f"The checkpoint's optimizer is {theirs!r}, and `optim.type` is {ours!r} - the same was expected (or "
-        f"'adamw' and 'adamw_8bit', which go on with each other's moments) - set `optim.type = {theirs!r}`, or begin a "
+        f"'adamw' and 'adamw_8bit', which load each other's moments) - set `optim.type = {theirs!r}`, or begin a "
         "new run with the weights of this one as `model.name`."
     )

@@ -1,10 +1,10 @@
-"""Context parallelism: the ranks of a team hold a part of each row, so that longer rows fit.
+"""Context parallelism: each rank of a team holds a part of every row, so that longer rows fit.
 
-Everything but attention looks at one token at a time, so each rank does it for its own tokens. Around attention they
-change places (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1): from some tokens of all heads to all tokens of some
-heads, and back. In between, attention is any of transformers' own, told of the packed samples of the whole row.
+Everything but attention works token by token, so each rank does it for its own tokens. Around attention, ranks exchange
+tensors (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1): from some tokens of all heads to all tokens of some heads,
+and back. In between, any attention implementation of transformers runs on the packed samples of the whole row.
 
-N ranks of a team, T tokens of a row (a multiple of N here), t = T / N of one rank, D size of a head.
+Letters: N ranks of a team, T tokens of a row (a multiple of N here), t = T / N of one rank, D size of a head.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ NAMES = {
     "flash_attention_2": "team_fa2",
     "flash_attention_3": "team_fa3",
 }
-"""What an attention implementation of transformers is called when a team does it together."""
+"""Names of transformers' attention implementations as a team runs them."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's tokens of a row of which each rank of its team has equally many."""
+    """A rank's tokens of a row; each rank of a team has the same number."""
 
     first: int  # of this rank's tokens, counted in the row
     size: int  # t; the last ones may be beyond the row's end
 
     def take(self, column: np.ndarray, *, fill: int = 0) -> np.ndarray:
-        """This rank's part of a column of the row. Beyond the row's end comes `fill`."""
+        """Return this rank's part of a column of the row, padded with `fill` beyond the row's end."""
         ours = column[self.first : self.first + self.size]
         return np.pad(ours, (0, self.size - len(ours)), constant_values=fill)
 
 
 @dataclass(frozen=True)
 class Team:
-    """One rank's view of the ranks that share its rows; a rank by itself is a team too."""
+    """One rank's view of the ranks that share its rows. A single rank is a team too."""
 
     rank: int = 0
     size: int = 1
@@ -67,24 +67,24 @@ class Team:
         return Part(self.rank * size, size)
 
     def counts(self, part: Part, places: np.ndarray) -> list[int]:
-        """How many of these places in the row, which ascend, each rank of the team holds."""
+        """Return how many of these ascending places in the row each rank of the team holds."""
         return np.bincount(places // part.size, minlength=self.size).tolist()
 
     def gather(self, columns: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """[C, k] columns of each rank's tokens to [C, K] of all. A collective.
+        """Gather [C, k] columns of each rank's tokens into [C, K] of all tokens. A collective.
 
-        Every rank computes the same loss from the result; in the backward pass the gradients of all of them are added
-        up. So `dp_size`, not `size`, is what a loss is multiplied by before FSDP averages over all ranks.
+        Every rank computes the same loss from the result, and in the backward pass their gradients are added up. So a
+        loss is multiplied by `dp_size`, not `size`, before FSDP averages over all ranks.
         """
         return columns if self.size == 1 else _Gather.apply(columns, counts, self)
 
     def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[1, A, B / N, D] to [1, A / N, B, D]: heads for tokens, or tokens for heads. A collective."""
+        """Exchange [1, A, B / N, D] for [1, A / N, B, D]: heads for tokens, or tokens for heads. A collective."""
         return tensor if self.size == 1 else _Exchange.apply(tensor, 1, 2, self)
 
 
 class _Exchange(torch.autograd.Function):
-    """From whole along `split` and in parts along `join` to the other way round. Its gradient is the way back."""
+    """Splits a tensor over ranks along `split` and joins it along `join`. Its gradient does the reverse."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, split: int, join: int, team: Team) -> torch.Tensor:
@@ -117,20 +117,23 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """All ranks have the same gradient of the same loss: adding them up takes no collective."""
+        """Scale this rank's part: all ranks have the same gradient, so their sum takes no collective."""
         first = sum(ctx.counts[: ctx.team.rank])
         ours = gradient[:, first : first + ctx.counts[ctx.team.rank]]
         return ours * ctx.team.size, None, None
 
 
 class SharedRow:
-    """A packed row, as attention must know it. It travels through the model's forward pass as an argument, so that
-    activation checkpointing finds it again in the backward pass."""
+    """A packed row of a team, for the attention layers.
+
+    It travels through the model's forward pass as an argument, so that activation checkpointing has it again in the
+    backward pass.
+    """
 
     def __init__(self, team: Team, lengths: list[int], device: torch.device) -> None:
         """
         Args:
-            lengths: of the row's samples. What it lacks to a multiple of the team's size becomes a sample more.
+            lengths: of the row's samples. Padding to a multiple of the team's size becomes one more sample.
         """
         self.team = team
         total = sum(lengths)
@@ -140,7 +143,7 @@ class SharedRow:
         self._masks: dict[tuple[str, int | None], Any] = {}
 
     def mask(self, name: str, window: int | None, query: torch.Tensor) -> Any:
-        """What transformers makes for the attention `name`, for all layers of one window."""
+        """Return the mask that transformers builds for the attention `name`, for all layers with one window."""
         if (name, window) not in self._masks:
             create = create_sliding_window_causal_mask if window else create_causal_mask
             self._masks[name, window] = create(
@@ -154,10 +157,10 @@ class SharedRow:
 
 
 def share_attention(model: PreTrainedModel, team_size: int) -> None:
-    """The model's attention layers work for a team from now on. Every row must be shared then.
+    """Let the model's attention layers work for a team. From then on every row must be shared.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the model's attention cannot be shared.
     """
     name, text = model.config._attn_implementation, model.config.get_text_config()
     if name not in NAMES:
@@ -181,7 +184,7 @@ def share_attention(model: PreTrainedModel, team_size: int) -> None:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Of the part of a row that a model sees, no mask can be made; `SharedRow` makes that of the whole."""
+    """Build no mask from the part of a row that a rank sees. `SharedRow` builds that of the whole row."""
 
 
 def _team_attention(name: str) -> Callable[..., tuple[torch.Tensor, Any]]:
@@ -213,13 +216,13 @@ def _team_attention(name: str) -> Callable[..., tuple[torch.Tensor, Any]]:
 
 
 def _repeat_heads(tensor: torch.Tensor, team_size: int) -> torch.Tensor:
-    """[1, heads, t, D] with each head as often in a row as it takes to give every rank as many."""
+    """Repeat each head of [1, heads, t, D] so that all ranks get the same number of heads."""
     heads = tensor.shape[1]
     return tensor.repeat_interleave(math.lcm(heads, team_size) // heads, dim=1)
 
 
 def _with_groups(module: nn.Module, groups: int) -> nn.Module:
-    """The layer as one with this many query heads for a key."""
+    """Return the layer with this number of query heads per key head."""
     if getattr(module, "num_key_value_groups", groups) == groups:
         return module
     module = copy.copy(module)

@@ -1,4 +1,4 @@
-"""Who this trainer process is among the others, and the device mesh that they form."""
+"""The ranks of the trainer and their device meshes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from trireme.base.processes import RANK_STORE
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 DATA, CONTEXT = "dp", "cp"
-KEEP_ALIVE = -(2**62)  # no number that ranks agree on
+KEEP_ALIVE = -(2**62)  # a number that ranks never agree on
 
 
 @dataclass(frozen=True)
 class World:
-    """One rank's view.
+    """One rank's view of all ranks.
 
-    The ranks are looked at in two ways. As holders of the model: copies of it, each sharded over neighbouring ranks. As
-    readers of data: `dp_size` ranks, or teams of `cp_size` neighbours who share a row, are given different ones. Those
-    who share a row hold different parts of the model, too.
+    Ranks form two meshes. The model mesh holds copies of the model, each sharded over neighbouring ranks. The data mesh
+    holds `dp_size` teams of `cp_size` neighbouring ranks. A team shares its rows, and its ranks hold different shards
+    of the model.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class World:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """What `fully_shard` takes: one dimension, or two where the model is replicated as well (HSDP)."""
+        """The mesh for `fully_shard`: one dimension, or two if the model is also replicated (HSDP)."""
         return self.model_mesh if self.model_mesh[REPLICATE].size() > 1 else self.model_mesh[SHARD]
 
     @property
@@ -64,19 +64,20 @@ class World:
         return self.rank == 0
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
-        """Element-wise over all ranks that are given different rows, in float64. Of a team, the first rank counts."""
+        """Sum values over all ranks with different rows, in float64. Of a team, the first rank counts."""
         names = sorted(values)
         tensor = torch.tensor([values[name] for name in names], dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor if self.cp_rank == 0 else tensor.zero_())
         return dict(zip(names, tensor.tolist(), strict=True))
 
     def agree(self, number: int) -> int:
-        """What rank 0 says, on all ranks, however long `KeepAlive` has them wait for it."""
-        while (said := self._said_by_main(number)) == KEEP_ALIVE:
+        """Return rank 0's number on all ranks, however long `KeepAlive` lets them wait for it. A collective."""
+        while (found := self.broadcast(number)) == KEEP_ALIVE:
             pass
-        return said
+        return found
 
-    def _said_by_main(self, number: int) -> int:
+    def broadcast(self, number: int) -> int:
+        """Return rank 0's number on all ranks. A collective."""
         tensor = torch.tensor([number], dtype=torch.int64, device=self.device)
         dist.broadcast(tensor, src=0)
         return int(tensor)
@@ -86,21 +87,21 @@ class World:
 
 
 class KeepAlive:
-    """Rank 0, while it waits, to the others, whose next collective is `agree`: their patience begins anew."""
+    """Restarts the timeout of the other ranks, whose next collective is `agree`, while rank 0 waits."""
 
     def __init__(self, world: World, *, timeout_s: float) -> None:
         """
         Args:
-            timeout_s: the others' patience, as given to `open_world`.
+            timeout_s: that of a collective, as given to `open_world`.
         """
         self._world = world
         self._every_s = timeout_s / 4
-        self._said_at = time.monotonic()
+        self._sent_at = time.monotonic()
 
     def __call__(self) -> None:
-        if self._world.is_main and self._world.size > 1 and time.monotonic() - self._said_at > self._every_s:
-            self._said_at = time.monotonic()
-            self._world._said_by_main(KEEP_ALIVE)
+        if self._world.is_main and self._world.size > 1 and time.monotonic() - self._sent_at > self._every_s:
+            self._sent_at = time.monotonic()
+            self._world.broadcast(KEEP_ALIVE)
 
 
 @contextmanager
@@ -145,7 +146,7 @@ def _world(rank: int, size: int, device: torch.device, *, replicas: int, cp: int
 
 
 def _join(device: str, rank: int, size: int, timeout_s: float) -> None:
-    # On GPUs gloo stands beside NCCL: checkpoints and barriers of CPU tensors go through it.
+    # On GPUs, gloo serves CPU tensors: those of checkpoints and barriers.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if size == 1:

@@ -1,7 +1,7 @@
-"""What supervised data sets hold, in the forms that people have them in, made into one.
+"""Read conversations from files, folders, programs and hubs, in any of the usual forms.
 
-Which form an entry has, its keys say: `messages`, `conversations` (with `from` and `value`), or `prompt` and
-`completion`, which are messages too, or texts.
+The keys of an entry tell its form: `messages`, `conversations` (with `from` and `value`), or `prompt` and `completion`,
+which are lists of messages or texts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] | None = None
-    marks: tuple[bool | None, ...] = ()  # per message: whether it is to be learned from; None leaves that to its role
+    marks: tuple[bool | None, ...] = ()  # per message: whether it is learned; None: by its role
     where: str = ""
 
     def is_learned(self, index: int, roles: tuple[str, ...]) -> bool:
@@ -54,7 +54,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """Texts, taken as they are: no template is applied. The second is learned, and that it ends there."""
+    """Two texts without a chat template. The completion is learned, and that it ends there."""
 
     prompt: str
     completion: str
@@ -62,9 +62,10 @@ class Completion:
 
 
 def to_conversation(entry: Any, where: str) -> Conversation | Completion:
-    """
+    """Convert an entry of any form.
+
     Args:
-        where: the entry's place, for messages.
+        where: the entry's place, for error messages.
 
     Raises:
         ConfigError: it has none of the forms.
@@ -123,9 +124,10 @@ def _called(text: str) -> list[dict[str, Any]]:
 
 
 def _from_messages(messages: Any, entry: Mapping[str, Any], where: str, *, num_given: int = 0) -> Conversation:
-    """
+    """Build a conversation.
+
     Args:
-        num_given: how many of the first are not learned from, unless they say so themselves.
+        num_given: how many of the first messages are not learned, unless they are marked.
     """
     marks = [_mark(message) for message in messages]
     roles = [message["role"] for message in messages]
@@ -139,7 +141,7 @@ def _from_messages(messages: Any, entry: Mapping[str, Any], where: str, *, num_g
 
 
 def _mark(message: Message) -> bool | None:
-    """`train` is true or false, `weight` 1 or 0: both are in use."""
+    """Return the mark of a message: `train` (true or false) or `weight` (1 or 0). Both are in use."""
     for key in ("train", "weight"):
         value = message.get(key)
         if value is not None and value not in (0, 1):
@@ -154,7 +156,7 @@ def _without_mark(message: Message) -> dict[str, Any]:
 
 
 def _tools(entry: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Some data sets have them as text, since their columns can hold one shape of table only."""
+    """Return an entry's tools. Some data sets hold them as text, as their columns allow one type only."""
     tools = entry.get("tools")
     if isinstance(tools, str):
         tools = json.loads(tools) if tools.strip() else None
@@ -169,14 +171,14 @@ def _in_words(error: Exception) -> str:
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
 
-Entry = tuple[str, Any]  # where it stands, and what it says
+Entry = tuple[str, Any]  # its place, for error messages, and its content
 
 
 def read_conversations(source: Source) -> Iterator[Conversation | Completion]:
-    """In the order in which they stand there.
+    """Yield the conversations of a source, in order.
 
     Raises:
-        ConfigError: names the file and line that is no conversation, or says that there is none.
+        ConfigError: an entry is no conversation (names its file and line), or there is no entry.
     """
     is_empty = True
     for where, entry in _entries(source):
@@ -200,7 +202,7 @@ def _entries(source: Source) -> Iterator[Entry]:
 
 
 def _from_lines(file: Path) -> Iterator[Entry]:
-    """Lines end at a line feed only: JSON allows other separators, such as U+2028, inside a text."""
+    """Read lines, which end at a line feed only: JSON allows other separators, such as U+2028, inside a text."""
     with open(file, encoding="utf-8", newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -253,7 +255,7 @@ def _from_hub(source: Source) -> Iterator[Entry]:
 
     try:
         found = load_dataset(source.data, source.subset, split=source.split)
-    except Exception as error:  # of the library, of its network, of the hub: all mean the same to whoever typed it
+    except Exception as error:  # of the library, the network or the hub
         raise ConfigError(
             f"The data set {source.data!r} (subset {source.subset or 'none'}, split {source.split}) cannot be loaded: "
             f"{error}\nExpected one that this machine can reach, or a file or folder here (looked in {Path.cwd()}). "
@@ -265,7 +267,7 @@ def _from_hub(source: Source) -> Iterator[Entry]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Columns hold one shape of table: keys that an entry never had come as None."""
+    """Remove keys that an entry never had: columns hold them as None."""
     if isinstance(value, dict):
         return {key: _without_nulls(inside) for key, inside in value.items() if inside is not None}
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""Supervised data: conversations become samples on disk, once per start of a run, and samples become batches.
+"""Supervised data: samples on disk, and the batches that are made of them.
 
-Rank 0 renders and tokenizes all of them into `data/` in the run's folder; every rank maps those files into its memory,
-so that however large the data, no rank holds it. Which samples a batch has is a function of the step alone.
+At each start, rank 0 renders and tokenizes all conversations into `data/` in the run's folder. Every rank maps these
+files into memory, so no rank holds all data. The samples of a batch are a function of the step alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SAY_EVERY = 10_000  # conversations
 
 @dataclass
 class Counts:
-    """What became of the conversations of one source."""
+    """Counts of the conversations of one source and of their samples."""
 
     conversations: int = 0
     samples: int = 0
@@ -58,7 +58,7 @@ class Counts:
 
 
 class SampleWriter:
-    """Samples of one kind, on their way to disk."""
+    """Collects the samples of one source and writes them to disk."""
 
     def __init__(self, *, seq_len: int, drop: bool) -> None:
         self.counts = Counts()
@@ -67,7 +67,7 @@ class SampleWriter:
         self._ids, self._mask, self._starts = array("i"), bytearray(), array("q", [0])
 
     def add(self, samples: list[Tokenized]) -> None:
-        """Those of one conversation."""
+        """Add the samples of one conversation."""
         self.counts.conversations += 1
         self.counts.split += len(samples) > 1
         for sample in samples:
@@ -78,7 +78,7 @@ class SampleWriter:
 
     def _add(self, sample: Tokenized) -> None:
         ids, mask = sample.ids[: self._seq_len], sample.mask[: self._seq_len]
-        mask[:1] = [0]  # nothing stands before the first token from which it could be learned
+        mask[:1] = [0]  # no token before the first one predicts it
         if not any(mask):
             self.counts.empty += 1
             return
@@ -91,9 +91,10 @@ class SampleWriter:
         self._starts.append(len(self._ids))
 
     def write(self, folder: Path) -> None:
-        """Write the samples into `folder`, in place of those of an earlier start.
+        """Write the samples into `folder`, replacing those of an earlier start.
 
-        Raises: ConfigError where the folder holds anything else; it is left alone.
+        Raises:
+            ConfigError: the folder holds anything else. It is not changed.
         """
         if folder.exists() and not (folder / _COUNTS).exists():
             raise ConfigError(
@@ -111,7 +112,7 @@ class SampleWriter:
 
 
 class SampleFiles:
-    """What `SampleWriter` wrote; only what is asked for is read."""
+    """Reads what `SampleWriter` wrote; only what is asked for is read from disk."""
 
     def __init__(self, folder: Path) -> None:
         self.counts = Counts(**json.loads((folder / _COUNTS).read_text()))
@@ -130,7 +131,7 @@ class SampleFiles:
         return (self[index] for index in range(len(self)))
 
     def digest(self) -> str:
-        """Of what the model is given and learns."""
+        """Return a digest of all that the model sees and learns."""
         total = hashlib.sha256()
         for values in (self._ids, self._mask, self._starts):
             total.update(np.ascontiguousarray(values).data)
@@ -154,7 +155,7 @@ def write_samples(
     *,
     held_out_fraction: float = 0.0,
 ) -> None:
-    """Every so many conversations, evenly over the data, one is held out: what is sorted is represented."""
+    """Write samples, holding out some conversations evenly over the data, so that sorted data are represented."""
     for number, samples in enumerate(tokenized(renderer, iter(conversations))):
         is_held_out = floor((number + 1) * held_out_fraction) > floor(number * held_out_fraction)
         writer = held_out if held_out and is_held_out else train
@@ -171,7 +172,7 @@ class Portion:
     repeat: float = 1.0
 
     def of_epoch(self, epoch: int, seed: int) -> np.ndarray:
-        """Indices that an epoch has: all of them as often as `repeat` says, of the rest others each time."""
+        """Return the indices of an epoch: all samples `repeat` times; of a fraction, other samples each epoch."""
         whole, rest = divmod(self.repeat, 1.0)
         part = round(rest * len(self.samples))
         if not part:
@@ -181,23 +182,23 @@ class Portion:
         return np.concatenate([np.tile(np.arange(len(self.samples)), int(whole)), order[begin : begin + part]])
 
     def __len__(self) -> int:
-        """Of an epoch's share."""
+        """Return the number of samples in an epoch."""
         whole, rest = divmod(self.repeat, 1.0)
         return int(whole) * len(self.samples) + round(rest * len(self.samples))
 
 
 class Epochs:
-    """Batches out of fixed sets of samples, each epoch in a seeded order of its own. A function of the step alone."""
+    """Batches from fixed sets of samples, in a new seeded order each epoch. A batch depends on the step alone."""
 
     def __init__(self, portions: list[Portion], batch_size: int, seed: int) -> None:
         self._portions = portions
         self._batch_size = batch_size
         self._seed = seed
-        self._known: tuple[int, np.ndarray] | None = None  # the epoch whose order was last asked for
+        self._known: tuple[int, np.ndarray] | None = None  # the epoch and order that were computed last
 
     @property
     def length(self) -> int:
-        """Samples of an epoch."""
+        """Return the samples of an epoch."""
         return sum(map(len, self._portions))
 
     def batch(self, step: int) -> list[Sample]:
@@ -205,7 +206,7 @@ class Epochs:
         return [self._at(place) for place in range(first, first + self._batch_size)]
 
     def passed(self, step: int) -> float:
-        """Epochs that were gone through before the step."""
+        """Return the epochs that are complete before the step."""
         return step * self._batch_size / self.length
 
     def _at(self, place: int) -> Sample:
@@ -214,7 +215,7 @@ class Epochs:
         return self._portions[int(portion)].samples[int(sample)]
 
     def _order(self, epoch: int) -> np.ndarray:
-        """[length, 2] portion and index in it."""
+        """Return [length, 2] the portion of each sample and its index there."""
         if self._known is None or self._known[0] != epoch:
             shares = [portion.of_epoch(epoch, self._seed) for portion in self._portions]
             numbers = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
@@ -228,7 +229,11 @@ def _permutation(seed: list[int], length: int) -> np.ndarray:
 
 
 def require_samples(writer: SampleWriter, what: str) -> None:
-    """Raises: ConfigError where nothing is left to learn from."""
+    """Check that samples are left.
+
+    Raises:
+        ConfigError: no sample is left to learn from.
+    """
     if not writer.counts.samples:
         raise ConfigError(
             f"{what}: no sample is left ({writer.counts}) - expected at least one. Raise `seq_len`, or look at the "

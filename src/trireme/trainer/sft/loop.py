@@ -1,15 +1,15 @@
-"""Supervised fine-tuning: the trainer's step with another loss, on conversations from disk."""
+"""Supervised fine-tuning: the trainer's step with the cross-entropy loss, on conversations from disk."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from trireme.algo.columns import Totals
 from trireme.algo.loss import cross_entropy
@@ -37,12 +37,12 @@ from trireme.trainer.step import forward_backward, optimizer_step
 
 log = get_logger("sft")
 
-TIMEOUT_S = 3600.0  # of one collective; ranks wait that long for the first one to have read the data
-MOST_NATS = 700.0  # a loss whose perplexity is still a number
+TIMEOUT_S = 3600.0  # of one collective; ranks wait this long for rank 0 to read the data
+MOST_NATS = 700.0  # the largest loss whose perplexity is finite
 
 
 def train_sft(config: SftConfig) -> None:
-    """Runs to its last step; leaves checkpoints, and weights in Hugging Face format."""
+    """Train to the last step; write checkpoints and weights in Hugging Face format."""
     with open_sft(config) as sft:
         sft.measure_base()
         while sft.state.version < sft.last_step:
@@ -54,19 +54,44 @@ def train_sft(config: SftConfig) -> None:
 
 @contextmanager
 def open_sft(config: SftConfig) -> Iterator[Sft]:
-    """
+    """Load data, model and checkpoint. Close everything on any exit.
+
     Raises:
-        ConfigError: the data, the tokenizer or the model cannot be had, before anything is trained.
+        ConfigError: the data, the tokenizer or the model cannot be loaded.
     """
     torch.manual_seed(config.seed)
     with ExitStack() as stack:
-        world = stack.enter_context(_open_world(config))
+        world = stack.enter_context(
+            open_world(
+                config.device,
+                threads=config.threads,
+                timeout_s=TIMEOUT_S,
+                replicas=config.model.dp_replicate,
+                cp=config.model.cp,
+            )
+        )
         waits = Waits("sft" if world.is_main else f"sft.{world.rank}", config.paths.logs)
         spans = stack.enter_context(open_spans(config.paths.spans if world.is_main else None))
         lane = spans.lane(TRAINER, what="start", ago_s=age_s())
         data = prepare_data(config, world, waits)
-        state = _base_state(config, world)
-        checkpoints = _open_checkpoints(config, world, waits, open_tokenizer_of(config))
+        assert config.model.name is not None, "`resolve_sft` fills it in"
+        model = load_model(config.model, config.model.name, world)
+        state = TrainerState(model=model, optimizer=build_optimizer(model, config.optim))
+        exporter = Exporter(
+            config.paths.weights,
+            world,
+            tokenizer=open_tokenizer_of(config),
+            dtype=torch.float32 if config.device == "cpu" else torch.bfloat16,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        checkpoints = CheckpointStore(
+            config.paths.checkpoints,
+            config.ckpt,
+            world,
+            waits=waits,
+            disk_timeout_s=config.disk_timeout_s,
+            exporter=exporter,
+        )
         stack.callback(checkpoints.close)
         checkpoints.resume(state, resume=config.resume)
         if world.is_main:
@@ -77,45 +102,9 @@ def open_sft(config: SftConfig) -> Iterator[Sft]:
         yield Sft(config, world, state, checkpoints, metrics, data, lane)
 
 
-def _open_world(config: SftConfig) -> AbstractContextManager[World]:
-    return open_world(
-        config.device,
-        threads=config.threads,
-        timeout_s=TIMEOUT_S,
-        replicas=config.model.dp_replicate,
-        cp=config.model.cp,
-    )
-
-
-def _base_state(config: SftConfig, world: World) -> TrainerState:
-    assert config.model.name is not None, "`resolve_sft` gives it one"
-    model = load_model(config.model, config.model.name, world)
-    return TrainerState(model=model, optimizer=build_optimizer(model, config.optim))
-
-
-def _open_checkpoints(
-    config: SftConfig, world: World, waits: Waits, tokenizer: PreTrainedTokenizerBase
-) -> CheckpointStore:
-    exporter = Exporter(
-        config.paths.weights,
-        world,
-        tokenizer=tokenizer,
-        dtype=torch.float32 if config.device == "cpu" else torch.bfloat16,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    return CheckpointStore(
-        config.paths.checkpoints,
-        config.ckpt,
-        world,
-        waits=waits,
-        disk_timeout_s=config.disk_timeout_s,
-        exporter=exporter,
-    )
-
-
 @dataclass
 class Sft:
-    """One rank, with everything open."""
+    """One rank of supervised fine-tuning, with all its resources open."""
 
     config: SftConfig
     world: World
@@ -124,7 +113,7 @@ class Sft:
     metrics: MetricsFile
     data: SftData
     lane: Lane
-    _base: dict[str, float] = field(default_factory=dict)  # measured before the first step, to be recorded with it
+    _base: dict[str, float] = field(default_factory=dict)  # measured before the first step and recorded with it
 
     def __post_init__(self) -> None:
         self.last_step = steps_of(self.config, self.data.train)
@@ -139,7 +128,7 @@ class Sft:
         return self.data.train.passed(version)
 
     def _pack(self, samples: list[Sample]) -> list[MicroBatch]:
-        """This rank's rows, or its team's."""
+        """Return this rank's rows, or those of its team."""
         return micro_batches_of_rank(
             samples,
             capacity=self._capacity,
@@ -149,7 +138,7 @@ class Sft:
         )
 
     def step(self) -> dict[str, float]:
-        """One optimizer step on the next batch."""
+        """Take one optimizer step on the next batch."""
         began = time.perf_counter()
         with self.lane.doing("wait", step=self.state.version, why="data from disk"):
             samples = self.data.train.batch(self.state.version)
@@ -157,11 +146,15 @@ class Sft:
             rows = self._pack(samples)
             metrics = self._train(rows, loss_tokens=sum(num_learned(samples)))
         metrics |= {"epoch": self._epoch(self.state.version), "perplexity": _perplexity(metrics["loss"])}
-        metrics |= self._throughput(samples, time.perf_counter() - began) | peak_memory(self.world.device)
+        tokens = sum(sample.tokens.length for sample in samples)
+        flops = flops_per_token(self.state.model, tokens / len(samples))
+        seconds = time.perf_counter() - began
+        metrics |= throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
+        metrics |= peak_memory(self.world.device)
         return metrics | packing_metrics(rows, capacity=self._capacity, cost=self._cost, world=self.world)
 
     def _train(self, rows: list[MicroBatch], *, loss_tokens: int) -> dict[str, float]:
-        """Version n becomes n + 1."""
+        """Make version n + 1 of version n."""
         config, state = self.config, self.state
         lr = set_lr(state.optimizer, config.optim, config.scheduler, step=state.version, max_steps=self.last_step)
         metrics = forward_backward(
@@ -176,13 +169,8 @@ class Sft:
         state.version += 1
         return metrics | {"lr": lr, "loss_tokens": loss_tokens}
 
-    def _throughput(self, samples: list[Sample], seconds: float) -> dict[str, float]:
-        tokens = sum(sample.tokens.length for sample in samples)
-        flops = flops_per_token(self.state.model, tokens / len(samples))
-        return throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
-
     def measure_base(self) -> None:
-        """The validation loss of the model that training begins with. A collective."""
+        """Measure the validation loss of the model that training starts from. A collective."""
         if self.data.held_out and self.state.version == 0:
             with self.lane.doing("evaluate"):
                 measured = self._measure(self.data.held_out)
@@ -192,7 +180,7 @@ class Sft:
             log.info("before the first step: validation loss %.4f", measured["loss"])
 
     def validate_if_due(self, metrics: dict[str, float]) -> None:
-        """Adds `validation/…` at the interval and after the last step. A collective."""
+        """Add `validation/…` to the metrics at the interval and after the last step. A collective."""
         interval, version = self.config.validation_interval, self.state.version
         is_due = version == self.last_step or (interval is not None and version % interval == 0)
         if self.data.held_out and is_due:
@@ -202,7 +190,7 @@ class Sft:
 
     @torch.no_grad()
     def _measure(self, held_out: SampleFiles) -> dict[str, float]:
-        """Over all tokens that are learned, a batch at a time."""
+        """Measure loss and accuracy over all learned tokens, a batch at a time."""
         sums = {"loss": 0.0, "tokens": 0.0, "right": 0.0}
         size = self.config.batch_size
         with record_argmax(self.state.model) as argmax:
@@ -213,21 +201,22 @@ class Sft:
                     sums["loss"] += float(cross_entropy(columns, Totals(tokens=1, samples=1)).value)
                     sums["tokens"] += float(columns.mask.sum())
                     sums["right"] += self._num_right(row, argmax)
-        sums = self.world.sum(sums)  # all of a team that shares a row count it, in loss and tokens
+        sums = self.world.sum(sums)  # the first rank of a team counts its rows
         loss = sums["loss"] / sums["tokens"]
         accuracy = {"accuracy": sums["right"] / sums["tokens"]} if self.world.cp_size == 1 else {}
         return {"loss": loss, "perplexity": _perplexity(loss)} | accuracy
 
     def _num_right(self, row: MicroBatch, argmax: ArgmaxRecorder) -> int:
-        """Tokens that the model would have said, too. Of a shared row each rank makes some logits only: 0 then."""
+        """Return how many learned tokens are the model's likeliest ones. 0 for shared rows, of which ranks see a
+        part."""
         places, has_places = places_of(row)
         if self.world.cp_size > 1 or not has_places:
             return 0
-        said = torch.from_numpy(row.tokens.ids[places].astype("int64"))
-        return int((argmax.take(len(places)).cpu() == said).sum())
+        learned = torch.from_numpy(row.tokens.ids[places].astype("int64"))
+        return int((argmax.take(len(places)).cpu() == learned).sum())
 
     def save_if_due(self) -> None:
-        """Written while training goes on; after the last step, when this returns."""
+        """Save a checkpoint if due, in the background; after the last step, wait until it is written."""
         version, last = self.state.version, self.last_step
         if self.checkpoints.is_due(version, last=last):
             with self.lane.doing("save", step=version):
@@ -259,25 +248,25 @@ def _perplexity(loss: float) -> float:
 
 
 class ArgmaxRecorder:
-    """Likeliest tokens, a few at a time, as the head is asked for logits."""
+    """Records the likeliest token at each position whose logits the head computes."""
 
     def __init__(self) -> None:
         self._found: list[torch.Tensor] = []
 
     def take(self, count: int) -> torch.Tensor:
-        """The newest so many, and forgets all."""
-        newest = torch.cat(self._found)[-count:]  # before a model's first row, some tokens are tried on it
+        """Return the newest `count` tokens and forget all."""
+        newest = torch.cat(self._found)[-count:]  # a model is tried on some tokens before its first row
         self._found.clear()
         return newest
 
     def note(self, logits: torch.Tensor) -> None:
-        """Before a model scales or caps them, which changes no order."""
+        """Record logits before the model scales or caps them, which does not change their order."""
         self._found.append(logits.detach().argmax(-1).flatten())
 
 
 @contextmanager
 def record_argmax(model: PreTrainedModel) -> Iterator[ArgmaxRecorder]:
-    """The head keeps telling while this is open."""
+    """Record the logits of the model's head while this is open."""
     argmax = ArgmaxRecorder()
     head = model.get_output_embeddings()
     hook = head.register_forward_hook(lambda _module, _inputs, logits: argmax.note(logits))

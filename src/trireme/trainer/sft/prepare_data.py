@@ -1,4 +1,4 @@
-"""From a run's configuration to its samples on disk: rank 0 prepares them, all ranks open them."""
+"""Prepare the data of a run: rank 0 writes all samples to disk, and all ranks open them."""
 
 from __future__ import annotations
 
@@ -27,25 +27,29 @@ _DIGESTS = "digests.json"
 
 @dataclass(frozen=True)
 class SftData:
-    """What a run trains on, and what it measures itself on."""
+    """The training data, and the samples of the validation loss."""
 
     train: Epochs
     held_out: SampleFiles | None
 
 
 def open_tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
-    """Raises: ConfigError where it cannot be had, or cannot render conversations."""
+    """Load the run's tokenizer.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
     name = config.tokenizer.name or config.model.name
     assert name is not None, "rules ask for a model"
     return open_tokenizer(name, config.model.trust_remote_code, chat_template=config.chat_template)
 
 
 def prepare_data(config: SftConfig, world: World, waits: Waits) -> SftData:
-    """A collective: ranks wait for the first, which reads all conversations.
+    """Write samples on rank 0 and open them on all ranks. A collective.
 
     Raises:
-        ConfigError: some entry is no conversation, or there is none to learn from.
-        PeerDied: rank 0 has raised that.
+        ConfigError: on rank 0, an entry is no conversation, or no conversation can be learned from.
+        PeerDied: on the other ranks.
     """
     is_ready = 0
     try:
@@ -55,7 +59,7 @@ def prepare_data(config: SftConfig, world: World, waits: Waits) -> SftData:
     finally:
         agreed = world.agree(is_ready)
     if not agreed:
-        raise PeerDied("Rank 0 has refused the data. Its own message says why.")
+        raise PeerDied("Rank 0 rejected the data. See its error message.")
     folder = config.paths.data
     portions = [
         Portion(SampleFiles(folder / f"train_{number}"), source.repeat) for number, source in enumerate(config.sources)
@@ -74,7 +78,8 @@ def _write_all(config: SftConfig, waits: Waits) -> None:
         log.info("%s: %s", source.data, writer.counts)
         require_samples(writer, source.data)
     if config.validation:
-        write_samples(read_conversations(_validation(config)), renderer, validation)
+        source = Source(data=config.validation, split=config.validation_split)
+        write_samples(read_conversations(source), renderer, validation)
     if config.validation or config.validation_fraction:
         log.info("validation: %s", validation.counts)
         require_samples(validation, "validation")
@@ -84,11 +89,6 @@ def _write_all(config: SftConfig, waits: Waits) -> None:
 
 def _writer(config: SftConfig) -> SampleWriter:
     return SampleWriter(seq_len=config.seq_len, drop=config.overlong == "drop")
-
-
-def _validation(config: SftConfig) -> Source:
-    assert config.validation is not None
-    return Source(data=config.validation, split=config.validation_split)
 
 
 def _write(config: SftConfig, writers: dict[str, SampleWriter], waits: Waits) -> None:
@@ -103,15 +103,15 @@ def _write(config: SftConfig, writers: dict[str, SampleWriter], waits: Waits) ->
 
 
 def _compare_with_earlier(folder: Path, names: list[str], *, resumes: bool) -> None:
-    """A run that goes on counts on finding the samples where it left them."""
+    """Warn a resumed run if its samples changed, as it continues at the same position among them."""
     digests = {name: SampleFiles(folder / name).digest() for name in names}
     path = folder / _DIGESTS
     earlier = json.loads(path.read_text()) if resumes and path.exists() else digests
     changed = sorted(name for name in {*digests, *earlier} if digests.get(name) != earlier.get(name))
     if changed:
         log.warning(
-            "The samples are not those that this run began with (%s): it goes on in the order of the new ones. Leave "
-            "data, tokenizer, chat template and `seq_len` as they were for the same training.",
+            "The samples differ from those that this run started with (%s). It continues in the order of the new ones. "
+            "Keep data, tokenizer, chat template and `seq_len` to continue the same training.",
             ", ".join(changed),
         )
     with atomic_write(path) as file:
@@ -119,10 +119,10 @@ def _compare_with_earlier(folder: Path, names: list[str], *, resumes: bool) -> N
 
 
 def steps_of(config: SftConfig, data: Epochs) -> int:
-    """How long the run is.
+    """Return the number of steps of the run.
 
     Raises:
-        ConfigError: not even one batch.
+        ConfigError: the data do not fill one batch.
     """
     if config.num_epochs is None:
         return config.max_steps

@@ -1,13 +1,12 @@
-"""Conversations become tokens, each of which is learned or not: exactly those that the model will have to say.
+"""Render conversations to tokens, and mark those that are learned: exactly those that the model will have to generate.
 
-The text is the chat template's. A message that is learned begins where the template has written everything before it
-(for the assistant, with its generation prompt, as an engine has it when it begins to sample) and ends with its
-end-of-turn token. Templates that mark the assistant's words themselves (`{% generation %}`) are rendered the same way:
-few templates have the marks, they know the assistant only, and they leave open whether the end of a turn belongs to it.
+The chat template renders the text. A learned message begins where the template has rendered everything before it (for
+the assistant, with the generation prompt, as an engine has it when it starts to sample) and ends with its end-of-turn
+token. Marks in templates (`{% generation %}`) are ignored: few templates have them, they mark the assistant only, and
+they leave open whether the end of a turn belongs to it.
 
-Where a template only appends, a conversation is one sample. Where it rewrites earlier turns (most drop earlier
-thinking), a new sample begins there, as a rollout of several turns has samples: in each the model sees just what it
-would see.
+If a template only appends, a conversation is one sample. If it rewrites earlier turns (most drop earlier thinking), a
+new sample begins there, as in rollouts of several turns. In each sample the model sees what an engine would show it.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from transformers import PreTrainedTokenizerBase
 from trireme.base.errors import ConfigError
 from trireme.trainer.sft.conversations import ASSISTANT, Completion, Conversation
 
-_BATCH = 64  # texts that are split into tokens at once, in as many threads as there are
+_BATCH = 64  # texts that are tokenized in one call, which uses all threads
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A text, and which parts of it are learned."""
+    """A text and the spans of it that are learned."""
 
     text: str
     spans: tuple[tuple[int, int], ...]  # of characters, ascending
-    is_plain: bool = False  # no template was there to write where it begins and ends
+    is_plain: bool = False  # rendered without a template, so without begin and end tokens
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """A sample, of any length."""
+    """The tokens of a sample of any length."""
 
     ids: list[int]
     mask: list[int]  # 1 where it is learned
@@ -45,7 +44,7 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class Renderer:
-    """How one run makes samples of conversations."""
+    """Renders and tokenizes the conversations of a run."""
 
     tokenizer: PreTrainedTokenizerBase
     roles: tuple[str, ...] = (ASSISTANT,)
@@ -55,9 +54,10 @@ class Renderer:
         return self.tokenize(self.render(conversation))
 
     def render(self, conversation: Conversation | Completion) -> list[Rendered]:
-        """
+        """Render a conversation into one text per sample.
+
         Raises:
-            ConfigError: the template cannot render it, or begins an answer otherwise than it renders it.
+            ConfigError: the template cannot render it, or its generation prompt is not how it renders an answer.
         """
         if isinstance(conversation, Completion):
             text = conversation.prompt + conversation.completion
@@ -65,7 +65,7 @@ class Renderer:
         return list(_joined(self._learned(conversation)))
 
     def _learned(self, conversation: Conversation) -> Iterator[tuple[str, str]]:
-        """Of each message that is learned: the text up to it, and the text with it."""
+        """Yield, for each learned message, the text before it and the text with it."""
         for index in range(len(conversation.messages)):
             if conversation.is_learned(index, self.roles):
                 before, after = self._before(conversation, index), self._apply(conversation, index + 1)
@@ -74,7 +74,7 @@ class Renderer:
                 yield before, after
 
     def _before(self, conversation: Conversation, index: int) -> str:
-        """Of the assistant's messages the model is given the beginning; of others, nothing is anybody's but theirs."""
+        """Return the text before a message; before the assistant's, with the generation prompt."""
         if conversation.messages[index]["role"] == ASSISTANT:
             return self._apply(conversation, index, generate=True)
         return self._apply(conversation, index) if index else ""
@@ -89,7 +89,7 @@ class Renderer:
                 add_generation_prompt=generate,
                 **dict(self.template_kwargs),
             )
-        except Exception as error:  # whatever a template raises, or does not have
+        except Exception as error:  # a template may raise anything
             raise ConfigError(
                 f"{conversation.where}: the chat template cannot render its first {num_messages} messages "
                 f"({type(error).__name__}: {error}) - expected messages as the template knows them. Correct the "
@@ -99,7 +99,7 @@ class Renderer:
         return text
 
     def tokenize(self, texts: Sequence[Rendered]) -> list[Tokenized]:
-        """All at once, which is quicker than one by one."""
+        """Tokenize all texts in one call, which is faster than one by one."""
         if not self.tokenizer.is_fast:
             return [self._in_parts(rendered) for rendered in texts]
         encoded = self.tokenizer(
