@@ -57,7 +57,7 @@ def test_who_dies_is_started_again_alone(stage, capsys, monkeypatch):
     assert stage.alive() == []
     assert sorted(path.stem for path in faults.glob("*.reached")) == points
     out = capsys.readouterr().out
-    assert re.search(r"trainer died at [\d:]+ \(killed by SIGKILL\): restarted, 1st of 5 in a row", out)
+    assert re.search(r"trainer died at [\d:]+ \(killed by SIGKILL\): restarted, number 1 of 5 in a row", out)
     assert "1 restart: trainer 1" in out
     assert stage.config.paths.log("trainer").read_text() == "run 0\nrun 1\n"
     rows = [row for row in read_metrics(stage.config.paths.metrics)[0] if row["process"] == "supervisor"]
@@ -78,7 +78,7 @@ def test_a_process_that_cannot_stay_alive_is_given_up_and_its_last_words_are_tol
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 1
     assert len(stage.runs_of("trainer")) == 4
     out = capsys.readouterr().out
-    assert re.findall(r"(\S+) of 3 in a row", out) == ["1st", "2nd", "3rd"]
+    assert re.findall(r"number (\d) of 3 in a row", out) == ["1", "2", "3"]
     assert "(exit code 1; ValueError: boom): restarted" in out
     assert "3 times in a row without a newly trained step" in out
     assert "    ValueError: boom" in out

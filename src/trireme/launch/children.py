@@ -152,14 +152,13 @@ class Child:
         self.stopped, self.restarts_in_s = self.exit is None, None
 
     def state(self) -> ProcessState:
-        return ProcessState(self.name, self._state(), self.spec.log, self.log_start, self.num_restarts)
-
-    def _state(self) -> str:
         if self.exit is None:
-            return "stopped" if self.stopped else "running"
-        if self.restarts_in_s is not None:
-            return f"{self.exit.short}; restarting" + (f" in {self.restarts_in_s:g} s" if self.restarts_in_s else "")
-        return "ended" if self.exit.code == 0 else str(self.exit)
+            state = "stopped" if self.stopped else "running"
+        elif self.restarts_in_s is not None:
+            state = f"{self.exit.short}; restarting" + (f" in {self.restarts_in_s:g} s" if self.restarts_in_s else "")
+        else:
+            state = "ended" if self.exit.code == 0 else str(self.exit)
+        return ProcessState(self.name, state, self.spec.log, self.log_start, self.num_restarts)
 
 
 def _environment(spec: ProcessSpec, temporary: Path) -> dict[str, str]:
@@ -176,15 +175,12 @@ def _temporary_folder(temporary: Path) -> dict[str, str]:
     """
     if len(str(temporary)) > LONGEST_TEMPORARY:
         return {}
-    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{_user()}"
-    return {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": compiled}
-
-
-def _user() -> str:
     try:
-        return getpass.getuser()
+        user = getpass.getuser()
     except (KeyError, OSError):  # a user id without a name, as in some containers
-        return str(os.getuid())
+        user = str(os.getuid())
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{user}"
+    return {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
 class Children:

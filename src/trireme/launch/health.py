@@ -149,26 +149,20 @@ class FrozenWatch:
 
         Time in which the launcher itself was stopped does not count, so that a whole run may be stopped and continued.
         """
-        passed_s = self._passed_s()
+        now = self._clock()
+        passed_s = min(LONGEST_LOOK_S, now - self._looked) if self._looked is not None else 0.0
+        self._looked = now
         stopped = {(p.pid, p.start): (child, p) for child in children for p in child.family.members(table) if p.stopped}
         self._stopped_s = {key: self._stopped_s[key] + passed_s if key in self._stopped_s else 0.0 for key in stopped}
-        return [self._kill(*stopped[key], for_s) for key, for_s in self._stopped_s.items() if for_s >= self._after_s]
-
-    def _passed_s(self) -> float:
-        now = self._clock()
-        passed = 0.0 if self._looked is None else now - self._looked
-        self._looked = now
-        return min(passed, LONGEST_LOOK_S)
-
-    def _kill(self, child: Child, process: Process, for_s: float) -> str:
-        why = f"it was stopped for {for_s:.0f} s"
-        line = f"{child.name}: process {process.pid} ({_command(process.pid)}) killed, {why}"
-        child.kill_member(process, why)
-        return line
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return "gone"
+        lines = []
+        for key, for_s in self._stopped_s.items():
+            if for_s >= self._after_s:
+                child, process = stopped[key]
+                why = f"it was stopped for {for_s:.0f} s"
+                try:
+                    command = Path(f"/proc/{process.pid}/comm").read_text().strip()
+                except OSError:
+                    command = "gone"
+                lines.append(f"{child.name}: process {process.pid} ({command}) killed, {why}")
+                child.kill_member(process, why)
+        return lines

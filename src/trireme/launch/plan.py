@@ -146,7 +146,9 @@ def _facts(config: RunConfig) -> Iterator[str]:
             f"hosts    inference {', '.join(hosts.inference)}; orchestrator {hosts.orchestrator}; "
             f"trainer {', '.join(hosts.trainer)}"
         )
-    yield f"model    {config.trainer.model.name}" + _other_model(config)
+    other = config.inference.model.name
+    served = "" if other == config.trainer.model.name else f" (trainer), {other} (inference: must be the same weights)"
+    yield f"model    {config.trainer.model.name}{served}"
     if orchestrator.env:
         yield f"env      {', '.join(environment.name or environment.id for environment in orchestrator.env)}"
     group = orchestrator.rollouts_per_example
@@ -159,25 +161,19 @@ def _facts(config: RunConfig) -> Iterator[str]:
         f"lengths  samples of up to {config.seq_len:,} tokens, context {config.inference.model.max_model_len:,}, "
         f"turns of up to {f'{turn:,} tokens' if turn else 'the context'}"
     )
-    yield f"lag      {_lag(config)}"
+    lag = (
+        "none: fully synchronous"
+        if config.synchronous
+        else (
+            f"generation runs at most {config.max_async_level} step(s) ahead; "
+            f"tokens older than {orchestrator.max_off_policy_steps} versions are never trained on"
+        )
+    )
+    yield f"lag      {lag}"
     broadcast = config.weight_broadcast
     yield (
         f"weights  over {broadcast.type}; logprobs may differ by {broadcast.probe_tolerance:g} "
         f"(trainer {config.trainer.model.optimization_dtype}, engine {config.inference.model.dtype})"
-    )
-
-
-def _other_model(config: RunConfig) -> str:
-    other = config.inference.model.name
-    return "" if other == config.trainer.model.name else f" (trainer), {other} (inference: must be the same weights)"
-
-
-def _lag(config: RunConfig) -> str:
-    if config.synchronous:
-        return "none: fully synchronous"
-    return (
-        f"generation runs at most {config.max_async_level} step(s) ahead; "
-        f"tokens older than {config.orchestrator.max_off_policy_steps} versions are never trained on"
     )
 
 

@@ -30,18 +30,25 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda n, _: received.append(n))
     store = os.memfd_create("trireme-ranks")
-    ranks = [_start(command, rank, num_ranks, store) for rank in range(num_ranks)]
+    ranks = []
+    for rank in range(num_ranks):
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        environment = {name: str(number) for name, number in numbers.items()} | {RANK_STORE: f"/proc/self/fd/{store}"}
+        ranks.append(subprocess.Popen(list(command), env=os.environ | environment, pass_fds=(store,)))
     while None in (codes := [rank.poll() for rank in ranks]):
         if received or any(codes):
             _end(ranks)
         time.sleep(POLL_S)
-    return 128 + received[0] if received else _exit_code([code for code in codes if code is not None])
-
-
-def _start(command: Sequence[str], rank: int, num_ranks: int, store: int) -> subprocess.Popen[bytes]:
-    who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    environment = {name: str(number) for name, number in who.items()} | {RANK_STORE: f"/proc/self/fd/{store}"}
-    return subprocess.Popen(list(command), env=os.environ | environment, pass_fds=(store,))
+    if received:
+        return 128 + received[0]
+    if not any(codes):
+        return 0
+    failed = {rank: code for rank, code in enumerate(codes) if code not in (0, -signal.SIGTERM)} or dict(
+        enumerate(codes)
+    )
+    named = ", ".join(f"rank {rank}: {code}" for rank, code in failed.items())
+    print(f"ranks failed, the others were stopped. Exit codes: {named}", file=sys.stderr)
+    return next((code for code in FINAL_EXIT_CODES if code in codes), 1)
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -54,12 +61,3 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             rank.kill()
             rank.wait()
-
-
-def _exit_code(codes: Sequence[int]) -> int:
-    if not any(codes):
-        return 0
-    first = {rank: code for rank, code in enumerate(codes) if code not in (0, -signal.SIGTERM)}
-    named = ", ".join(f"rank {rank}: {code}" for rank, code in (first or dict(enumerate(codes))).items())
-    print(f"ranks failed, the others were stopped. Exit codes: {named}", file=sys.stderr)
-    return next((code for code in FINAL_EXIT_CODES if code in codes), 1)

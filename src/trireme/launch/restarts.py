@@ -207,7 +207,8 @@ class Restarts:
         backoff = self._of(child)
         now = self._clock()
         if backoff.due is None:
-            child.restarts_in_s = self._delay_s(backoff.in_a_row)
+            doubled_s = self._config.backoff_s * 2.0 ** min(backoff.in_a_row - 1, 60)
+            child.restarts_in_s = min(self._config.longest_backoff_s, doubled_s) if backoff.in_a_row else 0.0
             backoff.due, backoff.clear_by = now + child.restarts_in_s, now + CLEAR_S
             child.ask_family_to_end()
         elif now >= backoff.due and (now >= backoff.clear_by or not child.family.alive()):
@@ -215,13 +216,8 @@ class Restarts:
             backoff.in_a_row += 1
             self._restart(child, children, backoff.in_a_row)
 
-    def _delay_s(self, in_a_row: int) -> float:
-        if not in_a_row:
-            return 0.0
-        return min(self._config.longest_backoff_s, self._config.backoff_s * 2.0 ** min(in_a_row - 1, 60))
-
     def _restart(self, child: Child, children: Sequence[Child], in_a_row: int) -> None:
-        line = f"{_death(child)}: restarted, {_ordinal(in_a_row)} of {self._config.max_restarts} in a row"
+        line = f"{_death(child)}: restarted, number {in_a_row} of {self._config.max_restarts} in a row"
         child.end()
         reach("launcher.restarting")
         child.start()
@@ -245,9 +241,3 @@ def _death(child: Child) -> str:
     words = last_words(child.spec.log, child.log_start) if child.exit.code > 0 else []
     said = f"; {words[-1].strip()[:WORD_LENGTH]}" if words else ""
     return f"{child.name} died at {clock_time(child.exit.at)} ({child.exit.short}{said})"
-
-
-def _ordinal(number: int) -> str:
-    """1 -> "1st", 12 -> "12th"."""
-    teens = number % 100 in (11, 12, 13)
-    return f"{number}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"

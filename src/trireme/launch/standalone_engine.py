@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,7 +13,7 @@ from trireme.base.processes import last_lines
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.launch.children import Child, Children, open_children
+from trireme.launch.children import Child, open_children
 from trireme.launch.plan import ProcessSpec, plan
 
 POLL_S = 0.25
@@ -43,20 +42,16 @@ async def open_server(
         DeadlineExceeded: it was not healthy in time.
     """
     assert spec.health is not None, spec
-    with open_children([spec], lambda: False, grace_s) as crew:
-        await _until_up(crew, spec.health, waits, deadline_s=deadline_s)
+    with open_children([spec], lambda: False, grace_s) as processes:
+        child = processes.children[0]
+        with waits.waiting("it to become healthy", peer=child.name, deadline_s=deadline_s) as wait:
+            async with httpx.AsyncClient(timeout=ANSWER_WITHIN_S, trust_env=False) as client:
+                while not await _is_up(client, spec.health):
+                    processes.look()
+                    wait.check()
+                    _check_alive(child)
+                    await asyncio.sleep(POLL_S)
         yield spec.health.removesuffix("/health")
-
-
-async def _until_up(crew: Children, health: str, waits: Waits, *, deadline_s: float) -> None:
-    child = crew.children[0]
-    with waits.waiting("it to become healthy", peer=child.name, deadline_s=deadline_s) as wait:
-        async with httpx.AsyncClient(timeout=ANSWER_WITHIN_S, trust_env=False) as client:
-            while not await _is_up(client, health):
-                crew.look()
-                wait.check()
-                _check_alive(child)
-                await asyncio.sleep(POLL_S)
 
 
 def _check_alive(child: Child) -> None:
