@@ -102,7 +102,10 @@ def run_check(options: CheckOptions, config: RunConfig, progress: Progress) -> C
     with hold_folder(config.paths):
         for file in (root / ROLLOUTS, *config.paths.logs.glob("*.stdout")):  # of an earlier check
             file.unlink(missing_ok=True)
-        report, outcomes = asyncio.run(_check(options, config, source, environment, open_policy, waits, progress))
+        is_new = source.folder is not None and installed_venv(source) is None
+        install_s = build(source, progress) if is_new else None  # outside of the event loop, which would delay Ctrl-C
+        checking = _check(options, config, source, environment, open_policy, waits, progress, install_s)
+        report, outcomes = asyncio.run(checking)
         write_rollouts(outcomes, root / ROLLOUTS)
     progress.say(f"every rollout: {root / ROLLOUTS}; logs: {config.paths.logs}")
     return report
@@ -116,10 +119,9 @@ async def _check(
     open_policy: OpenPolicy,
     waits: Waits,
     progress: Progress,
+    install_s: float | None,
 ) -> tuple[CheckReport, list[RolloutOutcome]]:
     """Load the environment before the policy: an error of a second must not cost the start of an engine."""
-    is_new = source.folder is not None and installed_venv(source) is None
-    install_s = build(source, progress) if is_new else None
     opening = open_environment(
         environment_config, logs=config.paths.logs, seed=config.seed, load_timeout_s=LOAD_TIMEOUT_S, waits=waits
     )
