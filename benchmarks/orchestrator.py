@@ -156,14 +156,15 @@ def build_config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def asyncio_main(told: Path) -> None:
+    import uvloop
+
     from trireme.base.log import start_logging
     from trireme.config.run import RunConfig
-    from trireme.orchestrator import loop
 
     given = json.loads(told.read_text())
     start_logging("orchestrator", "info")
     config = RunConfig.model_validate(given["config"])
-    with asyncio.Runner(loop_factory=getattr(loop, "new_event_loop", None)) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         found = runner.run(watched(config, psutil.Process(given["company"])))
     Path(given["out"]).write_text(json.dumps(found))
 

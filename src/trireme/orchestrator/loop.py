@@ -1,7 +1,7 @@
-"""The orchestrator: fills a batch, commits it to the journal, hands it out. The loop is at the top.
+"""The orchestrator: fill a batch, commit it to the journal, hand it out. `drive` is the main loop.
 
-Three tasks run beside the loop: the scheduler issues rollouts, the evaluator evaluates versions, the control server
-answers the trainer. A crash of any of them ends them all.
+Tasks run in parallel to the loop: the scheduler issues rollouts, the evaluator evaluates versions, the control server
+answers the trainer. If one of them fails, all end.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
 
 from trireme.algo.rules import rules_of
 from trireme.algo.weight_checks import POLICY
@@ -40,11 +40,11 @@ from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.evaluation.evaluator import Evaluator
 from trireme.orchestrator.evaluation.results import is_runs_own, results_path
 from trireme.orchestrator.lanes import Lanes
-from trireme.orchestrator.rollout.chat import open_chat_tokenizer
+from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.status import Status, serve_status
-from trireme.orchestrator.teacher import open_teacher
+from trireme.orchestrator.teacher import Teacher, open_teacher
 from trireme.orchestrator.trainer_requests import Peers, TrainerRequests
 from trireme.orchestrator.watcher import Watcher
 from trireme.orchestrator.weights.policy import Policy
@@ -53,24 +53,22 @@ from trireme.transport.control import ControlServer
 
 log = get_logger("orchestrator")
 
-FAREWELL_S = 30.0
-"""A trainer that has saved everything and is not heard of for this long has left."""
+TRAINER_EXIT_S = 30.0
+"""A trainer that has saved everything and sends nothing for this long has exited."""
 
 
 def orchestrate(config: RunConfig) -> None:
-    """Runs until the last version is live and evaluated, and the trainer has said good-bye."""
-    try:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(_orchestrate(config))
-    except* TriremeError as group:
-        raise _first(group) from None
-
-
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """libuv's, in C: with Python's own a rollout costs more."""
+    """Run until the last version is live and evaluated, and the trainer has exited."""
     import uvloop
 
-    return uvloop.new_event_loop()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # with Python's own a rollout costs more
+            runner.run(_orchestrate(config))
+    except* TriremeError as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 async def _orchestrate(config: RunConfig) -> None:
@@ -82,14 +80,14 @@ async def _orchestrate(config: RunConfig) -> None:
 
 
 async def drive(o: Orchestrator) -> None:
-    """From the next batch to the last one."""
+    """Make all batches from the next to the last."""
     async with asyncio.TaskGroup() as tasks:
         background = [
             tasks.create_task(o.control.serve(o.requests)),
             tasks.create_task(o.status.keep_beating()),
             tasks.create_task(o.keep_engines()),
             tasks.create_task(o.scheduler.run()),
-            tasks.create_task(o.fail_with_policy()),
+            tasks.create_task(o.fail_on_wrong_weights()),
             tasks.create_task(o.watcher.run()),
             tasks.create_task(o.lanes.keep(o.policy, o.scheduler, o.evaluator)),
         ]
@@ -101,64 +99,81 @@ async def drive(o: Orchestrator) -> None:
             task.cancel()
 
 
-def _first(group: BaseExceptionGroup) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-@dataclass
 class Orchestrator:
-    """Everything open."""
+    """The parts of a running orchestrator, made of the resources that `open_orchestrator` has opened."""
 
-    config: RunConfig
-    waits: Waits
-    status: Status
-    pool: InferencePool
-    journal: Journal
-    policy: Policy
-    updates: WeightUpdates
-    buffer: Buffer
-    scheduler: Scheduler
-    batcher: Batcher
-    evaluator: Evaluator
-    control: ControlServer
-    requests: TrainerRequests
-    peers: Peers
-    metrics: MetricsFile
-    watcher: Watcher
-    lanes: Lanes
-    environment_counts: EnvironmentCounts
-    counters: dict[str, int]
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        status: Status,
+        control: ControlServer,
+        journal: Journal,
+        state: State,
+        tokenizer: ChatTokenizer,
+        pool: InferencePool,
+        teacher: Teacher | None,
+        environments: dict[str, Environment],
+        evaluated: dict[str, Environment],
+        metrics: MetricsFile,
+        lanes: Lanes,
+    ) -> None:
+        """
+        Args:
+            state: what to resume from.
+            evaluated: environments of evaluations.
+        """
+        self.config, self.status, self.control, self.journal = config, status, control, journal
+        self.pool, self.metrics, self.lanes = pool, metrics, lanes
+        self.waits, self.peers = waits, peers = status.waits, status.peers
+        self.counters = dict(state.counters)
+        self.policy = policy = Policy(
+            pool,
+            waits,
+            Versions(config.paths.journal),
+            offers=not config.synchronous,
+            disk_timeout_s=config.disk_timeout_s,
+        )
+        self.updates = WeightUpdates(policy, config.weight_broadcast)
+        sizes = {name: environment.num_train for name, environment in environments.items()}
+        self.buffer = Buffer(sizes, rules_of(config), state)
+        runner = RolloutRunner(config, pool, tokenizer)
+        self.scheduler = Scheduler(
+            config, environments, self.buffer, policy, runner, waits, next_batch=state.next_batch
+        )
+        self.batcher = Batcher(config, self.scheduler, state, teacher=teacher)
+        self.evaluator = Evaluator(config, evaluated, policy, runner, metrics, waits)
+        self.requests = TrainerRequests(config, journal, policy, self.updates, self.scheduler, peers, waits)
+        self.environment_counts = EnvironmentCounts(environments)
+        self.watcher = Watcher(metrics, self._between_batches)
+        status.pool, status.policy, status.scheduler, status.watcher = pool, policy, self.scheduler, self.watcher
+
+    def _between_batches(self) -> dict[str, Any]:
+        """Return metrics that no batch reports yet: where all rollouts fail, no batch is ever full."""
+        return {"step": self.scheduler.next_batch, "process": "now"} | self.environment_counts.lately()
 
     async def next_batch(self) -> None:
-        """One batch: filled, on disk, and only then to be had."""
+        """Fill one batch and commit it to the journal before the trainer can fetch it."""
         step = self.scheduler.next_batch
         began = time.perf_counter()
         batch = await self.batcher.fill(step)
+        filled = time.perf_counter()
         with self.lanes.closing(step):
-            metrics = await self._closed(step, batch, began)
+            record = self._close(step, batch)
+            await self._commit(record)
+            self.scheduler.batch_closed()
+            self.requests.batch_closed()
+            metrics = record.metrics | self.environment_counts.take() | self.updates.take_seconds()
+            metrics |= {"time/fill_batch": filled - began, "time/journal": time.perf_counter() - filled}
+            metrics["perf/engine_idle_frac"] = self.lanes.idle_frac()
         self.metrics.append(step, metrics)
         log.info("batch %d  reward %.3f  lag %.2f", step, metrics["reward/mean"], metrics["lag/mean"])
 
-    async def _closed(self, step: int, batch: Filled, began: float) -> dict[str, float]:
-        """On disk, and to be had. Returns its metrics."""
+    def _close(self, step: int, batch: Filled) -> BatchRecord:
+        """Build the journal's entry. Synchronous: groups that are taken from now on belong to the next batch."""
         rollouts, dropped = batch.rollouts, batch.dropped
-        metrics = batch_metrics(step, rollouts, dropped, config=self.config, outcomes=batch.outcomes)
         self.counters["trained"] = self.counters.get("trained", 0) + len(rollouts)
         self.counters["dropped"] = self.counters.get("dropped", 0) + len(dropped)
-        filled = time.perf_counter()
-        record = self._close(step, batch, metrics)
-        await self._commit(record)
-        self.scheduler.batch_closed()
-        self.requests.batch_closed()
-        metrics = record.metrics | self.environment_counts.take()
-        metrics |= {"time/fill_batch": filled - began, "time/journal": time.perf_counter() - filled}
-        return metrics | self.updates.take_seconds() | {"perf/engine_idle_frac": self.lanes.idle_frac()}
-
-    def _close(self, step: int, batch: Filled, metrics: dict[str, float]) -> BatchRecord:
-        """Nothing may come in between: groups that are taken from now on are taken after this batch was closed."""
         self.buffer.close_batch(batch.outcomes, next_step=step + 1)
         state = State(
             next_batch=step + 1,
@@ -167,10 +182,11 @@ class Orchestrator:
             baselines=batch.baselines,
             **self.buffer.state(),
         )
+        metrics = batch_metrics(step, rollouts, dropped, config=self.config, outcomes=batch.outcomes)
         return BatchRecord(
             step=step,
-            rollouts=batch.rollouts,
-            dropped=batch.dropped,
+            rollouts=rollouts,
+            dropped=dropped,
             state=state,
             metrics=metrics | state_metrics(state, config=self.config),
             rules=rules_of(self.config),
@@ -178,7 +194,7 @@ class Orchestrator:
         )
 
     async def _commit(self, record: BatchRecord) -> None:
-        """Waits for room where the disk is full: the batch is not lost, and nobody has seen it."""
+        """Write the entry. Where the disk is full, wait: the batch is not lost, and no trainer has seen it."""
         reach("journal.before_append")
         await asyncio.to_thread(
             when_there_is_room,
@@ -195,12 +211,12 @@ class Orchestrator:
             self.status.state = "running"
         await keep_engines(self.pool, self.policy.admit, start_timeout_s=self.config.inference.start_timeout_s)
 
-    async def fail_with_policy(self) -> None:
-        """Raises what makes the live weights untrustworthy."""
+    async def fail_on_wrong_weights(self) -> None:
+        """Raises: WeightsMismatch, once an engine was found to serve other weights than the trainer's."""
         await self.updates.failure
 
     async def finish(self, evaluation: asyncio.Task) -> None:
-        """The last version live and evaluated; then the trainer, which might have been needed till then, may leave."""
+        """Wait until the last version is live and evaluated, then let the trainer exit. Until then it may be needed."""
         self.status.state = "finishing"
         deadline_s = self.config.orchestrator.trainer_timeout_s
         what = f"version {self.config.max_steps}"
@@ -212,148 +228,100 @@ class Orchestrator:
                 wait.check()
         reach("orchestrator.finishing")
         self.peers.trainer_may_leave.set()
-        await self._see_trainer_off()
+        await self._wait_for_trainer_exit()
         self.status.state = "done"
 
-    async def _see_trainer_off(self) -> None:
-        """It may have died, or left, after it saved everything: then nobody will say good-bye."""
+    async def _wait_for_trainer_exit(self) -> None:
+        """Wait for `Done`. The trainer may have exited without sending it, after it saved everything."""
         deadline_s = self.config.orchestrator.trainer_timeout_s
-        with self.waits.waiting("its good-bye", peer="trainer", deadline_s=deadline_s, patient=True) as wait:
-            while not self.peers.trainer_left.is_set() and not (wait.waited_s > FAREWELL_S and is_over(self.config)):
+        with self.waits.waiting("its `Done`", peer="trainer", deadline_s=deadline_s, patient=True) as wait:
+            while not self.peers.trainer_left.is_set() and not (
+                wait.waited_s > TRAINER_EXIT_S and is_over(self.config)
+            ):
                 wait.check()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0.2):
                         await self.peers.trainer_left.wait()
-        await asyncio.sleep(0.2)  # the answer to the good-bye is on its way
+        await asyncio.sleep(0.2)  # the answer to `Done` is on its way
 
 
 @asynccontextmanager
 async def open_orchestrator(config: RunConfig) -> AsyncIterator[Orchestrator]:
-    """Opens everything, in the order in which it is needed; closes it in reverse, on any way out."""
-    orchestrator = config.orchestrator
+    """Open everything in the order in which it is needed; close it in reverse, however the block ends."""
     waits = Waits("orchestrator", config.paths.logs)
     peers = Peers()
     waits.is_peer_busy = peers.is_any_busy
     status = Status(config, waits, peers)
     async with AsyncExitStack() as stack:
-        stack.enter_context(serve_status(status, orchestrator.server))
+        stack.enter_context(serve_status(status, config.orchestrator.server))
         control = ControlServer(config.hosts.orchestrator, config.ports.batches or 0)
         stack.callback(control.close)
         reach("orchestrator.starting")
         journal, state = _open_journal(config)
         tokenizer = open_chat_tokenizer(config.trainer.tokenizer.name or config.model.name)
-        pool = await stack.enter_async_context(
-            open_inference_pool(
-                config.engine_urls,
-                waits=waits,
-                max_model_len=config.inference.model.max_model_len or config.seq_len,
-                timeout_s=orchestrator.engine_timeout_s,
-                request_timeout_s=orchestrator.request_timeout_s,
-                max_concurrent=orchestrator.max_concurrent,
-                vocab_size=tokenizer.vocab_size,
-                adapter=POLICY if config.serves_adapters else None,
-                experts=experts_to_replay(config, tokenizer.model_config),
-                shares_prefixes=config.shares_prefixes,
-            )
-        )
-        spans = stack.enter_context(open_spans(config.paths.spans))
-        lanes = Lanes(config, spans, pool)
-        teacher = await stack.enter_async_context(open_teacher(orchestrator.teacher, tokenizer, waits))
-        environments = await _open_environments(config, orchestrator.env, stack, waits)
-        evaluated = await _environments_to_evaluate(config, environments, stack, waits)
-        versions = Versions(config.paths.journal)
-        policy = Policy(pool, waits, versions, offers=not config.synchronous, disk_timeout_s=config.disk_timeout_s)
-        updates = WeightUpdates(policy, config.weight_broadcast)
-        buffer = Buffer(
-            {name: environment.num_train for name, environment in environments.items()}, rules_of(config), state
-        )
-        runner = RolloutRunner(config, pool, tokenizer)
-        scheduler = Scheduler(config, environments, buffer, policy, runner, waits, next_batch=state.next_batch)
+        pool = await stack.enter_async_context(_open_pool(config, tokenizer, waits))
+        lanes = Lanes(config, stack.enter_context(open_spans(config.paths.spans)), pool)
+        teacher = await stack.enter_async_context(open_teacher(config.orchestrator.teacher, tokenizer, waits))
+        environments = await _open_environments(config, config.orchestrator.env, stack, waits, trained=True)
+        evaluation = config.orchestrator.eval
+        evaluated = environments if evaluation else {}  # their held-out examples, unless the run names others
+        if evaluation and evaluation.env:
+            evaluated = await _open_environments(config, evaluation.env, stack, waits, trained=False)
         metrics = MetricsFile(config.paths.metrics, process="orchestrator")
         stack.callback(metrics.close)
-        evaluator = Evaluator(config, evaluated, policy, runner, metrics, waits)
-        restore_metrics(config, journal, evaluator, metrics)
-        reach("orchestrator.started")
-        counts = EnvironmentCounts(environments)
-        stack.enter_context(rare_garbage_collection())
-        watcher = Watcher(metrics, lambda: {"step": scheduler.next_batch, "process": "now"} | counts.lately())
-        status.pool, status.policy, status.scheduler, status.watcher = pool, policy, scheduler, watcher
-        yield Orchestrator(
-            config=config,
-            waits=waits,
+        orchestrator = Orchestrator(
+            config,
             status=status,
-            pool=pool,
-            journal=journal,
-            policy=policy,
-            updates=updates,
-            buffer=buffer,
-            scheduler=scheduler,
-            batcher=Batcher(config, scheduler, state, teacher=teacher),
-            evaluator=evaluator,
             control=control,
-            requests=TrainerRequests(config, journal, policy, updates, scheduler, peers, waits),
-            peers=peers,
+            journal=journal,
+            state=state,
+            tokenizer=tokenizer,
+            pool=pool,
+            teacher=teacher,
+            environments=environments,
+            evaluated=evaluated,
             metrics=metrics,
-            watcher=watcher,
             lanes=lanes,
-            environment_counts=counts,
-            counters=dict(state.counters),
         )
+        restore_metrics(config, journal, orchestrator.evaluator, metrics)
+        reach("orchestrator.started")
+        stack.enter_context(rare_garbage_collection())
+        yield orchestrator
 
 
 def _open_journal(config: RunConfig) -> tuple[Journal, State]:
-    """A journal that has entries is only continued when asked to."""
+    """Open the journal. One that has entries is continued only if the user asks for it."""
     config.paths.journal.mkdir(parents=True, exist_ok=True)
     journal = Journal(config.paths.journal)
     step = config.trainer.ckpt.resume_step
     if step is not None and step >= 0:
-        Versions(config.paths.journal).rewind(step)  # first: versions of batches that are no more would be a riddle
+        Versions(config.paths.journal).rewind(step)  # first: no version may outlive the batch that made it
         journal.rewind(step)
     elif journal.steps() and not config.resume and step is None:
         raise ConfigError(
             f"{config.paths.journal} holds {len(journal.steps())} batches of an earlier run - an empty folder was "
-            "expected. Add --resume to go on with that run, or set another `output_dir` or `name`."
+            "expected. Add --resume to continue that run, or set another `output_dir` or `name`."
         )
     return journal, journal.head_state()
 
 
-def is_over(config: RunConfig) -> bool:
-    """Whether everything that a run is for lies on disk."""
-    last, paths = config.max_steps, config.paths
-    evaluation = config.orchestrator.eval
-    names = [env.name or env.id for env in (evaluation.env or config.orchestrator.env)] if evaluation else []
-    return (
-        Journal(paths.journal).has(last - 1)
-        and Versions(paths.journal).has(last)
-        and all(is_runs_own(results_path(paths, last, name)) for name in names)
-        and is_complete(step_folder(paths.checkpoints, last))
+def _open_pool(config: RunConfig, tokenizer: ChatTokenizer, waits: Waits) -> AbstractAsyncContextManager[InferencePool]:
+    return open_inference_pool(
+        config.engine_urls,
+        waits=waits,
+        max_model_len=config.inference.model.max_model_len or config.seq_len,
+        timeout_s=config.orchestrator.engine_timeout_s,
+        request_timeout_s=config.orchestrator.request_timeout_s,
+        max_concurrent=config.orchestrator.max_concurrent,
+        vocab_size=tokenizer.vocab_size,
+        adapter=POLICY if config.serves_adapters else None,
+        experts=experts_to_replay(config, tokenizer.model_config),
+        shares_prefixes=config.shares_prefixes,
     )
 
 
-def restore_metrics(config: RunConfig, journal: Journal, evaluator: Evaluator, metrics: MetricsFile) -> None:
-    """Lines that a crash came before: whatever is in the journal, or evaluated, has its line."""
-    rows, _ = read_metrics(config.paths.metrics)
-    newest = {step: row for (process, step), row in latest_by_step(rows).items() if process == metrics.process}
-    evaluated = {step for step, row in newest.items() if any(name.startswith("eval/") for name in row)}
-    steps = journal.steps()
-    for step in steps:
-        row = newest.get(step, {})
-        is_recent = step >= steps[-1] - 1  # after a rewind, the line may be that of the way which was left
-        if "reward/mean" not in row or (is_recent and not journal.read(step).metrics.items() <= row.items()):
-            metrics.append(step, journal.read(step).metrics)
-    for folder in sorted(config.paths.evals.glob("step_*")):
-        version = step_of(folder)
-        if version is not None and version not in evaluated and evaluator.is_done(version):
-            evaluator.report(version)
-
-
 async def _open_environments(
-    config: RunConfig,
-    entries: tuple[EnvironmentConfig, ...],
-    stack: AsyncExitStack,
-    waits: Waits,
-    *,
-    trained: bool = True,
+    config: RunConfig, entries: tuple[EnvironmentConfig, ...], stack: AsyncExitStack, waits: Waits, *, trained: bool
 ) -> dict[str, Environment]:
     environments = [
         await stack.enter_async_context(open_environment(entry, logs=config.paths.logs, seed=config.seed, waits=waits))
@@ -371,11 +339,31 @@ async def _open_environments(
     return {environment.name: environment for environment in environments}
 
 
-async def _environments_to_evaluate(
-    config: RunConfig, trained: dict[str, Environment], stack: AsyncExitStack, waits: Waits
-) -> dict[str, Environment]:
-    """The configured ones, or the held-out part of those that are trained on."""
+def is_over(config: RunConfig) -> bool:
+    """Return whether all results of a run are on disk."""
+    last, paths = config.max_steps, config.paths
     evaluation = config.orchestrator.eval
-    if evaluation is None:
-        return {}
-    return await _open_environments(config, evaluation.env, stack, waits, trained=False) if evaluation.env else trained
+    names = [env.name or env.id for env in (evaluation.env or config.orchestrator.env)] if evaluation else []
+    return (
+        Journal(paths.journal).has(last - 1)
+        and Versions(paths.journal).has(last)
+        and all(is_runs_own(results_path(paths, last, name)) for name in names)
+        and is_complete(step_folder(paths.checkpoints, last))
+    )
+
+
+def restore_metrics(config: RunConfig, journal: Journal, evaluator: Evaluator, metrics: MetricsFile) -> None:
+    """Append the metrics of batches and evaluations that a crash kept from the file."""
+    rows, _ = read_metrics(config.paths.metrics)
+    newest = {step: row for (process, step), row in latest_by_step(rows).items() if process == metrics.process}
+    evaluated = {step for step, row in newest.items() if any(name.startswith("eval/") for name in row)}
+    steps = journal.steps()
+    for step in steps:
+        row = newest.get(step, {})
+        is_recent = step >= steps[-1] - 1  # after a rewind, the line may be from before it
+        if "reward/mean" not in row or (is_recent and not journal.read(step).metrics.items() <= row.items()):
+            metrics.append(step, journal.read(step).metrics)
+    for folder in sorted(config.paths.evals.glob("step_*")):
+        version = step_of(folder)
+        if version is not None and version not in evaluated and evaluator.is_done(version):
+            evaluator.report(version)
