@@ -400,4 +400,4 @@ def test_an_event_loop_that_no_longer_turns_makes_health_say_so(served):
     status.beat_at -= STUCK_S + 1
     stuck = client.get("/health")
     assert stuck.status_code == 503
-    assert "has not turned for 3" in stuck.json()["reason"]
+    assert "has not run for 3" in stuck.json()["reason"]

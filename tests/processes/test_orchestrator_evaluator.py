@@ -296,7 +296,7 @@ def test_a_running_orchestrator_tells_its_health_its_state_and_what_each_process
     assert status["engines"] == [{"url": outcome.engine.url, "state": "live", "version": 0, "in_flight": 0}]
     ours, trainers = status["waits"]
     assert (ours["who"], ours["peer"], ours["what"]) == ("orchestrator", "trainer", "rollouts of batch 2")
-    assert "2 of 2 groups missing, none may begin before version 1 is live" in ours["text"]
+    assert "2 of 2 groups missing, none may start before version 1 is live" in ours["text"]
     assert trainers == {"who": "trainer", "text": "trainer waits 3 s for batch 7 from orchestrator"}
     assert status["processes"]["trainer"]["state"] == "running"
     (warning,) = status["warnings"]

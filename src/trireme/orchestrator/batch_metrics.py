@@ -1,7 +1,4 @@
-"""What the orchestrator says about a batch; `docs/metrics.md` tells what each number means and when to worry.
-
-All from what the batch's entry in the journal holds, so that the audit can work it out again.
-"""
+"""Metrics of a batch, see `docs/metrics.md`. Computed from its journal entry, so that an audit can recompute them."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def batch_metrics(
     config: RunConfig,
     outcomes: Sequence[Outcome] = (),
 ) -> Metrics:
-    """Of the whole batch, then of each environment.
+    """Compute metrics of the whole batch, and of each environment.
 
     Args:
         outcomes: of the groups that ended since the batch before, dropped ones too: with them `solve_none` and
@@ -83,7 +80,7 @@ def _lengths(rollouts: list[Rollout]) -> Metrics:
 
 
 def _fates(rollouts: list[Rollout], dropped: list[Dropped]) -> Metrics:
-    """Of the rollouts that ended since the batch before: in this one, or dropped, by reason."""
+    """Count the rollouts that ended since the batch before: trained in this one, or dropped, by reason."""
     reasons = Counter(map(_reason, dropped))
     groups = len({rollout.group for rollout in rollouts})
     without_signal = len({drop.group for drop in dropped if _reason(drop) in NO_SIGNAL})
@@ -115,7 +112,7 @@ def _per_environment(rollouts: list[Rollout], dropped: list[Dropped], outcomes: 
 
 
 def _environment(name: str, rollouts: list[Rollout], outcomes: Sequence[Outcome]) -> Metrics:
-    """What an environment measures itself comes last: its own number wins where it is called like one of ours."""
+    """Compute one environment's metrics. Its own come last, so they win where they have the name of one of ours."""
     rewards = np.array([rollout.reward for rollout in rollouts])
     solve_none, solve_all = _solved_fracs(rollouts, outcomes)
     return {
@@ -141,7 +138,7 @@ def _solved_fracs(rollouts: list[Rollout], outcomes: Sequence[Outcome]) -> tuple
 
 
 def _turns(name: str, rollouts: list[Rollout]) -> Metrics:
-    """Nothing where they were not counted."""
+    """Return the mean number of turns; nothing where they were not counted."""
     counts = [rollout.num_turns for rollout in rollouts if rollout.num_turns]
     return {name: float(np.mean(counts))} if counts else {}
 
@@ -160,7 +157,7 @@ def _group_rewards(rollouts: list[Rollout]) -> dict[int, list[float]]:
 
 
 def _error_rate(rollouts: list[Rollout], dropped: list[Dropped]) -> float:
-    """Of all attempts that ended, in the batch or dropped: the share that failed."""
+    """Return the share of failed attempts among all that ended, in the batch or dropped."""
     return sum(_reason(drop) in FAILED for drop in dropped) / max(1, len(rollouts) + len(dropped))
 
 
@@ -189,7 +186,7 @@ def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, lis
 
 
 def state_metrics(state: State, *, config: RunConfig) -> Metrics:
-    """Where the data stands after a batch: passes over the examples, difficulty, curriculum."""
+    """Compute the position in the data after a batch: passes over the examples, difficulty, curriculum."""
     metrics: Metrics = {f"data/{name}/epoch": cursor.epoch for name, cursor in state.cursors.items()}
     if config.orchestrator.curriculum:
         metrics["curriculum/stage"] = state.stage

@@ -1,4 +1,4 @@
-"""Finished groups become a batch: what is stale, flawed or without signal goes, the size stays; then advantages."""
+"""Fill a batch from finished groups: drop stale, flawed and uninformative ones, then compute advantages."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ log = get_logger("batcher")
 
 @dataclass
 class Filled:
-    """A batch as far as it is decided here."""
+    """A batch and the fates that were decided while it was filled."""
 
     rollouts: list[Rollout] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
-    baselines: Baselines = field(default_factory=dict)  # after it
+    baselines: Baselines = field(default_factory=dict)  # after the batch
 
 
 class Batcher:
@@ -49,7 +49,7 @@ class Batcher:
     ) -> None:
         """
         Args:
-            state: to go on from; the beginning of a run where not given.
+            state: to resume from; None at the beginning of a run.
 
         Raises:
             ConfigError: there is no such function as `orchestrator.advantage.path`.
@@ -63,10 +63,10 @@ class Batcher:
         self._baselines = dict(state.baselines) if state else {}
 
     async def fill(self, step: int) -> Filled:
-        """Exactly `batch_size` rollouts with their advantages, and the fates of all that were dropped on the way.
+        """Return exactly `batch_size` rollouts with their advantages, and all that were dropped on the way.
 
         Raises:
-            ConfigError: a function of the user's gave no advantages.
+            ConfigError: a function of the user returned no advantages.
             PeerDied: the teacher does not answer.
         """
         filled = Filled()
@@ -90,7 +90,7 @@ class Batcher:
         return filled
 
     def _judge(self, group: Group, step: int, outcomes: list[Outcome]) -> None:
-        """Drops a group that this batch may not have; notes how it did where it came to its end in time."""
+        """Drop a group that may not enter this batch. Note its outcome if it ended in time."""
         if group.reason is not None:
             return
         oldest = min(rollout.oldest_version for rollout in group.rollouts)

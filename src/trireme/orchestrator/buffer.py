@@ -1,6 +1,6 @@
-"""Which example comes next: environments by weight and stage, examples by a seeded order per epoch and by difficulty.
+"""Choose the next example: environments by weight and stage, examples by a seeded order per epoch and by difficulty.
 
-Nothing here is random in itself, see `algo/order.py`: a run that restarts from the journal's state goes on exactly
+Nothing here is random in itself, see `algo/order.py`: a run that restarts from the journal's state continues exactly
 where it was.
 """
 
@@ -40,7 +40,7 @@ class Buffer:
         self.next_group = state.next_group
 
     def take(self) -> OpenGroup:
-        """The next group; first those that were open when the run stopped."""
+        """Return the next group; first those that were open when the run stopped."""
         if self._reopened:
             return self._reopened.pop(0)
         group = self.next_group
@@ -49,15 +49,15 @@ class Buffer:
         return OpenGroup(id=group, env=name, example=example)
 
     def close_batch(self, outcomes: Sequence[Outcome], *, next_step: int) -> None:
-        """Learns how the groups did that ended with the batch; decides from which environments the next ones are."""
+        """Take in the outcomes of groups that ended with the batch; they decide what the next groups are."""
         before = self._order.place.stage
         self._order.close_batch(outcomes, self._rules, next_step=next_step)
         if self._order.place.stage != before:
             log.info("batch %d: the curriculum's stage %d begins", next_step, self._order.place.stage)
-        self._warn_of_what_is_left_out()
+        self._warn_of_excluded()
 
-    def _warn_of_what_is_left_out(self) -> None:
-        """Once, when it comes to it."""
+    def _warn_of_excluded(self) -> None:
+        """Warn once per environment whose examples are all excluded."""
         left_out = set(self._order.left_out(self._rules))
         for name in sorted(left_out - self._left_out):
             log.warning(
@@ -69,7 +69,7 @@ class Buffer:
         self._left_out = left_out
 
     def state(self) -> dict[str, Any]:
-        """The fields of `State` that it goes on from; the caller knows which groups are open."""
+        """Return the fields of `State` to resume from; the caller knows which groups are open."""
         return {
             "next_group": self.next_group,
             "sizes": self.sizes,
@@ -86,7 +86,7 @@ class Buffer:
 
     @property
     def reopened(self) -> list[OpenGroup]:
-        """Groups of the run before that have not been taken yet."""
+        """Groups that were open when the run stopped and have not been taken yet."""
         return list(self._reopened)
 
 
@@ -100,6 +100,6 @@ def _refuse_other_examples(before: dict[str, int], now: dict[str, int]) -> None:
     ]
     raise ConfigError(
         f"The training examples have changed since this run began: {'; '.join(changes)} - the same examples were "
-        "expected, because the data order goes on by position. Restore the data and the environments' `args`, or start "
-        "a new run: set another `name`, or leave out --resume."
+        "expected, because the data order continues by position. Restore the data and the environments' `args`, or "
+        "start a new run: set another `name`, or leave out --resume."
     )

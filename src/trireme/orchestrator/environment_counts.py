@@ -1,4 +1,4 @@
-"""What went wrong in environments and their workers, from one batch to the next: known only while the run lives."""
+"""Count failures of environments and their workers from one batch to the next. Not kept across restarts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trireme.orchestrator.environments.pool import Environment
 
 FAILURES = ("timeout", "rollout_error", "score_error", "worker_error")
 ENOUGH = 64
-"""So many rollouts tell how often they fail."""
+"""Rollouts that it takes to estimate an error rate."""
 
 
 class EnvironmentCounts:
@@ -26,7 +26,7 @@ class EnvironmentCounts:
         self._ended_before: dict[str, int] = dict.fromkeys(environments, 0)
 
     def take(self) -> dict[str, float]:
-        """Since the last time; nothing of what did not happen."""
+        """Return the counts since the last call, without those that are 0."""
         metrics: dict[str, float] = {}
         for name, environment in self._environments.items():
             counts = Counter(environment.counts)
@@ -36,7 +36,7 @@ class EnvironmentCounts:
         return metrics
 
     def lately(self) -> dict[str, float]:
-        """Error rates since `take`, also while no batch becomes full: where all rollouts fail, none ever does."""
+        """Return error rates since `take`. They exist while no batch is full: where all rollouts fail, none ever is."""
         rates: dict[str, float] = {}
         for name, environment in self._environments.items():
             failures = sum(environment.counts[what] - self._taken[name][what] for what in FAILURES)

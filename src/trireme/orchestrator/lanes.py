@@ -1,7 +1,7 @@
-"""The lanes that the orchestrator writes: its own, and one of each engine, whose work it knows from what it asks of it.
+"""The timeline that the orchestrator records: its own lane, and one for each engine, by the requests that it sends.
 
-An engine's lane turns where its work does. Why an engine has none, and what the orchestrator itself is at, can change
-without anybody telling: that is looked at after each turn of an engine, and ten times a second.
+An engine's lane changes with its work. The reason why an engine is idle, and the orchestrator's own activity, change
+without an event: they are polled after each change of an engine, and ten times a second.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from trireme.orchestrator.engines.pool import InferencePool
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.weights.policy import Policy
 
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 class Evaluating(Protocol):
-    """An evaluator, as far as it matters here."""
+    """The part of an evaluator that is read here."""
 
-    version: int | None  # that is being evaluated
+    version: int | None  # being evaluated
 
 
 class Lanes:
-    """Follows the engines of a pool from when it is made; the rest from when `keep` runs."""
+    """Follows the engines of a pool from its construction on, and the rest once `keep` runs."""
 
     def __init__(self, config: RunConfig, spans: SpansFile, pool: InferencePool) -> None:
         self.own = spans.lane(ORCHESTRATOR, what="start", ago_s=age_s())
@@ -48,7 +48,7 @@ class Lanes:
             self.turned(engine)
 
     def turned(self, engine: Engine) -> None:
-        """An engine has another state, its first request, or none any more."""
+        """Record a change of an engine: another state, its first request, or its last."""
         what = _what(engine)
         self._lane(engine).enter(what, step=self._step(engine), why=_why(engine))
         if self._scheduler is not None and not self._is_to_look:
@@ -59,35 +59,35 @@ class Lanes:
         return self._of_engine[engine.url]
 
     def _step(self, engine: Engine) -> int:
-        """The version that it is given, or the batch that is being filled."""
+        """Return the version that the engine is given, or the batch that is being filled."""
         if _what(engine) == "transfer" and engine.receives is not None:
             return engine.receives
         return -1 if self._scheduler is None else self._scheduler.next_batch
 
     async def keep(self, policy: Policy, scheduler: Scheduler, evaluator: Evaluating) -> None:
-        """Looks until cancelled. Waits for the clock."""
+        """Poll until cancelled."""
         self._policy, self._scheduler, self._evaluator = policy, scheduler, evaluator
         while True:
             self.look()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def look(self) -> None:
         self._is_to_look = False
         if self._policy is None or self._scheduler is None or self._evaluator is None:
             return
-        held = _Held(self._config, self._pool, self._policy, self._scheduler, self._evaluator)
+        reason = _IdleReason(self._config, self._pool, self._policy, self._scheduler, self._evaluator)
         for engine in self._pool.engines:
             if engine.state == "live" and not engine.in_flight:
-                self._lane(engine).explain(held.why_no_request())
+                self._lane(engine).explain(reason.why_no_request())
         if not self._is_closing:
-            what, step, why = held.what_now()
+            what, step, why = reason.what_now()
             if (self.own.now, self.own.step) != (what, step):
                 self.own.enter(what, step=step, why=why)
             self.own.explain(why)
 
     @contextmanager
     def closing(self, step: int) -> Iterator[None]:
-        """A batch, from when it is full until it is on disk."""
+        """Record the time from when a batch is full until it is on disk."""
         self._is_closing = True
         try:
             with self.own.doing("journal", step=step):
@@ -100,7 +100,7 @@ class Lanes:
             self.look()
 
     def idle_frac(self) -> float:
-        """The share of the time since it was last asked in which engines had no request; mean of all."""
+        """Return the share of the time since the last call in which engines had no request: the mean over engines."""
         taken = [lane.take() for lane in self._of_engine.values()]
         return sum(idle(seconds) for seconds in taken) / max(1e-9, sum(sum(seconds.values()) for seconds in taken))
 
@@ -127,8 +127,8 @@ def _why(engine: Engine) -> str:
     return ""
 
 
-class _Held:
-    """Why nothing more is generated, at one moment."""
+class _IdleReason:
+    """Explains, for one moment, why no more is generated."""
 
     def __init__(
         self, config: RunConfig, pool: InferencePool, policy: Policy, scheduler: Scheduler, evaluator: Evaluating
@@ -140,7 +140,7 @@ class _Held:
         self._evaluated = evaluator.version
 
     def what_now(self) -> tuple[What, int, str]:
-        """Of the orchestrator: what, for which batch or version, and why."""
+        """Return what the orchestrator does, for which batch or version, and why."""
         if self._scheduler.num_under_way:
             return "generate", self._scheduler.next_batch, ""
         if self._evaluated is not None:
@@ -150,7 +150,7 @@ class _Held:
         return "wait", self._scheduler.next_batch, self._why_none_begun()
 
     def why_no_request(self) -> str:
-        """Of an engine that is live."""
+        """Return why a live engine has no request."""
         elsewhere = sum(engine.in_flight for engine in self._pool.engines)
         if self._scheduler.num_under_way:
             return f"{FEW}: other engines have {elsewhere}" if elsewhere else ENVIRONMENTS

@@ -1,6 +1,6 @@
-"""Issues groups as far ahead as the policy allows, and hands out the finished ones.
+"""Issue groups as far ahead as the policy allows, and hand out the finished ones.
 
-A group is under way until all its rollouts are in. A rollout that fails is tried again, a few times; then its group is
+A group is under way until all its rollouts have ended. A rollout that fails is retried a few times; then its group is
 dropped with the reason. A group whose first token would be too old for the batch that it could enter is cancelled.
 """
 
@@ -26,18 +26,18 @@ from trireme.orchestrator.weights.policy import Policy
 log = get_logger("scheduler")
 
 HOPELESS_FAILURES = 64
-"""So many failed rollouts without a single one that succeeded end the run."""
+"""The run ends after this many failed rollouts without a single success."""
 
 REFILLS_TO_WARN = 4
-"""As many times a batch's groups dropped while it is filled are worth a warning."""
+"""Warn whenever this many times the groups of a batch have been dropped while it is filled."""
 
 
 @dataclass
 class Group:
-    """The rollouts of one example, on their way."""
+    """The rollouts of one example, under way or finished."""
 
     task: OpenGroup
-    issued_at: int  # the version that requests were answered by from then on: no token can be older
+    issued_at: int  # version that answered requests at that time: no token can be older
     rollouts: list[Rollout] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     reason: str | None = None  # why the whole group is dropped
@@ -45,13 +45,13 @@ class Group:
     exhausted: set[int] = field(default_factory=set)  # places whose last attempt has failed
 
     def note_failure(self, place: int, attempt: int, reason: str) -> None:
-        if self.reason is None:  # else it has been dropped already, with its group
+        if self.reason is None:  # else it was dropped already, with its group
             self.dropped.append(_drop(self.task, place, attempt, reason))
 
     def drop(self, reason: str, size: int) -> None:
-        """The group will not be trained on: each of its `size` rollouts, finished or under way, is dropped.
+        """Drop the group: record each of its `size` rollouts, finished or under way, as dropped.
 
-        Once only, whatever else befalls the group: a rollout has one fate.
+        Idempotent: each rollout is recorded as dropped at most once.
         """
         if self.reason is not None:
             return
@@ -66,9 +66,9 @@ class Group:
 
 
 class Scheduler:
-    """Produces finished groups; waits for the policy and for rollouts.
+    """Produces finished groups. Waits for: the policy and rollouts.
 
-    Woken by a new version, a closed batch, a finished group.
+    Woken by: a new version, a closed batch, a finished group.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class Scheduler:
         self._issued: list[int] = []  # in order, not yet handed out
         self._changed = asyncio.Event()
         self._arrived = asyncio.Event()
-        self._refused: Counter[str] = Counter()  # groups dropped while this batch is filled, by reason
+        self._dropped: Counter[str] = Counter()  # groups, while this batch is filled, by reason
         self._any_success = False
         self._hopeless: TriremeError | None = None
 
     async def run(self) -> None:
-        """Issues groups until cancelled."""
+        """Issue groups until cancelled."""
         follower = asyncio.create_task(self._follow_policy())
         try:
             while True:
                 self._changed.clear()
                 while self._may_issue():
                     self._issue()
-                    await asyncio.sleep(0)  # a group begins in one turn of the event loop, not all of them
+                    await asyncio.sleep(0)  # one group per iteration of the event loop
                 await self._changed.wait()
         finally:
             follower.cancel()
@@ -153,10 +153,11 @@ class Scheduler:
         except* TriremeError as errors:
             self._hopeless = self._hopeless or _first(errors)
             group.drop(f"group given up: {errors.exceptions[0]}", self._group_size)
-        except* Exception as errors:  # a mistake of ours: without this the group would be waited for in vain
-            log.exception("a rollout of %s example %d broke", group.task.env, group.task.example)
+        except* Exception as errors:  # our own bug: without this, the batch would wait for the group forever
+            log.exception("a rollout of %s example %d failed unexpectedly", group.task.env, group.task.example)
             self._hopeless = self._hopeless or TriremeError(
-                f"A rollout broke: {errors.exceptions[0]!r}. Look at the traceback above."
+                f"A rollout failed unexpectedly: {errors.exceptions[0]!r} - expected a result or a `RolloutFailed`. "
+                "Look at the traceback above."
             )
             group.drop(f"group given up: {errors.exceptions[0]!r}", self._group_size)
         self._finish(group)
@@ -202,15 +203,15 @@ class Scheduler:
             self._hopeless = TriremeError(
                 f"All of the first {self.num_failures} rollouts failed - at least one was expected to succeed. "
                 f"The last one, of {task.env} example {task.example}: {failure}\n{failure.traceback}"
-                "Mend the environment, or check it alone first."
+                f"Fix the environment; test it alone with `trireme env check {task.env}`."
             )
             self._arrived.set()
 
     async def next_group(self) -> Group:
-        """The next finished group: in the order of issue in a synchronous run, else as they come.
+        """Wait for the next finished group: in the order of issue in a synchronous run, else as they finish.
 
         Raises:
-            TriremeError: rollouts fail throughout; says how.
+            TriremeError: all rollouts fail; says how.
         """
         with self._waits.waiting(
             f"rollouts of batch {self.next_batch}",
@@ -218,7 +219,7 @@ class Scheduler:
             deadline_s=self._config.orchestrator.trainer_timeout_s,
             patient=True,
         ) as wait:
-            await asyncio.sleep(0)  # where all have finished already, others are to have their turns
+            await asyncio.sleep(0)  # let other tasks run, even if all groups have finished already
             while True:
                 if self._hopeless:
                     raise self._hopeless
@@ -232,7 +233,7 @@ class Scheduler:
                 wait.peer = "inference" if self._under_way else "trainer"
                 self._arrived.clear()
                 try:
-                    # not `wait_for`: before Python 3.12 it forgets a cancellation that comes as a group arrives
+                    # not `wait_for`: before Python 3.12 it loses a cancellation that arrives together with a group
                     async with asyncio.timeout(5.0):
                         await self._arrived.wait()
                 except TimeoutError:
@@ -247,13 +248,13 @@ class Scheduler:
         return first if first in self._finished else None
 
     def accepted(self) -> None:
-        """The group that was handed out is part of the batch being filled."""
+        """Count the group that was handed out last as part of the batch being filled."""
         self.num_accepted += 1
 
     def not_accepted(self, reason: str) -> None:
-        """It is not: another one is issued in its place."""
-        self._refused[reason.partition(":")[0]] += 1
-        total = self._refused.total()
+        """Issue another group in place of the one that was handed out last."""
+        self._dropped[reason.partition(":")[0]] += 1
+        total = self._dropped.total()
         if total % (REFILLS_TO_WARN * self._config.num_groups) == 0:
             log.warning(
                 "batch %d: %d groups were dropped before it is full (%s) - a few were expected. See whether examples "
@@ -261,18 +262,18 @@ class Scheduler:
                 "whether `max_off_policy_steps` or `[orchestrator.filters]` is too tight.",
                 self.next_batch,
                 total,
-                self._why_refused(),
+                self._drop_reasons(),
             )
         self._changed.set()
 
-    def _why_refused(self) -> str:
-        return ", ".join(f"{reason}: {count}" for reason, count in self._refused.most_common())
+    def _drop_reasons(self) -> str:
+        return ", ".join(f"{reason}: {count}" for reason, count in self._dropped.most_common())
 
     def batch_closed(self) -> None:
-        """The batch is full and in the journal."""
+        """Begin the next batch: this one is full and in the journal."""
         self.next_batch += 1
         self.num_accepted = 0
-        self._refused.clear()
+        self._dropped.clear()
         self._cancel_stale()
         self._changed.set()
 
@@ -287,19 +288,19 @@ class Scheduler:
                 self._arrived.set()
 
     def open_groups(self) -> list[OpenGroup]:
-        """Issued and in no batch yet, in order."""
+        """Return groups that were issued and are in no batch yet, in order."""
         groups = self._under_way | self._finished
         return [groups[number].task for number in self._issued] + self._buffer.reopened
 
     def describe(self) -> str:
         missing = self._config.num_groups - self.num_accepted
         under_way = f"{len(self._under_way)} under way" if self._under_way else self._why_idle()
-        dropped = f", dropped meanwhile: {self._why_refused()}" if self._refused else ""
+        dropped = f", dropped meanwhile: {self._drop_reasons()}" if self._dropped else ""
         return f"{missing} of {self._config.num_groups} groups missing, {under_way}{dropped}"
 
     def _why_idle(self) -> str:
         version = max(0, self.next_batch - self._config.max_async_level)
-        return f"none may begin before version {version} is live" if self._policy.offered < version else "none begun"
+        return f"none may start before version {version} is live" if self._policy.offered < version else "none started"
 
     @property
     def num_under_way(self) -> int:
@@ -313,11 +314,11 @@ class Scheduler:
 
 
 class _GaveUp(Exception):
-    """A rollout failed as often as it may."""
+    """A rollout has used all its attempts."""
 
 
 def _first(errors: BaseExceptionGroup) -> TriremeError:
-    """Of those that ended a group. A ConfigError stays one, with its exit code."""
+    """Return the first error that ended a group. A ConfigError stays one, with its exit code."""
     error = errors.exceptions[0]
     return error if isinstance(error, TriremeError) else _first(error)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""`/health`, `/status` and `/metrics` over HTTP: what the run does, and what each process waits for."""
+"""The status server: `/health`, `/status` and `/metrics` say what the run does and what each process waits for."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ STALE_HEARTBEAT_S = 10.0
 BIND_S = 5.0
 
 STUCK_S = 30.0
-"""An event loop that has not turned for this long is taken for hung: `/health` answers 503."""
+"""After this long without an iteration of the event loop, `/health` answers 503."""
 
 
 @dataclass
 class Status:
-    """Reads, never changes, the parts of a running orchestrator. Asked from another thread than theirs."""
+    """Reads the parts of a running orchestrator, from another thread than theirs, and never changes them."""
 
     config: RunConfig
     waits: Waits
@@ -49,22 +49,22 @@ class Status:
     scheduler: Scheduler | None = None
     watcher: Watcher | None = None
     state: str = "starting"
-    beat_at: float | None = None  # when the orchestrator's event loop last turned, once `keep_beating` runs
+    beat_at: float | None = None  # last iteration of the event loop, once `keep_beating` runs
 
     async def keep_beating(self) -> None:
-        """Shows that the event loop turns. Waits for the clock; runs until cancelled."""
+        """Record that the event loop runs, once a second, until cancelled."""
         while True:
             self.beat_at = time.monotonic()
             await asyncio.sleep(1.0)
 
     @property
     def stuck(self) -> str | None:
-        """Why the orchestrator counts as hung, if it does."""
+        """Why the orchestrator counts as hung; None while it does not."""
         stuck_s = 0.0 if self.beat_at is None else time.monotonic() - self.beat_at
         if stuck_s < STUCK_S:
             return None
         return (
-            f"The orchestrator's event loop has not turned for {stuck_s:.0f} s - at most {STUCK_S:.0f} s were expected "
+            f"The orchestrator's event loop has not run for {stuck_s:.0f} s - at most {STUCK_S:.0f} s were expected "
             "- look at the end of logs/orchestrator.stdout, and start it again."
         )
 
@@ -109,12 +109,12 @@ class Status:
         rows = []
         for name, (heard, beat) in self._heartbeats():
             if now - heard > STALE_HEARTBEAT_S and beat.state != "done":
-                rows.append({"who": name, "text": f"{name} has not been heard of for {now - heard:.0f} s"})
+                rows.append({"who": name, "text": f"{name} has sent no heartbeat for {now - heard:.0f} s"})
             rows += [{"who": name, "text": text} for text in beat.waits]
         return rows
 
     def _heartbeats(self) -> list[tuple[str, tuple[float, Heartbeat]]]:
-        """A copy: more may come while it is read."""
+        """Return a copy: more may arrive while it is read."""
         return list(self.peers.heartbeats.items())
 
 
@@ -175,7 +175,7 @@ def build_app(status: Status) -> FastAPI:
 
 @contextmanager
 def serve_status(status: Status, config: StatusServer) -> Iterator[None]:
-    """Serves from a thread of its own, so a busy event loop can still be asked what it does."""
+    """Serve from a thread of its own, which answers while the event loop is busy."""
     listener = _bind(config)
     server = uvicorn.Server(uvicorn.Config(build_app(status), log_level="warning", access_log=False))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="status", daemon=True)
@@ -189,7 +189,7 @@ def serve_status(status: Status, config: StatusServer) -> Iterator[None]:
 
 
 def _bind(config: StatusServer) -> socket.socket:
-    """Waits a little where the port is taken: a connection of our predecessor's may still be going."""
+    """Retry for a while where the port is taken: a connection of our predecessor may still be closing."""
     give_up = time.monotonic() + BIND_S
     while True:
         try:
@@ -209,7 +209,7 @@ def _listen(config: StatusServer) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port or 0))
-        listener.listen()  # who asks before the server's thread runs waits for its answer
+        listener.listen()  # requests that arrive before the server's thread runs wait in the backlog
     except OSError:
         listener.close()
         raise

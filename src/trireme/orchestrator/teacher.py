@@ -1,7 +1,7 @@
-"""A teacher for on-policy distillation: what another model thinks of the very tokens that the policy sampled.
+"""A teacher for on-policy distillation: logprobs of another model for the tokens that the policy sampled.
 
-The teacher is any vLLM server with the same tokenizer. It is given each sample as token ids and answers with the
-logprob of each; nothing is generated. What the difference means for a token's advantage stands in `algo.advantage`.
+The teacher is any vLLM server with the same tokenizer. It gets each sample as token ids and returns the logprob of each
+token; it generates nothing. `algo.advantage` turns the difference into a token's advantage.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from trireme.orchestrator.rollout.chat import ChatTokenizer
 log = get_logger("teacher")
 
 ATTEMPTS = 3
-PAUSE_S = 1.0  # before a question is asked again
+PAUSE_S = 1.0  # before a retry
 PROBE = "Trireme: 3 banks of oars, 170 rowers.\n\tnaïve café"
-"""Text on which two tokenizers that differ are likely to."""
+"""Text that two different tokenizers are likely to split differently."""
 
 
 class Teacher:
-    """Open to questions."""
+    """A client of the teacher's server."""
 
     def __init__(self, config: TeacherConfig, session: aiohttp.ClientSession, waits: Waits) -> None:
         self._config = config
@@ -42,7 +42,7 @@ class Teacher:
         self._model = config.model
 
     async def begin(self, tokenizer: ChatTokenizer) -> None:
-        """Raises ConfigError where it is not there, or reads other tokens than the policy does."""
+        """Raises: ConfigError where it does not answer, or has another tokenizer than the policy."""
         self._model = self._model or await self._first_model()
         theirs = await self._tokens_of(PROBE)
         ours = tokenizer.encode(PROBE)
@@ -56,10 +56,10 @@ class Teacher:
         log.info("teacher %s at %s", self._model, self._config.base_url)
 
     async def score(self, rollouts: list[Rollout]) -> None:
-        """Fills `teacher` of each rollout: per sample [T] float32, NaN where the policy sampled nothing.
+        """Fill `teacher` of each rollout: per sample [T] float32, NaN where the policy sampled nothing.
 
         Raises:
-            PeerDied: it does not answer, though it was asked several times.
+            PeerDied: it does not answer, after several attempts.
         """
         deadline_s = ATTEMPTS * (self._config.timeout_s + PAUSE_S) * max(1, len(rollouts))
         with self._waits.waiting(f"logprobs of {len(rollouts)} rollouts", peer="teacher", deadline_s=deadline_s):
@@ -83,7 +83,7 @@ class Teacher:
         raise PeerDied(
             f"The teacher at {self._config.base_url} gave no logprobs for a sample of {len(ids)} tokens in {ATTEMPTS} "
             f"attempts ({last}) - an answer within {self._config.timeout_s:.0f} s was expected. See its log; the "
-            "run goes on where it was with --resume."
+            "run continues where it was with --resume."
         )
 
     async def _ask(self, ids: list[int]) -> bytes:
@@ -123,7 +123,7 @@ class Teacher:
 
 
 def _with_prompt_logprobs(data: bytes) -> bytes:
-    """OpenAI's form holds them inside the choice; ours, which `read_response` reads, beside it."""
+    """Move them out of the choice, where OpenAI's format has them, to where `read_response` expects them."""
     try:
         choice = msgspec.json.decode(data)["choices"][0]
         return msgspec.json.encode({"choices": [], "prompt_logprobs": choice["prompt_logprobs"]})
@@ -135,7 +135,7 @@ def _with_prompt_logprobs(data: bytes) -> bytes:
 async def open_teacher(
     config: TeacherConfig | None, tokenizer: ChatTokenizer, waits: Waits
 ) -> AsyncIterator[Teacher | None]:
-    """None where the run has none. Raises: ConfigError, see `Teacher.begin`."""
+    """Connect to the run's teacher; None where it has none. Raises: ConfigError, see `Teacher.begin`."""
     if config is None:
         yield None
         return

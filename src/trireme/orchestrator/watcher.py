@@ -1,4 +1,4 @@
-"""Says in words when the run seems to collapse: in the log, in `/status`, and as `warnings/NAME` in the metrics."""
+"""Warn when the run seems to collapse: in the log, in `/status`, and as `warnings/NAME` in the metrics."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ log = get_logger("warnings")
 
 
 class Watcher:
-    """Reads the rows of all processes as they are written, each once. Costs the batches nothing, and never fails."""
+    """Reads the metrics of all processes as they are written, each row once."""
 
     def __init__(self, metrics: MetricsFile, now: Callable[[], Row] = dict) -> None:
         """
         Args:
-            now: a row about what no line tells yet, because no batch becomes full; empty where there is nothing.
+            now: returns a row of metrics that no batch reports yet.
         """
         self._metrics = metrics
         self._now = now
         self._watch = Watch()
         rows, self._offset = read_metrics(metrics.path)
-        for row in rows:  # of the run that this one resumes: no news any more
+        for row in rows:  # of before a restart: they were reported then
             self._watch.take(row)
 
     @property
     def lasting(self) -> list[Warned]:
-        """What has been seen lately."""
+        """Warnings that hold at the moment."""
         return list(self._watch.lasting.values())
 
     async def run(self) -> None:
-        """Waits for the clock; looks until cancelled, and once more then."""
+        """Look every `POLL_S` until cancelled, and once more then."""
         try:
             while True:
                 self.look()

@@ -1,7 +1,7 @@
-"""Which experts an engine sent each token to: what it must look like for this model, and how it joins a sample.
+"""The experts that an engine sent each token to (router replay): check them, and add them to a sample.
 
-An engine computes every token of a turn but the last one, which nothing follows yet. So what is known of a sample is a
-beginning of it; the next turn, where there is one, goes on from there.
+An engine computes every token of a turn but the last one, which nothing follows yet. So the routes of a beginning of a
+sample are known; the next turn, if there is one, continues from there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Of a model with a mixture of experts."""
+    """Sizes of a model with a mixture of experts."""
 
     layers: int  # all, with those that have no experts
     top_k: int  # experts of a token
@@ -37,7 +37,7 @@ class ExpertShape:
 
 
 def expert_shape(config: dict[str, Any]) -> ExpertShape | None:
-    """From a model's `config.json`; None where it has no experts."""
+    """Read the sizes from a model's `config.json`; None where it has no experts."""
     config = config.get("text_config") or config
     num_experts = num_experts_of(config)
     layers, top_k = config.get("num_hidden_layers"), config.get("num_experts_per_tok")
@@ -45,7 +45,7 @@ def expert_shape(config: dict[str, Any]) -> ExpertShape | None:
 
 
 def experts_to_replay(config: RunConfig, model_config: dict[str, Any]) -> ExpertShape | None:
-    """None without router replay.
+    """Return the model's sizes for router replay; None where the run does not use it.
 
     Raises: ConfigError where the model has no experts.
     """
@@ -61,7 +61,7 @@ def experts_to_replay(config: RunConfig, model_config: dict[str, Any]) -> Expert
 
 
 def routes_of(choice: Choice, *, num_prompt: int, shape: ExpertShape) -> np.ndarray:
-    """[N, layers, top_k] of the last `num_prompt` tokens of the prompt, and of the answer but its last one.
+    """Return [N, layers, top_k]: routes of the last `num_prompt` tokens of the prompt, and of the answer but its last.
 
     Raises: BadAnswer.
     """
@@ -82,7 +82,7 @@ def routes_of(choice: Choice, *, num_prompt: int, shape: ExpertShape) -> np.ndar
 
 
 def _read_array(text: str) -> np.ndarray:
-    """What `numpy.save` wrote, in base64. Looks at the size first: a header can promise any number of values."""
+    """Read what `numpy.save` wrote, in base64. Allocates no more than was sent, whatever the header promises."""
     try:
         file = io.BytesIO(base64.b64decode(text, validate=True))
         shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
@@ -93,7 +93,11 @@ def _read_array(text: str) -> np.ndarray:
 
 
 def to_routed(chunks: list[np.ndarray], length: int) -> Routed | None:
-    """Of a sample of `length` tokens whose beginning these are, one after the other; None where there are none."""
+    """Join the routes of a sample's beginning; None where there are none.
+
+    Args:
+        length: tokens of the sample.
+    """
     if not chunks:
         return None
     routes = np.concatenate(chunks)

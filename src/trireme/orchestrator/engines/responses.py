@@ -1,8 +1,7 @@
-"""What engines answer, as far as we read it, and whether it makes sense.
+"""Decode and check the answers of engines.
 
-An engine is another program in another version. What it answers is measured before anything is made of it: an answer
-that makes no sense costs its rollout (`BadAnswer` is a ValueError, with which a rollout fails) or its transfer, and
-nothing else.
+An engine is another program, in another version. Its answers are checked before they are used. One that makes no sense
+costs its rollout (`BadAnswer` is a ValueError, with which a rollout fails) or its weight transfer, and nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MASS_TOLERANCE = 0.02
 """The probabilities of what was kept add up to 1, unless so many tie for the last place that some are missing."""
 
 MOST_WORKERS = 1 << 16
-"""Of one engine. Who says more is no engine."""
+"""Most workers of one engine."""
 
 
 class BadAnswer(ValueError):
@@ -37,7 +36,7 @@ class Span(msgspec.Struct):
 
 
 class Candidate(msgspec.Struct):
-    """One of the likeliest tokens at a place."""
+    """One of the likeliest tokens at a position."""
 
     token_id: int
     logprob: float
@@ -94,7 +93,7 @@ class _ParsedResponse(msgspec.Struct):
 
 
 class _Report(msgspec.Struct):
-    """Of one worker of an engine."""
+    """The report of one worker of an engine."""
 
     digests: dict[str, str]
     incomplete: list[str]
@@ -140,7 +139,7 @@ def read_message(data: bytes) -> Message:
 
 
 def choice_of(response: Response, *, max_tokens: int, vocab_size: int | None = None) -> Choice:
-    """The one completion, with a logprob and a version for each token.
+    """Return the one completion, with a logprob and a version for each token.
 
     Args:
         vocab_size: of the model, where it is known: no token is beyond it.
@@ -169,7 +168,7 @@ def _check_ids(ids: list[int], vocab_size: int | None) -> None:
 
 
 def kept_of(choice: Choice, *, vocab_size: int | None = None) -> list[list[int]]:
-    """[C] what each token was chosen from, ascending: the engine's sampling mask, or its likeliest tokens.
+    """Return [C] tokens that each one was chosen from, ascending: the engine's sampling mask, or its likeliest tokens.
 
     Raises: BadAnswer.
     """
@@ -205,7 +204,7 @@ def _check_logprobs(logprobs: list[float], num_tokens: int) -> None:
 
 
 def _check_spans(spans: list[Span], num_tokens: int) -> None:
-    """One after the other, from the first token to the last."""
+    """Check that the spans are contiguous, from the first token to the last."""
     at = 0
     for span in spans:
         if span.start != at or span.end < at:
@@ -216,7 +215,7 @@ def _check_spans(spans: list[Span], num_tokens: int) -> None:
 
 
 def prompt_logprobs_of(response: Response, ids: list[int]) -> list[float]:
-    """[T - 1] of ids[t + 1] after ids[:t + 1].
+    """Return [T - 1] logprobs: of ids[t + 1] after ids[:t + 1].
 
     Raises: BadAnswer.
     """
@@ -232,7 +231,7 @@ def prompt_logprobs_of(response: Response, ids: list[int]) -> list[float]:
 
 @dataclass(frozen=True)
 class WeightReport:
-    """What an engine says that it holds."""
+    """The weights that an engine reports to hold."""
 
     version: str  # "default" before the first update
     digests: dict[str, str]  # as received by the last update
@@ -243,7 +242,7 @@ class WeightReport:
 
 
 def weight_reports_of(answer: Any, *, num_workers: int | None = None) -> list[tuple[dict[str, str], list[str]]]:
-    """Digests and incomplete layers, worker by worker.
+    """Return digests and incomplete layers, worker by worker.
 
     Raises: BadAnswer where not every worker has reported.
     """
@@ -257,7 +256,7 @@ def weight_reports_of(answer: Any, *, num_workers: int | None = None) -> list[tu
 
 
 def all_take_in_ahead(answer: Any) -> bool:
-    """Whether every worker said so. Raises: BadAnswer."""
+    """Return whether every worker takes tensors in while it serves. Raises: BadAnswer."""
     try:
         results = msgspec.convert(answer, _Aheads).results
     except msgspec.ValidationError as error:
@@ -274,7 +273,7 @@ def flag_of(answer: Any, key: str) -> bool:
 
 
 def world_size_of(answer: Any) -> int:
-    """How many workers it has. Raises: BadAnswer."""
+    """Return how many workers an engine has. Raises: BadAnswer."""
     value = answer.get("world_size") if isinstance(answer, dict) else None
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_WORKERS:
         raise BadAnswer(

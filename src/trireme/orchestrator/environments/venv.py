@@ -45,7 +45,7 @@ _NO_CONTENT = ("__pycache__", "build", "dist")  # of a copied package: does not 
 
 @dataclass(frozen=True)
 class EnvironmentSource:
-    """Where an environment's code is.
+    """The place of an environment's code.
 
     Example:
         EnvironmentSource(id="owner/reverse-text", kind="package", module="reverse_text",

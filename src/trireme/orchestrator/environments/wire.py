@@ -1,4 +1,4 @@
-"""What crosses between the orchestrator and an environment worker: JSON lines over a socket pair, in travel order.
+"""Messages between the orchestrator and an environment worker, in travel order: JSON lines over a socket pair.
 
     orchestrator                         worker (its own interpreter, see the folder `worker/`)
         Load   ------------------------>   imports the environment
@@ -14,8 +14,8 @@
         Stop   ------------------------>   tears down and exits
 
 JSON because the worker has nothing but its standard library: here msgspec checks every field as it decodes, there
-`trireme_wire.py` reads dicts. An environment is other people's code in the same process, so anything may come:
-an answer that breaks the form costs its rollout, bytes that are no message at all (`Garbage`) cost the worker.
+`trireme_wire.py` reads dicts. An environment is other people's code in the worker's process, so anything may arrive. A
+malformed answer costs its rollout; bytes that are no message at all (`Garbage`) cost the worker.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RunTask(_Message, tag="run", kw_only=True):
         RunTask(task="17-3", split="train", index=17, sampling={"temperature": 1.0}, group="17", group_size=16)
     """
 
-    task: str  # the caller's name for it; on the wire the pool appends a number, so that no two attempts are mixed up
+    task: str  # the caller's name for it; on the wire, a number is appended that differs between attempts
     split: Split = "train"
     index: int  # of the example in that split
     attempt: int = 0
@@ -66,7 +66,7 @@ class RunTask(_Message, tag="run", kw_only=True):
     max_turns: int | None = None  # of the model; the environment's own limit may be lower
     group: str = ""  # rollouts of the same name are scored together where the environment's rewards compare them
     group_size: int = 1  # rollouts of that name; a failed one comes again under the same name
-    columns: list[str] = []  # fields of the environment's state that Done is to tell
+    columns: list[str] = []  # fields of the environment's state that Done has to report
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
@@ -78,7 +78,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
     id: str
     name: str
-    arguments: str  # as JSON text, unparsed: a model's mistake in it is the environment's to answer
+    arguments: str  # as JSON text, unparsed: the environment handles a model's mistakes in it
 
 
 class Reply(_Message, tag="reply", kw_only=True, omit_defaults=True):
@@ -110,7 +110,7 @@ class Cancel(_Message, tag="cancel", kw_only=True):
 
 
 class Ping(_Message, tag="ping", kw_only=True):
-    """Asks whether the worker's event loop still turns."""
+    """Health check of the worker's event loop."""
 
 
 class Stop(_Message, tag="stop", kw_only=True):
@@ -170,7 +170,7 @@ class Done(EnvironmentResult, tag_field="type", tag="done", kw_only=True):
     task: str
     turn_rewards: list[list[float]] = []
     """One list per Ask, in their order; the last ones may be missing. Empty: no reward for that turn (or it was
-    refused). One number: of the whole turn, credited to its last token. Else one per completion token. All finite."""
+    refused). One number: for the whole turn, credited to its last token. Else one per completion token. All finite."""
 
 
 class Error(_Message, tag="error", kw_only=True):
@@ -187,7 +187,7 @@ class Error(_Message, tag="error", kw_only=True):
 
 
 class Pong(_Message, tag="pong", kw_only=True):
-    """It does."""
+    """The answer to `Ping`."""
 
 
 ToWorker = Load | RunTask | Reply | Cancel | Ping | Stop
@@ -198,20 +198,20 @@ LONGEST_LINE = 64 << 20
 """Bytes of one message from a worker."""
 
 LARGEST_REWARD = 1e30
-"""Of either sign. Beyond it, squares and float32 no longer hold, and one rollout would spoil its batch."""
+"""Of either sign. Beyond it, squares overflow float32, and one rollout would spoil its batch."""
 
 DEEPEST = 32
-"""Lists and objects within each other. Encoders and readers recurse: Python's limit is theirs."""
+"""Most lists and objects within each other. Encoders and readers recurse, up to Python's limit."""
 
 METRIC_NAME = re.compile(r"[\w./@:+ -]{1,200}")
 MOST_METRICS = 500  # of one rollout
 LONGEST_ROLE = 64  # characters
 TASK = re.compile(rb'\{"type": ?"(?:ask|held|done|error)", ?"task": ?"([^"\\]{1,200})"')
-"""How a worker's message about a rollout begins: enough to know whose it is where the rest cannot be read."""
+"""Beginning of a worker's message about a rollout: names the rollout even if the rest cannot be read."""
 
 
 class Garbage(TriremeError):
-    """A worker sent what is no message."""
+    """A worker sent bytes that are no message."""
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -219,12 +219,12 @@ _DECODER: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 
 
 def encode(message: ToWorker) -> bytes:
-    """One line."""
+    """Encode a message as one line."""
     return _ENCODER.encode(message) + b"\n"
 
 
 def decode(line: bytes) -> FromWorker:
-    """A message about a rollout that breaks the form becomes that rollout's Error.
+    """Decode one line. A malformed message about a rollout becomes that rollout's Error.
 
     Raises: Garbage.
     """
@@ -254,7 +254,7 @@ def _checked(message: FromWorker) -> FromWorker:
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
-    """Chat templates join what they are given: other types would fail there in as many ways as there are templates."""
+    """Check the types of chat messages. A template would fail on others, each in its own way."""
     for message in messages:
         role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
         if not isinstance(role, str) or not 0 < len(role) <= LONGEST_ROLE:
@@ -273,7 +273,7 @@ def _is_call(call: Any) -> bool:
 
 
 def _check_metric_names(metrics: dict[str, float]) -> None:
-    """They become keys of metrics.jsonl, and text of the dashboard and of reports."""
+    """Check names that become keys of metrics.jsonl, and text of the dashboard and of reports."""
     if len(metrics) > MOST_METRICS:
         raise ValueError(f"{len(metrics)} metrics, expected at most {MOST_METRICS}")
     for name in metrics:

@@ -1,6 +1,6 @@
-"""Chat messages to token ids and back, without torch: `tokenizers` for the ids, `jinja2` for the template.
+"""Convert chat messages to token ids and back, without torch: `tokenizers` for the ids, `jinja2` for the template.
 
-`transformers` would do both, but imports torch with its tokenizers; a test holds this file to its results.
+`transformers` does both, but imports torch with its tokenizers. A test compares this file with its results.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "conf
 
 
 KEPT_TOKENS = 1 << 20
-"""Of prompts that were seen lately, all together."""
+"""Tokens of recent prompts that are kept, all together."""
 
 
 class Prompts:
-    """Ids of prompts, the newest that fit into `KEPT_TOKENS`."""
+    """Ids of the newest prompts that fit into a limit of tokens."""
 
     def __init__(self, limit: int = KEPT_TOKENS) -> None:
         self._limit = limit
-        self._ids: dict[bytes, list[int]] = {}  # in the order in which they came
+        self._ids: dict[bytes, list[int]] = {}  # oldest first
         self._num_tokens = 0
 
     def get(self, key: bytes) -> list[int] | None:
@@ -53,22 +53,24 @@ class ChatTokenizer:
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(_existing(folder / "tokenizer.json")))
-        self._tokenizer.no_truncation()  # some files ask for it, and a prompt must never be cut in silence
+        self._tokenizer.no_truncation()  # some files ask for it, and a prompt must never be cut silently
         self._tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
         text = _template_text(folder, config)
         self._template = _compile_template(text)
-        self._prompts = Prompts(0 if "strftime_now" in text else KEPT_TOKENS)  # what tells the time is told anew
+        self._prompts = Prompts(
+            0 if "strftime_now" in text else KEPT_TOKENS
+        )  # a template that prints the time is rendered each time
         self._names = {key: _token_text(config.get(key)) for key in SPECIAL_TOKENS}
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self.num_tokens: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.model_config = _read_json(folder / "config.json")
         self.vocab_size = _model_vocab_size(self.model_config)
-        """Of the model, which is often larger: it may sample tokens that stand for no text. None where not known."""
+        """Of the model, which is often larger: it may sample tokens without a text. None if unknown."""
 
     def render(self, messages: list[dict[str, Any]], *, tools: list[dict] | None, generate: bool) -> str:
-        """The conversation as the model reads it; with `generate`, up to where the assistant begins."""
+        """Render the conversation as the model reads it; with `generate`, up to where the assistant's turn begins."""
         names = {key: text for key, text in self._names.items() if text is not None}
         return self._template.render(
             messages=[_for_template(message) for message in messages],
@@ -82,15 +84,10 @@ class ChatTokenizer:
         return self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids
 
     def prompt_ids(self, messages: list[dict[str, Any]], *, tools: list[dict] | None) -> list[int]:
-        """A conversation that begins, as ids. The rollouts of a group begin alike: it is made of the text once."""
+        """Return the ids of a first prompt. It is tokenised once for all rollouts of a group, which begin alike."""
         try:
             key = msgspec.json.encode((messages, tools))
-        except (
-            TypeError,
-            ValueError,
-            OverflowError,
-            RecursionError,
-        ):  # what JSON cannot say, a template may still know
+        except (TypeError, ValueError, OverflowError, RecursionError):  # a template may still render it
             key = b""
         if (ids := self._prompts.get(key)) is None:
             ids = self.encode(self.render(messages, tools=tools, generate=True))
@@ -101,15 +98,15 @@ class ChatTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=not keep_special)
 
     def is_special(self, token: int) -> bool:
-        """Whether it is one of those that are no text: they mark where turns begin and end."""
+        """Return whether the token is no text, but marks where turns begin and end."""
         return token in self._special
 
 
 def open_chat_tokenizer(name: str) -> ChatTokenizer:
-    """From a folder, or from the hub (its small files only).
+    """Load a tokenizer from a folder, or download its small files from the hub.
 
     Raises:
-        ConfigError: it cannot be had.
+        ConfigError: it could not be loaded.
     """
     folder = Path(name)
     if not folder.is_dir():
@@ -124,7 +121,7 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except Exception as error:
         raise ConfigError(
-            f"The tokenizer {name!r} cannot be had: {type(error).__name__}: {error}\n"
+            f"Could not load tokenizer {name!r}: {type(error).__name__}: {error}\n"
             "Expected a folder with tokenizer.json, or a hub name that this machine can reach. Set `model.name` to one."
         ) from error
 
@@ -143,7 +140,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _encodable(text: str) -> str:
-    """Half a surrogate pair, which JSON can hold (a tool's argument), becomes U+FFFD: it cannot be encoded."""
+    """Replace halves of surrogate pairs, which JSON can hold but UTF-8 cannot, by U+FFFD."""
     try:
         text.encode()
         return text
@@ -170,7 +167,7 @@ def _template_text(folder: Path, config: dict[str, Any]) -> str:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words in some templates; here it changes nothing."""
+    """Ignores `{% generation %}`, which marks the assistant's words in some templates."""
 
     tags = {"generation"}
 
@@ -180,7 +177,7 @@ class _GenerationTag(Extension):
 
 
 def _compile_template(text: str) -> jinja2.Template:
-    """The environment that chat templates are written for: what transformers documents, no more."""
+    """Compile a template in the environment that transformers documents for chat templates."""
 
     def fail(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -195,7 +192,7 @@ def _compile_template(text: str) -> jinja2.Template:
     environment.globals["raise_exception"] = fail
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     template = environment.from_string(text)
-    template.globals = dict(template.globals)  # a ChainMap is walked through again for every conversation
+    template.globals = dict(template.globals)  # a plain dict: the ChainMap is slow, and is read for every conversation
     return template
 
 
@@ -204,7 +201,7 @@ def _token_text(token: Any) -> str | None:
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates expect text content and tool arguments as objects."""
+    """Convert a message to what templates expect: text as content, and tool arguments as objects."""
     out = dict(message)
     if out.get("content") is None:
         out["content"] = ""

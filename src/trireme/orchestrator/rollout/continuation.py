@@ -1,8 +1,8 @@
-"""What follows on a turn of the model when the conversation goes on: only that is tokenised, never the turn again.
+"""Continue a conversation in tokens: the text that a chat template puts after a sampled turn, up to the next one.
 
-Chat templates are programs that render whole conversations. One that only ever grows is *prefix-increasing*: what it
-made of the conversation so far is the beginning of what it makes of a longer one. Then the tokens of a rollout can be
-one sample. Templates of many thinking models (Qwen3, DeepSeek-R1) are not: they drop the thinking of earlier turns.
+A template is additive if its rendering of a conversation begins its rendering of every longer one. Then the tokens of a
+rollout can be one sample. Templates of many thinking models (Qwen3, DeepSeek-R1) are not: they drop the thinking of
+earlier turns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engine is asked to sample with: the run's arguments before the environment's, a seed, what a cut needs."""
+"""Sampling arguments of a turn: the run's override the environment's; then a seed, and what a cut sampler needs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ ENVIRONMENTS = frozenset(
     | {"max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "logit_bias"}
     | {"allowed_token_ids", "include_stop_str_in_output"}
 )
-"""What of an environment's sampling arguments reaches the engine.
+"""Sampling arguments of an environment that reach the engine.
 
-The rest is for OpenAI clients (`n`, `logprobs`). No seed: it would make all rollouts of a group the same, and on CPU a
-seeded request may kill the engine.
+The others are for OpenAI clients (`n`, `logprobs`). No seed: it would make all rollouts of a group the same, and on CPU
+a seeded request may kill the engine.
 """
 
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens"}
 
 
 class TurnSampling:
-    """The arguments of each turn of one rollout."""
+    """Builds the arguments of each turn of one rollout."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class TurnSampling:
     ) -> None:
         """
         Args:
-            own: `sampling_arguments(sampling)`, where they are known already.
+            own: `sampling_arguments(sampling)`, if computed before.
         """
         self.own = sampling_arguments(sampling) if own is None else own
         self._most_kept = sampling.most_kept
@@ -45,10 +45,10 @@ class TurnSampling:
         self._key, self._attempt = key, attempt
         self._trained = trained
         self._vocab_size = vocab_size
-        self.distorted: set[str] = set()  # arguments of the environment's that make ratios wrong
+        self.distorted: set[str] = set()  # arguments of the environment that make importance ratios wrong
 
     def of_turn(self, number: int, theirs: dict[str, Any]) -> dict[str, Any]:
-        """Of the `number`th turn (from 1); `theirs` are the environment's."""
+        """Return the arguments of the `number`th turn (from 1); `theirs` are the environment's."""
         arguments = _known(theirs) | self.own
         if self._seed is not None and arguments["temperature"] > 0:
             arguments["seed"] = seed_of(self._seed, self._key, self._attempt, number)
@@ -65,7 +65,7 @@ class TurnSampling:
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
-    """vLLM's names; what is at its default is left out."""
+    """Return the run's arguments under vLLM's names, without those that have their default."""
     given = sampling.model_dump(exclude={"extra_body", "stop", "seed"}, exclude_defaults=True, exclude_none=True)
     given["temperature"] = sampling.temperature
     if sampling.stop:
@@ -79,12 +79,12 @@ def _known(theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_cut(arguments: dict[str, Any]) -> bool:
-    """Whether the sampler chooses among a part of the vocabulary only. At temperature 0 it does not choose."""
+    """Return whether the sampler chooses among a part of the vocabulary only. At temperature 0 it does not choose."""
     cuts = arguments.get("top_p", 1.0) < 1 or arguments.get("min_p", 0.0) > 0 or arguments.get("top_k", 0) > 0
     return cuts and arguments["temperature"] > 0
 
 
 def seed_of(run_seed: int, key: str, attempt: int, turn: int) -> int:
-    """31 bits that depend on all four, and on nothing else."""
+    """Return 31 bits that depend on all four arguments, and on nothing else."""
     digest = hashlib.sha256(f"{run_seed}/{key}/{attempt}/{turn}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1

@@ -20,7 +20,7 @@ LARGEST_REQUEST = 64 << 20
 
 @dataclass
 class Session:
-    """One rollout as the endpoint sees it: how it asks, and how its asking ended."""
+    """The state of one rollout: how to ask for turns, and how the last request ended."""
 
     ask: Ask
     sampling: dict
@@ -30,7 +30,7 @@ class Session:
 
 
 class PolicyEndpoint:
-    """`POST /v1/chat/completions`. The key keeps other users of the machine out."""
+    """`POST /v1/chat/completions`. The key keeps out other users of the machine."""
 
     def __init__(self) -> None:
         self.key = secrets.token_urlsafe(16)
@@ -122,9 +122,9 @@ async def _stream(request: web.Request, completion: dict) -> web.StreamResponse:
 
 
 def _sampling(body: dict) -> dict:
-    """What the environment or its program asks for. Which of it counts, the orchestrator decides."""
-    told_elsewhere = {"messages", "tools", "model", "stream", "stream_options", "tool_choice", "parallel_tool_calls"}
-    sampling = {name: value for name, value in body.items() if name not in told_elsewhere and value is not None}
+    """Return the sampling arguments of a request. The orchestrator decides which of them count."""
+    handled = {"messages", "tools", "model", "stream", "stream_options", "tool_choice", "parallel_tool_calls"}
+    sampling = {name: value for name, value in body.items() if name not in handled and value is not None}
     if "max_completion_tokens" in sampling:
         sampling["max_tokens"] = sampling.pop("max_completion_tokens")
     if sampling.pop("n", 1) != 1:
@@ -133,7 +133,7 @@ def _sampling(body: dict) -> dict:
 
 
 def _to_chat(messages: list[dict]) -> list[dict]:
-    """In one form, whichever program sends them: a turn must be found again in the conversation that continues it."""
+    """Normalise messages of any program, so that a turn is recognised in the conversation that continues it."""
     return [_to_chat_message(message, number) for number, message in enumerate(messages)]
 
 

@@ -1,7 +1,7 @@
-"""Rewards that compare: finished rollouts wait here for the others of their group, and are scored together, once.
+"""Score rollouts whose rewards compare a group: finished ones wait for the others, then all are scored together, once.
 
-A rollout that fails or is cancelled leaves; the caller runs it again under the same group's name, and the others go on
-waiting. How long they may wait is the orchestrator's affair, which is told that they do.
+A rollout that fails or is cancelled leaves its group. The orchestrator runs it again under the same group's name, while
+the others wait, for as long as the orchestrator lets them.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from trireme_rollout import RewardError
 Score = Callable[[list[Any]], Awaitable[list[dict]]]
 
 REMEMBERED = 4096
-"""Groups that are known to have been scored: a rollout that comes later has none to be compared with."""
+"""Scored groups that are remembered: a rollout that comes later has no others to be compared with."""
 
 
 class Groups:
@@ -48,7 +48,7 @@ class Groups:
             self._forget(group, member)
 
     def _begin_scoring(self, group: str) -> None:
-        """In a task of its own: the cancelling of one member must not end the others' scoring, only that of all."""
+        """Score in a task of its own: cancelling one member must not end the scoring, only cancelling all of them."""
         members = sorted(self._waiting.pop(group), key=lambda member: member.name)
         scoring = asyncio.get_running_loop().create_task(self._score_all(group, members))
         self._scoring.add(scoring)  # the event loop itself only keeps weak references

@@ -1,4 +1,4 @@
-"""From a module's name or a file's path to an adapter. What kind of environment it is can be left to us ("auto")."""
+"""Load an environment from a module's name or a file's path, and detect its kind unless that is given."""
 
 import importlib
 import importlib.metadata
@@ -25,7 +25,7 @@ class Adapter(Protocol):
         ...
 
     def serving(self) -> AbstractAsyncContextManager[Any]:
-        """What it keeps open for all its rollouts."""
+        """Keep open what all its rollouts share."""
         ...
 
     async def play(self, request: dict, ask: Ask) -> Any:
@@ -98,12 +98,12 @@ def _verifiers_v1_adapter(module: ModuleType, *, args: dict, kind: str) -> Adapt
 
 
 def _is_verifiers_v1(module: ModuleType) -> bool:
-    """A v1 package says what it is by what it exports. One that has `load_environment` too is a v0 one first."""
+    """Detect a v1 package by what it exports. One that has `load_environment` too is treated as v0."""
     return not hasattr(module, "load_environment") and _exports(module, "Taskset", "Env")
 
 
 def _exports(module: ModuleType, *names: str) -> bool:
-    """Whether it exports one of these kinds of verifiers v1."""
+    """Return whether the module exports one of these kinds of verifiers v1."""
     v1 = sys.modules.get("verifiers.v1")
     kinds = tuple(kind for name in names if (kind := getattr(v1, name, None)) is not None)
     exported = [getattr(module, name, None) for name in getattr(module, "__all__", [])]

@@ -1,4 +1,4 @@
-"""What the adapters share: how a rollout asks for a model turn, how it fails, and what counts as a reward."""
+"""Types shared by the adapters: asking for a model turn, failures of a rollout, and checks of rewards."""
 
 import math
 from asyncio import CancelledError
@@ -32,7 +32,7 @@ class RewardError(Exception):
 
 
 def checked_number(value: object, *, name: str) -> float:
-    """The value as a finite float. Text is refused even where `float` would read it."""
+    """Return the value as a finite float. Text is refused even where `float` would read it."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise RewardError(
             f"Reward function `{name}` returned {_short(value)}, a {type(value).__name__} - expected a finite number - "
@@ -48,7 +48,7 @@ def checked_number(value: object, *, name: str) -> float:
 
 
 def checked_scores(value: object, *, name: str) -> dict[str, Any]:
-    """What a reward function returned, as the fields `reward`, `metrics` and `turn_rewards` of a `done` message.
+    """Convert what a reward function returned to the fields `reward`, `metrics` and `turn_rewards` of a `done` message.
 
     Example:
         checked_scores({"reward": 1, "turn_rewards": [0.5, None, [0, 1]], "length": 7}, name="reward")
@@ -87,7 +87,7 @@ def _turn_rewards(turn: Any, *, name: str) -> list[float]:
 
 
 def checked_group(values: Any, *, size: int, name: str) -> list[Any]:
-    """What a reward function of a whole group returned: as many values as rollouts, each still to be checked."""
+    """Return the values of a reward function of a whole group, one per rollout, each still to be checked."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not _is_list(values) or len(values) != size:
         what = f"{len(values)} values" if _is_list(values) else f"{_short(values)}, a {type(values).__name__}"

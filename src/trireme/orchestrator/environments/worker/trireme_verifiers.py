@@ -99,7 +99,7 @@ class VerifiersAdapter:
         await self._environment.rubric.cleanup(played.state)
 
     def _read_row(self, split: str, index: int) -> dict:
-        """As in verifiers, an environment without an evaluation set evaluates on its training set."""
+        """Read an example. Without an evaluation set, evaluation reads the training set, as in verifiers."""
         use_eval = self._train is None or (split == "eval" and self._eval is not None)
         return (self._eval if use_eval else self._train)[index]
 
@@ -271,7 +271,7 @@ def _is_truncated(played: Played) -> bool:
 
 
 def _let_judge_read_messages(rubric: vf.JudgeRubric) -> None:
-    """Of verifiers' messages its judge finds the question in dicts only, and asks about an empty one else."""
+    """Give the judge dicts: in verifiers' own messages it does not find the question, and asks about an empty one."""
     if getattr(rubric.judge, "_reads_messages", False):
         return
     judge = rubric.judge
@@ -284,7 +284,7 @@ def _let_judge_read_messages(rubric: vf.JudgeRubric) -> None:
 
 
 def _turn_rewards(played: Played, scoring: "Scoring") -> list[list[float]]:
-    """What the environment wrote into `reward` of a step of the trajectory, at the place where that turn was asked for.
+    """Return what the environment wrote into `reward` of steps of the trajectory, at the places of those turns.
 
     A step that was not asked for (the environment made it up) has no tokens to credit.
     """
@@ -323,7 +323,7 @@ _current: contextvars.ContextVar["Scoring | None"] = contextvars.ContextVar("sco
 
 
 class Scoring:
-    """One scoring of one rollout, or of a group. A context variable leads the wrappers to it: many go on at once."""
+    """One scoring of a rollout or a group. The wrappers find theirs by a context variable: many run at once."""
 
     def __init__(self, states: list[Any]) -> None:
         self.num_states = len(states)
@@ -347,11 +347,11 @@ class Scoring:
         return id(step) in self._own and step.get("reward") is not None
 
     def note_own_rewards(self, states: Iterable[Any]) -> None:
-        """To be called when only the environment can have written any since `take_back`, or the beginning."""
+        """Note rewards that only the environment can have set since `take_back`, or since the beginning."""
         self._own |= {id(step) for state in states for step in state["trajectory"] if step.get("reward") is not None}
 
     def take_back(self, states: Iterable[Any]) -> None:
-        """Before a function of a second rubric: what `score_group` of the first has filled in is none of its own."""
+        """Remove what `score_group` of a first rubric filled in, before a function of a second one runs."""
         for state in states:
             for step in state["trajectory"]:
                 if id(step) not in self._own:
@@ -365,7 +365,7 @@ def watch(rubric: Any) -> None:
 
 
 def _watched(function: Callable, *, scores_group: bool) -> Callable:
-    """The same reward function (verifiers reads its signature and name) that also tells us when it fails."""
+    """Wrap a reward function (verifiers reads its signature and name) so that failures are recorded."""
     name = getattr(function, "__name__", type(function).__name__)
 
     @functools.wraps(function)

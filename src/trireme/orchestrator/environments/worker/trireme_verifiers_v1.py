@@ -71,7 +71,7 @@ class VerifiersV1Adapter:
         return _result(_only_trace(episode, session, role=self._role), task, session)
 
     def _limit_turns(self, most: int | None) -> None:
-        """The run's own limit; the environment's may be lower."""
+        """Apply the run's own limit; the environment's may be lower."""
         spec = getattr(self._environment.config, self._role)
         if most is not None and (spec.max_turns is None or spec.max_turns > most):
             spec.max_turns = most
@@ -151,7 +151,7 @@ def _failure(error: Any) -> Exception:
 
 
 class _EpisodeFailed(Exception):
-    """In verifiers' own words."""
+    """An episode failed, with the message of verifiers."""
 
 
 def _result(trace: Any, task: Any, session: Session) -> dict:
