@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
-from trireme_rollout import Ask, OverlongPrompt, TurnCancelled
+from trireme_rollout import Ask, OverlongPrompt, TurnCancelled, only_text
 
 SESSION_HEADER = "X-Session-ID"
 LARGEST_REQUEST = 64 << 20
@@ -141,20 +141,7 @@ def _to_chat_message(message: dict, number: int) -> dict:
     kept = {name: message[name] for name in ("reasoning_content", "tool_call_id") if message.get(name) is not None}
     if message.get("tool_calls"):
         kept["tool_calls"] = [_nested({"id": call["id"], **call["function"]}) for call in message["tool_calls"]]
-    return {"role": message["role"], "content": _only_text(message.get("content"), number=number), **kept}
-
-
-def _only_text(content: object, *, number: int) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    assert isinstance(content, list), content
-    for part in content:
-        if part.get("type") != "text":
-            raise ValueError(
-                f"Message {number} has a part of type {part.get('type')!r} - expected text only - use an environment "
-                "without images or sound: no model trained here reads them."
-            )
-    return "\n".join(part["text"] for part in content)
+    return {"role": message["role"], "content": only_text(message.get("content"), number=number), **kept}
 
 
 def _refusal(status: int, words: str, *, code: str | None = None) -> web.Response:

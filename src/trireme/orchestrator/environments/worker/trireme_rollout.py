@@ -102,6 +102,19 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
+def only_text(content: Any, *, number: int) -> str | None:
+    """Return the content of the `number`th message as text. Raises: ValueError where it has other parts."""
+    if content is None or isinstance(content, str):
+        return content
+    for part in content:
+        if not isinstance(part, str) and part.get("type") != "text":
+            raise ValueError(
+                f"Message {number} has a part of type {part.get('type')!r} - expected text only - use an environment "
+                "without images or sound: no model trained here reads them."
+            )
+    return "\n".join(part if isinstance(part, str) else part["text"] for part in content)
+
+
 def as_dict(info: object) -> dict:
     return info if isinstance(info, dict) else {} if info is None else {"info": info}
 

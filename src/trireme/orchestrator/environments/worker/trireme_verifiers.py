@@ -31,6 +31,7 @@ from trireme_rollout import (
     as_id,
     checked_group,
     checked_number,
+    only_text,
 )
 
 
@@ -207,7 +208,7 @@ def to_response(reply: dict) -> vf.Response:
 def _to_chat_message(message: Any, number: int) -> dict:
     fields = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
     role = "user" if fields["role"] == "text" else fields["role"]
-    chat = {"role": role, "content": _only_text(fields.get("content"), number=number)}
+    chat = {"role": role, "content": only_text(fields.get("content"), number=number)}
     if fields.get("reasoning_content"):
         chat["reasoning_content"] = fields["reasoning_content"]
     if fields.get("tool_calls"):
@@ -222,18 +223,6 @@ def _to_chat_tool_call(call: dict) -> dict:
     if "function" in call:
         return call
     return {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-
-
-def _only_text(content: Any, *, number: int) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    for part in content:
-        if not isinstance(part, str) and part.get("type") != "text":
-            raise ValueError(
-                f"Message {number} has a part of type {part.get('type')!r} - expected text only - use an environment "
-                "without images or sound: no model trained here reads them."
-            )
-    return "\n".join(part if isinstance(part, str) else part["text"] for part in content)
 
 
 def _flat(sampling_args: dict) -> dict:
