@@ -87,7 +87,7 @@ def _fates(rollouts: list[Rollout], dropped: list[Dropped]) -> Metrics:
     trained = [rollout for rollout in rollouts if rollout.masked is None]
     return {
         "rollouts/trained": len(trained),
-        "rollouts/with_signal": sum(map(_has_advantage, trained)),
+        "rollouts/with_signal": sum(not is_zero([each.advantages for each in r.samples]) for r in trained),
         "rollouts/dropped": len(dropped),
         "rollouts/error_rate": _error_rate(rollouts, dropped),
         "groups/signal_frac": _count_with_signal(rollouts) / (groups + without_signal),
@@ -168,10 +168,6 @@ def _reason(drop: Dropped) -> str:
 
 def _truncated_frac(rollouts: list[Rollout]) -> float:
     return float(np.mean([rollout.truncated for rollout in rollouts]))
-
-
-def _has_advantage(rollout: Rollout) -> bool:
-    return not is_zero([sample.advantages for sample in rollout.samples])
 
 
 def _num_sampled(rollout: Rollout) -> int:

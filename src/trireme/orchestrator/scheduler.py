@@ -108,7 +108,11 @@ class Scheduler:
             while True:
                 self._changed.clear()
                 while self._may_issue():
-                    self._issue()
+                    reach("rollout.begun")
+                    group = Group(task=self._buffer.take(), issued_at=self._policy.offered)
+                    self._under_way[group.task.id] = group
+                    self._issued.append(group.task.id)
+                    group.runner = asyncio.create_task(self._run_group(group))
                     await asyncio.sleep(0)  # one group per iteration of the event loop
                 await self._changed.wait()
         finally:
@@ -135,13 +139,6 @@ class Scheduler:
             allowed = int(allowed * self._config.orchestrator.oversampling_factor)
         return len(self._issued) + self.num_accepted < allowed
 
-    def _issue(self) -> None:
-        reach("rollout.begun")
-        group = Group(task=self._buffer.take(), issued_at=self._policy.offered)
-        self._under_way[group.task.id] = group
-        self._issued.append(group.task.id)
-        group.runner = asyncio.create_task(self._run_group(group))
-
     async def _run_group(self, group: Group) -> None:
         try:
             async with asyncio.TaskGroup() as rollouts:
@@ -160,9 +157,6 @@ class Scheduler:
                 "Look at the traceback above."
             )
             group.drop(f"group given up: {errors.exceptions[0]!r}", self._group_size)
-        self._finish(group)
-
-    def _finish(self, group: Group) -> None:
         if self._under_way.pop(group.task.id, None) is not None:
             self._finished[group.task.id] = group
             self._arrived.set()

@@ -63,10 +63,11 @@ class Teacher:
         """
         deadline_s = ATTEMPTS * (self._config.timeout_s + PAUSE_S) * max(1, len(rollouts))
         with self._waits.waiting(f"logprobs of {len(rollouts)} rollouts", peer="teacher", deadline_s=deadline_s):
-            await asyncio.gather(*(self._score(rollout) for rollout in rollouts))
 
-    async def _score(self, rollout: Rollout) -> None:
-        rollout.teacher = [await self._logprobs(sample) for sample in rollout.samples]
+            async def score(rollout: Rollout) -> None:
+                rollout.teacher = [await self._logprobs(sample) for sample in rollout.samples]
+
+            await asyncio.gather(*map(score, rollouts))
 
     async def _logprobs(self, sample: Tokens) -> np.ndarray:
         ids = sample.ids.tolist()

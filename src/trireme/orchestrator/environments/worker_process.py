@@ -220,9 +220,6 @@ class EnvironmentWorker:
         if self._connection is not None:
             self._connection.close()
 
-    def _on_protocol_error(self, what: str) -> None:
-        self._mark_unhealthy(what, count="garbage")
-
     async def wait_for_death(self) -> str:
         """Wait until it dies, fail its rollouts with `WorkerDied`, and return the reason."""
         if not self._is_running or self._connection is None or self._process is None:
@@ -263,7 +260,11 @@ class EnvironmentWorker:
             ours.close()  # a worker that was started after all exits when it sees this
             raise
         self._is_running = True
-        connection = Connection(self._receive, self._on_protocol_error, answer)
+        connection = Connection(
+            self._receive,
+            on_garbage=lambda what: self._mark_unhealthy(what, count="garbage"),
+            answer=answer,
+        )
         await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
         self._connection = connection
 
@@ -292,13 +293,10 @@ class EnvironmentWorker:
             rollout.deliver(message)
             if isinstance(message, Held):
                 self._extend_group_timeouts(rollout.task)
-        elif not self._has_had(message.task):
+            return
+        serial = message.task.rpartition(".")[2]
+        if not (serial.isdecimal() and int(serial[:20]) < self._num_issued):  # else it was cancelled
             raise Garbage(f"sent a message about a rollout that it never had, {message.task[:80]!r}")
-
-    def _has_had(self, on_wire: str) -> bool:
-        """Whether the rollout ran here before: late messages of a cancelled one are no error."""
-        serial = on_wire.rpartition(".")[2]
-        return serial.isdecimal() and int(serial[:20]) < self._num_issued
 
     def _reach(self, point: str) -> None:
         if self._is_running:
@@ -306,13 +304,14 @@ class EnvironmentWorker:
 
     def _fail_rollouts(self, reason: str) -> None:
         most = max((rollout.num_deaths for rollout in self._rollouts.values()), default=0)
-        suspects = {self._suspect(name, each) for name, each in self._rollouts.items() if each.num_deaths == most}
+        suspects = {  # a group that is scored together is one
+            (self._scores_groups and each.task.group) or on_wire
+            for on_wire, each in self._rollouts.items()
+            if each.num_deaths == most
+        }
         for rollout in list(self._rollouts.values()):
             is_only_suspect = len(suspects) == 1 and rollout.num_deaths == most
             rollout.deliver(WorkerDied(reason, worker=self, is_only_suspect=is_only_suspect))
-
-    def _suspect(self, on_wire: str, rollout: OpenRollout) -> str:
-        return (self._scores_groups and rollout.task.group) or on_wire
 
     def _under_way(self) -> str:
         """Return which examples may have killed it: as many as fit into a line of the log."""

@@ -61,7 +61,8 @@ class ChatTokenizer:
         self._prompts = Prompts(
             0 if "strftime_now" in text else KEPT_TOKENS
         )  # a template that prints the time is rendered each time
-        self._names = {key: _token_text(config.get(key)) for key in SPECIAL_TOKENS}
+        tokens = {key: config.get(key) for key in SPECIAL_TOKENS}
+        self._names = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self.num_tokens: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -194,10 +195,6 @@ def _compile_template(text: str) -> jinja2.Template:
     template = environment.from_string(text)
     template.globals = dict(template.globals)  # a plain dict: the ChainMap is slow, and is read for every conversation
     return template
-
-
-def _token_text(token: Any) -> str | None:
-    return token["content"] if isinstance(token, dict) else token
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:

@@ -66,21 +66,20 @@ class _Sample:
         return begins_alike and self.reply.is_in(messages[past])
 
     def to_tokens(self) -> Tokens:
-        """Advantages are 0 until the group is known."""
+        """Build the columns. Advantages are 0 until the group is known."""
+        kept = None
+        if any(self.kept):
+            counts = np.array([len(ids) for ids in self.kept], dtype=np.int32)
+            kept = Kept(counts, np.array([token for ids in self.kept for token in ids], dtype=np.int32))
         return build_tokens(
             ids=self.ids,
             loss_mask=self.mask,
             logprobs=self.logprobs,
             advantages=[0.0] * self.length,
             versions=self.versions,
-            kept=_to_kept(self.kept) if any(self.kept) else None,
+            kept=kept,
             routed=to_routed(self.routes, self.length),
         )
-
-
-def _to_kept(kept: list[list[int]]) -> Kept:
-    counts = np.array([len(ids) for ids in kept], dtype=np.int32)
-    return Kept(counts, np.array([token for ids in kept for token in ids], dtype=np.int32))
 
 
 @dataclass(frozen=True)
@@ -132,10 +131,19 @@ class Trajectory:
             Rewritten: `interleaved`, and the chat template does not continue what it rendered before.
         """
         number, self._num_asked = self._num_asked, self._num_asked + 1
-        sample = None if self._strategy == "branching" else self._continued(messages, tools)
+        candidates = [] if self._strategy == "branching" else reversed(self._samples)
+        sample = next((each for each in candidates if each.is_continued_by(messages, tools)), None)
         if sample is not None:
             try:
-                ids = sample.ids + self._tokenizer.encode(self._text_after(sample, messages, tools))
+                text = text_after(
+                    self._tokenizer,
+                    messages,
+                    num_past=len(sample.messages),
+                    reply=sample.reply,
+                    sampled=sample.ids[sample.last_turn :],
+                    tools=tools or None,
+                )
+                ids = sample.ids + self._tokenizer.encode(text)
                 return Question(number, ids, messages, tools, sample, sample.length, tuple(sample.routes))
             except Rewritten:
                 if self._strategy == "interleaved":
@@ -145,16 +153,6 @@ class Trajectory:
         else:
             ids = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools, generate=True))
         return Question(number, ids, messages, tools, None, begins=0)
-
-    def _continued(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> _Sample | None:
-        candidates = (sample for sample in reversed(self._samples) if sample.is_continued_by(messages, tools))
-        return next(candidates, None)
-
-    def _text_after(self, sample: _Sample, messages: list[dict[str, Any]], tools: list[dict] | None) -> str:
-        past, sampled = len(sample.messages), sample.ids[sample.last_turn :]
-        return text_after(
-            self._tokenizer, messages, num_past=past, reply=sample.reply, sampled=sampled, tools=tools or None
-        )
 
     def record(self, question: Question, turn: Generation, reply: ModelMessage) -> None:
         """Add a turn: the tokens that the engine sampled, and the message that the environment is shown."""

@@ -238,12 +238,15 @@ def _flat(sampling_args: dict) -> dict:
 
 def _result(played: Played, scoring: "Scoring") -> dict:
     state, answer = played.state, played.state.get("answer")
+    completion = state.get("completion")
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
     return {
         "reward": checked_number(state.get("reward"), name="(the sum of all)"),
         "metrics": {name: checked_number(value, name=name) for name, value in (state.get("metrics") or {}).items()},
         "turn_rewards": _turn_rewards(played, scoring),
         "prompt": to_chat(state.get("prompt")),
-        "completion": _completion(state.get("completion")),
+        "completion": to_chat(completion),
         "answer": answer if answer is None or isinstance(answer, str) else str(answer),
         "info": as_dict(state.get("info")),
         "example_id": as_id(state.get("example_id", 0)),
@@ -284,10 +287,6 @@ def _turn_rewards(played: Played, scoring: "Scoring") -> list[list[float]]:
             rewards += [[] for _ in range(place + 1 - len(rewards))]
             rewards[place] = [checked_number(step["reward"], name="reward of a step of the trajectory")]
     return rewards
-
-
-def _completion(completion: Any) -> list[dict]:
-    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else to_chat(completion)
 
 
 def _members(environment: Any) -> Iterator[Any]:
