@@ -110,7 +110,7 @@ def measure(args: argparse.Namespace) -> Costs:
 
 def cost_of_tokens(count: int) -> float:
     """CPU seconds of all that is done once for each sampled token."""
-    answer, reader = answer_of(count), Reader(count, VOCABULARY, num_kept=0, experts=None, num_computed=0)
+    answer, reader = answer_of(count), Reader(count, VOCABULARY, with_kept=False, experts=None, num_computed=0)
     prompt = list(range(PROMPT))
 
     def work() -> None:

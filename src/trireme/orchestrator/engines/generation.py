@@ -35,23 +35,27 @@ class Unconfirmed(Exception):
     """An answer by weights that were never confirmed, or none: the engine was replaced by another process."""
 
 
+def largest_answer(*, num_prompt: int, max_tokens: int, num_kept: int, experts: ExpertShape | None) -> int:
+    """Return more bytes than an honest answer has: about 80 per token, 100 per candidate of a token, and its routes.
+
+    Args:
+        num_prompt: tokens of the prompt.
+        num_kept: candidates asked for of each token.
+        experts: of the model, where engines report routes.
+    """
+    routes = 0 if experts is None else 2 * experts.layers * experts.top_k * experts.dtype.itemsize
+    return (4 << 20) + max_tokens * (1024 + 512 * num_kept) + (num_prompt + max_tokens) * routes
+
+
 @dataclass(frozen=True)
 class Reader:
     """Reads the answer to one request; raises BadAnswer where it makes no sense."""
 
     max_tokens: int
     vocab_size: int | None
-    num_kept: int  # logprobs asked for of each token, where the sampler was cut
+    with_kept: bool  # the sampler was cut
     experts: ExpertShape | None  # where the engine has to report which of them it used
     num_computed: int  # tokens of the prompt for which it has to
-
-    @property
-    def max_bytes(self) -> int:
-        """More than any honest answer has: vLLM sends about 80 bytes per token, and 100 per candidate of a token."""
-        per_token = 1024 + 512 * self.num_kept
-        shape = self.experts
-        routes = 0 if shape is None else 2 * shape.layers * shape.top_k * shape.dtype.itemsize
-        return (1 << 20) + self.max_tokens * per_token + (self.max_tokens + self.num_computed) * routes
 
     def choice(self, response: Response) -> Choice:
         return choice_of(response, max_tokens=self.max_tokens, vocab_size=self.vocab_size)
@@ -76,7 +80,7 @@ class Reader:
             versions=[int(span.version) for span in spans for _ in range(span.start, span.end)],
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            kept=kept_of(choice, vocab_size=self.vocab_size) if self.num_kept else None,
+            kept=kept_of(choice, vocab_size=self.vocab_size) if self.with_kept else None,
             routes=routes_of(choice, num_prompt=self.num_computed, shape=self.experts) if self.experts else None,
         )
 

@@ -29,7 +29,7 @@ from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.orchestrator.engines.engine import REQUEST_ERRORS, Engine, open_engine_session
 from trireme.orchestrator.engines.expert_routes import ExpertShape
-from trireme.orchestrator.engines.generation import Generation, Reader, Unconfirmed
+from trireme.orchestrator.engines.generation import Generation, Reader, Unconfirmed, largest_answer
 from trireme.orchestrator.engines.responses import Message, Response, prompt_logprobs_of, read_message, read_response
 
 log = get_logger("engines")
@@ -101,14 +101,17 @@ class InferencePool:
         reader = Reader(
             max_tokens=max_tokens,
             vocab_size=self.vocab_size,
-            num_kept=params["logprobs"],
+            with_kept=params["logprobs"] > 0,
             experts=None if routes_from is None else self.experts,
             num_computed=len(ids) - (routes_from or 0),
+        )
+        max_bytes = largest_answer(
+            num_prompt=len(ids), max_tokens=max_tokens, num_kept=params["logprobs"], experts=self.experts
         )
 
         async def ask(engine: Engine) -> Generation:
             life = engine.life
-            choice = reader.choice(await self.post_generate(engine, body, max_bytes=reader.max_bytes))
+            choice = reader.choice(await self.post_generate(engine, body, max_bytes=max_bytes))
             while engine.life == life and engine.state not in ("live", "starting"):
                 self.live.clear()  # an update is under way, whose weights may turn out to be wrong
                 await self.live.wait()
