@@ -18,10 +18,9 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from trireme.base.errors import ConfigError
 from trireme.base.token import status_key
-from trireme.base.waiting import Wait, Waits
+from trireme.base.waiting import Waits
 from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
-from trireme.messages import Heartbeat
 from trireme.monitor.collapse import Warned
 from trireme.orchestrator.engines.pool import InferencePool
 from trireme.orchestrator.scheduler import Scheduler
@@ -69,65 +68,51 @@ class Status:
         )
 
     def snapshot(self) -> dict[str, Any]:
+        now = time.monotonic()
+        heartbeats = list(self.peers.heartbeats.items())  # a copy: more may arrive while it is read
+        engines = self.pool.engines if self.pool else []
+        processes = {
+            name: {"state": beat.state, "version": beat.version, "heard_s_ago": round(now - heard, 1)}
+            for name, (heard, beat) in heartbeats
+        }
+        waits = [
+            {
+                "who": wait.who,
+                "what": wait.what,
+                "peer": wait.peer,
+                "waited_s": round(wait.waited_s, 1),
+                "deadline_s": wait.deadline_s,
+                "note": wait.note,
+                "text": str(wait),
+            }
+            for wait in self.waits.now()
+        ]
+        for name, (heard, beat) in heartbeats:
+            if now - heard > STALE_HEARTBEAT_S and beat.state != "done":
+                waits.append({"who": name, "text": f"{name} has sent no heartbeat for {now - heard:.0f} s"})
+            waits += [{"who": name, "text": text} for text in beat.waits]
         return {
             "run": str(self.config.paths.root),
             "state": self.state,
             "version": self.policy.version if self.policy else -1,
             "batch": self.scheduler.next_batch if self.scheduler else 0,
             "max_steps": self.config.max_steps,
-            "in_flight": sum(engine.in_flight for engine in self.pool.engines) if self.pool else 0,
+            "in_flight": sum(engine.in_flight for engine in engines),
             "groups_under_way": self.scheduler.num_under_way if self.scheduler else 0,
             "failures": self.scheduler.num_failures if self.scheduler else 0,
-            "waits": [_wait_row(wait) for wait in self.waits.now()] + self._peers_waits(),
-            "engines": self._engines(),
-            "processes": self._processes(),
+            "waits": waits,
+            "engines": [
+                {"url": engine.url, "state": engine.state, "version": engine.version, "in_flight": engine.in_flight}
+                for engine in engines
+            ],
+            "processes": {"orchestrator": {"state": self.state}} | processes,
             "warnings": [warned._asdict() for warned in self.warnings],
         }
 
     @property
     def warnings(self) -> list[Warned]:
-        """Signs of a collapse that have been seen lately."""
+        """Signs of a collapse that hold at the moment."""
         return self.watcher.lasting if self.watcher else []
-
-    def _engines(self) -> list[dict[str, Any]]:
-        engines = self.pool.engines if self.pool else []
-        return [
-            {"url": engine.url, "state": engine.state, "version": engine.version, "in_flight": engine.in_flight}
-            for engine in engines
-        ]
-
-    def _processes(self) -> dict[str, dict[str, Any]]:
-        now = time.monotonic()
-        processes = {
-            name: {"state": beat.state, "version": beat.version, "heard_s_ago": round(now - heard, 1)}
-            for name, (heard, beat) in self._heartbeats()
-        }
-        return {"orchestrator": {"state": self.state}} | processes
-
-    def _peers_waits(self) -> list[dict[str, Any]]:
-        now = time.monotonic()
-        rows = []
-        for name, (heard, beat) in self._heartbeats():
-            if now - heard > STALE_HEARTBEAT_S and beat.state != "done":
-                rows.append({"who": name, "text": f"{name} has sent no heartbeat for {now - heard:.0f} s"})
-            rows += [{"who": name, "text": text} for text in beat.waits]
-        return rows
-
-    def _heartbeats(self) -> list[tuple[str, tuple[float, Heartbeat]]]:
-        """Return a copy: more may arrive while it is read."""
-        return list(self.peers.heartbeats.items())
-
-
-def _wait_row(wait: Wait) -> dict[str, Any]:
-    return {
-        "who": wait.who,
-        "what": wait.what,
-        "peer": wait.peer,
-        "waited_s": round(wait.waited_s, 1),
-        "deadline_s": wait.deadline_s,
-        "note": wait.note,
-        "text": str(wait),
-    }
 
 
 def build_app(status: Status) -> FastAPI:
@@ -189,12 +174,17 @@ def serve_status(status: Status, config: StatusServer) -> Iterator[None]:
 
 
 def _bind(config: StatusServer) -> socket.socket:
-    """Retry for a while where the port is taken: a connection of our predecessor may still be closing."""
+    """Bind the port. Retry for a while where it is taken: a connection of our predecessor may still be closing."""
     give_up = time.monotonic() + BIND_S
     while True:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            return _listen(config)
+            listener.bind((config.host, config.port or 0))
+            listener.listen()  # requests that arrive before the server's thread runs wait in the backlog
+            return listener
         except OSError as error:
+            listener.close()
             if time.monotonic() > give_up:
                 raise ConfigError(
                     f"The status server cannot listen on {config.host}:{config.port}: {error.strerror} - a free port "
@@ -202,15 +192,3 @@ def _bind(config: StatusServer) -> socket.socket:
                     "another."
                 ) from error
             time.sleep(0.2)
-
-
-def _listen(config: StatusServer) -> socket.socket:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port or 0))
-        listener.listen()  # requests that arrive before the server's thread runs wait in the backlog
-    except OSError:
-        listener.close()
-        raise
-    return listener
