@@ -11,7 +11,7 @@ import json
 import math
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,59 +46,48 @@ def mark_file(words: list[str]) -> list[str]:
         return words
     bare = [place for place, word in enumerate(words) if not word.startswith("-")]
     named = [place for place in bare if words[place].endswith(FILE_ENDINGS)]
-    alone = [place for place in named if not _takes_values(words[place - 1 : place])]
+    # A word right after a flag may be its value.
+    alone = [place for place in named if place == 0 or not words[place - 1].startswith("--") or "=" in words[place - 1]]
     found = [*alone, *(place for place in bare if place == 0), *named][:1]
     return [*words[: found[0]], "@", *words[found[0] :]] if found else words
 
 
-def _takes_values(before: list[str]) -> bool:
-    return any(word.startswith("--") and "=" not in word for word in before)
-
-
 def parse_arguments(argv: list[str]) -> list[TypedFile | TypedFlag]:
-    return list(_parse(list(argv)))
+    """Return files and flags in the order in which they were typed. A flag takes the words up to the next one.
 
-
-def _parse(left: list[str]) -> Iterator[TypedFile | TypedFlag]:
+    Raises: ConfigError if a word is neither.
+    """
+    left, found = list(argv), list[TypedFile | TypedFlag]()
     scope: tuple[str, ...] = ()
     while left:
         word = left.pop(0)
         if word.startswith("@"):
-            yield TypedFile(word[1:] or _file_name(left), scope)
+            if word == "@" and (not left or left[0].startswith("--")):
+                raise ConfigError("`@` is the last word - expected a file after it. Write `@ config.toml`.")
+            found.append(TypedFile(word[1:] or left.pop(0), scope))
+        elif re.match(r"-\w", word):
+            raise ConfigError(f"`{word}` is no flag - flags begin with two dashes. See `--help` for all of them.")
         elif not word.startswith("--"):
-            raise ConfigError(_stray(word))
+            raise ConfigError(
+                f"`{word}` stands alone - expected `@ file` or `--key value`. If it is a file, write `@ {word}`."
+            )
         elif left and left[0].startswith("@") and "=" not in word:
-            scope = _to_path(word)  # and of the files right after this one
+            scope = _to_path(word)  # also of the files right after this one
         else:
-            yield _parse_flag(word, left)
+            name, equals, value = word.partition("=")
+            values = [value] if equals else []
+            while left and not equals and not left[0].startswith(("--", "@")) and left[0] not in HELP:
+                values.append(left.pop(0))
+            found.append(TypedFlag(_to_path(name), tuple(values), name))
             scope = ()
-
-
-def _file_name(left: list[str]) -> str:
-    if not left or left[0].startswith("--"):
-        raise ConfigError("`@` is the last word - expected a file after it. Write `@ config.toml`.")
-    return left.pop(0)
-
-
-def _parse_flag(word: str, left: list[str]) -> TypedFlag:
-    name, equals, value = word.partition("=")
-    values = [value] if equals else list(_take_values(left))
-    return TypedFlag(_to_path(name), tuple(values), name)
-
-
-def _take_values(left: list[str]) -> Iterator[str]:
-    while left and not left[0].startswith(("--", "@")) and left[0] not in HELP:
-        yield left.pop(0)
+    return found
 
 
 def _to_path(name: str) -> tuple[str, ...]:
     return tuple(name.removeprefix("--").replace("-", "_").split("."))
 
 
-def _stray(word: str) -> str:
-    if re.match(r"-\w", word):
-        return f"`{word}` is no flag that exists - flags begin with two dashes. See `--help` for all of them."
-    return f"`{word}` stands alone - expected `@ file` or `--key value`. If it is a file, write `@ {word}`."
+# types for `argparse`
 
 
 def positive_int(text: str) -> int:
@@ -132,15 +121,16 @@ def share(text: str) -> float:
 
 
 def json_table(example: str) -> Callable[[str], dict[str, Any]]:
-    """
+    """Return a type that reads a JSON object.
+
     Args:
-        example: of what to write.
+        example: an object, for the error message.
     """
 
     def read(text: str) -> dict[str, Any]:
         try:
             value = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ArgumentTypeError(f"{text!r} is no JSON ({error}); write '{example}'") from None
         if not isinstance(value, dict):
             raise ArgumentTypeError(f"{text!r} is no JSON object; write '{example}'")

@@ -279,7 +279,10 @@ def find_node(table: str, addresses: tuple[str, ...], flag: int | None) -> int:
 
     Raises: ConfigError if none of them decides it.
     """
-    given = _given(flag)
+    variable = os.environ.get(NODE, "")
+    if flag is None and variable and not variable.isdigit():
+        raise ConfigError(f"{NODE} = {variable!r} - expected the number of this machine, counted from 0. Correct it.")
+    given = int(variable) if flag is None and variable else flag
     if given is not None:
         if not 0 <= given < len(addresses):
             raise ConfigError(
@@ -297,12 +300,3 @@ def find_node(table: str, addresses: tuple[str, ...], flag: int | None) -> int:
             f"Add `--node N`, counted from 0 (or set {NODE}), or correct the addresses."
         )
     return ours[0]
-
-
-def _given(flag: int | None) -> int | None:
-    said = os.environ.get(NODE, "")
-    if flag is not None or not said:
-        return flag
-    if not said.isdigit():
-        raise ConfigError(f"{NODE} = {said!r} - expected the number of this machine, counted from 0. Correct it.")
-    return int(said)

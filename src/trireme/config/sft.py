@@ -128,12 +128,7 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def sft_problems(config: SftConfig) -> Iterator[str]:
-    yield from _check_data(config)
-    yield from _check_length_of_run(config)
-    yield from _check_roles(config)
-
-
-def _check_data(config: SftConfig) -> Iterator[str]:
+    """Yield what is wrong with the data, as far as it can be seen without reading them, and with how long to train."""
     if not config.sources:
         yield (
             "no data is given - expected a file of conversations, a folder of such, or a data set's name on a hub. "
@@ -141,8 +136,8 @@ def _check_data(config: SftConfig) -> Iterator[str]:
         )
     named = [("data", config.data), *((f"source[{i}].data", source.data) for i, source in enumerate(config.source))]
     for key, data in (*named, ("validation", config.validation)):
-        if data is not None:
-            yield from _check_place(key, data)
+        if data is not None and not is_on_a_hub(data):
+            yield from _check_files(key, Path(data))
     if config.chat_template and not config.chat_template.is_file():
         yield (
             f'chat_template = "{config.chat_template}" is no file (looked in {Path.cwd()}) - expected a Jinja '
@@ -153,34 +148,37 @@ def _check_data(config: SftConfig) -> Iterator[str]:
             f'validation = "{config.validation}" and validation_fraction = {config.validation_fraction:g} - expected '
             "one of the two. Remove `validation_fraction` (or write 0)."
         )
-    yield from _check_measured(config)
-
-
-def _check_measured(config: SftConfig) -> Iterator[str]:
     if config.validation_interval and not config.validation and not config.validation_fraction:
         yield (
             f"validation_interval = {config.validation_interval}, and there is nothing to measure on - expected "
             "`validation` or `validation_fraction`. Write `validation_fraction = 0.01`, or leave the interval out."
         )
+    if config.num_epochs is not None and config.max_steps != SftConfig.model_fields["max_steps"].default:
+        yield (
+            f"max_steps = {config.max_steps} and num_epochs = {config.num_epochs:g} - expected one of the two. "
+            "Remove the other one."
+        )
+    if not config.loss_on:
+        yield (
+            "loss_on = [] - expected the roles whose messages are trained on. "
+            'Write `loss_on = ["assistant"]`, or leave it out.'
+        )
 
 
-def _check_place(key: str, data: str) -> Iterator[str]:
-    path = Path(data)
-    if is_on_a_hub(data):
-        return
+def _check_files(key: str, path: Path) -> Iterator[str]:
     if not path.exists():
         yield (
-            f'{key} = "{data}" does not exist (looked in {Path.cwd()}) - expected a file ({", ".join(SUFFIXES)}), a '
+            f'{key} = "{path}" does not exist (looked in {Path.cwd()}) - expected a file ({", ".join(SUFFIXES)}), a '
             f"folder of such, or a data set's name on a hub (`owner/name`). {_near(path)}"
         )
     elif path.is_dir() and not data_files(path):
         yield (
-            f'{key} = "{data}" is a folder without data - expected files in it that end with '
+            f'{key} = "{path}" is a folder without data - expected files in it that end with '
             f"{', '.join(FOLDER_SUFFIXES)}. {_near(path / '*')}"
         )
     elif path.is_file() and path.suffix not in SUFFIXES:
         yield (
-            f'{key} = "{data}" ends with "{path.suffix}" - expected one of {", ".join(SUFFIXES)}. '
+            f'{key} = "{path}" ends with "{path.suffix}" - expected one of {", ".join(SUFFIXES)}. '
             "Convert it; one JSON object per line (.jsonl) is the simplest."
         )
 
@@ -190,19 +188,3 @@ def _near(path: Path) -> str:
     others = sorted(entry.name for entry in folder.iterdir() if entry.suffix in SUFFIXES)
     near = get_close_matches(path.name, others, n=3, cutoff=0.5) or others[:3]
     return f"Near it: {', '.join(str(folder / name) for name in near)}." if near else "Check the path."
-
-
-def _check_length_of_run(config: SftConfig) -> Iterator[str]:
-    if config.num_epochs is not None and config.max_steps != SftConfig.model_fields["max_steps"].default:
-        yield (
-            f"max_steps = {config.max_steps} and num_epochs = {config.num_epochs:g} - expected one of the two. "
-            "Remove the one that is not to count."
-        )
-
-
-def _check_roles(config: SftConfig) -> Iterator[str]:
-    if not config.loss_on:
-        yield (
-            "loss_on = [] - expected the roles whose messages are learned from. "
-            'Write `loss_on = ["assistant"]`, or leave it out.'
-        )
