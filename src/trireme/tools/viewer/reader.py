@@ -97,9 +97,9 @@ class Reader(RichLog):
                 self.write(text)
         else:
             for text, bar in page(self.record, longest=None if self._in_full else LONGEST):
-                self.write(self._beside_bar(text, bar) if bar else text)
+                self.write(self._with_bar(text, bar) if bar else text)
 
-    def _beside_bar(self, text: Text, colour: str) -> Text:
+    def _with_bar(self, text: Text, colour: str) -> Text:
         width = max(1, self.scrollable_content_region.width - len(BAR))
         bar = Text(BAR, style=colour)
         return Text("\n").join(bar + line for line in text.wrap(self.app.console, width))
@@ -123,15 +123,9 @@ class Reader(RichLog):
     def on_key(self, event: Key) -> None:
         """Among tokens, the keys that scroll elsewhere move the cursor."""
         num_tokens = sum(sample.length for sample in self.record.samples) if self.record else 0
-        line, ten_lines = TOKENS_PER_LINE, 10 * TOKENS_PER_LINE
+        line, page = TOKENS_PER_LINE, 10 * TOKENS_PER_LINE
         steps = {"left": -1, "right": 1, "up": -line, "k": -line, "down": line, "j": line}
-        steps |= {
-            "pageup": -ten_lines,
-            "pagedown": ten_lines,
-            "space": ten_lines,
-            "home": -num_tokens,
-            "end": num_tokens,
-        }
+        steps |= {"pageup": -page, "pagedown": page, "space": page, "home": -num_tokens, "end": num_tokens}
         if not (self.record and self.shows_tokens and num_tokens and event.key in steps):
             return
         event.stop()
