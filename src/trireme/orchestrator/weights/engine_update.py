@@ -3,7 +3,7 @@
 A run's updates (`update.py`) and evaluations of checkpoints outside a run ask engines with these functions. In order:
 
     join               the engine's workers connect to the sender
-    receives_ahead     they take tensors in while requests go on, where there is room for both versions
+    receives_ahead     they take tensors in while the engine serves, where there is room for both versions
     pausing            requests are frozen and cached prompts forgotten; inside:
       load               the model gets the tensors, as they arrive or as they were taken in
       finish             vLLM processes what was loaded, and names it; then `load_adapter`
@@ -39,7 +39,7 @@ async def join(engine: Engine, info: InitInfo) -> None:
 
 
 async def receives_ahead(engine: Engine, specs: list[TensorSpec]) -> bool:
-    """Have the engine take in what will be sent while it goes on serving. Returns whether it can. Raises PeerDied."""
+    """Have the engine take in what will be sent while it serves. Returns whether it can. Raises PeerDied."""
     request = {"method": "trireme_receive_ahead", "args": [msgspec.to_builtins(specs)]}
     try:
         return all_take_in_ahead(await engine.post("collective_rpc", request))

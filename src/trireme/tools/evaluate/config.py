@@ -24,7 +24,7 @@ from trireme.tools.evaluate.endpoints import find_key
 
 
 class Client(Section):
-    """`[client]`: the server that is asked."""
+    """`[client]`: the server that answers."""
 
     base_url: str = "http://127.0.0.1:8000/v1"
     """Its address: an engine of ours (`inference`), or anything with OpenAI's chat completions."""
@@ -35,7 +35,7 @@ class Client(Section):
 
 
 class EvaluatedModel(Section):
-    """`[model]`: what is asked there."""
+    """`[model]`: the model at that server."""
 
     name: str | None = None
     """Its name at the server; the only one that it serves where not given."""
@@ -55,7 +55,7 @@ class EvalConfig(Section):
     weights_dir: Path | None = None
     """Folder with `step_N` folders, as a run has in `weights/`: each is loaded into the engine and evaluated."""
     steps: tuple[int, ...] = ()
-    """Which of them; all where not given."""
+    """Steps to evaluate; all where not given."""
     eval_base: bool = True
     """Evaluate the engine's base model first, as step 0."""
     env: tuple[Environment, ...] = ()
@@ -69,12 +69,12 @@ class EvalConfig(Section):
     pass_threshold: float = 1.0
     """A rollout with at least this reward has passed."""
     max_concurrent: PositiveInt = 128
-    """Rollouts under way at once, in all environments together."""
+    """Concurrent rollouts, in all environments together."""
     max_attempts: PositiveInt = 3
     """A rollout that fails is tried this often."""
     sampling: Sampling | None = None
-    """How answers are sampled; as the run of the checkpoints is evaluated where not given, else greedy, or at
-    temperature 1 where there are several rollouts per example."""
+    """How the model is sampled; as in the run's own evaluations where not given, else greedy, or at temperature 1 where
+    there are several rollouts per example."""
     transfer: Literal["auto", "filesystem", "gloo"] = "auto"
     """How weights reach the engine: it reads them from the folder itself, or they are sent; `auto` sends them to
     engines on other machines."""
@@ -85,7 +85,7 @@ class EvalConfig(Section):
     restore_base: bool = True
     """Give the engine its base model back when all is done."""
     output_dir: Path | None = None
-    """Where results go, as `step_N/ENV.jsonl`; `evals` beside the weights folder where not given, else
+    """Where results go, as `step_N/ENV.jsonl`; `evals` next to the weights folder where not given, else
     `outputs/evals/MODEL`."""
     seed: int = 0
     """Seed of the environments' data."""

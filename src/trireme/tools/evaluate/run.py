@@ -224,7 +224,7 @@ def _parser() -> ArgumentParser:
     model = "an entry of configs/endpoints.py, a model at the URL, or a folder: an engine is started with it"
     add("-m", "--model", metavar="MODEL", help=model)
     add("-b", "--base-url", metavar="URL", help="the server: an engine of ours, or OpenAI's chat completions")
-    key = "variable that holds the server's key; OPENAI_API_KEY beside -b https://…"
+    key = "variable that holds the server's key; OPENAI_API_KEY with -b https://…"
     add("-k", "--api-key-var", metavar="NAME", help=key)
     add("-n", "--num-examples", metavar="N", type=_count, default=NUM_EXAMPLES, help="examples; 5, -1 for all")
     rollouts = "rollouts of each; 3"
