@@ -1,4 +1,4 @@
-"""What the backward pass needs of a layer: counted tensor by tensor, as transformers' layers keep them for autograd.
+"""Memory of activations: what a layer keeps for its backward pass, tensor by tensor, as transformers' layers do.
 
 Per token, in bytes, at the precision of the forward pass (`optimization_dtype`). Norms compute in float32, and keep
 their input in it. A test holds the sum against what autograd really keeps, family by family.
@@ -15,12 +15,13 @@ Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "
 
 
 SHORT = {2: 192, 4: 64}
-"""Tokens of a sample up to which a CPU has attention written out, by bytes of a number: `trainer.short_attention`."""
+"""Tokens of a sample up to which a CPU has attention written out, by bytes of a number:
+`trainer/model/cpu_attention.py`."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """How a row goes through the model.
+    """The settings of a row's forward and backward pass.
 
     Example:
         Pass(tokens=16384, value_bytes=2, attention="flash_attention_2", packed=True)
@@ -66,13 +67,13 @@ def kept_by_matrices(model: Architecture, layer: Layer, row: Pass) -> float:
 
 
 def layer_input(model: Architecture, row: Pass) -> float:
-    """What full checkpointing keeps."""
+    """Return what full checkpointing keeps."""
     return row.own_tokens * model.hidden * row.value_bytes
 
 
 def scores_bytes(model: Architecture, layer: Layer, row: Pass) -> float:
-    """What grows with the square of a row: `eager` keeps all scores; `sdpa` its mask, as numbers, once per layer;
-    where attention is written out, each token's weights on its sample.
+    """Return what grows with the square of a row: `eager` keeps all scores; `sdpa` its mask, as numbers, once per
+    layer; where attention is written out, each token's weights on its sample.
     """
     pairs = row.tokens * row.tokens
     if row.attention == "eager":

@@ -1,4 +1,4 @@
-"""How much better a rollout was than what it is compared with: its group, a running mean, the whole batch.
+"""Advantages: how much better a rollout was than its group, a running mean, or the whole batch.
 
 The estimators see a whole batch at once: the groups of the batch in, one advantage per rollout out. The rewards that
 they see are those of the environment, cut to `reward_clip` and with the length penalty (`algo/length_penalty.py`).
@@ -30,7 +30,7 @@ Baselines = dict[str, float]
 
 @dataclass(frozen=True)
 class GroupScores:
-    """What an estimator sees of a group; also what a function of yours (`custom`) is called with, a list of these.
+    """A group as estimators see it. A `custom` function is called with a list of these.
 
     Example:
         GroupScores(env="reverse-text", example=417, rewards=np.array([0.0, 1.0]), lengths=np.array([31, 28]))
@@ -161,7 +161,7 @@ def estimate(
     decay: float,
     custom: Estimator | None = None,
 ) -> tuple[list[np.ndarray], Baselines]:
-    """[G] for each group, and the baselines after the batch.
+    """Return [G] advantages of each group, and the baselines after the batch.
 
     Args:
         kind: of `[orchestrator.advantage]`.
@@ -201,7 +201,7 @@ def check_custom(found: Sequence[np.ndarray], groups: list[GroupScores]) -> list
 
 
 def process_advantages(rewards_of_rollouts: list[np.ndarray], eps: float = EPS) -> list[np.ndarray]:
-    """[T] for each rollout of one group: what its steps from each token on were worth.
+    """Return [T] for each rollout of one group: the worth of its steps from each token on.
 
     Process supervision of GRPO (arXiv 2402.03300, section 4.1.3): with R all step rewards of the group,
     A_t = sum over the steps at or after token t of (r - mean(R)) / (std(R) + eps). It is added to the advantage of the
@@ -222,7 +222,8 @@ def _to_go(values_T: np.ndarray) -> np.ndarray:
 
 
 def distillation_term(teacher_T: np.ndarray, logprobs_T: np.ndarray, weight: float) -> np.ndarray:
-    """weight * (log q - log mu), 0 where the teacher said nothing, and the difference at most `MOST_NATS` either way.
+    """Return weight * (log q - log mu), 0 for tokens without a teacher's logprob, with the difference at most
+    `MOST_NATS`.
 
     On-policy distillation (Agarwal et al. 2024, "GKD", arXiv 2306.13649; with the policy's own samples and the reverse
     KL it is a policy gradient): q is the teacher's probability of the sampled token, mu that of the policy that sampled

@@ -1,4 +1,4 @@
-"""What a model consists of, from its `config.json` alone: layers, matrices, and how many parameters each has.
+"""The architecture of a model from its `config.json` alone: layers, matrices, and their numbers of parameters.
 
 Example:
     architecture_of({"model_type": "qwen3", "hidden_size": 1024, …}).num_parameters  # 596_049_920
@@ -181,7 +181,7 @@ _FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def architecture_of(config: Config) -> Architecture:
-    """Of a `config.json`. A family that is not in the table counts as Llama's, which `is_known` tells.
+    """Read the architecture of a `config.json`. Families that are not in the table count as Llama (see `is_known`).
 
     Raises: KeyError where it lacks a size.
     """

@@ -1,7 +1,7 @@
-"""Rows of about equal cost: what ranks that wait for each other at every micro-batch are given together.
+"""Balance rows over ranks, which wait for each other at every micro-batch.
 
-Rows are sorted by cost and given out in rounds, so a round's rows are neighbours in cost, and no other way of giving
-out the same rows waits less. All is deterministic: ties go by index.
+Rows are sorted by cost and dealt in rounds, one row per rank. A round's rows are neighbours in cost, and no other way
+to deal the same rows makes ranks wait less. All is deterministic: ties go by index.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from heapq import heappop, heappush, heapreplace
 from trireme.algo.cost import Cost
 
 MOST_EXCHANGES = 8
-"""Per row: an exchange halves what two rows differ by, as nearly as samples allow."""
+"""Most exchanges per row. Each halves the difference of two rows, as nearly as samples allow."""
 
 ENOUGH = 1e-3
-"""Rows of a round whose costs differ by less, relative to the larger, are left as they are."""
+"""Relative difference of costs below which the rows of a round stay as they are."""
 
 NONE = -1
 """In place of a sample."""
@@ -41,12 +41,14 @@ class Table:
         return sum(self._weights[i] for i in row)
 
     def slowest(self, rows: Rows, ranks: int) -> float:
-        """What all rounds take together, each as long as its most expensive row."""
+        """Return the cost of all rounds together, each of which takes as long as its most expensive row."""
         return sum(sorted(map(self.cost, rows), reverse=True)[::ranks])
 
     def even_rows(self, num_rows: int) -> Rows | None:
-        """Each sample, the most expensive first, into the cheapest row that has room; None where one has no room left
-        (Graham 1969, with capacities)."""
+        """Put each sample, most expensive first, into the cheapest row with room (Graham 1969, with capacities).
+
+        Returns None if some sample has no room left.
+        """
         rows: Rows = [[] for _ in range(num_rows)]
         filled = [0] * num_rows
         cheapest = [(0.0, row) for row in range(num_rows)]  # a heap
@@ -65,7 +67,7 @@ class Table:
         return rows
 
     def exchange(self, rows: Rows, ranks: int) -> Rows:
-        """Samples change places between the most expensive and the cheapest row of a round, as long as that helps.
+        """Exchange samples between the most expensive and the cheapest row of a round, as long as that helps.
 
         Costs stay between those two, so the rows of a round stay together, and no other round becomes slower.
         """

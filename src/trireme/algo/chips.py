@@ -1,4 +1,4 @@
-"""What GPUs can do, from their makers' data sheets."""
+"""Memory, speed and bandwidth of GPUs, from their makers' data sheets."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ CHIPS = {
     "l40": _chip("L40", 44, 181, 90.5, 0.864),
     "4090": _chip("RTX 4090", 23.5, 165, 82.6, 1.0),
 }
-"""By the name that `--gpu` takes. The memory is what a driver reports, some less than is printed on the box."""
+"""GPUs by the name that `--gpu` takes. The memory is what the driver reports, a little less than advertised."""
 
 
 def chip_called(name: str) -> Chip | None:
-    """Of what a driver calls it.
+    """Return the GPU that a driver reports by this name.
 
     Example:
         chip_called("NVIDIA A100-SXM4-40GB").name  # "A100 40GB"

@@ -1,4 +1,4 @@
-"""What a loss is computed from, and what comes out. Also what a `custom` loss of yours is called with.
+"""The inputs and outputs of a loss; `Columns` is also what a `custom` loss function is called with.
 
 Letters, here and in the losses: K tokens of a row that count (sampled by the policy, trained on); s the sample that a
 token belongs to, |s| its number of such tokens; pi the policy being trained, mu the behaviour policy that sampled (the
@@ -46,7 +46,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Totals:
-    """Of the whole batch, over all ranks: dividing by these gives the same gradient however the batch is split."""
+    """Totals of the whole batch, over all ranks. Dividing by them gives the same gradient however it is split."""
 
     tokens: int  # N
     samples: int  # S
@@ -54,7 +54,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What a surrogate makes of each token: the loss L = sum over tokens of `value`, dL = sum of `slope` * d log pi."""
+    """A surrogate's result per token: the loss is L = sum of `value`, and dL = sum of `slope` * d log pi."""
 
     value: torch.Tensor  # [K] without gradient
     slope: torch.Tensor  # [K] without gradient
@@ -66,7 +66,7 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Of one row; the trainer adds them up over rows and ranks."""
+    """The loss of one row. The trainer adds it up over rows and ranks."""
 
     loss: torch.Tensor  # scalar; call backward on it. Its gradient is right, its value is not: that is `value`
     value: torch.Tensor  # scalar without gradient: this row's share of the batch's loss
@@ -74,7 +74,7 @@ class LossTerms:
 
 
 def times(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Where one of the two is 0 so is the product, whatever the other is."""
+    """Multiply, where 0 times anything (also infinity or NaN) is 0."""
     return torch.where((one == 0) | (other == 0), 0.0, one * other)
 
 

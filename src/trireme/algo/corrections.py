@@ -1,4 +1,4 @@
-"""Weights w for what the surrogate's ratio does not see: how the proximal policy differs from the one that sampled.
+"""Corrections: weights w for the difference of the proximal policy from the one that sampled, which the ratio misses.
 
     w_t = prox(t) / mu(t)
 
@@ -70,7 +70,7 @@ CORRECTIONS: dict[str, Callable[[torch.Tensor, Columns, Loss], Weights]] = {
 
 
 def corrected(token: TokenLoss, columns: Columns, recipe: Loss) -> TokenLoss:
-    """The same loss with each token weighted."""
+    """Return the loss with each token multiplied by its weight."""
     if recipe.correction in (None, "none"):
         return token
     log_weight = torch.where(columns.mask, columns.proximal - columns.behaviour, 0.0)

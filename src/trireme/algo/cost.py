@@ -1,8 +1,7 @@
-"""How long a packed row takes, relative to others: what micro-batches are balanced by.
+"""The relative cost of packed rows, by which micro-batches are balanced over ranks.
 
-Floating-point operations of the forward pass. Every token meets each weight once (2 per weight); in attention it meets
-the tokens before it, to be compared and to be added up (4 per pair and channel). The backward pass takes twice as many
-of both, so it changes no ratio.
+The cost is the number of floating-point operations of the forward pass: 2 per token and weight, and in attention 4 per
+pair of tokens and channel (compare and add up). The backward pass takes twice as many of both, so ratios are the same.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from trireme.algo.architecture import Architecture, Config, architecture_of
 
 @dataclass(frozen=True)
 class Cost:
-    """In operations, or any unit: only ratios count.
+    """The cost of rows, in operations or any other unit, as only ratios count.
 
     Example:
         Cost(linear=10.0, attention=((None, 1.0),)).of_row([3, 2])  # 10 * 5 tokens + 1 * (6 + 3) pairs
@@ -27,7 +26,7 @@ class Cost:
     is_by_row: bool = False  # attention computes all pairs of a row, and masks those of different samples
 
     def of_sample(self, length: int) -> float:
-        """What a sample adds to its row, as far as that does not depend on the others."""
+        """Return what a sample adds to the cost of its row, as far as that does not depend on other samples."""
         return self.linear * length + (0.0 if self.is_by_row else self._attention(length))
 
     def of_row(self, lengths: Sequence[int]) -> float:
@@ -41,17 +40,17 @@ class Cost:
 
 
 LINEAR = Cost()
-"""Of a model that nothing is known of: tokens."""
+"""The cost of an unknown model: the number of tokens."""
 
 
 def _pairs(length: int, window: int | None) -> float:
-    """Of a token and one that it looks at: itself, and those before it, in a window."""
+    """Return the pairs of a token and one that it attends to: itself and those before it, within a window."""
     full = min(length, window or length)
     return full * (full + 1) / 2 + (length - full) * full
 
 
 def cost_of(config: Config, *, attention: str, cp: int = 1) -> Cost:
-    """Of a model, by its `config.json`; by tokens alone where that does not tell its sizes.
+    """Return the cost of a model by its `config.json`, or by tokens alone if that lacks the sizes.
 
     Args:
         attention: `trainer.model.attn`. With `eager`, and with `sdpa` where samples cannot attend apart, all pairs of

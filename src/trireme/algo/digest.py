@@ -1,8 +1,7 @@
-"""A fingerprint of a tensor that comes out the same on any device.
+"""Digests of tensors that are the same on any device.
 
-Integer arithmetic modulo 2^64 on the raw bits, so neither the device nor the order of summation matters, and nothing
-needs to leave the GPU but one number. It finds corruption, loss, exchange and reordering; it is no defence against
-somebody who wants to deceive.
+A digest is integer arithmetic modulo 2^64 on the raw bits. So neither the device nor the order of summation matters,
+and only one number leaves the GPU. It detects corruption, loss, exchange and reordering, but not deliberate forgery.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from functools import lru_cache
 import torch
 
 ROW = 1 << 16
-"""Words that share a table of weights: 512 KiB, so that on a CPU all steps happen in its cache."""
+"""Words that share a table of weights: 512 KiB, which fits a CPU's cache."""
 
 _ROWS_AT_ONCE = {"cpu": 1, "cuda": 256}
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """32 hexadecimal digits from the values, their places, the dtype and the shape.
+    """Return 32 hexadecimal digits that depend on the values, their places, the dtype and the shape.
 
     The bytes are read as signed 64-bit words x_i, the last one filled up with zeros. With rows of `ROW` words,
     i = row * ROW + k:
@@ -39,7 +38,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _weighted_sum(words: torch.Tensor, first_row: int) -> int:
-    """Of whole rows, or of a last one that is cut short."""
+    """Return the sum of whole rows and of a last, shorter one."""
     rows, rest = divmod(words.numel(), ROW)
     weights = _weights(words.device)
     mixed = (words >> 29).bitwise_xor_(words)
@@ -50,7 +49,7 @@ def _weighted_sum(words: torch.Tensor, first_row: int) -> int:
 
 
 def _to_words(tensor: torch.Tensor) -> torch.Tensor:
-    """[W] int64; a view where the size and place of the tensor allow it."""
+    """Return [W] int64 words; a view if size and alignment of the tensor allow it."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 or data.storage_offset() % 8:
         padded = torch.zeros(-(-data.numel() // 8) * 8, dtype=torch.uint8, device=data.device)
@@ -61,7 +60,7 @@ def _to_words(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _weights(device: torch.device) -> torch.Tensor:
-    """[ROW] odd numbers: splitmix64 of 0, 1, 2, … with the lowest bit set (Steele et al. 2014)."""
+    """Return [ROW] odd numbers: splitmix64 of 0, 1, 2, … with the lowest bit set (Steele et al. 2014)."""
     return torch.tensor([_signed(_splitmix(k) | 1) for k in range(ROW)], dtype=torch.int64, device=device)
 
 
@@ -77,6 +76,6 @@ def _signed(value: int) -> int:
 
 
 def model_digest(digests: dict[str, str]) -> str:
-    """One digest for all tensors, by name."""
+    """Return one digest of all tensors, by name."""
     lines = "\n".join(f"{name} {digest}" for name, digest in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:32]

@@ -12,7 +12,7 @@ _MOST_WEIGHT = 8.0
 
 
 def kl_estimate(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Per-token estimate of KL(mu || pi) from a token of mu: exp(d) - 1 - d with d = log pi - log mu.
+    """Estimate KL(mu || pi) per token, from tokens of mu: exp(d) - 1 - d with d = log pi - log mu.
 
     Unbiased and never negative (Schulman 2020, "Approximating KL Divergence", k3). In double precision: at d around
     1e-6 the difference would drown in float32.
@@ -54,7 +54,7 @@ KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tens
 
 
 def reference_penalty(columns: Columns, estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """[K] value and slope of the divergence to the reference model."""
+    """Return [K] value and slope of the divergence to the reference model."""
     assert columns.reference is not None, "a penalty without a reference model"
     logprobs = columns.logprobs.detach()
     weight = torch.where(columns.mask, logprobs - columns.behaviour, 0.0).exp().clamp(max=_MOST_WEIGHT)
@@ -62,6 +62,6 @@ def reference_penalty(columns: Columns, estimator: str) -> tuple[torch.Tensor, t
 
 
 def reference_difference(columns: Columns) -> torch.Tensor:
-    """[K] d = log pi - log ref."""
+    """Return [K] d = log pi - log ref."""
     assert columns.reference is not None, "a penalty without a reference model"
     return torch.where(columns.mask, columns.logprobs.detach() - columns.reference, 0.0)

@@ -1,4 +1,4 @@
-"""How much work a token is: for the rate that a trainer reports (`perf/mfu`), and for the time that a plan tells."""
+"""Floating-point operations per token, for `perf/mfu` and for the times of `trireme plan`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trireme.algo.architecture import Architecture
 
 
 def flops_per_token(matrices: float, trained: float, *, layers: int, width: int, mean_length: float) -> float:
-    """Forward and backward.
+    """Return the operations of the forward and backward pass per token.
 
     2 per parameter that a token is multiplied with, and 4 * width for each token that attention looks at, of which
     there are mean_length / 2 (Kaplan et al. 2020, arXiv 2001.08361, table 1; Chowdhery et al. 2022, PaLM, appendix B).

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens, and the entropy of the distributions that they came from.
+"""Logprobs of sampled tokens, and the entropies of the distributions that they were sampled from.
 
 K positions of a row whose next token counts, V vocabulary.
 """
@@ -16,7 +16,7 @@ _IMPOSSIBLE = -1e4  # as a logprob: its exponential is 0 in any precision
 
 @dataclass(frozen=True)
 class Choices:
-    """The tokens that a sampler which was cut (top_p, top_k, min_p) could choose from, for some of the positions.
+    """The tokens that a cut sampler (top_p, top_k, min_p) could choose from, for some of the positions.
 
     Example:
         Choices(positions=[1], counts=[3], ids=[5, 7, 9])  # position 1 was drawn from three tokens, others from all
@@ -27,7 +27,7 @@ class Choices:
     ids: torch.Tensor  # [sum of counts] int64
 
     def within(self, first: int, last: int) -> Choices | None:
-        """Those of the positions from `first` up to `last`, counted from `first`; None where there is none."""
+        """Return the choices of positions `first` up to `last`, counted from `first`; None if there are none."""
         low, high = (int((self.positions < bound).sum()) for bound in (first, last))
         if low == high:
             return None
@@ -43,7 +43,7 @@ def token_logprobs(
     choices: Choices | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprob of each target at its sampling temperature, in float32 at least.
+    """Return the logprob of each target at its sampling temperature, in float32 at least.
 
     Args:
         logits_KV: [K, V] the model's output at the position before each target.
@@ -51,11 +51,11 @@ def token_logprobs(
         temperature_K: [K] of the sample that each target belongs to; 0 (greedy) counts as 1.
         choices: where sampling was cut, probabilities are those among what was kept, as the engine's are ("keep
             sampling mask", DeepSeek-V3.2, arXiv 2512.02556): else the ratio would blame the policy for the cut.
-        entropy_gradient: the entropies get one too.
+        entropy_gradient: the entropies get a gradient too.
 
     Returns:
-        [K] logprobs and [K] entropies in nats. Memory: two to three times the logits; `trainer.head` hands over few
-        positions at a time.
+        [K] logprobs and [K] entropies in nats. Memory: two to three times the logits; `trainer/model/head.py` passes
+        few positions at a time.
     """
     scale = torch.where(temperature_K > 0, temperature_K, torch.ones_like(temperature_K))
     if choices is None:
@@ -77,9 +77,10 @@ def _among_all(
 
 
 class _AmongAll(torch.autograd.Function):
-    """With l = log p: dl_t/dx_j = ([j = t] - p_j) / temperature, dH/dx_j = -p_j (l_j + H) / temperature.
+    """Logprobs and entropies over the whole vocabulary.
 
-    Written out because both gradients come from l alone: autograd would keep, read and write more of that size.
+    With l = log p: dl_t/dx_j = ([j = t] - p_j) / temperature, dH/dx_j = -p_j (l_j + H) / temperature. Written out
+    because both gradients follow from l alone, while autograd would keep, read and write more tensors of that size.
     """
 
     @staticmethod
@@ -116,7 +117,7 @@ class _AmongAll(torch.autograd.Function):
 def _among_kept(
     logits_KV: torch.Tensor, targets_K: torch.Tensor, scale_K: torch.Tensor, choices: Choices
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[C] of each. Only the logits that were kept are looked at: a few per position, never a mask of the vocabulary."""
+    """Return [C] logprobs and entropies, from the few kept logits per position, without a mask of the vocabulary."""
     count = len(choices.positions)
     segment = torch.repeat_interleave(torch.arange(count, device=choices.ids.device), choices.counts)
     rows = choices.positions

@@ -73,7 +73,7 @@ def buckets(lengths: list[int], growth: float = 1.25) -> list[list[int]]:
 
 
 def deal(lengths: list[int], *, capacity: int, ranks: int, cost: Cost = LINEAR) -> list[list[list[int]]]:
-    """Which samples each rank trains on: `[rank][micro-batch]` lists of indices.
+    """Deal samples to ranks: return `[rank][micro-batch]` lists of indices.
 
     All ranks get equally many rows, as few as best-fit needs, and at least one (collectives need it). The ranks' first
     rows are trained on at the same time, then their second ones, and so on: in each of these rounds all wait for the

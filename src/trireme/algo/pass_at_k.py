@@ -1,4 +1,4 @@
-"""pass@k: how likely it is that at least one of k answers passes, from n answers of which c did.
+"""pass@k: the probability that at least one of k answers passes, estimated from n answers of which c passed.
 
 Chen et al. 2021, "Evaluating Large Language Models Trained on Code", arXiv 2107.03374, equation 1:
 
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Of one example.
+    """Return pass@k of one example.
 
     The quotient of the binomials is the product of (1 - k/i) for i = n-c+1 .. n: factors between 0 and 1, so nothing
     overflows, whatever n is.
@@ -27,12 +27,12 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def mean_pass_at_k(num_samples: int, num_passed: list[int], k: int) -> float:
-    """Over examples with `num_samples` answers each."""
+    """Return the mean over examples with `num_samples` answers each."""
     return float(np.mean([pass_at_k(num_samples, passed, k) for passed in num_passed]))
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
-    """1, 2, 4, ... up to `most`.
+    """Return 1, 2, 4, ... up to `most`.
 
     Example:
         powers_of_two(6)  # (1, 2, 4)

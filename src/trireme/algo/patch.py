@@ -1,8 +1,7 @@
-"""What changed in a tensor, written in few bytes, and to the bit.
+"""Patches: the changed values of a tensor in few bytes, exact to the bit.
 
-Values are compared by their bits: a NaN is unchanged where its bits are, and -0.0 is not 0.0. A patch says what the
-changed values *are*, not by how much they moved, so to apply it twice is to apply it once. Where they are is told in
-the way that takes the fewest bytes:
+Values are compared by their bits: a NaN with the same bits is unchanged, and -0.0 differs from 0.0. A patch holds the
+new values, not differences, so applying it is idempotent. The places of the values take the form with the fewest bytes:
 
     whole    nowhere: all values follow
     bits     a bit per value of the tensor, set where it changed
@@ -38,7 +37,7 @@ class Form(IntEnum):
 
 @dataclass(frozen=True)
 class Patch:
-    """Of one tensor.
+    """The patch of one tensor.
 
     Example:
         # [5., 5., 7.] that was [5., 6., 7.], in float32
@@ -46,7 +45,7 @@ class Patch:
     """
 
     form: Form
-    num_changed: int  # values that differ; all of them, as far as anybody knows, where nothing was compared
+    num_changed: int  # values that differ; all of them if nothing was compared
     where: torch.Tensor  # [bytes] uint8
     values: torch.Tensor  # [bytes] uint8
 
@@ -56,12 +55,12 @@ class Patch:
 
 
 def changed(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """[N] bool: where two tensors of one type and size have other bits."""
+    """Return [N] bool: where two tensors of the same type and size differ in their bits."""
     return to_integers(tensor) != to_integers(before)
 
 
 def to_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """[N]: the same bits, to be compared; a view where the tensor is contiguous."""
+    """Return [N] the bits as integers; a view if the tensor is contiguous."""
     return tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
 
 
@@ -75,7 +74,7 @@ def whole_patch(tensor: torch.Tensor) -> Patch:
 
 
 def build_patch(tensor: torch.Tensor, is_changed: torch.Tensor) -> Patch:
-    """The smallest one that brings the changed values."""
+    """Build the smallest patch with the changed values."""
     count = int(is_changed.count_nonzero())
     bits = -(-tensor.numel() // 8)
     if 2 * count < bits:  # bytes: only then can a list of indices be shorter than the bits
@@ -105,7 +104,7 @@ def sizes_of(form: Form, num_changed: int, tensor: torch.Tensor) -> tuple[int, i
 
 
 def apply_patch(patch: Patch, tensor: torch.Tensor) -> None:
-    """Writes the changed values into a contiguous tensor."""
+    """Write the changed values into a contiguous tensor."""
     target = tensor.view(-1).view(_INTEGERS[tensor.element_size()])
     values = _aligned(patch.values).view(target.dtype)
     if patch.form is Form.WHOLE:
@@ -131,12 +130,12 @@ _SPREAD = 0x0102040810204080  # brings the lowest bit of byte i to bit 56 + i; n
 
 
 def pack_bits(mask: torch.Tensor) -> torch.Tensor:
-    """[N] bool -> [N / 8, rounded up] uint8: element 8 i + j is bit j of byte i."""
+    """Pack [N] bool into [N / 8, rounded up] uint8: element 8 i + j is bit j of byte i."""
     padded = pad(mask.view(torch.uint8), (0, -len(mask) % 8))
     return ((padded.view(torch.int64) * _SPREAD) >> 56).to(torch.uint8)
 
 
 def unpack_bits(data: torch.Tensor, count: int) -> torch.Tensor:
-    """[count] bool."""
+    """Unpack [count] bool."""
     each = torch.arange(8, dtype=torch.uint8, device=data.device)
     return data[:, None].bitwise_right_shift(each).bitwise_and_(1).view(-1)[:count].view(torch.bool)

@@ -112,7 +112,7 @@ def _bounds(recipe: Loss) -> tuple[float, float]:
 
 
 def token_log_ratio(columns: Columns) -> torch.Tensor:
-    """[K] log r, 0 where nothing counts."""
+    """Return [K] log r, 0 for tokens that do not count."""
     return torch.where(columns.mask, columns.logprobs.detach() - columns.proximal, 0.0)
 
 

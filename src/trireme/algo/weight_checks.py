@@ -1,12 +1,12 @@
-"""What adapters are called where they are not part of the model: on the wire, in files, in requests."""
+"""Checks that trainer, orchestrator and engines share about weights: adapter names, probe prompts, and digests."""
 
 from __future__ import annotations
 
 PREFIX = "base_model.model."
-"""Of tensors, as PEFT has them in its files; no published model has tensors of this name."""
+"""Prefix of an adapter's tensors, as in PEFT's files. No published model has tensors with it."""
 
 POLICY = "policy"
-"""The name under which an engine that holds adapters serves them; its other name is that of the base model."""
+"""The name under which an engine serves the adapters. It also serves the base model under its own name."""
 
 
 def is_of_adapter(tensor: str) -> bool:
@@ -14,7 +14,7 @@ def is_of_adapter(tensor: str) -> bool:
 
 
 def first_difference(expected: dict[str, str], found: dict[str, str]) -> str | None:
-    """The first entry, in the order of `expected`, that differs, is missing, or is too many.
+    """Name the first entry, in the order of `expected`, that differs, is missing, or was not expected.
 
     Example:
         first_difference({"norm": "ab"}, {"norm": "cd"})  # "norm has digest cd, expected ab"
@@ -29,5 +29,5 @@ def first_difference(expected: dict[str, str], found: dict[str, str]) -> str | N
 
 
 def probe_ids(vocabulary: int, count: int) -> list[int]:
-    """[count] tokens from all over the vocabulary, the same for everybody who asks."""
+    """Return [count] tokens from all over the vocabulary, the same for every process."""
     return [(17 + 7919 * place) % vocabulary for place in range(count)]

@@ -1,4 +1,4 @@
-"""`inference`: vLLM holds the policy and generates. Started by `rl`, or alone."""
+"""`inference`: serve the policy with vLLM. Started by `rl`, or alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sft`: supervised fine-tuning, usually what makes the base model of an `rl` run."""
+"""`sft`: supervised fine-tuning, usually to make the base model of an `rl` run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainer`: takes gradient steps on the batches of an orchestrator. Started by `rl`, or alone."""
+"""`trainer`: train on the batches of an orchestrator. Started by `rl`, or alone."""
 
 from __future__ import annotations
 
