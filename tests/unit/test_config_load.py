@@ -250,6 +250,7 @@ def test_a_mistake_in_a_file_is_named_with_the_file_and_the_remedy(text, words):
         ("--trainer @ reverse-text.toml", "Did you mean `optim.lr`?"),
         ("--run run.json --max-steps 3", "expected nothing else"),
         ("--run none.json", "none.json does not exist"),
+        ("--inference.args.a 2 --inference.args.a.b 3", "`inference.args.a` is 2 - expected a table"),
         ("--run run.json", "run.json is not a resolved configuration of this version"),
     ],
 )
@@ -257,6 +258,15 @@ def test_a_slip_of_the_keyboard_is_answered_with_what_to_type(flags, words):
     write("reverse-text.toml", "lr = 1e-5")
     write("run.json", '{"max_stepz": 1}')
     assert words in refusal(flags)
+
+
+def test_a_file_that_is_no_configuration_is_refused_in_a_screenful():
+    write("big.toml", "\n".join(f"k{number} = 1" for number in range(3000)))
+    assert len(refusal("@ big.toml").splitlines()) < 50
+    write("list.json", "[1]")
+    assert "expected an object" in refusal("@ list.json")
+    write("odd.toml", "trainer = [1]")
+    assert "`trainer = [1]` - expected table" in refusal("@ odd.toml --trainer.optim.lr 1")
 
 
 def test_problems_of_all_sources_are_shown_together():

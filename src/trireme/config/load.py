@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
 from trireme.config.compatibility import ALIASES, SFT_ALIASES, SHORT_FLAGS, belongs_elsewhere, kind_of
-from trireme.config.files import PROCESSES, ProcessName, read_run, read_table
+from trireme.config.files import PROCESSES, ProcessName, read_run, read_table, toml_value
 from trireme.config.problems import KeyPath, Source, explain, raise_together, unknown_key
 from trireme.config.reference import help_text
 from trireme.config.run import RunConfig
@@ -256,11 +256,16 @@ class _Reading:
                 step = here[part] = [] if above and above.kind == "sections" else {}
             elif step is None and part == str(len(here)) and self._begins_item(path, depth):
                 here.append(step := {})
-            if step is None:
+            if step is None and above and above.kind == "sections":
                 self._refuse_item(source.label, path[: depth + 1], here)
                 return
             if not isinstance(step, dict | list):
-                return  # a wrong value stands where the table should be: pydantic refuses it
+                if above is None:  # in a table that takes any key; elsewhere pydantic refuses the wrong value
+                    self.problems.append(
+                        f"`{source.label}`: `{as_key(path[: depth + 1])}` is {toml_value(step)} - expected a table. "
+                        "Remove one of the two."
+                    )
+                return
             here = step
         if isinstance(here, list):
             self._refuse_item(source.label, path, here)

@@ -15,6 +15,7 @@ from trireme.config.section import Field, Section, as_flag, as_key, fields_of, w
 KeyPath = tuple[str, ...]  # of a key, from the root
 
 _LONGEST = 200  # characters of a value in a message
+_MOST = 30  # problems that are shown together
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ def raise_together(problems: list[str]) -> None:
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
-        numbered = (f"{number}. {problem}" for number, problem in enumerate(problems, 1))
-        raise ConfigError(f"{len(problems)} problems in the configuration.\n" + "\n".join(numbered))
+        lines = [f"{number}. {problem}" for number, problem in enumerate(problems[:_MOST], 1)]
+        lines += [f"… and {len(problems) - _MOST} more."] if len(problems) > _MOST else []
+        raise ConfigError(f"{len(problems)} problems in the configuration.\n" + "\n".join(lines))
 
 
 def explain(root: type[Section], error: dict[str, Any], path: KeyPath, found: Field | None, source: Source) -> str:
