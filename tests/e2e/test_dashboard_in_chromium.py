@@ -97,17 +97,12 @@ def test_rollouts_are_searched_sorted_and_read_as_the_journal_has_them(
 def test_dragging_over_a_chart_zooms_and_a_double_click_shows_all_again(watched: Watched) -> None:
     page = watched.page
     metrics(page)
-    box = page.locator(".tr-main canvas").first.bounding_box()
-    assert box is not None
-    y = box["y"] + box["height"] / 2
-    page.mouse.move(box["x"] + 0.3 * box["width"], y)
-    page.mouse.down()
-    page.mouse.move(box["x"] + 0.8 * box["width"], y, steps=5)
-    page.mouse.up()
+    chart = page.locator(".tr-chart-card canvas").first
+    chart.drag_to(chart, source_position={"x": 150, "y": 80}, target_position={"x": 300, "y": 80})
     begin, end = page.get_by_label("From"), page.get_by_label("To", exact=True)
     expect(begin).to_have_value(re.compile(r"\d"))
     assert float(begin.input_value()) < float(end.input_value())
-    page.locator(".tr-main canvas").first.dblclick()
+    chart.dblclick()
     expect(begin).to_have_value("")
 
 
@@ -122,6 +117,9 @@ def test_a_token_tells_what_engine_and_trainer_said_of_it_and_has_an_address(wat
     for name in ("engine p", "trainer p", "ratio", "advantage", "version", "mask"):
         colour(page, name)
         expect(page.get_by_role("button", name=name, exact=True)).to_have_attribute("aria-pressed", "true")
+    page.get_by_label("Step").fill("1")
+    expect(page.get_by_text("step 1 ·")).to_be_visible()
+    expect(page).to_have_url(re.compile("step=1&"))
     address, heading = page.url, page.locator(".tr-main .tr-title").first.inner_text()
     tab(page, "Overview")
     page.goto(address)

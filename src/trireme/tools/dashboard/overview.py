@@ -56,7 +56,7 @@ class Overview:
         self._now = theme.column()
         self._warnings = theme.column()
         self._charts: dict[str, Canvas] = {}
-        self._chart_grid = ui.element("div").classes("tr-grid tr-wide")
+        self._chart_grid = ui.element("div").classes("tr-grid")
         self._compared = theme.column()
         self._others = theme.column()
         self._listed: list[str] = []
@@ -234,7 +234,7 @@ def _state_lines(run: RunFolder) -> list[str]:
                 for engine in status.engines
             ),
         ]
-    written = f"Last written to {ago(changed_s(run.path))}."
+    written = f"Last written {ago(changed_s(run.path))}."
     return [
         {
             "not there yet": f"{run.path} does not exist yet. The run is shown as soon as it does.",

@@ -159,10 +159,11 @@ class TokensPage:
         self._loaded: LoadedRollout | None = None
         with theme.card(), theme.row():
             step, number = runs.query.get("step", ""), runs.query.get("rollout", "")
-            self._step = ui.number("Step", value=int(step) if step.isdigit() else steps[-1], on_change=self.load)
-            self._number = ui.number("Rollout", value=int(number) if number.isdigit() else 0, on_change=self.load)
+            values = int(step) if step.isdigit() else steps[-1], int(number) if number.isdigit() else 0
+            self._step = ui.number("Step", value=values[0], min=0, precision=0, on_change=self.load)
+            self._number = ui.number("Rollout", value=values[1], min=0, precision=0, on_change=self.load)
             for field in (self._step, self._number):
-                field.props("dense outlined debounce=300 min=0").style("width: 110px")
+                field.props("dense outlined debounce=300").style("width: 110px")
             self._toggle = ui.toggle([], on_change=self._choose_colour)
             self._toggle.props("no-caps unelevated dense padding='4px 12px'")
             self._legend = theme.soft()
@@ -290,7 +291,9 @@ def _chart(columns: TokenColumns, window: range) -> dict[str, Any]:
             [place + 1, round(float(values[place]), 5)] for place in window if math.isfinite(values[place])
         ]
         lines.append(Line(name, color, Curve(points, [])))
-    return line_chart(lines, Frame(axis="token")) | {"legend": {"textStyle": {"color": theme.QUIET}}}
+    options = line_chart(lines, Frame(axis="token"))
+    options["grid"]["top"] = 34
+    return options | {"legend": {"top": 0, "textStyle": {"color": theme.QUIET}}}
 
 
 # colours
