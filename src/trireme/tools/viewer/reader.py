@@ -123,9 +123,9 @@ class Reader(RichLog):
     def on_key(self, event: Key) -> None:
         """Among tokens, the keys that scroll elsewhere move the cursor."""
         num_tokens = sum(sample.length for sample in self.record.samples) if self.record else 0
-        line, page = TOKENS_PER_LINE, 10 * TOKENS_PER_LINE
+        line, jump = TOKENS_PER_LINE, 10 * TOKENS_PER_LINE
         steps = {"left": -1, "right": 1, "up": -line, "k": -line, "down": line, "j": line}
-        steps |= {"pageup": -page, "pagedown": page, "space": page, "home": -num_tokens, "end": num_tokens}
+        steps |= {"pageup": -jump, "pagedown": jump, "space": jump, "home": -num_tokens, "end": num_tokens}
         if not (self.record and self.shows_tokens and num_tokens and event.key in steps):
             return
         event.stop()
