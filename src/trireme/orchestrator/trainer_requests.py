@@ -88,7 +88,7 @@ class TrainerRequests:
                 error=f"This orchestrator runs {self._config.run_id}, the trainer asks for {request.run_id}. "
                 "Expected the same output folder on both. Start them with the same configuration, or on other ports."
             )
-        num_batches = self._scheduler.next_batch + 1  # one may be on disk of which the scheduler was not told yet
+        num_batches = self._scheduler.next_batch + 1  # one may be on disk before the scheduler counts it
         if problem := check_request(request, max_steps=self._config.max_steps, num_batches=num_batches):
             return Refusal(error=problem)
         match request:
@@ -112,7 +112,7 @@ class TrainerRequests:
         self._batch_closed = asyncio.Event()
 
     async def _batch(self, request: GetBatch) -> Reply:
-        """Answer with this rank's share. Rank 0 asks first, and is told instead where engines need weights."""
+        """Answer with this rank's share. Rank 0 asks first; if engines need weights, it has to publish them."""
         if request.rank == 0 and (publish := self._updates.needed(request.step)):
             return publish
         if request.rank == 0 and (note := self._policy.must_be_evaluated_first(request.step)):

@@ -1,7 +1,7 @@
 """One vLLM server: its state, and HTTP requests to it. Answers are bounded, redirects are not followed.
 
-Whatever goes wrong with a control route is a PeerDied with the engine's address and words: whoever is in the middle of
-an update begins again once the engine, or its successor, is there.
+Any failure of a control route is a PeerDied with the engine's address and words. The update that it interrupts is
+retried once the engine, or its successor, is there.
 """
 
 from __future__ import annotations

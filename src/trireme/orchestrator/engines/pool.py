@@ -161,7 +161,7 @@ class InferencePool:
     async def _retry(self, ask: Callable[[Engine], Awaitable[Answer]]) -> Answer:
         """Ask an engine, the least busy first, until one does not drop the request.
 
-        Waits without a deadline while no engine may be asked: whoever waits for the batch has one, and says why.
+        Waits without a deadline while no engine may be asked. The wait for the batch has one, and says why.
         """
         began, interruptions, dropped_at = time.monotonic(), self.interruptions, math.inf
         while True:

@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
             self._answer.set_result(message)
 
     def _flush(self) -> None:
-        if self._transport is not None:  # or the worker is dead, and its rollouts are told by `wait_for_death`
+        if self._transport is not None:  # else the worker is dead, and `wait_for_death` fails its rollouts
             self._transport.write(b"".join(self._outbox))
         self._outbox.clear()
 

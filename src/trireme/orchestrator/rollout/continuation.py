@@ -52,7 +52,7 @@ def text_after(
 
 
 def _check_grows(shorter: str, longer: str, reply: ModelMessage | None = None) -> None:
-    """Check that the longer conversation begins with the shorter one and, if given, goes on with `reply`."""
+    """Check that the longer conversation begins with the shorter one and, if given, continues with `reply`."""
     if not longer.startswith(shorter):
         place = next((place for place, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), 0)
         was, is_now = shorter[max(0, place - 20) : place + 40], longer[max(0, place - 20) : place + 40]

@@ -217,7 +217,7 @@ class _Conversation:
 
 def _rewritten_message(model: str, how: str) -> str:
     return (
-        f"The chat template of {model} rewrites earlier turns when a conversation goes on: {how}. With "
+        f"The chat template of {model} rewrites earlier turns when a conversation continues: {how}. With "
         '`orchestrator.trajectory_strategy = "interleaved"` all turns of a rollout are one sample, so a template was '
         "expected that only adds to what it rendered before; those of many thinking models (Qwen3, DeepSeek-R1) drop "
         'the thinking of earlier turns. Set `trajectory_strategy = "branching"` (one sample per turn), or give the '

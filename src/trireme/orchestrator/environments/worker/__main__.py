@@ -1,7 +1,7 @@
 """The process that runs one environment, started as `python .../worker FD` with the environment's own interpreter.
 
 Nothing of `trireme` can be imported here: only the standard library and what the environment brought along. The
-files beside this one are found because this folder is `sys.path[0]`; their names start with `trireme_` so that they
+other files here are found because this folder is `sys.path[0]`; their names start with `trireme_` so that they
 hide no module of the environment.
 """
 

@@ -19,7 +19,7 @@ class ChatHarnessConfig(NullHarnessConfig):
 
 
 class ChatHarness(NullHarness, vf.Harness[ChatHarnessConfig]):
-    """One answer to the conversation so far; whoever drives the conversation asks for the next."""
+    """Asks for one answer to the conversation so far; the caller drives the conversation."""
 
     async def setup(self, runtime: vf.Runtime) -> None:
         """Nothing: verifiers' program is only prepared where it is used."""

@@ -109,7 +109,7 @@ class Server:
             self._rollouts.pop(task, None)
 
     async def _score(self, request: Message, played: Any) -> Message:
-        """Score it alone, or with its group once that is complete. The orchestrator is told that it waits."""
+        """Score it alone, or with its group once that is complete. The orchestrator learns that it waits."""
         if not self._adapter.group_rewards:
             return (await self._adapter.score([played]))[0]
         name, group, size = request["task"], request.get("group") or request["task"], request.get("group_size", 1)
@@ -120,8 +120,8 @@ class Server:
         """Report a failure to the orchestrator, and to the log with the example."""
         example = f"{request['split']} example {request['index']}"
         print(f"Rollout {request['task']} of {example} failed ({stage}):", file=sys.stderr)
-        told = {"error": _describe(error), "traceback": _traceback(error)}
-        self._wire.send({"type": "error", "task": request["task"], "stage": stage, **told})
+        described = {"error": _describe(error), "traceback": _traceback(error)}
+        self._wire.send({"type": "error", "task": request["task"], "stage": stage, **described})
 
     async def _ask(self, task: str, messages: list[dict], *, tools: list[dict] | None, sampling: dict) -> Message:
         self._num_calls += 1

@@ -226,7 +226,7 @@ def _to_chat_tool_call(call: dict) -> dict:
 
 
 def _flat(sampling_args: dict) -> dict:
-    """Sampling as one flat dict: `extra_body` is how an OpenAI client is told of vLLM's own parameters."""
+    """Return the arguments as one flat dict. OpenAI clients take vLLM's own parameters in `extra_body`."""
     sampling = {name: value for name, value in sampling_args.items() if value is not None and name != "extra_body"}
     if sampling.pop("n", 1) != 1:
         raise ValueError(
@@ -256,7 +256,7 @@ def _result(played: Played, scoring: "Scoring") -> dict:
 
 
 def _is_truncated(played: Played) -> bool:
-    """Our own limit of turns is told to verifiers as an overlong prompt, and is none."""
+    """Return whether the rollout was cut. Our limit of turns reaches verifiers as an overlong prompt, but is no cut."""
     if played.client.reached_max_turns:
         return any(step.get("is_truncated") for step in played.state["trajectory"])
     return bool(played.state.get("is_truncated"))
