@@ -86,7 +86,7 @@ def scores_bytes(model: Architecture, layer: Layer, row: Pass) -> float:
 
 
 def needs_mask(model: Architecture, layer: Layer, row: Pass) -> bool:
-    """Of attention with `sdpa`, where samples do not attend apart, or a layer has a window."""
+    """Return whether `sdpa` builds a mask: samples do not attend one by one, or the layer has a window."""
     windowed = layer.window is not None and layer.window < row.tokens
     return row.attention == "sdpa" and (_is_masked(model, row) or windowed)
 
@@ -134,7 +134,8 @@ def _attention(model: Architecture, layer: Layer, row: Pass) -> float:
 
 
 def _inputs(layer: Layer, row: Pass) -> float:
-    """Of linear layers, where these or their adapters are trained; q, k and v share theirs, so do gate and up.
+    """Return the inputs of linear layers that are trained, or whose adapters are; q, k and v share one, as do gate and
+    up.
 
     That of o is the result of attention, which is kept anyway.
     """
@@ -153,7 +154,7 @@ def _is_trained(matrix: Matrix, row: Pass) -> bool:
 
 
 def _adapters(layer: Layer, row: Pass) -> float:
-    """What stands between the two matrices of each; with dropout, an input of its own and which values it dropped."""
+    """Return the tensor between the two matrices of each adapter; with dropout, also its input and its mask."""
     if row.targets is None:
         return 0.0
     chosen = [matrix for matrix in layer.matrices if not matrix.is_expert and is_target(matrix, row.targets)]
@@ -162,7 +163,8 @@ def _adapters(layer: Layer, row: Pass) -> float:
 
 
 def _inside(model: Architecture, layer: Layer, row: Pass) -> float:
-    """Of the MLP: gate, up, what the gate makes of itself, and the product of both (which is an input: see above)."""
+    """Return what the MLP keeps: gate, up, the activated gate, and the product of both, which is an input (see
+    above)."""
     experts = layer.experts
     if experts is not None:
         return _experts(model, layer, row)
@@ -171,7 +173,7 @@ def _inside(model: Architecture, layer: Layer, row: Pass) -> float:
 
 
 def _experts(model: Architecture, layer: Layer, row: Pass) -> float:
-    """As many times as a token is sent somewhere: its input, gate and up, what is made of them, and the result."""
+    """Return, for each expert that a token is sent to: its input, gate and up, their product, and the result."""
     down = next(matrix for matrix in layer.matrices if matrix.name == "down_proj")
     width, used = down.inputs, down.used
     inner = width * (2 + model.family.gate_tensors - (1 if row.frozen else 0))

@@ -32,7 +32,7 @@ class Family:
     capped: bool = False  # attention scores, where config.json is silent
     window_pattern: int = 0  # every how many layers one attends to all; 0 where config.json lists or forbids windows
     wide_norms: bool = False  # their result is float32 until it has been scaled
-    gate_tensors: int = 2  # of the MLP's width that its gate keeps for the backward pass, beside gate and up
+    gate_tensors: int = 2  # of the MLP's width that its gate keeps for the backward pass, besides gate and up
 
 
 FAMILIES = {
@@ -167,7 +167,7 @@ class Architecture:
         return max(self.layers, key=lambda layer: layer.num_parameters)
 
     def adapter_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
-        """Of LoRA: a matrix of `rank` rows and one of `rank` columns beside each matrix that is named."""
+        """Return the parameters of LoRA: for each target matrix, one with `rank` rows and one with `rank` columns."""
         chosen = (matrix for layer in self.layers for matrix in layer.matrices if is_target(matrix, targets))
         return sum(matrix.copies * rank * (matrix.inputs + matrix.outputs) for matrix in chosen)
 

@@ -42,7 +42,7 @@ class Rules(msgspec.Struct, frozen=True):
     reward_clip: tuple[float, float] | None = None
     length_penalty: LengthPenalty | None = None
     teacher_weight: float | None = None  # None where there is no teacher
-    reward_weight: float = 1.0  # of what comes from rewards, beside a teacher
+    reward_weight: float = 1.0  # of the advantage from rewards, next to a teacher's
 
 
 def rules_of(config: RunConfig) -> Rules:

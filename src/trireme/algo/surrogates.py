@@ -1,4 +1,4 @@
-"""What is done with the ratio r = pi / prox and the advantage A: the heart of each loss.
+"""Surrogates: the part of a loss that combines the ratio r = pi / prox and the advantage A.
 
 Each function returns, per token, a value and a slope: the gradient of the loss is the sum of slope * grad log pi. All
 of these losses have such a gradient, so nothing here is differentiated, a token that is clipped gets exactly 0, and a

@@ -1,6 +1,6 @@
 """Adapters in files, as PEFT has them: `adapter_model.safetensors` and `adapter_config.json`.
 
-`PeftModel.from_pretrained`, transformers and vLLM (`--lora-modules`) load such a folder beside the base model.
+`PeftModel.from_pretrained`, transformers and vLLM (`--lora-modules`) load such a folder with the base model.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Renderer:
         return self._whole(rendered, ids, mask)
 
     def _in_parts(self, rendered: Rendered) -> Tokenized:
-        """Where a token would reach over a border: an engine has the text before it as tokens of its own already."""
+        """Tokenize span by span, if a token would cross a border: an engine tokenizes the text before it separately."""
         ids: list[int] = []
         mask: list[int] = []
         borders = [0, *_borders(rendered)]
@@ -144,12 +144,13 @@ class Renderer:
 
     @cached_property
     def _begin(self) -> list[int]:
-        """What an engine puts in front of a text, where it puts anything there."""
+        """The tokens that an engine puts in front of a text, if any."""
         bos = self.tokenizer.bos_token_id
         return [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else []
 
     def _until_end_of_turn(self, ids: list[int]) -> list[int]:
-        """What stands behind it, a line feed mostly, is the template's and never sampled."""
+        """Mark tokens up to the end of the turn. What follows, mostly a line feed, is the template's and never
+        sampled."""
         end = self.tokenizer.eos_token_id
         if end in ids:
             stop = ids.index(end) + 1
@@ -172,7 +173,7 @@ def tokenized(renderer: Renderer, conversations: Iterator[Conversation | Complet
 
 
 def _joined(learned: Iterator[tuple[str, str]]) -> Iterator[Rendered]:
-    """Messages belong to one sample for as long as each text goes on where the one before ended."""
+    """Join messages into one sample as long as each text continues the one before."""
     text = ""
     spans: tuple[tuple[int, int], ...] = ()
     for before, after in learned:

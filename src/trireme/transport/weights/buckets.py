@@ -14,7 +14,7 @@ _ALIGNMENT = 16
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Of a plain tensor or of a sharded one (then its global shape)."""
+    """Return the spec of a tensor; of a sharded one, with its global shape."""
     return TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
 
 

@@ -1,4 +1,4 @@
-"""Weights between processes on the same GPU: CUDA memory handles travel, the bytes stay where they are.
+"""Weight transfers between processes on the same GPU by CUDA memory handles, without copying the bytes.
 
 The sender holds every gathered tensor until the engines have confirmed, so this takes one more copy of the model in
 GPU memory while an update runs.
@@ -62,7 +62,7 @@ class IpcReceiver:
 
 
 # A handle is what torch's own `rebuild_cuda_tensor` takes (torch 2.13), its three types left out: numbers, and bytes in
-# base64. So it travels as JSON, and nobody unpickles what comes from a socket.
+# base64. So it travels as JSON, and nothing from a socket is unpickled.
 
 _TYPES = {0: torch.Tensor, 4: torch.storage.TypedStorage}
 _DTYPE = 5
