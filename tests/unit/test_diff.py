@@ -31,9 +31,9 @@ from trireme.journal.provenance import collect_provenance, write_provenance
 from trireme.journal.records import BatchRecord, Dropped
 from trireme.messages import Kept, Tokens, encode
 from trireme.monitor.metrics import MetricsFile
+from trireme.tools.diff.aspects import ASPECTS, Difference
 from trireme.tools.diff.compare import compare_runs
-from trireme.tools.diff.differences import ASPECTS, Difference
-from trireme.tools.diff.meaning import meaning_of
+from trireme.tools.diff.report import meaning_of
 from written_run import build_config, rewrite_version, write_whole_run
 
 STEP = 2  # at which something is changed
@@ -273,7 +273,7 @@ def test_where_a_run_lies_and_on_which_machine_is_no_difference(whole: Path, cop
     assert [(key.key, key.b) for key in compared.surroundings] == [("packages.torch", '"1.0"')]
     CHANGES["logprobs"](STEP)(copy)
     said = " ".join(meaning_of(compare_runs(ours.root, copy.paths.root)))
-    assert "Beside the configuration, these differ: packages.torch: " in said
+    assert "Besides the configuration, these differ: packages.torch: " in said
 
 
 def test_weights_that_no_engine_confirmed_are_compared_as_they_were_exported(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`trireme diff RUN RUN`: where two runs part, and what led to it."""
+"""`trireme diff RUN RUN`: name the first difference of two runs, and what usually leads to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trireme.tools.diff.report import as_json, as_text
 
 
 def diff(argv: list[str]) -> int:
-    """Returns 0 where nothing differs as far as both runs go, 1 where something does.
+    """Compare two runs. Return 0 where nothing differs as far as both go, 1 where something does.
 
     Raises:
         ConfigError: one of the folders is not a run's.

@@ -7,27 +7,29 @@ The runs may be finished, killed or running: they are compared as far as both go
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.base.paths import RunPaths, step_of
+from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.journal.journal import Journal
 from trireme.journal.logprobs import read_logprobs
 from trireme.journal.provenance import read_provenance
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import Row, latest_by_step, read_metrics
+from trireme.tools.diff.aspects import Difference, Found, differing
 from trireme.tools.diff.batches import BATCH_ASPECTS, Decode, compare_batches, compare_scored, first_place
-from trireme.tools.diff.configuration import (
-    KeyDifference,
-    Table,
-    compare_configurations,
-    count_keys,
-    read_configuration,
-)
-from trireme.tools.diff.differences import Difference, Found
-from trireme.tools.diff.training import STEP_ASPECTS, Weights, compare_evaluations, compare_steps, compare_weights
+from trireme.tools.diff.configuration import KeyDifference, compare_configurations, count_keys, read_configuration
 from trireme.tools.tokenizer import find_decoder
+
+STEP_ASPECTS = ("lr", "loss", "grad_norm", "training")
+CLOCKED = ("time/", "perf/", "weights/", "time_s", "memory/")
+"""Metrics of how long something took and what it took, and not of what came out."""
+
+HEADER_BYTES = 8  # of a file of tensors: the length of its table, which follows
+MOST_HEADER = 100_000_000
 
 
 class Side:
@@ -41,20 +43,35 @@ class Side:
             JournalCorrupt: a batch before the newest is missing.
         """
         self.folder = folder
-        self.configuration: Table = read_configuration(folder)
+        self.configuration = read_configuration(folder)
         paths = RunPaths(folder)
         self.journal = Journal(paths.journal)
         self.logprobs = paths.logprobs
         self.batches = set(self.journal.require_all())
-        self.weights = Weights(paths)
         self._rows = latest_by_step(read_metrics(paths.metrics)[0])
         self.steps = {step for process, step in self._rows if process == "trainer"}
-        self.versions = {*Versions(paths.journal).known(), *_exported(paths)}
+        self._confirmed = Versions(paths.journal)
+        self._exports = paths.weights
+        exported = {step for folder in paths.weights.glob("step_*") if (step := step_of(folder)) is not None}
+        self.versions = {*self._confirmed.known(), *exported}
         self.surroundings = read_provenance(paths)
 
     def row(self, process: str, step: int) -> Row:
         """Return a row of metrics; empty where there is none."""
         return self._rows.get((process, step), {})
+
+    def confirmed(self, version: int) -> dict[str, str] | None:
+        """Return confirmed digests by tensor. Raises JournalCorrupt where the record is damaged."""
+        return self._confirmed.read(version).digests if self._confirmed.has(version) else None
+
+    def exported(self, version: int) -> dict[str, str] | None:
+        """Return digests of exported tensors, reading all of them; None where the version was not exported as
+        tensors."""
+        files = sorted(step_folder(self._exports, version).glob("*.safetensors"))
+        try:
+            return {name: digest for file in files for name, digest in _digests_of(file)} or None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not such a file, or half of it
+            return None
 
     @property
     def end(self) -> int:
@@ -66,9 +83,19 @@ class Side:
         return f"{len(self.batches)} batches, {len(self.steps)} steps, {newest}"
 
 
-def _exported(paths: RunPaths) -> Iterator[int]:
-    steps = (step_of(folder) for folder in paths.weights.glob("step_*"))
-    return (step for step in steps if step is not None)
+def _digests_of(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield SHA-256 of type, shape and bytes of each tensor in a file, without loading it by a library."""
+    with open(file, "rb") as tensors:
+        length = int.from_bytes(tensors.read(HEADER_BYTES), "little")
+        if length > MOST_HEADER:
+            raise ValueError(f"{file} has a table of {length} bytes")
+        table = json.loads(tensors.read(length))
+        for name, entry in table.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                tensors.seek(HEADER_BYTES + length + begin)
+                head = f"{entry['dtype']} {entry['shape']} ".encode()
+                yield name, hashlib.sha256(head + tensors.read(end - begin)).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -104,46 +131,63 @@ def compare_runs(a: Path, b: Path) -> Comparison:
     """
     ours, theirs = Side(a), Side(b)
     keys = compare_configurations(ours.configuration, theirs.configuration)
-    surroundings = compare_configurations(ours.surroundings, theirs.surroundings)
-    found = Found()
-    has_reasons = any(not key.is_place for key in keys)
-    decode = find_decoder(a)
+    comparison = Comparison(ours, theirs, keys, compare_configurations(ours.surroundings, theirs.surroundings), Found())
+    found, decode = comparison.found, find_decoder(a)
     for step in range(min(ours.end, theirs.end)):
         for difference in _compare_at(step, ours, theirs, found, decode):
-            if difference.aspect != "rules" or not has_reasons:  # these say once more what the configuration says
-                found.take(difference)
+            # where keys of the configuration differ, rules of the journal only repeat them
+            if difference.aspect != "rules" or not comparison.telling_keys:
+                found.firsts.setdefault(difference.aspect, difference)
         if found.says_all:
             break
-    return Comparison(ours, theirs, keys, surroundings, found)
+    return comparison
 
 
 def _compare_at(step: int, a: Side, b: Side, found: Found, decode: Decode | None) -> Iterator[Difference]:
     """Compare version, evaluation, batch and step of one number, where both have them."""
-    is_there, difference = compare_weights(step, a.weights, b.weights)
-    found.compared["weights"] += is_there
-    if difference:
-        yield difference
-    evaluated_a, evaluated_b = a.row("orchestrator", step), b.row("orchestrator", step)
-    found.compared["evaluation"] += any(name.startswith("eval/") for name in evaluated_a.keys() & evaluated_b.keys())
-    yield from compare_evaluations(step, evaluated_a, evaluated_b)
+    yield from _compare_weights(step, a, b, found)
+    row_a, row_b = a.row("orchestrator", step), b.row("orchestrator", step)
+    if evaluated := [name for name in row_a if name.startswith("eval/") and name in row_b]:
+        found.compared["evaluation"] += 1
+        yield from _compare_metrics("evaluation", step, f"version {step}", evaluated, row_a, row_b)
     if step in a.batches and step in b.batches:
         found.compared.update(BATCH_ASPECTS)
-        if not _are_one(a.journal.path(step), b.journal.path(step)):
+        path_a, path_b = a.journal.path(step), b.journal.path(step)
+        # entries of runs that do the same have the same bytes, and need not be decoded
+        if path_a.stat().st_size != path_b.stat().st_size or path_a.read_bytes() != path_b.read_bytes():
             yield from compare_batches(a.journal.read(step), b.journal.read(step), decode)
-        yield from _compare_scored(step, a, b, found)
+        ours, theirs = read_logprobs(a.logprobs, step), read_logprobs(b.logprobs, step)
+        common = ours.keys() & theirs.keys()
+        found.compared["scored"] += bool(common)
+        if any(first_place(ours[sample], theirs[sample]) is not None for sample in common):
+            yield from compare_scored(a.journal.read(step), ours, theirs)
     if step in a.steps and step in b.steps:
         found.compared.update(STEP_ASPECTS)
-        yield from compare_steps(step, a.row("trainer", step), b.row("trainer", step))
+        row_a, row_b = a.row("trainer", step), b.row("trainer", step)
+        # only those that both have: another version of Trireme may record more
+        names = sorted(row_a.keys() & row_b.keys() - {"step", "process", *STEP_ASPECTS})
+        rest = [name for name in names if not name.startswith(CLOCKED)]
+        for aspect in STEP_ASPECTS:
+            compared = rest if aspect == "training" else [aspect]
+            yield from _compare_metrics(aspect, step, f"step {step}", compared, row_a, row_b)
 
 
-def _compare_scored(step: int, a: Side, b: Side, found: Found) -> Iterator[Difference]:
-    ours, theirs = read_logprobs(a.logprobs, step), read_logprobs(b.logprobs, step)
-    common = ours.keys() & theirs.keys()
-    found.compared["scored"] += bool(common)
-    if any(first_place(ours[sample], theirs[sample]) is not None for sample in common):
-        yield from compare_scored(a.journal.read(step), ours, theirs)
+def _compare_weights(version: int, a: Side, b: Side, found: Found) -> Iterator[Difference]:
+    """Compare digests as engines confirmed them or, where one run has none, exported tensors."""
+    ours, theirs, source = a.confirmed(version), b.confirmed(version), "confirmed"
+    if ours is None or theirs is None:
+        ours, theirs, source = a.exported(version), b.exported(version), "exported"
+    if ours is None or theirs is None:
+        return
+    found.compared["weights"] += 1
+    if differ := differing(ours, theirs):
+        note = f"{len(differ)} of {len(ours)} tensors differ, as {source}"
+        digests = (ours.get(differ[0], "no"), theirs.get(differ[0], "no"))
+        yield Difference("weights", version, f"version {version}, {differ[0]}", *digests, note)
 
 
-def _are_one(a: Path, b: Path) -> bool:
-    """Compare two entries byte by byte, without decoding: entries of runs that do the same are equal."""
-    return a.stat().st_size == b.stat().st_size and a.read_bytes() == b.read_bytes()
+def _compare_metrics(aspect: str, step: int, where: str, names: list[str], a: Row, b: Row) -> Iterator[Difference]:
+    if differ := differing({name: a.get(name) for name in names}, {name: b.get(name) for name in names}):
+        note = f"and {len(differ) - 1} more of {len(names)}" if len(differ) > 1 else ""
+        value_a, value_b = ("not finite" if row.get(differ[0]) is None else str(row[differ[0]]) for row in (a, b))
+        yield Difference(aspect, step, f"{where}, {differ[0]}", value_a, value_b, note)

@@ -1,4 +1,4 @@
-"""Comparison of two configurations by key, and which differing keys can cause which difference in a run.
+"""Comparison of two configurations by key.
 
 Files are compared as they are on disk, so configurations of other versions of Trireme can be compared too.
 """
@@ -26,53 +26,6 @@ PLACES = (
 )
 """Where a run runs, what it keeps, how long it waits: not what is computed."""
 
-_ROUNDING = (
-    *("device", "model", "seq_len", "trainer.model", "trainer.threads", "trainer.num_ranks"),
-    *("trainer.micro_batch_tokens", "micro_batch_tokens", "num_ranks", "threads"),
-)
-_TIMING = (
-    *("max_async_level", "weight_broadcast", "orchestrator.max_concurrent", "orchestrator.oversampling_factor"),
-    *("orchestrator.max_off_policy_steps", "orchestrator.max_rollout_attempts", "orchestrator.filters", "inference"),
-    *("orchestrator.batch_size", "orchestrator.rollouts_per_example", "orchestrator.buffer", "orchestrator.env"),
-)
-_DATA = (
-    *("seed", "orchestrator.env", "orchestrator.buffer", "orchestrator.curriculum", "orchestrator.batch_size"),
-    *("orchestrator.rollouts_per_example", "data", "source", "subset", "split", "batch_size"),
-)
-_ENGINE = ("model", "inference", "orchestrator.sampling", "device", "weight_broadcast")
-_WORTH = ("orchestrator.env", "orchestrator.advantage", "orchestrator.length_penalty", "orchestrator.teacher")
-_OPTIMIZER = (
-    *("trainer.optim", "trainer.scheduler", "optim", "scheduler", "max_steps", "trainer.num_iterations"),
-    *("trainer.loss", *_ROUNDING),
-)
-_BEGINNING = ("model", "trainer.model", "seed", "inference.model.dtype")
-
-BEARING: dict[str, tuple[str, ...]] = {
-    "rules": ("seed", "max_async_level", "orchestrator"),
-    "examples": _DATA,
-    "groups": _TIMING,
-    "attempts": _TIMING,
-    "prompts": ("orchestrator.env", "orchestrator.trajectory_strategy", "model", "trainer.tokenizer"),
-    "versions": _TIMING,
-    "tokens": ("seed", "orchestrator.env", *_ENGINE),
-    "logprobs": _ENGINE,
-    "kept": ("orchestrator.sampling", "trainer.model.moe"),
-    "texts": ("orchestrator.env", "trainer.tokenizer", "model"),
-    "components": ("orchestrator.env",),
-    "rewards": ("orchestrator.env",),
-    "masks": ("orchestrator.filters", "orchestrator.trajectory_strategy"),
-    "teacher": ("orchestrator.teacher",),
-    "advantages": _WORTH,
-    "dropped": _TIMING,
-    "scored": _ROUNDING,
-    "lr": ("trainer.optim", "trainer.scheduler", "optim", "scheduler", "max_steps"),
-    "loss": ("trainer.loss", "trainer.num_iterations", *_ROUNDING),
-    "grad_norm": ("trainer.loss", "trainer.num_iterations", *_ROUNDING),
-    "training": ("trainer.loss", "trainer.num_iterations", *_ROUNDING),
-    "evaluation": ("orchestrator.eval", "orchestrator.env", *_ENGINE),
-}
-"""By aspect: tables and keys that a difference there may follow from. See `bears_on` for those of weights."""
-
 
 @dataclass(frozen=True)
 class KeyDifference:
@@ -88,7 +41,7 @@ class KeyDifference:
 
     @property
     def is_place(self) -> bool:
-        return _is_below(self.key, PLACES)
+        return is_below(self.key, PLACES)
 
     def __str__(self) -> str:
         return f"{self.key}: {self.a} in A, {self.b} in B"
@@ -130,13 +83,6 @@ def _shown(flat: Table, key: str) -> str:
     return toml_value(flat[key]) if key in flat else ABSENT
 
 
-def bears_on(differences: list[KeyDifference], aspect: str, step: int) -> list[KeyDifference]:
-    """Return the keys that can cause a difference of this aspect."""
-    tables = BEARING.get(aspect, ())
-    if aspect == "weights":
-        tables = _BEGINNING if step == 0 else _OPTIMIZER
-    return [difference for difference in differences if not difference.is_place and _is_below(difference.key, tables)]
-
-
-def _is_below(key: str, tables: tuple[str, ...]) -> bool:
+def is_below(key: str, tables: tuple[str, ...]) -> bool:
+    """Return whether a key is one of these keys, or lies in one of these tables."""
     return any(key == table or key.startswith(f"{table}.") for table in tables)

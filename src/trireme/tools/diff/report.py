@@ -1,16 +1,24 @@
-"""The report of a comparison, as text and as JSON."""
+"""The report of a comparison, as text and as JSON: what differs, what differed first, and what that usually means."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
+from trireme.tools.diff.aspects import (
+    ASPECTS,
+    BASE_WEIGHTS,
+    DRAWN_WITH_SEEDS,
+    DRAWN_WITHOUT_SEEDS,
+    SYNCHRONOUS_TIMING,
+    Difference,
+    count,
+)
 from trireme.tools.diff.compare import Comparison
-from trireme.tools.diff.configuration import KeyDifference
-from trireme.tools.diff.differences import ASPECTS, Difference
-from trireme.tools.diff.meaning import meaning_of
+from trireme.tools.diff.configuration import is_below
 
 MOST_KEYS = 12
+MOST_CAUSES = 4
 
 
 def as_text(comparison: Comparison, *, everything: bool) -> str:
@@ -20,62 +28,47 @@ def as_text(comparison: Comparison, *, everything: bool) -> str:
         everything: show all differing keys, also those that only say where a run runs.
     """
     lines = [f"A  {comparison.a.folder}: {comparison.a}", f"B  {comparison.b.folder}: {comparison.b}", ""]
-    lines += _verdict(comparison)
+    telling, first = comparison.telling_keys, comparison.found.first
+    if comparison.same:
+        lines.append(f"no difference: {_extent(comparison)}")
+    if telling:
+        lines.append(f"first difference: configuration, {telling[0]}")
+    if first is not None:
+        head = "in what happened" if telling else "first difference"
+        lines.append(f"{head}: {first.aspect}, {first}")
+    lines += [f"  {sentence}" for sentence in meaning_of(comparison)]
     lines += ["", *_configuration(comparison, everything=everything), "", *_aspects(comparison)]
     return "\n".join(lines)
-
-
-def _verdict(comparison: Comparison) -> list[str]:
-    if comparison.same:
-        return [f"no difference: {_extent(comparison)}"]
-    lines = []
-    if comparison.telling_keys:
-        lines.append(f"first difference: configuration, {comparison.telling_keys[0]}")
-    if first := comparison.found.first:
-        head = "in what happened" if comparison.telling_keys else "first difference"
-        lines.append(f"{head}: {first.aspect}, {first}")
-    return [*lines, *(f"  {sentence}" for sentence in meaning_of(comparison))]
 
 
 def _extent(comparison: Comparison) -> str:
     """Describe how far the comparison goes, and whether one run goes further."""
     if not any(comparison.found.compared.values()):
         return "the configurations are the same; no batch, step or version is in both"
+    text = "configuration, versions, batches and steps are the same to the bit"
     ends = {"A": comparison.a.end - 1, "B": comparison.b.end - 1}
     longer, shorter = sorted(ends, key=lambda name: -ends[name])
-    further = f", as far as {shorter} goes: to {ends[shorter]}, {longer} to {ends[longer]}"
-    return "configuration, versions, batches and steps are the same to the bit" + (
-        further if ends[longer] > ends[shorter] else ""
-    )
+    if ends[longer] == ends[shorter]:
+        return text
+    return f"{text}, as far as {shorter} goes: to {ends[shorter]}, {longer} to {ends[longer]}"
 
 
 def _configuration(comparison: Comparison, *, everything: bool) -> list[str]:
     telling = comparison.telling_keys
     places = [key for key in comparison.keys if key.is_place]
-    head = f"{_keys(telling)} of {comparison.num_keys} not the same" if telling else "all keys that count are the same"
-    lines = [f"configuration: {head}"]
+    head = f"{count(telling, 'key')} of {comparison.num_keys} not the same"
+    lines = [f"configuration: {head if telling else 'all keys that count are the same'}"]
     lines += [f"  {key}" for key in (telling if everything else telling[:MOST_KEYS])]
     if not everything and len(telling) > MOST_KEYS:
         lines.append(f"  and {len(telling) - MOST_KEYS} more: --all shows them")
     if places:
-        lines.append(
-            f"  of where it runs, {_keys(places)}: {', '.join(key.key for key in places[:6])}{_more(places, 6)}"
-        )
+        more = f" and {len(places) - 6} more" if len(places) > 6 else ""
+        lines.append(f"  of where it runs, {count(places, 'key')}: {', '.join(key.key for key in places[:6])}{more}")
     if everything:
         lines += [f"    {key}" for key in places]
-    return lines + _surroundings(comparison.surroundings)
-
-
-def _surroundings(keys: list[KeyDifference]) -> list[str]:
-    return ["surroundings", *(f"  {key}" for key in keys)] if keys else []
-
-
-def _keys(keys: list[KeyDifference]) -> str:
-    return "1 key" if len(keys) == 1 else f"{len(keys)} keys"
-
-
-def _more(values: list[Any], shown: int) -> str:
-    return f" and {len(values) - shown} more" if len(values) > shown else ""
+    if comparison.surroundings:
+        lines += ["surroundings", *(f"  {key}" for key in comparison.surroundings)]
+    return lines
 
 
 def _aspects(comparison: Comparison) -> list[str]:
@@ -89,13 +82,16 @@ def _aspects(comparison: Comparison) -> list[str]:
     for aspect in ASPECTS:
         if aspect not in found.firsts:
             counts.setdefault(found.compared[aspect], []).append(aspect)
-    for count in sorted(counts, reverse=True):
-        how = f"the same, {count} compared" if count else "not in both runs"
-        lines.append(f"{how}: {', '.join(counts[count])}")
+    for number in sorted(counts, reverse=True):
+        how = f"the same, {number} compared" if number else "not in both runs"
+        lines.append(f"{how}: {', '.join(counts[number])}")
     return lines
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
+    def table(difference: Difference) -> dict[str, Any]:
+        return {name: value for name, value in asdict(difference).items() if name != "same_before"}
+
     found, first = comparison.found, comparison.found.first
     keys = comparison.telling_keys
     return {
@@ -103,14 +99,58 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "b": str(comparison.b.folder),
         "same": comparison.same,
         "first_key": asdict(keys[0]) if keys else None,
-        "first": _as_table(first) if first else None,
+        "first": table(first) if first else None,
         "meaning": meaning_of(comparison),
         "configuration": [asdict(key) | {"is_place": key.is_place} for key in comparison.keys],
         "surroundings": [asdict(key) for key in comparison.surroundings],
-        "aspects": {aspect: _as_table(difference) for aspect, difference in found.firsts.items()},
+        "aspects": {aspect: table(difference) for aspect, difference in found.firsts.items()},
         "compared": dict(found.compared),
     }
 
 
-def _as_table(difference: Difference) -> dict[str, Any]:
-    return {name: value for name, value in asdict(difference).items() if name != "same_before"}
+def meaning_of(comparison: Comparison) -> list[str]:
+    """Explain the first difference: its possible causes, and what to look at; the most important sentence first."""
+    first, telling = comparison.found.first, comparison.telling_keys
+    if first is None and not telling:
+        return []
+    if first is None:
+        if any(comparison.found.compared.values()):
+            return ["In all that happened so far it made no difference."]
+        return ["There is nothing else that both runs have, so what follows from it is not known."]
+    aspect = BASE_WEIGHTS if first.aspect == "weights" and first.step == 0 else ASPECTS[first.aspect]
+    causes = [key for key in telling if is_below(key.key, aspect.keys)]
+    if causes:
+        names = ", ".join(f"`{key.key}`" for key in causes[:MOST_CAUSES])
+        more = f" and {len(causes) - MOST_CAUSES} more keys" if len(causes) > MOST_CAUSES else ""
+        sentences = [f"It may follow from {names}{more}" + (f": {aspect.because}." if aspect.because else ".")]
+    else:
+        sentences = [_meaning_without_a_key(comparison, first) or aspect.meaning]
+        if telling:
+            sentences.append("No key that differs bears on it.")
+    around = [key for key in comparison.surroundings if not key.key.startswith("command")]
+    if around:
+        more = f"; and {len(around) - MOST_CAUSES} more" if len(around) > MOST_CAUSES else ""
+        shown = "; ".join(map(str, around[:MOST_CAUSES]))
+        sentences.append(f"Besides the configuration, these differ: {shown}{more}.")
+    elif comparison.a.surroundings and comparison.b.surroundings:
+        sentences.append("Versions and machines are the same.")
+    else:
+        sentences.append("Versions and machines were not written down in both, so they may differ too.")
+    if first.step:
+        what = "version" if first.aspect == "weights" else "batch"
+        sentences.append(f"Before {what} {first.step} everything that both runs wrote down is the same.")
+    return sentences
+
+
+def _meaning_without_a_key(comparison: Comparison, first: Difference) -> str | None:
+    """Return the meaning where it depends on whether the runs are synchronous, and whether turns have seeds."""
+    configurations = (comparison.a.configuration, comparison.b.configuration)
+    is_synchronous = all(one.get("max_async_level") == 0 for one in configurations)
+    if first.aspect == "tokens" and first.same_before:
+        # supervised training has no table `orchestrator`
+        samplings = [(one.get("orchestrator") or {}).get("sampling") or {} for one in configurations]
+        has_seeds = is_synchronous or all(sampling.get("seed") is not None for sampling in samplings)
+        return DRAWN_WITH_SEEDS if has_seeds else DRAWN_WITHOUT_SEEDS
+    if first.aspect in ("groups", "versions", "attempts", "dropped") and is_synchronous:
+        return SYNCHRONOUS_TIMING
+    return None
