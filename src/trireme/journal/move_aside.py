@@ -11,7 +11,7 @@ from pathlib import Path
 from trireme.base.log import get_logger
 from trireme.base.paths import sync_folder
 
-log = get_logger("ledger")
+log = get_logger("journal")
 
 
 def move_aside(folder: Path, entries: Sequence[Path]) -> Path | None:
