@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,18 @@ class CheckpointFolders:
             self._link_logs()
             steps = [step for step in complete_steps(self._paths.checkpoints) if self._weights(step).is_dir()]
             if not self._keeps_all:
-                self._remove_others(steps)
+                kept = {self.folder(step).name for step in steps}
+                for folder in self._paths.root.glob("checkpoint-*"):
+                    if folder.name not in kept and (folder / STATE).is_file():
+                        shutil.rmtree(folder)
             due = [step for step in steps if not self._is_current(step)]
             for step in due:
                 self._write(step)
             return due
         except OSError as error:
-            self._warn(error)
+            if not self._warned:
+                self._warned = True
+                logger.warning("Folders checkpoint-N could not be written (%s); tried again every second.", error)
             return []
 
     def folder(self, step: int) -> Path:
@@ -76,26 +81,18 @@ class CheckpointFolders:
             for file in _files(self._weights(step))
         )
 
-    def _remove_others(self, steps: Iterable[int]) -> None:
-        kept = {self.folder(step).name for step in steps}
-        for folder in self._paths.root.glob("checkpoint-*"):
-            if folder.name not in kept and (folder / STATE).is_file():
-                shutil.rmtree(folder)
-
     def _write(self, step: int) -> None:
         partial = self._paths.root / f".checkpoint-{step}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         pretend_full()
         partial.mkdir()
         for file in _files(self._weights(step)):
-            _link(file, partial / file.name)
+            try:
+                (partial / file.name).hardlink_to(file)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(file, partial / file.name)
         (partial / STATE).write_text(json.dumps(trainer_state(self._paths.metrics, step, self._max_steps), indent=2))
         replace_folder(partial, self.folder(step))
-
-    def _warn(self, error: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning("Folders checkpoint-N could not be written (%s); tried again every second.", error)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -107,13 +104,6 @@ def _is_same(ours: Path, theirs: Path) -> bool:
     return ours.samefile(theirs) or (
         ours.stat().st_size == theirs.stat().st_size and theirs.stat().st_mtime >= ours.stat().st_mtime
     )
-
-
-def _link(file: Path, link: Path) -> None:
-    try:
-        link.hardlink_to(file)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(file, link)
 
 
 def trainer_state(metrics: Path, step: int, max_steps: int) -> dict[str, Any]:

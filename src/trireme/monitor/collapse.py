@@ -252,15 +252,12 @@ class Watch:
             self._signs.remove(sign)
             return None
         if seen is None:
-            self._grow_calm(sign.name)
+            if sign.name in self._calm:
+                self._calm[sign.name] += 1
+                if self._calm[sign.name] >= CALM:
+                    del self._calm[sign.name]
             return None
         is_news = sign.name not in self._calm
         self._calm[sign.name] = 0
         text = f"{seen}. {sign.meaning} {sign.advice}"
         return Warned(sign.name, int(row["step"]), text) if is_news else None
-
-    def _grow_calm(self, name: str) -> None:
-        if name in self._calm:
-            self._calm[name] += 1
-            if self._calm[name] >= CALM:
-                del self._calm[name]

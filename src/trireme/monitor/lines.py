@@ -61,8 +61,17 @@ class LinesFile:
         try:
             _append_lines(self.path, self._waiting, sync=self._sync)
         except OSError as error:
-            self._drop_oldest()
-            self._warn(error)
+            while len(self._waiting) > self._most_waiting:
+                self._waiting.popleft()
+                self.lost += 1
+            now = self._clock()
+            if self._warned_at is None or now - self._warned_at >= WARN_EVERY_S:
+                self._warned_at = now
+                logger.warning(
+                    f"Could not append to {self.path}: {error.strerror or error} ({len(self._waiting)} lines wait, "
+                    f"{self.lost} lost so far). Training goes on; they are written as soon as it can be done. Free "
+                    "space on that disk or make the file writable."
+                )
         else:
             if self._warned_at is not None:
                 self._warned_at = None
@@ -80,21 +89,6 @@ class LinesFile:
             self._waiting.clear()
             logger.error(f"{self.path} could not be written to the end: {self.lost} lines are lost.")
 
-    def _drop_oldest(self) -> None:
-        while len(self._waiting) > self._most_waiting:
-            self._waiting.popleft()
-            self.lost += 1
-
-    def _warn(self, error: OSError) -> None:
-        now = self._clock()
-        if self._warned_at is None or now - self._warned_at >= WARN_EVERY_S:
-            self._warned_at = now
-            logger.warning(
-                f"Could not append to {self.path}: {error.strerror or error} ({len(self._waiting)} lines wait, "
-                f"{self.lost} lost so far). Training goes on; they are written as soon as it can be done. Free space "
-                "on that disk or make the file writable."
-            )
-
 
 def _append_lines(path: Path, lines: deque[bytes], *, sync: bool) -> None:
     """Write lines and remove them from `lines`. A line that was cut short stays, to be written again."""
@@ -102,30 +96,21 @@ def _append_lines(path: Path, lines: deque[bytes], *, sync: bool) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if lines:
-            repair = _repair(descriptor)
+            # A crash or a full disk may have cut the last line short. A truncated JSON object is no JSON, so that
+            # readers skip it once a newline ends it.
+            size = os.fstat(descriptor).st_size
+            repair = b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
             data = repair + b"".join(line + b"\n" for line in lines)
             written = os.write(descriptor, data)
-            _take_written(lines, written - len(repair))
+            left = written - len(repair)
+            while lines and left > len(lines[0]):
+                left -= len(lines.popleft()) + 1
             if written < len(data):
                 raise OSError(f"only {written} of {len(data)} bytes were written")
             if sync:
                 os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _take_written(lines: deque[bytes], written: int) -> None:
-    while lines and written > len(lines[0]):
-        written -= len(lines.popleft()) + 1
-
-
-def _repair(descriptor: int) -> bytes:
-    """Start with a newline where the file ends in a line that a crash or a full disk cut short.
-
-    A truncated JSON object is no JSON, so readers skip it.
-    """
-    size = os.fstat(descriptor).st_size
-    return b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
 
 
 def read_lines(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[bytes], int]:

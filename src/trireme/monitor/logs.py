@@ -57,7 +57,9 @@ def last_words(log: Path, start: int = 0) -> list[str]:
     lines = [line for line in lines_since(log, start) if not _NOISE.search(line)]
     tracebacks = [index for index, line in enumerate(lines) if _TRACEBACK in line]
     if tracebacks:
-        return _shorten(lines[_telling(lines, tracebacks) :])
+        # Where the last traceback is a symptom, the one before it is the cause.
+        is_symptom = len(tracebacks) > 1 and any(_SYMPTOM in line for line in lines[tracebacks[-1] :])
+        return _shorten(lines[tracebacks[-2 if is_symptom else -1] :])
     errors = [index for index, line in enumerate(lines) if _ERROR.search(line)]
     tail = max(0, len(lines) - STACK_LINES)
     if errors and errors[-1] < tail:
@@ -65,20 +67,11 @@ def last_words(log: Path, start: int = 0) -> list[str]:
     return lines[tail:]
 
 
-def _telling(lines: Sequence[str], tracebacks: Sequence[int]) -> int:
-    """Return where the last traceback begins, or the one before it where that is the cause."""
-    symptom = len(tracebacks) > 1 and any(_SYMPTOM in line for line in lines[tracebacks[-1] :])
-    return tracebacks[-2] if symptom else tracebacks[-1]
-
-
 def _shorten(lines: Sequence[str]) -> list[str]:
     """Return a traceback without its oldest frames, with the lines after it."""
-    end = next((i for i, line in enumerate(lines) if i and not _text(line).startswith((" ", "\t"))), len(lines) - 1)
+    is_frame = [_PREFIX.sub("", line).startswith((" ", "\t")) for line in lines]
+    end = next((i for i in range(1, len(lines)) if not is_frame[i]), len(lines) - 1)
     frames = list(lines[1:end])
     if len(frames) > STACK_LINES:
         frames = ["  …", *frames[-STACK_LINES:]]
     return [lines[0], *frames, *lines[end:]][:MAX_LINES]
-
-
-def _text(line: str) -> str:
-    return _PREFIX.sub("", line)

@@ -86,12 +86,9 @@ def merge_processes(rows: Iterable[Row]) -> Row:
     merged: Row = dict(by_process.get("trainer", {}))
     for process, row in by_process.items():
         if process != "trainer":
-            merged |= {_distinct(name, process, merged): value for name, value in row.items()}
+            shared = merged.keys() - {"step", "process", "time_s"}
+            merged |= {f"{process}/{name}" if name in shared else name: value for name, value in row.items()}
     return merged | {"process": "+".join(sorted(by_process))}
-
-
-def _distinct(name: str, process: str, taken: Row) -> str:
-    return f"{process}/{name}" if name in taken and name not in ("step", "process", "time_s") else name
 
 
 def means(measured: Iterable[Mapping[str, float]]) -> dict[str, float]:

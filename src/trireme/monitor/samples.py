@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,9 @@ class Samples:
             return []
         record = read_batch(self._folder, step)
         chosen = choose(record.rollouts, self._count) if record else []
-        return [sample_text(step, rollout, _which(index, chosen)) for index, rollout in enumerate(chosen, 1)]
+        if len(chosen) == 1:
+            return [sample_text(step, chosen[0])]
+        return [sample_text(step, rollout, f" {index} of {len(chosen)}") for index, rollout in enumerate(chosen, 1)]
 
 
 def read_batch(folder: Path, step: int) -> BatchRecord | None:
@@ -59,12 +61,8 @@ def choose(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
     return [rollout for _, rollout in sorted(ranked, key=lambda pair: pair[0])[:count]]
 
 
-def _which(index: int, chosen: Sequence[Rollout]) -> str:
-    return f" {index} of {len(chosen)}" if len(chosen) > 1 else ""
-
-
 def sample_text(step: int, rollout: Rollout, which: str = "") -> str:
-    """Return the text of one sample.
+    """Return the text of one sample, without the system prompt, which is the same in all examples.
 
     Example:
         === Step 5 Sample ===
@@ -72,7 +70,8 @@ def sample_text(step: int, rollout: Rollout, which: str = "") -> str:
         Completion: olleh
         Reward: 1.0
     """
-    prompt = "\n".join(_asked(rollout.prompt))
+    asked = [message for message in rollout.prompt if message.get("role") != "system"] or rollout.prompt
+    prompt = "\n".join(message_text(message) for message in asked)
     return "\n".join(
         [
             f"=== Step {step + 1} Sample{which} ===",
@@ -83,12 +82,6 @@ def sample_text(step: int, rollout: Rollout, which: str = "") -> str:
     )
 
 
-def _asked(prompt: Sequence[Message]) -> Iterator[str]:
-    """Return the example's prompt without the system prompt, which is the same in all examples."""
-    asked = [message for message in prompt if message.get("role") != "system"] or list(prompt)
-    return (message_text(message) for message in asked)
-
-
 def conversation_text(messages: Sequence[Message]) -> str:
     """Return the text alone of a single message; otherwise each message under its role."""
     if len(messages) == 1:
@@ -97,15 +90,13 @@ def conversation_text(messages: Sequence[Message]) -> str:
 
 
 def message_text(message: Message) -> str:
-    calls = [_call_text(call) for call in message.get("tool_calls") or ()]
-    return "\n".join(filter(None, [_content_text(message.get("content")), *calls]))
-
-
-def _content_text(content: Any) -> str:
-    """Return the text of a message, or of its text parts."""
+    """Return the text of a message, or of its text parts, and its tool calls."""
+    content = message.get("content")
     if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return "" if content is None else str(content)
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    text = "" if content is None else str(content)
+    calls = [_call_text(call) for call in message.get("tool_calls") or ()]
+    return "\n".join(filter(None, [text, *calls]))
 
 
 def _call_text(call: Any) -> str:

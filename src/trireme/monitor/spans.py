@@ -226,7 +226,9 @@ class SpansFile:
             for lane in self._lanes:
                 lane.ask_why()
                 for piece in settled(lane.drain()):
-                    self._lines.put(_encode(_to_span(lane.name, piece)))
+                    seconds = (piece.end_us - piece.begin_us) / 1e6
+                    span = Span(lane.name, piece.what, piece.begin_us / 1e6, seconds, piece.step, piece.why)
+                    self._lines.put(_encode(span))
             self._lines.flush()
 
     def close(self) -> None:
@@ -239,7 +241,12 @@ class SpansFile:
 def open_spans(path: Path | None) -> Iterator[SpansFile]:
     """Open a spans file that a thread writes every few seconds and at the end."""
     spans, is_over = SpansFile(path), threading.Event()
-    writer = threading.Thread(target=_keep_writing, args=(spans, is_over), name="spans", daemon=True)
+
+    def keep_writing() -> None:
+        while not is_over.wait(FLUSH_S):
+            spans.flush()
+
+    writer = threading.Thread(target=keep_writing, name="spans", daemon=True)
     if path is not None:
         writer.start()
     try:
@@ -249,11 +256,6 @@ def open_spans(path: Path | None) -> Iterator[SpansFile]:
         if path is not None:
             writer.join(LAST_WRITE_S)  # a disk that hangs must not keep the process
         spans.close()
-
-
-def _keep_writing(spans: SpansFile, is_over: threading.Event) -> None:
-    while not is_over.wait(FLUSH_S):
-        spans.flush()
 
 
 def settled(pieces: list[Piece]) -> Iterator[Piece]:
@@ -283,11 +285,6 @@ def _summed(pieces: list[Piece]) -> Iterator[Piece]:
     for (what, step, why), sum_us in sums_us.items():
         yield Piece(what, step, why, begin_us, begin_us + sum_us)
         begin_us += sum_us
-
-
-def _to_span(lane: str, piece: Piece) -> Span:
-    seconds = (piece.end_us - piece.begin_us) / 1e6
-    return Span(lane, piece.what, piece.begin_us / 1e6, seconds, piece.step, piece.why)
 
 
 _encode = msgspec.json.Encoder().encode

@@ -25,17 +25,14 @@ class History:
         self._starts: dict[str, list[float]] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        self.names = set()
-        for name, value in row.items():
-            if value is None or isinstance(value, int | float):
-                self._add(name, math.nan if value is None else float(value))
-
-    def _add(self, name: str, value: float) -> None:
-        self.names.add(name)
-        self._values.setdefault(name, deque(maxlen=LONGEST)).append(value)
-        start = self._starts.setdefault(name, [])
-        if len(start) < START and math.isfinite(value):
-            start.append(value)
+        numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
+        self.names = set(numbers)
+        for name, number in numbers.items():
+            value = math.nan if number is None else float(number)
+            self._values.setdefault(name, deque(maxlen=LONGEST)).append(value)
+            start = self._starts.setdefault(name, [])
+            if len(start) < START and math.isfinite(value):
+                start.append(value)
 
     def last(self, name: str, count: int = 1) -> list[float]:
         """The newest values, oldest first; empty where there are not yet so many."""

@@ -39,25 +39,16 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     """Join spans that were written in pieces, by lane and time."""
     whole: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.lane, span.begin_s)):
-        if whole and _goes_on(whole[-1], span):
-            whole[-1] = _spanning(whole[-1], span)
+        last = whole[-1] if whole else None
+        if (
+            last is not None
+            and (last.lane, last.what, last.step, last.why) == (span.lane, span.what, span.step, span.why)
+            and abs(span.begin_s - last.end_s) <= TOUCH_S
+        ):
+            whole[-1] = Span(last.lane, last.what, last.begin_s, span.end_s - last.begin_s, last.step, last.why)
         else:
             whole.append(span)
     return whole
-
-
-def _goes_on(span: Span, following: Span) -> bool:
-    same = (span.lane, span.what, span.step, span.why) == (
-        following.lane,
-        following.what,
-        following.step,
-        following.why,
-    )
-    return same and abs(following.begin_s - span.end_s) <= TOUCH_S
-
-
-def _spanning(first: Span, last: Span) -> Span:
-    return Span(first.lane, first.what, first.begin_s, last.end_s - first.begin_s, first.step, first.why)
 
 
 def steady(spans: Iterable[Span]) -> tuple[float, float]:
@@ -79,14 +70,13 @@ def steady(spans: Iterable[Span]) -> tuple[float, float]:
 
 def shares(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> Shares:
     """Return the shares of a lane's time, which add up to exactly 1.0; "other" is unaccounted time."""
-    return _to_shares(_microseconds(spans, lane, begin_s, end_s), round(end_s * 1e6) - round(begin_s * 1e6))
-
-
-def _microseconds(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> dict[str, int]:
-    sums: dict[str, int] = defaultdict(int)
+    sums_us: dict[str, int] = defaultdict(int)
     for what, begin_us, stop_us, _ in _within(spans, lane, begin_s, end_s):
-        sums[what] += stop_us - begin_us
-    return sums
+        sums_us[what] += stop_us - begin_us
+    total_us = round(end_s * 1e6) - round(begin_s * 1e6)
+    known = {what: math.floor(sum_us / total_us * GRAIN) / GRAIN for what, sum_us in sums_us.items() if total_us > 0}
+    ordered = {what: known[what] for what in sorted(known, key=_place)}
+    return ordered | {OTHER: 1.0 - sum(ordered.values())}
 
 
 def _within(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> Iterable[tuple[str, int, int, str]]:
@@ -98,12 +88,6 @@ def _within(spans: Iterable[Span], lane: str, begin_s: float, end_s: float) -> I
         if stop_us > begin_us:
             yield span.what, begin_us, stop_us, span.why
             reached_us = stop_us
-
-
-def _to_shares(sums_us: Mapping[str, int], total_us: int) -> Shares:
-    known = {what: math.floor(sum_us / total_us * GRAIN) / GRAIN for what, sum_us in sums_us.items() if total_us > 0}
-    ordered = {what: known[what] for what in sorted(known, key=_place)}
-    return ordered | {OTHER: 1.0 - sum(ordered.values())}
 
 
 def _place(what: str) -> int:

@@ -91,7 +91,9 @@ class _Mirror:
             self._pending.setdefault(row["step"], _Pending(before)).add(row)
         for step in sorted(self._pending):
             if self._pending[step].is_due(self._processes, patience_s):
-                self._run.log(_payload(self._pending.pop(step).rows.values()))
+                merged = merge_processes(self._pending.pop(step).rows.values())
+                values = {name: value for name, value in merged.items() if name not in ("process", "time_s")}
+                self._run.log({name: value for name, value in values.items() if value is not None})
         # A mirror that is killed now goes on with these; rather some step twice than one left out.
         self._bookmark.save(min((pending.offset for pending in self._pending.values()), default=self._offset))
 
@@ -113,11 +115,6 @@ class _Pending:
 
     def is_due(self, processes: set[str], patience_s: float) -> bool:
         return processes <= self.rows.keys() or time.monotonic() - self.since >= patience_s
-
-
-def _payload(rows: Any) -> Row:
-    merged = merge_processes(rows)
-    return {name: value for name, value in merged.items() if value is not None and name not in ("process", "time_s")}
 
 
 class _Bookmark:
