@@ -74,7 +74,13 @@ class RequireToken:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif self._keys[0] is not None:
-            await self._with_token(scope, receive, send)
+            if may_enter(scope["path"], header(scope, b"authorization"), *self._keys):
+                await self._app(scope, receive, send)
+                return
+            client = scope.get("client")
+            name = client[0] if client else "an unknown client"
+            rate_limited.warning("%s asked for %s without the run's token", name, scope["path"])
+            await _refuse(scope, receive, send, 401, REFUSAL)
         elif not is_from_here(scope):
             await _refuse(scope, receive, send, 403, FOREIGN)
         elif scope["path"].rstrip("/") == RPC:
@@ -82,15 +88,8 @@ class RequireToken:
         else:
             await self._app(scope, receive, send)
 
-    async def _with_token(self, scope: Message, receive: Receive, send: Send) -> None:
-        if may_enter(scope["path"], header(scope, b"authorization"), *self._keys):
-            await self._app(scope, receive, send)
-        else:
-            rate_limited.warning("%s asked for %s without the run's token", _client(scope), scope["path"])
-            await _refuse(scope, receive, send, 401, REFUSAL)
-
     async def _call(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Return the worker method that a `/collective_rpc` request names."""
+        """Pass on a `/collective_rpc` request if it names one of our methods; refuse it otherwise."""
         body, more = b"", True
         while more and len(body) <= MOST_BYTES:
             message = await receive()
@@ -113,11 +112,6 @@ def _calls_ours(body: bytes) -> bool:
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
     return isinstance(method, str) and method.startswith(OURS)
-
-
-def _client(scope: Message) -> str:
-    client = scope.get("client")
-    return client[0] if client else "an unknown client"
 
 
 async def _refuse(scope: Message, receive: Receive, send: Send, code: int, reason: str) -> None:

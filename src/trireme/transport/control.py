@@ -143,7 +143,9 @@ class ControlClient:
                 reply = self._once(request)
                 match reply:
                     case None:
-                        wait.note = self._describe_silence()
+                        wait.note = "no answer"
+                        if self._is_rejected:
+                            wait.note = f"it rejects the connection: {TOKEN} must be the same on both machines"
                     case NotYet(note, busy):
                         wait.note = note
                         if busy:
@@ -185,11 +187,6 @@ class ControlClient:
             return False
         self._is_rejected = not self._has_connected
         return self._has_connected
-
-    def _describe_silence(self) -> str:
-        if not self._is_rejected:
-            return "no answer"
-        return f"it rejects the connection: {TOKEN} must be the same on both machines"
 
     def _send(self, first: bytes, request: Request) -> None:
         frames = [first, encode(request)]
@@ -279,14 +276,11 @@ class ControlServer:
                 request = read_request(frames)
             except MalformedRequest as error:
                 rate_limited.warning("%s was refused: %s", _name(peer), error)
-                await self._refuse(peer, frames, error)
+                if frames and len(frames[0]) <= LONGEST_FIRST_FRAME:
+                    await self._socket.send_multipart([peer, frames[0], encode(Refusal(error=str(error)))])
             else:
                 self._begin(handle, peer, frames[0], request, len(frames[1]))
             await asyncio.sleep(0)  # receiving a queued message does not yield to other tasks
-
-    async def _refuse(self, peer: bytes, frames: list[bytes], error: MalformedRequest) -> None:
-        if frames and len(frames[0]) <= LONGEST_FIRST_FRAME:
-            await self._socket.send_multipart([peer, frames[0], encode(Refusal(error=str(error)))])
 
     def _begin(self, handle: Handler, peer: bytes, first: bytes, request: Request, num_bytes: int) -> None:
         if self._under_way[peer] >= REQUESTS_AT_ONCE or self._bytes_under_way + num_bytes > BYTES_AT_ONCE:

@@ -61,7 +61,9 @@ def check_digests(ready: PolicyReady, sent: PolicySent) -> str | None:
 def _problems(request: Request, max_steps: int | None, num_batches: int | None) -> Iterator[str]:
     match request:
         case GetBatch(step=step, rank=rank, world=world):
-            yield from _outside("asks for batch", step, 0, _smaller(_before(max_steps), num_batches))
+            yield from _outside(
+                "asks for batch", step, 0, _smaller(None if max_steps is None else max_steps - 1, num_batches)
+            )
             yield from _outside("is of a world of", world, 1, MOST_RANKS)
             yield from _outside(f"of world {world} is of rank", rank, 0, world - 1)
         case PolicyReady():
@@ -70,16 +72,20 @@ def _problems(request: Request, max_steps: int | None, num_batches: int | None) 
         case PolicySent():
             yield from _outside("is about version", request.version, 0, _smaller(max_steps, num_batches))
             yield from _outside("is of attempt", request.attempt, 0, 2**31)
-            yield from _problems_of_digests(request.digests)
+            if not request.digests:
+                yield "has no digests - one for each tensor was expected"
+            for name, digest in request.digests.items():
+                if DIGEST.fullmatch(digest) is None:
+                    yield f"has {digest[:80]!r} for the digest of {name[:200]} - letters without spaces were expected"
             yield from _problems_of_probe(request.probe)
         case Heartbeat():
-            yield from _problems_of_heartbeat(request, max_steps)
+            yield from _outside("is at version", request.version, -1, _smaller(max_steps))
+            if not 0 < len(request.process) <= 64 or len(request.state) > LONGEST_WORDS:
+                yield "names its process in no letter or in more than 64 - 1 to 64 were expected"
+            if len(request.waits) > MOST_WORDS or any(len(text) > LONGEST_WORDS for text in request.waits):
+                yield f"has {len(request.waits)} waits, or one of over {LONGEST_WORDS} letters - fewer were expected"
         case Done(version=version):
             yield from _outside("says that it has finished version", version, 0, _smaller(max_steps, num_batches))
-
-
-def _before(number: int | None) -> int | None:
-    return None if number is None else number - 1
 
 
 def _smaller(*numbers: int | None) -> int:
@@ -116,14 +122,6 @@ def _is_tensor(spec: TensorSpec) -> bool:
     )
 
 
-def _problems_of_digests(digests: dict[str, str]) -> Iterator[str]:
-    if not digests:
-        yield "has no digests - one for each tensor was expected"
-    for name, digest in digests.items():
-        if DIGEST.fullmatch(digest) is None:
-            yield f"has {digest[:80]!r} for the digest of {name[:200]} - some letters without spaces were expected"
-
-
 def _problems_of_probe(probe: Probe) -> Iterator[str]:
     if len(probe.ids) < 2 or len(probe.logprobs) != len(probe.ids) - 1:
         yield f"has {len(probe.logprobs)} logprobs of {len(probe.ids)} probe tokens - one fewer was expected"
@@ -135,11 +133,3 @@ def _problems_of_probe(probe: Probe) -> Iterator[str]:
             f"has {odd[0]} among its probe's logprobs - finite ones of at most 0 were expected; the trainer's weights "
             "no longer make sense: look at `loss` and `grad_norm` in metrics.jsonl"
         )
-
-
-def _problems_of_heartbeat(beat: Heartbeat, max_steps: int | None) -> Iterator[str]:
-    yield from _outside("is at version", beat.version, -1, _smaller(max_steps))
-    if not 0 < len(beat.process) <= 64 or len(beat.state) > LONGEST_WORDS:
-        yield "names its process in no letter or in more than 64 - 1 to 64 were expected"
-    if len(beat.waits) > MOST_WORDS or any(len(text) > LONGEST_WORDS for text in beat.waits):
-        yield f"has {len(beat.waits)} waits, or one of more than {LONGEST_WORDS} letters - fewer were expected"

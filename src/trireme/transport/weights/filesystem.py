@@ -37,16 +37,18 @@ class FilesystemSender:
         target = self._next_folder()
         stream = iter(parts)
         for index, bucket in enumerate(split_into_buckets(specs, self._bucket_bytes)):
-            content = self._content(bucket, (next(stream) for _ in bucket))
+            parts_of_bucket = (next(stream) for _ in bucket)
+            if self._delta:
+                patches = patches_of(list(parts_of_bucket))
+                content = {"head": pack_head(patches, _CPU), "body": pack_body(patches, _CPU)}
+            else:
+                content = {}
+                for spec, part in zip(bucket, parts_of_bucket, strict=True):
+                    assert isinstance(part, torch.Tensor), "patches are sent as a delta"
+                    content[spec.name] = part.detach().cpu().contiguous()
             save_file(content, target / f"{index:05d}.safetensors")
         sync_folder(target)
         return {"folder": str(target), "bucket_bytes": self._bucket_bytes if self._delta else None}
-
-    def _content(self, specs: list[TensorSpec], parts: Iterator[torch.Tensor | Patch]) -> dict[str, torch.Tensor]:
-        if self._delta:
-            patches = patches_of(list(parts))
-            return {"head": pack_head(patches, _CPU), "body": pack_body(patches, _CPU)}
-        return {spec.name: _on_cpu(part) for spec, part in zip(specs, parts, strict=True)}
 
     def _next_folder(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -66,11 +68,6 @@ class FilesystemSender:
         """Nothing is held open."""
 
 
-def _on_cpu(part: torch.Tensor | Patch) -> torch.Tensor:
-    assert isinstance(part, torch.Tensor), "patches are sent as a delta"
-    return part.detach().cpu().contiguous()
-
-
 class FilesystemReceiver:
     """Reads what the sender wrote."""
 
@@ -86,18 +83,15 @@ class FilesystemReceiver:
         paths = sorted(Path(payload["folder"]).glob("*.safetensors"))
         if bucket_bytes := payload.get("bucket_bytes"):
             for path, bucket in zip(paths, split_into_buckets(specs, bucket_bytes), strict=True):
-                yield from self._patched(path, bucket)
+                with safe_open(path, framework="pt") as file:
+                    head, body = file.get_tensor("head"), file.get_tensor("body")
+                for name, tensor in self._copy.take(bucket, head, body):
+                    yield name, tensor.to(self._device)
         else:
             for path in paths:
                 with safe_open(path, framework="pt", device=str(self._device)) as file:
                     for name in file.keys():  # noqa: SIM118 - not a dict
                         yield name, file.get_tensor(name)
-
-    def _patched(self, path: Path, specs: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        with safe_open(path, framework="pt") as file:
-            head, body = file.get_tensor("head"), file.get_tensor("body")
-        for name, tensor in self._copy.take(specs, head, body):
-            yield name, tensor.to(self._device)
 
     def close(self) -> None:
         """Nothing is held open."""
