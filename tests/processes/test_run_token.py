@@ -88,7 +88,7 @@ def test_vllm_is_always_started_with_the_check_outermost() -> None:
 @pytest.mark.parametrize("name", ["host", "port", "uds", "middleware", "api_key", "allowed-origins", "ssl_keyfile"])
 def test_arguments_of_vllm_do_not_open_its_server(name: str) -> None:
     (message,) = refusals(f"""--inference.args '{{"{name}" = "0.0.0.0"}}'""", "inference.args")
-    assert f"inference.args.{name}" in message
+    assert f"inference.args.{name.replace('_', '-')}" in message
 
 
 def test_a_key_lies_in_the_run_folder_for_its_owner_alone(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
@@ -111,6 +111,7 @@ def test_an_entry_of_the_journal_is_read_or_named_as_corrupt(
 
 
 @given(lines=st.lists(BYTES, max_size=5))
+@example(lines=[b'{"step": 3, "process": []}', b'{"step": 3, "process": null}'])
 def test_lines_of_metrics_are_rows_or_left_out(lines: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.getbasetemp() / "metrics.jsonl"
     good = b'{"step": 3, "process": "trainer", "time_s": 1.5, "loss": 0.5}'

@@ -60,7 +60,8 @@ def _parse(line: bytes) -> Row | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) and "process" in row else None
+    is_row = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("process"), str)
+    return row if is_row else None
 
 
 def latest_by_step(rows: Iterable[Row]) -> dict[tuple[str, int], Row]:
