@@ -238,7 +238,7 @@ def test_after_a_missing_batch_the_others_are_still_audited(tmp_path: Path, gone
 
 LEFT_TO_OTHERS = {
     *("rules", "ids", "logprobs", "prompt", "completion", "answer", "stop", "reason", "engines", "time"),
-    *("difference", "kept", "routed"),
+    *("difference", "kept", "routed", "example_id", "num_sampled", "num_tokens"),
 }
 """What nothing else on disk repeats (a replay of the run sees ids, logprobs and routes), or what decides nothing."""
 

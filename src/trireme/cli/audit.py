@@ -1,4 +1,4 @@
-"""`trireme audit RUN`: proves from disk, with no process alive, that nothing was lost and nothing was trained twice."""
+"""`trireme audit RUN`: prove from disk, with no process alive, that nothing was lost or trained twice."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from trireme.tools.audit.audit import audit_run
 
 
 def audit(argv: list[str]) -> int:
-    """Returns 0 where all holds, 1 where something contradicts something else.
+    """Audit a run. Return 0 where all holds, 1 at a contradiction.
 
-    Raises: ConfigError for a folder that is no run.
+    Raises:
+        ConfigError: the folder is not that of a run.
     """
     arguments = _parse(argv)
     report = audit_run(arguments.run, run_code=arguments.run_code)

@@ -1,4 +1,4 @@
-"""The example of each group, recomputed from the definition of the data order, from group 0 on.
+"""The example of each group and the outcome of those that ended, recomputed from group 0 on.
 
 Difficulty pools and the curriculum depend on results. The journal tells their order: groups below `State.next_group` of
 a batch were taken before that batch was closed, and `BatchRecord.outcomes` are the results that it closed with.
@@ -11,11 +11,16 @@ import math
 import numpy as np
 
 from trireme.algo.curriculum import Place
-from trireme.algo.difficulty import Outcome, Scores
+from trireme.algo.difficulty import Scores
+from trireme.algo.filters import FLAWS
 from trireme.algo.order import Cursor, DataOrder
 from trireme.algo.rules import Rules
 from trireme.journal.records import BatchRecord, OpenGroup, State
-from trireme.tools.audit.findings import Findings
+from trireme.journal.targets import by_group, outcome_of
+from trireme.tools.audit.report import Findings, some
+
+CAME_TO_THEIR_END = ("no signal", "little signal", *FLAWS)
+"""Kinds of reasons for which a group was dropped whose rewards were all there, and counted."""
 
 
 class OrderAudit:
@@ -27,11 +32,26 @@ class OrderAudit:
         self._order = DataOrder({})
         self._is_lost = False  # a batch is missing, and what was learnt with it decides what came next
 
+    @property
+    def epochs(self) -> tuple[int, int] | None:
+        """Return the lowest and the highest epoch of the environments; None where the order is unknown."""
+        epochs = [cursor.epoch for cursor in self._order.cursors.values()] or [0]
+        return (min(epochs), max(epochs)) if self._sizes else None
+
     def begin(self, record: BatchRecord, rules: Rules, *, after_gap: bool) -> None:
         """Take the sizes of the data sets from the first entry. They may never change."""
         step, sizes = record.step, record.state.sizes
         if self._sizes is None:
-            self._sizes = sizes if self._are_usable(step, sizes, rules) else {}
+            self._sizes = sizes
+            if sizes.keys() != rules.weights.keys() or not all(size > 0 for size in sizes.values()):
+                self._sizes = {}
+                self._findings.add(
+                    "order",
+                    step,
+                    f"batch {step}: the journal gives the sizes of the training sets as {_sized(sizes)}",
+                    expected=f"one size above 0 for each of {', '.join(sorted(rules.weights))}",
+                    meaning="Which examples should have come cannot be worked out; that part is left out.",
+                )
             self._order = DataOrder(self._sizes)
         elif self._sizes and sizes != self._sizes:
             self._findings.add(
@@ -44,22 +64,6 @@ class OrderAudit:
             )
         self._is_lost = after_gap and (rules.pools is not None or len(rules.curriculum) > 0)
 
-    def _are_usable(self, step: int, sizes: dict[str, int], rules: Rules) -> bool:
-        if sizes.keys() == rules.weights.keys() and all(size > 0 for size in sizes.values()):
-            return True
-        self._findings.add(
-            "order",
-            step,
-            f"batch {step}: the journal gives the sizes of the training sets as {_sized(sizes)}",
-            expected=f"one size above 0 for each of {', '.join(sorted(rules.weights))}",
-            meaning="Which examples should have come cannot be worked out; that part is left out.",
-        )
-        return False
-
-    @property
-    def is_known(self) -> bool:
-        return bool(self._sizes)
-
     def task(self, group: int, rules: Rules) -> OpenGroup | None:
         """Return the example that a group must have. Call it once for each group, in order."""
         if not self._sizes or self._is_lost:
@@ -69,91 +73,69 @@ class OrderAudit:
 
     def close(self, record: BatchRecord, rules: Rules) -> None:
         """Compare the position in the data, then the difficulty scores and the stage after the batch."""
+        step, state, sizes = record.step, record.state, self._order.sizes
         if not self._sizes:
             return
-        if self._is_lost:
-            self._go_on_from(record.state)
+        if self._is_lost:  # continue from the journal's own state, with nothing left to compare
+            known = {name: scores for name, scores in state.scores.items() if _fit(scores, sizes.get(name, 0))}
+            self._order.resume_from(state.cursors, known, Place(state.stage, state.stage_reward))
             return
-        self._compare_cursors(record)
-        outcomes = [outcome for outcome in record.outcomes if self._is_of_an_example(outcome)]
-        self._order.close_batch(outcomes, rules, next_step=record.step + 1)
-        self._compare_scores(record)
-        self._compare_stage(record)
-
-    def _is_of_an_example(self, outcome: Outcome) -> bool:
-        return 0 <= outcome.example < self._order.sizes.get(outcome.env, 0) and math.isfinite(outcome.mean)
-
-    def _go_on_from(self, state: State) -> None:
-        """Continue from the journal's own state after a gap, with nothing left to compare."""
-        known = {name: scores for name, scores in state.scores.items() if self._fit(name, scores)}
-        self._order.resume_from(state.cursors, known, Place(state.stage, state.stage_reward))
-
-    def _fit(self, name: str, scores: Scores) -> bool:
-        examples = scores.examples
-        return len(examples) == len(scores.means) and bool(
-            np.all((examples >= 0) & (examples < self._order.sizes.get(name, 0)))
-        )
-
-    def _compare_cursors(self, record: BatchRecord) -> None:
-        if record.state.cursors == self._order.cursors:
-            return
-        self._findings.add(
-            "order",
-            record.step,
-            f"batch {record.step}: the journal's place in the data is {_placed(record.state.cursors)}",
-            expected=f"{_placed(self._order.cursors)} after {record.state.next_group} groups",
-            meaning="A run that goes on from here would skip examples, or hand them out again. Look at `state.cursors` "
-            "of this batch.",
-        )
-
-    def _compare_scores(self, record: BatchRecord) -> None:
-        found, due = record.state.scores, self._order.scores
-        for name in sorted(found.keys() | due.keys()):
-            one, other = _by_example(found.get(name)), _by_example(due.get(name))
-            wrong = next((n for n in sorted(one.keys() | other.keys()) if one.get(n) != other.get(n)), None)
-            if wrong is None and _is_in_order(found.get(name)):
-                continue
-            example = 0 if wrong is None else wrong
+        if state.cursors != self._order.cursors:
             self._findings.add(
                 "order",
-                record.step,
-                f"batch {record.step}: the journal's score of {name} example {example} is {_shown(one.get(example))}",
-                expected=f"{_shown(other.get(example))}, by its groups up to this batch, and the examples in order",
-                meaning="A run that goes on from here would take an easy example for a hard one, or the other way "
+                step,
+                f"batch {step}: the journal's place in the data is {_placed(state.cursors)}",
+                expected=f"{_placed(self._order.cursors)} after {state.next_group} groups",
+                meaning="A run that resumes from here would skip examples, or hand them out again. Look at "
+                "`state.cursors` of this batch.",
+            )
+        outcomes = [
+            one for one in record.outcomes if 0 <= one.example < sizes.get(one.env, 0) and math.isfinite(one.mean)
+        ]
+        self._order.close_batch(outcomes, rules, next_step=step + 1)
+        self._compare_scores(step, state)
+        found, due = Place(state.stage, state.stage_reward), self._order.place
+        if found != due:
+            self._findings.add(
+                "order",
+                step,
+                f"batch {step}: the journal is in stage {found.stage} of the curriculum, at a mean reward of "
+                f"{_shown(found.reward)}",
+                expected=f"stage {due.stage}, at {_shown(due.reward)}, by the groups that ended",
+                meaning="A run that resumes from here would draw from other environments. Look at `state.stage` and "
+                "`state.stage_reward` of this batch.",
+            )
+
+    def _compare_scores(self, step: int, state: State) -> None:
+        for name in sorted(state.scores.keys() | self._order.scores.keys()):
+            scores = state.scores.get(name)
+            found, due = _by_example(scores), _by_example(self._order.scores.get(name))
+            wrong = next((n for n in sorted(found.keys() | due.keys()) if found.get(n) != due.get(n)), None)
+            is_in_order = scores is None or (
+                len(scores.examples) == len(scores.means) and bool((np.diff(scores.examples) > 0).all())
+            )
+            if wrong is None and is_in_order:
+                continue
+            example = wrong or 0
+            self._findings.add(
+                "order",
+                step,
+                f"batch {step}: the journal's score of {name} example {example} is {_shown(found.get(example))}",
+                expected=f"{_shown(due.get(example))}, by its groups up to this batch, and the examples in order",
+                meaning="A run that resumes from here would take an easy example for a hard one, or the other way "
                 "round. Look at `state.scores` of this batch.",
             )
             return
 
-    def _compare_stage(self, record: BatchRecord) -> None:
-        found, due = Place(record.state.stage, record.state.stage_reward), self._order.place
-        if found == due:
-            return
-        self._findings.add(
-            "order",
-            record.step,
-            f"batch {record.step}: the journal is in stage {found.stage} of the curriculum, at a mean reward of "
-            f"{_shown(found.reward)}",
-            expected=f"stage {due.stage}, at {_shown(due.reward)}, by the groups that ended",
-            meaning="A run that goes on from here would draw from other environments. Look at `state.stage` and "
-            "`state.stage_reward` of this batch.",
-        )
 
-    @property
-    def epochs(self) -> tuple[int, int]:
-        """Return the lowest and the highest epoch of the environments."""
-        epochs = [cursor.epoch for cursor in self._order.cursors.values()] or [0]
-        return min(epochs), max(epochs)
+def _fit(scores: Scores, size: int) -> bool:
+    """Return whether scores are of examples of a data set of this size, one for each."""
+    examples = scores.examples
+    return len(examples) == len(scores.means) and bool(np.all((examples >= 0) & (examples < size)))
 
 
 def _by_example(scores: Scores | None) -> dict[int, float]:
     return dict(zip(scores.examples.tolist(), scores.means.tolist(), strict=False)) if scores else {}
-
-
-def _is_in_order(scores: Scores | None) -> bool:
-    """Return whether there is one mean for each example, in ascending order."""
-    if scores is None:
-        return True
-    return len(scores.examples) == len(scores.means) and bool((np.diff(scores.examples) > 0).all())
 
 
 def _sized(sizes: dict[str, int]) -> str:
@@ -167,3 +149,46 @@ def _placed(cursors: dict[str, Cursor]) -> str:
 
 def _shown(value: float | None) -> str:
     return "nothing" if value is None else f"{value:.9g}"
+
+
+def check_outcomes(record: BatchRecord, rules: Rules, findings: Findings) -> None:
+    """Check that each group that was trained, or dropped with all its rewards there, has one outcome.
+
+    Outcomes drive difficulty pools and the curriculum.
+    """
+    if rules.filters is None:  # written before outcomes were
+        return
+    step = record.step
+    trained = {number: outcome_of(group) for number, group in by_group(record.rollouts).items()}
+    dropped = {one.group: one for one in record.dropped if one.reason.partition(":")[0] in CAME_TO_THEIR_END}
+    listed = [outcome.group for outcome in record.outcomes]
+    due = sorted(trained.keys() | dropped.keys())
+    if listed != due:
+        findings.add(
+            "outcomes",
+            step,
+            f"batch {step} says how groups {some(listed) or 'none'} did",
+            expected=f"groups {some(due)}, each once: trained, or dropped when their rewards were in",
+            meaning="The difficulty of examples, or the stage of the curriculum, was judged by other groups. Look at "
+            "`outcomes` of this batch.",
+        )
+        return
+    for outcome in record.outcomes:
+        if (right := trained.get(outcome.group)) is not None:
+            agrees = outcome == right
+            expected = f"{right.env} example {right.example}, with {right.mean:.9g}, by its rollouts"
+        else:  # the rewards of a group that was dropped are kept nowhere else
+            gone = dropped[outcome.group]
+            agrees = (outcome.env, outcome.example) == (gone.env, gone.example)
+            expected = f"{gone.env} example {gone.example}, by those of it that were dropped"
+        if not agrees:
+            findings.add(
+                "outcomes",
+                step,
+                f"batch {step}: by its outcome, group {outcome.group} is {outcome.env} example {outcome.example}, with "
+                f"a mean reward of {outcome.mean:.9g}",
+                expected=expected,
+                meaning="An example was judged by rewards that were not its own. Compare `outcomes` of this batch with "
+                "the rollouts.",
+            )
+            return

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from trireme.algo.rules import Rules
 from trireme.journal.records import BatchRecord, Dropped, OpenGroup, Rollout
 from trireme.tools.audit.examples import OrderAudit
-from trireme.tools.audit.findings import Findings, some
+from trireme.tools.audit.report import Findings, some
 
 OPEN, UNREADABLE = -1, -2  # instead of a batch
 
@@ -22,9 +22,6 @@ MOST_REASONS = 50
 
 MOST_BEGUN = 1_000_000
 """Groups that can have been begun between two entries; more is a number gone wrong, and not worth walking through."""
-
-
-Fate = Rollout | Dropped
 
 
 class Fates:
@@ -52,43 +49,47 @@ class Fates:
         Args:
             after_gap: the entries before it could not be read, so what they decided is unknown.
         """
-        groups = self._by_group(record)
-        self._order.begin(record, rules, after_gap=after_gap)
-        self._begin(record, rules)
-        self._order.close(record, rules)
-        for group, said in sorted(groups.items()):
-            self._decide(record.step, group, said, rules)
-        self._compare_open(record, after_gap=after_gap)
-        self._compare_size(record, groups, rules)
-        self._count(record, after_gap=after_gap)
-
-    def _by_group(self, record: BatchRecord) -> dict[int, Decided]:
         groups: dict[int, Decided] = defaultdict(Decided)
         for rollout in record.rollouts:
             groups[rollout.group].trained.append(rollout)
         for dropped in record.dropped:
             groups[dropped.group].dropped.append(dropped)
-        return groups
-
-    def _begin(self, record: BatchRecord, rules: Rules) -> None:
-        begun = record.state.next_group - self.num_begun
-        if not 0 <= begun <= MOST_BEGUN:
+        self._order.begin(record, rules, after_gap=after_gap)
+        self._begin(record, rules)
+        self._order.close(record, rules)
+        for group, decided in sorted(groups.items()):
+            self._decide(record.step, group, decided, rules)
+        self._compare_open(record, after_gap=after_gap)
+        num_trained = sum(bool(decided.trained) for decided in groups.values())
+        if len(record.rollouts) != rules.batch_size or num_trained != rules.batch_size // rules.group_size:
             self._findings.add(
                 "fates",
                 record.step,
-                f"batch {record.step}: the next group is {record.state.next_group}, {self.num_begun} were begun before",
-                expected="groups numbered one by one",
-                meaning="A run that goes on from here would use group numbers twice, or leave some out. Look at "
-                "`state.next_group` of this batch.",
+                f"batch {record.step} has {len(record.rollouts)} rollouts of {num_trained} groups",
+                expected=f"{rules.batch_size} rollouts, {rules.group_size} of each group",
+                meaning="Rollouts were lost from the batch, or added to it.",
             )
+        self._count(record, after_gap=after_gap)
+
+    def _begin(self, record: BatchRecord, rules: Rules) -> None:
+        """Follow the groups that were begun since the entry before."""
+        next_group = record.state.next_group
+        if 0 <= next_group - self.num_begun <= MOST_BEGUN:
+            for group in range(self.num_begun, next_group):
+                self._open[group] = self._order.task(group, rules)
+                self._batch_of.append(OPEN)
             return
-        for group in range(self.num_begun, record.state.next_group):
-            self._open[group] = self._order.task(group, rules)
-            self._batch_of.append(OPEN)
+        self._findings.add(
+            "fates",
+            record.step,
+            f"batch {record.step}: the next group is {next_group}, {self.num_begun} were begun before",
+            expected="groups numbered one by one",
+            meaning="A run that resumes from here would use group numbers twice, or leave some out. Look at "
+            "`state.next_group` of this batch.",
+        )
 
-    # what was decided
-
-    def _decide(self, step: int, group: int, said: Decided, rules: Rules) -> None:
+    def _decide(self, step: int, group: int, decided: Decided, rules: Rules) -> None:
+        """Check a group that was trained or dropped in this batch."""
         if not 0 <= group < self.num_begun:
             self._findings.add(
                 "fates",
@@ -98,34 +99,36 @@ class Fates:
                 meaning="Rollouts came from nowhere. Look at `state.next_group` and the rollouts of this batch.",
             )
         elif group in self._open:
-            self._compare_task(step, self._open.pop(group), said.fates)
+            task = self._open.pop(group)
             self._batch_of[group] = step
+            fates: list[Rollout | Dropped] = [*decided.trained, *decided.dropped]
+            for one in fates:
+                if task is not None and (one.env, one.example) != (task.env, task.example):
+                    name = f"group {group}, place {one.place}, attempt {one.attempt}"
+                    self._add_wrong_task(step, f"{name} is {one.env} example {one.example}", task)
+                    break
         elif self._batch_of[group] >= 0:
-            self._decided_again(step, group, said)
+            how = "trained" if decided.trained else "dropped"
+            self._findings.add(
+                "fates",
+                step,
+                f"batch {step}: group {group} is {how} here, and batch {self._batch_of[group]} had decided it before",
+                expected="one fate of each rollout, in one batch",
+                meaning=f"A rollout was {how if decided.trained else 'counted'} twice. Compare the group in both "
+                "batches.",
+            )
         self._reported.discard(group)
-        if trouble := find_trouble(group, said, rules):
-            self._wrong_group(step, *trouble)
+        if trouble := _find_trouble(group, decided, rules):
+            self._findings.add(
+                "fates",
+                step,
+                f"batch {step}: {trouble[0]}",
+                expected=trouble[1],
+                meaning="A rollout was lost, counted twice, or torn from its group. Look at the rollouts and the "
+                "dropped ones of this group in this batch.",
+            )
 
-    def _decided_again(self, step: int, group: int, said: Decided) -> None:
-        how = "trained" if said.trained else "dropped"
-        self._findings.add(
-            "fates",
-            step,
-            f"batch {step}: group {group} is {how} here, and batch {self._batch_of[group]} had decided it before",
-            expected="one fate of each rollout, in one batch",
-            meaning=("Something was trained twice." if said.trained else "Something was counted twice.")
-            + " Compare the group in both batches.",
-        )
-
-    def _compare_task(self, step: int, task: OpenGroup | None, fates: list[Fate]) -> None:
-        if task is None:
-            return
-        for fate in fates:
-            if (fate.env, fate.example) != (task.env, task.example):
-                self._wrong_task(step, f"{_name(fate)} is {fate.env} example {fate.example}", task)
-                return
-
-    def _wrong_task(self, step: int, found: str, task: OpenGroup) -> None:
+    def _add_wrong_task(self, step: int, found: str, task: OpenGroup) -> None:
         self._findings.add(
             "order",
             step,
@@ -134,37 +137,14 @@ class Fates:
             meaning="An example was skipped and another one came out of turn.",
         )
 
-    def _wrong_group(self, step: int, found: str, expected: str) -> None:
-        self._findings.add(
-            "fates",
-            step,
-            f"batch {step}: {found}",
-            expected=expected,
-            meaning="A rollout was lost, counted twice, or torn from its group. Look at the rollouts and the dropped "
-            "ones of this group in this batch.",
-        )
-
-    def _compare_size(self, record: BatchRecord, groups: dict[int, Decided], rules: Rules) -> None:
-        trained = sum(bool(said.trained) for said in groups.values())
-        if len(record.rollouts) == rules.batch_size and trained == rules.batch_size // rules.group_size:
-            return
-        self._findings.add(
-            "fates",
-            record.step,
-            f"batch {record.step} has {len(record.rollouts)} rollouts of {trained} groups",
-            expected=f"{rules.batch_size} rollouts, {rules.group_size} of each group",
-            meaning="Rollouts were lost from the batch, or added to it.",
-        )
-
-    # what is open
-
     def _compare_open(self, record: BatchRecord, *, after_gap: bool) -> None:
+        """Check the groups that the batch lists as open."""
         step, listed = record.step, Counter(group.id for group in record.state.open_groups)
         for task in record.state.open_groups:
             if task.id not in self._open or listed[task.id] > 1:
-                self._not_open(step, task.id)
+                self._add_not_open(step, task.id)
             elif (due := self._open[task.id]) is not None and due != task:
-                self._wrong_task(step, f"open group {task.id} is {task.env} example {task.example}", due)
+                self._add_wrong_task(step, f"open group {task.id} is {task.env} example {task.example}", due)
         missing = [group for group in self._open if group not in listed and group not in self._reported]
         if missing and after_gap:
             for group in missing:
@@ -178,12 +158,12 @@ class Fates:
                 f"batch {step}: group{'s' * (len(missing) > 1)} {some(missing)} began and had no fate until now, and "
                 "the batch does not list them as open",
                 expected="each group that was begun is trained, dropped or open",
-                meaning="Examples were lost: nobody would roll them out again. Look at `state.open_groups` of this "
-                "batch and of the one before.",
+                meaning="Examples were lost: a resumed run would not roll them out again. Look at `state.open_groups` "
+                "of this batch and of the one before.",
             )
         self.num_open = len(listed)
 
-    def _not_open(self, step: int, group: int) -> None:
+    def _add_not_open(self, step: int, group: int) -> None:
         known = 0 <= group < self.num_begun
         batch = self._batch_of[group] if known else UNREADABLE
         why = f"batch {batch} has decided it" if batch >= 0 else "it is listed twice" if known else "it was never begun"
@@ -192,34 +172,28 @@ class Fates:
             step,
             f"batch {step} lists group {group} as open, and {why}",
             expected="open groups that were begun, have no fate yet, and stand there once",
-            meaning="A run that goes on from here would train it twice. Look at `state.open_groups` of this batch.",
+            meaning="A run that resumes from here would train it twice. Look at `state.open_groups` of this batch.",
         )
 
-    # what was counted
-
     def _count(self, record: BatchRecord, *, after_gap: bool) -> None:
+        """Compare the journal's counters with the rollouts of each batch."""
         here = {"trained": len(record.rollouts), "dropped": len(record.dropped)}
         self.trained += here["trained"]
         self.dropped += here["dropped"]
         for dropped in record.dropped:
             kind = kind_of(dropped.reason)
             self.reasons[kind if kind in self.reasons or len(self.reasons) < MOST_REASONS else "others"] += 1
-        counters = record.state.counters
         for name, number in here.items():
-            expected, found = self._counters[name] + number, counters.get(name, 0)
-            if found != expected and not after_gap:
+            before, found = self._counters[name], record.state.counters.get(name, 0)
+            if found != before + number and not after_gap:
                 self._findings.add(
                     "fates",
                     record.step,
                     f"batch {record.step}: the journal counts {found} rollouts {name} so far",
-                    expected=f"{expected}: {self._counters[name]} up to the batch before and {number} in this one",
+                    expected=f"{before + number}: {before} up to the batch before and {number} in this one",
                     meaning=f"A batch was changed, or rollouts were lost. Look at `state.counters`, and those {name}.",
                 )
             self._counters[name] = found
-
-
-def _name(fate: Fate) -> str:
-    return f"group {fate.group}, place {fate.place}, attempt {fate.attempt}"
 
 
 def kind_of(reason: str) -> str:
@@ -249,39 +223,24 @@ class Decided:
     trained: list[Rollout] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
 
-    @property
-    def fates(self) -> list[Fate]:
-        return [*self.trained, *self.dropped]
 
-    def is_plain(self, size: int) -> bool:
-        """Return whether all of it was trained at the first attempt, as with most groups."""
-        return (
-            not self.dropped
-            and [rollout.place for rollout in self.trained] == list(range(size))
-            and not any(rollout.attempt for rollout in self.trained)
-        )
-
-    def attempts(self, size: int) -> Attempts:
-        by_place: dict[int, list[tuple[int, str]]] = defaultdict(list, {place: [] for place in range(size)})
-        for rollout in self.trained:
-            by_place[rollout.place].append((rollout.attempt, TRAINED))
-        for dropped in self.dropped:
-            by_place[dropped.place].append((dropped.attempt, dropped.reason))
-        return {place: sorted(by_place[place]) for place in sorted(by_place)}
-
-
-def find_trouble(group: int, said: Decided, rules: Rules) -> tuple[str, str] | None:
+def _find_trouble(group: int, decided: Decided, rules: Rules) -> tuple[str, str] | None:
     """Return the first inconsistency, and what was expected; None where there is none."""
-    if said.is_plain(rules.group_size):
-        return None
-    by_place = said.attempts(rules.group_size)
-    for place, attempts in by_place.items():
-        if trouble := _of_place(place, attempts, rules, is_trained=bool(said.trained)):
+    by_place: dict[int, list[tuple[int, str]]] = {place: [] for place in range(rules.group_size)}
+    for rollout in decided.trained:
+        by_place.setdefault(rollout.place, []).append((rollout.attempt, TRAINED))
+    for dropped in decided.dropped:
+        by_place.setdefault(dropped.place, []).append((dropped.attempt, dropped.reason))
+    for place, attempts in sorted(by_place.items()):
+        attempts.sort()
+        if trouble := _find_trouble_of_place(place, attempts, rules, is_trained=bool(decided.trained)):
             return f"group {group}, place {place} {trouble[0]}", trouble[1]
-    return None if said.trained else _of_reasons(group, by_place, rules)
+    return None if decided.trained else _find_trouble_of_reasons(group, by_place, rules)
 
 
-def _of_place(place: int, attempts: list[tuple[int, str]], rules: Rules, *, is_trained: bool) -> tuple[str, str] | None:
+def _find_trouble_of_place(
+    place: int, attempts: list[tuple[int, str]], rules: Rules, *, is_trained: bool
+) -> tuple[str, str] | None:
     if not 0 <= place < rules.group_size:
         return "is beyond its group", f"places 0 to {rules.group_size - 1}"
     if not attempts:
@@ -300,7 +259,7 @@ def _of_place(place: int, attempts: list[tuple[int, str]], rules: Rules, *, is_t
     return None
 
 
-def _of_reasons(group: int, by_place: Attempts, rules: Rules) -> tuple[str, str] | None:
+def _find_trouble_of_reasons(group: int, by_place: Attempts, rules: Rules) -> tuple[str, str] | None:
     """Check that a group was dropped for one reason. Failed attempts have their own reasons, and so has the last
     attempt of a place without attempts left.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from trireme.journal.records import BatchRecord
-from trireme.tools.audit.findings import Findings, some
+from trireme.tools.audit.report import Findings, some
 from trireme.tools.audit.tokens import Columns
 
 
@@ -31,15 +31,13 @@ class MetricsIndex:
         self.path = path
         self.unreadable = 0  # whole lines that say nothing
         self.trained: set[int] = set()  # steps with a line of the trainer
-        self._batches: dict[int, int] = {}  # step -> offset of the line about its batch
+        self.batches: dict[int, int] = {}  # by step: offset of the line about its batch
         self._file: IO[bytes] | None = None
-        if path.is_file():
-            self._file = open(path, "rb")  # noqa: SIM115 - read from until the audit ends
-            self._index(self._file)
-
-    def _index(self, file: IO[bytes]) -> None:
+        if not path.is_file():
+            return
+        self._file = open(path, "rb")  # noqa: SIM115 - read from until the audit ends
         decoder, offset = msgspec.json.Decoder(_Head), 0
-        for line in file:
+        for line in self._file:
             start, offset = offset, offset + len(line)
             if not line.endswith(b"\n"):  # still being written, or cut off
                 break
@@ -51,17 +49,12 @@ class MetricsIndex:
             if head.process == "trainer":
                 self.trained.add(head.step)
             elif head.process == "orchestrator" and head.reward is not msgspec.UNSET:
-                self._batches[head.step] = start
-
-    @property
-    def batches(self) -> set[int]:
-        """Return the steps with a line about their batch."""
-        return set(self._batches)
+                self.batches[head.step] = start
 
     def batch(self, step: int) -> dict[str, Any] | None:
-        if self._file is None or step not in self._batches:
+        if self._file is None or step not in self.batches:
             return None
-        self._file.seek(self._batches[step])
+        self._file.seek(self.batches[step])
         return msgspec.json.decode(self._file.readline())
 
     def close(self) -> None:
@@ -70,16 +63,35 @@ class MetricsIndex:
 
 
 def measure(record: BatchRecord, columns: Columns) -> dict[str, float]:
-    """Recompute the metrics of a batch from its rollouts."""
+    """Recompute the metrics of a batch from its rollouts.
+
+    Those that journals of older versions lack are left out where this journal lacks them.
+    """
     rollouts, trained = record.rollouts, columns.tokens.loss_mask == 1
     rewards = np.array([rollout.reward for rollout in rollouts])
     lags = record.step - columns.tokens.versions[columns.tokens.versions >= 0]
     completions = columns.per_rollout(trained, len(rollouts))
+    turns = [rollout.num_turns for rollout in rollouts if rollout.num_turns]
+    unmasked = sum(rollout.masked is None for rollout in rollouts)
     per_group = _grouped((rollout.group, rollout.reward) for rollout in rollouts)
     per_environment = _grouped((rollout.env, rollout.reward) for rollout in rollouts)
     own = _grouped(
         (f"env/{rollout.env}/{name}", value) for rollout in rollouts for name, value in rollout.metrics.items()
     )
+    newer: dict[str, float] = {
+        "reward/min": rewards.min(),
+        "reward/max": rewards.max(),
+        "turns/mean": float(np.mean(turns)) if turns else math.nan,
+        "rollouts/trained": unmasked,
+        "filters/masked_frac": 1 - unmasked / len(rollouts),
+        "curriculum/stage": record.state.stage,
+    }
+    for name, ended in _grouped((outcome.env, outcome) for outcome in record.outcomes).items():
+        groups = [per_group.get(outcome.group) or [outcome.mean] for outcome in ended]
+        newer[f"env/{name}/solve_none"] = float(np.mean([max(group) <= 0 for group in groups]))
+        newer[f"env/{name}/solve_all"] = float(np.mean([min(group) >= 1 for group in groups]))
+    for name, cursor in record.state.cursors.items():
+        newer[f"data/{name}/epoch"] = cursor.epoch
     measured: dict[str, float] = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -96,34 +108,11 @@ def measure(record: BatchRecord, columns: Columns) -> dict[str, float]:
         measured |= {f"reward/{name}/mean": float(np.mean(values)) for name, values in per_environment.items()}
     reasons = Counter(dropped.reason.split(":")[0].replace(" ", "_") for dropped in record.dropped)
     measured |= {f"rollouts/dropped/{reason}": count for reason, count in reasons.items()}
-    return measured | {name: float(np.mean(values)) for name, values in own.items()}
+    measured |= {name: float(np.mean(values)) for name, values in own.items()}
+    return {name: value for name, value in newer.items() if name in record.metrics} | measured
 
 
-def measure_more(record: BatchRecord) -> dict[str, float]:
-    """Recompute metrics that older journals lack; they are compared where the journal has them."""
-    rollouts = record.rollouts
-    rewards = [rollout.reward for rollout in rollouts]
-    turns = [rollout.num_turns for rollout in rollouts if rollout.num_turns]
-    unmasked = sum(rollout.masked is None for rollout in rollouts)
-    measured: dict[str, float] = {
-        "reward/min": min(rewards),
-        "reward/max": max(rewards),
-        "turns/mean": float(np.mean(turns)) if turns else math.nan,
-        "rollouts/trained": unmasked,
-        "filters/masked_frac": 1 - unmasked / len(rollouts),
-        "curriculum/stage": record.state.stage,
-    }
-    per_group = _grouped((rollout.group, rollout.reward) for rollout in rollouts)
-    for name, ended in _grouped((outcome.env, outcome) for outcome in record.outcomes).items():
-        groups = [per_group.get(outcome.group) or [outcome.mean] for outcome in ended]
-        measured[f"env/{name}/solve_none"] = float(np.mean([max(group) <= 0 for group in groups]))
-        measured[f"env/{name}/solve_all"] = float(np.mean([min(group) >= 1 for group in groups]))
-    for name, cursor in record.state.cursors.items():
-        measured[f"data/{name}/epoch"] = cursor.epoch
-    return {name: value for name, value in measured.items() if name in record.metrics}
-
-
-def _grouped(pairs: Any) -> dict[Any, list[Any]]:
+def _grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     values: dict[Any, list[Any]] = defaultdict(list)
     for key, value in pairs:
         values[key].append(value)
@@ -146,31 +135,40 @@ def compare_batch(
         may_lack_line: the run may have been killed before it was written.
         may_have_old_line: the line may be that of an abandoned batch of this number.
     """
-    step = record.step
-    measured = measure_more(record) | measure(record, columns) if columns is not None and record.rollouts else {}
-    for name, value in measured.items():
-        if not _are_close(record.metrics.get(name), value):
-            findings.add(
-                "metrics",
-                step,
-                f"batch {step}: the journal says {name} = {_shown(record.metrics.get(name))}",
-                expected=f"{value:.9g}, by its rollouts",
-                meaning="A rollout of the batch was changed, or the metric was. Look at the batch.",
-            )
-            break
+    step, found = record.step, record.metrics
+    measured = measure(record, columns) if columns is not None and record.rollouts else {}
+    wrong = next((name for name, value in measured.items() if not _are_close(found.get(name), value)), None)
+    if wrong is not None:
+        findings.add(
+            "metrics",
+            step,
+            f"batch {step}: the journal says {wrong} = {_shown(found.get(wrong))}",
+            expected=f"{measured[wrong]:.9g}, by its rollouts",
+            meaning="A rollout of the batch was changed, or the metric was. Look at the batch.",
+        )
     if row is None:
         if not may_lack_line:
-            _missing_line(findings, "orchestrator", f"batch {step}", step)
+            _add_missing_line(findings, "orchestrator", f"batch {step}", step)
         return
-    wrong = next((name for name, value in record.metrics.items() if not _is_same(row.get(name), value)), None)
+    # to the last bit: JSON keeps floats exactly, and has null for what is not finite
+    written = {name: value if math.isfinite(value) else None for name, value in found.items()}
+    wrong = next((name for name, value in written.items() if row.get(name) != value), None)
     if wrong is not None and not may_have_old_line:
         findings.add(
             "metrics",
             step,
             f"batch {step}: metrics.jsonl says {wrong} = {_shown(row.get(wrong))}",
-            expected=f"{_shown(record.metrics[wrong])}, by the journal",
+            expected=f"{_shown(found[wrong])}, by the journal",
             meaning="What was shown of the run is not what it did. Look at the orchestrator's last line of this step.",
         )
+
+
+def _are_close(found: float | None, expected: float) -> bool:
+    return found is not None and bool(np.isclose(found, expected, rtol=1e-6, atol=1e-9, equal_nan=True))
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.9g}" if isinstance(value, int | float) else "nothing"
 
 
 def compare_lines(
@@ -185,7 +183,7 @@ def compare_lines(
     """
     for step in range(trained):
         if step not in index.trained:
-            _missing_line(findings, "trainer", f"step {step}", step)
+            _add_missing_line(findings, "trainer", f"step {step}", step)
     early = sorted(step for step in index.trained if newest <= step < num_batches and step not in set_aside)
     if early:
         findings.add(
@@ -203,13 +201,13 @@ def compare_lines(
                 "metrics",
                 beyond[0],
                 f"metrics.jsonl has lines of the {process} for step {some(beyond)}; there are {num_batches} batches",
-                expected="a batch in the journal before anyone reports on it",
+                expected="a batch in the journal before any process reports on it",
                 meaning="Batches that were trained on were lost from the journal, or belong to another run. Look for "
                 f"journal/batch_{beyond[0]:06d}.msgpack.",
             )
 
 
-def _missing_line(findings: Findings, process: str, what: str, step: int) -> None:
+def _add_missing_line(findings: Findings, process: str, what: str, step: int) -> None:
     findings.add(
         "metrics",
         step,
@@ -217,18 +215,3 @@ def _missing_line(findings: Findings, process: str, what: str, step: int) -> Non
         expected="one line for each, but for the two newest",
         meaning="A line was lost (a full disk, or the file was changed). The journal still has the batch itself.",
     )
-
-
-def _are_close(found: float | None, expected: float) -> bool:
-    if found is None:
-        return False
-    return math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-9) or (math.isnan(found) and math.isnan(expected))
-
-
-def _is_same(found: Any, value: float) -> bool:
-    """Compare to the last bit: JSON keeps floats exactly. Values that are not finite are written as null."""
-    return found is None if not math.isfinite(value) else found == value
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.9g}" if isinstance(value, int | float) else "nothing"

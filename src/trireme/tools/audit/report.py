@@ -1,12 +1,69 @@
-"""The report of an audit, as text and as JSON."""
+"""What an audit found: contradictions in three parts, and the report of them as text and as JSON."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trireme.tools.audit.findings import Findings
+KEPT_PER_AREA = 200
+"""Contradictions of each area that are kept; the rest are counted. Areas report in the order of steps."""
+
+AREAS = ("journal", "fates", "order", "tokens", "outcomes", "versions", "checkpoints", "metrics")
+
+PROMISES = (
+    "every rollout has one fate, and every group is the example that the data order says",
+    "every trained token is by a confirmed version and as old as allowed; advantages follow from rewards",
+    "versions, checkpoints and metrics agree with the journal",
+)
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Two things on disk that cannot both be true of one run.
+
+    Example:
+        Contradiction(area="fates", step=12, found="batch 12: group 40, place 3 has no fate", expected="one fate ...",
+                      meaning="A rollout was lost. Look at journal/batch_000012.msgpack")
+    """
+
+    area: str
+    step: int  # batch or version
+    found: str  # with its values
+    expected: str
+    meaning: str  # and what to look at
+
+    def __str__(self) -> str:
+        return f"{self.found}\n  expected: {self.expected}\n  {self.meaning}"
+
+
+class Findings:
+    """Contradictions, and notes on what is unusual but no contradiction."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._kept: list[Contradiction] = []
+        self._counts: Counter[str] = Counter()
+
+    def add(self, area: str, step: int, found: str, *, expected: str, meaning: str) -> None:
+        assert area in AREAS, area
+        self._counts[area] += 1
+        if self._counts[area] <= KEPT_PER_AREA:
+            self._kept.append(Contradiction(area, step, found, expected, meaning))
+
+    def note(self, text: str) -> None:
+        if len(self.notes) < KEPT_PER_AREA:
+            self.notes.append(text)
+
+    @property
+    def total(self) -> int:
+        return self._counts.total()
+
+    def in_order(self) -> list[Contradiction]:
+        """Return the findings by step; within a step the likelier cause comes first."""
+        return sorted(self._kept, key=lambda one: (one.step, AREAS.index(one.area)))
 
 
 @dataclass(frozen=True)
@@ -28,32 +85,25 @@ class Summary:
     set_aside: list[str]
 
     def lines(self) -> list[str]:
-        tokens = f"{_count(self.trained_tokens, 'trained token')}"
-        if self.lag is not None:
-            tokens += f", lag {self.lag[0]} to {self.lag[1]}, of {_count(self.versions_used, 'version')}"
+        often = sorted(self.dropped_for.items(), key=lambda item: (-item[1], item[0]))
+        reasons = some([f"{reason} {count:,}" for reason, count in often], 5)
+        lag = f", lag {self.lag[0]} to {self.lag[1]}, of {_count(self.versions_used, 'version')}" if self.lag else ""
+        steps = self.checkpoints
+        checkpoints = " ".join(map(str, steps)) or "none"
+        if len(steps) > 6:
+            checkpoints = f"{steps[0]} {steps[1]} .. {steps[-1]}"
         lines = [
             f"{_count(self.batches, 'batch', 'batches')}, {_count(self.trained, 'rollout')} trained, "
-            f"{self.dropped:,} dropped{self._reasons()}, {_count(self.open_groups, 'group')} open",
+            f"{self.dropped:,} dropped{f' ({reasons})' if often else ''}, {_count(self.open_groups, 'group')} open",
             f"{_count(self.groups, 'group')} begun"
             + (f", up to epoch {self.epochs[1]} of the data" if self.epochs else ""),
-            f"{tokens}; {_count(self.versions_confirmed, 'version')} confirmed by digest",
-            f"checkpoints: {_steps(self.checkpoints)}",
+            f"{_count(self.trained_tokens, 'trained token')}{lag}; "
+            f"{_count(self.versions_confirmed, 'version')} confirmed by digest",
+            f"checkpoints: {checkpoints}",
         ]
         if self.set_aside:
-            lines.append(f"ways not taken, set aside: {', '.join(self.set_aside[:3])}{_more(self.set_aside, 3)}")
+            lines.append(f"ways not taken, set aside: {some(self.set_aside, 3)}")
         return lines
-
-    def _reasons(self) -> str:
-        often = sorted(self.dropped_for.items(), key=lambda item: (-item[1], item[0]))
-        shown = ", ".join(f"{reason} {count:,}" for reason, count in often[:5])
-        return f" ({shown}{_more(often, 5)})" if often else ""
-
-
-PROMISES = (
-    "every rollout has one fate, and every group is the example that the data order says",
-    "every trained token is by a confirmed version and as old as allowed; advantages follow from rewards",
-    "versions, checkpoints and metrics agree with the journal",
-)
 
 
 @dataclass(frozen=True)
@@ -72,32 +122,28 @@ class Report:
         """Return the report as text.
 
         Args:
-            everything: show all recorded contradictions, not only the first.
+            everything: show all recorded contradictions and notes, not only the first.
         """
-        lines = [f"{self.run}: {self._verdict()}", *(f"  {line}" for line in self.summary.lines())]
+        match self.findings.total:
+            case 0:
+                verdict = "nothing was lost, and nothing was trained twice"
+            case 1:
+                verdict = "one contradiction"
+            case number:
+                verdict = f"{number} contradictions, in order of steps (--all shows more than the first)"
+        lines = [f"{self.run}: {verdict}", *(f"  {line}" for line in self.summary.lines())]
         if self.holds:
             lines += [f"  {promise}" for promise in PROMISES]
-        lines += self._notes(len(self.findings.notes) if everything else 3)
-        contradictions = self.findings.in_order()
+        notes, contradictions = self.findings.notes, self.findings.in_order()
+        num_notes = len(notes) if everything else 3
+        lines += [f"  note: {note}" for note in notes[:num_notes]]
+        if len(notes) > num_notes:
+            lines.append(f"  {len(notes) - num_notes} more notes: --all shows them")
         for contradiction in contradictions if everything else contradictions[:1]:
             lines += ["", str(contradiction)]
         if everything and (left_out := self.findings.total - len(contradictions)):
             lines += ["", f"and {left_out} more like these"]
         return "\n".join(lines)
-
-    def _verdict(self) -> str:
-        match self.findings.total:
-            case 0:
-                return "nothing was lost, and nothing was trained twice"
-            case 1:
-                return "one contradiction"
-            case number:
-                return f"{number} contradictions, in order of steps (--all shows more than the first)"
-
-    def _notes(self, most: int) -> list[str]:
-        notes = [f"  note: {note}" for note in self.findings.notes[:most]]
-        more = len(self.findings.notes) - most
-        return [*notes, f"  {more} more notes: --all shows them"] if more > 0 else notes
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -114,11 +160,11 @@ def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def _steps(steps: list[int]) -> str:
-    if len(steps) > 6:
-        return f"{steps[0]} {steps[1]} .. {steps[-1]}"
-    return " ".join(map(str, steps)) or "none"
+def some(values: Sequence[Any], most: int = 6) -> str:
+    """Return the first values of a list as text.
 
-
-def _more(values: list[Any], shown: int) -> str:
-    return f" and {len(values) - shown} more" if len(values) > shown else ""
+    Example:
+        some([1, 2, 3, 4], most=3)  # "1, 2, 3 and 1 more"
+    """
+    shown = ", ".join(str(value) for value in values[:most])
+    return shown + (f" and {len(values) - most} more" if len(values) > most else "")

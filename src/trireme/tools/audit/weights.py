@@ -10,7 +10,7 @@ from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.journal.manifest import find_damage, read_manifest
 from trireme.journal.versions import Version, Versions
-from trireme.tools.audit.findings import Findings, some
+from trireme.tools.audit.report import Findings, some
 
 
 class VersionAudit:
@@ -26,19 +26,15 @@ class VersionAudit:
         self._versions = versions
         self._set_aside = set_aside
         self._findings = findings
-        self._confirmed: set[int] = set()
+        self.confirmed: set[int] = set()
 
     @property
     def newest(self) -> int:
         return max(self.known, default=-1)
 
-    @property
-    def num_confirmed(self) -> int:
-        return len(self._confirmed)
-
     def is_confirmed(self, version: int) -> bool:
         """Return whether a version is confirmed, or was before an interrupted rewind, which moves batches last."""
-        return version in self._confirmed or (version > self.newest and version in self._set_aside)
+        return version in self.confirmed or (version > self.newest and version in self._set_aside)
 
     def read(self, *, may_differ: bool) -> None:
         """Read and check all records.
@@ -53,7 +49,7 @@ class VersionAudit:
                 version,
                 f"version {version} has no record, and version {self.newest} has",
                 expected="a record of each version that engines ever confirmed, from 0 on",
-                meaning=f"Nobody can tell which weights it was. Look for {self._versions.path(version)}.",
+                meaning=f"The weights of its tokens are unknown. Look for {self._versions.path(version)}.",
             )
         for version in self.known:
             try:
@@ -68,7 +64,7 @@ class VersionAudit:
                 )
                 continue
             if self._is_sound(version, entry):
-                self._confirmed.add(version)
+                self.confirmed.add(version)
             self._compare_confirmations(version, entry, may_differ=may_differ)
 
     def _is_sound(self, version: int, entry: Version) -> bool:
@@ -113,6 +109,7 @@ class VersionAudit:
             return
 
     def compare_with_batches(self, num_batches: int) -> None:
+        """Check that the journal has the batch that each version was made from."""
         if self.newest <= num_batches:
             return
         self._findings.add(
@@ -120,8 +117,8 @@ class VersionAudit:
             num_batches,
             f"version {self.newest} was confirmed, and there are {num_batches} batches",
             expected=f"batch {self.newest - 1} in the journal: version n is made by batch n - 1",
-            meaning="Batches that were trained on were lost from the journal, or going back to an earlier step was cut "
-            "off on the way (then give the same command again).",
+            meaning="Batches that were trained on were lost from the journal, or a rewind was cut off on the way (then "
+            "give the same command again).",
         )
 
 
@@ -141,7 +138,12 @@ def check_checkpoints(
     """
     for step in steps:
         folder = step_folder(paths.checkpoints, step)
-        trouble = _damage(folder, step)
+        try:
+            trouble = find_damage(folder)
+            if trouble is None and (version := read_manifest(folder).version) != step:
+                trouble = f"{folder} holds version {version} by its manifest, by its name {step}"
+        except (JournalCorrupt, OSError) as error:
+            trouble = str(error)
         if not folder.exists():  # removed meanwhile, by the trainer that keeps the last few
             continue
         if trouble is not None:
@@ -150,7 +152,7 @@ def check_checkpoints(
                 step,
                 trouble,
                 expected=f"checkpoint {step} as its manifest describes it",
-                meaning="It cannot be resumed from as it was saved. Move it away: the run goes on from an earlier one, "
+                meaning="It cannot be resumed from as it was saved. Move it away: the run resumes from an earlier one, "
                 "and comes to the same weights through the journal.",
             )
         if step > versions.newest:
@@ -172,13 +174,3 @@ def check_checkpoints(
             )
         if not list(step_folder(paths.weights, step).glob("*.safetensors")):
             findings.note(f"there is no export of checkpoint {step} in {paths.weights}; removed, or never finished")
-
-
-def _damage(folder: Path, step: int) -> str | None:
-    try:
-        if (damage := find_damage(folder)) is not None:
-            return damage
-        version = read_manifest(folder).version
-    except (JournalCorrupt, OSError) as error:
-        return str(error)
-    return None if version == step else f"{folder} holds version {version} by its manifest, by its name {step}"
