@@ -98,4 +98,6 @@ def means(measured: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for numbers in measured:
         for name, value in numbers.items():
             values.setdefault(name, []).append(value)
-    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+    import numpy as np  # adds pairwise, as the audit does; commands that only read metrics start without it
+
+    return {name: float(np.mean(numbers)) for name, numbers in values.items()}
