@@ -37,7 +37,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "keyctl": (250, 219), "add_key": (248, 217),
     "request_key": (249, 218), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
-    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+    "msgget": (68, 186), "semget": (64, 190), "semtimedop": (220, 192), "mq_open": (240, 180), "flock": (73, 32),
     "mq_unlink": (241, 181), "shmat": (30, 196), "shmctl": (31, 195), "semop": (65, 193),
     "semctl": (66, 191), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187),
     "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
@@ -71,7 +71,7 @@ KERNEL_CALLS = """
     unshare setns mount umount2 pivot_root open_tree open_tree_attr move_mount fsopen fsconfig fsmount fspick
     mount_setattr ptrace process_vm_readv process_vm_writev bpf perf_event_open userfaultfd keyctl add_key
     request_key io_uring_setup io_uring_enter io_uring_register memfd_create memfd_secret shmget shmat shmctl
-    msgget msgsnd msgrcv msgctl semget semop semctl mq_open mq_unlink
+    msgget msgsnd msgrcv msgctl semget semop semtimedop semctl mq_open mq_unlink
     init_module finit_module delete_module kexec_load kexec_file_load personality
 """.split()  # noqa: SIM905
 SOCKET_CALLS = ["socket", "socketpair", "bind", "connect", "listen", "accept", "accept4"]
@@ -84,7 +84,7 @@ FILE_CALLS = """
     creat open_by_handle_at truncate rename renameat renameat2 link linkat unlink unlinkat mkdir mkdirat rmdir
     symlink symlinkat mknod mknodat chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes
     utimensat futimesat setxattr lsetxattr fsetxattr setxattrat removexattr lremovexattr fremovexattr removexattrat
-    file_setattr chroot acct swapon swapoff reboot sethostname setdomainname settimeofday adjtimex clock_settime
+    file_setattr flock chroot acct swapon swapoff reboot sethostname setdomainname settimeofday adjtimex clock_settime
     clock_adjtime quotactl quotactl_fd
 """.split()  # noqa: SIM905
 FAMILIES = (1, 2, 10)  # of sockets: AF_UNIX, AF_INET, AF_INET6. Others, such as AF_VSOCK, are in no network namespace

@@ -246,6 +246,22 @@ def test_it_can_neither_signal_us_nor_get_privileges_back_by_namespaces_of_its_o
     assert run(code, confinement=confinement).stdout == "refused\n-1 1\n"
 
 
+def test_no_semaphore_of_another_process_can_be_changed(confinement):
+    code = """
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        for call in (libc.semget, libc.semop, libc.semctl, libc.shmget, libc.shmctl, libc.msgget, libc.msgctl):
+            print(call(0, 0, 0), ctypes.get_errno())
+    """
+    assert run(code, confinement=confinement).stdout == 7 * "-1 1\n"
+
+
+@pytest.mark.parametrize("confinement", ["filter"], indirect=True)
+def test_a_file_that_can_only_be_read_cannot_be_locked(confinement):
+    result = run("import fcntl, os; fcntl.flock(open(os.__file__), fcntl.LOCK_EX)", confinement=confinement)
+    assert "PermissionError" in result.stderr
+
+
 def test_a_cancelled_run_leaves_nothing(confinement, name):
     async def main() -> None:
         code = NAME.format(name=name) + "time.sleep(100)"
