@@ -85,7 +85,10 @@ def test_vllm_is_always_started_with_the_check_outermost() -> None:
     assert server_arguments(RunConfig())[-2:] == ["--middleware", "trireme.transport.bearer.RequireToken"]
 
 
-@pytest.mark.parametrize("name", ["host", "port", "uds", "middleware", "api_key", "allowed-origins", "ssl_keyfile"])
+OPENING = "host port uds middleware api_key allowed-origins ssl_keyfile config hos middlewar api_k host=0.0.0.0"
+
+
+@pytest.mark.parametrize("name", OPENING.split())
 def test_arguments_of_vllm_do_not_open_its_server(name: str) -> None:
     (message,) = refusals(f"""--inference.args '{{"{name}" = "0.0.0.0"}}'""", "inference.args")
     assert f"inference.args.{name.replace('_', '-')}" in message

@@ -122,6 +122,7 @@ _NOT_ARGUMENTS = {
     "uds": "Set `inference.server.host` and `inference.server.port`.",
     "root-path": "Remove it.",
     "middleware": "Remove it.",
+    "config": "Write its lines into `[inference.args]`.",
 }
 """Arguments of vLLM's server that are refused in `[inference.args]`, with what to do instead."""
 
@@ -147,9 +148,12 @@ def inference_problems(config: InferenceConfig) -> Iterator[str]:
             "the orchestrator then reads the hermes form."
         )
     for name, value in arguments.items():
-        # vLLM's arguments come last and win, so these would bypass the token and the rules about addresses.
-        if name in _NOT_ARGUMENTS or name.startswith(("ssl-", "allowed-", "allow-cred")):
-            instead = _NOT_ARGUMENTS.get(name, "Put a proxy in front of it where browsers or other machines need it.")
+        # vLLM's arguments come last and win, so these would bypass the token and the rules about addresses. vLLM also
+        # accepts the first letters of a name, and a value after `=`.
+        word = name.partition("=")[0]
+        full = next((full for full in _NOT_ARGUMENTS if full.startswith(word)), "")
+        if full or word.startswith(("ssl-", "allowed-", "allow-c")):
+            instead = _NOT_ARGUMENTS.get(full, "Put a proxy in front of it where browsers or other machines need it.")
             yield (
                 f"inference.args.{name} = {'…' if 'key' in name else repr(value)} - expected arguments of the engine, "
                 f"not of its HTTP server. {instead}"
