@@ -1,4 +1,4 @@
-"""`trireme replay RUN`: trains a run again from its journal, without engines, and compares all weights to the bit."""
+"""`trireme replay RUN`: train a run again from its journal, without engines, and compare all weights to the bit."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def main() -> None:
 
 
 def replay(argv: list[str]) -> int:
-    """Returns 0 where every version came out as engines had confirmed it (on a GPU: or not), 1 where not.
+    """Replay a run. Return 0 where every version is as engines confirmed it, 1 where not; on a GPU always 0.
 
-    Where there are several ranks this process starts them, and each rank comes here again.
+    Where there are several ranks this process starts them, and each rank calls this function again.
 
     Raises:
         ConfigError: there is no such run, or not these steps of it.
@@ -61,7 +61,7 @@ def _parse(argv: list[str]) -> Namespace:
         description="Trains a run again from its journal, with as many ranks and threads, and compares the digests of "
         "each version with those that engines confirmed. Writes nothing.",
         epilog="Ends with 0 where every version has the same bits, 1 at the first difference, 2 where there is nothing "
-        "to replay. On a GPU a difference is no contradiction: it is told, and the command ends with 0.",
+        "to replay. On a GPU a difference is no contradiction: it is shown, and the command ends with 0.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder; it may have been moved")
     parser.add_argument("--until", metavar="N", dest="last", type=int, help="stop at version N; all where not given")
@@ -74,7 +74,11 @@ def _parse(argv: list[str]) -> Namespace:
 
 
 def _require_no_code(run: Path, config: RunConfig) -> None:
-    """Raises: ConfigError where the folder names code: its author could have anything run on this machine."""
+    """Refuse a folder that names code: its author could have anything run on this machine.
+
+    Raises:
+        ConfigError: the folder names code.
+    """
     named = {"trainer.loss.path": config.trainer.loss.path, "trust_remote_code": config.trainer.model.trust_remote_code}
     if code := [f"{key} = {value}" for key, value in named.items() if value]:
         raise ConfigError(
@@ -84,9 +88,10 @@ def _require_no_code(run: Path, config: RunConfig) -> None:
 
 
 def read_config(run: Path, run_file: Path, devices: Devices) -> RunConfig:
-    """The run's own, with its paths where it lies now and its GPUs as they are here.
+    """Read the run's configuration, with its paths where it lies now and its GPUs as they are here.
 
-    Raises: ConfigError where there are too few GPUs.
+    Raises:
+        ConfigError: there are too few GPUs.
     """
     config = updated(read_run(RunConfig, run_file), {"name": None, "output_dir": run})
     if config.device != "cuda":

@@ -1,30 +1,39 @@
-"""Train a run again from its journal alone, and compare every version with its records.
+"""Train a run again from its journal alone, and compare every version with its records to the last bit.
 
-On a CPU every version must have the same bits. On a GPU it may not; then the result is how far they agree.
+The records are digests that engines confirmed, exported weights and metrics. Nothing is written. On a CPU every version
+must have the same bits. On a GPU it may not; then the result is how far they agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors import safe_open
 
 from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError
-from trireme.base.paths import step_folder
+from trireme.base.paths import RunPaths, step_folder
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import complete_steps, read_manifest
 from trireme.journal.rank_shares import Shares
-from trireme.tools.replay.evidence import Comparison, Evidence, Retraced
+from trireme.journal.versions import Versions
+from trireme.monitor.metrics import latest_by_step, read_metrics
 from trireme.trainer.checkpoint.checkpoint import TrainerState, load_checkpoint
 from trireme.trainer.model.lora import adapters_of
 from trireme.trainer.parallel.mesh import World, open_world
 from trireme.trainer.publish.served_weights import exported_tensors, served_dtype, served_tensors
 from trireme.trainer.step import Stepper, base_state
+
+Digests = Mapping[str, str]
+
+CAUSES_FIRST = ("lr", "loss", "grad_norm")
+"""Metrics that are compared before the others."""
 
 
 def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
@@ -59,6 +68,19 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
         return world.agree(report.is_contradiction)
 
 
+# training again
+
+
+@dataclass(frozen=True)
+class Retraced:
+    """A version that was trained again."""
+
+    version: int
+    digests: Digests  # by tensor, in the precision in which weights are served; empty but on rank 0
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the step that made it
+    adapters: Digests = field(default_factory=dict)  # by tensor, as they are exported; empty where there are none
+
+
 def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
     """Yield the version that the steps start from, then what each makes. A collective; digests are on rank 0 only."""
     state = _state_at(config, world, span.start)
@@ -69,20 +91,6 @@ def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
         metrics = stepper.step(shares.of(step, rank=world.dp_rank, world=world.dp_size))
         digests, adapters = served_digests(config, state, world), _adapter_digests(state, world)
         yield Retraced(state.version, digests, metrics, adapters)
-
-
-def served_digests(config: RunConfig, state: TrainerState, world: World) -> dict[str, str]:
-    """Return digests of the weights as engines would get them. A collective; empty on other ranks than 0."""
-    tensors = served_tensors(state.model, getattr(torch, served_dtype(config)))
-    return {name: tensor_digest(tensor) for name, tensor in tensors if world.is_main}
-
-
-def _adapter_digests(state: TrainerState, world: World) -> dict[str, str]:
-    """Return digests of exported adapters. A collective; empty without adapters, and on other ranks than 0."""
-    if adapters_of(state.model) is None:
-        return {}
-    tensors = exported_tensors(state.model)
-    return {name: tensor_digest(tensor) for name, tensor in tensors if world.is_main}
 
 
 def _state_at(config: RunConfig, world: World, version: int) -> TrainerState:
@@ -99,6 +107,101 @@ def _state_at(config: RunConfig, world: World, version: int) -> TrainerState:
     if version:
         load_checkpoint(state, step_folder(config.paths.checkpoints, version), rank=world.rank)
     return state
+
+
+def served_digests(config: RunConfig, state: TrainerState, world: World) -> dict[str, str]:
+    """Return digests of the weights as engines would get them. A collective; empty on other ranks than 0."""
+    tensors = served_tensors(state.model, getattr(torch, served_dtype(config)))
+    return {name: tensor_digest(tensor) for name, tensor in tensors if world.is_main}
+
+
+def _adapter_digests(state: TrainerState, world: World) -> dict[str, str]:
+    """Return digests of exported adapters. A collective; empty without adapters, and on other ranks than 0."""
+    if adapters_of(state.model) is None:
+        return {}
+    tensors = exported_tensors(state.model)
+    return {name: tensor_digest(tensor) for name, tensor in tensors if world.is_main}
+
+
+# comparison with the run's records
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One version and all that is recorded of it."""
+
+    version: int
+    num_tensors: int
+    is_confirmed: bool  # engines had confirmed it, or its weights were exported
+    differences: tuple[str, ...]  # in words; the first is the most telling one
+
+    def __str__(self) -> str:
+        if self.differences:
+            return "\n".join(f"version {self.version}: {difference}" for difference in self.differences)
+        if not self.is_confirmed:
+            return f"version {self.version}: no engine confirmed it, so there is nothing to compare it with"
+        return f"version {self.version}: {self.num_tensors} tensors, bit-identical"
+
+
+class Evidence:
+    """The records of the run in a folder."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._versions = Versions(paths.journal)
+        self._rows = latest_by_step(read_metrics(paths.metrics)[0])
+
+    def compare(self, retraced: Retraced) -> Comparison:
+        """Compare a version. Raises JournalCorrupt where its record is damaged."""
+        recorded, differences = list(self._recorded(retraced)), []
+        for source, ours, theirs in recorded:
+            if differ := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
+                name = differ[0]
+                differences.append(
+                    f"{len(differ)} of {len(ours)} tensors differ from what {source}, the first is {name}: "
+                    f"{theirs.get(name, 'nothing')} then, {ours.get(name, 'nothing')} now"
+                )
+        differences += self._other_metrics(retraced)
+        return Comparison(retraced.version, len(retraced.digests), bool(recorded), tuple(differences))
+
+    def _recorded(self, retraced: Retraced) -> Iterator[tuple[str, Digests, Digests]]:
+        """Yield source, our digests, recorded digests. A version has several confirmations after restarts."""
+        if self._versions.has(retraced.version):
+            confirmations = self._versions.read(retraced.version).confirmations
+            for number, confirmation in enumerate(confirmations, 1):
+                which = f" (confirmation {number} of {len(confirmations)})" if len(confirmations) > 1 else ""
+                source = f"{' and '.join(confirmation.engines)} confirmed{which}"
+                yield source, retraced.digests, confirmation.digests
+        export = step_folder(self._paths.weights, retraced.version)
+        if export.is_dir():
+            yield f"{export} holds", retraced.adapters or retraced.digests, digests_of_export(export)
+
+    def _other_metrics(self, retraced: Retraced) -> Iterator[str]:
+        """Yield the first metric that differs from the trainer's line about the step that made the version."""
+        row = self._rows.get(("trainer", retraced.version - 1), {})
+        if row and self._versions.has(retraced.version):
+            confirmed = min(one.time for one in self._versions.read(retraced.version).confirmations)
+            if row.get("time_s", confirmed) < confirmed:
+                # the line is of abandoned steps: the run was rewound, and stopped before it repeated this step
+                return
+        others = sorted(retraced.metrics.keys() - CAUSES_FIRST)
+        for name in (*CAUSES_FIRST, *others):
+            value = retraced.metrics.get(name, math.nan)
+            number = value if math.isfinite(value) else None
+            if name in retraced.metrics and name in row and row[name] != number:
+                yield f"{name} of the step that made it was {row[name]} then ({self._paths.metrics}), is {number} now"
+                return
+
+
+def digests_of_export(folder: Path) -> Digests:
+    digests: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            digests |= {name: tensor_digest(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - no dict
+    return digests
+
+
+# the report
 
 
 @dataclass
@@ -128,42 +231,37 @@ class Report:
 
     def end(self) -> None:
         steps = f"{_count(len(self.compared) - 1, 'step')} trained again from the journal"
-        if self.first_difference is None:
-            _say(f"{steps}: every version has the digests that the engines confirmed{self._but()}")
-        else:
-            _say(f"{steps}: the first difference is at version {self.first_difference.version}. {self._why()}")
-
-    def _but(self) -> str:
-        unknown = [str(comparison.version) for comparison in self.compared if not comparison.is_confirmed]
-        return f" (no engine confirmed {', '.join(unknown)})" if unknown else ""
-
-    def _why(self) -> str:
-        assert self.first_difference is not None
-        if not self.is_contradiction:
-            return (
-                "On a GPU this is no contradiction: kernels may add in another order each time, and all that follows "
-                "differs then. --keep-going goes on."
+        first = self.first_difference
+        if first is None:
+            unknown = ", ".join(str(comparison.version) for comparison in self.compared if not comparison.is_confirmed)
+            but = f" (no engine confirmed {unknown})" if unknown else ""
+            _say(f"{steps}: every version has the digests that the engines confirmed{but}")
+            return
+        if self.is_contradiction:
+            why = (
+                "On a CPU this is a contradiction: the same journal, configuration, code and libraries give the same "
+                f"bits. {self._suspects(first)} Here were {_surroundings(self.config)}."
             )
-        return (
-            "On a CPU this is a contradiction: the same journal, configuration, code and libraries give the same bits. "
-            f"{self._suspects(self.first_difference)} Here were {_surroundings(self.config)}."
-        )
+        else:
+            why = (
+                "On a GPU this is no contradiction: kernels may add in another order each time, and all that follows "
+                "differs then. --keep-going continues."
+            )
+        _say(f"{steps}: the first difference is at version {first.version}. {why}")
 
-    def _suspects(self, comparison: Comparison) -> str:
-        if comparison is self.compared[0]:
+    def _suspects(self, first: Comparison) -> str:
+        if first is self.compared[0]:
             return "Nothing was trained yet: look at the model that it starts from, and at what was recorded."
-        batch = Journal(self.config.paths.journal).path(comparison.version - 1)
-        return (
-            f"Up to there all agreed: look at {batch}, at what was recorded, and at what has changed since the run, or "
-            f"within it where it went on after a stop.{self._other_ranks()}"
-        )
-
-    def _other_ranks(self) -> str:
-        """Note that a resumed run may have had another number of ranks, which the journal does not record."""
+        batch = Journal(self.config.paths.journal).path(first.version - 1)
+        # a resumed run may have had another number of ranks, which the journal does not record
         folder = self.config.paths.checkpoints
         sizes = {read_manifest(step_folder(folder, step)).world_size for step in complete_steps(folder)}
         others = " and ".join(map(str, sorted(sizes - {self.config.trainer.num_ranks or 1})))
-        return f" There are checkpoints of {others} ranks: those round differently." if others else ""
+        ranks = f" There are checkpoints of {others} ranks: those round differently." if others else ""
+        return (
+            f"Up to there all agreed: look at {batch}, at what was recorded, and at what has changed since the run, or "
+            f"within it where it was resumed.{ranks}"
+        )
 
 
 def _surroundings(config: RunConfig) -> str:
