@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from pathlib import Path
 
 from trireme.tools.audit.audit import audit_run
@@ -15,13 +15,6 @@ def audit(argv: list[str]) -> int:
     Raises:
         ConfigError: the folder is not that of a run.
     """
-    arguments = _parse(argv)
-    report = audit_run(arguments.run, run_code=arguments.run_code)
-    print(json.dumps(report.as_json(), indent=1) if arguments.json else report.text(everything=arguments.all))
-    return 0 if report.holds else 1
-
-
-def _parse(argv: list[str]) -> Namespace:
     parser = ArgumentParser(
         prog="trireme audit",
         description="Reads a run's journal, confirmed versions, checkpoints and metrics, and proves that every rollout "
@@ -38,4 +31,7 @@ def _parse(argv: list[str]) -> Namespace:
         "folder names is run otherwise",
     )
     parser.add_argument("--json", action="store_true", help="for machines")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    report = audit_run(arguments.run, run_code=arguments.run_code)
+    print(json.dumps(report.as_json(), indent=1) if arguments.json else report.text(everything=arguments.all))
+    return 0 if report.holds else 1

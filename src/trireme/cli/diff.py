@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from pathlib import Path
 
 from trireme.tools.diff.compare import compare_runs
@@ -17,16 +17,6 @@ def diff(argv: list[str]) -> int:
         ConfigError: one of the folders is not a run's.
         JournalCorrupt: an entry of a journal is not what was written.
     """
-    arguments = _parse(argv)
-    comparison = compare_runs(arguments.a, arguments.b)
-    if arguments.json:
-        print(json.dumps(as_json(comparison), indent=1))
-    else:
-        print(as_text(comparison, everything=arguments.all))
-    return 0 if comparison.same else 1
-
-
-def _parse(argv: list[str]) -> Namespace:
     parser = ArgumentParser(
         prog="trireme diff",
         description="Compares two runs from their folders alone, to the bit: configuration, versions of weights, and "
@@ -39,4 +29,10 @@ def _parse(argv: list[str]) -> Namespace:
     parser.add_argument("b", metavar="RUN", type=Path, help="the folder of another one, called B")
     parser.add_argument("--all", action="store_true", help="every key that differs, and not only the first ones")
     parser.add_argument("--json", action="store_true", help="for machines")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    comparison = compare_runs(arguments.a, arguments.b)
+    if arguments.json:
+        print(json.dumps(as_json(comparison), indent=1))
+    else:
+        print(as_text(comparison, everything=arguments.all))
+    return 0 if comparison.same else 1

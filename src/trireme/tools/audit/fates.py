@@ -55,7 +55,20 @@ class Fates:
         for dropped in record.dropped:
             groups[dropped.group].dropped.append(dropped)
         self._order.begin(record, rules, after_gap=after_gap)
-        self._begin(record, rules)
+        next_group = record.state.next_group
+        if 0 <= next_group - self.num_begun <= MOST_BEGUN:
+            for group in range(self.num_begun, next_group):
+                self._open[group] = self._order.task(group, rules)
+                self._batch_of.append(OPEN)
+        else:
+            self._findings.add(
+                "fates",
+                record.step,
+                f"batch {record.step}: the next group is {next_group}, {self.num_begun} were begun before",
+                expected="groups numbered one by one",
+                meaning="A run that resumes from here would use group numbers twice, or leave some out. Look at "
+                "`state.next_group` of this batch.",
+            )
         self._order.close(record, rules)
         for group, decided in sorted(groups.items()):
             self._decide(record.step, group, decided, rules)
@@ -70,23 +83,6 @@ class Fates:
                 meaning="Rollouts were lost from the batch, or added to it.",
             )
         self._count(record, after_gap=after_gap)
-
-    def _begin(self, record: BatchRecord, rules: Rules) -> None:
-        """Follow the groups that were begun since the entry before."""
-        next_group = record.state.next_group
-        if 0 <= next_group - self.num_begun <= MOST_BEGUN:
-            for group in range(self.num_begun, next_group):
-                self._open[group] = self._order.task(group, rules)
-                self._batch_of.append(OPEN)
-            return
-        self._findings.add(
-            "fates",
-            record.step,
-            f"batch {record.step}: the next group is {next_group}, {self.num_begun} were begun before",
-            expected="groups numbered one by one",
-            meaning="A run that resumes from here would use group numbers twice, or leave some out. Look at "
-            "`state.next_group` of this batch.",
-        )
 
     def _decide(self, step: int, group: int, decided: Decided, rules: Rules) -> None:
         """Check a group that was trained or dropped in this batch."""
@@ -142,7 +138,18 @@ class Fates:
         step, listed = record.step, Counter(group.id for group in record.state.open_groups)
         for task in record.state.open_groups:
             if task.id not in self._open or listed[task.id] > 1:
-                self._add_not_open(step, task.id)
+                why = "it was never begun"
+                if 0 <= task.id < self.num_begun:
+                    batch = self._batch_of[task.id]
+                    why = f"batch {batch} has decided it" if batch >= 0 else "it is listed twice"
+                self._findings.add(
+                    "fates",
+                    step,
+                    f"batch {step} lists group {task.id} as open, and {why}",
+                    expected="open groups that were begun, have no fate yet, and are listed once",
+                    meaning="A run that resumes from here would train it twice. Look at `state.open_groups` of this "
+                    "batch.",
+                )
             elif (due := self._open[task.id]) is not None and due != task:
                 self._add_wrong_task(step, f"open group {task.id} is {task.env} example {task.example}", due)
         missing = [group for group in self._open if group not in listed and group not in self._reported]
@@ -162,18 +169,6 @@ class Fates:
                 "of this batch and of the one before.",
             )
         self.num_open = len(listed)
-
-    def _add_not_open(self, step: int, group: int) -> None:
-        known = 0 <= group < self.num_begun
-        batch = self._batch_of[group] if known else UNREADABLE
-        why = f"batch {batch} has decided it" if batch >= 0 else "it is listed twice" if known else "it was never begun"
-        self._findings.add(
-            "fates",
-            step,
-            f"batch {step} lists group {group} as open, and {why}",
-            expected="open groups that were begun, have no fate yet, and stand there once",
-            meaning="A run that resumes from here would train it twice. Look at `state.open_groups` of this batch.",
-        )
 
     def _count(self, record: BatchRecord, *, after_gap: bool) -> None:
         """Compare the journal's counters with the rollouts of each batch."""

@@ -137,7 +137,9 @@ def compare_batch(
     """
     step, found = record.step, record.metrics
     measured = measure(record, columns) if columns is not None and record.rollouts else {}
-    wrong = next((name for name, value in measured.items() if not _are_close(found.get(name), value)), None)
+    numbers = [found.get(name, math.inf) for name in measured]
+    close = np.isclose(numbers, list(measured.values()), rtol=1e-6, atol=1e-9, equal_nan=True)
+    wrong = next((name for name, is_close in zip(measured, close, strict=True) if not is_close), None)
     if wrong is not None:
         findings.add(
             "metrics",
@@ -161,10 +163,6 @@ def compare_batch(
             expected=f"{_shown(found[wrong])}, by the journal",
             meaning="What was shown of the run is not what it did. Look at the orchestrator's last line of this step.",
         )
-
-
-def _are_close(found: float | None, expected: float) -> bool:
-    return found is not None and bool(np.isclose(found, expected, rtol=1e-6, atol=1e-9, equal_nan=True))
 
 
 def _shown(value: Any) -> str:

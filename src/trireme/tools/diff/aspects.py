@@ -220,14 +220,17 @@ class Found:
 
 def differing(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> list[Any]:
     """Return the names whose values are not the same to the bit, in the order of A; a missing value counts as None."""
-    return [name for name in {**a, **b} if _bits(a.get(name)) != _bits(b.get(name))]
+    return [name for name in {**a, **b} if not _are_identical(a.get(name), b.get(name))]
 
 
-def _bits(value: Any) -> Any:
-    """Return what is equal only for identical values: of floats, not even for 0.0 and -0.0."""
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
-    return repr(value) if isinstance(value, float) else value
+def _are_identical(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        if type(a) is not type(b):
+            return False
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, float) and isinstance(b, float):
+        return repr(a) == repr(b)  # NaN is identical to NaN, and 0.0 is not to -0.0
+    return bool(a == b)
 
 
 def share(some: Any, of: Any, what: str) -> str:
