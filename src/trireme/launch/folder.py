@@ -69,7 +69,16 @@ def hold(paths: RunPaths, process: str, *, leave_s: float = LEAVE_S) -> Iterator
     """
     paths.root.mkdir(parents=True, exist_ok=True)
     with open(paths.root / LOCKS[process], "a+") as lock:
-        _take(lock, process, paths.root, leave_s)
+        give_up = time.monotonic() + leave_s
+        while not try_lock(lock.fileno(), paths.root):
+            holder = _holder(lock)  # "" where the lock was taken a moment ago
+            is_alive = not holder.isdigit() or Path(f"/proc/{holder}").exists()
+            if is_alive or time.monotonic() >= give_up:
+                raise ConfigError(
+                    f"another {process} (process {holder or 'unknown'}) is running in {paths.root} - "
+                    "expected one run per folder. Stop it, or give this run its own: `--name another`."
+                )
+            time.sleep(0.1)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
@@ -88,26 +97,9 @@ def launcher_of(paths: RunPaths) -> int | None:
     return None
 
 
-def _take(lock: IO[str], process: str, root: Path, leave_s: float) -> None:
-    give_up = time.monotonic() + leave_s
-    while not try_lock(lock.fileno(), root):
-        holder = _holder(lock)
-        if _is_alive(holder) or time.monotonic() >= give_up:
-            raise ConfigError(
-                f"another {process} (process {holder or 'unknown'}) is running in {root} - "
-                "expected one run per folder. Stop it, or give this run its own: `--name another`."
-            )
-        time.sleep(0.1)
-
-
 def _holder(lock: IO[str]) -> str:
     lock.seek(0)
     return lock.read().strip()
-
-
-def _is_alive(pid: str) -> bool:
-    """Return whether the holder is alive. A lock without a pid was taken a moment ago."""
-    return not pid.isdigit() or Path(f"/proc/{pid}").exists()
 
 
 def prepare_folder(paths: RunPaths, *, resume: bool, resume_step: int | None) -> Path | None:
@@ -160,9 +152,11 @@ def _check_resumable(paths: RunPaths, step: int | None) -> None:
     if step in (None, -1) and paths.run_config.exists():
         return  # a launcher was killed here before anything else was written
     if not holds_run(paths):
+        found = sorted(str(folder) for folder in paths.root.parent.glob("*") if holds_run(RunPaths(folder)))[:5]
+        nearby = f" Runs nearby: {', '.join(found)}." if found else ""
         raise ConfigError(
             f"{asked} was given, and there is no run in {paths.root} - expected `metrics.jsonl` or `journal/` there. "
-            f"Leave it out to start a new run, or check `output_dir` and `name`.{_runs_nearby(paths.root)}"
+            f"Leave it out to start a new run, or check `output_dir` and `name`.{nearby}"
         )
     have = complete_steps(paths.checkpoints)
     if step is not None and step > 0 and step not in have:
@@ -170,11 +164,6 @@ def _check_resumable(paths: RunPaths, step: int | None) -> None:
             f"{asked} was given, and {paths.checkpoints} has no complete checkpoint of that step - it has "
             f"{have or 'none'}. Take one of these, 0 for the base model, or -1 for the newest."
         )
-
-
-def _runs_nearby(root: Path) -> str:
-    found = sorted(str(folder) for folder in root.parent.glob("*") if holds_run(RunPaths(folder)))[:5]
-    return f" Runs nearby: {', '.join(found)}." if found else ""
 
 
 def move_aside(paths: RunPaths, also: Collection[str] = ()) -> Path:

@@ -116,23 +116,21 @@ class HealthWatch:
 
     def kill_silent(self) -> list[str]:
         """Kill servers that were unhealthy for too long. Return a line for each. Call it often: it notices restarts."""
-        return [line for child in self._children if (line := self._look(child))]
-
-    def _look(self, child: Child) -> str | None:
-        if self._starts[child.name] != child.num_starts:
-            self._starts[child.name] = child.num_starts
-            self._checks[child.name].reset()
-        silent_s = self.unhealthy_for(child.name)
-        if child.exit is not None or silent_s is None:
-            return None
-        is_closed = self._checks[child.name].refused_s >= self._refused_for_s
-        if silent_s < self._after_s and not is_closed:
-            return None
-        self._checks[child.name].reset()
-        listens = ", and its port is closed" if is_closed else ""
-        why = f"{child.spec.health} did not answer for {silent_s:.0f} s{listens}"
-        child.kill(why)
-        return f"{child.name} killed: {why}"
+        lines = []
+        for child in self._children:
+            check = self._checks[child.name]
+            if self._starts[child.name] != child.num_starts:
+                self._starts[child.name] = child.num_starts
+                check.reset()
+            silent_s, is_closed = check.silent_s, check.refused_s >= self._refused_for_s
+            if child.exit is not None or silent_s is None or (silent_s < self._after_s and not is_closed):
+                continue
+            check.reset()
+            listens = ", and its port is closed" if is_closed else ""
+            why = f"{child.spec.health} did not answer for {silent_s:.0f} s{listens}"
+            child.kill(why)
+            lines.append(f"{child.name} killed: {why}")
+        return lines
 
 
 class FrozenWatch:

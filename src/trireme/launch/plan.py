@@ -52,12 +52,7 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
         devices: names of the visible GPUs; None to use the ids of the configuration.
     """
     names = devices.gpus if devices else ()
-    engines, trainer = _inference(config, run_file, names), _trainer(config, run_file, names)
-    return Plan(run_file, (engines, _orchestrator(config, run_file), trainer))
-
-
-def _inference(config: RunConfig, run_file: Path, names: tuple[str, ...]) -> ProcessSpec:
-    gpus = config.inference_gpu_ids or ()
+    gpus, server = config.inference_gpu_ids or (), config.inference.server
     environment = _environment(_visible(gpus, names), config.inference.cpu.threads) | {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes for pausing and for weight updates
         "VLLM_PLUGINS": "trireme",
@@ -67,24 +62,18 @@ def _inference(config: RunConfig, run_file: Path, names: tuple[str, ...]) -> Pro
     if config.device == "cpu":
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.inference.cpu.kv_cache_gib)
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    server = config.inference.server
     health = _health(server.host, server.port)
-    return _spec("inference", config, run_file, environment, gpus, {"http": server.port}, health=health)
+    inference = _spec("inference", config, run_file, environment, gpus, {"http": server.port}, health=health)
 
-
-def _orchestrator(config: RunConfig, run_file: Path) -> ProcessSpec:
     server = config.orchestrator.server
     ports = {"status": server.port, "batches": config.ports.batches}
-    return _spec(
-        "orchestrator", config, run_file, _environment("", 1), (), ports, health=_health(server.host, server.port)
-    )
+    health = _health(server.host, server.port)
+    orchestrator = _spec("orchestrator", config, run_file, _environment("", 1), (), ports, health=health)
 
-
-def _trainer(config: RunConfig, run_file: Path, names: tuple[str, ...]) -> ProcessSpec:
-    gpus = config.trainer_gpu_ids or ()
+    gpus, ranks = config.trainer_gpu_ids or (), config.trainer.num_ranks or 1
     environment = _environment(_visible(gpus, names), config.trainer.threads)
-    ranks = config.trainer.num_ranks or 1
-    return _spec("trainer", config, run_file, environment, gpus, {"weights": config.ports.weights}, ranks)
+    trainer = _spec("trainer", config, run_file, environment, gpus, {"weights": config.ports.weights}, ranks)
+    return Plan(run_file, (inference, orchestrator, trainer))
 
 
 def _spec(
@@ -132,8 +121,19 @@ def _visible(gpus: tuple[int, ...], names: tuple[str, ...]) -> str:
 
 def describe(plan: Plan, config: RunConfig, *, only: ProcessName | None = None) -> str:
     """Return the text of `--dry-run`."""
-    shown = [process for process in plan.processes if only in (None, process.name)]
-    blocks = ["\n".join(_facts(config)), *("\n".join(_describe_process(process)) for process in shown)]
+    blocks = ["\n".join(_facts(config))]
+    for process in plan.processes:
+        if only in (None, process.name):
+            gpus = f"GPU {','.join(map(str, process.gpus))}" if process.gpus else "CPU"
+            ports = ", ".join(f"{purpose} {port}" for purpose, port in process.ports.items())
+            ranks = f" in {process.num_ranks} ranks" if process.num_ranks > 1 else ""
+            environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in process.env.items())
+            blocks.append(
+                f"{process.name}  on {gpus}{ranks}; ports: {ports}\n"
+                f"  log {process.log}\n"
+                f"  env {environment}\n"
+                f"  $ {shlex.join(process.argv)}"
+            )
     return "\n\n".join(blocks)
 
 
@@ -175,13 +175,3 @@ def _facts(config: RunConfig) -> Iterator[str]:
         f"weights  over {broadcast.type}; logprobs may differ by {broadcast.probe_tolerance:g} "
         f"(trainer {config.trainer.model.optimization_dtype}, engine {config.inference.model.dtype})"
     )
-
-
-def _describe_process(process: ProcessSpec) -> Iterator[str]:
-    gpus = f"GPU {','.join(map(str, process.gpus))}" if process.gpus else "CPU"
-    ports = ", ".join(f"{purpose} {port}" for purpose, port in process.ports.items())
-    ranks = f" in {process.num_ranks} ranks" if process.num_ranks > 1 else ""
-    yield f"{process.name}  on {gpus}{ranks}; ports: {ports}"
-    yield f"  log {process.log}"
-    yield f"  env {' '.join(f'{key}={shlex.quote(value)}' for key, value in process.env.items())}"
-    yield f"  $ {shlex.join(process.argv)}"

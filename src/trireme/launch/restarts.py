@@ -214,18 +214,14 @@ class Restarts:
         elif now >= backoff.due and (now >= backoff.clear_by or not child.family.alive()):
             backoff.due = None
             backoff.in_a_row += 1
-            self._restart(child, children, backoff.in_a_row)
-
-    def _restart(self, child: Child, children: Sequence[Child], in_a_row: int) -> None:
-        line = f"{_death(child)}: restarted, number {in_a_row} of {self._config.max_restarts} in a row"
-        child.end()
-        reach("launcher.restarting")
-        child.start()
-        self._say(line)
-        total = sum(child.num_restarts for child in children)
-        self._metrics.append(
-            max(0, self._trained.last), {f"restarts/{child.name}": child.num_restarts, "restarts/total": total}
-        )
+            line = f"{_death(child)}: restarted, number {backoff.in_a_row} of {self._config.max_restarts} in a row"
+            child.end()
+            reach("launcher.restarting")
+            child.start()
+            self._say(line)
+            total = sum(each.num_restarts for each in children)
+            counts = {f"restarts/{child.name}": child.num_restarts, "restarts/total": total}
+            self._metrics.append(max(0, self._trained.last), counts)
 
     def _of(self, child: Child) -> _Backoff:
         return self._backoffs.setdefault(child.name, _Backoff())

@@ -49,19 +49,21 @@ def check_resume(config: RunConfig | SftConfig) -> None:
     settings = ResumeSettings.of(config)
     if not (settings.resume or settings.step is not None) or not holds_run(settings.paths):
         return
-    if (file := _earlier_config(settings.paths)) is not None:
+    # What the run was started with, by `rl` or by one of its processes alone.
+    configs = settings.paths.configs
+    files = (settings.paths.run_config, configs / "trainer.json", configs / "orchestrator.json")
+    if (file := next((file for file in files if file.exists()), None)) is not None:
         before = read_table(file)
         _check_model(before, settings)
         if settings.step != 0:  # the base model has no optimizer state
             _check_optimizer(before, settings)
-    if settings.step in (None, -1):
-        _check_end(settings)
-
-
-def _earlier_config(paths: RunPaths) -> Path | None:
-    """Return the configuration that the run was started with, by `rl` or by one of its processes alone."""
-    files = (paths.run_config, paths.configs / "trainer.json", paths.configs / "orchestrator.json")
-    return next((file for file in files if file.exists()), None)
+    newest = max(complete_steps(settings.paths.checkpoints), default=0)
+    if settings.step in (None, -1) and settings.max_steps is not None and newest > settings.max_steps:
+        flag = ".".join((*settings.trainer, "ckpt.resume-step"))
+        raise ConfigError(
+            f"the run in {settings.paths.root} has a checkpoint of step {newest}, but `max_steps` is "
+            f"{settings.max_steps} - expected {newest} or more. Raise `max_steps`, or go back with `--{flag} N`."
+        )
 
 
 def is_trained(config: RunConfig | SftConfig) -> bool:
@@ -91,16 +93,6 @@ def _check_optimizer(before: dict[str, Any], settings: ResumeSettings) -> None:
             f"the run in {settings.paths.root} uses the optimizer {old!r}, but `{key}` is {new!r} - expected the same "
             "('adamw' and 'adamw_8bit' may replace each other), because its checkpoint holds that optimizer's state. "
             "Leave it as it was, or start a new run from the weights of this one: `model.name`, without `--resume`."
-        )
-
-
-def _check_end(settings: ResumeSettings) -> None:
-    newest = max(complete_steps(settings.paths.checkpoints), default=0)
-    if settings.max_steps is not None and newest > settings.max_steps:
-        flag = ".".join((*settings.trainer, "ckpt.resume-step"))
-        raise ConfigError(
-            f"the run in {settings.paths.root} has a checkpoint of step {newest}, but `max_steps` is "
-            f"{settings.max_steps} - expected {newest} or more. Raise `max_steps`, or go back with `--{flag} N`."
         )
 
 
