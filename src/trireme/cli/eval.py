@@ -33,7 +33,10 @@ def main() -> None:
 
 
 def eval(argv: list[str]) -> int:
-    """Raises: ConfigError where there is no such verb."""
+    """Return the verb's exit code; of `weights`, 0 where every rollout has a reward.
+
+    Raises: ConfigError where there is no such verb, or for what was typed; TriremeError where the engine went away.
+    """
     if not argv or argv[0] in HELP:
         print(MANUAL)
     if not argv:
@@ -48,27 +51,22 @@ def eval(argv: list[str]) -> int:
 
         return eval_view(rest)
     if name == "weights":
-        return _eval_weights(rest)
+        from trireme.config.load import load_config
+        from trireme.tools.evaluate.config import EvalConfig, with_environments
+
+        config, invocation = load_config(with_environments(rest), EvalConfig, program="eval")
+        if config.weights_dir is None:
+            from trireme.tools.evaluate.run import eval_served
+
+            return eval_served(config, dry_run=invocation.dry_run)
+        from trireme.tools.evaluate.checkpoints import evaluate_checkpoints  # with torch behind it
+
+        return evaluate_checkpoints(config, dry_run=invocation.dry_run)
     near = get_close_matches(name, VERBS, n=1)
     hint = f"Did you mean `eval {near[0]}`?" if near else f"For an environment: `trireme eval run {name} -m MODEL`."
     raise ConfigError(
         f"there is no `eval {name}` - expected {', '.join(VERBS)}, or flags such as `--weights-dir`. {hint}"
     )
-
-
-def _eval_weights(argv: list[str]) -> int:
-    """Returns 0 where every rollout has a reward. Raises: ConfigError; TriremeError where the engine went away."""
-    from trireme.config.load import load_config
-    from trireme.tools.evaluate.config import EvalConfig, with_environments
-
-    config, invocation = load_config(with_environments(argv), EvalConfig, program="eval")
-    if config.weights_dir is None:
-        from trireme.tools.evaluate.run import eval_served
-
-        return eval_served(config, dry_run=invocation.dry_run)
-    from trireme.tools.evaluate.checkpoints import evaluate_checkpoints  # with torch behind it
-
-    return evaluate_checkpoints(config, dry_run=invocation.dry_run)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def eval_view(argv: list[str]) -> int:
     if arguments.capture:
         from trireme.tools.viewer.capture import capture
 
-        capture(app, arguments.capture, keys=arguments.press, size=arguments.size)
+        keys = [key for key in arguments.press.split(",") if key]
+        capture(app, arguments.capture, keys=keys, size=arguments.size)
     else:
         app.run()
     return app.return_code or 0
@@ -57,15 +58,9 @@ def _parse(argv: list[str]) -> Namespace:
         + " and ".join(f"`{name}`" for name in USUAL),
     )
     parser.add_argument("--capture", metavar="FILE", type=Path, help="write the screen to FILE.svg or FILE.txt instead")
-    parser.add_argument(
-        "--press", metavar="KEYS", type=_keys, default=[], help="keys before the capture, as `down,enter,t`"
-    )
+    parser.add_argument("--press", metavar="KEYS", default="", help="keys before the capture, as `down,enter,t`")
     parser.add_argument("--size", metavar="WxH", type=_size, default=SIZE, help="of the capture; 120x36 by default")
     return parser.parse_args(argv)
-
-
-def _keys(text: str) -> list[str]:
-    return [key for key in text.split(",") if key]
 
 
 def _size(text: str) -> tuple[int, int]:

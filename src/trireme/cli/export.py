@@ -30,7 +30,8 @@ def export(argv: list[str]) -> int:
     arguments = _parse(argv)
     checkpoint = find_checkpoint(arguments.source, arguments.step)
     folder = arguments.to or _default_folder(checkpoint)
-    _require_nothing_at(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty - expected a folder that is, or is not there. Set `--to` to another.")
     if not arguments.merge and (arguments.base or arguments.trust_remote_code):
         raise ConfigError(
             "`--base` and `--trust-remote-code` were given without `--merge` - expected them beside it only."
@@ -126,11 +127,6 @@ def _default_folder(checkpoint: Path) -> Path:
     if checkpoint.parent.name != "checkpoints":
         raise ConfigError(f"{checkpoint} lies in no run's folder - expected to be told where to write. Set `--to`.")
     return RunPaths(checkpoint.parent.parent).weights / checkpoint.name
-
-
-def _require_nothing_at(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not empty - expected a folder that is, or is not there. Set `--to` to another.")
 
 
 if __name__ == "__main__":

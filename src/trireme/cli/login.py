@@ -27,11 +27,13 @@ def login(argv: list[str]) -> int:
 def services(environ: Mapping[str, str], home: Path) -> list[str]:
     """Return a line for each service: what it is for, where its key goes, whether the key is there. Never a value."""
     hub = Path(environ.get("HF_HOME") or home / ".cache" / "huggingface") / "token"
+    keys = sorted(name for name in environ if name.endswith("_API_KEY") and name != "WANDB_API_KEY" and environ[name])
+    given = f"{', '.join(keys)} set" if keys else "not set"
     return [
         _line("models on a hub", "HF_TOKEN, or `hf auth login`", _there(environ, "HF_TOKEN", hub)),
         _line("Weights & Biases", "WANDB_API_KEY, or `wandb login`", _there(environ, "WANDB_API_KEY", home / ".netrc")),
         _line("models at an endpoint", "configs/endpoints.py or .toml, one entry each", _endpoints()),
-        _line("judges of environments", "OPENAI_API_KEY and the like; `env_file` of a job", _given(environ)),
+        _line("judges of environments", "OPENAI_API_KEY and the like; `env_file` of a job", given),
         _line("a run on several hosts", "TRIREME_TOKEN, or `hosts.token_file`", _there(environ, "TRIREME_TOKEN")),
     ]
 
@@ -44,11 +46,6 @@ def _there(environ: Mapping[str, str], variable: str, file: Path | None = None) 
     if environ.get(variable):
         return f"{variable} is set"
     return f"{file} is there" if file and file.is_file() else "not set"
-
-
-def _given(environ: Mapping[str, str]) -> str:
-    names = sorted(name for name in environ if name.endswith("_API_KEY") and name != "WANDB_API_KEY" and environ[name])
-    return f"{', '.join(names)} set" if names else "not set"
 
 
 def _endpoints() -> str:

@@ -24,7 +24,16 @@ def logs(argv: list[str]) -> int:
 
     Raises: ConfigError if there are none, or none of that name.
     """
-    options = _parse(argv)
+    parser = ArgumentParser(
+        prog="trireme logs",
+        description="Shows the newest lines of a run's logs: of its job where it was submitted, of each process, or of "
+        "one.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("process", metavar="PROCESS", nargs="?", help="inference, orchestrator, trainer, …")
+    parser.add_argument("-f", "--follow", action="store_true", help="keep showing new lines")
+    parser.add_argument("-n", "--lines", metavar="N", type=int, default=20, help="lines of each log; default 20")
+    options = parser.parse_args(argv)
     command = _command(options, find_submission(options.run))
     sys.stdout.flush()
     os.execvp(command[0], command)
@@ -57,16 +66,3 @@ def _find(process: str, known: Mapping[str, Found], owner: str) -> Found:
         f"There is no log of `{process}`: {owner} has {', '.join(known) or 'none'}. "
         + (f"Did you mean `{near[0]}`?" if near else "Leave the name out to see all.")
     )
-
-
-def _parse(argv: list[str]) -> Namespace:
-    parser = ArgumentParser(
-        prog="trireme logs",
-        description="Shows the newest lines of a run's logs: of its job where it was submitted, of each process, or of "
-        "one.",
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
-    parser.add_argument("process", metavar="PROCESS", nargs="?", help="inference, orchestrator, trainer, …")
-    parser.add_argument("-f", "--follow", action="store_true", help="keep showing new lines")
-    parser.add_argument("-n", "--lines", metavar="N", type=int, default=20, help="lines of each log; default 20")
-    return parser.parse_args(argv)

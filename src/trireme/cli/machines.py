@@ -119,7 +119,9 @@ def keep_ranks(config: RunConfig, run_file: Path) -> int:
         if in_a_row >= config.supervisor.max_restarts:
             print(f"the ranks were restarted {in_a_row} times in a row without progress: giving up", flush=True)
             return code
-        delay_s = _delay_s(config, in_a_row)
+        # In the meantime other machines notice: new ranks must not meet ranks that are ending.
+        doubled_s = config.supervisor.backoff_s * 2.0 ** min(in_a_row, 60)
+        delay_s = min(config.supervisor.longest_backoff_s, doubled_s)
         in_a_row += 1
         print(f"this machine's ranks ended with code {code}: restart in {delay_s:g} s", flush=True)
         time.sleep(delay_s)
@@ -145,9 +147,3 @@ def _run_ranks(run_file: Path) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     return 128 + asked[0] if asked else code
-
-
-def _delay_s(config: RunConfig, in_a_row: int) -> float:
-    """Return the delay of a restart, in which other machines notice: new ranks must not meet ranks that are ending."""
-    supervisor = config.supervisor
-    return min(supervisor.longest_backoff_s, supervisor.backoff_s * 2.0 ** min(in_a_row, 60))

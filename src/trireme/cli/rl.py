@@ -59,9 +59,12 @@ def launch(config: RunConfig, devices: Devices) -> int:
         with hold_folder(config.paths):  # what a killed launcher left behind is gone then, and its ports are free
             pass
     check_resume(config)
-    if config.resume and _is_over(config):
-        print(f"all {config.max_steps} steps are trained, confirmed, evaluated and saved: nothing is left to do")
-        return 0
+    if config.resume and is_trained(config):
+        from trireme.orchestrator.loop import is_over
+
+        if is_over(config):
+            print(f"all {config.max_steps} steps are trained, confirmed, evaluated and saved: nothing is left to do")
+            return 0
     check_launch(config, devices)
     adopt_token(config.hosts.token_file)
     is_of_this_run = make_token()
@@ -74,14 +77,6 @@ def launch(config: RunConfig, devices: Devices) -> int:
         note_provenance(config, devices)
         with run_dashboard(config):
             return supervise(plan(config, config.paths.run_config, devices), config, keep_open=(lock,))
-
-
-def _is_over(config: RunConfig) -> bool:
-    if not is_trained(config):
-        return False
-    from trireme.orchestrator.loop import is_over
-
-    return is_over(config)
 
 
 def warn_of_memory(config: RunConfig, devices: Devices) -> None:

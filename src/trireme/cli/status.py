@@ -28,7 +28,19 @@ DESERTED_S = 30.0
 
 def status(argv: list[str]) -> int:
     """Raises: ConfigError if the folder is not a run's and was never submitted."""
-    options = _parse(argv)
+    parser = ArgumentParser(
+        prog="trireme status",
+        description="Shows the state of a run: its job on the cluster, steps, rewards, evaluations and checkpoints, "
+        "and what each process waits for.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("-f", "--follow", action="store_true", help="show each step as it comes, until the run is over")
+    parser.add_argument(
+        "--mirror",
+        action="store_true",
+        help="with --follow: send metrics to W&B, if the run is configured for it",
+    )
+    options = parser.parse_args(argv)
     if options.follow:
         return _follow(options)
     submission = find_submission(options.run)
@@ -117,19 +129,3 @@ def _wait_for_config(run: Path) -> RunConfig:
             if not run.is_dir():
                 raise
             time.sleep(POLL_S)
-
-
-def _parse(argv: list[str]) -> Namespace:
-    parser = ArgumentParser(
-        prog="trireme status",
-        description="Shows the state of a run: its job on the cluster, steps, rewards, evaluations and checkpoints, "
-        "and what each process waits for.",
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
-    parser.add_argument("-f", "--follow", action="store_true", help="show each step as it comes, until the run is over")
-    parser.add_argument(
-        "--mirror",
-        action="store_true",
-        help="with --follow: send metrics to W&B, if the run is configured for it",
-    )
-    return parser.parse_args(argv)

@@ -16,22 +16,6 @@ from trireme.tools.cluster.submit import PROGRAM, submit_run
 
 def submit(argv: list[str]) -> int:
     """Raises: ConfigError where the run is wrong, or the cluster rejects it."""
-    parser = _parser()
-    if not argv or any(word in HELP for word in argv):
-        parser.print_help()
-        raise SystemExit(0 if argv else 2)
-    options, words = parser.parse_known_args(argv)
-    flags = [f"--{name.replace('_', '-')}" for name in SubmitOptions.model_fields]
-    for word in words:
-        flag = word.partition("=")[0]
-        near = get_close_matches(flag, flags, n=1, cutoff=0.8) if flag.startswith("--") else []
-        if near and find(RunConfig, tuple(flag.removeprefix("--").replace("-", "_").split("."))) is None:
-            raise ConfigError(f"unknown flag `{flag}` - it is no key of a run either. Did you mean `{near[0]}`?")
-    submit_run(words, SubmitOptions(**vars(options)))
-    return 0
-
-
-def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} FILE [--on slurm|kubernetes] [options] [--key value …]",
@@ -52,4 +36,16 @@ def _parser() -> ArgumentParser:
         elif "int" in str(field.annotation):
             settings["type"] = int
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)
-    return parser
+
+    if not argv or any(word in HELP for word in argv):
+        parser.print_help()
+        raise SystemExit(0 if argv else 2)
+    options, words = parser.parse_known_args(argv)
+    flags = [f"--{name.replace('_', '-')}" for name in SubmitOptions.model_fields]
+    for word in words:
+        flag = word.partition("=")[0]
+        near = get_close_matches(flag, flags, n=1, cutoff=0.8) if flag.startswith("--") else []
+        if near and find(RunConfig, tuple(flag.removeprefix("--").replace("-", "_").split("."))) is None:
+            raise ConfigError(f"unknown flag `{flag}` - it is no key of a run either. Did you mean `{near[0]}`?")
+    submit_run(words, SubmitOptions(**vars(options)))
+    return 0

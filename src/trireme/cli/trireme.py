@@ -53,7 +53,9 @@ def main() -> None:
 def trireme(argv: list[str]) -> int:
     """Raises: ConfigError where the verb is not one of ours."""
     if not argv or argv[0] in HELP:
-        print(_manual())
+        width = max(map(len, VERBS))
+        lines = [f"  {name:{width}}  {verb.line}" for name, verb in VERBS.items()]
+        print("usage: trireme VERB ...", "", *lines, "", "`trireme VERB --help` describes each.", sep="\n")
         return 0 if argv else 2
     name = argv[0]
     if name not in VERBS:
@@ -65,12 +67,6 @@ def trireme(argv: list[str]) -> int:
     word = name.replace("-", "_")
     main: Callable[[list[str]], int | None] = getattr(import_module(f"trireme.cli.{word}"), word)
     return main(argv[1:]) or 0
-
-
-def _manual() -> str:
-    width = max(map(len, VERBS))
-    lines = [f"  {name:{width}}  {verb.line}" for name, verb in VERBS.items()]
-    return "\n".join(["usage: trireme VERB ...", "", *lines, "", "`trireme VERB --help` describes each."])
 
 
 if __name__ == "__main__":
