@@ -72,7 +72,9 @@ class FastGenerate:
             if answer is None:
                 await self._app(scope, _again(body, receive), send)
             else:
-                await _send(send, answer)
+                headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": answer})
 
     async def _answer(self, state: Any, body: bytes, receive: Receive) -> bytes | None:
         """Return the answer, or None if vLLM's own route has to give it."""
@@ -121,7 +123,8 @@ def _response(request_id: str, choice: CompletionOutput) -> dict[str, Any]:
     ids = list(choice.token_ids)
     assert choice.logprobs is not None
     logprobs: list[float] = choice.logprobs.logprobs  # flat: one per token
-    content = [{"token_id": token, "logprob": _finite(logprob)} for token, logprob in zip(ids, logprobs, strict=True)]
+    finite = [LOWEST if math.isnan(logprob) else max(logprob, LOWEST) for logprob in logprobs]
+    content = [{"token_id": token, "logprob": logprob} for token, logprob in zip(ids, finite, strict=True)]
     spans = choice.weight_versions
     return {
         "request_id": request_id,
@@ -137,10 +140,6 @@ def _response(request_id: str, choice: CompletionOutput) -> dict[str, Any]:
             }
         ],
     }
-
-
-def _finite(logprob: float) -> float:
-    return LOWEST if math.isnan(logprob) else max(logprob, LOWEST)
 
 
 class _ClientDisconnected(Exception):
@@ -201,9 +200,3 @@ def _again(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay_body
-
-
-async def _send(send: Send, answer: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": answer})

@@ -101,8 +101,13 @@ def server_arguments(config: RunConfig) -> list[str]:
         arguments["gpu-memory-utilization"] = inference.gpu_memory_utilization
     if config.serves_adapters:
         arguments |= _adapter_arguments(config)
-    if config.replays_routes:
-        arguments |= _replay_arguments(config)
+    if config.replays_routes:  # the engine needs its prefix cache to return its routes
+        arguments["enable-prefix-caching"] = True
+        if config.device == "cpu":
+            ours = "trireme.inference.cpu.expert_routes"
+            arguments |= {"scheduler-cls": f"{ours}.RoutingScheduler", "worker-cls": f"{ours}.RoutingWorker"}
+        else:
+            arguments["enable-return-routed-experts"] = True
     arguments |= {name.replace("_", "-"): value for name, value in inference.args.items()}
     has_one_worker = all(arguments.get(f"{kind}-parallel-size") in (None, 1) for kind in ("tensor", "pipeline", "data"))
     if config.device == "cpu" and has_one_worker:
@@ -147,18 +152,6 @@ def _adapter_arguments(config: RunConfig) -> dict[str, Any]:
         "max-loras": 1,
         "max-cpu-loras": 1,
         "lora-target-modules": tuple(dict.fromkeys(name.rpartition(".")[2] for name in lora.target_modules)),
-    }
-
-
-def _replay_arguments(config: RunConfig) -> dict[str, Any]:
-    """Return the arguments that make the engine return its routes; for that it needs its prefix cache."""
-    if config.device != "cpu":
-        return {"enable-return-routed-experts": True, "enable-prefix-caching": True}
-    ours = "trireme.inference.cpu.expert_routes"
-    return {
-        "scheduler-cls": f"{ours}.RoutingScheduler",
-        "worker-cls": f"{ours}.RoutingWorker",
-        "enable-prefix-caching": True,
     }
 
 

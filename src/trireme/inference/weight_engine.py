@@ -59,27 +59,22 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._background = None
-        receiver = self._open_receiver(init_info)
+        address = (init_info.kind, init_info.host, init_info.port, init_info.epoch)
+        if self._receiver is None or address != self._address:
+            self.shutdown()
+            self._receiver = open_receiver(
+                init_info.kind,
+                host=init_info.host,
+                port=init_info.port,
+                bucket_bytes=init_info.bucket_bytes,
+                timeout_s=init_info.timeout_s,
+                device=self.device,
+            )
+            self._address, self._bucket_bytes, self._timeout_s = address, init_info.bucket_bytes, init_info.timeout_s
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        receiver.join(init_info.epoch, rank, init_info.world_size)
+        self._receiver.join(init_info.epoch, rank, init_info.world_size)
         reach("engine.joined")
-
-    def _open_receiver(self, init_info: InitInfo) -> Receiver:
-        address = (init_info.kind, init_info.host, init_info.port, init_info.epoch)
-        if self._receiver is not None and address == self._address:
-            return self._receiver
-        self.shutdown()
-        self._receiver = open_receiver(
-            init_info.kind,
-            host=init_info.host,
-            port=init_info.port,
-            bucket_bytes=init_info.bucket_bytes,
-            timeout_s=init_info.timeout_s,
-            device=self.device,
-        )
-        self._address, self._bucket_bytes, self._timeout_s = address, init_info.bucket_bytes, init_info.timeout_s
-        return self._receiver
 
     def receive_ahead(self, specs: list[TensorSpec]) -> bool:
         """Receive the next transfer in the background while requests are served; `receive_weights` then only loads it.

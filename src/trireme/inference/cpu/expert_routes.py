@@ -52,19 +52,17 @@ class RoutingWorker(CPUWorker):
     def sample_tokens(self, grammar_output: Any) -> Any:
         if self.model_runner.execute_model_state is None:  # nothing was computed
             return super().sample_tokens(grammar_output)
-        pending = self._routing.prepare_output(self._batch())
+        runner = self.model_runner
+        count = len(runner.input_batch.req_ids)
+        batch: Any = _Batch(
+            list(runner.input_batch.req_ids),
+            runner.input_batch.num_computed_tokens_cpu[:count].copy(),
+            runner.query_start_loc.np[: count + 1].copy(),
+        )
+        pending = self._routing.prepare_output(batch)
         output = super().sample_tokens(grammar_output)
         if pending is not None:
             num_sampled = np.array([len(ids) for ids in output.sampled_token_ids])
             pending.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
             output.aux_output_connector_output = pending.process_output()
         return output
-
-    def _batch(self) -> Any:
-        runner = self.model_runner
-        count = len(runner.input_batch.req_ids)
-        return _Batch(
-            list(runner.input_batch.req_ids),
-            runner.input_batch.num_computed_tokens_cpu[:count].copy(),
-            runner.query_start_loc.np[: count + 1].copy(),
-        )
