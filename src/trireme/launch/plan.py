@@ -52,7 +52,7 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
         devices: names of the visible GPUs; None to use the ids of the configuration.
     """
     names = devices.gpus if devices else ()
-    gpus, server = config.inference_gpu_ids or (), config.inference.server
+    gpus, engine = config.inference_gpu_ids or (), config.inference.server
     environment = _environment(_visible(gpus, names), config.inference.cpu.threads) | {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes for pausing and for weight updates
         "VLLM_PLUGINS": "trireme",
@@ -62,8 +62,8 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
     if config.device == "cpu":
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.inference.cpu.kv_cache_gib)
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    health = _health(server.host, server.port)
-    inference = _spec("inference", config, run_file, environment, gpus, {"http": server.port}, health=health)
+    health = _health(engine.host, engine.port)
+    inference = _spec("inference", config, run_file, environment, gpus, {"http": engine.port}, health=health)
 
     server = config.orchestrator.server
     ports = {"status": server.port, "batches": config.ports.batches}
