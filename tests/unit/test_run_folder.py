@@ -109,6 +109,7 @@ def test_a_second_process_of_a_kind_ends_at_once(program: str, tmp_path: Path) -
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == ConfigError.exit_code, ended.stderr
     assert f"another {program} (process {os.getpid()}) is running in {tmp_path}" in ended.stderr
+    assert not (tmp_path / "configs").exists()  # the configuration there is the running one's
 
 
 def test_a_batch_in_the_journal_is_never_replaced(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from trireme.config.orchestrator import sampling_notes
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check, check_launch, launch_problems
 from trireme.config.run import NODE, RunConfig
-from trireme.launch.folder import prepare_folder
+from trireme.launch.folder import hold, prepare_folder
 from trireme.launch.plan import describe, plan
 from trireme.launch.process_tree import MARKER
 from trireme.launch.ranks import run_ranks
@@ -125,6 +125,9 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path] |
     check_launch(config, devices, section=name)
     if name != "inference":
         check_resume(config)
+        if not node:
+            with hold(config.paths, name):  # or else the configuration of a running process would be replaced
+                pass
     join_network(config, name, node)
     run_file = config.paths.configs / (f"{name}-{node}.json" if node else f"{name}.json")
     write_run(config, run_file)
