@@ -238,11 +238,11 @@ def test_after_a_missing_batch_the_others_are_still_audited(tmp_path: Path, gone
 
 LEFT_TO_OTHERS = {
     *("rules", "ids", "logprobs", "prompt", "completion", "answer", "stop", "reason", "engines", "time"),
-    *("difference", "kept", "routed", "example_id", "num_sampled", "num_tokens"),
+    *("difference", "kept", "routed", "example_id"),
 }
 """What nothing else on disk repeats (a replay of the run sees ids, logprobs and routes), or what decides nothing."""
 
-INSTEAD_OF_NONE = {"masked": "truncated", "stage_reward": 0.5}
+INSTEAD_OF_NONE = {"masked": "truncated", "stage_reward": 0.5, "num_sampled": 1_000_000, "num_tokens": 1_000_000}
 
 
 def leaves(value: Any, path: tuple = ()) -> Iterator[tuple]:

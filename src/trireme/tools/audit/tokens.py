@@ -144,8 +144,13 @@ class TokenAudit:
             self.lag = min(lowest, before[0]), max(highest, before[1])
         self.versions |= used
         for rollout, count in zip(record.rollouts, columns.per_rollout(trained, len(record.rollouts)), strict=True):
+            longest = max((sample.length for sample in rollout.samples), default=0)
             if count == 0:
                 found, expected = "has no token that is trained on", "at least one sampled token"
+            elif rollout.num_sampled not in (None, count):  # older journals lack it, and the next one
+                found, expected = f"has {rollout.num_sampled} for `num_sampled`", f"{count}, as its loss masks say"
+            elif rollout.num_tokens not in (None, longest):
+                found, expected = f"has {rollout.num_tokens} for `num_tokens`", f"{longest}, its longest sample"
             elif rollout.temperature != rules.temperature:
                 found, expected = f"was sampled at temperature {rollout.temperature}", f"{rules.temperature}"
             else:
