@@ -23,7 +23,7 @@ from tiny import random_samples
 from trireme.algo.digest import tensor_digest
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError, JournalCorrupt
-from trireme.cli.replay import read_config
+from trireme.cli.replay import find_span, read_config
 from trireme.cli.replay import replay as replay_command
 from trireme.config.files import write_run
 from trireme.config.run import Model, RunConfig
@@ -31,7 +31,6 @@ from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
 from trireme.journal.rank_shares import Shares
 from trireme.journal.records import BatchRecord, Rollout, State
-from trireme.journal.replay_range import find_span
 from trireme.journal.versions import Versions
 from trireme.messages import COLUMNS, GetBatch, GetNewest, Go, Live, Newest, Ok, PolicyReady, PolicySent, Reply, Request
 from trireme.tools.replay.replay import replay as train_again

@@ -8,14 +8,17 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from trireme.base.devices import Devices, detect_devices
-from trireme.base.errors import ConfigError
+from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.log import start_logging
 from trireme.base.network import stay_on_loopback
+from trireme.base.paths import RunPaths, step_folder
 from trireme.cli.command import RANKS_PARENT, become_ranks, end_with_parent, run_command, set_environment
 from trireme.config.files import find_run_file, read_run
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.journal.replay_range import find_span
+from trireme.journal.journal import Journal
+from trireme.journal.manifest import complete_steps
+from trireme.journal.versions import Versions
 from trireme.launch.plan import plan
 
 ARGUMENTS = "TRIREME_REPLAY"  # our command line, as JSON, for the ranks below this process
@@ -105,6 +108,41 @@ def read_config(run: Path, run_file: Path, devices: Devices) -> RunConfig:
     ids = config.trainer_gpu_ids or ()
     fits = len(ids) == ranks and max(ids) < devices.num_gpus
     return config if fits else updated(config, {"trainer_gpu_ids": tuple(range(ranks))})
+
+
+def find_span(paths: RunPaths, first: int, last: int | None) -> range:
+    """Return the steps from version `first` to version `last`, or to the newest.
+
+    Raises:
+        ConfigError: the run has no such versions, no checkpoint to start from, or no recorded result.
+        JournalCorrupt: a batch in between is missing.
+    """
+    journal, versions = Journal(paths.journal), Versions(paths.journal)
+    newest = max(0, versions.newest, *(step + 1 for step in journal.steps()))
+    span = range(first, newest if last is None else last)
+    if not 0 <= span.start <= span.stop <= newest:
+        raise ConfigError(
+            f"Versions {span.start} to {span.stop} were asked for, the run in {paths.root} has 0 to {newest}. "
+            "Give `--from` and `--until` within these."
+        )
+    if first and first not in (have := complete_steps(paths.checkpoints)):
+        raise ConfigError(
+            f"There is no whole checkpoint of step {first} in {paths.checkpoints} - it has {have or 'none'}. "
+            "Give `--from` one of these, or leave it out to start from the base model."
+        )
+    missing = next((step for step in span if not journal.has(step)), None)
+    if missing is not None:
+        raise JournalCorrupt(
+            f"{journal.path(missing)} is not there: without batch {missing}, version {span.stop} cannot be trained "
+            f"again. Restore it, or stop before it with `--until {missing}`, or start after it with `--from`."
+        )
+    recorded = (versions.has(version) or step_folder(paths.weights, version).is_dir() for version in (*span, span.stop))
+    if not any(recorded):
+        raise ConfigError(
+            f"Nothing is recorded of versions {span.start} to {span.stop} in {paths.root} - expected "
+            f"{versions.path(span.start)} and its like, which say what engines confirmed. Replay a run that has them."
+        )
+    return span
 
 
 if __name__ == "__main__":
