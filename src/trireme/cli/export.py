@@ -39,7 +39,15 @@ def export(argv: list[str]) -> int:
     start_logging("export", "warning")
 
     try:
-        _write(arguments, checkpoint, folder)
+        if arguments.merge:
+            from trireme.tools.export.merging import export_merged
+
+            options = {"base_model": arguments.base, "trust_remote_code": arguments.trust_remote_code}
+            export_merged(checkpoint, folder, dtype=arguments.dtype or MERGED_DTYPE, **options)
+        else:
+            from trireme.trainer.checkpoint.export import export_checkpoint
+
+            export_checkpoint(checkpoint, folder, dtype=arguments.dtype)
     except OSError as error:
         if not is_full(error):
             raise
@@ -48,18 +56,6 @@ def export(argv: list[str]) -> int:
         ) from error
     print(f"{checkpoint} -> {folder}")
     return 0
-
-
-def _write(arguments: Namespace, checkpoint: Path, folder: Path) -> None:
-    if arguments.merge:
-        from trireme.tools.export.merging import export_merged
-
-        options = {"base_model": arguments.base, "trust_remote_code": arguments.trust_remote_code}
-        export_merged(checkpoint, folder, dtype=arguments.dtype or MERGED_DTYPE, **options)
-    else:
-        from trireme.trainer.checkpoint.export import export_checkpoint
-
-        export_checkpoint(checkpoint, folder, dtype=arguments.dtype)
 
 
 def _parse(argv: list[str]) -> Namespace:
