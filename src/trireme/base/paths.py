@@ -30,6 +30,11 @@ class RunPaths:
         return self.configs / "run.json"
 
     @property
+    def holds_run(self) -> bool:
+        """Return whether a run has written anything that a new one must not overwrite."""
+        return self.metrics.exists() or self.journal.exists()
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

@@ -37,10 +37,6 @@ SUBMISSIONS = ".submissions"  # ending of the folders of `trireme submit`, besid
 RUN_PREFIXES = ("checkpoint-", ".checkpoint-")
 
 
-def holds_run(paths: RunPaths) -> bool:
-    return paths.metrics.exists() or paths.journal.exists()
-
-
 @contextmanager
 def hold_folder(paths: RunPaths, *, leave_s: float = LEAVE_S) -> Iterator[int]:
     """Lock the folder against other launchers for as long as this process lives, however it ends.
@@ -117,7 +113,7 @@ def prepare_folder(paths: RunPaths, *, resume: bool, resume_step: int | None) ->
             rewind(paths, resume_step)
         return None
     check_is_ours(paths)
-    return move_aside(paths) if holds_run(paths) else None
+    return move_aside(paths) if paths.holds_run else None
 
 
 def check_folder(config: RunConfig) -> None:
@@ -135,7 +131,7 @@ def check_folder(config: RunConfig) -> None:
 
 def check_is_ours(paths: RunPaths) -> None:
     """Raise ConfigError where the folder holds files but no run: the user keeps other things there."""
-    if holds_run(paths) or not paths.root.is_dir():
+    if paths.holds_run or not paths.root.is_dir():
         return
     others = [entry for entry in paths.root.iterdir() if not _is_of_a_run(entry, NO_OBSTACLES)]
     foreign = sorted(entry.name for entry in others if not (entry.suffix == SUBMISSIONS or _holds_runs(entry)))
@@ -151,8 +147,8 @@ def _check_resumable(paths: RunPaths, step: int | None) -> None:
     asked = "`--resume`" if step is None else f"ckpt.resume_step = {step}"
     if step in (None, -1) and paths.run_config.exists():
         return  # a launcher was killed here before anything else was written
-    if not holds_run(paths):
-        found = sorted(str(folder) for folder in paths.root.parent.glob("*") if holds_run(RunPaths(folder)))[:5]
+    if not paths.holds_run:
+        found = sorted(str(folder) for folder in paths.root.parent.glob("*") if RunPaths(folder).holds_run)[:5]
         nearby = f" Runs nearby: {', '.join(found)}." if found else ""
         raise ConfigError(
             f"{asked} was given, and there is no run in {paths.root} - expected `metrics.jsonl` or `journal/` there. "
@@ -188,7 +184,7 @@ def _is_of_a_run(entry: Path, also: Collection[str] = ()) -> bool:
 def _holds_runs(entry: Path) -> bool:
     """Return whether the entry is the folder of another run, or of a group of runs."""
     folders = [entry, *entry.iterdir()] if entry.is_dir() else []
-    return any(holds_run(RunPaths(folder)) or RunPaths(folder).run_config.exists() for folder in folders)
+    return any(RunPaths(folder).holds_run or RunPaths(folder).run_config.exists() for folder in folders)
 
 
 def _name_aside(root: Path) -> Path:

@@ -13,7 +13,6 @@ from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.journal.manifest import complete_steps
 from trireme.journal.move_aside import move_aside
-from trireme.launch.folder import holds_run
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def check_resume(config: RunConfig | SftConfig) -> None:
         ConfigError: the run has another model or another kind of optimizer, or has a checkpoint beyond `max_steps`.
     """
     settings = ResumeSettings.of(config)
-    if not (settings.resume or settings.step is not None) or not holds_run(settings.paths):
+    if not (settings.resume or settings.step is not None) or not settings.paths.holds_run:
         return
     # What the run was started with, by `rl` or by one of its processes alone.
     configs = settings.paths.configs

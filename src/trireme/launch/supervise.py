@@ -16,7 +16,6 @@ from trireme.base.faults import reach
 from trireme.config.run import RunConfig
 from trireme.journal.manifest import complete_steps
 from trireme.launch.children import Children, open_children
-from trireme.launch.folder import holds_run
 from trireme.launch.health import FrozenWatch, HealthWatch
 from trireme.launch.process_tree import GRACE_S, Process
 from trireme.launch.restarts import Done, Ending, Interrupted, Restarts
@@ -102,7 +101,7 @@ class HealthChecks:
 
 def _how_to_resume(config: RunConfig) -> list[str]:
     """Return how to resume, where there is a run on disk: from the newest checkpoint and every batch since."""
-    if not holds_run(config.paths):
+    if not config.paths.holds_run:
         return []
     steps = complete_steps(config.paths.checkpoints)
     where = f" from step {steps[-1]}" if steps else ""

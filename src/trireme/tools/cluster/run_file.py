@@ -14,7 +14,6 @@ from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check, file_problems, problems
 from trireme.config.run import RunConfig
 from trireme.config.section import NONE, Section
-from trireme.launch.folder import holds_run
 from trireme.tools.cluster.job import SubmitOptions
 from trireme.tools.cluster.nodes import ClusterPlan, Wanted
 
@@ -130,12 +129,12 @@ def check_folder(config: RunConfig, plan: ClusterPlan) -> None:
     gpus = tuple(map(str, range(MAX_GPUS_PER_NODE))) if config.device == "cuda" else ()
     raise_together(file_problems(resolve(config, Devices(gpus=gpus, cores=1))))
     paths = config.paths
-    if config.resume and not holds_run(paths) and not paths.run_config.exists():
+    if config.resume and not paths.holds_run and not paths.run_config.exists():
         raise ConfigError(
             f"`--resume` was given, and there is no run in {paths.root} - expected one to resume. Leave it out to "
             "start a new run, or check `output_dir` and `name`."
         )
-    if holds_run(paths) and not plan.is_single and not config.resume and config.trainer.ckpt.resume_step is None:
+    if paths.holds_run and not plan.is_single and not config.resume and config.trainer.ckpt.resume_step is None:
         raise ConfigError(
             f"{paths.root} holds a run already - expected an empty folder: several machines cannot agree on when to "
             "move it aside. Add --resume to resume it, or take another name: `--name another`."

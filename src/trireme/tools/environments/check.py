@@ -21,7 +21,7 @@ from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.journal.records import Rollout
-from trireme.launch.folder import hold_folder, holds_run
+from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import open_environment
 from trireme.orchestrator.environments.venv import EnvironmentSource, installed_venv
 from trireme.orchestrator.environments.wire import Split
@@ -84,7 +84,7 @@ def run_check(options: CheckOptions, config: RunConfig, progress: Progress) -> C
     sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     given = {f"orchestrator.sampling.{key}": value for key, value in sampling.items() if value is not None}
     config = updated(config, {"output_dir": root, "name": None} | given)
-    if holds_run(config.paths):
+    if config.paths.holds_run:
         raise ConfigError(f"{root} is a run's folder - expected one for the check alone. Give another `--output`.")
     most = max(options.max_concurrent, options.rollouts_per_example)
     values: dict[str, Any] = {

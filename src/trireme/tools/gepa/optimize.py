@@ -14,7 +14,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.launch.folder import hold_folder, holds_run, move_aside
+from trireme.launch.folder import hold_folder, move_aside
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.environments.venv import EnvironmentSource, installed_venv
 from trireme.tools.environments.catalog import build, find_source
@@ -52,7 +52,7 @@ def run_search(config: GepaConfig) -> str:
     source = find_source(config.env_id, config.environments)
     folder = config.output or _default_folder(source, config.env_id)
     paths = RunPaths(folder)
-    if holds_run(paths):
+    if paths.holds_run:
         raise ConfigError(f"{folder} is a run's folder - expected one for prompts alone. Give another `--output`.")
     if not config.fresh:
         check_same(folder, config)
