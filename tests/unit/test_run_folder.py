@@ -15,7 +15,7 @@ import pytest
 from resolved_runs import resolved
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import RunPaths, remove_partial_files
-from trireme.config.files import read_run, write_process_files, write_run
+from trireme.config.files import command_without_secrets, read_run, write_process_files, write_run
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, State
 from trireme.launch.folder import check_folder, hold, hold_folder, launcher_of, prepare_folder
@@ -171,3 +171,16 @@ def test_secrets_among_arguments_are_for_the_owner_and_for_no_page(tmp_path: Pat
         assert "sk-1" not in text
         assert "judge_api_key" in text
         assert "size" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--inference.args.hf-token", "s", "--name", "a"], ["--inference.args.hf-token", "…", "--name", "a"]),
+        (["--orchestrator.env.0.args.api_key=s"], ['--orchestrator.env.0.args.api_key="…"']),
+        (['[{args = {judge_api_key = "s\\"s", size = 3}}]'], ['[{args = {judge_api_key = "…", size = 3}}]']),
+        (["--model.name", "token", "{key='s'}"], ["--model.name", "token", '{key="…"}']),
+    ],
+)
+def test_a_noted_command_line_shows_no_secret(words: list[str], shown: list[str]) -> None:
+    assert command_without_secrets(words) == shown

@@ -22,7 +22,7 @@ from trireme.base.paths import RunPaths
 from trireme.base.processes import die_with_parent, free_port
 from trireme.cli.machines import KEEPER, Nodes, join_network, node_of
 from trireme.config.arguments import HELP
-from trireme.config.files import ProcessName, write_process_files, write_run
+from trireme.config.files import ProcessName, command_without_secrets, write_process_files, write_run
 from trireme.config.load import load_run_config
 from trireme.config.orchestrator import sampling_notes
 from trireme.config.resolve import resolve, updated
@@ -161,7 +161,7 @@ def note_provenance(config: RunConfig, devices: Devices) -> None:
     """Write down what a run that starts here depends on besides its configuration. What cannot be found is left out."""
     from trireme.journal.provenance import collect_provenance, write_provenance  # which other commands need not load
 
-    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    command = [Path(sys.argv[0]).name, *command_without_secrets(sys.argv[1:])]
     ids = {each.name or each.id: each.id for each in config.orchestrator.all_environments}
     environments = {name: _environment_provenance(id) for name, id in ids.items()}
     with suppress(OSError):

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -62,6 +62,11 @@ def _files_near(path: Path) -> str:
 
 
 SECRET = re.compile(r"(^|[_-])(key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+SECRET_IN_TEXT = re.compile(
+    r"""((?:^|[^a-z])(?:key|token|secret|password|passwd|credentials?)["']?\s*[=:]\s*)"""
+    r"""("(?:[^"\\]|\\.)*"|'[^']*'|[^\s,}\]]+)""",
+    re.IGNORECASE,
+)
 HIDDEN = "…"
 
 
@@ -73,6 +78,17 @@ def without_secrets(value: Any) -> Any:
             for key, item in value.items()
         }
     return [without_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+def command_without_secrets(words: Sequence[str]) -> list[str]:
+    """Return a command line without the values of secrets, given as `--a.judge-api-key VALUE` or in a table."""
+    before = ["", *words]
+    return [
+        HIDDEN
+        if flag.startswith("--") and SECRET.search(flag.rpartition(".")[2])
+        else SECRET_IN_TEXT.sub(rf'\1"{HIDDEN}"', word)
+        for flag, word in zip(before, words, strict=False)
+    ]
 
 
 def _write_table(table: Any, text: str, file: Path) -> None:
