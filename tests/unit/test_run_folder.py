@@ -177,6 +177,7 @@ def test_secrets_among_arguments_are_for_the_owner_and_for_no_page(tmp_path: Pat
     ("words", "shown"),
     [
         (["--inference.args.hf-token", "s", "--name", "a"], ["--inference.args.hf-token", "…", "--name", "a"]),
+        (["--dtype", "auto", "--hf-token", "s"], ["--dtype", "auto", "--hf-token", "…"]),
         (["--orchestrator.env.0.args.api_key=s"], ['--orchestrator.env.0.args.api_key="…"']),
         (['[{args = {judge_api_key = "s\\"s", size = 3}}]'], ['[{args = {judge_api_key = "…", size = 3}}]']),
         (["--model.name", "token", "{key='s'}"], ["--model.name", "token", '{key="…"}']),

@@ -10,6 +10,7 @@ from typing import Any
 
 from trireme.base.log import get_logger
 from trireme.base.processes import quick_imports
+from trireme.config.files import command_without_secrets
 from trireme.config.run import RunConfig
 
 log = get_logger("inference")
@@ -36,7 +37,7 @@ def serve(config: RunConfig) -> None:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = server_arguments(config)
-    log.info("vllm serve %s", " ".join(arguments))
+    log.info("vllm serve %s", " ".join(command_without_secrets(arguments)))
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(args)
     if args.distributed_executor_backend != FORKED:
