@@ -20,8 +20,10 @@ from planted_faults import FAULTS, RICH_FAULTS, Fault, change_column, change_lin
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.cli.audit import audit
+from trireme.cli.replay import replay
 from trireme.config.files import write_run
 from trireme.config.orchestrator import Advantage, Buffer
+from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.journal.entry import write_entry
 from trireme.journal.journal import Journal
@@ -182,6 +184,12 @@ def test_no_code_that_a_journal_names_is_run(config: RunConfig, tmp_path: Path) 
     audit_run(config.paths.root, run_code="mine:advantages")
     audit([str(config.paths.root)])
     assert not mark.exists()
+
+
+def test_a_replay_runs_no_code_that_the_folder_names(config: RunConfig) -> None:
+    write_run(updated(config, {"trainer.loss.path": "pydoc:pipepager"}), config.paths.run_config)
+    with pytest.raises(ConfigError, match=r"names code that a replay runs .*pydoc:pipepager.*--run-code"):
+        replay([str(config.paths.root)])
 
 
 @pytest.mark.parametrize("name", [*FAULTS, *RICH_FAULTS])
