@@ -73,7 +73,7 @@ def load_large(folder: Path, world: World) -> dict[str, int]:
         return tensor.clone()
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(model_module, "require_packable", lambda *_: None)
+        patched.setattr(model_module, "check_packing", lambda *_: None)
         patched.setattr(loading.PublishedFiles, "read", counted)
         patched.setattr(loading, "READ_BYTES", READ_BYTES)
         with LiveBytes() as loading_peak:
