@@ -26,13 +26,12 @@ def test_the_page_and_the_schemas_are_current():
     ] == []
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "configs").glob("*/*.toml")), ids=lambda file: str(file.relative_to(ROOT))
-)
+WITH_SCHEMA = [file for file in sorted((ROOT / "configs").glob("*/*.toml")) if file.read_text().startswith("#:schema ")]
+
+
+@pytest.mark.parametrize("file", WITH_SCHEMA, ids=lambda file: str(file.relative_to(ROOT)))
 def test_a_file_that_names_its_schema_follows_it(file):
     first = file.read_text().partition("\n")[0]
-    if not first.startswith("#:schema "):
-        pytest.skip("a file of another format")
     schema = json.loads((file.parent / first.removeprefix("#:schema ")).read_text())
     jsonschema.validate(tomllib.loads(file.read_text()), schema)
 
