@@ -52,7 +52,7 @@ def calls(code: str, shown: str) -> list[dict[str, Any]]:
 
 
 def guess(rng: random.Random, answer: int) -> int:
-    """Of the right size, as somebody guesses who cannot compute it."""
+    """Return a wrong guess of about the right size."""
     return rng.randint(answer // 2, 2 * answer)
 
 

@@ -1,8 +1,8 @@
 """Conversations about reversing a text, of mixed quality, to warm a model up before reinforcement learning.
 
-Only some answers are right. The others copy the text, shuffle it, or forget the tags, as data from the wild would: the
-model learns how to reverse, but not that it should. Finding that out is what the reward is for. The texts are random
-letters, so the words of the environment's held-out set are not among them but by chance.
+Only some answers are right. The others copy the text, shuffle it, or forget the tags, like real data: the model
+learns how to reverse, but not that it should. Reinforcement learning teaches that. The texts are random letters, so they
+contain words of the environment's held-out set only by chance.
 """
 
 from __future__ import annotations

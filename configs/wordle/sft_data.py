@@ -53,7 +53,7 @@ def next_guess(kind: str, guesses: list[str], secret: str, words: list[str], rng
 
 
 def fits(word: str, guesses: list[str], secret: str) -> bool:
-    """Whether the word may be the secret, after what was said about the guesses."""
+    """Return whether the word may be the secret, given the feedback on the guesses."""
     return all(marks(guess, word) == marks(guess, secret) for guess in guesses)
 
 
