@@ -1,7 +1,7 @@
 """Endpoints of models, for `trireme eval run ENV -m NAME`, `trireme gepa run ENV -m NAME`.
 
-An entry has an address (`url` or `base_url`), and may have the model's name there (`model`) and a `key` (`api_key`). The
-entry "default" is used for every model without an entry. This file is read, not run: literals and os.getenv only.
+An entry has an address (`url` or `base_url`), and may have the model's name there (`model`) and a `key` (`api_key`).
+The entry "default" is used for every model without an entry. This file is read, not run: literals and os.getenv only.
 """
 
 import os

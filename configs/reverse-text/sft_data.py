@@ -1,8 +1,8 @@
 """Conversations about reversing a text, of mixed quality, to warm a model up before reinforcement learning.
 
 Only some answers are right. The others copy the text, shuffle it, or forget the tags, like real data: the model
-learns how to reverse, but not that it should. Reinforcement learning teaches that. The texts are random letters, so they
-contain words of the environment's held-out set only by chance.
+learns how to reverse, but not that it should. Reinforcement learning teaches that. The texts are random letters, so
+they contain words of the environment's held-out set only by chance.
 """
 
 from __future__ import annotations
