@@ -59,6 +59,12 @@ def test_it_answers_beside_the_run_and_is_gone_afterwards(
         assert httpx.get(address.partition("?")[0], trust_env=False).status_code == 401
     assert page.status_code == 200
     assert SECRET not in page.text
+    key = address.partition("=")[2]
+    written = [file.read_text(errors="replace") for file in config.paths.root.rglob("*") if file.is_file()]
+    assert len(key) > 16
+    assert not [text for text in written if key in text or SECRET in text], (
+        "the address with its key is for the terminal"
+    )
     linked = re.findall(r"""(?:src|href|url\(|from|import)\s*[=(]?\s*["'](?:https?:)?//[^"']+""", page.text)
     assert linked == []
     with pytest.raises(httpx.ConnectError):
