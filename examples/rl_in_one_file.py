@@ -53,7 +53,7 @@ from vllm import LLM, SamplingParams
 
 from trireme.algo.advantage import group_mean
 from trireme.algo.columns import Columns, Totals
-from trireme.algo.loss import policy_loss
+from trireme.algo.loss.loss import policy_loss
 from trireme.config.losses import Loss, resolve_loss
 from trireme.inference.vllm_api import begin_reload, finish_reload, incomplete_layers, load_tied_head
 from trireme.messages import Tokens, build_tokens

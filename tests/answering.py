@@ -1,12 +1,14 @@
-"""An answering end of the control wire, in a thread of its own."""
+"""Servers that answer in a thread of their own: one end of the control wire, and of HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from fake_chat import served
 from trireme.base.processes import free_port
 from trireme.messages import Reply, Request
 from trireme.transport.control import ControlServer
@@ -18,26 +20,41 @@ DEADLINE_S = 30
 def answering(handle: Callable[[Request], Reply], port: int | None = None) -> Iterator[str]:
     """The address where a real `ControlServer` answers with `handle`."""
     port = port or free_port()
-    loop, ready = asyncio.new_event_loop(), threading.Event()
 
     async def answer(request: Request) -> Reply:
         return handle(request)
 
-    async def serve() -> None:
+    @asynccontextmanager
+    async def serve() -> AsyncIterator[None]:
         server = ControlServer("127.0.0.1", port)
-        ready.set()
+        serving = asyncio.create_task(server.serve(answer))
         try:
-            await server.serve(answer)
+            yield
         finally:
+            serving.cancel()
             server.close()
 
-    serving = loop.create_task(serve())
-    thread = threading.Thread(target=loop.run_until_complete, args=[asyncio.wait([serving])], daemon=True)
-    thread.start()
-    assert ready.wait(DEADLINE_S)
-    try:
+    with served(serve):
         yield f"tcp://127.0.0.1:{port}"
-    finally:
-        loop.call_soon_threadsafe(serving.cancel)
-        thread.join(DEADLINE_S)
-        loop.close()
+
+
+@contextmanager
+def answering_http(answer: Callable[[str, str | None], tuple[int, bytes]], port: int = 0) -> Iterator[int]:
+    """The port of a server that answers GET with what `answer(path, authorization header)` returns."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answer(self.path, self.headers["Authorization"])
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.01], daemon=True)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()

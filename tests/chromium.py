@@ -20,7 +20,7 @@ FLAGS = (
     *("--disable-component-update", "--disable-sync", "--disable-default-apps", "--hide-scrollbars"),
     *("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",),
 )
-"""Nothing that a browser would do by itself; and whatever a page asks for elsewhere is not found."""
+"""Disable what a browser does by itself, and resolve no host but this machine."""
 SIZE = (1440, 900)
 PATIENCE_MS = 20_000.0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,7 @@ settings.register_profile("trireme", max_examples=60, deadline=None, derandomize
 settings.load_profile("trireme")
 
 if TYPE_CHECKING:
+    from stage import Stage
     from trireme.trainer.parallel.mesh import World
 
 
@@ -48,3 +51,14 @@ def world() -> Iterator[World]:
 
     with open_world("cpu", threads=1, timeout_s=60) as opened:
         yield opened
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    """A run whose processes are small scripts. None of them outlives the test."""
+    from stage import Stage
+
+    stage = Stage(tmp_path)
+    yield stage
+    for pid in stage.alive():
+        os.kill(pid, signal.SIGKILL)

@@ -27,14 +27,14 @@ def dashboard_of(runs: Sequence[Path], cache: Path) -> Iterator[str]:
     try:
         assert process.stdout is not None
         line = next((line for line in process.stdout if "http://" in line), "")
-        assert line, f"the dashboard ended with {process.wait(END_S)} before it told its address"
+        assert line, f"the dashboard ended with {process.wait(END_S)} before it printed its address"
         yield re.search(r"http://\S+", line)[0].rstrip("/")  # type: ignore[index]
     finally:
         _end(process)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """With Ctrl-C; whatever it started has to end with it."""
+    """End it with Ctrl-C, and require that all its child processes end with it."""
     started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.send_signal(signal.SIGINT)
     try:
@@ -46,7 +46,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def tab(page: Page, name: str) -> None:
-    """Clicks on it, and waits until it says that it is the one that is shown. By way of another where it is already."""
+    """Click on a tab and wait until it is the current one; by way of another tab where it is already."""
     link = page.locator("nav a.tr-tab", has_text=name)
     if link.get_attribute("aria-current"):
         tab(page, "Warnings" if name != "Warnings" else "Logs")
@@ -78,7 +78,7 @@ def rollouts(page: Page) -> None:
 
 
 def search(page: Page, line: str, *, says: str) -> None:
-    """Types it, and waits until the page says what it found."""
+    """Type a line and wait until the page shows the number of results."""
     page.locator(".tr-main input").first.fill(line)
     expect(page.locator(".tr-main [aria-live=polite]").first).to_have_text(re.compile(f"^{says}"))
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trireme.base.devices import Devices
-from trireme.cli.doctor import doctor
+from trireme.cli.workspace.doctor import doctor
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.tools.doctor.report import Case, Finding

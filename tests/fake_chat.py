@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
 
 from aiohttp import web
 
+from fake_engine import serving
 from trireme.base.processes import free_port
 
 
@@ -64,22 +65,12 @@ class FakeChat:
         return web.json_response({"data": [{"id": "grand-model"}]})
 
     @contextmanager
-    def running(self) -> Iterator[FakeChat]:
-        with served(self._open, self.leave):
-            yield self
-
-    @asynccontextmanager
-    async def _open(self) -> AsyncIterator[FakeChat]:
+    def running(self) -> Iterator[Self]:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_get("/v1/models", self.models)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self.port).start()
-        try:
+        with served(lambda: serving(app, self.port), self.leave):
             yield self
-        finally:
-            await runner.cleanup()
 
 
 def completion(content: str | None, *, reason: str = "stop", **message: Any) -> dict[str, Any]:

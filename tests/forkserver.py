@@ -4,15 +4,19 @@ A trainer spends ten seconds of processor time on imports, and a kill matrix sta
 what `subprocess.Popen` gives, for a program of ours; what that program starts with `subprocess.Popen` is forked too,
 where it is one of `FORKED`. All else is executed as usual. Starting by `exec` is tested elsewhere, on the real system.
 
-    test process --- socket ---> server --- fork ---> keeper --- fork ---> the program --- fork ---> its processes
+    test process --- socket ---> server --- fork ---> keeper --- fork ---> the program --- seed ---> its processes
 
 The keeper stays until nothing of the program is left, so `keeper_pid` is above every orphan (PR_SET_CHILD_SUBREAPER).
+A program may have threads when it starts another one, and a fork would copy the locks that these hold: of a module that
+one of them imports, or inside the C library. Therefore it has a `_Seed`: a copy of itself from before its first thread,
+which makes children for it.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import functools
 import gc
 import inspect
@@ -29,15 +33,17 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from setproctitle import getproctitle, setproctitle
 
-FORKED = ("trireme.cli.orchestrator", "trireme.cli.trainer", "trireme.cli.sft", "trireme.cli.replay")
+FORKED = ("trireme.cli.orchestrator", "trireme.cli.trainer", "trireme.cli.sft", "trireme.cli.runs.replay")
 FORKED_SCRIPTS = ("scripted_engine.py",)
 IMPORTED = ("trireme.trainer.loop", "trireme.orchestrator.loop", "trireme.launch.supervise", "trireme.cli.rl")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SYS_CLONE, CLONE_PARENT = {"x86_64": 56, "aarch64": 220}[os.uname().machine], 0x8000
 START_S = 120.0
+MOST_FDS = 16  # of a request
 
 
 # the test process
@@ -108,11 +114,9 @@ def popen(argv: Sequence[str], *, output: int, env: Mapping[str, str], cwd: Path
     """Run `argv` (`python SCRIPT …`, `python -m MODULE …` or a script of the installation) with both outputs sent to
     the descriptor `output`, in a session of its own."""
     ours, theirs = socket.socketpair()
-    request = json.dumps({"argv": list(argv), "env": dict(env), "cwd": str(cwd)}).encode()
+    request = {"argv": list(argv), "env": dict(env), "cwd": str(cwd)}
     with theirs, _lock:
-        server = _server()
-        socket.send_fds(server, [len(request).to_bytes(4, "big")], [output, theirs.fileno()])
-        server.sendall(request)
+        _send(_server(), request, [output, theirs.fileno()])
     return Forked(ours)
 
 
@@ -130,17 +134,29 @@ def serve() -> NoReturn:
     requests = socket.socket(fileno=0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need not be waited for
     while True:
-        header, fds, _, _ = socket.recv_fds(requests, 4, 2)
-        if not header:
-            os._exit(0)
-        length, request = int.from_bytes(header, "big"), b""
-        while len(request) < length:
-            request += requests.recv(length - len(request))
+        request, fds = _receive(requests)
         if not os.fork():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _keep(json.loads(request), output=fds[0], connection=fds[1])
+            _keep(request, output=fds[0], connection=fds[1])
         for fd in fds:
             os.close(fd)
+
+
+def _send(connection: socket.socket, request: dict[str, Any], fds: Sequence[int]) -> None:
+    data = json.dumps(request).encode()
+    socket.send_fds(connection, [len(data).to_bytes(4, "big")], fds)
+    connection.sendall(data)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Wait for a request and its file descriptors; leave where the other end is closed."""
+    header, fds, _, _ = socket.recv_fds(connection, 4, MOST_FDS)
+    if not header:
+        os._exit(0)
+    length, data = int.from_bytes(header, "big"), b""
+    while len(data) < length:
+        data += connection.recv(length - len(data))
+    return json.loads(data), fds
 
 
 def _keep(request: dict[str, Any], *, output: int, connection: int) -> NoReturn:
@@ -183,7 +199,7 @@ def _die_with_parent() -> None:
 
 def _become(
     argv: Sequence[str],
-    outputs: tuple[int, int, int],
+    outputs: Sequence[int],
     *,
     env: Mapping[str, str],
     cwd: str | None,
@@ -209,6 +225,7 @@ def _become(
     gc.freeze()  # objects of the parent must not close descriptors that are ours now
     atexit._clear()
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    ForkingPopen.seeds.append(_Seed())
     sys.stdout.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
     _name(argv)
     os._exit(_run(list(argv)))
@@ -258,11 +275,79 @@ def _run(argv: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+    ForkingPopen.seeds[-1].end()
     return (code or 0) & 0xFF
 
 
+class _Seed:
+    """A copy of this process that has one thread, and makes children for this process."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = socket.socketpair()
+        self._connection.settimeout(START_S)
+        self._pid = os.fork()
+        if not self._pid:
+            _die_with_parent()
+            _close_all_but({theirs.fileno()})
+            self._serve(theirs)
+        theirs.close()
+
+    def fork(self, argv: list[str], outputs: Sequence[int], keep: Sequence[int], **how: Any) -> int:
+        """Start a program. It gets `outputs` as its standard streams, and `keep` by the numbers that they have here.
+
+        Returns: its pid.
+        """
+        fds = sorted({fd for fd in (*outputs, *keep) if fd >= 0})
+        _send(self._connection, how | {"argv": argv, "fds": fds, "outputs": outputs, "keep": keep}, fds)
+        try:
+            return int(self._connection.recv(20))
+        except (OSError, ValueError):
+            raise AssertionError(f"process {os.getpid()} could not start {argv} in {START_S:.0f} s") from None
+
+    def end(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+    def _serve(self, connection: socket.socket) -> NoReturn:
+        while True:
+            request, fds = _receive(connection)
+            pid = _fork_sibling()
+            if not pid:
+                try:
+                    _become_child(request, fds)
+                finally:
+                    os._exit(1)
+            for fd in fds:
+                os.close(fd)
+            connection.sendall(str(pid).encode())
+
+
+def _fork_sibling() -> int:
+    """Fork a child of this process's parent: `os.fork` with CLONE_PARENT, for a process with one thread."""
+    api, libc = ctypes.pythonapi, ctypes.PyDLL(None)
+    api.PyOS_BeforeFork()
+    pid = libc.syscall(SYS_CLONE, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid:
+        api.PyOS_AfterFork_Parent()
+    else:
+        api.PyOS_AfterFork_Child()
+    assert pid >= 0, "this process could not be forked"
+    return pid
+
+
+def _become_child(request: dict[str, Any], fds: list[int]) -> NoReturn:
+    there = dict(zip(request.pop("fds"), (fcntl.fcntl(fd, fcntl.F_DUPFD, 1000) for fd in fds), strict=True))
+    for fd in request["keep"]:
+        os.dup2(there[fd], fd)
+    outputs = [there.get(fd, -1) for fd in request.pop("outputs")]
+    _become(request.pop("argv"), outputs, **request)
+
+
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen`, but that programs of `FORKED` are forked from this process, where everything is imported."""
+    """`subprocess.Popen`, but that programs of `FORKED` are forked, by a process where everything is imported."""
+
+    seeds: ClassVar[list[_Seed]] = []
+    """The last one is that of this process. Those before it stay, because their end would close a descriptor of it."""
 
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(subprocess_execute).bind(self, *args, **kwargs).arguments
@@ -270,16 +355,14 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
         if not _is_forked(argv):
             subprocess_execute(self, *args, **kwargs)
             return
-        outputs = (bound["p2cread"], bound["c2pwrite"], bound["errwrite"])
-        gc.collect()
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                env = dict(os.environ) if bound["env"] is None else bound["env"]
-                session = bool(bound["start_new_session"])
-                _become(argv, outputs, env=env, cwd=bound["cwd"], new_session=session, keep=list(bound["pass_fds"]))
-            finally:
-                os._exit(1)
+        self.pid = self.seeds[-1].fork(
+            argv,
+            (bound["p2cread"], bound["c2pwrite"], bound["errwrite"]),
+            bound["pass_fds"],
+            env=dict(os.environ if bound["env"] is None else bound["env"]),
+            cwd=None if bound["cwd"] is None else str(bound["cwd"]),
+            new_session=bool(bound["start_new_session"]),
+        )
         self._child_created = True
         names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(bound[name] for name in names))  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ import torch
 
 import forkserver
 from trireme.base.processes import free_port
-from trireme.trainer.parallel.mesh import open_world
+from trireme.trainer.parallel.mesh import World, open_world
 
 DEADLINE_S = 300
 
@@ -82,8 +82,11 @@ def run_rank(work: Callable[..., Any]) -> None:
         torch.save(work(*arguments, world), arguments[-1] / f"result_{world.rank}.pt")
 
 
-def stages_of_this_rank(stages: Sequence[Any], folder: Path) -> Iterator[Any]:
-    """The stages (of a `name` and so many `ranks`) in which it takes part, one by one; it waits while others work."""
+def run_stages(stages: Sequence[Any], work: Callable[[Any, World], Any], folder: Path) -> None:
+    """Within a rank: do the work of the stages (of a `name` and so many `ranks`) in which it takes part, one by one.
+
+    It waits while others work. `stage_results` returns what the ranks of each stage found.
+    """
     rank, ports = int(os.environ["RANK"]), os.environ["PORTS"].split(",")
     for stage, port in zip(stages, ports, strict=True):
         over = folder / stage.name / "over"
@@ -94,9 +97,17 @@ def stages_of_this_rank(stages: Sequence[Any], folder: Path) -> Iterator[Any]:
                 time.sleep(0.01)
             continue
         os.environ |= {"WORLD_SIZE": str(stage.ranks), "MASTER_PORT": port}
-        yield stage
+        with open_world("cpu", threads=1, timeout_s=240, replicas=stage.replicas, cp=stage.cp) as world:
+            torch.save(work(stage, world), folder / f"{stage.name}_{world.rank}.pt")
+            world.barrier()
         if rank == 0:
             over.touch()
+
+
+def stage_results(stages: Sequence[Any], folder: Path) -> dict[str, list[Any]]:
+    found = {stage.name: range(stage.ranks) for stage in stages}
+    files = {name: [folder / f"{name}_{rank}.pt" for rank in ranks] for name, ranks in found.items()}
+    return {name: [torch.load(file, weights_only=True) for file in each] for name, each in files.items()}
 
 
 if __name__ == "__main__":

@@ -109,10 +109,10 @@ class Process:
         if isinstance(self._popen, forkserver.Forked):
             with suppress(psutil.Error):
                 below = psutil.Process(self._popen.keeper_pid).children(recursive=True)
-                return [_describe(each) for each in below if _is_alive(each) and each.pid != self._popen.pid]
+                return [_describe(each) for each in below if is_alive(each) and each.pid != self._popen.pid]
             return []
         self.family.update(process for process in psutil.process_iter() if self._is_marked(process))
-        return [_describe(process) for process in self.family if _is_alive(process)]
+        return [_describe(process) for process in self.family if is_alive(process)]
 
     def _is_marked(self, process: psutil.Process) -> bool:
         try:
@@ -144,8 +144,10 @@ def _before_exec() -> None:
     die_with_parent()  # also when the tests themselves are killed
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process | str) -> bool:
+    """Whether a process, or the one with this pid, runs. One that has ended and was not waited for does not."""
     try:
+        process = psutil.Process(int(process)) if isinstance(process, str) else process
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False

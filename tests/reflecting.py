@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 
-from trireme.base.processes import free_port
+from fake_chat import FakeChat, completion
 
 ENVIRONMENT = '''
     """Say a word the way the harbour wants it."""
@@ -54,20 +52,15 @@ def reflect(messages: list[dict[str, Any]]) -> str:
     return f"I would say:\n```\n{prompt}\n{RULES[missed[0]] if missed else ''}\n```"
 
 
-class Endpoint:
-    """OpenAI's route on loopback, in a thread of its own."""
+class Endpoint(FakeChat):
+    """OpenAI's route with a mind for each model."""
 
     def __init__(self) -> None:
-        self.port = free_port()
-        self.requests: list[dict[str, Any]] = []
+        super().__init__()
         self.answered: list[dict[str, Any]] = []
         self.minds: dict[str, Callable[[list[dict[str, Any]]], str]] = {"follower": follow, "reflector": reflect}
         self.status: Callable[[dict[str, Any]], int] = lambda body: 200
-        self.before: Callable[[dict[str, Any]], None] = lambda body: None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+        self.delay_s = 0.0
 
     def asked(self, model: str) -> list[dict[str, Any]]:
         """What was answered, without the first question that each is greeted with."""
@@ -76,35 +69,8 @@ class Endpoint:
 
     async def chat(self, request: web.Request) -> web.Response:
         self.requests.append(body := await request.json())
-        await asyncio.to_thread(self.before, body)
+        await asyncio.sleep(self.delay_s)
         if (status := self.status(body)) != 200:
             return web.json_response({"error": "no"}, status=status)
         self.answered.append(body)
-        message = {"role": "assistant", "content": self.minds[body["model"]](body["messages"])}
-        usage = {"prompt_tokens": 10, "completion_tokens": 2}
-        return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage})
-
-    @contextmanager
-    def running(self) -> Iterator[Endpoint]:
-        loop, ready = asyncio.new_event_loop(), threading.Event()
-
-        async def serve() -> None:
-            app = web.Application()
-            app.router.add_post("/v1/chat/completions", self.chat)
-            runner = web.AppRunner(app, shutdown_timeout=0.1)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", self.port).start()
-            ready.set()
-            await stop.wait()
-            await runner.cleanup()
-
-        stop = asyncio.Event()
-        thread = threading.Thread(target=loop.run_until_complete, args=[serve()])
-        thread.start()
-        try:
-            assert ready.wait(20)
-            yield self
-        finally:
-            loop.call_soon_threadsafe(stop.set)
-            thread.join(20)
-            loop.close()
+        return web.json_response(completion(self.minds[body["model"]](body["messages"])))

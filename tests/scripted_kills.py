@@ -6,7 +6,6 @@ waits), and the one that waits is let go.
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from real_run import REPOSITORY, Process, Run, wait_until
 from trireme.journal.versions import Versions
 
 SCRIPTED = ("python", "tests/scripted_rl.py", "@", "tests/e2e/scripted.toml")
+AGENT = ("python", "tests/scripted_rl.py", "@", "tests/e2e/agent.toml")
 REAL = ("rl", "@", "tests/e2e/synchronous.toml")
 DEADLINE_S = 120.0  # for a point to be reached, and for a run to recover
 END_S = 240.0
@@ -104,23 +104,6 @@ def _rank(process: psutil.Process, words: str) -> str | None:
 
 
 @dataclass
-class Blow:
-    """One kill and what came of it."""
-
-    victim: str
-    point: str
-    version: int  # the newest that was confirmed when it was killed
-    seconds: float = 0.0  # until a newer one was
-    new_version: int = -1
-
-    def __str__(self) -> str:
-        return (
-            f"{self.victim} killed at {self.point}, version {self.version}: "
-            f"version {self.new_version} after {self.seconds:.1f} s"
-        )
-
-
-@dataclass
 class KilledRun:
     """A run that is under way, and the means to disturb it."""
 
@@ -130,7 +113,7 @@ class KilledRun:
     name: str = "the run"
     ranks: int = 1
     patience_s: float = DEADLINE_S  # for a point to be come to, and for getting over a kill
-    blows: list[Blow] = field(default_factory=list)
+    kills: list[str] = field(default_factory=list)
     num_starts: int = 0
 
     def __post_init__(self) -> None:
@@ -147,7 +130,7 @@ class KilledRun:
             *("--output-dir", str(self.run.root), "--trainer.num-ranks", str(self.ranks), *self.flags, *more),
             log=self.folder / f"launcher-{self.num_starts}.log",
             env=self.faults.env,
-            forked=self.command == SCRIPTED,
+            forked=self.command in (SCRIPTED, AGENT),
         )
 
     @property
@@ -184,32 +167,29 @@ class KilledRun:
         return found[0]
 
     def kill_at(self, victim: str, point: str, *, wake: str | None = None) -> None:
-        """Kills `victim` while a process is at `point`, and sees that the run goes on.
+        """Kill `victim` while a process is at `point`, and see that the run goes on. Start the run where it is not.
 
         Args:
             wake: who is killed before, so that the point is come to at all: it lies on the way up.
         """
         self.faults.arm(point)
+        if not self.num_starts:
+            self.start()
         if wake is not None:
             self.find(wake).kill()
-        self._strike(victim, point)
-
-    def start_and_kill_at(self, victim: str, point: str) -> None:
-        """As `kill_at`, for what is come to once."""
-        self.faults.arm(point)
-        self.start()
-        self._strike(victim, point)
-
-    def _strike(self, victim: str, point: str) -> None:
         self.until(lambda: self.faults.is_reached(point), f"{point} is reached, where {victim} is to be killed")
         process = self.find(victim)
         began = time.monotonic()
         self.kill(victim, process)
-        self.blows.append(blow := Blow(victim, point, self.version))
+        version = self.version
         self.faults.release(point)
-        self.until(lambda: self.version > blow.version, f"the run goes on after {victim} was killed at {point}")
-        blow.seconds, blow.new_version = time.monotonic() - began, self.version
-        self.say(blow)
+        self.until(lambda: self.version > version, f"the run goes on after {victim} was killed at {point}")
+        seconds = time.monotonic() - began
+        self.note(f"{victim} killed at {point}, version {version}: version {self.version} after {seconds:.1f} s")
+
+    def note(self, kill: str) -> None:
+        self.kills.append(kill)
+        self.say(kill)
 
     def kill_at_the_end(self, victim: str, points: Sequence[str]) -> None:
         """As `kill_at`, where no version comes any more: at each of these points that is come to before the end."""
@@ -230,8 +210,7 @@ class KilledRun:
             process = self.find(victim) if comes_up else find(victim, self.launcher, self.ranks)
             if process is not None:
                 self.kill(victim, process)
-                self.blows.append(Blow(victim, point, self.version))
-                self.say(f"{victim} killed at {point}")
+                self.note(f"{victim} killed at {point}")
             self.faults.release(point)
 
     def kill(self, victim: str, process: psutil.Process | None = None) -> None:
@@ -243,9 +222,6 @@ class KilledRun:
         wait_until(lambda: not self.process.left(), "everything of a killed launcher to end", [self.process])
         self.start("--resume")
 
-    def freeze(self, victim: str) -> None:
-        self.find(victim).send_signal(signal.SIGSTOP)
-
     def wait(self, deadline_s: float = END_S) -> None:
         """To its end, which must be a good one."""
         assert self.process.wait(deadline_s=deadline_s) == 0, self.tell()
@@ -254,8 +230,8 @@ class KilledRun:
     def tell(self) -> str:
         """What happened, and everybody's last words."""
         logs = sorted(self.run.paths.logs.glob("*.stdout")) if self.run.paths.logs.is_dir() else []
-        told = [f"{self.name} in {self.folder}, version {self.version}; {len(self.blows)} kills, the last:"]
-        told += [*(f"    {blow}" for blow in self.blows[-3:]), self.process.tail(25)]
+        told = [f"{self.name} in {self.folder}, version {self.version}; {len(self.kills)} kills, the last:"]
+        told += [*(f"    {kill}" for kill in self.kills[-3:]), self.process.tail(25)]
         for log in logs:
             told += [f"the end of {log}:", *log.read_text(errors="replace").splitlines()[-25:]]
         return "\n".join(told)

@@ -66,16 +66,16 @@ COOPERATE = "die_with_parent(int(os.environ['TRIREME_PARENT']))\n"
 class Stage:
     """A run folder, the scripts that play its processes, and who of them is alive."""
 
-    def __init__(self, folder: Path, **supervisor: Any) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.supervisor = {"backoff_s": 0.05} | supervisor
-        values = {"output_dir": str(folder), "name": "demo", "orchestrator": {"server": {"port": 1}}}
-        self.config = RunConfig.model_validate(values | {"supervisor": self.supervisor})
         self.health: dict[str, str] = {}
+        self.set()
 
-    def set(self, **supervisor: Any) -> Stage:
-        """With another `[supervisor]`."""
-        return Stage(self.folder, **supervisor)
+    def set(self, **supervisor: Any) -> None:
+        """Give the run this `[supervisor]`."""
+        self.supervisor = {"backoff_s": 0.05} | supervisor
+        values = {"output_dir": str(self.folder), "name": "demo", "orchestrator": {"server": {"port": 1}}}
+        self.config = RunConfig.model_validate(values | {"supervisor": self.supervisor})
 
     def plan(self, **bodies: str) -> Plan:
         roles = {"inference": SLEEP, "orchestrator": SLEEP, "trainer": SLEEP} | bodies
@@ -102,14 +102,12 @@ class Stage:
 
 
 ORPHAN = "subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
-FAMILIES = {
-    "in its group": f"grandchild({STUBBORN!r}); all_are_here(4)",
-    "in another session": f"grandchild({STUBBORN!r}, start_new_session=True); all_are_here(4); time.sleep(1.5)",
-    "orphaned in another session": (
-        f"subprocess.run([sys.executable, '-c', {'import subprocess, sys; ' + ORPHAN!r}, HERE + {STUBBORN!r}]); "
-        "all_are_here(4)"
-    ),
-}
+KIN = (
+    f"grandchild({STUBBORN!r}); grandchild({STUBBORN!r}, start_new_session=True); "
+    f"subprocess.run([sys.executable, '-c', {'import subprocess, sys; ' + ORPHAN!r}, HERE + {STUBBORN!r}]); "
+    "all_are_here(6); time.sleep(1.5)"
+)
+"""Three children of a process that heed no SIGTERM: in its group, in another session, and an orphan in a third one."""
 
 
 LAUNCHER = """
@@ -120,7 +118,8 @@ from stage import Stage
 from trireme.launch.folder import hold_folder
 from trireme.launch.supervise import supervise
 
-stage = Stage(Path({folder!r}), **{supervisor!r})
+stage = Stage(Path({folder!r}))
+stage.set(**{supervisor!r})
 with hold_folder(stage.config.paths) as lock:
     sys.exit(supervise(stage.plan(**{bodies!r}), stage.config, grace_s={grace_s!r}, keep_open=(lock,)))
 """

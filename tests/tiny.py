@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trireme.algo.packing import Sample, micro_batches_of_rank
 from trireme.base.waiting import Waits
 from trireme.config.trainer import Checkpoints, Loss, Optimizer, TrainerModel
-from trireme.messages import BatchReply, build_tokens
+from trireme.messages import BatchReply, MicroBatch, build_tokens
 from trireme.trainer.checkpoint.checkpoint import CheckpointStore, TrainerState
 from trireme.trainer.checkpoint.export import Exporter
-from trireme.trainer.model.model import load_model
+from trireme.trainer.model.model import load_model, open_tokenizer
 from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.step import forward_backward, policy_gradient, update
@@ -64,6 +64,12 @@ def random_samples(lengths: list[int], seed: int = 0) -> list[Sample]:
     return samples
 
 
+def one_row(samples: list[Sample]) -> MicroBatch:
+    """All samples packed into one row."""
+    (row,) = micro_batches_of_rank(samples, capacity=sum(sample.tokens.length for sample in samples), rank=0, world=1)
+    return row
+
+
 def num_loss_tokens(samples: list[Sample]) -> int:
     return sum(int(sample.tokens.loss_mask.sum()) for sample in samples)
 
@@ -78,17 +84,25 @@ def open_state(folder: Path, world: World, *, attn: str = "sdpa", lr: float = 1e
 
 
 def backward(
-    state: TrainerState, samples: list[Sample], world: World, *, capacity: int, loss: Loss | None = None
+    model: PreTrainedModel,
+    samples: list[Sample],
+    world: World,
+    *,
+    capacity: int,
+    step: int = 0,
+    loss: Loss | None = None,
 ) -> dict[str, float]:
     """This rank's share of the gradients of the whole batch."""
+    reply, loss = batch_reply(samples, world, capacity=capacity, step=step), loss or Loss(kl_tau=0.1)
     return forward_backward(
-        state.model,
-        micro_batches_of_rank(samples, capacity=capacity, rank=world.rank, world=world.size),
-        loss_tokens=num_loss_tokens(samples),
-        loss_samples=num_loss_samples(samples),
-        step=state.version,
-        loss_function=policy_gradient(loss or Loss(kl_tau=0.1)),
+        model,
+        reply.micro_batches,
+        loss_tokens=reply.loss_tokens,
+        loss_samples=reply.loss_samples,
+        step=step,
+        loss_function=policy_gradient(loss),
         world=world,
+        entropy_gradient=loss.entropy_bonus is not None,
     )
 
 
@@ -96,7 +110,7 @@ def batch_reply(samples: list[Sample], world: World, *, capacity: int, step: int
     """What the orchestrator hands this rank."""
     return BatchReply(
         step=step,
-        micro_batches=micro_batches_of_rank(samples, capacity=capacity, rank=world.rank, world=world.size),
+        micro_batches=micro_batches_of_rank(samples, capacity=capacity, rank=world.dp_rank, world=world.dp_size),
         loss_tokens=num_loss_tokens(samples),
         num_rollouts=len(samples),
         loss_samples=num_loss_samples(samples),
@@ -104,7 +118,8 @@ def batch_reply(samples: list[Sample], world: World, *, capacity: int, step: int
 
 
 def train_step(state: TrainerState, samples: list[Sample], world: World, *, capacity: int = 64) -> dict[str, float]:
-    metrics = backward(state, samples, world, capacity=capacity) | update(state.model, state.optimizer, 1.0)
+    metrics = backward(state.model, samples, world, capacity=capacity, step=state.version)
+    metrics |= update(state.model, state.optimizer, 1.0)
     state.version += 1
     return metrics
 
@@ -148,12 +163,20 @@ def open_store(
 
 
 def open_exporter(folder: Path, model: Path, world: World, dtype: torch.dtype = torch.float32) -> Exporter:
-    return Exporter(folder, world, tokenizer=str(model), dtype=dtype, trust_remote_code=False)
+    return Exporter(folder, open_tokenizer(str(model), False) if world.is_main else None, dtype)
 
 
 def save(folder: Path, state: TrainerState, world: World, config: Checkpoints | None = None) -> None:
     """Returns when the checkpoint is whole."""
     store = open_store(folder, world, config)
+    store.save(state)
+    store.wait()
+
+
+def save_run(folder: Path, state: TrainerState, model: Path, world: World) -> None:
+    """Save a checkpoint and its export, as in the folder of a run."""
+    exporter = open_exporter(folder / "weights", model, world)
+    store = open_store(folder / "checkpoints", world, exporter=exporter)
     store.save(state)
     store.wait()
 

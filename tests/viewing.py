@@ -1,14 +1,11 @@
-"""Drives the viewer of runs and evaluations as its user does: keys go in, what the screen says comes out."""
+"""Drive the viewer of runs and evaluations as its user does: press keys, and read the screen."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from html.parser import HTMLParser
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +38,6 @@ def write_evaluations(run: Path, *, versions: Sequence[int] = (0, 20), examples:
         answers = [answer(n, n / 10, f"version {version} says {n}") for n in range(examples)]
         answers[1]["reward"] = version / 20
         write_results(run / "evals" / f"step_{version}" / "say.jsonl", answers)
-
-
-@contextmanager
-def answering(answer: Callable[[], bytes]) -> Iterator[int]:
-    """A server that answers every question with this. Yields its port."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield server.server_port
-        server.shutdown()
 
 
 class Reader(HTMLParser):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from aiohttp import web
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from fake_engine import Asked, FakeEngine, WeightWire
+from fake_engine import Asked, FakeEngine, WeightWire, serving
 from tiny_tokenizer import END, write_tokenizer
 from trireme.algo.digest import tensor_digest
 from trireme.messages import InitInfo, UpdateInfo
@@ -125,19 +125,17 @@ async def open_weighed_engine(model: Path, **knobs: Any) -> AsyncIterator[Weighe
     app.router.add_get("/v1/models", engine.models)
     app.router.add_post("/inference/v1/generate", engine.generate)
     app.router.add_post("/{route}", engine.control)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", engine.port).start()
-    leaving = asyncio.create_task(_leave(engine, runner))
-    try:
-        yield engine
-    finally:
-        engine.gone.set()
-        with suppress(asyncio.CancelledError):
+    async with AsyncExitStack() as life:
+        await life.enter_async_context(serving(app, engine.port))
+
+        async def leave() -> None:
+            await engine.gone.wait()
+            engine.running.set()
+            await life.aclose()
+
+        leaving = asyncio.create_task(leave())
+        try:
+            yield engine
+        finally:
+            engine.gone.set()
             await leaving
-
-
-async def _leave(engine: WeighedEngine, runner: web.AppRunner) -> None:
-    await engine.gone.wait()
-    engine.running.set()
-    await runner.cleanup()

@@ -72,47 +72,134 @@ def block_until(condition: Callable[[], Any], what: str) -> None:
             time.sleep(0.01)
 
 
+class Killed(Exception):
+    """What becomes of a trainer's thread instead of SIGKILL."""
+
+
 @dataclass
-class Running:
-    """What a test may look at, and turn, while the run goes on."""
+class WholeRun:
+    """A run that a test may look at, and disturb, while it goes on; and what is left of it at its end."""
 
-    orchestrator: Orchestrator
+    config: RunConfig
     engine: FakeEngine
-    trainer: FakeTrainer
+    pool: dict[str, Any]  # attributes of the orchestrator's pool of engines, set whenever it starts
+    trainers: list[FakeTrainer] = field(default_factory=list)
+    orchestrator: Orchestrator | None = None
+    error: TriremeError | None = None  # that ended the orchestrator
+    trainer_error: list[Exception] = field(default_factory=list)
+    found: Any = None  # what `meanwhile` returned
 
-    async def until(self, condition: Callable[[], Any], what: str) -> None:
+    def __post_init__(self) -> None:
+        self._test = asyncio.current_task()
+        self._opened = asyncio.Event()
+        self._looking: asyncio.Task[Any] | None = None
+
+    @property
+    def trainer(self) -> FakeTrainer:
+        return self.trainers[-1]
+
+    @property
+    def records(self) -> list[BatchRecord]:
+        journal = Journal(self.config.paths.journal)
+        return [journal.read(step) for step in journal.steps()]
+
+    # its processes
+
+    def start_trainer(self, **knobs: Any) -> None:
+        self.trainers.append(trainer := FakeTrainer(self.config, self.engine.wire, **knobs))
+        loop = asyncio.get_running_loop()
+
+        def train() -> None:
+            try:
+                trainer.train()
+            except Killed:
+                pass
+            except Exception as error:
+                self.trainer_error.append(error)
+                if not isinstance(error, TriremeError):
+                    with suppress(RuntimeError):  # the test is over already
+                        loop.call_soon_threadsafe(self._test.cancel)
+
+        self._training = threading.Thread(target=train, daemon=True)
+        self._training.start()
+
+    async def kill_trainer(self, *, at: int) -> None:
+        """When it is about to train batch `at`."""
+
+        def die(version: int) -> None:
+            if version == at:
+                raise Killed
+
+        self.trainer.before_step = die
+        await asyncio.to_thread(self._training.join, DEADLINE_S)
+
+    def start_orchestrator(self) -> None:
+        self._driving = asyncio.create_task(self._drive())
+        self._driving.add_done_callback(self._stop_looking)
+
+    async def _drive(self) -> None:
+        async with open_orchestrator(self.config) as self.orchestrator:
+            for name, value in self.pool.items():
+                setattr(self.orchestrator.pool, name, value)
+            self._opened.set()
+            await drive(self.orchestrator)
+
+    def _stop_looking(self, driving: asyncio.Task[None]) -> None:
+        """Where the orchestrator fails, the test has nothing to look at any more."""
+        if not driving.cancelled() and driving.exception() is not None and self._looking is not None:
+            self._looking.cancel()
+
+    async def kill_orchestrator(self) -> None:
+        self._driving.cancel()
+        await asyncio.wait([self._driving])
+
+    def lose_engine(self) -> None:
+        """Its successor is there at once, with the base model's weights and nothing under way."""
+        self.engine.version, self.engine.weights = -1, {}
+        self.engine.running.set()
+
+    # what a test asks
+
+    async def until(self, condition: Callable[[], Any], what: str = "it") -> None:
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
-                await asyncio.sleep(0.01)
-        assert condition(), what
+                assert not self._driving.done(), f"the run ended before {what}"
+                await asyncio.sleep(0.005)
 
     async def ask(self, questions: Callable[[FakeTrainer], Any]) -> Any:
         """Puts questions over a connection of its own."""
 
         def put() -> Any:
-            asker = FakeTrainer(self.orchestrator.config, self.engine.wire)
+            asker = FakeTrainer(self.config, self.engine.wire)
             asker.connect()
             with closing(asker.control):
                 return questions(asker)
 
         return await asyncio.to_thread(put)
 
+    async def go_on(self, meanwhile: Callable[[WholeRun], Awaitable[Any]] | None, stop_after_meanwhile: bool) -> None:
+        """To the end, or to the error that ends it."""
+        try:
+            if meanwhile is not None:
+                self._looking = asyncio.create_task(self._look(meanwhile))
+                await asyncio.wait([self._looking])
+                if not self._looking.cancelled():
+                    self.found = self._looking.result()
+            if stop_after_meanwhile:
+                self._driving.cancel()
+            await asyncio.wait([self._driving])
+            if not self._driving.cancelled():
+                await self._driving
+        except* TriremeError as errors:
+            error: BaseException = errors
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            assert isinstance(error, TriremeError)
+            self.error = error
 
-@dataclass
-class Outcome:
-    """What is left of a run."""
-
-    config: RunConfig
-    engine: FakeEngine
-    trainer: FakeTrainer
-    error: TriremeError | None = None  # that ended the orchestrator
-    trainer_error: list[Exception] = field(default_factory=list)
-    found: Any = None  # what `meanwhile` returned
-
-    @property
-    def records(self) -> list[BatchRecord]:
-        journal = Journal(self.config.paths.journal)
-        return [journal.read(step) for step in journal.steps()]
+    async def _look(self, meanwhile: Callable[[WholeRun], Awaitable[Any]]) -> Any:
+        await self._opened.wait()
+        return await meanwhile(self)
 
 
 def run(
@@ -120,61 +207,26 @@ def run(
     *,
     engine: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
-    meanwhile: Callable[[Running], Awaitable[Any]] | None = None,
+    pool: dict[str, Any] | None = None,
+    meanwhile: Callable[[WholeRun], Awaitable[Any]] | None = None,
     stop_after_meanwhile: bool = False,
-) -> Outcome:
-    """Runs to the end, or to the error that ends it. `engine` and `trainer` are knobs of theirs."""
+) -> WholeRun:
+    """Runs to the end, or to the error that ends it. `engine`, `trainer` and `pool` are knobs of theirs."""
 
-    async def main() -> Outcome:
-        wire = WeightWire()
+    async def main() -> WholeRun:
         port = config.inference.server.port
-        async with open_fake_engine(wire, port=port, end=END, **(engine or {})) as opened:
-            outcome = Outcome(config, opened, FakeTrainer(config, wire, **(trainer or {})))
+        async with open_fake_engine(WeightWire(), port=port, end=END, **(engine or {})) as opened:
+            whole = WholeRun(config, opened, pool or {})
             try:
-                await _run(outcome, meanwhile, stop_after_meanwhile)
+                async with asyncio.timeout(DEADLINE_S):
+                    whole.start_orchestrator()
+                    whole.start_trainer(**(trainer or {}))
+                    await whole.go_on(meanwhile, stop_after_meanwhile)
             except asyncio.CancelledError:
-                raise outcome.trainer_error[0] from None  # a mistake in the test's own trainer
-            return outcome
+                raise whole.trainer_error[0] from None  # a mistake in the test's own trainer
+            finally:
+                for each in whole.trainers:
+                    each.stop.set()
+            return whole
 
     return asyncio.run(main())
-
-
-async def _run(
-    outcome: Outcome, meanwhile: Callable[[Running], Awaitable[Any]] | None, stop_after_meanwhile: bool
-) -> None:
-    loop, here = asyncio.get_running_loop(), asyncio.current_task()
-    assert here is not None
-
-    def train() -> None:
-        try:
-            outcome.trainer.train()
-        except Exception as error:
-            outcome.trainer_error.append(error)
-            if not isinstance(error, TriremeError):
-                with suppress(RuntimeError):  # the test is over already
-                    loop.call_soon_threadsafe(here.cancel)
-
-    threading.Thread(target=train, daemon=True).start()
-    try:
-        async with asyncio.timeout(DEADLINE_S), open_orchestrator(outcome.config) as orchestrator:
-            driving = asyncio.create_task(drive(orchestrator))
-            if meanwhile is not None:
-                looking = asyncio.create_task(meanwhile(Running(orchestrator, outcome.engine, outcome.trainer)))
-                await asyncio.wait([driving, looking], return_when=asyncio.FIRST_COMPLETED)
-                if driving.done() and driving.exception() is not None:
-                    looking.cancel()
-                else:
-                    outcome.found = await looking
-            if stop_after_meanwhile:
-                driving.cancel()
-            await asyncio.wait([driving])
-            if not driving.cancelled():
-                await driving
-    except* TriremeError as errors:
-        error: BaseException = errors
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        assert isinstance(error, TriremeError)
-        outcome.error = error
-    finally:
-        outcome.trainer.stop.set()

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from trireme.algo.difficulty import Outcome
+from trireme.algo.data.difficulty import Outcome
 from trireme.algo.filters import flaw_with
 from trireme.algo.rules import Rules, rules_of
 from trireme.config.files import write_run

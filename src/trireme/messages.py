@@ -15,17 +15,24 @@ Shapes: T tokens of one sample, or of one packed row; S samples in a row.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from pydantic import BaseModel
 
 WIRE_VERSION = 5
 
+Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Words = Annotated[str, Meta(max_length=1 << 12)]
+"""Bounds that the decoder checks. `transport/sanity.py` checks how the numbers of a message fit together."""
+
 
 class Kept(msgspec.Struct, frozen=True):
-    """What a sampler that was cut (top_p, top_k, min_p) could choose from, token by token, one list after the other.
+    """The tokens that a truncated sampler (top_p, top_k, min_p) could choose from, one list per token.
 
     Example:
         Kept(counts=[0, 3, 1], ids=[5, 7, 9, 7])  # the second token was one of 5, 7, 9; the third had to be 7
@@ -124,15 +131,15 @@ PULLED_KINDS = frozenset({"filesystem", "ipc"})
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """What one tensor of the model looks like on the wire.
+    """Name, type and shape of one tensor that is sent.
 
     Example:
         TensorSpec(name="model.layers.0.mlp.up_proj.weight", dtype="float32", shape=[512, 128])
     """
 
     name: str
-    dtype: str
-    shape: list[int]
+    dtype: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{1,31}\Z")]
+    shape: Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=8)]
 
 
 class InitInfo(msgspec.Struct, frozen=True):
@@ -166,7 +173,7 @@ class UpdateInfo(msgspec.Struct, frozen=True):
 class Probe(msgspec.Struct, frozen=True):
     """A fixed prompt and what the trainer's weights say about it: an engine must say the same."""
 
-    ids: list[int]  # [T]
+    ids: Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(min_length=2)]  # [T]
     logprobs: list[float]  # [T - 1]: of ids[t + 1] after ids[:t + 1], at temperature 1
 
 
@@ -196,9 +203,9 @@ class GetBatch(msgspec.Struct, frozen=True, tag=True):
     """Rank `rank` of `world` asks for its share of batch `step`."""
 
     run_id: str
-    step: int
-    rank: int
-    world: int
+    step: Count
+    rank: Rank
+    world: Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 class BatchReply(msgspec.Struct, frozen=True, tag=True):
@@ -225,21 +232,21 @@ class PolicyReady(msgspec.Struct, frozen=True, tag=True):
     """The trainer has version `version` and would send it now."""
 
     run_id: str
-    version: int
-    incarnation: str  # of the trainer process: another one means that the old connections are gone
-    attempt: int  # counts up with every transfer; the same number asks about the same one
+    version: Count
+    incarnation: Name  # of the trainer process: another one means that the old connections are gone
+    attempt: Count  # counts up with every transfer; the same number asks about the same one
     everywhere: bool  # also to engines that serve this version already
-    specs: list[TensorSpec]
-    kind: str  # gloo | nccl | ipc | filesystem
-    host: str  # where the trainer's rendezvous listens
-    port: int
+    specs: Annotated[list[TensorSpec], Meta(min_length=1)]
+    kind: Annotated[str, Meta(pattern=r"^(gloo|nccl|ipc|filesystem)\Z")]
+    host: Name  # where the trainer's rendezvous listens
+    port: Annotated[int, Meta(ge=0, lt=1 << 16)]
 
 
 class Go(msgspec.Struct, frozen=True, tag=True):
     """The engines are paused and receive: send now, in group `epoch` of `world_size` ranks (the sender is 0)."""
 
     version: int
-    epoch: str  # names a set of peers; another one means: join anew
+    epoch: str  # names a set of peers; another one means: join again
     world_size: int
 
 
@@ -247,9 +254,9 @@ class PolicySent(msgspec.Struct, frozen=True, tag=True):
     """All tensors of `version` have been sent. Engines must report these digests and agree with the probe."""
 
     run_id: str
-    version: int
-    attempt: int
-    digests: dict[str, str]
+    version: Count
+    attempt: Count
+    digests: Annotated[dict[str, Annotated[str, Meta(pattern=r"^[!-~]{1,256}\Z")]], Meta(min_length=1)]
     probe: Probe
     payload: dict[str, Any] = {}  # what a `pull` kind of transfer needs: a folder, or memory handles
 
@@ -267,21 +274,21 @@ class Live(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """What a process does and waits for, once a second."""
+    """The state and the waits of a process, once a second."""
 
     run_id: str
-    process: str
-    state: str
-    version: int
-    waits: list[str]
-    busy: bool = False  # it waits for room on a disk, and whoever waits for it waits for that too
+    process: Annotated[str, Meta(min_length=1, max_length=64)]
+    state: Words
+    version: Annotated[int, Meta(ge=-1)]
+    waits: Annotated[list[Words], Meta(max_length=1 << 10)]
+    busy: bool = False  # it waits for room on a disk; the deadlines of its peers are suspended
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
     """The trainer has finished `version` = max_steps and leaves."""
 
     run_id: str
-    version: int
+    version: Count
 
 
 class Ok(msgspec.Struct, frozen=True, tag=True):
@@ -347,5 +354,5 @@ def decode_reply(data: bytes) -> Reply:
 
 
 def decode_as(kind: Any, data: bytes) -> Any:
-    """For what is stored rather than sent."""
+    """Decode a value that was stored, not sent."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode)

@@ -19,15 +19,11 @@ def load_environment(**args):
 @pytest.mark.parametrize(
     ("flags", "messages"),
     [
-        (["--trainer.optim.learning-rate", "1e-3"], ["Did you mean `--trainer.optim.lr`?"]),
         (
             ["--max-stepz", "3", "--seq-len", "long"],
             ["2 problems", "--max-steps", "`--seq-len long` - expected integer"],
         ),
-        (["--orchestrator.batch-size", "100"], ["must be divisible by rollouts_per_example: 100 % 16 = 4"]),
-        (["--model.name", "models/no-such-model"], ['"models/no-such-model": this folder does not exist']),
         (["--orchestrator.env.0.id", "revers-text"], ["did you mean 'reverse_text'"]),
-        (["--trainer.model.ac", "full"], ["Write its keys one by one: `--trainer.model.ac.freq …`"]),
     ],
 )
 def test_a_flag_that_cannot_work_is_refused(flags: list[str], messages: list[str], tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 The engine is scripted (`scripted_engine.py`), because vLLM takes half a minute to start, and processes are forked
 (`forkserver.py`), because imports take ten seconds; everything else is the real thing. The quick test kills each
-process once in each phase of a step; the slow ones kill it at every point, in one run per process.
+process once in each phase of a step; the slow ones kill it at every point, in one run per process, and each once on
+vLLM.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +17,20 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from real_run import Run
-from scripted_kills import VICTIMS, KilledRun, assert_audited, assert_same_weights, finish_undisturbed, open_run
+from real_run import REPOSITORY, Run, SharedEngine, run_apart
+from scripted_kills import (
+    AGENT,
+    REAL,
+    SCRIPTED,
+    VICTIMS,
+    KilledRun,
+    assert_audited,
+    assert_same_weights,
+    finish_undisturbed,
+    open_run,
+)
 from trireme.base.faults import POINTS
+from trireme.journal.turns import read_turns, turns_folder
 
 PHASES = {
     "sampling": "rollout.finished",
@@ -37,7 +50,11 @@ ON_THE_WAY_UP = {
 """Points that are reached only after the death of this process."""
 AT_THE_START = ("launcher.started",)
 AT_THE_END = ("trainer.finishing", "orchestrator.finishing")
-EVERY_FEW_STEPS = tuple(point for point in POINTS if point not in {*ON_THE_WAY_UP, *AT_THE_START, *AT_THE_END})
+IN_A_SESSION = ("turn.sampled", "turn.written")
+"""Points that only agent programs come to."""
+EVERY_FEW_STEPS = tuple(
+    point for point in POINTS if point not in {*ON_THE_WAY_UP, *AT_THE_START, *AT_THE_END, *IN_A_SESSION}
+)
 OF_ALL_RANKS = {"trainer.batch_received", "trainer.stepped", "trainer.sending", "trainer.sent", "trainer.published"}
 OF_ALL_RANKS |= {"trainer.confirmed", "checkpoint.begun", "checkpoint.written"}
 
@@ -52,6 +69,16 @@ STEPS = 70
 SYNCHRONOUS = ("--max-steps", str(STEPS), "--max-async-level", "0")
 AHEAD = ("--max-steps", str(STEPS), "--max-async-level", "2")
 QUICKLY = ("--supervisor.backoff-s", "0.2", "--weight-broadcast.timeout-s", "60")
+ON_VLLM = (
+    ("engine core", "engine.receiving"),
+    ("inference server", "rollout.finished"),
+    ("trainer rank 0", "trainer.sending"),
+    ("trainer rank 1", "trainer.stepped.rank1"),
+    ("orchestrator", "version.before_record"),
+    ("environment worker", "environment.asked"),
+    ("launcher", "journal.appended"),
+)
+RECOVERY_S = 300.0  # vLLM takes most of a minute to come up beside others
 
 
 @pytest.fixture(scope="session")
@@ -72,9 +99,12 @@ def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> C
 
 
 @contextmanager
-def started(folder: Path, model: Path, *flags: str, name: str, ranks: int) -> Iterator[KilledRun]:
+def started(
+    folder: Path, model: Path, *flags: str, name: str, ranks: int, command: tuple[str, ...] = SCRIPTED
+) -> Iterator[KilledRun]:
     """Start a run to kill processes of, and wait for its good end after the block."""
-    run = KilledRun(folder, [*flags, *QUICKLY, "--model.name", str(model)], name=name, ranks=ranks)
+    settings = [*flags, *QUICKLY, "--model.name", str(model)]
+    run = KilledRun(folder, settings, name=name, ranks=ranks, command=command)
     with open_run(run):
         yield run
         run.wait()
@@ -99,12 +129,7 @@ def test_a_process_may_be_killed_at_every_point(
     left = [point for point in points_for(victim) if point not in AT_THE_END]
     ranks = 2 if victim.startswith("trainer") else 1
     with started(tmp_path, tiny_model, *SYNCHRONOUS, name=victim, ranks=ranks) as run:
-        first = [point for point in left if point in AT_THE_START]  # it must be armed before the start
-        if first:
-            run.start_and_kill_at(victim, *first)
-        else:
-            run.start()
-        for point in left[len(first) :]:
+        for point in left:  # the first is armed before the start
             run.kill_at(victim, point, wake=wake_for(victim, point))
         run.kill_at_the_end(victim, AT_THE_END)
     assert_same_weights(run, undisturbed(ranks), STEPS)
@@ -132,9 +157,70 @@ def test_a_process_that_freezes_is_replaced(
         for victim in VICTIMS:
             if victim != "launcher":
                 run.until(lambda before=run.version: run.version > before + 2, "the next version but two")
-                run.freeze(victim)
+                run.find(victim).send_signal(signal.SIGSTOP)
                 run.until(lambda before=run.version: run.version > before + 3, f"the run goes on without {victim}")
     assert_same_weights(run, undisturbed(2), STEPS)
+
+
+LORA = ("--trainer.model.lora.rank", "4", "--trainer.model.lora.sync", "adapter", "--trainer.optim.lr", "1e-3")
+SMALL_STEPS = ("--inference.model.dtype", "bfloat16", "--trainer.optim.lr", "1e-6")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "delta", "ranks", "file"),
+    [(LORA, (), 1, "adapter_model"), (SMALL_STEPS, ("--weight-broadcast.delta", "true"), 2, "model")],
+    ids=["adapters alone", "changes alone"],
+)
+def test_updates_that_send_less_than_all_weights_survive_kills(
+    tiny_model: Path, tmp_path: Path, flags: tuple[str, ...], delta: tuple[str, ...], ranks: int, file: str
+) -> None:
+    """A restarted engine is given all weights again before changes or adapters."""
+    steps = ("--max-steps", "24", "--max-async-level", "0", "--model.name", str(tiny_model))
+    whole = finish_undisturbed(KilledRun(tmp_path / "whole", [*steps, *flags], name="whole", ranks=ranks))
+    with started(tmp_path / "killed", tiny_model, *steps, *flags, *delta, name="less", ranks=ranks) as run:
+        run.start()
+        run.until(lambda: run.version >= 1, "version 1")
+        run.kill_at("engine core", "engine.receiving")
+        run.kill_at(f"trainer rank {ranks - 1}", "trainer.sending" + (".rank1" if ranks > 1 else ""))
+        run.kill_at("engine core", "engine.finished")
+        run.kill_at("orchestrator", "version.before_record")
+        run.kill_at("inference server", "update.paused")
+    assert_same_weights(run, whole, 24, f"{file}.safetensors")
+
+
+@pytest.mark.slow
+def test_agent_programs_lose_no_turn_whatever_is_killed(tiny_model: Path, tmp_path: Path) -> None:
+    """The weights are those of the run in which nothing dies, and no turn was sampled twice."""
+    agent = ("--orchestrator.env.0.agent.command", "python3", str(REPOSITORY / "tests/e2e/talker.py"), "{prompt}")
+    flags = ("--max-steps", "24", *agent)
+    plain = KilledRun(tmp_path / "plain", [*flags, "--model.name", str(tiny_model)], command=AGENT, name="plain")
+    undisturbed = finish_undisturbed(plain)
+    with started(tmp_path / "killed", tiny_model, *flags, name="sessions", ranks=1, command=AGENT) as run:
+        run.start()
+        for point in (*IN_A_SESSION, "environment.scored", "journal.appended"):
+            for victim in ("orchestrator", "environment worker", "engine core", "launcher"):
+                run.kill_at(victim, point)
+    assert_same_weights(run, undisturbed, 24)
+    files = list(turns_folder(run.run.paths.journal).glob("*.turns"))
+    assert len(files) >= 24 * 4
+    for file in files:
+        prompts = [turn.prompt for turn in read_turns(file)]
+        assert len(set(prompts)) == len(prompts) <= 3, file
+
+
+@pytest.mark.slow
+def test_each_process_may_be_killed_on_vllm(engine: SharedEngine, tmp_path: Path) -> None:
+    flags = ["--max-steps", "9"]
+    undisturbed = run_apart(engine, tmp_path / "undisturbed", *flags, "--trainer.num-ranks", "2")
+    run = KilledRun(tmp_path, flags, command=REAL, name="on vLLM", ranks=2, patience_s=RECOVERY_S)
+    with open_run(run):
+        run.start()
+        run.until(lambda: run.version >= 0, "version 0")
+        for victim, point in ON_VLLM:
+            run.kill_at(victim, point)
+        run.wait(RECOVERY_S)
+    assert_same_weights(run, undisturbed, 9)
 
 
 def points_for(victim: str) -> list[str]:

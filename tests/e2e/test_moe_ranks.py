@@ -12,13 +12,11 @@ import torch
 
 from moe import routed, save_moe
 from rank_processes import require_success, results_of, started_ranks
-from tiny import num_loss_samples, num_loss_tokens, random_samples, take_gradients
-from trireme.algo.packing import micro_batches_of_rank
-from trireme.config.trainer import ActivationCheckpointing, Experts, Loss, TrainerModel
+from tiny import backward, random_samples, take_gradients
+from trireme.config.trainer import ActivationCheckpointing, Experts, TrainerModel
 from trireme.trainer.model.model import load_model
 from trireme.trainer.model.moe import expert_metrics
 from trireme.trainer.parallel.mesh import World, open_world
-from trireme.trainer.step import forward_backward, policy_gradient
 
 CAPACITY = 41
 LENGTHS = [31, 18, 23, 9]
@@ -29,15 +27,7 @@ def train(folder: Path, world: World) -> dict[str, Any]:
     config = TrainerModel(cp=world.cp_size, ac=ActivationCheckpointing(), moe=Experts(router_replay=True))
     model = load_model(config, str(folder), world)
     samples = routed(random_samples(LENGTHS))
-    metrics = forward_backward(
-        model,
-        micro_batches_of_rank(samples, capacity=CAPACITY, rank=world.dp_rank, world=world.dp_size),
-        loss_tokens=num_loss_tokens(samples),
-        loss_samples=num_loss_samples(samples),
-        step=0,
-        loss_function=policy_gradient(Loss()),
-        world=world,
-    )
+    metrics = backward(model, samples, world, capacity=CAPACITY)
     return {"metrics": metrics | expert_metrics(model, world), "gradients": take_gradients(model)}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.cli.report import report
+from trireme.cli.runs.report import report
 from viewing import write_evaluations
 from written_run import write_whole_run
 

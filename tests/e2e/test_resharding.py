@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import tiny
-from rank_processes import require_success, stages_of_this_rank, started_ranks
+from rank_processes import require_success, run_stages, stage_results, started_ranks
 from tiny import are_equal, content_of, largest_difference, open_store, random_samples, train_step
 from trireme.journal.manifest import read_manifest
 from trireme.trainer.checkpoint.state import load_tensors, tensors_of
-from trireme.trainer.parallel.mesh import World, open_world
+from trireme.trainer.parallel.mesh import World
 from trireme.trainer.parallel.shards import open_checkpoint, shard_of
 
 CAPACITY = 48
@@ -30,6 +30,7 @@ class Stage(NamedTuple):
     ranks: int
     replicas: int
     begins_with: str | None  # the stage whose checkpoint it goes on from
+    cp: int = 1
 
 
 STAGES = (
@@ -44,7 +45,6 @@ STAGES = (
 
 def run(stage: Stage, model: Path, folder: Path, world: World) -> dict[str, Any]:
     state = tiny.open_state(model, world)
-    exporter = tiny.open_exporter(folder / stage.name / "weights", model, world)
     loaded, num_read = {}, 0
     if stage.begins_with:
         open_store(folder / stage.begins_with / "checkpoints", world).resume(state, resume=True)
@@ -53,20 +53,9 @@ def run(stage: Stage, model: Path, folder: Path, world: World) -> dict[str, Any]
             num_read = stored.num_bytes_read
         loaded = content_of(state)
     metrics = train_step(state, random_samples(LENGTHS, seed=state.version), world, capacity=CAPACITY)
-    store = open_store(folder / stage.name / "checkpoints", world, exporter=exporter)
-    store.save(state)
-    store.wait()
+    tiny.save_run(folder / stage.name, state, model, world)
     held = sum(shard_of(tensor).num_bytes for tensor in tensors_of(state).values())
     return {"loaded": loaded, "after": content_of(state), "metrics": metrics, "held": held, "read": num_read}
-
-
-def main() -> None:
-    model, folder = map(Path, sys.argv[1:])
-    for stage in stages_of_this_rank(STAGES, folder):
-        with open_world("cpu", threads=1, timeout_s=240, replicas=stage.replicas) as world:
-            result = run(stage, model, folder, world)
-            torch.save(result, folder / f"{stage.name}_{world.rank}.pt")
-            world.barrier()
 
 
 def save_odd_model(folder: Path) -> Path:
@@ -89,10 +78,7 @@ def test_every_rank_has_what_was_saved_to_the_bit_and_takes_the_same_next_step(t
     model, ports = save_odd_model(tmp_path / "model"), len(STAGES)
     with started_ranks(__file__, model, tmp_path, count=4, num_ports=ports) as ranks:
         require_success(ranks)
-    found = {
-        stage.name: [torch.load(tmp_path / f"{stage.name}_{rank}.pt", weights_only=True) for rank in range(stage.ranks)]
-        for stage in STAGES
-    }
+    found = stage_results(STAGES, tmp_path)
     for stage in STAGES:
         first = found[stage.name][0]["after"]
         saved = found[stage.begins_with][0]["after"] if stage.begins_with else {}
@@ -112,4 +98,5 @@ def test_every_rank_has_what_was_saved_to_the_bit_and_takes_the_same_next_step(t
 
 
 if __name__ == "__main__":
-    main()
+    model, folder = map(Path, sys.argv[1:])
+    run_stages(STAGES, lambda stage, world: run(stage, model, folder, world), folder)

@@ -85,6 +85,7 @@ def test_the_quickstart_learns_from_tokens_of_the_weights_that_it_trains(stopped
     assert max(fresh) < 1e-6
 
 
+@pytest.mark.slow  # every tensor has its turn in test_weights_confirmed.py
 def test_weights_and_adapters_that_arrive_incomplete_end_the_run_before_anything_is_trained(tmp_path: Path) -> None:
     faults = {"TRIREME_FAULTS": "skip_tensor=model.layers.1.mlp.up_proj.weight,skip_adapter=1"}
     words = ("@", "configs/reverse-text/lora.toml", "--output-dir", tmp_path)
@@ -96,16 +97,3 @@ def test_weights_and_adapters_that_arrive_incomplete_end_the_run_before_anything
         assert "model.layers.0.mlp.down_proj (no adapter)" in rl.output
     run = Run(tmp_path / "reverse-text-lora")
     assert (run.rows("trainer"), run.rows("orchestrator"), run.evaluations(), run.batches()) == ([], [], {}, [])
-
-
-def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    """The engine is in its own processes by then, two levels down."""
-    with started("rl", "@", QUICKSTART, "--output-dir", tmp_path, log=tmp_path / "rl.log") as rl:
-
-        def engine_core_runs() -> bool:
-            assert rl.poll() is None, rl.tail()
-            return any("EngineCore" in process for process in rl.left())
-
-        wait_until(engine_core_runs, "the engine core", [rl])
-        rl.kill()
-        wait_until(lambda: not rl.left(), "everything to end", [rl], deadline_s=3 * END_S)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from real_run import QUICKSTART, Run, started
-from trireme.cli.export import export
+from trireme.cli.runs.export import export
 
 
 def run(folder: Path, program: str, *arguments: str) -> None:

@@ -18,7 +18,7 @@ from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.trainer.model import loading
 from trireme.trainer.model import model as model_module
 from trireme.trainer.model.model import load_model
-from trireme.trainer.parallel.mesh import World, _world
+from trireme.trainer.parallel.mesh import World, build_world
 
 KINDS = ("qwen3", "gemma2", "qwen3_moe", "gpt_oss")
 LARGE = {"vocab_size": 4000, "hidden_size": 256, "intermediate_size": 700, "num_hidden_layers": 4}
@@ -45,7 +45,7 @@ def run(folder: Path, world: World) -> dict[str, Any]:
 def compute(folder: Path, world: World, **settings: Any) -> dict[str, Any]:
     config = TrainerModel().model_copy(update=settings)
     if world.size > 1 and config.dp_replicate > 1:
-        world = _world(world.rank, world.size, world.device, replicas=config.dp_replicate, cp=1)
+        world = build_world(world.rank, world.size, world.device, replicas=config.dp_replicate, cp=1)
     model = load_model(config, str(folder), world)
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     with torch.no_grad():

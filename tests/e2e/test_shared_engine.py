@@ -1,4 +1,4 @@
-"""Other ways to run beside the same engine: generation ahead, a moody environment, weights through a folder."""
+"""Other ways to run beside the same engine: generation far ahead, and weights through a folder."""
 
 from __future__ import annotations
 

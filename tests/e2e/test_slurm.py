@@ -16,10 +16,10 @@ import pytest
 from machines import open_machines, why_not
 from slurm_cluster import Cluster, missing, open_cluster
 from trireme.base.errors import ConfigError
-from trireme.cli.audit import audit
-from trireme.cli.cancel import cancel
-from trireme.cli.status import status
-from trireme.cli.submit import submit
+from trireme.cli.runs.audit import audit
+from trireme.cli.runs.cancel import cancel
+from trireme.cli.runs.status import status
+from trireme.cli.runs.submit import submit
 from trireme.tools.cluster.job import Submission, find_submission
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("Slurm"), pytest.mark.skipif(bool(missing()), reason=missing())]

@@ -52,6 +52,7 @@ def test_a_resumed_run_that_sends_only_changes_ends_with_the_same_bits(
     assert sorted(resumed.evaluations()) == [0, 3, STEPS]
 
 
+@pytest.mark.slow  # the quick tier kills beside a scripted engine, and replays what vLLM sampled in test_lora.py
 def test_a_run_whose_processes_are_killed_ends_with_the_same_bits_and_is_replayed(
     straight: Run, engine: SharedEngine, tmp_path: Path
 ) -> None:

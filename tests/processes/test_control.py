@@ -20,7 +20,8 @@ from trireme.base.waiting import Waits
 from trireme.messages import Live, NotYet, Ok, PolicySent, Reply, Request, encode
 from trireme.transport.control import ControlClient
 
-QUESTION = PolicySent(run_id="run", version=3, attempt=1, digests={}, probe=messages.Probe(ids=[1], logprobs=[]))
+PROBE = messages.Probe(ids=[1, 2], logprobs=[-1.0])
+QUESTION = PolicySent(run_id="run", version=3, attempt=1, digests={"weight": "9f"}, probe=PROBE)
 BEAT = messages.Heartbeat(run_id="run", process="trainer", state="running", version=1, waits=[])
 SOON_S = 0.1
 

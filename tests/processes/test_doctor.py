@@ -15,7 +15,7 @@ import pytest
 from doctoring import build_case, diagnosed, taken_port
 from stage import until
 from trireme.base.errors import ConfigError
-from trireme.cli.doctor import CHECKS, doctor
+from trireme.cli.workspace.doctor import CHECKS, doctor
 from trireme.tools.doctor.programs import Program
 from trireme.tools.doctor.report import Case, Check, Finding, ok, run_checks, summary_of, warning
 
@@ -52,7 +52,7 @@ def test_a_problem_ends_it_with_1_and_with_what_to_do_and_a_warning_does_not(cap
     assert re.search(rf"^problem +ports +port {port} on 127.0.0.1 is in use", said, re.MULTILINE)
     assert f"-> `lsof -i :{port}` shows which" in said
     assert "1 ok, 1 problem" in said
-    monkeypatch.setattr("trireme.cli.doctor.CHECKS", (Check("a", lambda _: [warning("hm", "wait")]),))
+    monkeypatch.setattr("trireme.cli.workspace.doctor.CHECKS", (Check("a", lambda _: [warning("hm", "wait")]),))
     assert doctor([]) == 0
     assert "1 warning" in capsys.readouterr().out
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import secrets
 import socket
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
+from answering import answering_http
 from doctoring import build_case, taken_port, the_one
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN
@@ -70,20 +69,13 @@ def test_a_machine_that_is_not_started_is_no_problem_and_one_that_is_silent_or_u
 def test_another_token_is_a_problem(monkeypatch):
     secret = secrets.token_hex(16)
 
-    class Server(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.headers["Authorization"] == f"Bearer {secret}" else 401)
-            self.end_headers()
-
-    with HTTPServer(("127.0.0.1", 0), Server) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+    with answering_http(lambda _, shown: (200 if shown == f"Bearer {secret}" else 401, b"")) as port:
         for ours, found in ((secret, ["ok"]), (secrets.token_hex(16), ["ok", "problem"]), ("", ["ok", "problem"])):
             monkeypatch.setenv(TOKEN, ours)
-            listening = Socket("orchestrator", server.server_port, "/status")
+            listening = Socket("orchestrator", port, "/status")
             answers = list(check_host("127.0.0.1", [listening]))
             assert verdicts(answers) == found
             assert secret not in repr(answers)
-        server.shutdown()
 
 
 def test_a_token_that_others_can_read_is_a_warning(tmp_path):

@@ -20,14 +20,14 @@ from local_packages import write_package
 from tiny_tokenizer import END, write_tokenizer
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.waiting import Waits
-from trireme.cli.env import env
+from trireme.cli.workspace.env import env
 from trireme.config.orchestrator import Sampling
 from trireme.orchestrator.environments.venv import find_environment
 from trireme.orchestrator.environments.wire import Ask, Done, Reply
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.catalog import list_environments
 from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
-from trireme.tools.environments.template import KINDS, checked_name, suggested_name, template_files
+from trireme.tools.environments.template import KINDS, checked_name, suggested_name
 
 REPOSITORY = Path(__file__).parents[2]
 ECHO = """
@@ -85,6 +85,7 @@ def test_what_fails_is_told_with_its_examples_and_the_end_of_its_traceback(here,
     words = [write(here, ECHO + code), "-n", 8, "-r", 2, "-a", '{"size": 8}', "--timeout", 0.5]
     status, report = checked(capsys, *words)
     assert (status, report["holds"], report["num_done"]) == (1, False, 8)
+    assert report["troubles"][0]["count"] == 4  # the most frequent first
     troubles = {trouble.pop("stage") + str(trouble["count"]): trouble for trouble in report["troubles"]}
     found = {name: (trouble["examples"], trouble["error"].split(" - ")[0]) for name, trouble in troubles.items()}
     assert found == {
@@ -118,8 +119,8 @@ def test_an_environment_that_cannot_be_loaded_is_the_checks_result(here, capsys)
 
 
 def test_a_plain_environment_of_the_template_works(here, capsys):
-    toy = write(here, template_files("my-env", kind="plain")["my_env.py"], "my_env.py")
-    status, report = checked(capsys, toy, "-r", 2)
+    assert env(["init", "my-env", "--kind", "plain"]) == 0
+    status, report = checked(capsys, "environments/my_env/my_env.py", "-r", 2)
     assert (status, report["num_done"], report["loaded"]["num_train"]) == (0, 40, 200)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from real_run import is_alive
 from toy_environments import ECHO, Use, never, run_all, run_one, says, with_environment, write
 from trireme.base.errors import PeerDied
 from trireme.base.waiting import Waits
@@ -264,10 +265,3 @@ def test_programs_that_an_environment_started_end_with_their_killed_worker(tmp_p
     pids = with_toy(tmp_path, STARTS_PROGRAMS, use)
     assert len(set(pids)) == 6
     assert [pid for pid in pids if is_alive(pid)] == []
-
-
-def is_alive(pid: str) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False

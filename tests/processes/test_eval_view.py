@@ -8,7 +8,6 @@ import pty
 import random
 import re
 import select
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -18,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 
 from trireme.base.errors import ConfigError
-from trireme.cli.eval_view import eval_view
+from trireme.cli.runs.eval_view import eval_view
 from trireme.journal.journal import Journal
 from trireme.tools.viewer.help import Help
 from viewing import NARROW, WIDE, answer, view, write_evaluations, write_results
@@ -26,13 +25,6 @@ from written_run import rewrite_batch, write_whole_run
 
 DEADLINE_S = 60
 COMMAND = [sys.executable, "-m", "trireme.cli.trireme", "eval-view"]
-CALLS = [
-    {"role": "assistant", "content": "<think>I shall compute.</think>", "reasoning_content": "", "tool_calls": [
-        {"id": "a", "type": "function", "function": {"name": "python", "arguments": '{"code": "print(6*7)\\nx"}'}}
-    ]},
-    {"role": "tool", "tool_call_id": "a", "content": "42"},
-    {"role": "assistant", "content": "It is 42."},
-]  # fmt: skip
 
 
 def in_order(text: str, *parts: str) -> bool:
@@ -42,20 +34,22 @@ def in_order(text: str, *parts: str) -> bool:
 
 
 def test_a_run_its_evaluations_and_a_conversation_are_each_an_enter_away(tmp_path):
-    """And brackets go to the same example at another step, even where a filter would hide it."""
+    """Brackets go to the same example at another step, even where a filter would hide it."""
     write_evaluations(tmp_path / "run", versions=(0, 10, 20))
 
     async def script(viewer):
         assert in_order(viewer.screen(), "run", "say", "0.125→0.375", "step 0  0.125", "step 20  0.375")
         listing = await viewer.press("down", "down", "down", "enter")
-        assert in_order(listing, "run › say › step 0", "4 rollouts · reward 0.125", "example", "reward", "last words")
+        assert in_order(listing, "run › say › step 0", "4 rollouts · reward 0.125", "example", "reward", "last message")
         assert in_order(listing, "0.200", "version 0 says 2", "0.300", "version 0 says 3")
         conversation = await viewer.press("down", "down", "enter")
         assert in_order(conversation, "example 2, rollout 0", "reward 0.200", "exact 0.200", "answer: right")
         assert in_order(conversation, "prompt", "user", "question 2", "completion", "assistant", "version 0 says 2")
         assert "version 0 says 3" in await viewer.press("n")
         assert "4 rollouts" in await viewer.press("escape", "/")
-        await viewer.type("reward=0 example=1")
+        assert in_order(await viewer.type("rewrad<1"), "no field", "reward<1?")
+        await viewer.press("ctrl+u")
+        assert "1 of 4 rollouts" in await viewer.type("reward=0 example=1")
         assert in_order(await viewer.press("enter"), "step 0 › example 1", "version 0 says 1")
         assert in_order(await viewer.press("]"), "step 10 › example 1", "version 10 says 1")
         assert in_order(await viewer.press("]"), "step 20 › example 1", "reward 1.000")
@@ -63,42 +57,6 @@ def test_a_run_its_evaluations_and_a_conversation_are_each_an_enter_away(tmp_pat
         assert "version 10 says 1" in await viewer.press("[")
 
     view(tmp_path, script, size=NARROW)
-
-
-def test_reasoning_calls_of_tools_and_what_they_returned_are_read_in_order(tmp_path):
-    more = {"completion": CALLS, "info": {"level": 3}, "error": None}
-    file = write_results(tmp_path / "run" / "results.jsonl", [answer(0, 1.0, **more)])
-
-    async def script(viewer):
-        page = await viewer.press("enter", "enter")
-        assert in_order(page, "assistant reasoning", "I shall compute.", "assistant calls python", "print(6*7)", "x")
-        assert in_order(page, "x", "tool returned python", "42", "assistant", "It is 42.", '{"level": 3}')
-
-    view(file, script, size=(90, 60))
-
-
-def test_a_line_after_the_slash_leaves_what_it_says(tmp_path):
-    answers = [
-        answer(0, 0.1, "Paris is the capital of France"),
-        answer(1, 0.9, "Lyon", truncated=True),
-        answer(2, 1.0, "the Capital? Paris"),
-        answer(3, None, "", error="timeout: not finished"),
-    ]
-    file = write_results(tmp_path / "run" / "evals" / "step_5" / "towns.jsonl", answers)
-
-    async def script(viewer):
-        await viewer.press("enter")
-        for line, *parts in (
-            ("paris capital", "2 of 4 rollouts"),
-            ("reward<0.95 -is:truncated", "1 of 4 rollouts", "Paris is the capital"),
-            ("is:failed", "1 of 4", "1 failed", "timeout: not finished"),
-            ("rewrad<1", "no field", "mean reward<1?"),
-        ):
-            await viewer.press("/", "ctrl+u")
-            assert in_order(await viewer.type(line), *parts)
-        assert "4 rollouts" in await viewer.press("escape", "escape")
-
-    view(file, script)
 
 
 def test_rollouts_of_training_show_each_token_and_why_it_is_not_trained_on(tmp_path):
@@ -188,20 +146,21 @@ def test_nothing_that_a_model_wrote_reaches_the_terminal_as_a_command(tmp_path):
     view(tmp_path, script, size=WIDE)
 
 
-@pytest.mark.parametrize("size", [(20, 5), (160, 40)])
-def test_no_key_in_any_order_breaks_it_whatever_the_size(tmp_path, size):
+def test_no_key_in_any_order_breaks_it_whatever_the_size(tmp_path):
     write_whole_run(tmp_path / "run")
     write_evaluations(tmp_path / "run")
     keys = ["up", "down", "left", "right", "enter", "escape", "tab", "/", "end", "pagedown", "home", "."]
     keys += [*"sSgnptzrfycxja0", "[", "]", "?", "<"]
 
     async def script(viewer):
-        await viewer.press(*random.Random(size[0]).choices(keys, k=15))
-        await viewer.pilot.resize_terminal(*size[::-1])
-        await viewer.press(*["escape"] * 4, "?")
+        for seed, size in enumerate([(20, 5), (160, 40), (40, 160)]):
+            await viewer.pilot.resize_terminal(*size)
+            await viewer.press(*random.Random(seed).choices(keys, k=12))
+            await viewer.press(*["escape"] * 4)
+        await viewer.press("?")
         assert isinstance(viewer.app.screen, Help)
 
-    view(tmp_path, script, size=size)
+    view(tmp_path, script)
 
 
 def test_a_screen_can_be_captured_and_by_default_outputs_and_environments_are_looked_through(tmp_path, monkeypatch):
@@ -230,10 +189,8 @@ def test_what_cannot_be_shown_is_refused_before_the_screen_is_taken(tmp_path, ca
     with pytest.raises(SystemExit):
         eval_view([str(tmp_path), "--size", "huge"])
     assert "'huge' is no size of a terminal" in capsys.readouterr().err
-    done = subprocess.run(
-        [*COMMAND, str(tmp_path)], capture_output=True, text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL
-    )
-    assert (done.returncode, "needs a terminal" in done.stderr) == (2, True)
+    with pytest.raises(ConfigError, match="needs a terminal"):
+        eval_view([str(tmp_path)])
 
 
 def test_in_a_real_terminal_it_comes_up_and_q_leaves_it(tmp_path):

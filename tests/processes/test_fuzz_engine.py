@@ -17,11 +17,8 @@ from trireme.orchestrator.engines.responses import (
     choice_of,
     prompt_logprobs_of,
     read_response,
-    text_of,
-    weight_reports_of,
-    world_size_of,
 )
-from whole_run import Running, build_config, run
+from whole_run import WholeRun, build_config, run
 
 CHOICE = {
     "index": 0,
@@ -84,33 +81,14 @@ def test_whatever_bytes_and_shapes_an_engine_answers_they_are_whole_or_bad():
         assert all(str(words).startswith("The engine") for words in bad)
 
 
-def choice_in(data: bytes) -> Any:
-    return choice_of(read_response(data), max_tokens=8)
-
-
-NOTHING = [None, [], {}]
 ENDLESS = CHOICE | {"weight_versions": [{"version": "0", "start": 0, "end": 10**18}]}
-REPORT = {"digests": {}, "incomplete": []}
-REPORTS = [[], [None], [{"digests": {"a": 1}, "incomplete": []}], [REPORT, REPORT]]
+BAD = [b"", b"\xff", b"null", b"{}", b"[" * 1_000_000, b'{"choices":[]}', json.dumps({"choices": [ENDLESS]}).encode()]
 
 
-@pytest.mark.parametrize(
-    ("read", "answers", "words"),
-    [
-        (choice_in, [b"", b"\xff", b"null", b"{}", b"[" * 1_000_000, b'{"choices":[]}'], ""),
-        (choice_in, [json.dumps({"choices": [ENDLESS]}).encode()], "3 tokens but versions for 1000000000000000000"),
-        (lambda answer: weight_reports_of(answer, num_workers=1), NOTHING, ""),
-        (lambda answer: weight_reports_of({"results": answer}, num_workers=1), REPORTS, ""),
-        (world_size_of, [*NOTHING, "n"], "`world_size` from 1 to 65536 was expected"),
-        (lambda size: world_size_of({"world_size": size}), [None, "1", True, 0, 65537], "from 1 to 65536 was expected"),
-        (lambda answer: text_of(answer, "n"), [*NOTHING, {"n": None}, {"n": []}, "n"], "`n` was expected"),
-    ],
-)
-def test_what_is_not_what_was_asked_for_is_bad(read, answers, words):
-    for answer in answers:
-        with pytest.raises(BadAnswer, match=words or None):
-            read(answer)
-    assert ([world_size_of({"world_size": size}) for size in (1, 65536)], text_of({"n": "x"}, "n")) == ([1, 65536], "x")
+@pytest.mark.parametrize("answer", BAD)
+def test_what_is_no_completion_is_bad(answer):
+    with pytest.raises(BadAnswer):
+        choice_of(read_response(answer), max_tokens=8)
 
 
 def test_a_run_whose_engine_answers_nonsense_now_and_then_ends_well(tmp_path):
@@ -131,10 +109,11 @@ def test_a_run_whose_engine_answers_nonsense_now_and_then_ends_well(tmp_path):
 
 
 def test_a_report_of_weights_that_makes_no_sense_confirms_nothing_and_the_trainer_sends_again(tmp_path):
-    answers: list[Any] = [{"results": []}, {"results": None}, {"results": [{"digests": None}]}, {}]
+    report = {"digests": {}, "incomplete": []}
+    answers: list[Any] = [{}, *({"results": each} for each in ([], None, [{"digests": None}], [report, report]))]
     garbage = {"trireme_receive_ahead": answers[:1], "trireme_weight_report": answers[:]}
 
-    async def meanwhile(running: Running) -> None:
+    async def meanwhile(running: WholeRun) -> None:
         honest = running.engine._collective_rpc
 
         async def report(body: dict) -> dict:

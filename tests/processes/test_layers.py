@@ -34,7 +34,7 @@ LAYERS = {
 folder, the rest still trains."""
 
 SUB_PACKAGES = {
-    "orchestrator": ("environments", "engines", "weights", "rollout", "evaluation"),
+    "orchestrator": ("environments", "engines", "weights", "rollout", "evaluation", "gateway"),
     "trainer": ("parallel", "optim", "model", "checkpoint", "publish", "sft"),
 }
 """Packages inside of a package. They import each other in one direction only, and never the loop above them."""

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from answering import answering_http
 from stage import until
 from trireme.config.run import RunConfig
 from trireme.monitor.live_view import LiveView
-from trireme.monitor.logs import last_words, startup_phase
+from trireme.monitor.logs import failure_lines, startup_phase
 from trireme.monitor.progress import EngineStatus, ProcessState, Progress, Status, StatusWait
 from trireme.monitor.run_text import summary
 from trireme.monitor.view import StatusPoller, View
-from viewing import answering
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUMBERS = {"loss": 0.0123, "grad_norm": 0.812, "mismatch_kl": 3e-7, "policy/entropy": 1.25, "importance_ratio": 1.02}
@@ -208,25 +208,28 @@ def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> Non
     core = "(EngineCore pid=7) Traceback (most recent call last):\n(EngineCore pid=7)   File x\n"
     api = "Traceback (most recent call last):\n  File y\nRuntimeError: Engine core failed. See root cause above.\n"
     log.write_text(f"INFO fine\n{core}(EngineCore pid=7) ValueError: no memory\n{api}resource_tracker: leaks\n")
-    words = last_words(log)
+    words = failure_lines(log)
     assert words[0].endswith("Traceback (most recent call last):")
     assert "(EngineCore pid=7) ValueError: no memory" in words
     assert not any("INFO fine" in line or "resource_tracker" in line for line in words)
     frames = "".join(f'  File "f{i}.py", line {i}\n' for i in range(100))
     log.write_text(f"Traceback (most recent call last):\n{frames}ValueError: boom\n")
-    assert (last_words(log)[-1], len(last_words(log)) < 20) == ("ValueError: boom", True)
+    assert (failure_lines(log)[-1], len(failure_lines(log)) < 20) == ("ValueError: boom", True)
     log.write_text("\n".join(["ERROR no space", *(f"line {i}" for i in range(100))]))
-    assert [last_words(log)[0], last_words(log)[-1]] == ["ERROR no space", "line 99"]
+    assert [failure_lines(log)[0], failure_lines(log)[-1]] == ["ERROR no space", "line 99"]
     log.write_text("Application startup complete\nTraceback (most recent call last):\nValueError: old\n")
     start = log.stat().st_size  # of the process that was started again
-    assert (startup_phase(log, start), last_words(log, start)) == ("starting", [])
+    assert (startup_phase(log, start), failure_lines(log, start)) == ("starting", [])
 
 
 def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trireme.monitor.view.POLL_S", 0.01)
     answers = [b'{"state": "running", "waits": [{"who": "trainer", "waited_s": 3}], "new": 1}']
     said = Status(state="running", waits=(StatusWait(who="trainer", waited_s=3),))
-    with answering(lambda: answers[0]) as port, StatusPoller(f"http://127.0.0.1:{port}/status") as poller:
+    with (
+        answering_http(lambda *_: (200, answers[0])) as port,
+        StatusPoller(f"http://127.0.0.1:{port}/status") as poller,
+    ):
         until(lambda: poller.latest == said)
         answers[0] = b"not json"
         until(lambda: poller.latest is None)

@@ -23,7 +23,7 @@ from trireme.monitor.spans import Span, SpansFile, read_spans, reason_of
 from trireme.monitor.timeline import OTHER, joined, lanes_of, shares
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.lanes import Lanes, engine_lane
-from whole_run import Running, block_until, build_config, run
+from whole_run import WholeRun, block_until, build_config, run
 
 STEPS = 4
 TOUCH_S = 2e-6
@@ -104,7 +104,7 @@ def test_every_version_is_a_transfer_every_batch_is_written_once_in_order_and_wa
 def test_an_engine_that_dies_starts_again_in_its_lane(tmp_path: Path) -> None:
     is_back = threading.Event()
 
-    async def kill(running: Running) -> None:
+    async def kill(running: WholeRun) -> None:
         pool = running.orchestrator.pool
         pool.health_interval_s = pool.retry_s = 0.01
         await running.until(lambda: running.trainer.version == 1, "the first step")

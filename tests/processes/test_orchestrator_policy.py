@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
@@ -303,14 +301,6 @@ def test_weights_that_are_not_the_trainers_are_refused_and_never_live(tmp_path, 
     assert "127.0.0.1" in on_stage(tmp_path, play, is_live=False, **knobs)
 
 
-@staged(is_live=False)
-async def test_a_probe_with_a_number_that_is_none_is_refused(stage):
-    go, sent = await stage.announce(0), sent_message(stage.config, 0)
-    stage.wire.send(go.epoch, sent.digests)
-    probe = msgspec.structs.replace(sent.probe, logprobs=[*sent.probe.logprobs[:-1], math.nan])
-    assert "by up to nan" in (await stage.updates.sent(msgspec.structs.replace(sent, probe=probe))).error
-
-
 def test_no_rollout_of_a_version_that_is_found_wrong_gets_into_the_journal(tmp_path):
     """Requests in flight go on under the new weights before the probe is answered; they must wait for its verdict."""
 
@@ -466,15 +456,6 @@ def test_an_engine_that_dies_before_the_confirmation_leaves_its_requests_to_the_
 
 
 # requests
-
-
-@staged(answer=lambda asked: [7, 8, END])
-async def test_a_turn_comes_back_as_the_engine_gave_it(stage):
-    turn = await stage.pool.generate([5, 6], {"temperature": 0.5, "max_tokens": 3})
-    (asked,) = stage.engine.requests
-    assert (asked.ids, asked.sampling["temperature"], asked.sampling["max_tokens"]) == ([5, 6], 0.5, 3)
-    assert (turn.ids, turn.spoken, turn.versions, len(turn.logprobs)) == ([7, 8, END], [7, 8], [0, 0, 0], 3)
-    assert (turn.finish_reason, turn.cut) == ("stop", None)
 
 
 @staged(answer=lambda asked: [7] * 4)

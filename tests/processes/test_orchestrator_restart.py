@@ -4,112 +4,27 @@ stops goes on as if it had not."""
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fake_engine import FakeEngine, FakeTrainer, WeightWire, digests_of, open_fake_engine
-from tiny_tokenizer import END
+from fake_engine import digests_of
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, State
 from trireme.journal.versions import Versions
 from trireme.messages import encode
-from trireme.orchestrator.loop import Orchestrator, drive, open_orchestrator
-from whole_run import DEADLINE_S, build_config, run
+from whole_run import WholeRun, build_config, run
 
 STEPS = 6
+QUICK = {"retry_s": 0.02, "health_interval_s": 0.02}
 
 
 def config_of(folder, **sections: Any) -> RunConfig:
     return build_config(folder, max_steps=STEPS, resume=True, **sections)
-
-
-@dataclass
-class Stage:
-    """Three actors, each of which can be taken away and brought back while the others go on."""
-
-    config: RunConfig
-    wire: WeightWire
-    engine: FakeEngine
-    trainers: list[FakeTrainer] = field(default_factory=list)
-    orchestrator: Orchestrator | None = None
-    _driving: asyncio.Task | None = None
-    _training: threading.Thread | None = None
-
-    def start_trainer(self, *, version: int = 0) -> None:
-        def train() -> None:
-            with suppress(_Killed):
-                trainer.train()
-
-        trainer = FakeTrainer(self.config, self.wire, version=version)
-        self.trainers.append(trainer)
-        self._training = threading.Thread(target=train, daemon=True)
-        self._training.start()
-
-    async def kill_trainer(self, *, at: int) -> None:
-        """When it is about to train batch `at`."""
-
-        def die(version: int) -> None:
-            if version == at:
-                raise _Killed
-
-        self.trainers[-1].before_step = die
-        await asyncio.to_thread(self._training.join, DEADLINE_S)
-
-    def start_orchestrator(self) -> None:
-        self._driving = asyncio.create_task(self._drive())
-
-    async def _drive(self) -> None:
-        async with open_orchestrator(self.config) as self.orchestrator:
-            self.orchestrator.pool.health_interval_s = self.orchestrator.pool.retry_s = 0.02
-            await drive(self.orchestrator)
-
-    async def kill_orchestrator(self) -> None:
-        self._driving.cancel()
-        await asyncio.wait([self._driving])
-
-    async def until(self, condition: Callable[[], Any]) -> None:
-        while not condition():
-            assert not self._driving.done(), "the run ended before"
-            await asyncio.sleep(0.005)
-
-    async def until_done(self) -> None:
-        await self._driving
-        await asyncio.to_thread(self._training.join, DEADLINE_S)
-        assert self.trainers[-1].version == STEPS
-
-    def lose_engine(self) -> None:
-        """Its successor is there at once, with the base model's weights and nothing under way."""
-        self.engine.version, self.engine.weights = -1, {}
-        self.engine.running.set()
-
-
-class _Killed(Exception):
-    """What becomes of a thread instead of SIGKILL."""
-
-
-def on_stage(config: RunConfig, play: Callable[[Stage], Awaitable[None]], **knobs: Any) -> Stage:
-    """After the play the run goes on to its end."""
-
-    async def main() -> Stage:
-        wire, port = WeightWire(), config.inference.server.port
-        async with asyncio.timeout(DEADLINE_S), open_fake_engine(wire, port=port, end=END, **knobs) as engine:
-            stage = Stage(config, wire, engine)
-            stage.start_orchestrator()
-            stage.start_trainer()
-            await play(stage)
-            await stage.until_done()
-            return stage
-
-    return asyncio.run(main())
 
 
 def journal_of(config: RunConfig) -> list[bytes]:
@@ -125,39 +40,39 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     return journal_of(config)
 
 
-async def start_orchestrator_again_and_again(stage: Stage) -> None:
+async def start_orchestrator_again_and_again(whole: WholeRun) -> None:
     for number in (1, 2, 3):
-        await stage.until(lambda number=number: stage.trainers[0].version >= number)
-        await stage.kill_orchestrator()
-        stage.start_orchestrator()
-    await stage.until(lambda: stage.orchestrator is not None and stage.orchestrator.policy.version >= 3)
-    assert stage.trainers[0].asked_to_publish == []  # the engine was adopted as it was
+        await whole.until(lambda number=number: whole.trainers[0].version >= number)
+        await whole.kill_orchestrator()
+        whole.start_orchestrator()
+    await whole.until(lambda: whole.orchestrator is not None and whole.orchestrator.policy.version >= 3)
+    assert whole.trainers[0].asked_to_publish == []  # the engine was adopted as it was
 
 
-async def kill_orchestrator_in_a_transfer(stage: Stage) -> None:
-    await stage.until(lambda: stage.engine.calls.count("start_weight_update") == 3)
-    await stage.kill_orchestrator()
-    stage.start_orchestrator()
+async def kill_orchestrator_in_a_transfer(whole: WholeRun) -> None:
+    await whole.until(lambda: whole.engine.calls.count("start_weight_update") == 3)
+    await whole.kill_orchestrator()
+    whole.start_orchestrator()
 
 
-async def lose_the_engine_again_and_again(stage: Stage) -> None:
+async def lose_the_engine_again_and_again(whole: WholeRun) -> None:
     for number in (1, 3):
-        await stage.until(lambda number=number: stage.trainers[0].version >= number)
-        stage.lose_engine()
-        await stage.until(lambda: stage.engine.version >= 0)
+        await whole.until(lambda number=number: whole.trainers[0].version >= number)
+        whole.lose_engine()
+        await whole.until(lambda: whole.engine.version >= 0)
 
 
-async def go_back_to_an_older_checkpoint(stage: Stage) -> None:
-    await stage.kill_trainer(at=4)
-    stage.start_trainer(version=1)
+async def go_back_to_an_older_checkpoint(whole: WholeRun) -> None:
+    await whole.kill_trainer(at=4)
+    whole.start_trainer(version=1)
 
 
-async def lose_everything_but_the_disk(stage: Stage) -> None:
-    await stage.kill_trainer(at=3)
-    await stage.kill_orchestrator()
-    stage.lose_engine()
-    stage.start_orchestrator()
-    stage.start_trainer(version=2)
+async def lose_everything_but_the_disk(whole: WholeRun) -> None:
+    await whole.kill_trainer(at=3)
+    await whole.kill_orchestrator()
+    whole.lose_engine()
+    whole.start_orchestrator()
+    whole.start_trainer(version=2)
 
 
 @pytest.mark.parametrize(
@@ -172,14 +87,15 @@ async def lose_everything_but_the_disk(stage: Stage) -> None:
 )
 def test_a_run_goes_on_as_if_nothing_had_died(tmp_path, undisturbed, play):
     """The same batches, and no version is published twice unasked."""
-    stage = on_stage(config_of(tmp_path, max_async_level=0), play)
-    assert journal_of(stage.config) == undisturbed
-    assert Versions(stage.config.paths.journal).known() == list(range(STEPS + 1))
-    published = Counter(version for trainer in stage.trainers for version in trainer.published)
-    asked = Counter(version for trainer in stage.trainers for version in trainer.asked_to_publish)
+    whole = run(config_of(tmp_path, max_async_level=0), pool=QUICK, meanwhile=play)
+    assert (whole.error, whole.trainer_error, whole.trainer.version) == (None, [], STEPS)
+    assert journal_of(whole.config) == undisturbed
+    assert Versions(whole.config.paths.journal).known() == list(range(STEPS + 1))
+    published = Counter(version for trainer in whole.trainers for version in trainer.published)
+    asked = Counter(version for trainer in whole.trainers for version in trainer.asked_to_publish)
     assert published == Counter(range(STEPS + 1)) + asked
     shares = defaultdict(set)
-    for batch in (batch for trainer in stage.trainers for batch in trainer.batches):
+    for batch in (batch for trainer in whole.trainers for batch in trainer.batches):
         shares[batch.step].add(encode(batch))
     assert [len(shares[step]) for step in range(STEPS)] == [1] * STEPS
 
@@ -212,16 +128,11 @@ def test_a_run_that_lacks_only_its_last_checkpoint_waits_for_the_trainer_and_rep
     run(config)
     rows = config.paths.metrics.read_bytes()
 
-    async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S), open_fake_engine(port=config.inference.server.port, end=END):
-            stage = Stage(config, WeightWire(), None)  # type: ignore[arg-type]
-            stage.start_orchestrator()
-            await stage.until(lambda: stage.orchestrator and stage.orchestrator.waits.now())
-            await asyncio.sleep(0.2)
-            assert not stage._driving.done()
-            await stage.kill_orchestrator()
+    async def is_waited_for(whole):
+        await whole.until(lambda: whole.orchestrator.waits.now())
+        await asyncio.sleep(0.2)
 
-    asyncio.run(main())
+    assert run(config, trainer={"until": 0}, meanwhile=is_waited_for, stop_after_meanwhile=True).error is None
     assert config.paths.metrics.read_bytes() == rows
 
 

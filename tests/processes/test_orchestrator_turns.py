@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, SPECIAL, write_tokenizer
@@ -29,7 +30,7 @@ from trireme.orchestrator.environments.wire import Ask, Done, Reply, ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader, split_tool_calls
-from whole_run import SAY, Outcome, build_config, run
+from whole_run import SAY, WholeRun, build_config, run
 
 TALK = """
     def dataset(size=40):
@@ -91,7 +92,7 @@ def test_how_a_rollout_ended_is_known_and_it_is_trained_on(tmp_path, code, seq_l
 
 
 def test_a_template_that_drops_thinking_ends_a_run_of_several_turns_with_advice_that_works(tmp_path):
-    def attempt(name: str, code: str, **orchestrator: Any) -> Outcome:
+    def attempt(name: str, code: str, **orchestrator: Any) -> WholeRun:
         how = {"sampling": {"max_tokens": 40}} | orchestrator
         config = build_config(tmp_path / name, code, max_steps=1, orchestrator=how)
         tokenizer = ChatTokenizer(write_tokenizer(tmp_path / name / "model", QWEN_3))
@@ -170,19 +171,13 @@ def read(
     async def main() -> ModelMessage:
         app = web.Application()
         app.router.add_post("/v1/chat/completions/derender", derender)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        opened = open_inference_pool([url], waits=Waits("test"), max_model_len=99, timeout_s=5, max_concurrent=4)
-        async with opened as pool:
+        limits = {"waits": Waits("test"), "max_model_len": 99, "timeout_s": 5, "max_concurrent": 4}
+        async with TestServer(app) as server, open_inference_pool([str(server.make_url("/"))[:-1]], **limits) as pool:
             pool.go_live(pool.engines[0], 0)
             ids = tokenizer.encode(text) + ([END] if stop is None else [])
             turn = Generation(ids, [-1.0] * len(ids), [0] * len(ids), "stop", stop_reason=stop)
             reader = TurnReader(model or InferenceModel(), tokenizer, pool)
-            said = await reader.read([7, 8], turn, tools, number=3, keeps_stop=keeps_stop)
-        await runner.cleanup()
-        return said
+            return await reader.read([7, 8], turn, tools, number=3, keeps_stop=keeps_stop)
 
     return asyncio.run(main()), asked
 
@@ -369,7 +364,7 @@ class RandomConversation:
     is_plain: bool = True
     num_refused: int = 0
 
-    config = SimpleNamespace(max_turns=None)
+    config = SimpleNamespace(max_turns=None, agent=None)
     name = "random"
 
     async def run(self, task: Any, ask: Any, *, on_retry: Any) -> Done:

@@ -7,13 +7,12 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
 
-from stage import FAMILIES, GRACE_S, SLEEP, STUBBORN, Stage, child_of, looked, until
+from stage import GRACE_S, KIN, ORPHAN, SLEEP, STUBBORN, Stage, child_of, looked, until
 from trireme.base.errors import DeadlineExceeded, PeerDied
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
@@ -26,19 +25,10 @@ from trireme.launch.standalone_engine import open_server
 from trireme.launch.supervise import supervise
 from trireme.monitor.metrics import read_metrics
 
-LEAVE_SESSION = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
 DONE = "until(lambda: (FOLDER / 'over').exists())"
 """A part that goes on until another one says that the run is over."""
 OVER = "(FOLDER / 'over').touch()"
 FREEZE = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    stage = Stage(tmp_path)
-    yield stage
-    for pid in stage.alive():
-        os.kill(pid, signal.SIGKILL)
 
 
 def test_who_dies_is_started_again_alone(stage, capsys, monkeypatch):
@@ -73,7 +63,7 @@ def test_several_that_die_together_or_leave_too_early_are_each_started_again(sta
 
 def test_a_process_that_cannot_stay_alive_is_given_up_and_its_last_words_are_told(stage, capsys):
     """To train the same step again is no progress."""
-    stage = stage.set(max_restarts=3)
+    stage.set(max_restarts=3)
     plan = stage.plan(trainer="train(7)\nraise ValueError('boom')")
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 1
     assert len(stage.runs_of("trainer")) == 4
@@ -87,7 +77,7 @@ def test_a_process_that_cannot_stay_alive_is_given_up_and_its_last_words_are_tol
 
 
 def test_a_newly_trained_step_gives_new_patience(stage):
-    stage = stage.set(max_restarts=1)
+    stage.set(max_restarts=1)
     plan = stage.plan(trainer=f"train(RUN)\nif RUN < 3: sys.exit(1)\n{OVER}", orchestrator=DONE)
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
     assert len(stage.runs_of("trainer")) == 4
@@ -134,21 +124,22 @@ def test_each_restart_in_a_row_waits_twice_as_long_and_the_others_are_looked_aft
         assert waits == [0, 10, 20, 30, 30]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_whole_family_is_gone_before_its_successor_starts(stage, family):
+def test_the_whole_family_is_gone_before_its_successor_starts(stage):
     """Each one's own children hold a port that the next one needs; one leaves the session at the last moment."""
-    last_moment = f"subprocess.run([sys.executable, '-c', {LEAVE_SESSION!r}, HERE + {STUBBORN!r}])"
+    last_moment = (
+        f"subprocess.run([sys.executable, '-c', {'import subprocess, sys; ' + ORPHAN!r}, HERE + {STUBBORN!r}])"
+    )
     listen = f"listener = socket.create_server(('127.0.0.1', {free_port()}))"
     body = f"{listen}\nos.set_inheritable(listener.fileno(), True)\n"
-    kin = FAMILIES[family].replace("start_new_session=True", "start_new_session=True, close_fds=False")
-    first = f"if RUN == 0: {kin}; {last_moment}; all_are_here(5); os.kill(os.getpid(), signal.SIGKILL)\n"
+    kin = KIN.replace("start_new_session=True", "start_new_session=True, close_fds=False")
+    first = f"if RUN == 0: {kin}; {last_moment}; all_are_here(7); os.kill(os.getpid(), signal.SIGKILL)\n"
     plan = stage.plan(trainer=f"{body}{first}{OVER}", orchestrator=DONE)
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
-    assert (len(stage.runs_of("trainer")), len(stage.pids()), stage.alive()) == (2, 6, [])
+    assert (len(stage.runs_of("trainer")), len(stage.pids()), stage.alive()) == (2, 8, [])
 
 
 def test_a_frozen_process_is_killed_and_started_again_and_a_frozen_child_is_killed(stage, capsys):
-    stage = stage.set(frozen_after_s=1)
+    stage.set(frozen_after_s=1)
     child = f"child = grandchild({FREEZE!r})\n    assert child.wait() == -9"
     plan = stage.plan(trainer=f"if RUN == 0:\n    {child}\n    {FREEZE}\n{OVER}", orchestrator=DONE)
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
@@ -200,7 +191,7 @@ def server_of(stage: Stage) -> str:
 
 
 def test_a_server_that_fell_silent_is_killed_and_started_again(stage, capsys):
-    stage = stage.set(unhealthy_after_s=1)
+    stage.set(unhealthy_after_s=1)
     makes_sick = "until(lambda: (FOLDER / 'asked').exists()); (FOLDER / 'sick').touch()\n"
     plan = stage.plan(inference=server_of(stage), trainer=makes_sick + DONE, orchestrator=DONE)
     assert supervise(plan, stage.config, grace_s=GRACE_S) == 0
@@ -216,17 +207,17 @@ def test_a_server_is_silent_once_it_was_well_and_one_that_listens_no_more_is_not
             for _ in range(3):  # it has not come up yet
                 asked.unlink(missing_ok=True)
                 until(asked.exists)
-            assert watch.unhealthy_for("inference") is None
+            assert watch.checks["inference"].silent_s is None
             sick.unlink()
-            until(lambda: watch.unhealthy_for("inference") == 0)
+            until(lambda: watch.checks["inference"].silent_s == 0)
             sick.touch()
-            until(lambda: (watch.unhealthy_for("inference") or 0) > 0.3)
+            until(lambda: (watch.checks["inference"].silent_s or 0) > 0.3)
             assert watch.kill_silent() == []
             child_of(crew, "inference").num_starts += 1  # as if it had been started again
             assert watch.kill_silent() == []
-            assert watch.unhealthy_for("inference") is None
+            assert watch.checks["inference"].silent_s is None
             sick.unlink()
-            until(lambda: watch.unhealthy_for("inference") == 0)
+            until(lambda: watch.checks["inference"].silent_s == 0)
             (stage.folder / "close").touch()
             lines: list[str] = []
             until(lambda: lines.extend(watch.kill_silent()) or lines)
@@ -234,7 +225,7 @@ def test_a_server_is_silent_once_it_was_well_and_one_that_listens_no_more_is_not
 
 
 def test_without_restarts_the_first_death_is_the_end_and_nobody_frozen_is_killed(stage, capsys):
-    stage = stage.set(restart=False, frozen_after_s=1)
+    stage.set(restart=False, frozen_after_s=1)
     body = f"child = grandchild({FREEZE!r})\ntime.sleep(3)\nassert child.poll() is None\nsys.exit(7)"
     assert supervise(stage.plan(orchestrator=body), stage.config, grace_s=GRACE_S) == 1
     out = capsys.readouterr().out

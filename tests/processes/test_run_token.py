@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,6 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from answering import answering_http
 from resolved_runs import refusals
 from trireme.base.token import KEY_FILE, TOKEN, make_token, read_key, status_key, token, write_key
 from trireme.base.waiting import Waits
@@ -110,41 +108,24 @@ def test_the_status_key_opens_the_status_alone(tmp_path: Path, monkeypatch: pyte
     config = RunConfig.model_validate({"output_dir": str(tmp_path)})
     client = TestClient(build_app(Status(config, Waits("orchestrator"), Peers())))
     bearer = {"Authorization": f"Bearer {status_key()}"}
-    assert client.get("/status").status_code == 401
-    assert client.get("/status", headers=bearer).status_code == 200
+    assert client.get("/health").json() == {"status": "ok", "state": "starting"}
+    for path in ("/status", "/metrics", "/openapi.json"):
+        assert client.get(path).status_code == 401
+        for key in (status_key(), SECRET):
+            assert client.get(path, headers={"Authorization": f"Bearer {key}"}).status_code == 200
     assert open_app().get("/pause", headers=bearer).status_code == 401
 
 
-@pytest.fixture
-def listener() -> Iterator[tuple[int, list[str | None]]]:
-    """Somebody who waits at the address of a run: the port, and what was shown."""
+def test_no_token_is_sent_to_an_address_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str | None] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            shown.append(self.headers.get("Authorization"))
-            self.send_error(404)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_address[1], shown
-        server.shutdown()
-
-
-def test_no_token_is_sent_to_an_address_out_of_a_folder(
-    listener: tuple[int, list[str | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port, shown = listener
-    monkeypatch.setenv(TOKEN, SECRET)
-    config = RunConfig.model_validate({"output_dir": str(tmp_path), "orchestrator": {"server": {"port": port}}})
-    write_run(config, config.paths.run_config)
-    look_at(tmp_path)
-    status_of(config.model_dump(mode="json"), tmp_path)
-    write_key(tmp_path, "the-key-of-this-very-folder")
-    look_at(tmp_path)
-    assert shown == [None, None, "Bearer the-key-of-this-very-folder"]
-    with pytest.raises(httpx.HTTPError):
-        httpx.get(f"http://127.0.0.1:{port}/status").raise_for_status()
+    with answering_http(lambda _, bearer: shown.append(bearer) or (404, b"")) as port:
+        monkeypatch.setenv(TOKEN, SECRET)
+        config = RunConfig.model_validate({"output_dir": str(tmp_path), "orchestrator": {"server": {"port": port}}})
+        write_run(config, config.paths.run_config)
+        look_at(tmp_path)
+        status_of(config.model_dump(mode="json"), tmp_path)
+        write_key(tmp_path, "the-key-of-this-very-folder")
+        look_at(tmp_path)
+        assert shown == [None, None, "Bearer the-key-of-this-very-folder"]
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{port}/status").raise_for_status()

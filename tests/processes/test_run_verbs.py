@@ -7,24 +7,23 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from answering import answering_http
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.paths import RunPaths
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN
-from trireme.cli import status as status_module
-from trireme.cli.cancel import cancel, end_launcher
-from trireme.cli.logs import logs
-from trireme.cli.status import status
+from trireme.cli.runs import status as status_module
+from trireme.cli.runs.cancel import cancel, end_launcher
+from trireme.cli.runs.logs import logs
+from trireme.cli.runs.status import status
 from trireme.config.files import write_run
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
@@ -57,27 +56,12 @@ def add_steps(run: Path, first: int, end: int) -> None:
                 file.write(json.dumps({"step": step, "process": process, "time_s": 1.0} | numbers) + "\n")
 
 
-@contextmanager
-def answering(run: Path, token: str = "") -> Iterator[None]:
+def answering(run: Path, token: str = "") -> AbstractContextManager[int]:
     wait = {"who": "orchestrator", "text": "orchestrator waits 12 s for rollouts"}
     body = {"run": str(run), "state": "running", "version": 3, "max_steps": 8, "waits": [wait]}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            right = not token or self.headers.get("Authorization") == f"Bearer {token}"
-            self.send_response(200 if right else 401)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", PORT), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=[0.01])
-        thread.start()
-        yield
-        server.shutdown()
-        thread.join()
+    return answering_http(
+        lambda _, shown: (200 if not token or shown == f"Bearer {token}" else 401, json.dumps(body).encode()), PORT
+    )
 
 
 def said(capsys: pytest.CaptureFixture[str], run: Path, *flags: str) -> str:

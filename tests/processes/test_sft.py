@@ -146,6 +146,17 @@ def test_a_training_whose_tokenizer_is_missing_or_whose_folder_is_in_use_is_refu
     assert paths.metrics.exists()  # not moved aside
 
 
+@pytest.mark.parametrize("flags", [[], ["--resume"], ["--ckpt.resume-step", "7"]])
+def test_a_training_that_is_refused_leaves_its_folder_as_it_was(
+    letters: Path, tiny_model: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    (tmp_path / "notes.txt").touch()
+    typed = ["--data", str(letters), "--model.name", str(tiny_model), "--output-dir", str(tmp_path), "--device", "cpu"]
+    with pytest.raises(ConfigError, match=r"holds no run|there is no run"):
+        sft([*typed, *flags])
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
 def test_adapters_are_trained_alike(letters: Path, tiny_model: Path, tmp_path: Path) -> None:
     model = TrainerModel(name=str(tiny_model), lora=Lora(rank=8, alpha=16))
     train_sft(

@@ -7,16 +7,11 @@ import os
 import subprocess
 import sys
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from trireme.base.devices import Devices
 from trireme.base.processes import quick_imports
-from trireme.config.load import load_run_config
-from trireme.config.resolve import resolve
-from trireme.inference.server import FORKED, environment, server_arguments
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120
@@ -28,18 +23,12 @@ MODELS = {"accelerate", "peft", "safetensors", "tokenizers", "torch", "transform
 REST = {"gepa", "playwright", "psutil", "wandb", "zmq"}
 """Each takes tens of milliseconds to seconds to import."""
 
-DOOR: set[str] = set()
-ORCHESTRATOR = {*SERVERS, "numpy", "psutil", "tokenizers", "zmq"} - {"httpx", "requests"}
+COMMANDS = ("rl", "trireme", "sft", "trainer", "orchestrator", "inference")
 
-LOADS = {
-    "trireme.cli.rl": DOOR,
-    "trireme.cli.trireme": DOOR,
-    "trireme.cli.sft": DOOR,
-    "trireme.cli.trainer": DOOR,
-    "trireme.cli.orchestrator": DOOR,
-    "trireme.cli.inference trireme.inference.server": DOOR,
+LOADS: dict[str, set[str]] = {
+    " ".join(f"trireme.cli.{name}" for name in COMMANDS) + " trireme.inference.server": set(),
     "trireme.cli.rl trireme.launch.supervise": {"httpx", "rich"},  # asks for health, shows the run
-    "trireme.orchestrator.loop": ORCHESTRATOR,
+    "trireme.orchestrator.loop": {*SERVERS, "numpy", "psutil", "tokenizers", "zmq"} - {"httpx", "requests"},
     "trireme.trainer.loop": MODELS - {"vllm"} | {"numpy", "psutil", "sympy", "zmq"},
 }
 """Of the libraries above, those that each of these may load."""
@@ -79,34 +68,6 @@ def test_a_process_loads_what_it_needs_and_no_more(modules, tmp_path):
 def test_a_command_that_starts_nothing_loads_none_of_them(call, tmp_path):
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
     assert loaded_by(call, tmp_path) == set()
-
-
-# what vLLM is told, so that it comes up quickly
-
-CPU, GPUS = Devices(), Devices(gpus=("0", "1"))
-EXECUTOR, BLOCK = "--distributed-executor-backend", "--block-size"
-
-
-@pytest.mark.parametrize(
-    ("given", "on", "flag", "values"),
-    [
-        ("{}", CPU, EXECUTOR, [FORKED]),
-        ("{}", GPUS, EXECUTOR, [None]),
-        ("{tensor_parallel_size = 2}", CPU, EXECUTOR, [None]),
-        ('{distributed_executor_backend = "mp"}', CPU, EXECUTOR, ["mp"]),
-        ('{kv_cache_dtype = "fp8"}', CPU, BLOCK, ["32"]),
-        ("{block_size = 64}", CPU, BLOCK, ["64"]),
-        ("{}", CPU, BLOCK, ["16", "32"]),  # by the processor
-        ("{}", GPUS, BLOCK, [None]),
-    ],
-)
-def test_on_a_cpu_vllm_forks_its_engine_compiles_nothing_and_keeps_blocks_of_its_caches_size(given, on, flag, values):
-    """GPUs, several workers and what the user asks for are left to vLLM."""
-    argv = ["--inference.args", given, "--model.name", "some/model"]
-    config = resolve(load_run_config(argv, program="rl")[0], on)
-    found = dict(pairwise(server_arguments(config)))  # of several of one name, vLLM takes the last
-    assert found.get(flag) in values
-    assert environment(config).get("TORCHDYNAMO_DISABLE") == ("1" if on == CPU else None)
 
 
 def test_after_quick_imports_garbage_is_collected_again_also_where_one_failed():

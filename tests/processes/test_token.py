@@ -27,11 +27,8 @@ from trireme.base.network import SILENCE_S
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN
 from trireme.base.waiting import Waits
-from trireme.config.run import RunConfig
 from trireme.messages import WIRE_VERSION, Done, Ok, Request, encode
 from trireme.orchestrator.engines.pool import open_inference_pool
-from trireme.orchestrator.status import Status, build_app
-from trireme.orchestrator.trainer_requests import Peers
 from trireme.transport.bearer import RequireToken
 from trireme.transport.control import ControlClient
 from trireme.transport.curve import pair_of, set_client_keys
@@ -100,15 +97,6 @@ def test_the_token_opens_every_route_and_health_needs_none() -> None:
     assert client.get("/health").text == "in"
     with client.websocket_connect("/v1/realtime", headers=HEADER) as friend:
         assert friend.receive_text() == "in"
-
-
-def test_the_status_server_tells_strangers_only_that_it_is_well(tmp_path: Path) -> None:
-    config = RunConfig.model_validate({"output_dir": str(tmp_path)})
-    client = TestClient(build_app(Status(config, Waits("orchestrator"), Peers())))
-    assert client.get("/health").json() == {"status": "ok", "state": "starting"}
-    for path in ("/status", "/metrics", "/openapi.json"):
-        assert client.get(path).status_code == 401
-        assert client.get(path, headers=HEADER).status_code == 200
 
 
 def test_the_orchestrator_shows_its_token_to_engines_and_does_not_give_it_to_environments(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tiny
 from rank_processes import require_success, results_of, run_rank, started_ranks
@@ -31,28 +30,13 @@ def batch(step: int) -> list[Sample]:
 
 
 def train(model: Path, world: World) -> dict[str, Any]:
-    state = tiny.open_state(model, world)
-    metrics = [tiny.backward(state, batch(0), world, capacity=CAPACITY)]
-    gradients = {"plain": tiny.take_gradients(state.model)} | gradients_by_normalization(model, world)
-    while state.version < STEPS:
-        metrics.append(tiny.train_step(state, batch(state.version), world, capacity=CAPACITY))
-    weights, everything = tiny.weights_of(state.model), train_with_everything(model, world)
-    return {"metrics": metrics, "gradients": gradients, "weights": weights, "everything": everything}
-
-
-def gradients_by_normalization(model: Path, world: World) -> dict[str, dict[str, torch.Tensor]]:
-    """Of a loss by sequence, whose samples lie on different ranks."""
-    state = tiny.open_state(model, world)
-    found = {}
+    """Gradients of a loss by sequence, whose samples lie on different ranks. Then several iterations, a reference model
+    that moves, an entropy bonus, a correction by sequence."""
+    plain, gradients = tiny.open_state(model, world).model, {}
     for normalize in ("token", "sequence", "constant"):
         loss = Loss(type="gspo", clip_low=0.5, clip_high=2.0, normalize=normalize)
-        tiny.backward(state, batch(0), world, capacity=CAPACITY, loss=loss)
-        found[normalize] = tiny.take_gradients(state.model)
-    return found
-
-
-def train_with_everything(model: Path, world: World) -> dict[str, Any]:
-    """Several iterations, a reference model that moves, an entropy bonus, a correction by sequence."""
+        tiny.backward(plain, batch(0), world, capacity=CAPACITY, loss=loss)
+        gradients[normalize] = tiny.take_gradients(plain)
     loss = Loss(type="decoupled", correction="sequence_truncate", normalize="sequence", entropy_bonus=0.1)
     loss = loss.model_copy(update={"beta": 0.2, "kl_estimator": "k2", "reference_update_every": 2})
     trainer = TrainerConfig(optim=Optimizer(lr=1e-3), num_iterations=2, loss=loss)
@@ -63,6 +47,7 @@ def train_with_everything(model: Path, world: World) -> dict[str, Any]:
     metrics = [stepper.step(reply) for reply in replies]
     assert state.reference is not None
     return {
+        "gradients": gradients,
         "metrics": metrics,
         "weights": tiny.weights_of(state.model),
         "reference": tiny.weights_of(state.reference.model),
@@ -77,13 +62,9 @@ def test_two_ranks_train_as_one(tiny_model: Path, tmp_path: Path, world: World) 
     for rank in together:
         for name, expected in alone["gradients"].items():
             assert tiny.largest_difference(expected, rank["gradients"][name]) < 1e-5, name
-        assert tiny.largest_difference(alone["weights"], rank["weights"]) < 1e-4
-        for expected, found in zip(alone["metrics"], rank["metrics"], strict=True):
-            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        expected, found = alone["everything"], rank["everything"]
         for part in ("weights", "reference"):
-            assert tiny.largest_difference(expected[part], found[part]) < 1e-3
-        for ours, theirs in zip(expected["metrics"], found["metrics"], strict=True):
+            assert tiny.largest_difference(alone[part], rank[part]) < 1e-3
+        for ours, theirs in zip(alone["metrics"], rank["metrics"], strict=True):
             assert theirs == pytest.approx(ours, rel=1e-3, abs=1e-5)
     assert tiny.are_equal(*(rank["weights"] for rank in together))  # to the bit
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from families import ATTENTION, backward, build_config, row, save_family
 from tiny import are_equal, largest_difference, take_gradients
-from trireme.algo.activations import Pass, kept_by_layer, kept_by_matrices, layer_input
-from trireme.algo.architecture import architecture_of
+from trireme.algo.model.activations import Pass, kept_by_layer, kept_by_matrices, layer_input
+from trireme.algo.model.architecture import architecture_of
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.trainer.model import activations
 from trireme.trainer.model.activations import KEPT, Offload

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.algo.columns import Columns, Totals
-from trireme.algo.divergence import kl_estimate
-from trireme.algo.logprobs import Choices, token_logprobs
-from trireme.algo.loss import effective_share, policy_loss
+from trireme.algo.loss.divergence import kl_estimate
+from trireme.algo.loss.logprobs import Choices, token_logprobs
+from trireme.algo.loss.loss import effective_share, policy_loss
 from trireme.config.losses import RECIPES, Loss, has_ratio, resolve_loss
 
 LENGTHS = (1, 4, 2, 6, 3, 5)

@@ -19,8 +19,8 @@ import planted_faults
 from planted_faults import FAULTS, RICH_FAULTS, Fault, change_column, change_lines, replaced, row_of
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
-from trireme.cli.audit import audit
-from trireme.cli.replay import replay
+from trireme.cli.runs.audit import audit
+from trireme.cli.runs.replay import replay
 from trireme.config.files import write_run
 from trireme.config.orchestrator import Advantage, Buffer
 from trireme.config.resolve import updated

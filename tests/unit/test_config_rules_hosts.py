@@ -12,7 +12,7 @@ import resolved_runs
 from resolved_runs import CPU
 from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
-from trireme.cli.machines import join_network, node_of, nodes_of
+from trireme.cli.machines import join_network, node_of, torchrun_arguments
 from trireme.config.files import ProcessName
 from trireme.config.load import Invocation, load_run_config
 from trireme.config.resolve import resolve
@@ -209,13 +209,12 @@ def test_ranks_are_shared_by_machines_and_meet_at_the_first(monkeypatch):
     ids = set()
     for token in (SECRET, "another-token-for-tests-01234"):
         monkeypatch.setenv(TOKEN, token)
-        nodes = nodes_of(config)
-        ids.add(nodes.id)
+        words = torchrun_arguments(config)
+        ids.add(words[words.index("--rdzv-id") + 1])
     assert len(ids) == 2, "where ranks meet is known only with the token"
-    words = list(nodes.arguments())
     expected = {"--nnodes": "2", "--node-rank": "1", "--master-addr": "127.0.0.1", "--master-port": "5557"}
-    expected["--local-addr"] = "127.0.0.2"
+    expected |= {"--local-addr": "127.0.0.2", "--nproc-per-node": "3"}
     assert dict(zip(words[::2], words[1::2], strict=True)).items() >= expected.items()
     each = resolved(f"--device cpu --hosts.trainer {' '.join(OTHERS)}", "trainer")
     assert each.trainer.num_ranks == 3, "one on each machine, by default"
-    assert nodes_of(resolved(section="trainer")) is None
+    assert torchrun_arguments(resolved(section="trainer")) == []

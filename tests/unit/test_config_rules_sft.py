@@ -44,6 +44,8 @@ def load(flags: str, devices: Devices = CPU) -> SftConfig:
         ("--data here.jsonl --chat-template none.jinja", 'chat_template = "none.jinja" is no file'),
         ("--data here.jsonl --micro-batch-tokens 8", "as the longest sample"),
         ("""--source '[{data = "none.json"}]'""", 'source[0].data = "none.json" does not exist'),
+        ("--learning-rate 1", "Did you mean `--optim.lr`?"),
+        ("--gradient-checkpointing 1", "Did you mean `--model.ac.freq`?"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(flags, words):
@@ -89,16 +91,3 @@ def test_a_name_of_two_parts_is_a_hubs_unless_it_is_here():
     assert not any(map(is_on_a_hub, ("owner/name.jsonl", "./owner/name", "name")))
     Path("owner/name").mkdir(parents=True)
     assert not any(map(is_on_a_hub, ("owner/name", "owner/other")))
-
-
-@pytest.mark.parametrize(
-    ("typed", "ours"),
-    [
-        ("learning_rate", "optim.lr"),
-        ("gradient_checkpointing", "model.ac.freq"),
-    ],
-)
-def test_a_key_of_another_tool_is_pointed_to_ours(typed, ours):
-    Path("run.toml").write_text(f'data = "here.jsonl"\n{typed} = 1\n')
-    with pytest.raises(ConfigError, match=f"`{typed}`.*Did you mean `{ours}`"):
-        load("@ run.toml")

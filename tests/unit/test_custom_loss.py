@@ -70,19 +70,6 @@ def test_what_it_returns_is_normalized_like_any_other(tmp_path: Path) -> None:
         ("loss = 3\n", "no function is called `loss`"),
         ("def loss(columns:\n", "line 1"),
         ("raise RuntimeError('no')\ndef loss(columns): ...\n", "raised RuntimeError: no"),
-    ],
-)
-def test_what_is_wrong_with_a_function_is_said_before_anything_is_trained(tmp_path: Path, code: str, what: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        loaded(written(tmp_path, code))
-    assert what in str(error.value)
-    assert "trainer.loss.path" in str(error.value)
-    assert "xpected" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("path", "what"),
-    [
         (None, "without a path"),
         ("mine.py", "names no function"),
         ("mine:", "names no function"),
@@ -91,9 +78,15 @@ def test_what_is_wrong_with_a_function_is_said_before_anything_is_trained(tmp_pa
         ("math:no_such_thing", "math has no `no_such_thing`"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_named(path: str | None, what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        loaded(path)
+def test_what_is_wrong_with_a_function_is_said_before_anything_is_trained(
+    tmp_path: Path, code: str | None, what: str
+) -> None:
+    """Either a path, or the code of a file."""
+    with pytest.raises(ConfigError) as error:
+        loaded(written(tmp_path, code) if code and "\n" in code else code)
+    assert what in str(error.value)
+    assert "trainer.loss.path" in str(error.value)
+    assert "xpected" in str(error.value)
 
 
 def test_an_argument_that_the_function_does_not_take_is_named_and_later_nonsense_ends_the_run(tmp_path: Path) -> None:

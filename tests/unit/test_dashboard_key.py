@@ -13,7 +13,7 @@ import pytest
 
 from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
-from trireme.cli.dashboard import dashboard, listen, require_key
+from trireme.cli.runs.dashboard import dashboard, listen, require_key
 from trireme.transport.dashboard_key import KEY, RequireKey, address_of, key_of
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -92,7 +92,7 @@ def test_a_port_that_is_taken_is_refused_where_it_was_asked_for_and_else_another
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}"):
             listen("127.0.0.1", port)
-        monkeypatch.setattr("trireme.cli.dashboard.PORT", port)
+        monkeypatch.setattr("trireme.cli.runs.dashboard.PORT", port)
         with listen("127.0.0.1", None) as listener:
             assert listener.getsockname()[1] != port
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from order_rules import order_rules
-from trireme.algo.curriculum import Place, after_batch, weights_in
-from trireme.algo.difficulty import Outcome, from_scores, left_out, to_scores
-from trireme.algo.order import draws_of, environment_of, example_order, names_and_shares
+from trireme.algo.data.curriculum import Place, after_batch, weights_in
+from trireme.algo.data.difficulty import Outcome, from_scores, left_out, to_scores
+from trireme.algo.data.order import draws_of, environment_of, example_order, names_and_shares
 from trireme.algo.rules import Rules
 from trireme.base.errors import ConfigError
 from trireme.config.orchestrator import DifficultyPools, Stage

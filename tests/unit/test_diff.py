@@ -21,7 +21,7 @@ from planted_faults import Plant, change, change_lines, edit, one_more, put, row
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import RunPaths
-from trireme.cli.diff import diff
+from trireme.cli.runs.diff import diff
 from trireme.config.files import read_run, write_run
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig

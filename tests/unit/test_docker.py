@@ -6,10 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ import pytest
 import yaml
 from jsonschema.validators import validator_for
 
+from answering import answering_http
 from trireme.base.token import TOKEN
 from trireme.cli.inference import inference
 from trireme.cli.orchestrator import orchestrator
@@ -112,27 +109,6 @@ def test_a_service_has_a_token_and_no_rights_is_watched_and_started_again(servic
         compose()
 
 
-@contextmanager
-def answering(path: str, body: object) -> Iterator[str]:
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            right = self.path == path and self.headers["Authorization"] == f"Bearer {SECRET}"
-            self.send_response(200 if right else 401)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=[0.01])
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}{path}"
-        server.shutdown()
-        thread.join()
-
-
 def heard(**s_ago: float) -> dict[str, Any]:
     return {"processes": {name.replace("_", "."): {"heard_s_ago": ago} for name, ago in s_ago.items()}}
 
@@ -154,7 +130,12 @@ def test_a_health_check_tells_by_its_exit_code_and_needs_nothing_installed(path,
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
         return done.returncode, done.stdout + done.stderr
 
-    with answering(path, body) as url:
+    def answer(asked: str, shown: str | None) -> tuple[int, bytes]:
+        right = asked == path and shown == f"Bearer {SECRET}"
+        return (200 if right else 401), json.dumps(body).encode()
+
+    with answering_http(answer) as port:
+        url = f"http://127.0.0.1:{port}{path}"
         found, said = ask(url)
     assert (found, (why or "") in said) == (int(why is not None), True)
     assert "refused" in ask(url)[1]

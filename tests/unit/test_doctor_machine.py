@@ -75,7 +75,7 @@ def test_what_a_run_leaves_is_counted_by_its_checkpoints(tmp_path):
 def test_memory_is_compared_with_what_the_plan_says(tmp_path, monkeypatch):
     finding = the_one(memory(build_case(tmp_path)))
     assert (finding.verdict, finding.figures["needed"] > GIB) == ("ok", True)
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=0.5 * GIB))
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=0.5 * GIB, total=16 * GIB))
     finding = the_one(memory(build_case(tmp_path)))
     assert (finding.verdict, "0.5 GiB are free" in finding.found) == ("warning", True)
 

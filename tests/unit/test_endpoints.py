@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trireme.base.errors import ConfigError
-from trireme.cli.login import services
+from trireme.cli.workspace.login import services
 from trireme.tools.evaluate.endpoints import Endpoint, find_endpoint, read_endpoints
 
 SECRET = "sk-the-secret-itself"

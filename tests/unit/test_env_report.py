@@ -79,17 +79,6 @@ def test_success_is_the_share_above_a_bound_where_one_is_given() -> None:
     assert any("take `-r 8`" in line for line in advice_of(single))
 
 
-def test_failures_of_one_kind_are_told_together_the_most_frequent_first() -> None:
-    attempts = [failed(3, 0, "rare"), failed(7, 0, "often"), failed(5, 1, "often"), failed(5, 0, "often", "rollout")]
-    report = report_of(attempts)
-    assert [(t.stage, t.error, t.count, t.examples) for t in report.troubles] == [
-        ("score", "often", 2, [5, 7]), ("score", "rare", 1, [3]), ("rollout", "often", 1, [5]),
-    ]  # fmt: skip
-    text = text_of(report)
-    assert "2 rollouts failed, score: often\n  train examples 5, 7\n  | Traceback\n  |   often" in text
-    assert "does not work: no rollout was scored" in text
-
-
 def test_components_and_lengths_are_those_of_the_rollouts_that_have_them() -> None:
     attempts = [scored(0, 0, 1.0, right=1.0), scored(0, 1, 0.0, right=0.0, tries=4.0), failed(0, 2, "e")]
     report = report_of(attempts)

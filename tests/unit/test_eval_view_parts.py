@@ -42,7 +42,7 @@ def test_what_an_evaluation_writes_is_what_the_list_shows(tmp_path):
     file = read_all(tmp_path / "say.jsonl")
     row, failed = file.rows
     assert (row.example, row.rollout, row.reward, row.tokens, row.turns) == ("3", 2, 0.5, 87, 2)
-    assert (row.truncated, row.stop, row.question, row.said) == (True, "length", "why?", "because")
+    assert (row.truncated, row.stop, row.question, row.last_message) == (True, "length", "why?", "because")
     assert (failed.example, failed.reward, failed.error) == ("x", None, "timeout: late")
     record = file.record(row)
     assert (record.answer, record.metrics, record.row, record.more) == ("so", {"close": 0.25}, row, {"version": 20})
@@ -57,7 +57,7 @@ def test_a_large_file_is_read_in_parts_and_no_conversation_stays_in_memory(tmp_p
         parts += 1
     assert parts > os.path.getsize(file.path) / CHUNK - 2 > 2
     assert [row.example for row in file.rows] == [str(n) for n in range(201)]
-    assert max(len(row.said) for row in file.rows) <= PREVIEW
+    assert max(len(row.last_message) for row in file.rows) <= PREVIEW
     assert file.record(file.rows[137]).completion[0]["content"] == said[137]
     file.path.write_bytes(b"")
     assert "is not there any more" in file.record(file.rows[0]).more["gone"]
@@ -105,6 +105,25 @@ KEYS = ["example_id", "reward", "answer", "info", "metrics", "tokens", "turns", 
 LINE = st.dictionaries(st.sampled_from(KEYS), JSON) | st.fixed_dictionaries({"prompt": TALK, "completion": TALK})
 
 
+def test_reasoning_calls_of_tools_and_what_they_returned_are_read_in_order() -> None:
+    call = {"name": "python", "arguments": '{"code": "print(6*7)\\nx"}'}
+    completion = [
+        {
+            "role": "assistant",
+            "content": "<think>I shall compute.</think>",
+            "tool_calls": [{"id": "a", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "42"},
+        {"role": "assistant", "content": "It is 42."},
+    ]
+    record = record_of(answer(0, 1.0, completion=completion, info={"level": 3}, error=None), number=0)
+    shown = [text.plain for text, _ in page(record, longest=None) if text.plain]
+    assert shown[shown.index("━━ completion ") + 1 :] == [
+        *("▌ assistant reasoning", "I shall compute.", "▌ assistant calls python", "code:\nprint(6*7)\nx"),
+        *("▌ tool returned python", "42", "▌ assistant", "It is 42.", "━━ also ", 'info: {"level": 3}'),
+    ]
+
+
 @settings(max_examples=30)
 @given(LINE)
 def test_whatever_a_line_holds_is_shown(value):
@@ -114,7 +133,7 @@ def test_whatever_a_line_holds_is_shown(value):
         assert not any(ord(letter) < 32 for letter in shown.replace("\n", ""))
     json.loads(as_json(record))
     for column in columns_for([record.row], by_example=False):
-        assert in_order([record.row], column.name, backwards=True) == [record.row]
+        assert in_order([record.row], column, backwards=True) == [record.row]
     assert by_example([record.row])[0].count == 1
 
 
@@ -137,8 +156,8 @@ ROWS = [
     ],
 )
 def test_a_filter_means_what_it_says(line, expected):
-    chosen, said = parse_filter(line), "It's The Capital of reward<1 France"
-    assert [row.number for row in ROWS if chosen.matches(row, lambda row: Record(row, answer=said))] == expected
+    chosen, text = parse_filter(line), "It's The Capital of reward<1 France"
+    assert [row.number for row in ROWS if chosen.matches(row, lambda row: Record(row, answer=text))] == expected
 
 
 def test_the_texts_of_tokens_make_up_the_text_and_without_a_tokenizer_tokens_are_numbers(tmp_path):

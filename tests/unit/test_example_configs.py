@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from model_configs import MODELS
-from trireme.algo.architecture import architecture_of
+from trireme.algo.model.architecture import architecture_of
 from trireme.base.devices import Devices
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve

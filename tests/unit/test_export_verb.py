@@ -18,15 +18,14 @@ from limits import small_disk
 from tiny import (
     VOCABULARY,
     are_equal,
-    open_exporter,
     open_state,
-    open_store,
     random_samples,
+    save_run,
     train_step,
     weights_of,
 )
 from trireme.base.errors import ConfigError, JournalCorrupt
-from trireme.cli.export import export
+from trireme.cli.runs.export import export
 from trireme.config.trainer import Lora, Optimizer, TrainerModel
 from trireme.journal.manifest import MANIFEST, describe_file
 from trireme.messages import TensorSpec
@@ -43,11 +42,9 @@ from trireme.trainer.publish.served_weights import merged_tensors
 def run(tiny_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     state = open_state(tiny_model, world)
-    store = open_store(folder / "checkpoints", world, exporter=open_exporter(folder / "weights", tiny_model, world))
     for step in range(2):
         train_step(state, random_samples([20, 30], seed=step), world)
-        store.save(state)
-        store.wait()
+        save_run(folder, state, tiny_model, world)
     return folder
 
 
@@ -175,9 +172,7 @@ def adapted(
         model = load_model(TrainerModel(lora=LORAS[name]), str(experts), world)
         state = TrainerState(model, build_optimizer(model, Optimizer(lr=1e-2)))
         train_step(state, random_samples([20, 30]), world)
-        store = open_store(folder / "checkpoints", world, exporter=open_exporter(folder / "weights", experts, world))
-        store.save(state)
-        store.wait()
+        save_run(folder, state, experts, world)
         return folder, dict(merged_tensors(model, torch.bfloat16))
 
     return adapted

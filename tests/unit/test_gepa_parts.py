@@ -13,7 +13,7 @@ from reflecting import ENVIRONMENT
 from toy_environments import with_environment
 from trireme.base.errors import ConfigError
 from trireme.base.processes import free_port
-from trireme.cli.gepa import gepa, to_flags
+from trireme.cli.workspace.gepa import gepa, to_flags
 from trireme.config.load import load_config
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
@@ -124,7 +124,7 @@ def test_every_shipped_file_loads(file, monkeypatch, capsys):
 def test_a_line_that_was_not_written_to_its_end_is_done_again(tmp_path):
     records = Records(tmp_path)
     for name in "abc":
-        records.add_reflection(Reflection(question_name=name, nth=0, question="q", answer=name))
+        records.add(Reflection(question_name=name, nth=0, question="q", answer=name))
     file = tmp_path / "reflections.jsonl"
     file.write_bytes(file.read_bytes()[:-5])
     assert list(Records(tmp_path).reflections) == [("a", 0), ("b", 0)]

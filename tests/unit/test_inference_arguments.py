@@ -40,6 +40,7 @@ def value_of(flag: str, flags: str = "", on: Devices = CPU) -> str | None:
     [
         ("--block-size", "", CPU, "32"),
         ("--block-size", "--inference.args.block-size 64", CPU, "64"),
+        ("--block-size", "--inference.args.kv-cache-dtype fp8", CPU, "32"),
         ("--block-size", "", GPUS, None),
         (EXECUTOR, "", CPU, FORKED),
         (EXECUTOR, "", GPUS, None),

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import families
 from families import ATTENTION, CONFIGS, build_config, build_vision_config, logits, row, save_family
-from tiny import are_equal, random_samples, whole
-from trireme.algo.packing import micro_batches_of_rank
+from tiny import are_equal, one_row, random_samples, whole
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import Lora, TrainerModel
 from trireme.trainer.checkpoint.export import describe_model
@@ -190,9 +189,8 @@ def test_a_pass_without_gradients_leaves_each_rank_its_float32_parts(tiny_model:
     """What is gathered, in bfloat16, would otherwise be saved or sent as the model."""
     config = TrainerModel(reshard_after_forward=False, optimization_dtype="bfloat16")
     model = load_model(config, str(tiny_model), world)
-    (packed,) = micro_batches_of_rank(random_samples([9, 14]), capacity=64, rank=0, world=1)
     with torch.no_grad():
-        compute_columns(model, packed, world.device)
+        compute_columns(model, one_row(random_samples([9, 14])), world.device)
     assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
 
 
@@ -210,7 +208,7 @@ NOISY = {
 def test_dropout_of_a_model_is_switched_off_and_published_again(kind: str, tmp_path: Path, world: World) -> None:
     folder = save_noisy(kind, tmp_path / "published")
     model = load_model(TrainerModel(), str(folder), world)
-    (row,) = micro_batches_of_rank(random_samples([40, 20]), capacity=64, rank=0, world=1)
+    row = one_row(random_samples([40, 20]))
     with torch.no_grad():
         once, again = (compute_columns(model, row, world.device).logprobs for _ in range(2))
         assert torch.equal(once, again)

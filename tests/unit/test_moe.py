@@ -12,10 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moe import CONFIGS, NUM_EXPERTS, TOP_K, build_moe, random_routes, routed, routed_of, save_moe
-from tiny import random_samples, take_gradients
-from trireme.algo.packing import MicroBatch, Sample, micro_batches_of_rank
+from tiny import backward, one_row, random_samples, take_gradients
 from trireme.base.errors import ConfigError
-from trireme.config.trainer import ActivationCheckpointing, Experts, Loss, TrainerModel
+from trireme.config.trainer import ActivationCheckpointing, Experts, TrainerModel
 from trireme.messages import Routed
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
@@ -29,7 +28,6 @@ from trireme.trainer.model.moe import (
     routes_argument,
 )
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.step import forward_backward, policy_gradient
 
 CPU = torch.device("cpu")
 T = 23
@@ -64,8 +62,7 @@ def chosen_in(model: PreTrainedModel, **inputs: Any) -> tuple[torch.Tensor, np.n
 
 
 def gradients(model: PreTrainedModel, world: World, *, is_routed: bool = True) -> dict[str, torch.Tensor]:
-    loss, rows = policy_gradient(Loss()), [packed(SAMPLES if is_routed else PLAIN)]
-    forward_backward(model, rows, loss_tokens=18, loss_samples=2, step=0, loss_function=loss, world=world)
+    backward(model, SAMPLES if is_routed else PLAIN, world, capacity=64)
     return take_gradients(model)
 
 
@@ -121,11 +118,6 @@ def test_a_rank_that_has_a_part_of_a_row_has_the_routes_of_its_tokens() -> None:
     assert part.experts[:2].tolist() == routes[3:].tolist()
 
 
-def packed(samples: list[Sample]) -> MicroBatch:
-    (row,) = micro_batches_of_rank(samples, capacity=64, rank=0, world=1)
-    return row
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_moe(tmp_path_factory.mktemp("qwen3_moe"))
@@ -151,7 +143,7 @@ def test_samples_in_one_row_are_routed_as_each_by_itself(folder: Path, world: Wo
     model = load_model(TrainerModel(moe=REPLAY), str(folder), world)
     with torch.no_grad():
         rows = [SAMPLES, *([sample] for sample in SAMPLES), PLAIN]
-        together, *alone, without = (compute_columns(model, packed(row), CPU).logprobs for row in rows)
+        together, *alone, without = (compute_columns(model, one_row(row), CPU).logprobs for row in rows)
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
     assert (together - without).abs().max() > 0.01
 

@@ -87,25 +87,17 @@ def test_what_is_derived_of_a_token_is_told_apart_by_its_purpose_and_by_the_toke
     assert (is_same("a", "a"), is_same("a", "ab")) == (True, False)
 
 
-def test_a_port_is_chosen_that_no_connection_will_be_given_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_is_chosen_that_nobody_listens_on_and_no_connection_will_be_given_meanwhile(monkeypatch) -> None:
     first, last = map(int, RANGE.read_text().split())
     assert not [port for port in (free_port() for _ in range(50)) if first <= port <= last]
-    monkeypatch.setattr("trireme.base.processes.port_is_free", lambda *_: False)
-    assert first <= free_port() <= last, "a crowded system chooses by itself"
-
-
-def test_a_port_that_somebody_listens_on_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
-        port = free_port()
-        taken.bind(("127.0.0.1", port))
+        taken.bind(("127.0.0.1", port := free_port()))
         taken.listen()
         assert not port_is_free(port)
         others = iter([port, port, port + 1])
-        monkeypatch.setattr("trireme.base.processes._random.randrange", lambda *_: next(others))
-        assert free_port() == port + 1
-
-
-def test_where_the_system_gives_almost_all_ports_runs_do_not_all_choose_the_same(monkeypatch) -> None:
-    for first in (1024, 12_000, 0):
-        monkeypatch.setattr("trireme.base.processes._first_of_the_systems", lambda first=first: first)
+        with monkeypatch.context() as choosing:
+            choosing.setattr("trireme.base.processes._random.randrange", lambda *_: next(others))
+            assert free_port() == port + 1
+    for beyond in (1024, 12_000, 0):  # where the system gives almost all ports, runs do not all choose the same
+        monkeypatch.setattr("trireme.base.processes._first_of_the_systems", lambda beyond=beyond: beyond)
         assert len({free_port() for _ in range(20)}) > 1

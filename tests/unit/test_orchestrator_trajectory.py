@@ -88,6 +88,56 @@ def test_a_later_turn_goes_on_from_the_ids_that_were_sampled(tmp_path, template,
     assert len(talk.samples()) == 1
 
 
+CALL = ToolCall(id="call00100", name="add", arguments='{"a":  2}')
+CALLED = {"id": CALL.id, "type": "function", "function": {"name": "add", "arguments": CALL.arguments}}
+
+
+@pytest.mark.parametrize(
+    ("reply", "returned"),
+    [
+        (ModelMessage(" 4\n"), says("4")),  # the program strips whitespace
+        (ModelMessage("4", "hm"), says("4")),  # it drops reasoning
+        (ModelMessage("", None, (CALL,)), says("", tool_calls=[CALLED | {"function": {"name": "add"}}])),
+        (ModelMessage("", None, (CALL,)), says("", tool_calls=[CALLED | {"id": "its own"}])),
+    ],
+)
+@pytest.mark.parametrize("template", [CHATML, QWEN_3])
+def test_a_turn_that_an_agent_program_changed_keeps_its_tokens(tmp_path, reply, returned, template):
+    talk = Talk(tmp_path, "tolerant", template)
+    sampled = talk.tokenizer.encode("<think>\nhm\n</think>\n\n4<|im_end|>")
+    first = talk.ask([ASK], TOOLS)
+    talk.record(first, turn(sampled), reply)
+    for num_later, after in ((1, SURE), (2, f"{SURE}yes<|im_end|>{SURE}")):  # it is known the second time, too
+        messages = [ASK, returned, MORE, says("yes"), MORE][: 2 * num_later + 1]
+        question = talk.ask(messages, TOOLS)
+        assert question.ids == first.ids + sampled + talk.tokenizer.encode(after)
+        talk.record(question, turn(talk.tokenizer.encode("yes<|im_end|>")), ModelMessage("yes"))
+    assert trained(talk) == [len(sampled) + 2 * len(talk.tokenizer.encode("yes<|im_end|>"))]
+
+
+def test_a_conversation_that_leaves_an_earlier_one_begins_a_sample_with_its_tokens(tmp_path):
+    talk = Talk(tmp_path, "tolerant")
+    first = talk.answer([ASK], "4<|im_end|>")
+    talk.answer([ASK, says("4"), MORE], "yes<|im_end|>")
+    other = {"role": "user", "content": "why?"}
+    prompt = talk.answer([ASK, says("4"), other], "hm<|im_end|>")  # as after a retry, or for a side question
+    shared = first + talk.tokenizer.encode("4<|im_end|>")
+    assert prompt[: len(shared)] == shared
+    main, branch = talk.samples()
+    assert trained(talk) == [6, 3]  # the first turn is trained once
+    assert branch.ids[: len(shared)].tolist() == main.ids[: len(shared)].tolist() == shared
+    talk.answer([ASK, says("4"), other, says("hm"), MORE], "no<|im_end|>")
+    assert trained(talk) == [6, 6]
+
+
+@pytest.mark.parametrize("edited", [says("5"), says("4", tool_calls=[CALLED]), {"role": "user", "content": "4"}])
+def test_an_edited_turn_is_not_taken_for_the_models_own(tmp_path, edited):
+    talk = Talk(tmp_path, "tolerant")
+    talk.answer([ASK], "4<|im_end|>")
+    assert talk.ask([ASK, edited, MORE], None).turn is None
+    assert talk.ask([MORE, says("4"), MORE], None).turn is None
+
+
 @pytest.mark.parametrize(
     ("template", "mode", "sampled", "said", "sizes"),
     [
@@ -138,7 +188,7 @@ def test_thinking_that_was_read_apart_is_kept_in_the_sample(tmp_path):
     talk.record(question, turn(sampled), ModelMessage("\n4", "hm"))
     longer = talk.ask([ASK, says("\n4", reasoning_content="hm"), MORE], None)
     assert longer.ids[: len(question.ids) + len(sampled)] == question.ids + sampled
-    assert talk.ask([ASK, says("\n4"), MORE], None).sample is None  # the environment has dropped it itself
+    assert talk.ask([ASK, says("\n4"), MORE], None).turn is None  # the environment has dropped it itself
 
 
 def test_tool_calls_stay_as_the_model_wrote_them_however_the_template_would(tmp_path):
@@ -162,7 +212,7 @@ def test_a_conversation_with_other_tools_begins_a_sample_that_shows_them(tmp_pat
     talk = Talk(tmp_path, template=QWEN_3)
     talk.answer([ASK], "4<|im_end|>")
     question = talk.ask([ASK, says("4"), MORE], TOOLS)
-    assert question.sample is None
+    assert question.turn is None
     assert "add" in talk.tokenizer.decode(question.ids)
 
 

@@ -185,7 +185,6 @@ def test_the_run_lies_where_its_name_says():
             "gradient_accumulation_steps",
         ),
         (vf({"vllm_server_port": 8002}, engine={"port": 8001}), "8001"),
-        ({"model": "m"}, "mine.toml: "),
         ({"model": "m"}, "`inference`"),
     ],
 )
@@ -267,7 +266,6 @@ def test_a_hosted_file_arrives_whole():
     [
         ({"model": "m", "env": {"id": "e"}, "inference": {"gpus": 1}, "trainer": {"gpus": 1}}, "vf-rl"),
         ({"inference": {"gpu_memory_utilization": 0.5}, "trainer": {"optim": {"lr": 1.0}}}, "run"),
-        *((tomllib.loads(file.read_text()), "run") for file in REPOSITORY.glob("configs/*/rl.toml")),
     ],
 )
 def test_a_run_of_ours_is_told_from_a_file_of_vf_rl(table, kind):

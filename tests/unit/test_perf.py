@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trireme.algo.architecture import architecture_of
-from trireme.algo.flops import flops_per_token as by_hand
-from trireme.algo.flops import model_flops
+from trireme.algo.model.architecture import architecture_of
+from trireme.algo.model.flops import flops_per_token as by_hand
+from trireme.algo.model.flops import model_flops
 from trireme.trainer.perf import flops_per_token, matrix_parameters, peak_memory
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False}

@@ -13,10 +13,10 @@ from stage import write_checkpoint
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
-from trireme.cli.command import open_process, resuming
+from trireme.cli.command import open_process
 from trireme.config.files import write_run
 from trireme.config.load import load_run_config
-from trireme.config.resolve import resolve
+from trireme.config.resolve import resolve, resuming
 from trireme.config.run import RunConfig
 from trireme.launch.folder import hold_folder, move_aside, prepare_folder
 from trireme.launch.plan import Plan, describe, plan

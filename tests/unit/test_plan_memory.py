@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from model_configs import MODELS
-from trireme.algo.activations import Pass
-from trireme.algo.architecture import architecture_of, is_known
-from trireme.algo.chips import GIB
+from trireme.algo.model.activations import Pass
+from trireme.algo.model.architecture import architecture_of, is_known
+from trireme.algo.model.chips import GIB
 from trireme.tools.plan.estimate import CUDA_BYTES, GPU_SCATTERED, scattered_bytes
 from trireme.tools.plan.memory import Training, changed
 from trireme.tools.plan.serving import Serving
@@ -31,7 +31,7 @@ def test_the_guides_table_comes_out_within_15_percent():
     def needs(tokens: int, ac_freq: int | None) -> float:
         row = Pass(tokens, 2, "flash_attention_2", targets=LINEAR, rank=32, dropout=True)
         training = Training(QWEN, row, ac_freq=ac_freq, frozen_bytes=4, head_chunk=tokens)
-        return (training.memory.peak + scattered_bytes(training.memory.parts, GPU_SCATTERED) + CUDA_BYTES) / 1e9
+        return (training.peak + scattered_bytes(training.parts, GPU_SCATTERED) + CUDA_BYTES) / 1e9
 
     assert needs(16384, 1) == pytest.approx(65, rel=0.15)
     assert needs(8192, 1) == pytest.approx(45, rel=0.15)
@@ -41,7 +41,7 @@ def test_the_guides_table_comes_out_within_15_percent():
 def test_a_dense_model_is_counted_by_hand():
     # 7.6B parameters on 8 ranks: 4 bytes each, as many of gradient, 8 of AdamW's
     training = Training(QWEN, Pass(4096, 2, "flash_attention_2"), shards=8, ac_freq=1)
-    parts = training.memory.moments["first layer backward"]
+    parts = training.moments["first layer backward"]
     assert parts["weights"] == 4 * 7_615_616_512 / 8
     assert parts["optimizer"] == 8 * 7_615_616_512 / 8
     # the layers' gradients, and that of the head, whole in bfloat16
@@ -70,7 +70,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: "-".join(map(str, change)))
 def test_everything_that_is_said_to_save_memory_does(change):
     before = Training(QWEN, Pass(8192, 4, "sdpa"), head_chunk=256)
-    assert changed(before, **change).memory.peak < before.memory.peak
+    assert changed(before, **change).peak < before.peak
 
 
 def test_the_kv_cache_of_an_engine_by_hand():

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from model_configs import cache_models
-from trireme.algo.chips import CHIPS
+from trireme.algo.model.chips import CHIPS
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
-from trireme.cli.plan import plan
+from trireme.cli.runs.plan import plan
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.tools.plan.advice import advise, fit_warnings

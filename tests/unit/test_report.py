@@ -1,4 +1,4 @@
-"""`trireme report`: one page for somebody who was not there. It needs nothing else, and says what the files say."""
+"""`trireme report`: one page that needs nothing else, with the numbers of the run's files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from markdown_it.token import Token
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
-from trireme.cli.report import report
+from trireme.cli.runs.report import report
 from trireme.config.files import write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
@@ -28,7 +28,7 @@ from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import Span
 from trireme.tools.diff.configuration import compare_configurations
 from trireme.tools.report.sections import OWN, build_report, choices_of
-from trireme.tools.report.writing import Report, Section, to_html, to_markdown
+from trireme.tools.report.writing import Report, to_html, to_markdown
 from viewing import Reader, write_evaluations
 from written_run import rewrite_batch, write_whole_run
 
@@ -62,17 +62,8 @@ def copy(run: Path, tmp_path: Path) -> RunPaths:
     return RunPaths(Path(shutil.copytree(run, tmp_path / "copy")))
 
 
-def supervised_run(folder: Path, more: dict[str, float]) -> Path:
-    config = SftConfig(output_dir=folder, data="x.jsonl", max_steps=2)
-    write_run(config, config.paths.run_config)
-    for step in range(2):
-        row = {"loss": 2.0 - step, "grad_norm": 1.0, "validation/loss": 3.0 - step}
-        MetricsFile(config.paths.metrics, "trainer").append(step, row | more)
-    return folder
-
-
 def words(page: Report, title: str) -> str:
-    return next(section.text for section in page.sections if section.title == title)
+    return page.sections[title]
 
 
 def parsed(markdown: str) -> list[Token]:
@@ -96,9 +87,9 @@ def test_html_loads_nothing_and_what_a_model_wrote_is_text(page: Report) -> None
     assert (policy["content"] or "").startswith("default-src 'none';")
     assert sum(SHOWN in text for text in reader.texts) == 2
     for sneaky in (EVIL, f"<details>{EVIL}</details>", f"x\n\n<!-- {EVIL} -->"):
-        page_of_evil = Reader(to_html(Report("t", "", [Section("s", sneaky)], {})))
+        page_of_evil = Reader(to_html(Report("t", "", {"s": sneaky}, {})))
         assert page_of_evil.tags.isdisjoint(forbidden - {"img"})
-    assert "set <code>a.b</code> to &lt;1&gt;" in to_html(Report("t", "set `a.b` to <1>", [], {}))
+    assert "set <code>a.b</code> to &lt;1&gt;" in to_html(Report("t", "set `a.b` to <1>", {}, {}))
 
 
 def test_markdown_holds_its_pictures_and_what_a_model_wrote_is_text(page: Report) -> None:
@@ -152,7 +143,7 @@ def test_the_page_tells_what_went_wrong_and_where_it_ran(copy: RunPaths) -> None
     assert "| packages torch | 9.9 |\n| command | rl @ x.toml |" in words(page, "Versions and machine")
 
 
-@pytest.mark.parametrize("file", ["reverse-text/rl.toml", "wordle/rl.toml", "math-python/rl.toml"])
+@pytest.mark.parametrize("file", ["reverse-text/rl.toml", "math-python/rl.toml"])
 def test_from_its_choices_comes_the_same_configuration(file: str, tmp_path: Path) -> None:
     original = resolve(load_run_config(["@", f"configs/{file}"], program="rl")[0], Devices(cores=2))
     written = tmp_path / "again.toml"
@@ -171,7 +162,7 @@ def test_time_is_told_from_the_spans(copy: RunPaths) -> None:
         spans.append(Span("trainer", "wait", 1e9 + 4 * step + 1, 3.0, step=step, why="no batch yet"))
     copy.spans.write_bytes(b"".join(msgspec.json.encode(span) + b"\n" for span in spans))
     page = build_report(copy.root, num_rollouts=0, audits=False)
-    assert not {"Rollouts", "Audit"} & {section.title for section in page.sections}
+    assert not {"Rollouts", "Audit"} & page.sections.keys()
     assert "the trainer waits 75% of the time" in words(page, "Where the time went")
     assert "give more GPUs to inference" in words(page, "Where the time went")
     assert "| trainer | 75% | no batch yet |" in words(page, "Where the time went")
@@ -180,11 +171,16 @@ def test_time_is_told_from_the_spans(copy: RunPaths) -> None:
 
 
 def test_supervised_training_has_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = supervised_run(tmp_path / "sft", {"time/step": 2.0, "time/forward_backward": 1.0, "time/optimizer": 0.5})
+    config, run = SftConfig(output_dir=tmp_path / "sft", data="x.jsonl", max_steps=2), tmp_path / "sft"
+    write_run(config, config.paths.run_config)
+    for step in range(2):
+        row = {"loss": 2.0 - step, "grad_norm": 1.0, "validation/loss": 3.0 - step}
+        row |= {"time/step": 2.0, "time/forward_backward": 1.0, "time/optimizer": 0.5}
+        MetricsFile(config.paths.metrics, "trainer").append(step, row)
     page = build_report(run)
     assert page.lead == "2 of 2 steps in 0:00, from the first batch on; held-out loss 3 → 2."
     assert {"loss", "validation"} <= set(page.figures)
-    assert not {"Rollouts", "Audit"} & {section.title for section in page.sections}
+    assert not {"Rollouts", "Audit"} & page.sections.keys()
     assert "uv run sft @ again.toml" in words(page, "How to do it again")
     assert "in 4 s of steps: train 75 %, other 25 %" in words(page, "Where the time went")
     assert report([str(run)]) == 0

@@ -65,6 +65,22 @@ def test_a_failed_rollout_is_retried_under_the_same_name_and_each_outcome_is_tol
     assert most == 3
 
 
+def test_a_rollout_keeps_its_slot_until_its_outcome_is_kept():
+    """So a full disk, for which `on_outcome` waits, also stops rollouts whose results could not be kept."""
+    events: list[tuple[str, str]] = []
+
+    async def roll_out(spec: RolloutSpec) -> Rollout:
+        events.append(("rollout", spec.name))
+        return Rollout(env="toy", example=spec.example, temperature=1.0, reward=1.0, num_turns=1)
+
+    async def keep(outcome: RolloutOutcome) -> None:
+        await asyncio.sleep(0.001)
+        events.append(("kept", outcome.spec.name))
+
+    asyncio.run(run_rollouts(SPECS, roll_out, keep, scored_together=False, max_concurrent=1))
+    assert events == [(what, spec.name) for spec in SPECS for what in ("rollout", "kept")]
+
+
 @pytest.mark.parametrize(("scored_together", "failed"), [(True, [3, 4, 5]), (False, [5])])
 def test_a_rollout_that_fails_for_good_costs_one_outcome_or_its_group(scored_together, failed):
     last = SPECS[5].name

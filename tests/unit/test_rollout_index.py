@@ -11,7 +11,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord
 from trireme.tools.audit.audit import audit_run
-from trireme.tools.dashboard.rollout_index import RolloutIndex, bring_up_to_date, query_of
+from trireme.tools.dashboard.rollout_index import RolloutIndex, bring_up_to_date
 from trireme.tools.rollout_filters import parse_filter
 from trireme.tools.rollouts import BatchFile
 from written_run import rewrite_batch, write_whole_run
@@ -45,7 +45,7 @@ def filled(run: RunConfig, cache: Path) -> RolloutIndex:
 
 
 def found(table: RolloutIndex, line: str) -> list[tuple[int, int]]:
-    rows = table.search(query_of(line), limit=EVERYTHING).rows
+    rows = table.search(line, limit=EVERYTHING).rows
     return sorted((row["step"], row["number"]) for row in rows)
 
 
@@ -79,10 +79,10 @@ def test_steps_groups_and_attempts_can_be_asked_for(run: RunConfig, table: Rollo
     assert found(table, "step=2") == [(2, number) for number in range(len(record.rollouts) + len(record.dropped))]
     mine = [number for number, rollout in enumerate(record.rollouts) if rollout.group == group]
     assert found(table, f"step=2 group={group} -is:failed") == [(2, number) for number in mine]
-    assert all(row["attempt"] > 0 for row in table.search(query_of("attempt>0"), limit=EVERYTHING).rows)
+    assert all(row["attempt"] > 0 for row in table.search("attempt>0", limit=EVERYTHING).rows)
     for line in ("stp=3", "step~3", "reward=high", "is:good", "env<3"):
         with pytest.raises(ConfigError, match="Expected"):
-            query_of(line)
+            table.search(line)
 
 
 def test_only_what_is_new_is_read_what_is_gone_is_forgotten_and_nothing_is_written_into_the_run(tmp_path: Path) -> None:
@@ -104,6 +104,7 @@ def test_a_damaged_batch_is_named_and_hides_no_other(tmp_path: Path) -> None:
     run = write_whole_run(tmp_path / "run", batches=3)
     path = Journal(run.paths.journal).path(1)
     path.write_bytes(path.read_bytes()[:-5])
+    (path.parent / "batch_copy.msgpack").write_bytes(b"")  # of another program
     table = filled(run, tmp_path / "cache")
     assert {step for step, _ in found(table, "")} == {0, 2}
     ((step, trouble),) = table.ask("SELECT step, trouble FROM batches WHERE trouble != ''")

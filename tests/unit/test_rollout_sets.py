@@ -13,7 +13,7 @@ from jinja2 import Template
 from pyarrow import parquet
 
 from trireme.base.errors import ConfigError, JournalCorrupt
-from trireme.cli.rollouts import rollouts
+from trireme.cli.runs.rollouts import rollouts
 from trireme.journal.journal import Journal
 from trireme.journal.records import Rollout
 from trireme.tools.datasets import write

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tiny import take_gradients
 from trireme.algo.packing import buckets, positions, share_prefixes
@@ -202,9 +202,7 @@ def test_a_team_fills_its_row_up_and_a_rank_by_itself_exchanges_nothing() -> Non
     ("attention", "team_size", "problem"), [("eager", 2, 'attn = "eager"'), ("sdpa", 3, "4 attention heads")]
 )
 def test_attention_that_cannot_be_shared_is_refused(attention: str, team_size: int, problem: str) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, pad_token_id=None))
+    model = model_of(head_dim=8)
     model.set_attn_implementation(attention)
     with pytest.raises(ConfigError, match=problem):
         share_attention(model, team_size)

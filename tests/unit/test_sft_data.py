@@ -221,8 +221,9 @@ def test_a_program_can_make_the_conversations(tmp_path: Path) -> None:
 )
 def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> None:
     path = write_lines(tmp_path / "data.jsonl", {"messages": GREETING}, "", line)
-    with pytest.raises(ConfigError, match=r"data.jsonl, line 3 .*expected \{\"messages\""):
+    with pytest.raises(ConfigError, match=r"data.jsonl, line 3 .*expected \{\"messages\"") as caught:
         read(path)
+    assert str(caught.value).count("data.jsonl") == 1
 
 
 def test_the_forms_of_one_conversation_are_one() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
-from trireme.cli.submit import submit
+from trireme.cli.runs.submit import submit
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import problems
@@ -87,22 +87,22 @@ def test_one_machine_gets_exactly_what_was_typed(folder):
     assert problems(resolve(there, devices), devices) == []
 
 
-@pytest.mark.parametrize("room", ["inference", "orchestrator", "trainer"])
-def test_every_process_can_load_what_its_machine_is_given(folder, room):
+def test_every_process_can_load_what_its_machine_is_given(folder):
     submit(["flat.toml", "--name", "x", *SPREAD])
-    script = (submitted("outputs/x") / "node.sh").read_text()
-    line = next(line for line in script.splitlines() if line.strip().startswith(f"start {room} "))
-    words = shlex.split(line.partition(f"trireme.cli.{room}")[2])
-    hosts = next(line for line in script.splitlines() if line.startswith("hosts="))
+    script = (submitted("outputs/x") / "node.sh").read_text().splitlines()
+    (hosts,) = (line for line in script if line.startswith("hosts="))
     addresses = shlex.split(hosts.removeprefix("hosts=(").removesuffix(")"))
     named = {"${1}": "10.9.0.1", "${2}": "10.9.0.2", "$here/run.toml": str(submitted("outputs/x") / "run.toml")}
-    argv = [named.get(word, word) for word in (*words[:2], *addresses, *words[3:])]
     devices = Devices(gpus=tuple("01234567"), cores=8)
-    config = resolve(load_run_config(argv, section=room, program=room)[0], devices, section=room)
-    assert problems(config, devices, section=room) == []
-    assert (config.hosts.inference, config.hosts.trainer) == (("10.9.0.1",), ("10.9.0.2",))
-    if room != "orchestrator":
-        assert getattr(config, f"{room}_gpu_ids") == tuple(range(8))
+    for room, gpus in (("inference", devices.num_gpus), ("orchestrator", None), ("trainer", devices.num_gpus)):
+        (line,) = (line for line in script if line.strip().startswith(f"start {room} "))
+        words = shlex.split(line.partition(f"trireme.cli.{room}")[2])
+        argv = [named.get(word, word) for word in (*words[:2], *addresses, *words[3:])]
+        config = resolve(load_run_config(argv, section=room, program=room)[0], devices, section=room)
+        assert problems(config, devices, section=room) == []
+        assert (config.hosts.inference, config.hosts.trainer) == (("10.9.0.1",), ("10.9.0.2",))
+        if gpus:
+            assert getattr(config, f"{room}_gpu_ids") == tuple(range(gpus))
 
 
 def test_slurm_is_asked_before_and_given_the_same_script(folder, capsys):

@@ -161,7 +161,7 @@ def test_spans_read_in_pieces_are_those_of_the_file(tmp_path: Path) -> None:
     data = (tmp_path / "whole").read_bytes()
     store = Spans(tmp_path / "growing")
     assert not store.refresh()
-    assert (bool(store), summarize(store, *store.extent()).processes) == (False, [])
+    assert (bool(store), summarize(store, *store.extent()).shares) == (False, {})
     for begin in range(0, len(data), 501):
         with open(tmp_path / "growing", "ab") as file:
             file.write(data[begin : begin + 501])

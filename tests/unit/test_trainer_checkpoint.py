@@ -272,7 +272,7 @@ def test_transformers_loads_an_export_as_the_model_that_was_trained(
     found, served = load_file(exported / "model.safetensors"), dict(served_tensors(trained, torch.float32))
     assert "lm_head.weight" not in found  # tied embeddings are written once
     assert tiny.are_equal(found, served)
-    assert list(served) == [spec.name for spec in layout_of(trained, torch.float32).specs]
+    assert list(served) == [spec.name for spec in layout_of(trained, torch.float32)]
     messages = [{"role": "user", "content": "Reverse abc."}]
     ours, theirs = (
         AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, add_generation_prompt=True)

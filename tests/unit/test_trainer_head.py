@@ -13,9 +13,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tiny import largest_difference, random_samples, take_gradients
-from trireme.algo.logprobs import Choices, token_logprobs
-from trireme.algo.packing import micro_batches_of_rank
+from tiny import largest_difference, one_row, random_samples, take_gradients
+from trireme.algo.loss.logprobs import Choices, token_logprobs
 from trireme.config.trainer import TrainerModel
 from trireme.messages import MicroBatch
 from trireme.trainer.model.forward import Scorer, attach_scorer, compute_columns, scorer_of
@@ -100,13 +99,6 @@ def plain(model: transformers.PreTrainedModel, targets: Targets) -> HeadOutput:
         logits = logits.masked_fill(~allowed, -1e30)
     normalised = torch.log_softmax(logits, -1)
     return HeadOutput(normalised.gather(-1, targets.ids[:, None]).squeeze(-1), -(normalised.exp() * normalised).sum(-1))
-
-
-def allowed(choices: Choices) -> torch.Tensor:
-    mask = torch.ones(K, V, dtype=torch.bool)
-    mask[choices.positions] = False
-    mask[choices.positions.repeat_interleave(choices.counts), choices.ids] = True
-    return mask
 
 
 def gradients_of(
@@ -225,13 +217,8 @@ def test_choices_of_a_stretch_are_counted_from_its_start() -> None:
     assert choices.within(0, 1) is None
 
 
-def one_row(*lengths: int) -> MicroBatch:
-    (row,) = micro_batches_of_rank(random_samples(list(lengths)), capacity=sum(lengths), rank=0, world=1)
-    return row
-
-
 def test_a_sharded_model_scores_tokens_that_count_alike_whatever_the_chunk(tiny_model: Path, world: World) -> None:
-    row, found = one_row(30, 22, 9), []
+    row, found = one_row(random_samples([30, 22, 9])), []
     num_scored = int(row.tokens.loss_mask.sum())
     for chunk in (5, 1024):
         model, lengths = load_model(TrainerModel(head_chunk=chunk), str(tiny_model), world), []
@@ -249,7 +236,10 @@ def test_a_sharded_model_scores_tokens_that_count_alike_whatever_the_chunk(tiny_
 
 
 def test_temperatures_keep_their_precision_where_the_model_runs_in_less(tiny_model: Path, world: World) -> None:
-    model, row = load_model(TrainerModel(optimization_dtype="bfloat16"), str(tiny_model), world), one_row(30)
+    model, row = (
+        load_model(TrainerModel(optimization_dtype="bfloat16"), str(tiny_model), world),
+        one_row(random_samples([30])),
+    )
     found = []
     for temperature in (0.7, float(torch.tensor(0.7, dtype=torch.bfloat16))):
         other = MicroBatch(tokens=row.tokens, lengths=row.lengths, temperatures=[temperature])
@@ -273,7 +263,7 @@ def test_a_model_whose_head_cannot_run_by_itself_makes_its_logits_in_its_own_way
     model = Louder(transformers.Qwen3Config(**SIZES)).train()
     model.model.layers[0].mlp.eval()
     attach_scorer(model, TrainerModel(head_chunk=4), world)
-    row = one_row(20)
+    row = one_row(random_samples([20]))
     row.tokens.ids[:] %= V
     before = {name: module.training for name, module in model.named_modules()}
     with caplog.at_level("WARNING"):

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from answering import DEADLINE_S, answering
 from tiny import num_loss_tokens, random_samples
 from trireme import messages
-from trireme.algo.cost import Cost
 from trireme.algo.digest import tensor_digest
+from trireme.algo.model.cost import Cost
 from trireme.algo.packing import micro_batches_of_rank, rows_of
 from trireme.base.errors import Refused
 from trireme.base.waiting import Waits

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from trireme.base.errors import ConfigError
@@ -86,14 +86,6 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits[0]
 
 
-def loaded_by_transformers(folder: Path, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert unexpected == []
-    assert set(missing) <= {"lm_head.weight"}
-    return model.eval()
-
-
 def test_adapters_begin_as_pefts_own_change_nothing_at_first_and_alone_are_trained(folder: Path, world: World) -> None:
     """Values of A are drawn from PEFT's range, and fill it."""
     state = opened(folder, world)
@@ -112,31 +104,6 @@ def test_adapters_begin_as_pefts_own_change_nothing_at_first_and_alone_are_train
     assert {name for name, p in state.model.named_parameters() if p in state.optimizer.state} == adapters
     torch.manual_seed(6)
     assert not tiny.are_equal(before, tiny.weights_of(load_model(TrainerModel(lora=LORA), str(folder), world)))
-
-
-@pytest.mark.parametrize(
-    ("base", "lora"),
-    [
-        ("folder", LORA),
-        ("folder", Lora(rank=2, alpha=3, use_rslora=True)),
-        ("folder", Lora(rank=2, target_modules=("all-linear",))),
-        ("folder", Lora(rank=4, alpha=8, dropout=0.5)),
-        ("untied", Lora(rank=2, target_modules=("lm_head",))),
-        ("untied", Lora(rank=2, target_modules=("q_proj",), modules_to_save=("lm_head", "embed_tokens"))),
-    ],
-    ids=["plain", "rank-stabilised", "all linear layers", "dropout", "head", "modules trained whole"],
-)
-def test_merged_weights_compute_what_the_adapters_do(
-    base: str, lora: Lora, world: World, request: pytest.FixtureRequest
-) -> None:
-    path = request.getfixturevalue(base)
-    state = trained(path, world, lora)
-    tensors = dict(served_tensors(state.model, torch.float32))
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-    for name in ("lm_head.weight", "model.embed_tokens.weight"):
-        assert not lora.modules_to_save or not torch.equal(tensors[name], plain[name])
-    merged = loaded_by_transformers(path, tensors)
-    torch.testing.assert_close(logits(merged), logits(state.model), rtol=1e-5, atol=1e-5)
 
 
 def test_adapters_train_as_pefts_own_model_does(folder: Path, world: World) -> None:
@@ -184,8 +151,7 @@ def test_how_activations_are_kept_changes_no_gradient_nor_what_is_dropped(folder
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 parameter.data.fill_(0.01)
-        state = TrainerState(model, torch.optim.SGD([torch.zeros(1)]))
-        tiny.backward(state, samples(0), world, capacity=64)
+        tiny.backward(model, samples(0), world, capacity=64)
         found.append(tiny.take_gradients(model))
     assert all(tiny.largest_difference(other, found[0]) < 1e-5 for other in found[1:])
 
@@ -221,24 +187,23 @@ def test_what_is_dropped_can_be_dropped_again(folder: Path, world: World) -> Non
 
 
 def saved_weights(state: TrainerState, folder: Path, model: Path, world: World) -> tuple[Path, Path]:
-    exporter = tiny.open_exporter(folder / "weights", model, world)
-    store = tiny.open_store(folder / "checkpoints", world, exporter=exporter)
-    store.save(state)
-    store.wait()
+    tiny.save_run(folder, state, model, world)
     return folder / "checkpoints/step_2", folder / "weights/step_2"
 
 
 @pytest.mark.parametrize(
     ("base", "lora"),
     [
-        ("folder", LORA),
+        ("folder", Lora(rank=4, alpha=8, dropout=0.5)),
+        ("folder", Lora(rank=2, target_modules=("all-linear",))),
         ("folder", Lora(rank=2, target_modules=("v_proj", "layers.1.self_attn.q_proj"))),
         ("folder", Lora(rank=2, target_modules=("v_proj", "1.mlp.down_proj"))),
         ("folder", Lora(rank=2, target_modules=("v_proj", "q_proj"))),
-        ("untied", Lora(rank=2, target_modules=("q_proj", "o_proj"), modules_to_save=("lm_head",), use_rslora=True)),
+        ("untied", Lora(rank=2, target_modules=("lm_head",))),
+        ("untied", Lora(rank=2, alpha=3, modules_to_save=("lm_head", "embed_tokens"), use_rslora=True)),
         ("experts", Lora(rank=2, alpha=4)),
     ],
-    ids=["plain", "one layer", "another layer", "all layers", "head trained whole", "experts"],
+    ids=["dropout", "all linear", "one layer", "another layer", "all layers", "head", "trained whole", "experts"],
 )
 def test_what_a_checkpoint_leaves_is_loaded_by_peft_merged_and_evaluated_as_it_was_trained(
     base: str, lora: Lora, folder: Path, world: World, tmp_path: Path, request: pytest.FixtureRequest
@@ -255,7 +220,11 @@ def test_what_a_checkpoint_leaves_is_loaded_by_peft_merged_and_evaluated_as_it_w
     for model in (theirs, merged):
         torch.testing.assert_close(logits(model), logits(state.model), rtol=1e-4, atol=1e-5)
     evaluated = dict(AdaptedModel(weights, base=None, dtype="float32").tensors())
-    assert tiny.are_equal(evaluated, dict(served_tensors(state.model, torch.float32)))
+    served = dict(served_tensors(state.model, torch.float32))
+    assert tiny.are_equal(evaluated, served)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert not lora.modules_to_save or not torch.equal(served[name], plain[name])
     open_tokenizer(str(tmp_path / "merged"), False)
 
 

@@ -21,8 +21,8 @@ from answering import DEADLINE_S, answering
 from live_bytes import LiveBytes
 from model_configs import MODELS
 from tiny import open_state, save_tiny_model, weights_of
-from trireme.algo.architecture import architecture_of
 from trireme.algo.digest import tensor_digest
+from trireme.algo.model.architecture import architecture_of
 from trireme.algo.weight_checks import probe_ids
 from trireme.base.errors import PeerDied, Refused
 from trireme.base.processes import free_port
@@ -398,5 +398,5 @@ def test_a_plan_counts_the_copy_that_engines_on_the_same_gpus_read(tmp_path: Pat
         return training_of(config, architecture_of(MODELS["Qwen/Qwen3-0.6B"]), rows=2)
 
     shared, apart = planned("ipc"), planned("nccl")
-    transfers = [training.memory.moments["publish"]["transfers"] for training in (shared, apart)]
+    transfers = [training.moments["publish"]["transfers"] for training in (shared, apart)]
     assert transfers[0] - transfers[1] == 2 * shared.model.num_parameters - 2 * (64 << 20)  # without two buckets

@@ -85,6 +85,10 @@ def test_settings_that_a_resumed_run_did_not_have_are_told_and_the_earlier_ones_
     assert "ports" not in told  # where it runs is no matter
     seeds = {path.name: json.loads(path.read_text())["seed"] for path in tmp_path.glob("run*.json")}
     assert seeds == {"run.json": 2, "run.earlier-1.json": 1}
+    write(orchestrator={"env": [{"id": "e", "args": {"judge_api_key": "sk-secret"}}]})
+    write(seed=2)
+    (secret,) = (path for path in tmp_path.glob("run.earlier-*.json") if "sk-secret" in path.read_text())
+    assert secret.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from limits import fill, small_disk
 from tiny_tokenizer import write_tokenizer
 from trireme.base.disk import is_full, require_room, when_there_is_room
 from trireme.base.errors import DeadlineExceeded
-from trireme.base.garbage import MANY, rare_garbage_collection
+from trireme.base.processes import MANY, rare_garbage_collection
 from trireme.base.waiting import DISK, Wait, Waits
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from trireme.base.errors import ConfigError
-from trireme.cli.lab import lab
 from trireme.cli.other_formats import run_translated
 from trireme.cli.rl import rl
+from trireme.cli.workspace.lab import lab
 from trireme.tools.environments.catalog import list_environments
 from trireme.tools.evaluate.endpoints import read_endpoints
 from trireme.tools.workspace.setup import IN_PACKAGE, PARTS, Workspace, find_shipped
@@ -87,7 +87,7 @@ def test_each_kind_of_examples_comes_when_it_is_asked_for(lab_folder):
     lab(["setup", "--vf-rl"])
     assert folders() == {"vf-rl"}
     lab(["setup", "--prime-rl"])
-    assert folders() == {"vf-rl", "prime-rl", *ENVIRONMENTS}
+    assert folders() == {"vf-rl", "prime-rl", "agent", *ENVIRONMENTS}
     lab(["setup"])
     assert folders() >= {"vf-rl", "prime-rl", "rl", *ENVIRONMENTS}
     with pytest.raises(SystemExit):

@@ -47,7 +47,7 @@ Estimator = Callable[[list[GroupScores]], Sequence[np.ndarray]]
 
 
 def are_same(values: np.ndarray) -> bool:
-    """Whether none differs from another; true of none at all."""
+    """Return whether all values are the same; True for no values."""
     return not len(values) or bool(np.ptp(values) < SAME)
 
 
@@ -214,11 +214,8 @@ def process_advantages(rewards_of_rollouts: list[np.ndarray], eps: float = EPS) 
     if are_same(steps):
         return [np.zeros(len(rewards)) for rewards in rewards_of_rollouts]
     mean, deviation = steps.mean(), steps.std()
-    return [_to_go(np.nan_to_num((rewards - mean) / (deviation + eps))) for rewards in rewards_of_rollouts]
-
-
-def _to_go(values_T: np.ndarray) -> np.ndarray:
-    return np.cumsum(values_T[::-1])[::-1]
+    worths = [np.nan_to_num((rewards - mean) / (deviation + eps)) for rewards in rewards_of_rollouts]
+    return [np.cumsum(worth[::-1])[::-1] for worth in worths]
 
 
 def distillation_term(teacher_T: np.ndarray, logprobs_T: np.ndarray, weight: float) -> np.ndarray:

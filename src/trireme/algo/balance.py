@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from heapq import heappop, heappush, heapreplace
 
-from trireme.algo.cost import Cost
+from trireme.algo.model.cost import Cost
 
 MOST_EXCHANGES = 8
 """Most exchanges per row. Each halves the difference of two rows, as nearly as samples allow."""
@@ -18,7 +18,7 @@ ENOUGH = 1e-3
 """Relative difference of costs below which the rows of a round stay as they are."""
 
 NONE = -1
-"""In place of a sample."""
+"""Stands for a missing sample."""
 
 Rows = list[list[int]]
 
@@ -74,33 +74,32 @@ class Table:
         rows = [list(row) for row in rows]
         costs = [self.cost(row) for row in rows]
         order = sorted(range(len(rows)), key=lambda row: (-costs[row], row))
-        for first in range(0, len(order), ranks):
-            self._exchange_within(rows, costs, order[first : first + ranks])
+        for together in (order[first : first + ranks] for first in range(0, len(order), ranks)):
+            for _ in range(MOST_EXCHANGES * len(together)):
+                high = max(together, key=lambda row: (costs[row], -row))
+                low = min(together, key=lambda row: (costs[row], row))
+                if costs[high] - costs[low] <= ENOUGH * costs[high]:
+                    break
+                changed = self._exchanged(rows[high], rows[low])
+                after = [self.cost(row) for row in changed]
+                if max(after) >= costs[high]:
+                    break
+                rows[high], rows[low] = changed
+                costs[high], costs[low] = after
         return rows
-
-    def _exchange_within(self, rows: Rows, costs: list[float], together: list[int]) -> None:
-        for _ in range(MOST_EXCHANGES * len(together)):
-            high = max(together, key=lambda row: (costs[row], -row))
-            low = min(together, key=lambda row: (costs[row], row))
-            if costs[high] - costs[low] <= ENOUGH * costs[high]:
-                return
-            changed = self._exchanged(rows[high], rows[low])
-            after = [self.cost(row) for row in changed]
-            if max(after) >= costs[high]:
-                return
-            rows[high], rows[low] = changed
-            costs[high], costs[low] = after
 
     def _exchanged(self, high: list[int], low: list[int]) -> tuple[list[int], list[int]]:
         """The two rows after the exchange (one sample of `high` for one of `low`, or for none) that leaves them nearest
         to each other; as they are where there is no room for any."""
-        half = (self._weight(high) - self._weight(low)) / 2
+        half = (sum(self._weights[i] for i in high) - sum(self._weights[i] for i in low)) / 2
         room = self._capacity - self.tokens(low), self._capacity - self.tokens(high)
         others = sorted((self._weights[i], i) for i in low)
         best: tuple[float, int, int] | None = None  # how far from even, given, taken
         for given in high:
-            for taken in (NONE, *_nearest(others, self._weights[given] - half)):
-                more = self._length(given) - self._length(taken)
+            place = bisect_left(others, (self._weights[given] - half, NONE))
+            nearest = [index for _, index in others[max(0, place - 1) : place + 1]]
+            for taken in (NONE, *nearest):
+                more = self._lengths[given] - (0 if taken == NONE else self._lengths[taken])
                 off = abs(self._weights[given] - (0.0 if taken == NONE else self._weights[taken]) - half)
                 if -room[1] <= more <= room[0]:
                     best = min(best or (off, given, taken), (off, given, taken))
@@ -109,12 +108,6 @@ class Table:
         _, given, taken = best
         back = [] if taken == NONE else [taken]
         return [i for i in high if i != given] + back, [i for i in low if i != taken] + [given]
-
-    def _weight(self, row: list[int]) -> float:
-        return sum(self._weights[i] for i in row)
-
-    def _length(self, index: int) -> int:
-        return 0 if index == NONE else self._lengths[index]
 
     def to_ranks(self, rows: Rows, ranks: int) -> list[Rows]:
         """`[rank][round]`, the slowest round first. Who has had least is given the most expensive row of a round."""
@@ -128,9 +121,3 @@ class Table:
                 dealt[rank].append(rows[row])
                 had[rank] += costs[row]
         return dealt
-
-
-def _nearest(others: list[tuple[float, int]], weight: float) -> list[int]:
-    """Below and above."""
-    place = bisect_left(others, (weight, NONE))
-    return [index for _, index in others[max(0, place - 1) : place + 1]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 ROW = 1 << 16
@@ -61,18 +62,10 @@ def _to_words(tensor: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=16)
 def _weights(device: torch.device) -> torch.Tensor:
     """Return [ROW] odd numbers: splitmix64 of 0, 1, 2, … with the lowest bit set (Steele et al. 2014)."""
-    return torch.tensor([_signed(_splitmix(k) | 1) for k in range(ROW)], dtype=torch.int64, device=device)
-
-
-def _splitmix(k: int) -> int:
-    z = (k + 1) * 0x9E3779B97F4A7C15 % 2**64
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-    return z ^ (z >> 31)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
+    z = np.arange(1, ROW + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # unsigned numbers wrap at 2^64
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)).to(device)
 
 
 def model_digest(digests: dict[str, str]) -> str:

@@ -12,18 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from trireme.algo.balance import Table
-from trireme.algo.cost import LINEAR, Cost
+from trireme.algo.model.cost import LINEAR, Cost
 from trireme.messages import MicroBatch, Tokens, build_tokens, concat_tokens
 
 
+@dataclass(slots=True, eq=False)
 class Sample:
     """A sequence to train on, with the temperature at which it was sampled."""
 
-    __slots__ = ("temperature", "tokens")
-
-    def __init__(self, tokens: Tokens, temperature: float) -> None:
-        self.tokens = tokens
-        self.temperature = temperature
+    tokens: Tokens
+    temperature: float
 
 
 def num_learned(samples: Iterable[Sample]) -> list[int]:
@@ -98,15 +96,16 @@ def micro_batches_of_rank(
 
 
 def rows_of(samples: list[Sample], rows: list[list[int]]) -> list[MicroBatch]:
-    return [_to_micro_batch([samples[i] for i in row]) if row else empty_micro_batch() for row in rows]
-
-
-def _to_micro_batch(samples: list[Sample]) -> MicroBatch:
-    return MicroBatch(
-        tokens=concat_tokens([sample.tokens for sample in samples]),
-        lengths=[sample.tokens.length for sample in samples],
-        temperatures=[sample.temperature for sample in samples],
-    )
+    return [
+        MicroBatch(
+            tokens=concat_tokens([samples[i].tokens for i in row]),
+            lengths=[samples[i].tokens.length for i in row],
+            temperatures=[samples[i].temperature for i in row],
+        )
+        if row
+        else empty_micro_batch()
+        for row in rows
+    ]
 
 
 def empty_micro_batch() -> MicroBatch:

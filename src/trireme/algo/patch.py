@@ -27,7 +27,7 @@ _LAST_PLACE = (1 << 31) - 1
 
 
 class Form(IntEnum):
-    """How a patch tells where its values belong."""
+    """The ways in which a patch locates its values."""
 
     WHOLE = 0
     BITS = 1
@@ -111,15 +111,10 @@ def apply_patch(patch: Patch, tensor: torch.Tensor) -> None:
         target.copy_(values)
     elif patch.form is Form.BITS:
         target.masked_scatter_(unpack_bits(patch.where, len(target)), values)
+    elif patch.form is Form.GAPS:
+        target[_aligned(patch.where).view(torch.uint16).to(torch.int64).cumsum(0)] = values
     else:
-        target[_places(patch)] = values
-
-
-def _places(patch: Patch) -> torch.Tensor:
-    where = _aligned(patch.where)
-    if patch.form is Form.GAPS:
-        return where.view(torch.uint16).to(torch.int64).cumsum(0)
-    return where.view(torch.int32).to(torch.int64)
+        target[_aligned(patch.where).view(torch.int32).to(torch.int64)] = values
 
 
 def _aligned(data: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,11 @@ class Rules(msgspec.Struct, frozen=True):
 def rules_of(config: RunConfig) -> Rules:
     orchestrator = config.orchestrator
     buffer, advantage, teacher = orchestrator.buffer, orchestrator.advantage, orchestrator.teacher
+    penalty = orchestrator.length_penalty
+    if penalty is not None:  # with all lengths filled in
+        longest = penalty.max_length or orchestrator.sampling.max_tokens or config.seq_len
+        filled = {"max_length": longest, "buffer": penalty.buffer or max(1, longest // 5)}
+        penalty = penalty.model_copy(update=filled)
     return Rules(
         seed=config.seed,
         shuffle=buffer.shuffle,
@@ -69,15 +74,7 @@ def rules_of(config: RunConfig) -> Rules:
         advantage_args=advantage.args,
         clip=advantage.clip,
         reward_clip=advantage.reward_clip,
-        length_penalty=_length_penalty(orchestrator.length_penalty, config),
+        length_penalty=penalty,
         teacher_weight=teacher.weight if teacher else None,
         reward_weight=teacher.reward_weight if teacher else 1.0,
     )
-
-
-def _length_penalty(penalty: LengthPenalty | None, config: RunConfig) -> LengthPenalty | None:
-    """Return the table with all lengths filled in."""
-    if penalty is None:
-        return None
-    longest = penalty.max_length or config.orchestrator.sampling.max_tokens or config.seq_len
-    return penalty.model_copy(update={"max_length": longest, "buffer": penalty.buffer or max(1, longest // 5)})

@@ -37,16 +37,9 @@ def _visible_gpus(visible: str | None, count: int) -> tuple[str, ...]:
     """Return the visible GPUs as CUDA reads the variable: unset shows all; the list ends at the first invalid entry."""
     if visible is None:
         return tuple(map(str, range(count)))
-    found: list[str] = []
-    for entry in visible.split(","):
-        if not _names_a_gpu(entry.strip(), count):
-            break
-        found.append(entry.strip())
-    return tuple(found)
-
-
-def _names_a_gpu(entry: str, count: int) -> bool:
-    return count > 0 and (entry.startswith(("GPU-", "MIG-")) or (entry.isdigit() and int(entry) < count))
+    names = [entry.strip() for entry in visible.split(",")]
+    valid = [name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < count) for name in names]
+    return tuple(names[: [*valid, False].index(False)]) if count else ()
 
 
 def _count_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

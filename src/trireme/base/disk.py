@@ -6,12 +6,13 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
 from trireme.base.faults import fault
 from trireme.base.log import get_logger
-from trireme.base.waiting import DISK, Waits
+from trireme.base.waiting import DISK, Wait, Waits
 
 log = get_logger("disk")
 
@@ -46,15 +47,23 @@ def when_there_is_room(
     Raises:
         DeadlineExceeded: the disk was full for `deadline_s` seconds.
     """
-    try:
-        return _attempt(write)
-    except Exception as error:
-        if not is_full(error):
-            raise
-        reason = _in_words(error)
-    with waits.waiting(f"room for {what}", peer=DISK, deadline_s=deadline_s) as wait:
-        said_at = -SAY_AGAIN_S
+    wait: Wait | None = None
+    said_at = -SAY_AGAIN_S
+    with ExitStack() as waiting:
         while True:
+            try:
+                pretend_full()
+                result = write()
+            except Exception as error:
+                if not is_full(error):
+                    raise
+                reason = getattr(error, "strerror", None) or str(error)
+            else:
+                if wait is not None:
+                    log.warning("there is room again: wrote %s after %.0f s", what, wait.waited_s)
+                return result
+            if wait is None:
+                wait = waiting.enter_context(waits.waiting(f"room for {what}", peer=DISK, deadline_s=deadline_s))
             wait.note = f"{reason}, {_free(folder) >> 20} MiB free in {folder}"
             if wait.waited_s - said_at >= SAY_AGAIN_S:
                 said_at = wait.waited_s
@@ -66,20 +75,6 @@ def when_there_is_room(
                 )
             wait.check()
             time.sleep(poll_s)
-            try:
-                result = _attempt(write)
-            except Exception as error:
-                if not is_full(error):
-                    raise
-                reason = _in_words(error)
-                continue
-            log.warning("there is room again: wrote %s after %.0f s", what, wait.waited_s)
-            return result
-
-
-def _attempt(write: Callable[[], T]) -> T:
-    pretend_full()
-    return write()
 
 
 def pretend_full() -> None:
@@ -93,10 +88,6 @@ def require_room(folder: Path, num_bytes: int) -> None:
     """Raise OSError where so many bytes do not fit, before the disk is filled to the last byte for everything else."""
     if _free(folder) < num_bytes:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {num_bytes >> 20} MiB", str(folder))
-
-
-def _in_words(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
 
 
 def _free(folder: Path) -> int:

@@ -28,15 +28,17 @@ POINTS = {
     "rollout.begun": "the first rollout of a group is about to be issued",
     "rollout.finished": "a rollout has its reward, its group may have others under way",
     "environment.asked": "a rollout was sent to its worker (a `kill` hits the worker)",
+    "turn.sampled": "a turn of an agent program is sampled, nothing of it is on disk",
+    "turn.written": "it is on disk, and the program has not seen it",
     "environment.scored": "a worker has answered with a reward (a `kill` hits the worker)",
     "journal.before_append": "a batch is full, nothing of it is on disk",
-    "journal.appended": "it is on disk, and nobody has been told",
+    "journal.appended": "it is on disk, and no process knows",
     "batch.answered": "a rank is about to be handed its share",
-    "update.told": "the engines are told to receive, the trainer is not told to send",
+    "update.told": "the engines are asked to receive, the trainer is not yet asked to send",
     "update.paused": "an engine is paused for new weights, none is loaded",
     "update.loaded": "the engines have loaded, nothing is compared yet",
     "version.before_record": "a version is confirmed, and not on disk",
-    "version.recorded": "its confirmation is on disk, and nobody may use it yet",
+    "version.recorded": "its confirmation is on disk, and it is not live yet",
     "version.live": "requests are answered by it, the trainer does not know",
     "evaluation.running": "some of its rollouts are under way",
     "evaluation.before_write": "all are in, nothing is on disk",
@@ -48,11 +50,11 @@ POINTS = {
     "trainer.batch_received": "a batch is in memory",
     "trainer.stepped": "the optimizer has stepped, nothing is published",
     "trainer.sending": "some tensors of a version are sent, others not",
-    "trainer.sent": "all are sent, nobody was asked to confirm",
-    "trainer.published": "the engines are asked to confirm, the trainer goes on meanwhile",
+    "trainer.sent": "all are sent, no confirmation is requested",
+    "trainer.published": "the engines are asked to confirm, the trainer continues meanwhile",
     "trainer.confirmed": "the new version is live, its checkpoint is not begun",
     "trainer.recorded": "the step's metrics are on disk",
-    "trainer.finishing": "the last version is live and saved, nobody was told",
+    "trainer.finishing": "the last version is live and saved, the orchestrator does not know",
     "checkpoint.begun": "its folder is made, nothing is in it",
     "checkpoint.written": "its files are on disk, its manifest is not",
     "checkpoint.before_rename": "its manifest is on disk, its name is not yet its own",
@@ -90,12 +92,9 @@ def reach(point: str, *, rank: int = 0, pid: int | None = None) -> None:
     if "TRIREME_FAULTS" not in os.environ:
         return
     assert point in POINTS, f"{point} is no point of {sorted(POINTS)}"
-    folder = fault("folder")
-    if folder is not None:
-        _happen(Path(folder), f"{point}.rank{rank}" if rank else point, os.getpid() if pid is None else pid)
-
-
-def _happen(folder: Path, name: str, pid: int) -> None:
+    if (value := fault("folder")) is None:
+        return
+    folder, name, pid = Path(value), f"{point}.rank{rank}" if rank else point, os.getpid() if pid is None else pid
     reached = folder / f"{name}.reached"
     try:
         what = (folder / name).read_text()
@@ -111,12 +110,8 @@ def _happen(folder: Path, name: str, pid: int) -> None:
         case "freeze":
             os.kill(pid, signal.SIGSTOP)
         case "hold":
-            _hold(folder / f"{name}.go")
+            give_up = time.monotonic() + HOLD_S
+            while not (folder / f"{name}.go").exists() and time.monotonic() < give_up:
+                time.sleep(0.01)
         case _:
             raise AssertionError(f"{folder / name} asks for {what!r}; expected kill, freeze or hold")
-
-
-def _hold(go: Path) -> None:
-    give_up = time.monotonic() + HOLD_S
-    while not go.exists() and time.monotonic() < give_up:
-        time.sleep(0.01)

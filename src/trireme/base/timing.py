@@ -10,10 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 
-def _nobody(name: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 class Timer:
     """Sums of seconds by name since the last `take`.
 
@@ -22,7 +18,7 @@ class Timer:
         timer.take()  # {"time/forward_backward": 0.41}
     """
 
-    def __init__(self, also: Callable[[str], AbstractContextManager[None]] = _nobody) -> None:
+    def __init__(self, also: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
         """Create a timer.
 
         Args:

@@ -56,10 +56,8 @@ class Wait:
         if self.is_excused():
             self.restart_deadline()
         if self.left_s <= 0:
-            raise DeadlineExceeded(f"{self}, longer than the {self.deadline_s:.0f} s allowed.{self._where_to_look()}")
-
-    def _where_to_look(self) -> str:
-        return f" Look at {self.log}" if self.log else ""
+            where = f" Look at {self.log}" if self.log else ""
+            raise DeadlineExceeded(f"{self}, longer than the {self.deadline_s:.0f} s allowed.{where}")
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -20,12 +20,12 @@ from trireme.base.errors import FINAL_EXIT_CODES, ConfigError, TriremeError
 from trireme.base.installation import correct_wheel_tag
 from trireme.base.paths import RunPaths
 from trireme.base.processes import die_with_parent, free_port
-from trireme.cli.machines import KEEPER, Nodes, join_network, node_of
+from trireme.cli.machines import KEEPER, join_network, node_of
 from trireme.config.arguments import HELP
 from trireme.config.files import ProcessName, command_without_secrets, write_process_files, write_run
 from trireme.config.load import load_run_config
 from trireme.config.orchestrator import sampling_notes
-from trireme.config.resolve import resolve, updated
+from trireme.config.resolve import resolve, resuming
 from trireme.config.rules import check, check_launch, launch_problems
 from trireme.config.run import NODE, RunConfig
 from trireme.launch.folder import hold, prepare_folder
@@ -139,12 +139,6 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path] |
     return config, run_file
 
 
-def resuming(config: RunConfig) -> RunConfig:
-    """Return the run as the launcher's processes see it: the launcher has prepared the folder, and they resume from
-    whatever is in it, on their first start and on restarts."""
-    return updated(config, {"resume": True, "trainer.ckpt.resume_step": None})
-
-
 def show(config: RunConfig, devices: Devices, name: ProcessName | None = None) -> list[str]:
     """Print the plan, and what prevents the run from starting here and now. Return the latter."""
     run_file = config.paths.configs / f"{name}.json" if name else config.paths.run_config
@@ -159,27 +153,22 @@ def show(config: RunConfig, devices: Devices, name: ProcessName | None = None) -
 
 def note_provenance(config: RunConfig, devices: Devices) -> None:
     """Write down what a run that starts here depends on besides its configuration. What cannot be found is left out."""
-    from trireme.journal.provenance import collect_provenance, write_provenance  # which other commands need not load
-
-    command = [Path(sys.argv[0]).name, *command_without_secrets(sys.argv[1:])]
-    ids = {each.name or each.id: each.id for each in config.orchestrator.all_environments}
-    environments = {name: _environment_provenance(id) for name, id in ids.items()}
-    with suppress(OSError):
-        write_provenance(config.paths, collect_provenance(devices, environments, command))
-
-
-def _environment_provenance(id: str) -> dict[str, object]:
-    from trireme.journal.provenance import describe_environment
+    # Other commands need not load these.
+    from trireme.journal.provenance import collect_provenance, describe_environment, write_provenance
     from trireme.orchestrator.environments.venv import find_environment, installed_venv
 
-    try:
-        source = find_environment(id)
-        venv = installed_venv(source)
-    except (TriremeError, OSError):
-        return {}
-    file = Path(source.module)
-    folder = source.folder or (file if file.suffix == ".py" else None)
-    return describe_environment(folder, venv / "bin" / "python" if venv else None)
+    environments: dict[str, dict[str, object]] = {}
+    for each in config.orchestrator.all_environments:
+        environments[each.name or each.id] = {}
+        with suppress(TriremeError, OSError):
+            source = find_environment(each.id)
+            venv, file = installed_venv(source), Path(source.module)
+            folder = source.folder or (file if file.suffix == ".py" else None)
+            described = describe_environment(folder, venv / "bin" / "python" if venv else None)
+            environments[each.name or each.id] = described
+    command = [Path(sys.argv[0]).name, *command_without_secrets(sys.argv[1:])]
+    with suppress(OSError):
+        write_provenance(config.paths, collect_provenance(devices, environments, command))
 
 
 def move_old_run_aside(paths: RunPaths, *, resume: bool, resume_step: int | None) -> None:
@@ -202,14 +191,14 @@ def end_with_parent() -> None:
         die_with_parent(int(parent))
 
 
-def become_ranks(num_ranks: int, module: str, run_file: Path, *, nodes: Nodes | None = None) -> None:
+def become_ranks(num_ranks: int, module: str, run_file: Path, *, torchrun: Sequence[str] = ()) -> None:
     """Return in each rank. With several, the process that was started starts them, and ends with them.
 
     The ranks are tied to that process as it is to its parent. On several machines it runs torchrun.
 
     Args:
         num_ranks: on all machines together.
-        nodes: the machines, if there are several.
+        torchrun: its arguments, if the ranks are on several machines.
     """
     if RANKS_PARENT in os.environ:
         return
@@ -220,11 +209,9 @@ def become_ranks(num_ranks: int, module: str, run_file: Path, *, nodes: Nodes | 
     os.environ[RANKS_PARENT] = str(os.getpid())
     sys.stdout.flush()
     rank_arguments = [module, "--run", str(run_file)]
-    if nodes is None:
+    if not torchrun:
         sys.exit(run_ranks(num_ranks, [sys.executable, "-m", *rank_arguments]))
-    # Each machine's keeper restarts its ranks, so torchrun does not. After `--` nothing is torchrun's: it would take
-    # our `--run` for its `--run-path`.
-    torchrun = [*nodes.arguments(), "--max-restarts", "0", "--nproc-per-node", str(num_ranks // nodes.count)]
+    # After `--` nothing is torchrun's: it would take our `--run` for its `--run-path`.
     sys.exit(_torchrun([*torchrun, "-m", "--", *rank_arguments]))
 
 

@@ -47,7 +47,7 @@ def eval(argv: list[str]) -> int:
 
         return eval_run(rest)
     if name == "tui":
-        from trireme.cli.eval_view import eval_view
+        from trireme.cli.runs.eval_view import eval_view
 
         return eval_view(rest)
     if name == "weights":

@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.base.errors import FINAL_EXIT_CODES, ConfigError
@@ -17,7 +15,7 @@ from trireme.base.network import interface_of, own_address, stay_on_loopback
 from trireme.base.token import adopt_token, sealed
 from trireme.config.files import ProcessName, write_run
 from trireme.config.load import Invocation
-from trireme.config.resolve import updated
+from trireme.config.resolve import resuming
 from trireme.config.run import NODE, RunConfig, find_node
 
 KEEPER = "TRIREME_KEEPER"  # pid of the process that starts this machine's ranks again
@@ -28,18 +26,13 @@ def node_of(config: RunConfig, name: ProcessName, invocation: Invocation) -> int
 
     Raises: ConfigError if it cannot be found.
     """
-    addresses = hosts_of(config, name)
+    addresses = config.hosts.by_process[name]
     try:
         return find_node(f"hosts.{name}", addresses, None if name == "orchestrator" else invocation.node)
     except ConfigError:
         if not invocation.dry_run:
             raise
         return 0
-
-
-def hosts_of(config: RunConfig, name: ProcessName) -> tuple[str, ...]:
-    hosts = config.hosts
-    return {"inference": hosts.inference, "orchestrator": (hosts.orchestrator,), "trainer": hosts.trainer}[name]
 
 
 def join_network(config: RunConfig, name: ProcessName, node: int) -> None:
@@ -51,7 +44,7 @@ def join_network(config: RunConfig, name: ProcessName, node: int) -> None:
     if config.hosts.are_loopback:
         stay_on_loopback()
         return
-    addresses = hosts_of(config, name)
+    addresses = config.hosts.by_process[name]
     here = addresses[min(node, len(addresses) - 1)].partition(":")[0]
     peer = next((host for host in config.hosts.all if host != here), here)
     address = own_address(here, peer=peer)
@@ -65,40 +58,24 @@ def join_network(config: RunConfig, name: ProcessName, node: int) -> None:
 # ranks on several machines
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """The machines that share the ranks, for torchrun's arguments."""
-
-    count: int
-    number: int  # of this one
-    address: str  # where they meet: the first one's
-    port: int
-    own: str
-    id: str
-    timeout_s: float
-
-    def arguments(self) -> Iterator[str]:
-        yield from ("--nnodes", str(self.count), "--node-rank", str(self.number))
-        yield from ("--master-addr", self.address, "--master-port", str(self.port), "--local-addr", self.own)
-        yield from ("--rdzv-id", self.id, "--rdzv-conf", f"timeout={int(self.timeout_s)}")
-
-
-def nodes_of(config: RunConfig) -> Nodes | None:
-    """Return the machines of the ranks; None if all ranks are on one machine."""
+def torchrun_arguments(config: RunConfig) -> list[str]:
+    """Return torchrun's arguments for this machine; none if all ranks are on one machine."""
     hosts = config.hosts.trainer
     if len(hosts) == 1:
-        return None
+        return []
     number = int(os.environ.get(NODE, 0))
-    peer = hosts[0] if number else hosts[1]
-    return Nodes(
-        count=len(hosts),
-        number=number,
-        address=hosts[0],
-        port=config.ports.ranks or 0,
-        own=own_address(hosts[number], peer=peer),
-        id=hashlib.sha256(sealed(f"ranks of {config.run_id}").encode()).hexdigest()[:32],
-        timeout_s=config.inference.start_timeout_s,
-    )
+    arguments = {
+        "--nnodes": len(hosts),
+        "--node-rank": number,
+        "--master-addr": hosts[0],  # where they meet
+        "--master-port": config.ports.ranks or 0,
+        "--local-addr": own_address(hosts[number], peer=hosts[0] if number else hosts[1]),
+        "--rdzv-id": hashlib.sha256(sealed(f"ranks of {config.run_id}").encode()).hexdigest()[:32],
+        "--rdzv-conf": f"timeout={int(config.inference.start_timeout_s)}",
+        "--max-restarts": 0,  # each machine's keeper restarts its ranks
+        "--nproc-per-node": (config.trainer.num_ranks or 1) // len(hosts),
+    }
+    return [str(word) for pair in arguments.items() for word in pair]
 
 
 def keep_ranks(config: RunConfig, run_file: Path) -> int:
@@ -125,7 +102,7 @@ def keep_ranks(config: RunConfig, run_file: Path) -> int:
         in_a_row += 1
         print(f"this machine's ranks ended with code {code}: restart in {delay_s:g} s", flush=True)
         time.sleep(delay_s)
-        write_run(updated(config, {"resume": True, "trainer.ckpt.resume_step": None}), run_file)
+        write_run(resuming(config), run_file)
 
 
 def _run_ranks(run_file: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import count
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def rl(argv: list[str]) -> int:
 
 
 def dry_run(config: RunConfig, devices: Devices) -> int:
-    """Writes beside a run's configuration, never in its place. Returns 2 where the run would not start."""
+    """Write the resolved configuration without replacing a run's own. Return 2 where the run would not start."""
     problems = show(config, devices)
     for look in (check_folder, check_resume, find_environments):
         try:
@@ -46,7 +47,7 @@ def dry_run(config: RunConfig, devices: Devices) -> int:
     run_file.unlink(missing_ok=True)  # of another dry run
     write_configs(config, folder)
     if config.resume and config.paths.run_config.exists():
-        _tell_changes(config.paths.run_config, run_file)
+        _print_changes(config.paths.run_config, run_file)
     print(f"\nresolved configuration written to {folder}")
     return ConfigError.exit_code if problems else 0
 
@@ -55,6 +56,7 @@ def launch(config: RunConfig, devices: Devices) -> int:
     from trireme.launch.dashboard import run_dashboard
     from trireme.launch.supervise import supervise
 
+    check_folder(config)  # a refusal leaves nothing in the user's folder
     if config.paths.root.exists():
         with hold_folder(config.paths):  # what a killed launcher left behind is gone then, and its ports are free
             pass
@@ -69,7 +71,11 @@ def launch(config: RunConfig, devices: Devices) -> int:
     adopt_token(config.hosts.token_file)
     is_of_this_run = make_token()
     find_environments(config)
-    warn_of_memory(config, devices)
+    if config.device == "cuda":  # on CPUs nothing is planned, and nothing is loaded for it
+        from trireme.tools.plan.advice import fit_warnings
+
+        for warning in fit_warnings(config, devices):
+            print(f"warning: {warning}", flush=True)
     with hold_folder(config.paths) as lock:
         move_old_run_aside(config.paths, resume=config.resume, resume_step=config.trainer.ckpt.resume_step)
         write_configs(config, config.paths.configs)
@@ -79,39 +85,35 @@ def launch(config: RunConfig, devices: Devices) -> int:
             return supervise(plan(config, config.paths.run_config, devices), config, keep_open=(lock,))
 
 
-def warn_of_memory(config: RunConfig, devices: Devices) -> None:
-    """On CPUs nobody plans, and nothing is loaded for it."""
-    if config.device == "cuda":
-        from trireme.tools.plan.advice import fit_warnings
-
-        for warning in fit_warnings(config, devices):
-            print(f"warning: {warning}", flush=True)
-
-
 def find_environments(config: RunConfig) -> None:
     """Raises: ConfigError where one does not exist, before engines are started for it."""
     from trireme.orchestrator.environments.venv import find_environment
 
-    evaluation = config.orchestrator.eval
-    for environment in (*config.orchestrator.env, *(evaluation.env if evaluation else ())):
+    for environment in config.orchestrator.all_environments:
         find_environment(environment.id)
 
 
 def write_configs(config: RunConfig, folder: Path) -> None:
-    """A run that is gone on with may be given other settings: they are told, and those it had before stay beside the
-    new ones."""
+    """Write the resolved configuration.
+
+    On a resume with other settings, keep the earlier file and print the changes.
+    """
     run_file = folder / config.paths.run_config.name
-    before = run_file.read_bytes() if run_file.exists() else None
+    earlier = None
+    if run_file.exists():
+        names = (run_file.with_suffix(f".earlier-{number}.json") for number in count(1))
+        earlier = next(path for path in names if not path.exists())
+        earlier.touch(mode=0o600)  # it may hold secrets
+        shutil.copy2(run_file, earlier)  # before it is replaced: a crash in between loses neither
     write_run(config, run_file)
-    if before is not None and before != run_file.read_bytes():
-        earlier = (run_file.with_suffix(f".earlier-{number}.json") for number in count(1))
-        kept = next(path for path in earlier if not path.exists())
-        kept.write_bytes(before)
-        _tell_changes(kept, run_file)
+    if earlier is not None and earlier.read_bytes() == run_file.read_bytes():
+        earlier.unlink()
+    elif earlier is not None:
+        _print_changes(earlier, run_file)
     write_process_files(config, folder)
 
 
-def _tell_changes(earlier: Path, now: Path) -> None:
+def _print_changes(earlier: Path, now: Path) -> None:
     from trireme.tools.diff.configuration import compare_configurations
 
     before, after = (without_secrets(read_table(file)) for file in (earlier, now))

@@ -15,7 +15,7 @@ from trireme.config.load import load_config
 from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft
 from trireme.config.sft import SftConfig
-from trireme.launch.folder import hold_folder
+from trireme.launch.folder import check_folder, hold_folder
 from trireme.launch.resume import check_resume, is_trained
 
 
@@ -35,6 +35,7 @@ def sft(argv: list[str]) -> None:
     if invocation.dry_run:
         print(to_toml(to_table(config)))
         return
+    check_folder(config)  # a refusal leaves nothing in the user's folder
     with hold_folder(config.paths):
         check_resume(config)
         if config.resume and is_trained(config):
@@ -47,7 +48,7 @@ def sft(argv: list[str]) -> None:
 
 def _train(config: SftConfig, run_file: Path) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads or 1))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads take a core from whoever else computes
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads take a core from busy ones
     stay_on_loopback()
     become_ranks(config.num_ranks or 1, "trireme.cli.sft", run_file)
     start_logging("sft" if rank() == 0 else f"sft.{rank()}", config.log_level)

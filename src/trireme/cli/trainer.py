@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from trireme.base.log import start_logging
 from trireme.base.processes import quick_imports
 from trireme.cli.command import RANKS_PARENT, become_ranks, open_process, rank, run_command
-from trireme.cli.machines import KEEPER, keep_ranks, nodes_of
+from trireme.cli.machines import KEEPER, keep_ranks, torchrun_arguments
 from trireme.launch.folder import hold
 
 
@@ -21,10 +21,10 @@ def trainer(argv: list[str]) -> int | None:
     if opened is None:
         return None
     config, run_file = opened
-    nodes = nodes_of(config)
-    if nodes is not None and not (KEEPER in os.environ or RANKS_PARENT in os.environ):
+    torchrun = torchrun_arguments(config)
+    if torchrun and not (KEEPER in os.environ or RANKS_PARENT in os.environ):
         return keep_ranks(config, run_file)
-    become_ranks(config.trainer.num_ranks or 1, "trireme.cli.trainer", run_file, nodes=nodes)
+    become_ranks(config.trainer.num_ranks or 1, "trireme.cli.trainer", run_file, torchrun=torchrun)
     start_logging("trainer" if rank() == 0 else f"trainer.{rank()}", config.log_level)
 
     with quick_imports():

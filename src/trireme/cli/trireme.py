@@ -1,4 +1,5 @@
-"""`trireme VERB ...`: what can be done with environments, and with a run on disk. Each has a module of its name."""
+"""`trireme VERB ...`: what can be done with environments, and with a run on disk. Each verb has a module of its name:
+in `runs` for what works on a run, in `workspace` for what comes before one: the machine, a folder, environments."""
 
 from __future__ import annotations
 
@@ -17,31 +18,36 @@ from trireme.config.arguments import HELP
 class Verb:
     """One of the commands. Its module is imported when it is called, and holds a function of its name."""
 
+    module: str  # below `trireme.cli`
     line: str  # what it does, for the list
     abruptly: bool = False  # see `run_command`
 
 
 VERBS = {
-    "audit": Verb("proves from disk that a run lost nothing and trained nothing twice"),
-    "cancel": Verb("ends a run, here or on a cluster"),
-    "dashboard": Verb("shows runs in the browser: metrics, lanes, rollouts token by token, logs, warnings"),
-    "diff": Verb("compares two runs to the bit and says what differed first, and why"),
-    "doctor": Verb("says whether a run would work on this machine, and what to do where not"),
-    "env": Verb("writes, installs, lists and checks environments"),
-    "eval": Verb("evaluates a model, or the checkpoints of a run one after the other", abruptly=True),
-    "eval-view": Verb("shows rewards and conversations of runs and evaluations in the terminal"),
-    "export": Verb("writes a checkpoint as a model that transformers and vLLM load", abruptly=True),
-    "gepa": Verb("improves an environment's system prompt by reflection, without training"),
-    "lab": Verb("sets up a folder to work in: example configurations, environments, tiny models"),
-    "login": Verb("says that there is nothing to log in to, and where keys of other services go"),
-    "logs": Verb("shows what a run says, here or on a cluster"),
-    "plan": Verb("says what a run will need and how long a step will take, before anything starts"),
-    "replay": Verb("trains a run again from its journal and compares its weights to the bit", abruptly=True),
-    "report": Verb("writes one page about a run, with plots, for a colleague"),
-    "rollouts": Verb("writes the rollouts of a run as data sets for TRL, verl, or anything else"),
-    "status": Verb("says how a run stands, here or on a cluster"),
-    "submit": Verb("submits a run to a cluster: Slurm or Kubernetes"),
-    "train": Verb("`train submit` is `submit`; so are `train status|logs|cancel`"),
+    "audit": Verb("runs.audit", "proves from disk that a run lost nothing and trained nothing twice"),
+    "cancel": Verb("runs.cancel", "ends a run, here or on a cluster"),
+    "dashboard": Verb(
+        "runs.dashboard", "shows runs in the browser: metrics, lanes, rollouts token by token, logs, warnings"
+    ),
+    "diff": Verb("runs.diff", "compares two runs to the bit and names what differed first, and why"),
+    "doctor": Verb("workspace.doctor", "checks whether a run would work on this machine, and what to do if not"),
+    "env": Verb("workspace.env", "writes, installs, lists and checks environments"),
+    "eval": Verb("eval", "evaluates a model, or the checkpoints of a run one after the other", abruptly=True),
+    "eval-view": Verb("runs.eval_view", "shows rewards and conversations of runs and evaluations in the terminal"),
+    "export": Verb("runs.export", "writes a checkpoint as a model that transformers and vLLM load", abruptly=True),
+    "gepa": Verb("workspace.gepa", "improves an environment's system prompt by reflection, without training"),
+    "lab": Verb("workspace.lab", "sets up a folder to work in: example configurations, environments, tiny models"),
+    "login": Verb("workspace.login", "explains where keys of other services go; there is nothing to log in to"),
+    "logs": Verb("runs.logs", "shows the logs of a run, here or on a cluster"),
+    "plan": Verb("runs.plan", "predicts what a run will need and how long a step will take, before anything starts"),
+    "replay": Verb(
+        "runs.replay", "trains a run again from its journal and compares its weights to the bit", abruptly=True
+    ),
+    "report": Verb("runs.report", "writes one page about a run, with plots, for a colleague"),
+    "rollouts": Verb("runs.rollouts", "writes the rollouts of a run as data sets for TRL, verl, or anything else"),
+    "status": Verb("runs.status", "shows the state of a run, here or on a cluster"),
+    "submit": Verb("runs.submit", "submits a run to a cluster: Slurm or Kubernetes"),
+    "train": Verb("trireme", "`train submit` is `submit`; so are `train status|logs|cancel`"),
 }
 
 
@@ -52,20 +58,31 @@ def main() -> None:
 
 def trireme(argv: list[str]) -> int:
     """Raises: ConfigError where the verb is not one of ours."""
+    return _call("trireme", VERBS, argv, "See `trireme --help`.")
+
+
+def train(argv: list[str]) -> int:
+    """Call `trireme train VERB ...`, the same as `trireme VERB ...`, for those who are used to it.
+
+    Raises: ConfigError where the verb is not one of these.
+    """
+    verbs = {name: VERBS[name] for name in ("submit", "status", "logs", "cancel")}
+    return _call("trireme train", verbs, argv, "To train on this machine, type `rl @ FILE`.")
+
+
+def _call(program: str, verbs: dict[str, Verb], argv: list[str], advice: str) -> int:
     if not argv or argv[0] in HELP:
-        width = max(map(len, VERBS))
-        lines = [f"  {name:{width}}  {verb.line}" for name, verb in VERBS.items()]
-        print("usage: trireme VERB ...", "", *lines, "", "`trireme VERB --help` describes each.", sep="\n")
+        width = max(map(len, verbs))
+        lines = [f"  {name:{width}}  {verb.line}" for name, verb in verbs.items()]
+        print(f"usage: {program} VERB ...", "", *lines, "", f"`{program} VERB --help` describes each.", sep="\n")
         return 0 if argv else 2
     name = argv[0]
-    if name not in VERBS:
-        near = get_close_matches(name, VERBS, n=1)
-        raise ConfigError(
-            f"there is no `trireme {name}` - expected one of {', '.join(VERBS)}. "
-            + (f"Did you mean `trireme {near[0]}`?" if near else "See `trireme --help`.")
-        )
-    word = name.replace("-", "_")
-    main: Callable[[list[str]], int | None] = getattr(import_module(f"trireme.cli.{word}"), word)
+    if name not in verbs:
+        if near := get_close_matches(name, verbs, n=1):
+            advice = f"Did you mean `{program} {near[0]}`?"
+        raise ConfigError(f"there is no `{program} {name}` - expected one of {', '.join(verbs)}. {advice}")
+    module = import_module(f"trireme.cli.{verbs[name].module}")
+    main: Callable[[list[str]], int | None] = getattr(module, name.replace("-", "_"))
     return main(argv[1:]) or 0
 
 

@@ -18,7 +18,7 @@ from trireme.config.problems import raise_together
 from trireme.config.rules import launch_problems
 from trireme.config.run import RunConfig
 from trireme.config.section import as_flag
-from trireme.launch.folder import hold_folder
+from trireme.launch.folder import check_folder, hold_folder
 from trireme.launch.plan import Plan, plan
 from trireme.launch.resume import check_resume
 from trireme.tools.formats.run_file import read_run_file, resolve_run, their_keys_named
@@ -125,6 +125,7 @@ def train(argv: list[str]) -> int:
     processes: tuple[ProcessName, ...] = ("orchestrator", "trainer")
     with their_keys_named(typed.file, typed.translation):
         raise_together([problem for each in processes for problem in launch_problems(config, devices, section=each)])
+    check_folder(config)  # a refusal leaves nothing in the user's folder
     find_environments(config)
     check_resume(config)
     with hold_folder(config.paths) as lock:

@@ -12,8 +12,9 @@ import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from trireme.base.errors import ConfigError
 
@@ -90,34 +91,24 @@ def _to_path(name: str) -> tuple[str, ...]:
 # types for `argparse`
 
 
-def positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+Number = TypeVar("Number", int, float)
 
 
-def count(text: str) -> int:
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
+def _number(read: Callable[[str], Number], is_allowed: Callable[[Number], bool], words: str) -> Callable[[str], Number]:
+    def convert(text: str) -> Number:
+        with suppress(ValueError):
+            if is_allowed(value := read(text)):
+                return value
+        raise ArgumentTypeError(f"{text!r} is not {words}")
+
+    return convert
 
 
-def positive(text: str) -> float:
-    if (value := not_negative(text)) == 0:
-        raise ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def not_negative(text: str) -> float:
-    if not 0 <= (value := _number(text)) < math.inf:
-        raise ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return value
-
-
-def share(text: str) -> float:
-    if not 0 < (value := _number(text)) <= 1:
-        raise ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
-    return value
+positive_int = _number(int, lambda value: value >= 1, "a whole number of at least 1")
+count = _number(int, lambda value: value >= 0, "a whole number of at least 0")
+positive = _number(float, lambda value: 0 < value < math.inf, "a number above 0")
+not_negative = _number(float, lambda value: 0 <= value < math.inf, "a number of at least 0")
+share = _number(float, lambda value: 0 < value <= 1, "a number above 0 and up to 1")
 
 
 def json_table(example: str) -> Callable[[str], dict[str, Any]]:
@@ -137,10 +128,3 @@ def json_table(example: str) -> Callable[[str], dict[str, Any]]:
         return value
 
     return read
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

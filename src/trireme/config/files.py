@@ -6,23 +6,20 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, atomic_write
 from trireme.config.run import RunConfig
-from trireme.config.section import NONE, Section, fields_of
+from trireme.config.section import NONE, AnySection, Section, fields_of
 
 ProcessName = Literal["trainer", "orchestrator", "inference"]
 PROCESSES: tuple[ProcessName, ...] = ("trainer", "orchestrator", "inference")
-
-
-AnyConfig = TypeVar("AnyConfig", bound=Section)
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -33,7 +30,10 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist - expected a TOML file. {_files_near(path)}") from None
+        where = path.parent if path.parent.is_dir() else f"{path.parent}, a folder that does not exist either"
+        files = sorted(path.parent.glob("*.toml")) if path.parent.is_dir() else sorted(Path("configs").rglob("*.toml"))
+        advice = files_near(path, files) or f"There are no TOML files in {where}."
+        raise ConfigError(f"{path} does not exist - expected a TOML file. {advice}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}) - expected a TOML file. Check its permissions.") from None
     kind, read = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
@@ -53,12 +53,11 @@ def read_table(path: Path) -> dict[str, Any]:
     return table
 
 
-def _files_near(path: Path) -> str:
-    files = sorted(path.parent.glob("*.toml")) if path.parent.is_dir() else sorted(Path("configs").rglob("*.toml"))
+def files_near(path: Path, files: list[Path]) -> str:
+    """Return a sentence with the files whose names are like that of `path`, or with the first; empty without files."""
     names = {file.name: file for file in files}
     near = [names[name] for name in get_close_matches(path.name, names, n=3, cutoff=0.5)] or files[:5]
-    where = path.parent if path.parent.is_dir() else f"{path.parent}, a folder that does not exist either"
-    return f"Near it: {', '.join(map(str, near))}." if near else f"There are no TOML files in {where}."
+    return f"Near it: {', '.join(map(str, near))}." if near else ""
 
 
 SECRET = re.compile(r"(^|[_-])(key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
@@ -73,10 +72,8 @@ HIDDEN = "…"
 def without_secrets(value: Any) -> Any:
     """Return a table without what its keys call a secret (`judge_api_key = "…"`), for pages, logs and messages."""
     if isinstance(value, dict):
-        return {
-            key: HIDDEN if isinstance(item, str) and SECRET.search(key) else without_secrets(item)
-            for key, item in value.items()
-        }
+        hidden = {key: HIDDEN for key, item in value.items() if isinstance(item, str) and SECRET.search(key)}
+        return {key: without_secrets(item) for key, item in value.items()} | hidden
     return [without_secrets(item) for item in value] if isinstance(value, list) else value
 
 
@@ -104,7 +101,7 @@ def write_run(config: Section, file: Path) -> None:
     _write_table(table, json.dumps(table, indent=2) + "\n", file)
 
 
-def read_run(root: type[AnyConfig], file: Path) -> AnyConfig:
+def read_run(root: type[AnySection], file: Path) -> AnySection:
     """Return exactly what `write_run` wrote. Nothing is derived again."""
     try:
         return root.model_validate(read_table(file))
@@ -151,25 +148,16 @@ def to_toml(table: dict[str, Any], above: str = "") -> str:
     Example:
         to_toml({"a": 1, "b": {"c": "x"}})  # 'a = 1\n\n[b]\nc = "x"\n'
     """
-    present = {key: value for key, value in table.items() if value is not None}
-    lines = [f"{toml_key(key)} = {toml_value(value)}\n" for key, value in present.items() if not _is_table(value)]
-    return "".join(lines) + "".join(
-        text for key, value in present.items() if _is_table(value) for text in _tables(f"{above}{toml_key(key)}", value)
-    )
-
-
-def _tables(name: str, value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        yield f"\n[{name}]\n" + to_toml(value, f"{name}.")
-        return
-    for item in value:
-        yield f"\n[[{name}]]\n" + to_toml(item, f"{name}.")
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict) or (
-        isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
-    )
+    lines = tables = ""
+    for key, value in table.items():
+        name = f"{above}{toml_key(key)}"
+        if isinstance(value, dict):
+            tables += f"\n[{name}]\n{to_toml(value, f'{name}.')}"
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            tables += "".join(f"\n[[{name}]]\n{to_toml(item, f'{name}.')}" for item in value)
+        elif value is not None:
+            lines += f"{toml_key(key)} = {toml_value(value)}\n"
+    return lines + tables
 
 
 def toml_key(key: str) -> str:
@@ -178,10 +166,8 @@ def toml_key(key: str) -> str:
 
 def toml_value(value: Any) -> str:
     """Return a value as files and messages write it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bool | str | Path):
+        return json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, dict):

@@ -8,22 +8,21 @@ each problem names the file or flag that it came from. All problems are shown to
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import Field as Documented
 from pydantic import ValidationError
 
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
-from trireme.config.compatibility import ALIASES, SFT_ALIASES, SHORT_FLAGS, belongs_elsewhere, kind_of
+from trireme.config.compatibility import ALIASES, SHORT_FLAGS, belongs_elsewhere, kind_of
 from trireme.config.files import PROCESSES, ProcessName, read_run, read_table, toml_value
 from trireme.config.problems import KeyPath, Source, explain, raise_together, unknown_key
 from trireme.config.reference import help_text
 from trireme.config.run import RunConfig
-from trireme.config.section import NONE, Field, Section, as_flag, as_key, fields_of, find, read_structure
-
-AnyConfig = TypeVar("AnyConfig", bound=Section)
+from trireme.config.section import NONE, AnySection, Section, as_flag, as_key, fields_of, find, read_structure
 
 MOST_LEVELS = 64  # of tables and arrays inside one value
 
@@ -55,8 +54,8 @@ def load_run_config(
 
 
 def load_config(
-    argv: list[str], root: type[AnyConfig], *, section: ProcessName | None = None, program: str
-) -> tuple[AnyConfig, Invocation]:
+    argv: list[str], root: type[AnySection], *, section: ProcessName | None = None, program: str
+) -> tuple[AnySection, Invocation]:
     if any(word in HELP for word in argv):
         print(help_text(root, Invocation, section=section, program=program))
         raise SystemExit(0)
@@ -74,16 +73,14 @@ def load_config(
         return read_run(root, invocation.run), invocation
     reading = _Reading(root, section)
     reading.take_environment()
-    for argument in others:
-        if isinstance(argument, TypedFile):
-            reading.take_file(argument)
-    for argument in others:
-        if isinstance(argument, TypedFlag):
-            reading.take_flag(argument)
+    for argument in sorted(others, key=lambda argument: isinstance(argument, TypedFlag)):
+        reading.take(argument)
     return reading.validate(), invocation
 
 
-def read_as(root: type[AnyConfig], table: dict[str, Any], *, where: str, flags: Sequence[TypedFlag] = ()) -> AnyConfig:
+def read_as(
+    root: type[AnySection], table: dict[str, Any], *, where: str, flags: Sequence[TypedFlag] = ()
+) -> AnySection:
     """Return a table that was read already, as a section.
 
     Args:
@@ -97,8 +94,8 @@ def read_as(root: type[AnyConfig], table: dict[str, Any], *, where: str, flags: 
         reading.take_environment()
     reading.take_table(table, Source(where))
     for flag in flags:
-        reading.take_flag(flag)
-    config: AnyConfig = reading.validate()
+        reading.take(flag)
+    config: AnySection = reading.validate()
     return config
 
 
@@ -113,19 +110,6 @@ def knows(root: type[Section], flag: TypedFlag, *, exactly: bool = True) -> bool
     return find(root, path) is not None or find(root, _without_short_form(root, positive)) is not None
 
 
-def read_environment(root: type[Section]) -> dict[str, Any]:
-    """Return what environment variables say about a configuration, as pydantic-settings finds it.
-
-    Example:
-        read_environment(RunConfig)  # {"trainer": {"optim": {"lr": "1e-5"}}} for TRIREME_TRAINER__OPTIM__LR=1e-5
-    """
-    from pydantic_settings import BaseSettings, EnvSettingsSource  # takes 0.1 s, which `--help` need not wait for
-
-    settings = type("Settings", (root, BaseSettings), {"model_config": {"enable_decoding": False}})
-    found = EnvSettingsSource(settings, env_prefix="TRIREME_", env_nested_delimiter="__", env_ignore_empty=True)
-    return found()  # texts, which `Section` reads like those of flags
-
-
 class _Reading:
     """The merged values of all sources, where each came from, and the problems on the way."""
 
@@ -137,44 +121,48 @@ class _Reading:
         self.problems: list[str] = []
         self.whole_run_given = False
 
-    def take_environment(self) -> None:
-        for path, value in _leaves(read_environment(self.root)):
-            self._set(path, value, Source("TRIREME_" + "__".join(path).upper()))
-
-    def take_file(self, typed: TypedFile) -> None:
+    @contextmanager
+    def _collect_problem(self) -> Iterator[None]:
         try:
-            table = read_table(Path(typed.name))
+            yield
         except ConfigError as error:
             self.problems.append(str(error))
-            return
-        if self.root is RunConfig and not self.section and not typed.scope and (kind := kind_of(table)) != "run":
-            self.problems.append(belongs_elsewhere(typed.name, kind))
-            return
-        scope = self._place(typed.scope) if typed.scope else (self.section,) if self.section else ()
-        found = find(self.root, scope)
-        if scope and found is None:
-            self.problems.append(
-                unknown_key(self.root, scope, Source(as_flag(typed.scope), typed=""), "a file can fill a table only")
-            )
-        elif found is not None and found.kind != "section":
-            self.problems.append(
-                f"`{as_flag(typed.scope)} @ {typed.name}`: a file can fill a table, this takes {found.words}. "
-                f"Write `{as_flag(typed.scope)} value`."
-            )
-        elif scope in [(name,) for name in PROCESSES]:
-            self._take_process_file(table, scope, Source(typed.name, hidden=scope))
-        else:
-            self.take_table(table, Source(typed.name, hidden=scope), scope)
 
-    def _take_process_file(self, table: dict[str, Any], scope: KeyPath, source: Source) -> None:
-        """Take a process's own file: keys of its table go there, the others belong to the run."""
-        if any(name in table for name in PROCESSES):
+    def take_environment(self) -> None:
+        """Take `TRIREME_TRAINER__OPTIM__LR=1e-5` as {"trainer": {"optim": {"lr": "1e-5"}}}."""
+        from pydantic_settings import BaseSettings, EnvSettingsSource  # takes 0.1 s, which `--help` need not wait for
+
+        settings = type("Settings", (self.root, BaseSettings), {"model_config": {"enable_decoding": False}})
+        found = EnvSettingsSource(settings, env_prefix="TRIREME_", env_nested_delimiter="__", env_ignore_empty=True)
+        for path, value in _leaves(found()):  # texts, which `Section` reads like those of flags
+            self._set(path, value, Source("TRIREME_" + "__".join(path).upper()))
+
+    def take(self, typed: TypedFile | TypedFlag) -> None:
+        with self._collect_problem():
+            self._take_file(typed) if isinstance(typed, TypedFile) else self._take_flag(typed)
+
+    def _take_file(self, typed: TypedFile) -> None:
+        table = read_table(Path(typed.name))
+        if self.root is RunConfig and not self.section and not typed.scope and (kind := kind_of(table)) != "run":
+            raise ConfigError(belongs_elsewhere(typed.name, kind))
+        scope = self._place(typed.scope) if typed.scope else (self.section,) if self.section else ()
+        found, flag = find(self.root, scope), as_flag(typed.scope)
+        if scope and found is None:
+            raise ConfigError(unknown_key(self.root, scope, Source(flag, typed=""), "a file can fill a table only"))
+        if found is not None and found.kind != "section":
+            raise ConfigError(
+                f"`{flag} @ {typed.name}`: a file can fill a table, this takes {found.words}. Write `{flag} value`."
+            )
+        source = Source(typed.name, hidden=scope)
+        if scope not in [(name,) for name in PROCESSES]:
+            self.take_table(table, source, scope)
+        elif any(name in table for name in PROCESSES):
             self.whole_run_given = True
             self.take_table(table, source)
-            return
-        own = {key: value for key, value in table.items() if len(_place_in_process(self.root, scope[0], (key,))) > 1}
-        self.take_table(own, source, scope)
-        self.take_table({key: value for key, value in table.items() if key not in own}, source)
+        else:  # keys of the process's table go there, the others belong to the run
+            own = {key: value for key, value in table.items() if self._is_of_process(scope[0], key)}
+            self.take_table(own, source, scope)
+            self.take_table({key: value for key, value in table.items() if key not in own}, source)
 
     def take_table(self, table: dict[str, Any], source: Source, above: KeyPath = ()) -> None:
         self.origins.setdefault(above, source)
@@ -188,32 +176,38 @@ class _Reading:
                 )
             self._set(path, value, source)
 
-    def take_flag(self, flag: TypedFlag) -> None:
-        source = Source(flag.name, typed=" ".join(flag.values))
+    def _take_flag(self, flag: TypedFlag) -> None:
         path, is_negated = self._flag_path(flag)
         found = find(self.root, path)
-        around = [above for depth in range(1, len(path)) if (above := find(self.root, path[:depth]))]
-        if found is None and not any(above.kind == "table" for above in around):
+        around = [(path[:depth], find(self.root, path[:depth])) for depth in range(1, len(path))]
+        if found is None and not any(above and above.kind == "table" for _, above in around):
             hidden: KeyPath = (self.section,) if self.section and path[0] == self.section else ()
-            self.problems.append(unknown_key(self.root, path, Source(flag.name, hidden, typed="")))
-            return
-        for depth in range(1, len(path)):
-            above = find(self.root, path[:depth])
-            if above and above.kind == "sections" and not path[depth - 1].isdigit() and not path[depth].isdigit():
-                array = path[:depth]
-                self.problems.append(
+            raise ConfigError(unknown_key(self.root, path, Source(flag.name, hidden, typed="")))
+        for array, above in around:
+            if above and above.kind == "sections" and not array[-1].isdigit() and not path[len(array)].isdigit():
+                raise ConfigError(
                     f"`{flag.name}`: `{as_key(array)}` is an array of tables - expected the number of one, counted "
-                    f"from 0. Write `{as_flag((*array, '0', *path[depth:]))}`."
+                    f"from 0. Write `{as_flag((*array, '0', *path[len(array) :]))}`."
                 )
-                return
+        words = " ".join(flag.values)
         if found is None:
-            self._set(path, _free_value(source.typed or "true"), source)
-        elif is_negated:
-            self._take_negated(flag, path, found)
-        elif not flag.values and found.kind not in ("bool", "section"):
-            self.problems.append(f"`{flag.name}` came without a value - expected {found.words}. {found.doc}")
+            value = _free_value(words or "true")
+        elif is_negated:  # `--no-resume` is `--resume false`; `--no-wandb` removes the whole table
+            if flag.values or not (found.kind == "bool" or found.optional):
+                raise ConfigError(
+                    f"`{flag.name}` {words}: `no-` takes no value and switches off what can be off. "
+                    f"Write `{as_flag(path)} value`; it takes {found.words}."
+                )
+            value = False if found.kind == "bool" else None
+        elif not flag.values:
+            if found.kind not in ("bool", "section"):
+                raise ConfigError(f"`{flag.name}` came without a value - expected {found.words}. {found.doc}")
+            value = True if found.kind == "bool" else {}
+        elif found.kind == "text" and found.optional and words.lower() in (NONE, "null"):
+            value = None
         else:
-            self._set(path, _flag_value(found, flag.values), source)
+            value = ",".join(flag.values) if found.kind == "list" else words
+        self._set(path, value, Source(flag.name, typed=words))
 
     def _flag_path(self, flag: TypedFlag) -> tuple[KeyPath, bool]:
         """Return the key of a flag, and whether the flag is one of `--no-x`, `--a.no-x`, `--no-a.x`."""
@@ -223,77 +217,68 @@ class _Reading:
         for index in {0, len(flag.path) - 1}:
             if flag.path[index].startswith("no_"):
                 positive = (*flag.path[:index], flag.path[index].removeprefix("no_"), *flag.path[index + 1 :])
-                placed = self._place(positive)
-                if find(self.root, placed):
+                if find(self.root, placed := self._place(positive)):
                     return placed, True
         return path, False
 
-    def _take_negated(self, flag: TypedFlag, path: KeyPath, found: Field) -> None:
-        """Take `--no-resume` as `--resume false`; `--no-wandb` removes the whole table."""
-        if flag.values or not (found.kind == "bool" or found.optional):
-            self.problems.append(
-                f"`{flag.name}` {' '.join(flag.values)}: `no-` takes no value and switches off what can be off. "
-                f"Write `{as_flag(path)} value`; it takes {found.words}."
-            )
-        else:
-            self._set(path, False if found.kind == "bool" else None, Source(flag.name, typed=""))
-
     def _place(self, typed: KeyPath) -> KeyPath:
-        """Return the key in the root that a typed one stands for, by the rule of a process's own command."""
-        path = typed = _without_short_form(self.root, typed)
-        if self.section and not (self.whole_run_given and typed[0] in fields_of(self.root)):
-            path = _place_in_process(self.root, self.section, typed)
-            unknown = len(path) == len(typed) and typed[0] not in fields_of(self.root)
-            path = (self.section, *typed) if unknown else path
-        return _without_alias(path)
+        """Return the key in the root that a typed one stands for: on a process's own command, its table comes first,
+        unless a file of the whole run was given."""
+        typed = _without_short_form(self.root, typed)
+        is_of_run = self.whole_run_given and typed[0] in fields_of(self.root)
+        if self.section and not is_of_run and self._is_of_process(self.section, typed[0]):
+            typed = (self.section, *typed)
+        return _without_alias(typed)
+
+    def _is_of_process(self, process: str, key: str) -> bool:
+        """Return whether a key belongs to a process's own table: `optim` is `trainer.optim`, `max_steps` the run's."""
+        return key not in fields_of(self.root) or find(self.root, _without_alias((process, key))) is not None
 
     def _set(self, path: KeyPath, value: Any, source: Source) -> None:
         """Merge one value: tables merge key by key; anything else, lists too, is replaced."""
+        with self._collect_problem():
+            if (table := self._table_at(path, source.label)) is None:
+                return
+            found = find(self.root, path)
+            value = found.read(value) if found else value
+            if _is_deeper(value, MOST_LEVELS):
+                raise ConfigError(
+                    f"{source.label}: the value of `{as_key(source.shown(path))}` is more than {MOST_LEVELS} levels "
+                    "deep - expected fewer. Remove some of them."
+                )
+            before = table.get(path[-1])
+            table[path[-1]] = _merged(before, value) if isinstance(value, dict) and isinstance(before, dict) else value
+            self.origins[path] = source
+
+    def _table_at(self, path: KeyPath, label: str) -> dict[str, Any] | None:
+        """Return the table that holds a key, which is made if there is none; None if something else is in its place,
+        which pydantic refuses.
+
+        Raises: ConfigError if an array has no such table, or a value is in the place of a free table.
+        """
         here: Any = self.tree
+        found = find(self.root, path)
+        begins_item = found is not None and found.required  # the key that each table of an array must have (`id`)
         for depth, part in enumerate(path[:-1]):
             above, step = find(self.root, path[: depth + 1]), _item(here, part)
+            is_array = above is not None and above.kind == "sections"
             if step is None and isinstance(here, dict):
-                step = here[part] = [] if above and above.kind == "sections" else {}
-            elif step is None and part == str(len(here)) and self._begins_item(path, depth):
+                step = here[part] = [] if is_array else {}
+            elif step is None and part == str(len(here)) and begins_item and len(path) == depth + 2:
                 here.append(step := {})
-            if step is None and above and above.kind == "sections":
-                self._refuse_item(source.label, path[: depth + 1], here)
-                return
+            if step is None and is_array:
+                raise ConfigError(_no_such_item(label, path[: depth + 1], len(here)))
             if not isinstance(step, dict | list):
-                if above is None:  # in a table that takes any key; elsewhere pydantic refuses the wrong value
-                    self.problems.append(
-                        f"`{source.label}`: `{as_key(path[: depth + 1])}` is {toml_value(step)} - expected a table. "
+                if above is None:  # in a table that takes any key
+                    raise ConfigError(
+                        f"`{label}`: `{as_key(path[: depth + 1])}` is {toml_value(step)} - expected a table. "
                         "Remove one of the two."
                     )
-                return
+                return None
             here = step
         if isinstance(here, list):
-            self._refuse_item(source.label, path, here)
-            return
-        found = find(self.root, path)
-        value = found.read(value) if found else value
-        if _is_too_deep(value):
-            self.problems.append(
-                f"{source.label}: the value of `{as_key(source.shown(path))}` is more than {MOST_LEVELS} levels deep - "
-                "expected fewer. Remove some of them."
-            )
-            return
-        before = here.get(path[-1])
-        here[path[-1]] = _merged(before, value) if isinstance(value, dict) and isinstance(before, dict) else value
-        self.origins[path] = source
-
-    def _begins_item(self, path: KeyPath, depth: int) -> bool:
-        """Return whether a flag may add a table to an array: it must set the key that each table must have (`id`)."""
-        found = find(self.root, path)
-        return len(path) == depth + 2 and found is not None and found.required
-
-    def _refuse_item(self, flag: str, path: KeyPath, array: list[Any]) -> None:
-        name, count = as_key(path[:-1]), len(array)
-        have = f"there {'is' if count == 1 else 'are'} {count}, counted from 0" if count else "there are none"
-        self.problems.append(
-            f"`{flag}` points to `{as_key(path)}` - {have}. "
-            f"Write `{as_flag(path[:-1])}.0.…` for the first, or add a `[[{name}]]` to the file."
-        )
+            raise ConfigError(_no_such_item(label, path, len(here)))
+        return here
 
     def validate(self) -> Any:
         """Raises: ConfigError with the problems of all sources and of pydantic."""
@@ -302,7 +287,7 @@ class _Reading:
             config = self.root.model_validate(self.tree)
         except ValidationError as error:
             self.problems += [self._explain(dict(problem)) for problem in error.errors(include_url=False)]
-        raise_together(list(dict.fromkeys(self.problems)))
+        raise_together(self.problems)
         return config
 
     def _explain(self, error: dict[str, Any]) -> str:
@@ -314,45 +299,32 @@ class _Reading:
         if error["type"] == "extra_forbidden" or not path:
             return explain(self.root, error, whole, None, source)
         if len(path) < len(whole):  # within a list or a free table: the whole of it is shown
-            error |= {"input": _value_at(self.tree, path), "type": "value_error"}
+            value: Any = self.tree
+            for part in path:
+                value = _item(value, part)
+            error |= {"input": value, "type": "value_error"}
         return explain(self.root, error, path, find(self.root, path), source)
 
 
 def _leaves(
     table: dict[str, Any], above: KeyPath = (), root: type[Section] | None = None
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the values of nested tables with their paths; with `root`, only of tables that are tables there."""
+    """Yield the values of nested tables with their paths; with `root`, only of tables that are tables there, or that
+    other systems have where we have a key: `[data] path` is `data`."""
     for key, value in table.items():
         path = (*above, key)
         found = find(root, _without_alias(path)) if root else None
-        is_table = root is None or (found is not None and found.kind == "section") or _has_aliases_below(path)
+        is_table = root is None or (found is not None and found.kind == "section") or path == ("data",)
         if isinstance(value, dict) and value and is_table:
             yield from _leaves(value, path, root)
         else:
             yield path, value
 
 
-def _flag_value(found: Field, words: tuple[str, ...]) -> Any:
-    if not words:
-        return {"bool": True, "section": {}}[found.kind]
-    if found.kind == "text" and found.optional and len(words) == 1 and words[0].lower() in (NONE, "null"):
-        return None
-    return (" " if found.kind != "list" else ",").join(words)
-
-
 def _free_value(text: str) -> Any:
     """Return a value of a table that takes any key (`args` of an environment): JSON or TOML, text otherwise."""
-    return (
-        None
-        if text.lower() in (NONE, "null")
-        else read_structure(text.lower() if text.lower() in ("true", "false") else text)
-    )
-
-
-def _place_in_process(root: type[Section], process: str, typed: KeyPath) -> KeyPath:
-    """Return a key of the process's own table first, then of the run: `optim.lr` is `trainer.optim.lr`."""
-    own = find(root, _without_alias((process, typed[0])))
-    return (process, *typed) if own or typed[0] not in fields_of(root) else typed
+    lower = text.lower()
+    return None if lower in (NONE, "null") else read_structure(lower if lower in ("true", "false") else text)
 
 
 def _without_short_form(root: type[Section], typed: KeyPath) -> KeyPath:
@@ -361,20 +333,22 @@ def _without_short_form(root: type[Section], typed: KeyPath) -> KeyPath:
     return long if find(root, long) else typed
 
 
-_ALIASES = ALIASES | SFT_ALIASES
-
-
 def _without_alias(path: KeyPath) -> KeyPath:
     """Return the path under our own names."""
     for depth in range(len(path), 0, -1):
-        if (ours := _ALIASES.get(".".join(path[:depth]))) is not None:
+        if (ours := ALIASES.get(".".join(path[:depth]))) is not None:
             return (*ours.split("."), *path[depth:])
     return path
 
 
-def _has_aliases_below(path: KeyPath) -> bool:
-    """Return whether other systems have a table where we have a key: `[data] path` is `data`."""
-    return any(alias.startswith(f"{'.'.join(path)}.") for alias in SFT_ALIASES)
+def _no_such_item(label: str, path: KeyPath, count: int) -> str:
+    """Return the message for a key in a table that an array of `count` tables does not have."""
+    have = f"there {'is' if count == 1 else 'are'} {count}, counted from 0" if count else "there are none"
+    array = path[:-1]
+    return (
+        f"`{label}` points to `{as_key(path)}` - {have}. "
+        f"Write `{as_flag(array)}.0.…` for the first, or add a `[[{as_key(array)}]]` to the file."
+    )
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -385,26 +359,13 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return below | both
 
 
-def _is_too_deep(value: Any) -> bool:
-    """Return whether functions that call themselves for each level of a value might not end."""
-    level = [value]
-    for _ in range(MOST_LEVELS):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-    return bool(level)
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Return whether a value has more levels than that: functions that call themselves for each might not end."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return bool(inside) and (levels == 0 or any(_is_deeper(each, levels - 1) for each in inside))
 
 
 def _item(container: Any, part: str) -> Any:
     if isinstance(container, list):
         return container[int(part)] if part.isdigit() and int(part) < len(container) else None
-    return container.get(part)
-
-
-def _value_at(tree: Any, path: KeyPath) -> Any:
-    for part in path:
-        tree = _item(tree, part) if isinstance(tree, dict | list) else None
-    return tree
+    return container.get(part) if isinstance(container, dict) else None

@@ -103,7 +103,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "cross_entropy": {"surrogate": "cross_entropy", "proximal": "recomputed"},
     "custom": {"surrogate": "custom"},
 }
-"""The recipes of the literature: what each sets. Sources and formulas: `trireme.algo.loss` and the modules it names."""
+"""The recipes of the literature: what each sets. Sources and formulas: `trireme.algo.loss`."""
 
 SURROGATE_KEYS: dict[Surrogate, dict[str, Any]] = {
     "importance": {"ratio_low": 0.125, "ratio_high": 8.0, "kl_tau": 0.0},

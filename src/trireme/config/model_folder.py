@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trireme.config.trainer import TrainerModel
+from trireme.config.trainer import TrainerModel, divisors_of
 
 PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 KERNELS = "kernels"  # with it, transformers fetches kernels from a hub
@@ -84,10 +84,14 @@ def num_experts_of(config: Mapping[str, Any]) -> int:
 
 def num_experts_in(name: str | None) -> int | None:
     """Return the experts of each layer of a model in a folder; None for a model whose folder cannot be read."""
+    file = _local_config(name)
+    return num_experts_of(json.loads(file.read_text())) if file else None
+
+
+def _local_config(name: str | None) -> Path | None:
+    """Return the `config.json` in a model's folder; None if there is none, or the model is on a hub."""
     file = Path(name or "") / "config.json"
-    if not name or not looks_local(name) or not file.exists():
-        return None
-    return num_experts_of(json.loads(file.read_text()))
+    return file if name and looks_local(name) and file.exists() else None
 
 
 def check_model(key: str, name: str | None, *, holds: str = "config.json") -> Iterator[str]:
@@ -119,32 +123,35 @@ def model_launch_problems(table: str, model: TrainerModel, device: str) -> Itera
     Args:
         table: the name of the table as the user writes it, for messages.
     """
-    package = PACKAGES.get(model.attn) if device != "cpu" else None  # another rule refuses flash attention on CPU
-    if package and not find_spec(package) and not find_spec(KERNELS):
+    package = PACKAGES.get(model.attn)
+    if device == "cpu" and model.attn.startswith("fl"):
+        yield (
+            f'{table}.attn = "{model.attn}" with device = "cpu" - its backward pass runs on GPUs only. '
+            'Write "sdpa" (the default) or "eager".'
+        )
+    elif package and not find_spec(package) and not find_spec(KERNELS):
         yield (
             f'{table}.attn = "{model.attn}", and neither the package {package} nor {KERNELS} is installed - expected '
             f"one of them. Install it in Trireme's environment, or set `{table}.attn` to sdpa or flex_attention."
         )
-    folder = Path(model.name or "")
-    if not model.name or not looks_local(model.name) or not (folder / "config.json").exists():
+    if (file := _local_config(model.name)) is None:
         return
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
         yield (
-            f"{folder / 'config.json'} cannot be read: {error} - expected a model's configuration, as `save_pretrained`"
-            " writes it. Copy or download the model again."
+            f"{file} cannot be read: {error} - expected a model's configuration, as `save_pretrained` writes it. Copy "
+            "or download the model again."
         )
         return
     if not model.from_scratch:
-        yield from _check_weights(table, folder, config)
+        yield from _check_weights(table, file.parent, config)
     yield from _check_architecture(table, model, config, device)
     heads = (config.get("text_config") or config).get("num_attention_heads")
     if heads and heads % model.cp:
-        divisors = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
         yield (
             f"{table}.cp = {model.cp}, and {model.name} has {heads} attention heads - expected a divisor of them, as "
-            f"ranks that share a row share its heads. Set `{table}.cp` to one of {divisors}."
+            f"ranks that share a row share its heads. Set `{table}.cp` to one of {divisors_of(heads)}."
         )
 
 
@@ -226,8 +233,7 @@ def check_architecture_is_named(name: str | None) -> Iterator[str]:
 
     vLLM then guesses, and may serve the model as an embedding model whose weights cannot be updated.
     """
-    file = Path(name or "") / "config.json"
-    if name and looks_local(name) and file.exists() and "architectures" not in json.loads(file.read_text()):
+    if (file := _local_config(name)) and "architectures" not in json.loads(file.read_text()):
         yield (
             f'{file} names no "architectures" - expected ["Qwen3ForCausalLM"] or the like, as `save_pretrained` of a '
             "model writes it. Add the line."

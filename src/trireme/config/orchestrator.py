@@ -45,7 +45,7 @@ class Sampling(Section):
 
     @property
     def cuts(self) -> bool:
-        """Whether the sampler chooses among a part of the vocabulary only."""
+        """Return whether the sampler chooses among a part of the vocabulary only."""
         return self.top_p < 1 or self.min_p > 0 or (self.top_k or 0) > 0
 
     @property
@@ -69,6 +69,38 @@ def slots_for(top_k: int) -> int:
     return top_k + top_k // 4 + 8
 
 
+class Agent(Section):
+    """`[orchestrator.env.agent]`: a program that solves the tasks by calling the policy through an API.
+
+    The environment gives the examples and the reward. The program runs once for each rollout, in a folder of its own,
+    and finds the policy where its SDK looks for it: `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
+    `ANTHROPIC_API_KEY`. In `command`, `env`, `stdin` and `workdir`, these are filled in: `{prompt}`, `{base_url}` (with
+    `/v1`), `{gateway}` (without), `{api_key}`, `{folder}`, `{here}` (the folder in which the run was started), and the
+    example's own fields.
+    """
+
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    """The program and its arguments."""
+    env: dict[str, str] = {}
+    """More environment variables of the program."""
+    inherit: tuple[str, ...] = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE")
+    """Variables of the orchestrator that the program gets. It sees no others, and so no secrets of the run."""
+    workdir: str | None = None
+    """Folder that is copied for each rollout; an empty folder if not set."""
+    stdin: str | None = None
+    """Text on the program's standard input; none if not set."""
+    timeout_s: PositiveFloat = 540.0
+    """The program is ended after this long, and what it has done is scored; less than `rollout_timeout_s`."""
+    train: Literal["all", "main", "last"] = "all"
+    """Conversations of a rollout that train: all, the one with the most turns, or the one of the newest turn."""
+    only_with_tools: bool = False
+    """Leave out conversations without tools, such as requests for a title."""
+    host: str = "127.0.0.1"
+    """Address at which the policy is served to the program; each rollout has a key of its own."""
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    """Port of that address; a free one if 0."""
+
+
 class Environment(Section):
     """`[[orchestrator.env]]`: one source of tasks."""
 
@@ -90,6 +122,8 @@ class Environment(Section):
     """Model turns per rollout; the environment's own limit if not set."""
     max_memory_gib: PositiveFloat | None = None
     """A worker whose processes hold more than this is restarted; no limit if not set."""
+    agent: Agent | None = None
+    """A program that plays the rollouts; the environment itself does if not set."""
 
 
 class DifficultyPools(Section):
@@ -316,6 +350,14 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
                 yield (
                     f'{count} tables `[[orchestrator.{table}]]` are called "{name}" - metrics need a name each. '
                     f'Add `name = "{name}-2"` to one of them.'
+                )
+        for environment in environments:
+            agent, limit_s = environment.agent, environment.rollout_timeout_s
+            if agent is not None and agent.timeout_s >= limit_s:
+                yield (
+                    f"orchestrator.{table}.agent.timeout_s = {agent.timeout_s:g} with `rollout_timeout_s = "
+                    f"{limit_s:g}` of environment {environment.name or environment.id!r} - expected less: the rollout "
+                    "would be dropped before the program is ended and scored. Lower the first, or raise the second."
                 )
     batch, group = config.batch_size, config.rollouts_per_example
     if batch % group:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.config.compatibility import KNOWN_ELSEWHERE, KNOWN_ELSEWHERE_SFT, NOT_A_KEY, NOT_A_VALUE
+from trireme.config.compatibility import NOT_A_KEY, NOT_A_VALUE, keys_for
 from trireme.config.files import toml_key, toml_value
 from trireme.config.section import Field, Section, as_flag, as_key, fields_of, walk
 
@@ -36,8 +37,9 @@ class Source:
         return path[len(self.hidden) :] if inside else path
 
 
-def raise_together(problems: list[str]) -> None:
+def raise_together(found: Iterable[str]) -> None:
     """Raises: ConfigError with all problems, numbered, if there are any."""
+    problems = list(dict.fromkeys(found))
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
@@ -118,9 +120,8 @@ def suggest(root: type[Section], path: KeyPath) -> list[str]:
     if typos := [neighbours[near] for near in get_close_matches(name, neighbours, n=3, cutoff=0.75)]:
         return typos
     # Names from other systems. `sft` has no `trainer` around its tables.
-    ours = (KNOWN_ELSEWHERE_SFT.get(name, ""), KNOWN_ELSEWHERE.get(name, ""))
-    here = (key if key in known else key.removeprefix("trainer.") for key in ours)
-    if elsewhere := [key for key in here if key in known][:1]:
+    ours = (key if key in known else key.removeprefix("trainer.") for key in keys_for(name))
+    if elsewhere := [key for key in ours if key in known][:1]:
         return elsewhere
     # The same name in another table: `tokenizer.name` is closer to `trainer.tokenizer.name` than to `model.name`.
     if same := [key for key in known if key.split(".")[-1] == name]:

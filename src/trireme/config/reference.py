@@ -22,60 +22,50 @@ def help_text(root: type[Section], invocation: type[Section], *, section: str | 
         invocation: the flags of the command itself.
         section: for a process's own command, the table whose keys come first and without its name.
     """
-    blocks = [_usage(program, section), _block("the command itself", "", fields_of(invocation), "--")]
-    own = find(root, (section,)) if section else None
-    if own and own.section:
-        blocks += _tables(own.section, "")
-        blocks.append("The rest is shared by the whole run; `rl --help` lists the other processes' tables.")
-        blocks += _tables(root, "", leave_out=(*PROCESSES, *fields_of(own.section)))
-    else:
-        blocks += _tables(root, "")
-    return "\n\n".join(blocks)
-
-
-def _usage(program: str, section: str | None) -> str:
-    own = "" if section else " [--trainer @ file.toml …]" if program == "rl" else ""
-    return textwrap.dedent(f"""\
-        usage: {program} [@ file.toml …]{own} [--key value …]
+    files = " [--trainer @ file.toml …]" if program == "rl" else ""
+    usage = textwrap.dedent(f"""\
+        usage: {program} [@ file.toml …]{files} [--key value …]
 
         Defaults, then environment variables (TRIREME_MAX_STEPS, TRIREME_TRAINER__OPTIM__LR), then files from left to
         right, then flags; the last one wins. Tables merge, lists are replaced.
         In a file, `--a.b-c value` is `b_c = value` under `[a]`. `--no-x` switches off.
         Lists: `--x 1 2`, `--x 1,2` or `--x "[1, 2]"`. Tables: `--x '{{"a": 1}}'` or `--x.a 1`.""")
+    blocks = [usage, _block("the command itself", "", "", list(fields_of(invocation).values()))]
+    own = find(root, (section,)) if section else None
+    leave_out: tuple[str, ...] = ()
+    if own and own.section:
+        blocks += [_block(*table) for table in _tables(own.section) if table[-1]]
+        blocks.append("The rest is shared by the whole run; `rl --help` lists the other processes' tables.")
+        leave_out = (*PROCESSES, *fields_of(own.section))
+    blocks += [_block(*table) for table in _tables(root, leave_out=leave_out) if table[-1]]
+    return "\n\n".join(blocks)
+
+
+Table = tuple[str, str, str, list[Field]]
+"""A table's header in a file, what stands before its keys on the command line, its meaning, and its plain keys."""
 
 
 def _tables(
-    section: type[Section], above: str, leave_out: tuple[str, ...] = (), optional: bool = False
-) -> Iterator[str]:
-    fields = {name: field for name, field in fields_of(section).items() if name not in leave_out}
-    plain = {name: field for name, field in fields.items() if field.section is None}
-    doc = (section.__doc__ or "").splitlines()[0] + (" Off unless given." if optional else "")
-    many = above.endswith(".0.")
-    title = above.removesuffix(".").removesuffix(".0")
-    if plain:
-        yield _block(f"[[{title}]]" if many else f"[{title}]" if title else "", doc, plain, f"--{above}")
-    for name, field in fields.items():
+    section: type[Section], above: str = "", leave_out: tuple[str, ...] = (), optional: bool = False
+) -> Iterator[Table]:
+    fields = [field for name, field in fields_of(section).items() if name not in leave_out]
+    title = above.replace(".0.", ".").removesuffix(".")
+    header = f"[[{title}]]" if above.endswith(".0.") else f"[{title}]" if title else ""
+    doc = (section.__doc__ or "").partition("\n")[0] + (" Off unless given." if optional else "")
+    yield header, above, doc.partition(": ")[2] if title else doc, [each for each in fields if each.section is None]
+    for field in fields:
         if field.section:
-            below = f"{above}{name}.0." if field.kind == "sections" else f"{above}{name}."
+            below = f"{above}{field.name}{'.0' if field.kind == 'sections' else ''}."
             yield from _tables(field.section, below, optional=field.optional)
 
 
-def _block(title: str, doc: str, fields: dict[str, Field], prefix: str) -> str:
-    about = doc.partition(": ")[2] if title and ": " in doc else "" if title else doc
+def _block(title: str, above: str, about: str, fields: list[Field]) -> str:
     lines = [f"{title}  {about}".strip()]
-    for field in fields.values():
-        lines.append(f"  {prefix.replace('_', '-')}{field.name.replace('_', '-')}  {_type_and_default(field)}")
+    for field in fields:
+        default = "required" if field.required else f"default: {toml_value(field.default)}"
+        lines.append(f"  --{f'{above}{field.name}'.replace('_', '-')}  <{field.words}>  ({default})")
         lines.append(textwrap.indent(textwrap.fill(" ".join(field.doc.split()), _WIDTH), " " * 8))
     return "\n".join(lines)
-
-
-def _type_and_default(field: Field) -> str:
-    default = "required" if field.required else f"default: {toml_value(_to_plain(field.default))}"
-    return f"<{field.words}>  ({default})"
-
-
-def _to_plain(value: object) -> object:
-    return value if isinstance(value, int | float | str | tuple | dict | None) else str(value)
 
 
 # the page and the schema
@@ -87,29 +77,18 @@ _UNITS |= {"interval": "steps", "every": "steps"}
 
 def keys_page(root: type[Section]) -> str:
     """Return a Markdown section for each table of a configuration, with a row for each key."""
-    return "\n".join(_markdown(root, root.__doc__ or "", "", ""))
-
-
-def _markdown(section: type[Section], about: str, path: str, heading: str) -> Iterator[str]:
-    about = about.partition("\n")[0]
-    about = about.partition(": ")[2] if heading else about
-    yield from [f"### `{heading}`\n"] if heading else []
-    yield from [f"{about[0].upper()}{about[1:]}\n"] if about else []
-    if plain := [field for field in fields_of(section).values() if field.section is None]:
-        yield "| key | type | unit | default | meaning |\n|---|---|---|---|---|"
-        yield from map(_row, plain)
-        yield ""
-    for name, field in fields_of(section).items():
-        if field.section:
-            below = f"{path}.{name}".removeprefix(".")
-            heading = f"[[{below}]]" if field.kind == "sections" else f"[{below}]"
-            about = (field.section.__doc__ or "").partition("\n")[0] + (" Off unless given." if field.optional else "")
-            yield from _markdown(field.section, about, below, heading)
+    lines: list[str] = []
+    for header, _, about, fields in _tables(root):
+        lines += [f"### `{header}`\n"] if header else []
+        lines += [f"{about[0].upper()}{about[1:]}\n"] if about else []
+        if fields:
+            lines += ["| key | type | unit | default | meaning |\n|---|---|---|---|---|", *map(_row, fields), ""]
+    return "\n".join(lines)
 
 
 def _row(field: Field) -> str:
     unit = next((unit for ending, unit in _UNITS.items() if field.name.endswith(ending)), "")
-    shown = "not set" if field.default is None else f"`{toml_value(_to_plain(field.default))}`"
+    shown = "not set" if field.default is None else f"`{toml_value(field.default)}`"
     default = "required" if field.required else shown
     cells = [f"`{field.name}`", field.words, unit, default, " ".join(field.doc.split())]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

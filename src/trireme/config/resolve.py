@@ -7,8 +7,10 @@ parallelism mean nothing on CPU.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from itertools import islice
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any
 
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
@@ -18,12 +20,11 @@ from trireme.config.files import ProcessName
 from trireme.config.losses import resolve_loss
 from trireme.config.model_folder import caps_scores, config_file
 from trireme.config.orchestrator import Environment, Evaluation
-from trireme.config.run import Model, RunConfig, places_of
-from trireme.config.section import Section
+from trireme.config.run import Model, RunConfig, place_of
+from trireme.config.section import AnySection
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import TrainerModel
 
-AnySection = TypeVar("AnySection", bound=Section)
 Values = dict[str, Any]  # dotted key -> value
 
 # Ports of processes that are started separately. `rl` takes free ports instead.
@@ -34,8 +35,6 @@ KNOWN_PORTS = {
     "ports.weights": 5556,
     "ports.ranks": 5557,
 }
-
-WILDCARDS = (EVERYWHERE, "::", "")
 
 # The engine's share of a GPU that it shares with the trainer, unless the user sets one.
 _SHARED_GPU_UTILIZATION = 0.4
@@ -85,13 +84,20 @@ def updated(section: AnySection, values: Values) -> AnySection:
     return section.model_copy(update=own)
 
 
+def resuming(config: RunConfig) -> RunConfig:
+    """Return the run as processes see it whose folder is prepared: they resume from whatever is in it, on their first
+    start and on restarts."""
+    return updated(config, {"resume": True, "trainer.ckpt.resume_step": None})
+
+
 def _hosts(config: RunConfig) -> Values:
     """Take an address to bind as the address to be reached at too, if `[hosts]` does not give one."""
     hosts, bound = config.hosts, config.inference.server
     values: Values = {}
     if config.ports.host is not None and "orchestrator" not in hosts.model_fields_set:
         values |= {"hosts.orchestrator": config.ports.host, "ports.host": None}
-    if "host" in bound.model_fields_set and bound.host not in WILDCARDS and "inference" not in hosts.model_fields_set:
+    is_bound = "host" in bound.model_fields_set and bound.host not in (EVERYWHERE, "::", "")
+    if is_bound and "inference" not in hosts.model_fields_set:
         values["hosts.inference"] = (bound.host,)
     return values
 
@@ -100,7 +106,8 @@ def _listening(config: RunConfig, section: ProcessName | None, node: int) -> Val
     """Let the servers that start here listen at the addresses of `[hosts]`, unless the user binds them elsewhere."""
     values: Values = {}
     if section in (None, "inference"):
-        for place in places_of(config.hosts.inference)[node : node + 1]:
+        with suppress(ValueError, IndexError):  # the rules refuse an address that cannot be read
+            place = place_of(config.hosts.inference[node])
             if "host" not in config.inference.server.model_fields_set:
                 values["inference.server.host"] = listening_address(place.host)
             if place.port is not None:
@@ -198,18 +205,17 @@ def _precision_and_lengths(config: RunConfig) -> Values:
 
 
 def _environments(config: RunConfig) -> Values:
-    values: Values = {"orchestrator.env": tuple(map(_named, config.orchestrator.env))}
+    def named(environments: tuple[Environment, ...]) -> tuple[Environment, ...]:
+        return tuple(updated(each, {"name": each.name or each.id}) for each in environments)
+
+    values: Values = {"orchestrator.env": named(config.orchestrator.env)}
     if evaluation := config.orchestrator.eval:
         longest = evaluation.sampling.max_tokens or config.orchestrator.sampling.max_tokens
-        values["orchestrator.eval.env"] = tuple(map(_named, evaluation.env))
+        values["orchestrator.eval.env"] = named(evaluation.env)
         values["orchestrator.eval.sampling.max_tokens"] = longest
         if "temperature" not in evaluation.sampling.model_fields_set:
             values["orchestrator.eval.sampling.temperature"] = Evaluation().sampling.temperature
     return values
-
-
-def _named(environment: Environment) -> Environment:
-    return updated(environment, {"name": environment.name or environment.id})
 
 
 def _broadcast(config: RunConfig, *, alone: bool) -> Values:
@@ -252,20 +258,13 @@ def _processes(config: RunConfig, devices: Devices) -> Values:
 
 def _ports(config: RunConfig, section: ProcessName | None) -> Values:
     """Choose a port for 0 too, which the kernel would replace later: other processes must know it."""
-    given = {
-        "inference.server.port": config.inference.server.port,
-        "orchestrator.server.port": config.orchestrator.server.port,
-        "ports.batches": config.ports.batches,
-        "ports.weights": config.ports.weights,
-    }
-    if section and len(config.hosts.trainer) > 1:
-        given["ports.ranks"] = config.ports.ranks
-    if section:
-        return {key: KNOWN_PORTS[key] if port is None else port for key, port in given.items()}
-    chosen: set[int] = {port for port in given.values() if port}
-    for key in [key for key, port in given.items() if not port]:
-        while (port := free_port(EVERYWHERE)) in chosen:
-            pass
-        chosen.add(port)
-        given[key] = port
-    return {key: port for key, port in given.items() if port}
+    has_ranks = section is not None and len(config.hosts.trainer) > 1
+    given: Values = {key: attrgetter(key)(config) for key in KNOWN_PORTS if has_ranks or key != "ports.ranks"}
+    for key, port in given.items():
+        if section:
+            given[key] = KNOWN_PORTS[key] if port is None else port
+        else:
+            while not port:
+                port = free if (free := free_port(EVERYWHERE)) not in given.values() else None
+            given[key] = port
+    return given

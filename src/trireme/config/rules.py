@@ -31,7 +31,6 @@ from trireme.config.run import RunConfig, place_of
 from trireme.config.sft import SftConfig, sft_problems
 from trireme.config.trainer import (
     ENGINE_RANKS,
-    TrainerModel,
     lora_problems,
     model_problems,
     optim_launch_problems,
@@ -79,24 +78,19 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
     found = [*_token_problems(config)]
     if section is None:
         found += _processes_elsewhere(config)
+    found += file_problems(config, section=section)
+    functions = {"trainer.loss.path": config.trainer.loss.path} if section in (None, "trainer") else {}
     if section in (None, "trainer"):
-        loss, model = config.trainer.loss, config.trainer.model
-        found += function_problems("trainer.loss.path", loss.path)
-        found += _attention_problems("trainer.model.attn", model.attn, config.device)
         found += optim_launch_problems("trainer.", config.trainer.optim, config.device)
-        found += trainer_model_problems(config)
-        found += model_launch_problems("trainer.model", model, config.device)
-    if section == "inference" or (section is None and config.inference.model.name != config.trainer.model.name):
-        found += engine_model_problems(config)
-    if section in (None, "orchestrator"):
-        advantage = config.orchestrator.advantage
-        found += function_problems("orchestrator.advantage.path", advantage.path if advantage.type == "custom" else "")
-        found += environment_file_problems(config)
+        found += model_launch_problems("trainer.model", config.trainer.model, config.device)
+    if section in (None, "orchestrator") and config.orchestrator.advantage.type == "custom":
+        functions["orchestrator.advantage.path"] = config.orchestrator.advantage.path
+    found += filter(None, (function_problem(path, key=key) for key, path in functions.items() if path))
     name = config.trainer.model.name or config.model.name
     if config.replays_routes and num_experts_in(name) == 0:
         found.append(f"`{REPLAY}` with {name} - expected a model with a mixture of experts. Remove the line.")
-    for key in PORTS:
-        if (section is None and key != "ports.ranks") or section == PORTS[key][0]:
+    for key, (process, _) in PORTS.items():
+        if (section is None and key != "ports.ranks") or section == process:
             found += port_problems(config, key)
     return found
 
@@ -322,11 +316,7 @@ def _shared_gpus(config: RunConfig) -> Iterator[str]:
 
 def _host_problems(config: RunConfig) -> Iterator[str]:
     hosts = config.hosts
-    tables = {
-        "hosts.inference": hosts.inference,
-        "hosts.orchestrator": (hosts.orchestrator,),
-        "hosts.trainer": hosts.trainer,
-    }
+    tables = {f"hosts.{process}": addresses for process, addresses in hosts.by_process.items()}
     for key, addresses in tables.items():
         if not addresses:
             yield f"`{key}` is empty - expected at least one address. Remove the line, or name a machine."
@@ -419,42 +409,30 @@ def _node(addresses: tuple[str, ...], number: int) -> str:
     return f" --node {number}" if hosts.count(hosts[number]) > 1 else ""
 
 
-# files, functions and ports on this machine
+# files and ports on this machine
 
 
-def trainer_model_problems(config: RunConfig) -> Iterator[str]:
-    yield from check_model("trainer.model.name", config.trainer.model.name)
-    if config.trainer.tokenizer.name != config.trainer.model.name:
-        yield from check_model("trainer.tokenizer.name", config.trainer.tokenizer.name, holds="tokenizer_config.json")
+def file_problems(config: RunConfig, *, section: ProcessName | None = None) -> Iterator[str]:
+    """Yield which models and files of environments are missing on this machine.
 
-
-def engine_model_problems(config: RunConfig) -> Iterator[str]:
-    yield from check_model("inference.model.name", config.inference.model.name)
-    yield from check_architecture_is_named(config.inference.model.name)
-
-
-def environment_file_problems(config: RunConfig) -> Iterator[str]:
-    ids = {environment.id for environment in config.orchestrator.all_environments}
+    Args:
+        section: the process that needs them; None for a whole run.
+    """
+    trained, served, tokenizer = config.trainer.model.name, config.inference.model.name, config.trainer.tokenizer.name
+    if section in (None, "trainer"):
+        yield from check_model("trainer.model.name", trained)
+        if tokenizer != trained:
+            yield from check_model("trainer.tokenizer.name", tokenizer, holds="tokenizer_config.json")
+    if section == "inference" or (section is None and served != trained):
+        yield from check_model("inference.model.name", served)
+        yield from check_architecture_is_named(served)
+    ids = {each.id for each in config.orchestrator.all_environments} if section in (None, "orchestrator") else set()
     for file in sorted(id for id in ids if id.endswith(".py")):
         if not Path(file).is_file():
             yield (
                 f'environment id = "{file}": there is no such file (looked in {Path.cwd()}) - expected a Python file '
                 "with `load_environment`. Check the path."
             )
-
-
-def file_problems(config: RunConfig) -> list[str]:
-    """Return which models and files of environments of a whole run are missing on this machine."""
-    found = [*trainer_model_problems(config)]
-    if config.inference.model.name != config.trainer.model.name:
-        found += engine_model_problems(config)
-    return [*found, *environment_file_problems(config)]
-
-
-def function_problems(key: str, path: str | None) -> Iterator[str]:
-    """Yield a problem if a function of the user's cannot be found."""
-    if path and (problem := function_problem(path, key=key)):
-        yield problem
 
 
 PORTS: dict[str, tuple[ProcessName, str]] = {
@@ -491,47 +469,27 @@ def port_problems(config: RunConfig, key: str) -> Iterator[str]:
             )
 
 
-def _attention_problems(key: str, attention: str, device: str) -> Iterator[str]:
-    if device == "cpu" and attention.startswith("fl"):
-        yield (
-            f'{key} = "{attention}" with device = "cpu" - its backward pass runs on GPUs only. '
-            'Write "sdpa" (the default) or "eager".'
-        )
-
-
 # supervised training
 
 
 def check_sft(config: SftConfig, devices: Devices) -> None:
     """Raises: ConfigError if supervised training contradicts itself or could not start here and now."""
-    raise_together([*_all_sft_problems(config, devices)])
-
-
-def _all_sft_problems(config: SftConfig, devices: Devices) -> Iterator[str]:
-    model = config.model
-    yield from _name_problems(config.name)
-    yield from sft_problems(config)
-    yield from check_model("model.name", model.name)
-    yield from _micro_batch_problems("micro_batch_tokens", config.micro_batch_tokens, config.seq_len)
-    yield from _attention_problems("model.attn", model.attn, config.device)
-    yield from model_problems("model", model, config.num_ranks or 1)
-    yield from model_launch_problems("model", model, config.device)
-    yield from lora_problems("model.lora", model.lora, has_engines=False)
-    yield from route_problems(model)
-    yield from optim_problems("", config.optim, config.scheduler, model, max_steps=config.max_steps)
-    yield from optim_launch_problems("", config.optim, config.device)
-    ranks = config.num_ranks or 1
+    model, ranks = config.model, config.num_ranks or 1
+    found = [*_name_problems(config.name), *sft_problems(config), *check_model("model.name", model.name)]
+    found += _micro_batch_problems("micro_batch_tokens", config.micro_batch_tokens, config.seq_len)
+    found += model_problems("model", model, ranks)
+    found += model_launch_problems("model", model, config.device)
+    found += lora_problems("model.lora", model.lora, has_engines=False)
+    found += optim_problems("", config.optim, config.scheduler, model, max_steps=config.max_steps)
+    found += optim_launch_problems("", config.optim, config.device)
     if config.device == "cuda" and ranks > devices.num_gpus:
-        yield (
+        found.append(
             f'num_ranks = {ranks}, device = "cuda", and {devices.num_gpus} GPUs are visible - '
             "expected one GPU per rank. Lower `num_ranks`, or run on CPU with `--device cpu`."
         )
-
-
-def route_problems(model: TrainerModel) -> Iterator[str]:
-    """Yield a problem if supervised training, which has no engine, is to replay an engine's routes."""
     if model.moe.router_replay:
-        yield (
+        found.append(
             "model.moe.router_replay = true - expected only where an engine samples, as in `rl`: supervised training "
             "has no routes to replay. Remove the line."
         )
+    raise_together(found)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -88,14 +86,19 @@ class Hosts(Section):
     """File with the shared token, on every machine."""
 
     @property
+    def by_process(self) -> dict[str, tuple[str, ...]]:
+        """The addresses of each kind of process."""
+        return {"inference": self.inference, "orchestrator": (self.orchestrator,), "trainer": self.trainer}
+
+    @property
     def all(self) -> tuple[str, ...]:
         """Each address once, without its port."""
-        addresses = (*self.inference, self.orchestrator, *self.trainer)
+        addresses = (address for each in self.by_process.values() for address in each)
         return tuple(dict.fromkeys(address.partition(":")[0] for address in addresses))
 
     @property
     def are_loopback(self) -> bool:
-        """Whether nothing of the run can be reached from another machine, nor has to be."""
+        """Return whether nothing of the run can be reached from another machine, nor has to be."""
         return all(map(is_loopback, self.all))
 
 
@@ -212,8 +215,14 @@ class RunConfig(Section):
         return self.max_async_level == 0
 
     @property
+    def served_dtype(self) -> str:
+        """The precision in which weights are sent, exported and served; `auto` is bfloat16 on GPUs, else float32."""
+        dtype = self.inference.model.dtype
+        return dtype if dtype != "auto" else "float32" if self.device == "cpu" else "bfloat16"
+
+    @property
     def serves_adapters(self) -> bool:
-        """Whether engines hold the adapters separately from the base model."""
+        """Return whether engines hold the adapters separately from the base model."""
         lora = self.trainer.model.lora
         return lora is not None and lora.sync == "adapter"
 
@@ -223,7 +232,7 @@ class RunConfig(Section):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether an engine may reuse the beginning of a prompt from an earlier request.
+        """Return whether an engine may reuse the beginning of a prompt from an earlier request.
 
         In a synchronous run on CPU it may not, or a request's arithmetic would depend on what ran before it. There is
         no prefix cache then; but router replay needs one, so no two requests are given the same prefix.
@@ -240,8 +249,7 @@ class RunConfig(Section):
 NODE = "TRIREME_NODE"
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The address of a process.
 
     Example:
@@ -251,10 +259,6 @@ class Place:
     host: str
     port: int | None = None
 
-    @property
-    def is_loopback(self) -> bool:
-        return is_loopback(self.host)
-
 
 def place_of(address: str) -> Place:
     """Raises: ValueError if the address is neither `host` nor `host:port`."""
@@ -262,15 +266,6 @@ def place_of(address: str) -> Place:
     if not host or "/" in address or (colon and not (port.isdigit() and 0 < int(port) < 65536)):
         raise ValueError(address)
     return Place(host, int(port) if colon else None)
-
-
-def places_of(addresses: tuple[str, ...]) -> list[Place]:
-    """Return the addresses that can be read. The rules refuse the others."""
-    places = []
-    for address in addresses:
-        with suppress(ValueError):
-            places.append(place_of(address))
-    return places
 
 
 def find_node(table: str, addresses: tuple[str, ...], flag: int | None) -> int:

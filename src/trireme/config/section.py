@@ -13,13 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 NONE = "none"  # what files and flags say for nothing, as TOML has no word for it; "null" is read too
+
+
+AnySection = TypeVar("AnySection", bound="Section")
 
 
 class Section(BaseModel):
@@ -44,7 +47,6 @@ _WORDS: dict[Kind, str] = {
     "sections": "array of tables",
     "table": "table",
     "bool": "true or false",
-    "text": "text",
 }
 _BOUNDS = {Gt: ("gt", ">"), Ge: ("ge", ">="), Lt: ("lt", "<"), Le: ("le", "<=")}
 
@@ -100,14 +102,13 @@ def read_structure(text: str) -> Any:
 
 @cache
 def fields_of(section: type[Section]) -> dict[str, Field]:
-    return {name: _to_field(name, info) for name, info in section.model_fields.items()}
-
-
-def _to_field(name: str, info: FieldInfo) -> Field:
-    annotation = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
-    kind, words, optional, section = _read_type(annotation)
-    doc = (info.description or (section.__doc__ if section else "") or "").strip()
-    return Field(name, kind, words, optional, section, info.is_required(), info.get_default(), doc)
+    found = {}
+    for name, info in section.model_fields.items():
+        annotation = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+        kind, words, optional, below = _read_type(annotation)
+        doc = (info.description or (below.__doc__ if below else "") or "").strip()
+        found[name] = Field(name, kind, words, optional, below, info.is_required(), info.get_default(), doc)
+    return found
 
 
 def _read_type(annotation: Any) -> tuple[Kind, str, bool, type[Section] | None]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from trireme.base.paths import RunPaths
+from trireme.config.files import files_near
 from trireme.config.model_folder import looks_local
 from trireme.config.run import Wandb
 from trireme.config.section import Section
@@ -113,7 +113,7 @@ FOLDER_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def is_on_a_hub(data: str) -> bool:
-    """Whether a name of data means a data set on a hub: `owner/name`, and nothing of that name is here.
+    """Return whether a name of data means a data set on a hub: `owner/name`, and nothing of that name is here.
 
     Example:
         is_on_a_hub("data/chats.jsonl"), is_on_a_hub("owner/chats")  # False, True
@@ -185,6 +185,4 @@ def _check_files(key: str, path: Path) -> Iterator[str]:
 
 def _near(path: Path) -> str:
     folder = next((parent for parent in path.parents if parent.is_dir()), Path("."))
-    others = sorted(entry.name for entry in folder.iterdir() if entry.suffix in SUFFIXES)
-    near = get_close_matches(path.name, others, n=3, cutoff=0.5) or others[:3]
-    return f"Near it: {', '.join(str(folder / name) for name in near)}." if near else "Check the path."
+    return files_near(path, sorted(each for each in folder.iterdir() if each.suffix in SUFFIXES)) or "Check the path."

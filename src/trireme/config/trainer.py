@@ -200,8 +200,8 @@ def model_problems(table: str, model: TrainerModel, ranks: int) -> Iterator[str]
     for key, number in (("dp_replicate", model.dp_replicate), ("cp", model.cp)):
         if ranks % number:
             yield (
-                f"{table}.{key} = {number} with {ranks} ranks - expected a divisor of their number: {_divisors(ranks)}."
-                f" Set `{table}.{key}` to one of these, or change the number of ranks."
+                f"{table}.{key} = {number} with {ranks} ranks - expected a divisor of their number: "
+                f"{divisors_of(ranks)}. Set `{table}.{key}` to one of these, or change the number of ranks."
             )
     if model.attn.startswith("flash") and model.optimization_dtype == "float32":
         yield (
@@ -221,7 +221,8 @@ def model_problems(table: str, model: TrainerModel, ranks: int) -> Iterator[str]
         )
 
 
-def _divisors(number: int) -> str:
+def divisors_of(number: int) -> str:
+    """Return all divisors, for messages."""
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 

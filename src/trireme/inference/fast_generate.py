@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Callable
-from contextlib import aclosing, suppress
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from trireme.transport.bearer import App, Message, Receive, Send
+from trireme.transport.bearer import App, ClientDisconnected, Message, Receive, Send, read_body, replay
 
 PATH = "/inference/v1/generate"
 
@@ -66,11 +66,11 @@ class FastGenerate:
         if scope["type"] != "http" or scope["path"] != PATH or not _is_plain(scope):
             await self._app(scope, receive, send)
             return
-        with suppress(_ClientDisconnected):
-            body = await _body(receive)
+        with suppress(ClientDisconnected):
+            body = await read_body(receive)
             answer = await self._answer(scope["app"].state, body, receive)
             if answer is None:
-                await self._app(scope, _again(body, receive), send)
+                await self._app(scope, replay(body, receive), send)
             else:
                 headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -89,7 +89,7 @@ class FastGenerate:
         request_id = f"generate-tokens-{uuid.uuid4().hex}"
         prompt = tokens_input(asked.token_ids, cache_salt=asked.cache_salt)
         outputs = state.engine_client.generate(prompt, params, request_id, lora_request=adapter)
-        with _CancelOnDisconnect(receive):
+        with _cancel_on_disconnect(receive):
             try:
                 async with aclosing(outputs):
                     async for output in outputs:
@@ -142,61 +142,23 @@ def _response(request_id: str, choice: CompletionOutput) -> dict[str, Any]:
     }
 
 
-class _ClientDisconnected(Exception):
-    """The client closed the connection: no error, and nothing to log."""
+@contextmanager
+def _cancel_on_disconnect(receive: Receive) -> Iterator[None]:
+    """Cancel the request in the engine when the client disconnects."""
+    asking = asyncio.current_task()
+    assert asking is not None
 
-
-class _CancelOnDisconnect:
-    """Cancels the request in the engine when the client disconnects."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-
-    def __enter__(self) -> None:
-        asking = asyncio.current_task()
-        assert asking is not None
-        self._listening = asyncio.create_task(self._listen(asking.cancel))
-
-    async def _listen(self, hang_up: Callable[[], object]) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+    async def listen() -> None:
+        while (await receive())["type"] != "http.disconnect":
             pass
-        hang_up()
+        asking.cancel()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        has_gone = self._listening.done()
-        self._listening.cancel()
-        if has_gone and kind is asyncio.CancelledError:
-            raise _ClientDisconnected
-
-
-# what ASGI needs
-
-
-async def _body(receive: Receive) -> bytes:
-    """Read the request's body.
-
-    Raises:
-        _ClientDisconnected: the client closed the connection.
-    """
-    parts, more = [], True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _ClientDisconnected
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that first returns the body that was read already."""
-    is_replayed = False
-
-    async def replay_body() -> Message:
-        nonlocal is_replayed
-        if is_replayed:
-            return await receive()
-        is_replayed = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay_body
+    listening = asyncio.create_task(listen())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if listening.done():
+            raise ClientDisconnected from None
+        raise
+    finally:
+        listening.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +14,6 @@ from trireme.config.run import RunConfig
 
 log = get_logger("inference")
 
-NORMS, PROVIDER = ("rms_norm", "fused_add_rms_norm"), "trireme_cpu"  # see `cpu/norms.py`
 FAST_PATH_VERSIONS = "0.32."  # of vLLM, that `fast_generate` was checked against
 OWN_ROUTE_ONLY = (
     "api-key",
@@ -133,7 +131,6 @@ def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
     # vLLM's default blocks have 128 tokens. Only whole blocks of a prompt are shared by its group, so 32, the smallest
     # that vLLM admits here, reads 64 prompts of 40 tokens in 0.33 instead of 1.54 s (docs/decisions.md).
     arguments: dict[str, Any] = {"enforce-eager": True, "data-parallel-size": None, "block-size": 32}
-    arguments["ir-op-priority"] = json.dumps({name: [PROVIDER] for name in NORMS})
     if config.synchronous:
         # A seeded request whose prefill is split kills this engine; synchronous runs are the ones that use seeds.
         # Without prefix caching a request's arithmetic does not depend on what ran before it.

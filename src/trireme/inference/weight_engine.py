@@ -6,7 +6,7 @@ One engine for all kinds (gloo, nccl, ipc, filesystem): a kind only decides wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -94,37 +94,41 @@ class TriremeWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         assert self._receiver is not None, "update_weights before init_weight_transfer_engine"
-        arrived = self._arrived(update_info.specs, update_info.payload)
-        self._expect(update_info.specs)
-        loads = _Loads(self.model, tied=self.model_config.hf_config.tie_word_embeddings)
+        specs = update_info.specs
+        background, self._background = self._background, None
+        arrived: Iterable[Arrived]
+        if background is not None:
+            arrived = background.take(self._timeout_s)  # raises what the transfer raised, before the model is changed
+        else:
+            arrived = _arriving(self._receiver.tensors(specs, update_info.payload))
+        self.adapter = {}
+        self.digests = {name: digest for name, digest in self.digests.items() if not is_of_adapter(name)}
+        if not all(is_of_adapter(spec.name) for spec in specs):  # adapters alone leave the base model as it is
+            self.digests = {}
+            self._is_reloading = True
+            begin_reload(self.model)
+        waiting: list[tuple[str, torch.Tensor]] = []
+        num_bytes = 0
         for name, own, digest in arrived:
             self.digests[name] = digest
             if is_of_adapter(name):
                 self.adapter[name] = own
             elif name != fault("skip_tensor"):
-                loads.add(name, own)
-        loads.finish()
+                waiting.append((name, own))
+                num_bytes += own.nbytes
+                if num_bytes >= LOADED_BYTES:
+                    self._load(waiting)
+                    waiting, num_bytes = [], 0
+        self._load(waiting)
         reach("engine.received")
 
-    def _arrived(self, specs: list[TensorSpec], payload: dict[str, Any]) -> Iterator[Arrived]:
-        """Return the transfer that was received in the background, or receive it now.
-
-        Raises what a background transfer raised, before the model is changed.
-        """
-        background, self._background = self._background, None
-        if background is not None:
-            return iter(background.take(self._timeout_s))
-        assert self._receiver is not None
-        return _arriving(self._receiver.tensors(specs, payload))
-
-    def _expect(self, specs: list[TensorSpec]) -> None:
-        """Prepare the model for these tensors. Adapters alone leave the base model and its digests as they are."""
-        self.adapter = {}
-        self.digests = {name: digest for name, digest in self.digests.items() if not is_of_adapter(name)}
-        if not all(is_of_adapter(spec.name) for spec in specs):
-            self.digests = {}
-            self._is_reloading = True
-            begin_reload(self.model)
+    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors together: each call of vLLM goes through all parameters."""
+        if tensors:
+            self.model.load_weights(tensors)
+        for name, tensor in tensors:
+            if self.model_config.hf_config.tie_word_embeddings and name.endswith("embed_tokens.weight"):
+                load_tied_head(self.model, tensor)
 
     def finish_weight_update(self) -> None:
         if self._is_reloading:
@@ -145,30 +149,6 @@ def _arriving(coming: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Arrived]:
         yield name, tensor.clone(), tensor_digest(tensor)
         if number == 0:
             reach("engine.receiving")
-
-
-class _Loads:
-    """Loads tensors into the model, small ones together, because each call goes through all parameters."""
-
-    def __init__(self, model: torch.nn.Module, *, tied: bool) -> None:
-        self._model, self._tied = model, tied
-        self._waiting: list[tuple[str, torch.Tensor]] = []
-        self._num_bytes = 0
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        self._waiting.append((name, tensor))
-        self._num_bytes += tensor.nbytes
-        if self._num_bytes >= LOADED_BYTES:
-            self.finish()
-
-    def finish(self) -> None:
-        """Load all tensors that were added."""
-        waiting, self._waiting, self._num_bytes = self._waiting, [], 0
-        if waiting:
-            self._model.load_weights(waiting)
-        for name, tensor in waiting:
-            if self._tied and name.endswith("embed_tokens.weight"):
-                load_tied_head(self._model, tensor)
 
 
 class WorkerExtension:

@@ -19,7 +19,7 @@ from trireme.messages import decode_as, encode
 T = TypeVar("T")
 
 FORMAT = 1
-"""Of what is stored. It outlives wire versions: a run may be gone on with by a later Trireme."""
+"""Version of the stored format. It outlives wire versions: a later Trireme may resume a run."""
 
 
 class Header(msgspec.Struct):

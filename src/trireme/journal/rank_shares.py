@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from trireme.algo.cost import LINEAR, Cost, cost_of
+from trireme.algo.model.cost import LINEAR, Cost, cost_of
 from trireme.algo.packing import Sample, deal, num_learned, rows_of
 from trireme.config.model_folder import config_file
 from trireme.config.run import RunConfig

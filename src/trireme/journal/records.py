@@ -11,21 +11,21 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from trireme.algo.difficulty import Outcome, Scores
-from trireme.algo.order import Cursor
+from trireme.algo.data.difficulty import Outcome, Scores
+from trireme.algo.data.order import Cursor
 from trireme.algo.rules import Rules
 from trireme.messages import Tokens
 
 
 class EnvironmentResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What an environment says of a rollout that it has scored. A field here is in `wire.Done` and in `Rollout`."""
+    """The result of a scored rollout, from its environment. A field here is in `wire.Done` and in `Rollout`."""
 
     reward: float  # finite
     metrics: dict[str, float] = {}  # finite
     prompt: list[dict[str, Any]] = []
     completion: list[dict[str, Any]] = []  # the model's messages, and the environment's between them
     answer: str | None = None
-    example_id: int | str = -1  # as the environment calls it; -1 where it does not say
+    example_id: int | str = -1  # as the environment calls it; -1 where it has none
     stop: str | None = None  # which of the environment's conditions ended it
     truncated: bool = False  # the model ran out of tokens, or the conversation out of context
     info: dict[str, Any] = {}  # left out of the journal: it may be large

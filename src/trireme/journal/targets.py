@@ -24,7 +24,7 @@ from trireme.algo.advantage import (
     estimate,
     process_advantages,
 )
-from trireme.algo.difficulty import Outcome
+from trireme.algo.data.difficulty import Outcome
 from trireme.algo.filters import Turn, find_flaws, has_signal, runs_of, shortest_judged
 from trireme.algo.length_penalty import with_length_penalty
 from trireme.algo.rules import Rules

@@ -37,7 +37,7 @@ SCAN_S = 1.0  # between two scans for descendants
 
 
 class Exit(NamedTuple):
-    """How one process ended."""
+    """The end of one process."""
 
     code: int  # minus the signal's number where a signal ended it
     at: float  # unix time at which the launcher noticed it
@@ -162,25 +162,20 @@ class Child:
 
 
 def _environment(spec: ProcessSpec, temporary: Path) -> dict[str, str]:
-    """Return our environment with unbuffered output and tracebacks of crashes, then the plan's variables."""
-    logged = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    own = _temporary_folder(temporary) if spec.name.startswith("inference") else {}
-    return logged | dict(os.environ) | own | dict(spec.env) | {MARKER: str(os.getpid()), MEMBER: spec.name}
+    """Return our environment with unbuffered output and tracebacks of crashes, then the plan's variables.
 
-
-def _temporary_folder(temporary: Path) -> dict[str, str]:
-    """Point an engine's temporary files (sockets, rendezvous files of its workers) to the run's own folder.
-
-    Torch's compile cache stays where it was: later runs use it too.
+    An engine's temporary files (sockets, rendezvous files of its workers) go to the run's own folder. Torch's compile
+    cache stays where it was: later runs use it too.
     """
-    if len(str(temporary)) > LONGEST_TEMPORARY:
-        return {}
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, as in some containers
-        user = str(os.getuid())
-    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{user}"
-    return {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": compiled}
+    environment = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"} | dict(os.environ)
+    if spec.name.startswith("inference") and len(str(temporary)) <= LONGEST_TEMPORARY:
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # a user id without a name, as in some containers
+            user = str(os.getuid())
+        compiled = environment.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{user}"
+        environment |= {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": compiled}
+    return environment | dict(spec.env) | {MARKER: str(os.getpid()), MEMBER: spec.name}
 
 
 class Children:

@@ -1,4 +1,4 @@
-"""The dashboard that `rl --dashboard` starts beside a run. It can end no run, and never outlives one."""
+"""The dashboard that `rl --dashboard` starts. It can end no run, and never outlives one."""
 
 from __future__ import annotations
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import IO
 
 from trireme.base.errors import ConfigError
-from trireme.base.locks import try_lock
 from trireme.base.paths import RunPaths
+from trireme.base.processes import try_lock
 from trireme.base.token import KEY_FILE
 from trireme.config.run import RunConfig
+from trireme.config.sft import SftConfig
 from trireme.journal.manifest import complete_steps
 
 LOCKS = {"launcher": ".launcher", "orchestrator": ".orchestrator", "trainer": ".trainer"}
@@ -33,7 +34,7 @@ RUN_ENTRIES = frozenset(
 """Names that a run writes into its folder. Only these are moved when another run takes the folder."""
 NO_OBSTACLES = frozenset({"lost+found", ".snapshot", "gepa", "env-check"})
 """Entries that do not keep a run out: those of file systems, and folders that our other commands make in `outputs`."""
-SUBMISSIONS = ".submissions"  # ending of the folders of `trireme submit`, beside those of their runs
+SUBMISSIONS = ".submissions"  # ending of the folders of `trireme submit`, next to those of their runs
 RUN_PREFIXES = ("checkpoint-", ".checkpoint-")
 
 
@@ -116,13 +117,13 @@ def prepare_folder(paths: RunPaths, *, resume: bool, resume_step: int | None) ->
     return move_aside(paths) if paths.holds_run else None
 
 
-def check_folder(config: RunConfig) -> None:
+def check_folder(config: RunConfig | SftConfig) -> None:
     """Check the folder without changing it.
 
     Raises: ConfigError where there is no run, or no such step, to resume; or where a new run would write among files
         that are not a run's.
     """
-    step = config.trainer.ckpt.resume_step
+    step = (config.ckpt if isinstance(config, SftConfig) else config.trainer.ckpt).resume_step
     if config.resume or step is not None:
         _check_resumable(config.paths, step)
     else:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import httpx
 
@@ -23,37 +22,23 @@ LONGEST_LOOK_S = 2.0  # between two looks; a longer gap means that the launcher 
 REFUSED_FOR_S = 10.0  # a server that leaves by itself is given this long
 
 
-Answer = Literal["healthy", "silent", "refused"]
-
-
 class HealthCheck:
     """Poll one server in a thread, and count for how long it has failed to answer since its first good answer."""
 
     def __init__(self, url: str, every_s: float = ASK_EVERY_S) -> None:
         self.url = url
+        self.silent_s: float | None = None  # without a good answer; None where it never answered since the last reset
+        self.refused_s = 0.0  # for which its port has refused connections without a break, up to now
         self._every_s = every_s
-        self._silent_s: float | None = None
-        self._refused_s = 0.0
         self._round = 0  # counts resets: an answer to an earlier request is not about the new server
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name=f"health of {url}", daemon=True)
-        self._thread.start()
-
-    @property
-    def silent_s(self) -> float | None:
-        """Seconds without a good answer; None where it never answered since the last reset."""
-        return self._silent_s
-
-    @property
-    def refused_s(self) -> float:
-        """Seconds for which its port has refused connections without a break, up to now."""
-        return self._refused_s
+        threading.Thread(target=self._follow, name=f"health of {url}", daemon=True).start()
 
     def reset(self) -> None:
         with self._lock:
             self._round += 1
-            self._silent_s, self._refused_s = None, 0.0
+            self.silent_s, self.refused_s = None, 0.0
 
     def close(self) -> None:
         """Stop polling. Does not wait for the answer to the last request."""
@@ -63,30 +48,24 @@ class HealthCheck:
         asked = time.monotonic()
         with httpx.Client(timeout=ANSWER_WITHIN_S, trust_env=False) as client:
             while not self._closing.wait(self._every_s):
-                this_round = self._round
-                found = _ask(client, self.url)
-                asked, passed_s = time.monotonic(), time.monotonic() - asked
+                this_round, is_healthy, is_refused = self._round, False, False
+                try:
+                    is_healthy = client.get(self.url).status_code == 200
+                except httpx.ConnectError:
+                    is_refused = True
+                except httpx.HTTPError:
+                    pass
+                # At most what one check can take counts: the launcher itself may have slept.
+                passed_s = min(time.monotonic() - asked, self._every_s + ANSWER_WITHIN_S)
+                asked = time.monotonic()
                 with self._lock:
-                    if this_round == self._round:
-                        self._note(found, passed_s)
-
-    def _note(self, found: Answer, passed_s: float) -> None:
-        """Add the time since the last check, at most what one check can take: the launcher itself may have slept."""
-        if found == "healthy":
-            self._silent_s, self._refused_s = 0.0, 0.0
-        elif self._silent_s is not None:
-            passed_s = min(passed_s, self._every_s + ANSWER_WITHIN_S)
-            self._silent_s += passed_s
-            self._refused_s = self._refused_s + passed_s if found == "refused" else 0.0
-
-
-def _ask(client: httpx.Client, url: str) -> Answer:
-    try:
-        return "healthy" if client.get(url).status_code == 200 else "silent"
-    except httpx.ConnectError:
-        return "refused"
-    except httpx.HTTPError:
-        return "silent"
+                    if this_round != self._round:
+                        continue
+                    if is_healthy:
+                        self.silent_s, self.refused_s = 0.0, 0.0
+                    elif self.silent_s is not None:
+                        self.silent_s += passed_s
+                        self.refused_s = self.refused_s + passed_s if is_refused else 0.0
 
 
 class HealthWatch:
@@ -103,22 +82,18 @@ class HealthWatch:
         self._after_s = after_s
         self._refused_for_s = min(refused_for_s, after_s)
         self._children = [child for child in children if child.spec.health]
-        self._checks = {child.name: HealthCheck(child.spec.health or "", every_s) for child in self._children}
+        self.checks = {child.name: HealthCheck(child.spec.health or "", every_s) for child in self._children}
         self._starts = {child.name: child.num_starts for child in self._children}
 
     def close(self) -> None:
-        for check in self._checks.values():
+        for check in self.checks.values():
             check.close()
-
-    def unhealthy_for(self, name: str) -> float | None:
-        """Return seconds since the last good answer; None where it never answered since its start."""
-        return self._checks[name].silent_s
 
     def kill_silent(self) -> list[str]:
         """Kill servers that were unhealthy for too long. Return a line for each. Call it often: it notices restarts."""
         lines = []
         for child in self._children:
-            check = self._checks[child.name]
+            check = self.checks[child.name]
             if self._starts[child.name] != child.num_starts:
                 self._starts[child.name] = child.num_starts
                 check.reset()
@@ -142,11 +117,16 @@ class FrozenWatch:
         self._looked: float | None = None
         self._stopped_s: dict[tuple[int, int], float] = {}  # by pid and start
 
-    def kill_frozen(self, children: Sequence[Child], table: dict[int, Process]) -> list[str]:
+    def kill_frozen(self, children: Sequence[Child], table: dict[int, Process] | None) -> list[str]:
         """Kill processes that were stopped for too long. Return a line for each.
 
         Time in which the launcher itself was stopped does not count, so that a whole run may be stopped and continued.
+
+        Args:
+            table: the machine's processes; None where they were not read this time.
         """
+        if table is None:
+            return []
         now = self._clock()
         passed_s = min(LONGEST_LOOK_S, now - self._looked) if self._looked is not None else 0.0
         self._looked = now

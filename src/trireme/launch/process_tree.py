@@ -93,7 +93,7 @@ class Descendants:
         below: dict[int, list[Process]] = defaultdict(list)
         for process in table.values():
             below[process.parent].append(process)
-        queue = [process for process in table.values() if self._is_ours(process)]
+        queue = [p for p in table.values() if self._starts.get(p.pid) == p.start or p.session in self._roots]
         found = []
         seen = set()
         while queue:
@@ -107,14 +107,14 @@ class Descendants:
                 found.append(process)
         return found
 
-    def _is_ours(self, process: Process) -> bool:
-        return self._starts.get(process.pid) == process.start or process.session in self._roots
-
     def scan_marked(self, marks: Sequence[str]) -> None:
         """Record processes whose environment has all marks: they left their parent and session between two scans."""
+        wanted = {mark.encode() for mark in marks}
         for process in read_processes().values():
-            if process.pid != os.getpid() and _is_marked(process.pid, marks):
-                self._starts[process.pid] = process.start
+            with suppress(OSError):  # it is another user's, or has ended
+                environment = (_PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
+                if process.pid != os.getpid() and wanted <= set(environment):
+                    self._starts[process.pid] = process.start
 
     def members(self, table: dict[int, Process]) -> list[Process]:
         """Return the recorded processes that are in the table."""
@@ -138,14 +138,6 @@ def mark_of(launcher: int, process: str | None = None) -> list[str]:
     return [f"{MARKER}={launcher}", *([f"{MEMBER}={process}"] if process else [])]
 
 
-def _is_marked(pid: int, marks: Sequence[str]) -> bool:
-    try:
-        environment = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:  # it is another user's, or has ended
-        return False
-    return {mark.encode() for mark in marks} <= set(environment)
-
-
 def end_all(
     descendants: Descendants,
     *,
@@ -158,7 +150,8 @@ def end_all(
     Args:
         marks: processes whose environment has all of these end too.
     """
-    _scan(descendants, marks)
+    descendants.scan()
+    descendants.scan_marked(marks)
     descendants.send(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while descendants.alive() and time.monotonic() < deadline and not hurry():
@@ -169,16 +162,12 @@ def end_all(
 def kill_all(descendants: Descendants, marks: Sequence[str]) -> None:
     """Kill until a scan finds none alive: a process may have started another one just before it was killed."""
     for _ in range(20):
-        _scan(descendants, marks)
+        descendants.scan()
+        descendants.scan_marked(marks)
         if not descendants.alive():
             return
         descendants.send(signal.SIGKILL)
         time.sleep(0.05)
-
-
-def _scan(descendants: Descendants, marks: Sequence[str]) -> None:
-    descendants.scan()
-    descendants.scan_marked(marks)
 
 
 class Guard:

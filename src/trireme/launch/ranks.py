@@ -37,7 +37,15 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
         ranks.append(subprocess.Popen(list(command), env=os.environ | environment, pass_fds=(store,)))
     while None in (codes := [rank.poll() for rank in ranks]):
         if received or any(codes):
-            _end(ranks)
+            for each in ranks:
+                each.terminate()
+            give_up = time.monotonic() + GRACE_S
+            for each in ranks:
+                try:
+                    each.wait(max(0.0, give_up - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    each.kill()
+                    each.wait()
         time.sleep(POLL_S)
     if received:
         return 128 + received[0]
@@ -49,15 +57,3 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
     named = ", ".join(f"rank {rank}: {code}" for rank, code in failed.items())
     print(f"ranks failed, the others were stopped. Exit codes: {named}", file=sys.stderr)
     return next((code for code in FINAL_EXIT_CODES if code in codes), 1)
-
-
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    for rank in ranks:
-        rank.terminate()
-    give_up = time.monotonic() + GRACE_S
-    for rank in ranks:
-        try:
-            rank.wait(max(0.0, give_up - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            rank.wait()

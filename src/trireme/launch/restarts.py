@@ -12,7 +12,7 @@ from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.faults import reach
 from trireme.config.run import Supervisor
 from trireme.launch.children import Child
-from trireme.monitor.logs import last_words
+from trireme.monitor.logs import failure_lines
 from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.monitor.run_text import short_time
 
@@ -59,7 +59,7 @@ class Died:
         first, *others = self.dead
         final = f" {self.why_final}" if self.why_final else ""
         lines = [f"{_describe_exit(first)}{final} All other processes were stopped. The end of its log:"]
-        lines += [f"    {line}" for line in last_words(first.spec.log, first.log_start) or ["(empty)"]]
+        lines += [f"    {line}" for line in failure_lines(first.spec.log, first.log_start) or ["(empty)"]]
         lines.append(f"The whole log: {first.spec.log}")
         return lines + [f"{_describe_exit(child)} Its log: {child.spec.log}" for child in others]
 
@@ -140,7 +140,10 @@ class Restarts:
         self._finished_at: float | None = None
 
     def judge(self, children: Sequence[Child]) -> Ending | None:
-        """Restart what is due. Return how the run ends; None while it goes on. Call it often, from the main thread."""
+        """Restart what is due.
+
+        Return how the run ends; None while it continues. Call it often, from the main thread.
+        """
         if self._is_over(children):
             return Done()
         dead = [child for child in children if child.exit is not None and not _may_have_left(child)]
@@ -234,6 +237,6 @@ def _may_have_left(child: Child) -> bool:
 def _death(child: Child) -> str:
     """ "trainer died at 12:01:03 (exit code 1; ValueError: boom)"."""
     assert child.exit is not None
-    words = last_words(child.spec.log, child.log_start) if child.exit.code > 0 else []
+    words = failure_lines(child.spec.log, child.log_start) if child.exit.code > 0 else []
     said = f"; {words[-1].strip()[:WORD_LENGTH]}" if words else ""
     return f"{child.name} died at {clock_time(child.exit.at)} ({child.exit.short}{said})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,83 +14,62 @@ from trireme.journal.manifest import complete_steps
 from trireme.journal.move_aside import move_aside
 
 
-@dataclass(frozen=True)
-class ResumeSettings:
-    """The settings that decide whether a run can be resumed; the same for training and supervised fine-tuning."""
-
-    paths: RunPaths
-    model: str | None
-    optimizer: str
-    trainer: tuple[str, ...]  # the table that holds the trainer's settings
-    max_steps: int | None  # None where it follows from the data
-    resume: bool
-    step: int | None  # of the checkpoint to resume from, where one was asked for
-
-    @classmethod
-    def of(cls, config: RunConfig | SftConfig) -> ResumeSettings:
-        above: tuple[str, ...] = ()
-        if isinstance(config, SftConfig):
-            optimizer, step = config.optim.type, config.ckpt.resume_step
-            max_steps = None if config.num_epochs is not None else config.max_steps
-        else:
-            optimizer, step, above = config.trainer.optim.type, config.trainer.ckpt.resume_step, ("trainer",)
-            max_steps = config.max_steps
-        return cls(config.paths, config.model.name, optimizer, above, max_steps, config.resume, step)
-
-
 def check_resume(config: RunConfig | SftConfig) -> None:
     """Check that the run in the folder can be resumed with this configuration. A run that starts fresh always passes.
 
     Raises:
         ConfigError: the run has another model or another kind of optimizer, or has a checkpoint beyond `max_steps`.
     """
-    settings = ResumeSettings.of(config)
-    if not (settings.resume or settings.step is not None) or not settings.paths.holds_run:
+    paths = config.paths
+    trainer, prefix = (config, "") if isinstance(config, SftConfig) else (config.trainer, "trainer.")
+    step = trainer.ckpt.resume_step  # of the checkpoint to resume from, where one was asked for
+    if not (config.resume or step is not None) or not paths.holds_run:
         return
     # What the run was started with, by `rl` or by one of its processes alone.
-    configs = settings.paths.configs
-    files = (settings.paths.run_config, configs / "trainer.json", configs / "orchestrator.json")
+    files = (paths.run_config, paths.configs / "trainer.json", paths.configs / "orchestrator.json")
     if (file := next((file for file in files if file.exists()), None)) is not None:
         before = read_table(file)
-        _check_model(before, settings)
-        if settings.step != 0:  # the base model has no optimizer state
-            _check_optimizer(before, settings)
-    newest = max(complete_steps(settings.paths.checkpoints), default=0)
-    if settings.step in (None, -1) and settings.max_steps is not None and newest > settings.max_steps:
-        flag = ".".join((*settings.trainer, "ckpt.resume-step"))
+        _check_model(before, config)
+        if step != 0:  # the base model has no optimizer state
+            _check_optimizer(before.get("trainer", {}) if prefix else before, trainer.optim.type, prefix, paths)
+    newest, last = max(complete_steps(paths.checkpoints), default=0), _last_step(config)
+    if step in (None, -1) and last is not None and newest > last:
         raise ConfigError(
-            f"the run in {settings.paths.root} has a checkpoint of step {newest}, but `max_steps` is "
-            f"{settings.max_steps} - expected {newest} or more. Raise `max_steps`, or go back with `--{flag} N`."
+            f"the run in {paths.root} has a checkpoint of step {newest}, but `max_steps` is {last} - expected {newest} "
+            f"or more. Raise `max_steps`, or go back with `--{prefix}ckpt.resume-step N`."
         )
 
 
 def is_trained(config: RunConfig | SftConfig) -> bool:
     """Return whether the last step is in a checkpoint."""
-    return complete_steps(config.paths.checkpoints)[-1:] == [ResumeSettings.of(config).max_steps]
+    return complete_steps(config.paths.checkpoints)[-1:] == [_last_step(config)]
 
 
-def _check_model(before: dict[str, Any], settings: ResumeSettings) -> None:
+def _last_step(config: RunConfig | SftConfig) -> int | None:
+    """Return `max_steps`; None where the number of steps follows from the data."""
+    return None if isinstance(config, SftConfig) and config.num_epochs is not None else config.max_steps
+
+
+def _check_model(before: dict[str, Any], config: RunConfig | SftConfig) -> None:
     """Compare the last part of the names: a folder may have been moved, and a model of a hub may be a folder by now."""
-    old, new = before.get("model", {}).get("name"), settings.model
+    old, new = before.get("model", {}).get("name"), config.model.name
     if isinstance(old, str) and new is not None and Path(old).name != Path(new).name:
         raise ConfigError(
-            f"the run in {settings.paths.root} trains the model {old!r}, but `model.name` is {new!r} - expected the "
+            f"the run in {config.paths.root} trains the model {old!r}, but `model.name` is {new!r} - expected the "
             "same: its weights would get another model's tokenizer and prompts. Leave `model.name` as it was, or "
             "start a new run from the other model: `--name another`, without `--resume`."
         )
 
 
-def _check_optimizer(before: dict[str, Any], settings: ResumeSettings) -> None:
+def _check_optimizer(before: dict[str, Any], new: str, prefix: str, paths: RunPaths) -> None:
     """Compare the kinds of optimizer. AdamW and its 8-bit form read each other's moments."""
-    for name in settings.trainer:
-        before = before.get(name, {})
-    old, new = before.get("optim", {}).get("type", "adamw"), settings.optimizer
-    if str(old).removesuffix("_8bit") != new.removesuffix("_8bit") and complete_steps(settings.paths.checkpoints):
-        key = ".".join((*settings.trainer, "optim.type"))
+    old = before.get("optim", {}).get("type", "adamw")
+    if str(old).removesuffix("_8bit") != new.removesuffix("_8bit") and complete_steps(paths.checkpoints):
         raise ConfigError(
-            f"the run in {settings.paths.root} uses the optimizer {old!r}, but `{key}` is {new!r} - expected the same "
-            "('adamw' and 'adamw_8bit' may replace each other), because its checkpoint holds that optimizer's state. "
-            "Leave it as it was, or start a new run from the weights of this one: `model.name`, without `--resume`."
+            f"the run in {paths.root} uses the optimizer {old!r}, but `{prefix}optim.type` is {new!r} - expected the "
+            "same ('adamw' and 'adamw_8bit' may replace each other), because its checkpoint holds that optimizer's "
+            "state. Leave it as it was, or start a new run from the weights of this one: `model.name`, without "
+            "`--resume`."
         )
 
 

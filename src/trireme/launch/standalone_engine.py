@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import httpx
 
@@ -14,7 +14,7 @@ from trireme.base.processes import last_lines
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.launch.children import Child, open_children
+from trireme.launch.children import open_children
 from trireme.launch.plan import ProcessSpec, plan
 
 POLL_S = 0.25
@@ -47,26 +47,17 @@ async def open_server(
         child = processes.children[0]
         with waits.waiting("it to become healthy", peer=child.name, deadline_s=deadline_s) as wait:
             async with httpx.AsyncClient(timeout=ANSWER_WITHIN_S, trust_env=False) as client:
-                while not await _is_up(client, spec.health):
+                while True:
+                    with suppress(httpx.HTTPError):
+                        if (await client.get(spec.health)).status_code == 200:
+                            break
                     processes.look()
                     wait.check()
-                    _check_alive(child)
+                    if child.exit is not None:
+                        end = "\n".join(f"  {line}" for line in last_lines(spec.log, 12))
+                        raise PeerDied(
+                            f"{child.name} ended while starting ({child.exit}). The end of its log:\n{end}\nExpected "
+                            f"it to serve the model. See the whole log for the cause: {spec.log}"
+                        )
                     await asyncio.sleep(POLL_S)
         yield spec.health.removesuffix("/health")
-
-
-def _check_alive(child: Child) -> None:
-    if child.exit is None:
-        return
-    end = "\n".join(f"  {line}" for line in last_lines(child.spec.log, 12))
-    raise PeerDied(
-        f"{child.name} ended while starting ({child.exit}). The end of its log:\n{end}\nExpected it to serve the "
-        f"model. See the whole log for the cause: {child.spec.log}"
-    )
-
-
-async def _is_up(client: httpx.AsyncClient, health: str) -> bool:
-    try:
-        return (await client.get(health)).status_code == 200
-    except httpx.HTTPError:
-        return False

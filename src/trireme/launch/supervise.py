@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from trireme.base.faults import reach
@@ -17,7 +17,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.manifest import complete_steps
 from trireme.launch.children import Children, open_children
 from trireme.launch.health import FrozenWatch, HealthWatch
-from trireme.launch.process_tree import GRACE_S, Process
+from trireme.launch.process_tree import GRACE_S
 from trireme.launch.restarts import Done, Ending, Interrupted, Restarts
 from trireme.monitor.live_view import open_view
 from trireme.monitor.run_text import restarts_lines, summary, warning_lines
@@ -44,10 +44,10 @@ def supervise(plan: Plan, config: RunConfig, *, grace_s: float = GRACE_S, keep_o
     """
     started = time.monotonic()
     with open_wandb_mirror(config):
-        with catch_signals() as interrupts, open_view(config) as view:
-            with open_children(plan.processes, lambda: interrupts.again, grace_s, keep_open) as children:
+        with catch_signals() as signals, open_view(config) as view:
+            with open_children(plan.processes, lambda: len(signals) > 1, grace_s, keep_open) as children:
                 reach("launcher.started")
-                ending = _watch(children, config, view, interrupts)
+                ending = _watch(children, config, view, signals)
                 if isinstance(ending, Interrupted):
                     view.say("stopping (again to kill)")
             view.tick(children.states(), final=True)
@@ -60,43 +60,22 @@ def supervise(plan: Plan, config: RunConfig, *, grace_s: float = GRACE_S, keep_o
     return ending.exit_code
 
 
-def _watch(children: Children, config: RunConfig, view: View, interrupts: Interrupts) -> Ending:
-    """Wait for an exit that ends the run, or for a signal."""
+def _watch(children: Children, config: RunConfig, view: View, signals: Sequence[int]) -> Ending:
+    """Wait for an exit that ends the run, or for a signal. Kill stopped and unhealthy processes, to be restarted."""
     policy = Restarts(config.supervisor, config.paths.metrics, view.say)
-    with HealthChecks(children, config) as checks:
+    watched = children.children if config.supervisor.restart else ()
+    frozen = FrozenWatch(config.supervisor.frozen_after_s)
+    with closing(HealthWatch(watched, config.supervisor.unhealthy_after_s)) as health:
         while True:
             table = children.look()
-            if interrupts.first is not None:
-                return Interrupted(interrupts.first)
+            if signals:
+                return Interrupted(signals[0])
             if (ending := policy.judge(children.children)) is not None:
                 return ending
-            for line in checks.kill_unhealthy(table):
+            for line in [*frozen.kill_frozen(watched, table), *health.kill_silent()]:
                 view.say(line)
             view.tick(children.states())
             time.sleep(POLL_S)
-
-
-class HealthChecks:
-    """Kill processes that are stopped or fail health checks, so that the restart policy relaunches them.
-
-    Disabled when `supervisor.restart` is false.
-    """
-
-    def __init__(self, children: Children, config: RunConfig) -> None:
-        self._children = children
-        self._active = config.supervisor.restart
-        self._frozen = FrozenWatch(config.supervisor.frozen_after_s)
-        self._health = HealthWatch(children.children if self._active else (), config.supervisor.unhealthy_after_s)
-
-    def __enter__(self) -> HealthChecks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._health.close()
-
-    def kill_unhealthy(self, table: dict[int, Process] | None) -> list[str]:
-        frozen = self._frozen.kill_frozen(self._children.children, table) if self._active and table is not None else []
-        return frozen + self._health.kill_silent()
 
 
 def _how_to_resume(config: RunConfig) -> list[str]:
@@ -109,33 +88,15 @@ def _how_to_resume(config: RunConfig) -> list[str]:
     return [f"To resume{where}: the same command with --resume{instead}"]
 
 
-# signals
-
-
-class Interrupts:
-    """The signals that asked the launcher to stop. They are recorded, and obeyed by the loop."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-
-    @property
-    def first(self) -> int | None:
-        return self.received[0] if self.received else None
-
-    @property
-    def again(self) -> bool:
-        return len(self.received) > 1
-
-
 @contextmanager
-def catch_signals() -> Iterator[Interrupts]:
-    """Record SIGINT, SIGTERM and SIGHUP, unless they are ignored already (`nohup`)."""
-    interrupts = Interrupts()
+def catch_signals() -> Iterator[list[int]]:
+    """Yield a list to which SIGINT, SIGTERM and SIGHUP are added, unless they are ignored already (`nohup`)."""
+    received: list[int] = []
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda n, _: interrupts.received.append(n)) for number in caught}
+    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in caught}
     try:
-        yield interrupts
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

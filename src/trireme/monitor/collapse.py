@@ -217,7 +217,7 @@ class Watch:
     """Run all detectors on rows as they come. Never raises."""
 
     def __init__(self, signs: Sequence[Sign] = SIGNS) -> None:
-        self.said: list[Warned] = []
+        self.warnings: list[Warned] = []
         self._signs = list(signs)
         self._histories: dict[str, History] = {}  # by process: a name may be used by both
         self._calm: dict[str, int] = {}  # name of a sign that was seen -> rows since
@@ -225,7 +225,7 @@ class Watch:
     @property
     def lasting(self) -> dict[str, Warned]:
         """Return recent warnings by name. May be called from another thread."""
-        newest = {warned.name: warned for warned in list(self.said)}
+        newest = {warned.name: warned for warned in list(self.warnings)}
         return {name: newest[name] for name in list(self._calm) if name in newest}
 
     def take(self, row: Mapping[str, Any]) -> list[Warned]:
@@ -241,7 +241,7 @@ class Watch:
         history.add({name: value for name, value in row.items() if name not in ("step", "process", "time_s")})
         about = [sign for sign in self._signs if sign.is_about(history)]
         fresh = [warned for sign in about if (warned := self._look(sign, history, row)) is not None]
-        self.said += fresh
+        self.warnings += fresh
         return fresh
 
     def _look(self, sign: Sign, history: History, row: Mapping[str, Any]) -> Warned | None:

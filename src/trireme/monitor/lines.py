@@ -69,7 +69,7 @@ class LinesFile:
                 self._warned_at = now
                 logger.warning(
                     f"Could not append to {self.path}: {error.strerror or error} ({len(self._waiting)} lines wait, "
-                    f"{self.lost} lost so far). Training goes on; they are written as soon as it can be done. Free "
+                    f"{self.lost} lost so far). Training continues; they are written as soon as possible. Free "
                     "space on that disk or make the file writable."
                 )
         else:

@@ -50,7 +50,7 @@ def startup_phase(log: Path, start: int = 0) -> str:
     return "starting"
 
 
-def last_words(log: Path, start: int = 0) -> list[str]:
+def failure_lines(log: Path, start: int = 0) -> list[str]:
     """Return the lines that most likely say why a process ended: its last traceback, else around its last error, else
     its last lines. Progress bars, access logs and shutdown messages are left out.
     """

@@ -52,10 +52,11 @@ def _number(value: float) -> float | int | None:
 def read_metrics(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[Row], int]:
     """Read complete rows from byte `offset` on. Return them and the offset to continue from."""
     lines, offset = read_lines(path, offset, most_bytes)
-    return [row for line in lines if (row := _parse(line)) is not None], offset
+    return [row for line in lines if (row := parse_row(line)) is not None], offset
 
 
-def _parse(line: bytes) -> Row | None:
+def parse_row(line: bytes) -> Row | None:
+    """Return the row of a line; None where the line is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -132,7 +132,7 @@ class Progress:
     def begin_session(self) -> None:
         self._session = []
         self._unreported = []
-        self._num_warned_before = len(self._watch.said)
+        self._num_warned_before = len(self._watch.warnings)
 
     @property
     def num_session_steps(self) -> int:
@@ -186,7 +186,7 @@ class Progress:
     @property
     def warnings(self) -> list[Warned]:
         """Warnings of this session, in the order in which they came."""
-        return self._watch.said[self._num_warned_before :]
+        return self._watch.warnings[self._num_warned_before :]
 
     @property
     def lasting_warnings(self) -> list[Warned]:

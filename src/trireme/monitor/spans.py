@@ -29,32 +29,32 @@ What = Literal["start", "generate", "train", "wait", "transfer", "evaluate", "sa
 TRAINER = "trainer"
 ORCHESTRATOR = "orchestrator"
 ENGINE = "engine"
-"""Of lanes: those of engines are "engine HOST:PORT"."""
+"""Names of lanes; those of engines are "engine HOST:PORT"."""
 
 ENVIRONMENTS = "environments are working"
-"""Why an engine waits: what was answered is being looked at."""
+"""Reason of an engine's wait: environments are processing its answers."""
 
 FEW = "few requests"
-"""Why an engine that generates, or waits, could do more: the last rollouts of a batch."""
+"""Reason why an engine is not full: only the last rollouts of a batch are left."""
 
 FLUSH_S = 2.0
 LAST_WRITE_S = 5.0
 MOST_A_SECOND = 40
 SLOT_US = 100_000
-"""Of a second with more pieces, the sums of each slot alone are told: the file does not grow with requests."""
+"""Pieces per second beyond which only the sums of each slot are written: the file does not grow with requests."""
 
 TAIL_BYTES = 1 << 18
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one lane did for a while."""
+    """One activity of a lane."""
 
     lane: str
     what: str  # a `What`, or one that a later version has
     begin_s: float  # unix time, by the clock of the lane's machine
     seconds: float
     step: int = -1  # the batch that it was for; of `transfer`, `evaluate` and `save` the version; -1: none
-    why: str = ""  # of a wait: what holds it. What is told of one case only stands behind a colon
+    why: str = ""  # of a wait: its reason; details of a single case follow a colon
 
     @property
     def end_s(self) -> float:

@@ -11,7 +11,7 @@ from trireme.monitor.spans import ENGINE, ENVIRONMENTS, FEW, ORCHESTRATOR, TRAIN
 OTHER = "other"
 IDLE = ("wait", "idle")
 WHATS = ("start", "generate", "train", "wait", "transfer", "evaluate", "save", "journal", "idle", OTHER)
-"""In the order in which they are shown."""
+"""Lanes in the order in which they are shown."""
 
 GRAIN = 1 << 30
 """Shares are multiples of 1 / GRAIN: however they are added, the sum is 1.0 to the bit."""

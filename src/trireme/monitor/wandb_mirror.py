@@ -78,9 +78,9 @@ class _Mirror:
                 self._mirror(patience_s=PATIENCE_S)
             self._mirror(patience_s=0)
             self._run.finish()
-        except Exception as error:  # whatever wandb raises, training goes on
+        except Exception as error:  # no error of wandb ends training
             logger.warning(
-                f"wandb failed: {type(error).__name__}: {error}. Nothing more is sent there; training goes on and "
+                f"wandb failed: {type(error).__name__}: {error}. Nothing more is sent there; training continues, and "
                 f"{self._metrics} has every number."
             )
 
@@ -94,7 +94,7 @@ class _Mirror:
                 merged = merge_processes(self._pending.pop(step).rows.values())
                 values = {name: value for name, value in merged.items() if name not in ("process", "time_s")}
                 self._run.log({name: value for name, value in values.items() if value is not None})
-        # A mirror that is killed now goes on with these; rather some step twice than one left out.
+        # A mirror that is killed now resumes from these: some step may be sent twice, none is left out.
         self._bookmark.save(min((pending.offset for pending in self._pending.values()), default=self._offset))
 
 

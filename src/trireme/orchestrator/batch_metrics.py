@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -41,74 +41,49 @@ def batch_metrics(
         outcomes: of the groups that ended since the batch before, dropped ones too: with them `solve_none` and
             `solve_all` are about all of those, and about the groups of the batch where they are not given.
     """
-    metrics = _rewards(rollouts) | _ages(step, rollouts, max_async_level=config.max_async_level) | _lengths(rollouts)
-    metrics |= _fates(rollouts, dropped) | _filters(rollouts)
-    for describe_environment in _per_environment(rollouts, dropped, outcomes):
-        metrics |= describe_environment
-    return metrics
-
-
-def _rewards(rollouts: list[Rollout]) -> Metrics:
     rewards = np.array([rollout.reward for rollout in rollouts])
-    return {
+    ages = lags(step, np.concatenate([sample.versions for rollout in rollouts for sample in rollout.samples]))
+    completions = [_num_sampled(rollout) for rollout in rollouts]
+    trained = [rollout for rollout in rollouts if rollout.masked is None]
+    reasons = Counter(map(_reason, dropped))
+    num_groups = len({rollout.group for rollout in rollouts})
+    num_without_signal = len({drop.group for drop in dropped if _reason(drop) in NO_SIGNAL})
+    with_signal = [each for each in _group_rewards(rollouts).values() if not are_same(np.array(each))]
+    flaws = Counter(flaw for rollout in rollouts for flaw in set(rollout.flaws))
+    metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
         "reward/group_std": _group_std(rollouts),
-    }
-
-
-def _ages(step: int, rollouts: list[Rollout], *, max_async_level: int) -> Metrics:
-    """Over sampled tokens."""
-    ages = lags(step, np.concatenate([sample.versions for rollout in rollouts for sample in rollout.samples]))
-    return {
+        # over sampled tokens
         "lag/mean": float(ages.mean()),
         "lag/max": int(ages.max()),
-        "lag/beyond_frac": float((ages > max_async_level).mean()),
-    }
-
-
-def _lengths(rollouts: list[Rollout]) -> Metrics:
-    completions = [_num_sampled(rollout) for rollout in rollouts]
-    return {
+        "lag/beyond_frac": float((ages > config.max_async_level).mean()),
         "tokens/completion_mean": float(np.mean(completions)),
         "tokens/completion_max": int(max(completions)),
         "tokens/total": int(sum(sample.length for rollout in rollouts for sample in rollout.samples)),
         "truncated_frac": _truncated_frac(rollouts),
-    } | _turns("turns/mean", rollouts)
-
-
-def _fates(rollouts: list[Rollout], dropped: list[Dropped]) -> Metrics:
-    """Count the rollouts that ended since the batch before: trained in this one, or dropped, by reason."""
-    reasons = Counter(map(_reason, dropped))
-    groups = len({rollout.group for rollout in rollouts})
-    without_signal = len({drop.group for drop in dropped if _reason(drop) in NO_SIGNAL})
-    trained = [rollout for rollout in rollouts if rollout.masked is None]
-    return {
+        **_turns("turns/mean", rollouts),
+        # rollouts that ended since the batch before: trained in this one, or dropped, by reason
         "rollouts/trained": len(trained),
         "rollouts/with_signal": sum(not is_zero([each.advantages for each in r.samples]) for r in trained),
         "rollouts/dropped": len(dropped),
         "rollouts/error_rate": _error_rate(rollouts, dropped),
-        "groups/signal_frac": _count_with_signal(rollouts) / (groups + without_signal),
-    } | {f"rollouts/dropped/{reason}": count for reason, count in reasons.items()}
-
-
-def _filters(rollouts: list[Rollout]) -> Metrics:
-    """Shares of the batch's rollouts."""
-    counts = Counter(flaw for rollout in rollouts for flaw in set(rollout.flaws))
-    shares = {f"filters/{flaw}_frac": counts[flaw] / len(rollouts) for flaw in (*FLAWS, *sorted(counts.keys()))}
-    return shares | {"filters/masked_frac": float(np.mean([rollout.masked is not None for rollout in rollouts]))}
-
-
-def _per_environment(rollouts: list[Rollout], dropped: list[Dropped], outcomes: Sequence[Outcome]) -> Iterator[Metrics]:
-    trained = _grouped(rollouts, lambda rollout: rollout.env)
+        "groups/signal_frac": len(with_signal) / (num_groups + num_without_signal),
+        **{f"rollouts/dropped/{reason}": count for reason, count in reasons.items()},
+        # shares of the batch's rollouts
+        **{f"filters/{flaw}_frac": flaws[flaw] / len(rollouts) for flaw in (*FLAWS, *sorted(flaws))},
+        "filters/masked_frac": float(np.mean([rollout.masked is not None for rollout in rollouts])),
+    }
+    own = _grouped(rollouts, lambda rollout: rollout.env)
     lost = _grouped(dropped, lambda drop: drop.env)
     ended = _grouped(outcomes, lambda outcome: outcome.env)
-    for name in sorted(trained.keys() | lost.keys()):
-        yield {f"env/{name}/error_rate": _error_rate(trained.get(name, []), lost.get(name, []))}
-        if name in trained:
-            yield _environment(name, trained[name], ended.get(name, []))
+    for name in sorted(own.keys() | lost.keys()):
+        metrics[f"env/{name}/error_rate"] = _error_rate(own.get(name, []), lost.get(name, []))
+        if name in own:
+            metrics |= _environment(name, own[name], ended.get(name, []))
+    return metrics
 
 
 def _environment(name: str, rollouts: list[Rollout], outcomes: Sequence[Outcome]) -> Metrics:
@@ -145,10 +120,6 @@ def _turns(name: str, rollouts: list[Rollout]) -> Metrics:
 
 def _group_std(rollouts: list[Rollout]) -> float:
     return float(np.mean([np.std(rewards) for rewards in _group_rewards(rollouts).values()]))
-
-
-def _count_with_signal(rollouts: list[Rollout]) -> int:
-    return sum(not are_same(np.array(rewards)) for rewards in _group_rewards(rollouts).values())
 
 
 def _group_rewards(rollouts: list[Rollout]) -> dict[int, list[float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trireme.algo.advantage import Baselines
-from trireme.algo.difficulty import Outcome
+from trireme.algo.data.difficulty import Outcome
 from trireme.algo.filters import ZERO_ADVANTAGE, flaw_with
 from trireme.algo.rules import rules_of
 from trireme.algo.staleness import is_too_old

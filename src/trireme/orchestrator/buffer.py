@@ -1,7 +1,7 @@
 """Choose the next example: environments by weight and stage, examples by a seeded order per epoch and by difficulty.
 
-Nothing here is random in itself, see `algo/order.py`: a run that restarts from the journal's state continues exactly
-where it was.
+Nothing here is random in itself, see `algo/data/order.py`: a run that restarts from the journal's state continues
+exactly where it was.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trireme.algo.curriculum import Place
-from trireme.algo.difficulty import Outcome
-from trireme.algo.order import Cursor, DataOrder
+from trireme.algo.data.curriculum import Place
+from trireme.algo.data.difficulty import Outcome
+from trireme.algo.data.order import Cursor, DataOrder
 from trireme.algo.rules import Rules
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
@@ -54,12 +54,8 @@ class Buffer:
         self._order.close_batch(outcomes, self._rules, next_step=next_step)
         if self._order.place.stage != before:
             log.info("batch %d: the curriculum's stage %d begins", next_step, self._order.place.stage)
-        self._warn_of_excluded()
-
-    def _warn_of_excluded(self) -> None:
-        """Warn once per environment whose examples are all excluded."""
         left_out = set(self._order.left_out(self._rules))
-        for name in sorted(left_out - self._left_out):
+        for name in sorted(left_out - self._left_out):  # each environment once
             log.warning(
                 "all examples of %s are in difficulty pools of weight 0 - some that are not were expected, so they "
                 "come in their order as if there were no pools. Give a pool some weight "

@@ -17,9 +17,9 @@ from trireme.algo.weight_checks import POLICY
 from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.faults import reach
-from trireme.base.garbage import rare_garbage_collection
 from trireme.base.log import get_logger
 from trireme.base.paths import step_folder, step_of
+from trireme.base.processes import rare_garbage_collection
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.run import RunConfig
@@ -137,7 +137,7 @@ class Orchestrator:
         self.updates = WeightUpdates(policy, config.weight_broadcast)
         sizes = {name: environment.num_train for name, environment in environments.items()}
         self.buffer = Buffer(sizes, rules_of(config), state)
-        runner = RolloutRunner(config, pool, tokenizer)
+        runner = RolloutRunner(config, pool, tokenizer, journal=config.paths.journal, waits=waits)
         self.scheduler = Scheduler(
             config, environments, self.buffer, policy, runner, waits, next_batch=state.next_batch
         )
@@ -160,7 +160,16 @@ class Orchestrator:
         filled = time.perf_counter()
         with self.lanes.closing(step):
             record = self._close(step, batch)
-            await self._commit(record)
+            reach("journal.before_append")
+            await asyncio.to_thread(  # where the disk is full, it waits: no trainer has seen the batch
+                when_there_is_room,
+                lambda: self.journal.append(record),
+                what=f"batch {step}",
+                folder=self.config.paths.journal,
+                waits=self.waits,
+                deadline_s=self.config.disk_timeout_s,
+            )
+            reach("journal.appended")
             self.scheduler.batch_closed()
             self.requests.batch_closed()
             metrics = record.metrics | self.environment_counts.take() | self.updates.take_seconds()
@@ -193,19 +202,6 @@ class Orchestrator:
             outcomes=batch.outcomes,
         )
 
-    async def _commit(self, record: BatchRecord) -> None:
-        """Write the entry. Where the disk is full, wait: the batch is not lost, and no trainer has seen it."""
-        reach("journal.before_append")
-        await asyncio.to_thread(
-            when_there_is_room,
-            lambda: self.journal.append(record),
-            what=f"batch {record.step}",
-            folder=self.config.paths.journal,
-            waits=self.waits,
-            deadline_s=self.config.disk_timeout_s,
-        )
-        reach("journal.appended")
-
     async def keep_engines(self) -> None:
         if self.status.state == "starting":  # a run that only lacks its end is "finishing" by now
             self.status.state = "running"
@@ -228,12 +224,7 @@ class Orchestrator:
                 wait.check()
         reach("orchestrator.finishing")
         self.peers.trainer_may_leave.set()
-        await self._wait_for_trainer_exit()
-        self.status.state = "done"
-
-    async def _wait_for_trainer_exit(self) -> None:
-        """Wait for `Done`. The trainer may have exited without sending it, after it saved everything."""
-        deadline_s = self.config.orchestrator.trainer_timeout_s
+        # the trainer may exit without sending `Done`, after it saved everything
         with self.waits.waiting("its `Done`", peer="trainer", deadline_s=deadline_s, patient=True) as wait:
             while not self.peers.trainer_left.is_set() and not (
                 wait.waited_s > TRAINER_EXIT_S and is_over(self.config)
@@ -243,6 +234,7 @@ class Orchestrator:
                     async with asyncio.timeout(0.2):
                         await self.peers.trainer_left.wait()
         await asyncio.sleep(0.2)  # the answer to `Done` is on its way
+        self.status.state = "done"
 
 
 @asynccontextmanager

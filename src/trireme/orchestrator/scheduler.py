@@ -18,7 +18,7 @@ from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, OpenGroup, Rollout
 from trireme.orchestrator.buffer import Buffer
-from trireme.orchestrator.environments.open_rollout import RolloutFailed
+from trireme.orchestrator.environments.open_rollout import RolloutFailed, cancel_all
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.orchestrator.weights.policy import Policy
@@ -117,7 +117,7 @@ class Scheduler:
                 await self._changed.wait()
         finally:
             follower.cancel()
-            await self.cancel_all()
+            await cancel_all([group.runner for group in self._under_way.values() if group.runner is not None])
 
     async def _follow_policy(self) -> None:
         while True:
@@ -288,23 +288,15 @@ class Scheduler:
 
     def describe(self) -> str:
         missing = self._config.num_groups - self.num_accepted
-        under_way = f"{len(self._under_way)} under way" if self._under_way else self._why_idle()
+        version = max(0, self.next_batch - self._config.max_async_level)
+        idle = f"none may start before version {version} is live" if self._policy.offered < version else "none started"
+        under_way = f"{len(self._under_way)} under way" if self._under_way else idle
         dropped = f", dropped meanwhile: {self._drop_reasons()}" if self._dropped else ""
         return f"{missing} of {self._config.num_groups} groups missing, {under_way}{dropped}"
-
-    def _why_idle(self) -> str:
-        version = max(0, self.next_batch - self._config.max_async_level)
-        return f"none may start before version {version} is live" if self._policy.offered < version else "none started"
 
     @property
     def num_under_way(self) -> int:
         return len(self._under_way)
-
-    async def cancel_all(self) -> None:
-        tasks = [group.runner for group in self._under_way.values() if group.runner is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _GaveUp(Exception):

@@ -58,7 +58,7 @@ class Status:
 
     @property
     def stuck(self) -> str | None:
-        """Why the orchestrator counts as hung; None while it does not."""
+        """Return why the orchestrator counts as hung; None while it does not."""
         stuck_s = 0.0 if self.beat_at is None else time.monotonic() - self.beat_at
         if stuck_s < STUCK_S:
             return None

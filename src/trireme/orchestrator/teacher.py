@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -43,8 +44,16 @@ class Teacher:
 
     async def begin(self, tokenizer: ChatTokenizer) -> None:
         """Raises: ConfigError where it does not answer, or has another tokenizer than the policy."""
-        self._model = self._model or await self._first_model()
-        theirs = await self._tokens_of(PROBE)
+        try:
+            self._model = self._model or (await self._json("GET", f"{self._base}/models"))["data"][0]["id"]
+            body = {"model": self._model, "prompt": PROBE, "add_special_tokens": False}
+            theirs = (await self._json("POST", f"{self._base.removesuffix('/v1')}/tokenize", json=body))["tokens"]
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"The teacher at {self._config.base_url} does not answer as vLLM does: {type(error).__name__}: {error} "
+                "- a running vLLM server was expected, its address with /v1 at the end. Start it, or correct "
+                "`orchestrator.teacher.base_url`."
+            ) from error
         ours = tokenizer.encode(PROBE)
         if theirs != ours:
             raise ConfigError(
@@ -95,28 +104,9 @@ class Teacher:
                 raise BadAnswer(f"status {response.status}: {data[:300].decode(errors='replace')}")
             return _with_prompt_logprobs(data)
 
-    async def _first_model(self) -> str:
-        try:
-            async with self._session.get(f"{self._base}/models") as response:
-                return (await response.json())["data"][0]["id"]
-        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-            raise self._absent(error) from error
-
-    async def _tokens_of(self, text: str) -> list[int] | None:
-        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        try:
-            async with self._session.post(f"{self._base.removesuffix('/v1')}/tokenize", json=body) as response:
-                response.raise_for_status()
-                return (await response.json())["tokens"]
-        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-            raise self._absent(error) from error
-
-    def _absent(self, error: Exception) -> ConfigError:
-        return ConfigError(
-            f"The teacher at {self._config.base_url} does not answer as vLLM does: {type(error).__name__}: {error} - a "
-            "running vLLM server was expected, its address with /v1 at the end. Start it, or correct "
-            "`orchestrator.teacher.base_url`."
-        )
+    async def _json(self, method: str, url: str, **how: Any) -> Any:
+        async with self._session.request(method, url, raise_for_status=True, **how) as response:
+            return await response.json()
 
     @property
     def _base(self) -> str:

@@ -1,7 +1,7 @@
 """Messages of a rollout as blocks to read: text, reasoning, tool calls and tool results, in order. Pure.
 
 Messages have the form of chat APIs: `content` is a text or a list of parts, `tool_calls` hold a name and arguments,
-reasoning is a key of its own or stands between `<think>` tags. Files of other tools deviate from that in every possible
+reasoning is a key of its own or is enclosed in `<think>` tags. Files of other tools deviate from that in every possible
 way, so a value of an unexpected type is shown as JSON.
 """
 
@@ -50,7 +50,7 @@ class ToolCall(NamedTuple):
 
 
 def messages_of(value: Any, role: str) -> list[Message]:
-    """Return a list of messages whatever `value` is; a text alone becomes a message of `role`."""
+    """Return a list of messages for any `value`; a text alone becomes a message of `role`."""
     if value is None or value == "":
         return []
     items = value if isinstance(value, list) else [value]
@@ -107,7 +107,7 @@ def blocks(messages: Sequence[Message]) -> list[Block]:
     return found
 
 
-def last_words(completion: Sequence[Message]) -> str:
+def last_message_text(completion: Sequence[Message]) -> str:
     """Return the model's last text, or the name of the tool that it called last."""
     for message in reversed(completion):
         if message.get("role") == "assistant":

@@ -2,7 +2,7 @@
 
 capital of france           rollouts that say all three words, in any case
 "capital of" france         a phrase and a word
-reward<0.5 turns>=2         numbers: reward, advantage, tokens, turns, rollout
+reward<0.5 turns>=2         numbers: reward, advantage, tokens, turns, rollout; of training also step, group, attempt
 example=12 env=wordle       names: example, env, stop, error, flaws; `~` for a part of it: stop~length
 is:truncated -is:failed     flags: truncated, failed, flawed; `-` before any term negates it
 """
@@ -12,20 +12,17 @@ from __future__ import annotations
 import operator
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from trireme.base.errors import ConfigError
 from trireme.tools.rollouts import Record, Row
 
-NUMBERS = ("reward", "advantage", "tokens", "turns", "rollout")
+NUMBERS = ("reward", "advantage", "tokens", "turns", "rollout", "step", "group", "attempt")
 NAMES = ("example", "env", "stop", "error", "flaws")
-FLAGS: dict[str, Callable[[Row], bool]] = {
-    "truncated": lambda row: row.truncated,
-    "failed": lambda row: bool(row.error),
-    "flawed": lambda row: bool(row.flaws),
-}
+FLAGS = {"truncated": "truncated", "failed": "error", "flawed": "flaws"}
+"""The field of each flag. The flag is set where the field is not empty."""
 COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -47,7 +44,7 @@ class Term(NamedTuple):
         Term("reward", "<", 0.5), Term("stop", "~", "length"), Term("is", "=", "failed"), Term("text", "~", "paris")
     """
 
-    field: str  # one of the numbers or names, "is", or "text" for all that was said
+    field: str  # one of the numbers or names, "is", or "text" for all messages
     op: str  # a key of `COMPARE`, or "~" for contains
     value: str | float  # in lower case; a number for numbers and for orderings of `example`
     is_negated: bool = False
@@ -58,7 +55,7 @@ class Term(NamedTuple):
 
     def _holds(self, row: Row) -> bool:
         if self.field == "is":
-            return FLAGS[str(self.value)](row)
+            return bool(getattr(row, FLAGS[str(self.value)]))
         found = getattr(row, self.field)
         if isinstance(self.value, str):
             return self.value in found.lower() if self.op == "~" else COMPARE[self.op](found.lower(), self.value)
@@ -84,20 +81,13 @@ class Filter(NamedTuple):
         return all((str(word.value) in text) != word.is_negated for word in words)
 
 
-def parse_filter(line: str, numbers: Sequence[str] = NUMBERS) -> Filter:
-    """Parse what a user typed.
-
-    Args:
-        numbers: Names of numeric fields; the dashboard has more of them than a `Row`.
-
-    Raises:
-        ConfigError: A term names an unknown field, or its value does not fit its field.
-    """
+def parse_filter(line: str) -> Filter:
+    """Parse what a user typed. Raises ConfigError for an unknown field, or a value that does not fit its field."""
     terms = []
     for part in _split(line):
         match = _TERM.fullmatch(part)
-        if match and (match["field"].lower() in (*numbers, *NAMES, "is") or match["op"] not in ":~"):
-            terms.append(_term(match, numbers))
+        if match and (match["field"].lower() in (*NUMBERS, *NAMES, "is") or match["op"] not in ":~"):
+            terms.append(_term(match))
         else:
             is_negated = part.startswith("-") and len(part) > 1
             terms.append(Term("text", "~", part[is_negated:].lower(), is_negated))
@@ -114,7 +104,7 @@ def _split(line: str) -> list[str]:
         return _split(line + '"')
 
 
-def _term(match: re.Match[str], numbers: Sequence[str]) -> Term:
+def _term(match: re.Match[str]) -> Term:
     field, op, value, is_negated = match["field"].lower(), match["op"], match["value"].lower(), bool(match["not"])
     op = "=" if op == ":" else op
     if field == "is":
@@ -123,7 +113,7 @@ def _term(match: re.Match[str], numbers: Sequence[str]) -> Term:
                 f"`{match[0]}`: there is no flag {value!r}. Expected is:{', is:'.join(FLAGS)}. Type one of these."
             )
         return Term("is", "=", value, is_negated)
-    if field in numbers:
+    if field in NUMBERS:
         if op == "~":
             raise ConfigError(f"`{match[0]}`: {field} is a number. Expected <, <=, =, !=, >= or >. Use one of these.")
         try:
@@ -138,7 +128,7 @@ def _term(match: re.Match[str], numbers: Sequence[str]) -> Term:
         if field == "example" and value.lstrip("-").isdecimal():
             return Term(field, op, int(value), is_negated)
         raise ConfigError(f"`{match[0]}`: {field} is a name. Expected {field}={value or 'x'}. Use =, != or ~.")
-    known = [*numbers, *NAMES, "is"]
+    known = [*NUMBERS, *NAMES, "is"]
     near = get_close_matches(field, known, n=1)
     raise ConfigError(
         f"`{match[0]}`: there is no field {field}. Expected one of {', '.join(known)}. "

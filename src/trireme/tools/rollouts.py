@@ -1,7 +1,7 @@
 """Rollouts as rows and records, read from a batch in the journal or from a file of evaluation results.
 
 A `Row` is what a list shows of a rollout, a `Record` is all of it, and `open_rollouts` reads either kind of file.
-Viewer and dashboard use these types, so a field that is added here can be shown, filtered and sorted in both.
+Viewer, dashboard and report use these types, so a field that is added here can be shown, filtered and sorted in all.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,16 @@ import numpy as np
 from trireme.base.errors import JournalCorrupt
 from trireme.base.safe_text import one_line
 from trireme.journal.entry import read_entry
-from trireme.journal.records import BatchRecord, Dropped, Rollout
+from trireme.journal.records import BatchRecord, Rollout
 from trireme.messages import Tokens
-from trireme.tools.conversation import Message, blocks, content_text, last_words, messages_of
+from trireme.tools.conversation import Message, blocks, content_text, last_message_text, messages_of
 
-DROPPED = "dropped"  # `Row.stop` of a rollout that is not trained on
+TRAINED, MASKED, DROPPED = "trained", "masked", "dropped"
+"""Fates of a rollout of training."""
 PREVIEW = 200  # characters of a text that a row keeps
 CHUNK = 8 << 20  # bytes of a results file that are read at once
 MOST_DAMAGED = 100  # line numbers that are kept
-REPAIR_HINT = "`trireme audit` tells what is lost with it."
+REPAIR_HINT = "`trireme audit` lists what is lost with it."
 
 KNOWN_KEYS = {
     *("example_id", "reward", "prompt", "completion", "answer", "info", "metrics", "example", "rollout"),
@@ -36,13 +37,17 @@ KNOWN_KEYS = {
 
 
 class Row(msgspec.Struct):
-    """What a list shows of a rollout, and where the rest is."""
+    """A line of a list of rollouts, and where the rest of the rollout is."""
 
     number: int  # in its file, from 0
     example: str
     rollout: int
     reward: float | None  # None for a failed rollout, or where the file has none
     env: str = ""
+    step: int | None = None  # of the batch; None for an evaluation
+    group: int | None = None
+    attempt: int | None = None
+    fate: str = ""  # of a rollout of training
     tokens: int = 0  # sampled
     turns: int = 0  # of the model
     advantage: float | None = None  # mean over the tokens that are trained on
@@ -51,7 +56,7 @@ class Row(msgspec.Struct):
     error: str = ""
     flaws: str = ""
     question: str = ""  # how the last message of the prompt begins
-    said: str = ""  # how the model's last message begins
+    last_message: str = ""  # beginning of the model's last message
     offset: int = 0  # byte in its file
     length: int = 0  # bytes there
 
@@ -68,13 +73,12 @@ class Record(msgspec.Struct):
     more: dict[str, Any] = {}  # keys of the file that have no field here
     samples: list[Tokens] = []
     temperature: float = 1.0
-    token_rewards: list[Any] = []  # per sample [T], NaN where there is none
 
     @property
     def text(self) -> str:
         """All text that a search looks through."""
-        said = "\n".join(f"{block.name} {block.text}" for block in blocks(self.prompt + self.completion))
-        return f"{said}\n{self.answer}\n{self.row.error}"
+        texts = "\n".join(f"{block.name} {block.text}" for block in blocks(self.prompt + self.completion))
+        return f"{texts}\n{self.answer}\n{self.row.error}"
 
     @property
     def facts(self) -> list[str]:
@@ -106,7 +110,7 @@ def record_of(value: Mapping[str, Any], *, number: int, rollout: int = 0) -> Rec
     metrics, info = _dict(value.get("metrics")), _dict(value.get("info"))
     more = {name: item for name, item in value.items() if name not in KNOWN_KEYS and item not in (None, "", [], {})}
     for name in [name for name, item in more.items() if name != "version" and _number(item) is not None]:
-        metrics[name] = more.pop(name)  # other tools write metrics beside the reward
+        metrics[name] = more.pop(name)  # other tools write metrics next to the reward
     more |= {name: value[name] for name in ("info", "metrics") if not isinstance(value.get(name), dict | None)}
     if len(error := str(value.get("error") or "")) > PREVIEW:
         more["error"] = error
@@ -122,7 +126,7 @@ def record_of(value: Mapping[str, Any], *, number: int, rollout: int = 0) -> Rec
         stop=one_line(value.get("stop") or value.get("stop_condition") or "", PREVIEW),
         error=one_line(error, PREVIEW),
         question=_question(prompt),
-        said=one_line(last_words(completion), PREVIEW),
+        last_message=one_line(last_message_text(completion), PREVIEW),
     )
     return Record(
         row=row,
@@ -154,55 +158,64 @@ def _dict(value: Any) -> dict[str, Any]:
     return {str(name): item for name, item in value.items()} if isinstance(value, dict) else {}
 
 
-# one rollout of a batch
+# rollouts of a batch
 
 
-def row_of(number: int, rollout: Rollout) -> Row:
+def records_of(batch: BatchRecord) -> Iterator[Record]:
+    """Yield the rollouts that are trained on, then those that were dropped, of which there is only the reason."""
+    for number, rollout in enumerate(batch.rollouts):
+        yield record_of_rollout(batch.step, number, rollout)
+    for number, dropped in enumerate(batch.dropped, len(batch.rollouts)):
+        row = Row(
+            number=number,
+            example=str(dropped.example),
+            rollout=dropped.place,
+            reward=None,
+            env=dropped.env,
+            step=batch.step,
+            group=dropped.group,
+            attempt=dropped.attempt,
+            fate=DROPPED,
+            stop=DROPPED,
+            error=one_line(dropped.reason, PREVIEW),
+        )
+        yield Record(row)
+
+
+def record_of_rollout(step: int, number: int, rollout: Rollout) -> Record:
     trained = [sample.advantages[sample.loss_mask == 1] for sample in rollout.samples]
     advantages = np.concatenate(trained) if trained else np.zeros(0)
-    return Row(
+    row = Row(
         number=number,
         example=str(rollout.example),
         rollout=rollout.place,
         reward=rollout.reward,
         env=rollout.env,
-        tokens=sum(int(sample.loss_mask.sum()) for sample in rollout.samples),
+        step=step,
+        group=rollout.group,
+        attempt=rollout.attempt,
+        fate=MASKED if rollout.masked else TRAINED,
+        tokens=len(advantages),
         turns=rollout.num_turns,
         advantage=float(advantages.mean()) if len(advantages) else None,
         truncated=rollout.truncated,
         stop=one_line(rollout.stop or "", PREVIEW),
         flaws=", ".join(rollout.flaws),
         question=_question(rollout.prompt),
-        said=one_line(last_words(rollout.completion), PREVIEW),
+        last_message=one_line(last_message_text(rollout.completion), PREVIEW),
     )
-
-
-def dropped_row_of(number: int, fate: Dropped) -> Row:
-    return Row(
-        number=number,
-        example=str(fate.example),
-        rollout=fate.place,
-        reward=None,
-        env=fate.env,
-        stop=DROPPED,
-        error=one_line(fate.reason, PREVIEW),
-    )
-
-
-def record_of_rollout(row: Row, rollout: Rollout) -> Record:
     more: dict[str, object] = {"group": rollout.group, "attempt": rollout.attempt}
     if rollout.masked:
         more["masked"] = f"{rollout.masked}: none of its tokens is trained on"
     return Record(
         row=row,
-        prompt=messages_of(rollout.prompt, "user"),
-        completion=messages_of(rollout.completion, "assistant"),
+        prompt=rollout.prompt,
+        completion=rollout.completion,
         answer=rollout.answer or "",
         metrics=rollout.metrics,
         more=more,
         samples=rollout.samples,
         temperature=rollout.temperature,
-        token_rewards=rollout.token_rewards,
     )
 
 
@@ -223,6 +236,15 @@ def read_batch(path: Path) -> tuple[BatchRecord | None, str]:
         return None, str(error)
 
 
+def identity_of(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is written again; None where there is no such file."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 class BatchFile:
     """A batch of training: the rollouts that are trained on, then those that were dropped and why.
 
@@ -234,28 +256,21 @@ class BatchFile:
         self.rows: list[Row] = []
         self.damaged: list[int] = []
         self.trouble = ""  # why the file cannot be read
-        self._rollouts: list[Rollout] = []
+        self._records: list[Record] = []
         self._identity: tuple[int, int, int] | None = None
 
     def read_more(self) -> bool:
         """Read the batch if it is new. Return False: there is never a second part."""
-        try:
-            stat = self.path.stat()
-            identity = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-            if identity != self._identity:
-                batch, self.trouble = read_batch(self.path)
-                if batch is None:
-                    return False
-                self._rollouts, self._identity = batch.rollouts, identity
-                self.rows = [row_of(number, rollout) for number, rollout in enumerate(batch.rollouts)]
-                self.rows += [dropped_row_of(number, fate) for number, fate in enumerate(batch.dropped, len(self.rows))]
-        except OSError as error:
-            self.trouble = str(error)
+        identity = identity_of(self.path)
+        if identity is None or identity != self._identity:
+            batch, self.trouble = read_batch(self.path)
+            if batch:
+                self._records, self._identity = list(records_of(batch)), identity
+                self.rows = [record.row for record in self._records]
         return False
 
     def record(self, row: Row) -> Record:
-        """Return all of a rollout. Of a dropped one the journal has nothing but the reason."""
-        return record_of_rollout(row, self._rollouts[row.number]) if row.number < len(self._rollouts) else Record(row)
+        return self._records[row.number]
 
 
 class ResultsFile:

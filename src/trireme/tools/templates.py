@@ -10,12 +10,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 def render(folder: Path, file: str, /, **values: Any) -> str:
-    """Return `folder/file.j2` filled in with `values`; a value that is missing is an error.
+    """Return `folder/file.j2` with `values` filled in, escaped if `file` is HTML. A value that is missing is an error.
 
     Filters: `sh` quotes a value as one word of a shell, `yaml` as one line of YAML, and `yaml_lines` as a block of it.
     """
     environment = Environment(
         loader=FileSystemLoader(folder),
+        autoescape=file.endswith(".html"),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         trim_blocks=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,16 +26,6 @@ def load_custom_loss(recipe: Loss) -> CustomLoss | None:
     if not recipe.path:
         raise ConfigError(f'`trainer.loss.type = "custom"` without a path - expected a function. Set `{KEY}`.')
     function = load_function(recipe.path, key=KEY)
-    _require_arguments(function, recipe)
-
-    def loss(columns: Columns) -> torch.Tensor:
-        return _checked(function(columns, **recipe.args), columns, recipe)
-
-    _try_out(loss, recipe)
-    return loss
-
-
-def _require_arguments(function: Callable[..., Any], recipe: Loss) -> None:
     try:
         inspect.signature(function).bind(None, **recipe.args)
     except TypeError as error:
@@ -46,6 +35,12 @@ def _require_arguments(function: Callable[..., Any], recipe: Loss) -> None:
         ) from error
     except ValueError:  # functions written in C may have no signature
         pass
+
+    def loss(columns: Columns) -> torch.Tensor:
+        return _checked(function(columns, **recipe.args), columns, recipe)
+
+    _try_out(loss, recipe)
+    return loss
 
 
 def _checked(found: Any, columns: Columns, recipe: Loss) -> torch.Tensor:

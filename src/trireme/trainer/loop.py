@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -22,16 +22,16 @@ from trireme.messages import BatchReply, Done, GetBatch, Ok, Publish, Reply, dec
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import TRAINER, Lane, What, open_spans
 from trireme.monitor.timeline import idle
-from trireme.trainer.checkpoint.checkpoint import CheckpointStore, TrainerState
+from trireme.trainer.checkpoint.checkpoint import CheckpointStore, TrainerState, open_checkpoints
 from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.resume import check_shared
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.logprob_log import LogprobLog
 from trireme.trainer.model.forward import shared_frac
+from trireme.trainer.model.model import open_tokenizer
 from trireme.trainer.parallel.mesh import CONTEXT, KeepAlive, World, open_world
 from trireme.trainer.perf import flops_per_token, packing_metrics, peak_memory, throughput
 from trireme.trainer.publish.publisher import Publisher
-from trireme.trainer.publish.served_weights import served_dtype
 from trireme.trainer.step import Stepper, base_state
 from trireme.trainer.try_step import try_step
 from trireme.transport.control import ControlClient
@@ -93,22 +93,10 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
         if len(config.hosts.trainer) > 1:
             check_shared(config.paths.root, world)
         state = base_state(config, world)
-        exporter = Exporter(
-            config.paths.weights,
-            world,
-            tokenizer=trainer.tokenizer.name or config.model.name,
-            dtype=getattr(torch, served_dtype(config)),
-            trust_remote_code=trainer.model.trust_remote_code,
-        )
-        checkpoints = CheckpointStore(
-            config.paths.checkpoints,
-            trainer.ckpt,
-            world,
-            waits=waits,
-            disk_timeout_s=config.disk_timeout_s,
-            exporter=exporter,
-        )
-        stack.callback(checkpoints.close)
+        name = trainer.tokenizer.name or config.model.name
+        tokenizer = open_tokenizer(name, trainer.model.trust_remote_code) if world.is_main else None
+        exporter = Exporter(config.paths.weights, tokenizer, getattr(torch, config.served_dtype))
+        checkpoints = stack.enter_context(open_checkpoints(config, trainer.ckpt, world, waits, exporter))
         checkpoints.resume(state, resume=config.resume)
         reach("trainer.resumed", rank=world.rank)
         publisher = Publisher(config, state.model, world, control if world.is_main else None, lane)
@@ -121,7 +109,7 @@ def open_trainer(config: RunConfig) -> Iterator[Trainer]:
 
 
 def _missing(waits: Waits) -> str:
-    """Return what the orchestrator says is missing, for the timeline."""
+    """Return what the orchestrator reports as missing, for the timeline."""
     noted = next((wait for wait in waits.now() if wait.note), None)
     if noted is None:
         return ""
@@ -181,22 +169,13 @@ class Trainer:
         The orchestrator may answer rank 0 that an engine needs weights first: all ranks then publish them together.
         """
         with self._timer.span("wait_for_batch"):
-            reply = self._ask_first() if self.world.is_main else None
-            while self.world.agree(isinstance(reply, Publish)):
-                self._publish_again()
-                reply = self._ask_first() if self.world.is_main else None
+            reply = self._ask_until_served(self._ask_for_batch)
             if not self.world.is_main and self.world.cp_rank == 0:
                 reply = self._ask_for_batch()
             batch = share_with_team(reply, self.world)
         assert batch.step == self.state.version, f"asked for batch {self.state.version}, got {batch.step}"
         reach("trainer.batch_received", rank=self.world.rank)
         return batch
-
-    def _ask_first(self) -> Reply:
-        reply = self._ask_for_batch()
-        if isinstance(reply, Publish):
-            log.info("%s: sending it version %d", reply.reason, self.state.version)
-        return reply
 
     def _ask_for_batch(self) -> Reply:
         step, world = self.state.version, self.world  # ranks that share their rows ask as one
@@ -211,20 +190,15 @@ class Trainer:
             reach("trainer.stepped", rank=self.world.rank)
             self.activity.version = self.state.version
             seconds = time.perf_counter() - began - (self._settling_s - settling_s)
-            metrics |= self._throughput(batch, seconds) | peak_memory(self.world.device)
-            capacity = row_capacity(self.config)
-            return metrics | packing_metrics(
-                batch.micro_batches, capacity=capacity, cost=self._row_cost, world=self.world
-            )
-
-    def _throughput(self, batch: BatchReply, seconds: float) -> dict[str, float]:
-        tokens = sum(micro_batch.tokens.length for micro_batch in batch.micro_batches) * self.world.dp_size
-        samples = sum(len(micro_batch.lengths) for micro_batch in batch.micro_batches) * self.world.dp_size
-        shared = shared_frac(self.state.model, batch.micro_batches)
-        flops = flops_per_token(self.state.model, tokens / max(1, samples))
-        flops *= self.config.trainer.num_iterations * (1 - shared)
-        rates = throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
-        return rates | {"perf/shared_frac": shared}
+            rows, capacity = batch.micro_batches, row_capacity(self.config)
+            tokens = sum(row.tokens.length for row in rows) * self.world.dp_size
+            samples = sum(len(row.lengths) for row in rows) * self.world.dp_size
+            shared = shared_frac(self.state.model, rows)
+            flops = flops_per_token(self.state.model, tokens / max(1, samples))
+            flops *= self.config.trainer.num_iterations * (1 - shared)
+            metrics |= throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
+            metrics |= {"perf/shared_frac": shared} | peak_memory(self.world.device)
+            return metrics | packing_metrics(rows, capacity=capacity, cost=self._row_cost, world=self.world)
 
     def publish(self) -> None:
         """Send the policy to all engines if it is new. `settle` waits until they serve it."""
@@ -232,13 +206,22 @@ class Trainer:
             self.publisher.send_if_new(self.state.version)
         reach("trainer.published", rank=self.world.rank)
 
-    def _publish_again(self) -> None:
-        """Send the weights to engines that have none, or to all engines if their last transfer was lost."""
-        with self.lane.doing("transfer", step=self.state.version):
-            if self.publisher.is_confirming:
-                self.publisher.confirm()
-            else:
-                self.publisher.publish(self.state.version, everywhere=False)
+    def _ask_until_served(self, ask: Callable[[], Reply]) -> Reply | None:
+        """Ask on rank 0 until no engine needs weights first; return its reply, and None on other ranks. A collective.
+
+        All ranks together send the weights to engines that have none, or to all if their last transfer was lost.
+        """
+        while True:
+            reply = ask() if self.world.is_main else None
+            if isinstance(reply, Publish):
+                log.info("%s: sending it version %d", reply.reason, self.state.version)
+            if not self.world.agree(isinstance(reply, Publish)):
+                return reply
+            with self.lane.doing("transfer", step=self.state.version):
+                if self.publisher.is_confirming:
+                    self.publisher.confirm()
+                else:
+                    self.publisher.publish(self.state.version, everywhere=False)
 
     def settle(self) -> None:
         """Wait until engines have confirmed the weights, and save them if due. Called before the weights change."""
@@ -268,7 +251,7 @@ class Trainer:
             self._timer.add("checkpoint_write", seconds)
 
     def _flush_metrics(self) -> None:
-        """Write metrics that wait for room on a full disk, before a checkpoint says that their steps are done."""
+        """Write metrics that wait for room on a full disk, before a checkpoint records that their steps are done."""
         with self.waits.waiting("room for metrics", peer=DISK, deadline_s=self.config.disk_timeout_s) as wait:
             while self.metrics.waiting:
                 self.metrics.flush()
@@ -302,10 +285,7 @@ class Trainer:
         self.lane.enter("idle", step=self.state.version, why="every step is done")
         self.activity.state = "done"
         reach("trainer.finishing", rank=self.world.rank)
-        reply = self._ask_to_leave() if self.world.is_main else None
-        while self.world.agree(isinstance(reply, Publish)):
-            self._publish_again()
-            reply = self._ask_to_leave() if self.world.is_main else None
+        self._ask_until_served(self._ask_to_leave)
 
     def _ask_to_leave(self) -> Reply:
         done = Done(run_id=self.config.run_id, version=self.state.version)

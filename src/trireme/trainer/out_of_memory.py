@@ -31,23 +31,15 @@ def explain_out_of_memory(
     try:
         yield
     except RuntimeError as error:
-        if not _is_about_memory(error):
+        if not (isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)):
             raise
         left = proposals(table, config, seq_len=seq_len, on_gpu=device == "cuda")
         listed = "\n".join(f"  - {proposal}" for proposal in islice(left, NUM_PROPOSALS))
         raise ConfigError(
-            f"The trainer ran out of memory: {_in_short(error)}\n"
+            f"The trainer ran out of memory: {' '.join(str(error).split())[:300]}\n"
             f"Expected a step to fit. What is left to change, the cheapest first:\n{listed}\n"
             "`trireme plan @ CONFIG` shows what takes how much, and what each of these saves."
         ) from error
-
-
-def _is_about_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def _in_short(error: RuntimeError) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def proposals(table: str, config: TrainerConfig | SftConfig, *, seq_len: int, on_gpu: bool) -> Iterator[str]:

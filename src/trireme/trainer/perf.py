@@ -7,9 +7,9 @@ import resource
 import torch
 from transformers import PreTrainedModel
 
-from trireme.algo import flops
-from trireme.algo.chips import chip_called
-from trireme.algo.cost import Cost
+from trireme.algo.model import flops
+from trireme.algo.model.chips import chip_called
+from trireme.algo.model.cost import Cost
 from trireme.messages import MicroBatch
 from trireme.trainer.parallel.mesh import World
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 def flops_per_token(model: PreTrainedModel, mean_length: float) -> float:
-    """Return the operations of the forward and backward pass per token; see `algo.flops`."""
+    """Return the operations of the forward and backward pass per token; see `algo.model.flops`."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -45,19 +45,11 @@ def matrix_parameters(model: PreTrainedModel) -> tuple[float, float]:
     return total, trained
 
 
-def peak_flops() -> float | None:
-    """Return the peak of one device, or None for a CPU and for devices that are not in the table."""
-    if not torch.cuda.is_available():
-        return None
-    chip = chip_called(torch.cuda.get_device_name())
-    return chip.flops if chip else None
-
-
 def throughput(*, tokens: int, seconds: float, flops: float, world_size: int) -> dict[str, float]:
     """Return `perf/tokens_per_s` over all ranks, and `perf/mfu` if the device's peak is known."""
     rate = tokens / max(seconds, 1e-9)
-    peak = peak_flops()
-    return {"perf/tokens_per_s": rate} | ({"perf/mfu": rate * flops / (peak * world_size)} if peak else {})
+    chip = chip_called(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return {"perf/tokens_per_s": rate} | ({"perf/mfu": rate * flops / (chip.flops * world_size)} if chip else {})
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:

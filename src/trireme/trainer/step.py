@@ -1,4 +1,4 @@
-"""From a batch to the next version: the optimizer steps that decide what the weights become.
+"""The optimizer steps that make the next version from a batch.
 
 The trainer of a run and a replay both train through `Stepper`, so the same batches give the same bits.
 """
@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trireme.algo.columns import Columns, LossFunction, Totals
-from trireme.algo.divergence import kl_estimate
-from trireme.algo.loss import build_loss, effective_share
+from trireme.algo.loss.divergence import kl_estimate
+from trireme.algo.loss.loss import build_loss, effective_share
 from trireme.base.errors import NotFinite
 from trireme.base.log import get_logger
 from trireme.base.timing import Timer
@@ -43,21 +43,11 @@ def base_state(config: RunConfig, world: World) -> TrainerState:
         ConfigError: the loss or the model cannot be loaded.
     """
     trainer = config.trainer
-    loss_of(config)  # raises before anything expensive
+    policy_gradient(trainer.loss, length=config.loss_length)  # raises before anything expensive
     torch.manual_seed(config.seed)  # for weights `from_scratch` and for dropout
     model = load_model(trainer.model, trainer.model.name or config.model.name, world)
     reference = load_reference(config, model, world)
     return TrainerState(model=model, optimizer=build_optimizer(model, trainer.optim), reference=reference)
-
-
-def loss_of(config: RunConfig) -> tuple[Loss, LossFunction]:
-    """Return the loss's table with every key filled in, and its function.
-
-    Raises:
-        ConfigError: a loss function of the user's cannot be loaded.
-    """
-    recipe = resolve_loss(config.trainer.loss, length=config.loss_length)
-    return recipe, policy_gradient(recipe)
 
 
 def policy_gradient(loss: Loss, *, length: int = 1) -> LossFunction:
@@ -96,7 +86,8 @@ class Stepper:
         self._timer = timer or Timer()
         self._logprob_log = logprob_log
         self._before_weights_change = before_weights_change
-        self._recipe, self._loss = loss_of(config)
+        self._recipe = resolve_loss(config.trainer.loss, length=config.loss_length)
+        self._loss = policy_gradient(self._recipe)
 
     def step(self, batch: BatchReply) -> dict[str, float]:
         """Train on a batch in as many optimizer steps as configured; return metrics. A collective."""

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from trireme.algo.packing import positions
 from trireme.algo.weight_checks import probe_ids
+from trireme.config.losses import resolve_loss
 from trireme.config.run import RunConfig
 from trireme.journal.rank_shares import row_capacity
 from trireme.messages import MicroBatch, build_tokens
@@ -22,7 +23,7 @@ from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.moe import expert_metrics
 from trireme.trainer.model.reference import FixedLogprobs
 from trireme.trainer.parallel.mesh import World
-from trireme.trainer.step import forward_backward, loss_of, update
+from trireme.trainer.step import forward_backward, policy_gradient, update
 
 SHORT = 2  # tokens of the shortest sample of which one is learned
 
@@ -38,7 +39,7 @@ def try_step(config: RunConfig, state: TrainerState, world: World) -> None:
     """
     with _temporary_optimizer_state(state, config.trainer.optim.max_norm):
         _zero_gradients(state.model)
-        recipe, loss = loss_of(config)
+        recipe = resolve_loss(config.trainer.loss, length=config.loss_length)
         row = longest_row(config, vocabulary=state.model.config.get_text_config().vocab_size, version=state.version)
         forward_backward(
             state.model,
@@ -46,7 +47,7 @@ def try_step(config: RunConfig, state: TrainerState, world: World) -> None:
             loss_tokens=row.tokens.length * world.dp_size,
             loss_samples=len(row.lengths) * world.dp_size,
             step=state.version,
-            loss_function=loss,
+            loss_function=policy_gradient(recipe),
             world=world,
             fixed=FixedLogprobs(recomputed=recipe.proximal == "recomputed", reference=state.reference),
             entropy_gradient=recipe.entropy_bonus > 0,

@@ -11,6 +11,7 @@ Example:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -37,6 +38,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
+Header = tuple[bytes, bytes]
 
 
 def may_enter(path: str, authorization: str, *keys: str | None) -> bool:
@@ -56,6 +58,10 @@ def header(scope: Message, name: bytes) -> str:
     """Return the value of a header; "" where it is missing or given more than once."""
     values = [value for found, value in scope["headers"] if found.lower() == name]
     return values[0].decode("latin-1") if len(values) == 1 else ""
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection: no error, and nothing to log."""
 
 
 class RequireToken:
@@ -90,20 +96,43 @@ class RequireToken:
 
     async def _call(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass on a `/collective_rpc` request if it names one of our methods; refuse it otherwise."""
-        body, more = b"", True
-        while more and len(body) <= MOST_BYTES:
-            message = await receive()
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        if len(body) > MOST_BYTES or not _calls_ours(body):
+        try:
+            body = await read_body(receive, MOST_BYTES)
+        except (ValueError, ClientDisconnected):
+            body = b""
+        if _calls_ours(body):
+            await self._app(scope, replay(body, receive), send)
+        else:
             await _refuse(scope, receive, send, 403, FOREIGN)
-            return
-        read = iter([{"type": "http.request", "body": body, "more_body": False}])
 
-        async def again() -> Message:
-            return next(read, None) or await receive()
 
-        await self._app(scope, again, send)
+async def read_body(receive: Receive, most_bytes: float = math.inf) -> bytes:
+    """Read the body of a request.
+
+    Raises:
+        ClientDisconnected: the client closed the connection.
+        ValueError: it has more than `most_bytes`.
+    """
+    body, has_more = bytearray(), True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        body += message.get("body", b"")
+        has_more = message.get("more_body", False)
+        if len(body) > most_bytes:
+            raise ValueError(f"a request of more than {most_bytes} bytes")
+    return bytes(body)
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that first returns the body that was read already."""
+    read = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def again() -> Message:
+        return next(read, None) or await receive()
+
+    return again
 
 
 def _calls_ours(body: bytes) -> bool:
@@ -114,13 +143,17 @@ def _calls_ours(body: bytes) -> bool:
     return isinstance(method, str) and method.startswith(OURS)
 
 
-async def _refuse(scope: Message, receive: Receive, send: Send, code: int, reason: str) -> None:
+async def refuse(scope: Message, receive: Receive, send: Send, code: int, body: bytes, *headers: Header) -> None:
+    """Answer an HTTP request with a status, a body and these headers; close a websocket."""
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.close", "code": 1008})
         return
-    body = json.dumps({"error": reason}).encode()
-    headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-    headers.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": code, "headers": headers})
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": code, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _refuse(scope: Message, receive: Receive, send: Send, code: int, reason: str) -> None:
+    headers = ((b"content-type", b"application/json"), (b"www-authenticate", b"Bearer"))
+    await refuse(scope, receive, send, code, json.dumps({"error": reason}).encode(), *headers)

@@ -72,10 +72,13 @@ LARGEST_PLAIN_REQUEST = 1 << 20
 """Bytes of a request that does not list the tensors of a model."""
 
 REQUESTS_AT_ONCE = 64
-"""Of one client. Ours has one under way, and a heartbeat a second; further ones are dropped and will be sent again."""
+"""Requests of one client that are answered at once.
+
+Ours has one under way, and a heartbeat a second; further ones are dropped and will be sent again.
+"""
 
 BYTES_AT_ONCE = 4 * LARGEST_REQUEST
-"""Of the requests of all clients that are being answered; further ones are dropped and will be sent again."""
+"""Bytes of all requests that are answered at once; further ones are dropped and will be sent again."""
 
 QUEUE_LENGTH = 2
 """Messages of one client that ZeroMQ reads ahead. A client waits for each reply."""
@@ -153,7 +156,14 @@ class ControlClient:
                     case Refusal(error):
                         raise Refused(error)
                     case _:
-                        return _checked(request, reply)
+                        expected = ANSWERS[type(request)]
+                        if not isinstance(reply, expected):
+                            names = " or ".join(kind.__name__ for kind in expected)
+                            raise Refused(
+                                f"The orchestrator answered {type(request).__name__} with {type(reply).__name__} - "
+                                f"{names} was expected - install the same version of Trireme on both sides."
+                            )
+                        return reply
                 wait.check()
                 self._meanwhile()
 
@@ -226,17 +236,6 @@ def _read_reply(frames: list[bytes], first: bytes) -> Reply | None:
     except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
         rate_limited.warning("ignored a reply that cannot be decoded: %s: %s", type(error).__name__, error)
         return None
-
-
-def _checked(request: Request, reply: Reply) -> Reply:
-    expected = ANSWERS[type(request)]
-    if not isinstance(reply, expected):
-        names = " or ".join(kind.__name__ for kind in expected)
-        raise Refused(
-            f"The orchestrator answered {type(request).__name__} with {type(reply).__name__} - {names} was expected - "
-            "install the same version of Trireme on both sides."
-        )
-    return reply
 
 
 Handler = Callable[[Request], Awaitable[Reply]]

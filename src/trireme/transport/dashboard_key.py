@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 
 from trireme.base.network import host_of, is_loopback
 from trireme.base.token import derive, is_same
-from trireme.transport.bearer import App, Message, Receive, Send, header
+from trireme.transport.bearer import App, Message, Receive, Send, header, refuse
 
 COOKIE = "trireme_dashboard"
 KEY = "key"  # in the query of the address
@@ -52,13 +52,8 @@ class RequireKey:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or may_enter(scope, self._key):
             await self._app(scope, receive, self._with_headers(scope, send))
-        elif scope["type"] == "websocket":
-            await receive()
-            await send({"type": "websocket.close", "code": 1008})
         else:
-            headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(REFUSAL)).encode())]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": REFUSAL})
+            await refuse(scope, receive, send, 401, REFUSAL, (b"content-type", b"text/plain"))
 
     def _with_headers(self, scope: Message, send: Send) -> Send:
         """Add `HEADERS` to answers, and a cookie where the key was in the address."""

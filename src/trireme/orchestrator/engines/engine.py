@@ -20,13 +20,7 @@ from trireme.base.errors import PeerDied
 from trireme.base.log import RateLimitedLog, get_logger
 from trireme.base.network import is_loopback, watched_socket
 from trireme.base.token import TOKEN, bearer, token
-from trireme.orchestrator.engines.responses import (
-    BadAnswer,
-    WeightReport,
-    text_of,
-    weight_reports_of,
-    world_size_of,
-)
+from trireme.orchestrator.engines.responses import Answer, BadAnswer, WeightInfo, WeightReport, WorldSize
 
 log = get_logger("engines")
 rate_limited = RateLimitedLog(log)
@@ -35,7 +29,8 @@ LARGEST_ANSWER = 64 << 20
 """Bytes of an answer to a control route. Digests of a hundred thousand tensors are a tenth of it."""
 
 KEEP_IDLE_S = 4.0
-"""How long a connection without requests is kept. vLLM closes it after 5 s, and would drop a request just then."""
+"""Seconds for which a connection without requests is kept. vLLM closes it after 5 s, and would drop a request just
+then."""
 
 HEALTH_TIMEOUT_S = 5.0
 
@@ -127,50 +122,43 @@ class Engine:
                 pieces.append(piece)
             return response.status, b"".join(pieces)
 
-    async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Call a control route and return its answer, decoded from JSON.
+    async def post(self, path: str, body: dict[str, Any] | None = None, *, returns: Any = Any) -> Any:
+        """Call a control route and return its answer, decoded from JSON as a `returns`.
 
-        Raises: PeerDied with the engine's words.
+        Raises: PeerDied with the engine's words, or because the answer is no `returns`.
         """
-        return await self._call(path, b"" if body is None else _encode(body))
+        return await self._call(path, b"" if body is None else _encode(body), returns)
 
-    async def get(self, path: str) -> Any:
+    async def get(self, path: str, *, returns: Any = Any) -> Any:
         """Read a control route, see `post`."""
-        return await self._call(path, None)
+        return await self._call(path, None, returns)
 
-    async def _call(self, path: str, body: bytes | None) -> Any:
+    async def _call(self, path: str, body: bytes | None, returns: Any) -> Any:
         try:
             status, answer = await self.request(path, body)
             if status >= 400:
                 words = answer[:500].decode(errors="replace")
                 raise PeerDied(f"{self.url}/{path} failed ({status}): {words}")
-            return msgspec.json.decode(answer) if answer else None
+            return msgspec.json.decode(answer or b"null", type=returns)
         except (*REQUEST_ERRORS, ValueError, RecursionError) as error:
             self.suspected.set()
             raise PeerDied(f"{self.url}/{path} got no answer: {error or type(error).__name__}") from error
 
-    # what it says of itself
-
-    async def weight_report(self) -> WeightReport:
-        """Return what it holds, as its first worker says. Raises PeerDied."""
-        version = await self.weight_version()
-        digests, incomplete = (await self.worker_reports())[0]
-        return WeightReport(version, digests, incomplete)
+    async def ask_workers(self, method: str, *args: Any, returns: Any = Any) -> list[Any]:
+        """Call one of our methods in each of its workers. Raises PeerDied where not every worker has answered."""
+        body = {"method": method} | ({"args": args} if args else {})
+        results = (await self.post("collective_rpc", body, returns=Answer[returns])).results
+        if len(results) != self.num_workers:
+            raise PeerDied(f"{self.url}: {len(results)} of its {self.num_workers} workers answered `{method}`.")
+        return results
 
     async def weight_version(self) -> str:
         """Return the name of its weights: a version, or "default" before the first update. Raises PeerDied."""
-        return self._checked(text_of, await self.get("weight_info"), "weight_version")
+        return str((await self.get("weight_info", returns=WeightInfo)).weight_version)
 
-    async def worker_reports(self) -> list[tuple[dict[str, str], list[str]]]:
-        """Return digests and incomplete layers of each of its workers. Raises PeerDied where one has not reported."""
-        answer = await self.post("collective_rpc", {"method": "trireme_weight_report"})
-        return self._checked(weight_reports_of, answer, num_workers=self.num_workers)
-
-    def _checked(self, read: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return read(*args, **kwargs)
-        except BadAnswer as error:
-            raise PeerDied(f"{self.url}: {error}") from error
+    async def weight_reports(self) -> list[WeightReport]:
+        """Return what each of its workers holds. Raises PeerDied."""
+        return await self.ask_workers("trireme_weight_report", returns=WeightReport)
 
     async def is_healthy(self) -> bool:
         """vLLM answers 503 here when its engine core is dead, though its HTTP server still runs."""
@@ -181,7 +169,7 @@ class Engine:
             return False
 
     async def is_listening(self) -> bool:
-        """Whether anything listens at its port. Another machine that does not even accept connections is off."""
+        """Return whether anything listens at its port. Another machine that does not even accept connections is off."""
         try:
             await self.request("health", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S, sock_connect=3))
         except aiohttp.ClientConnectorError:
@@ -199,5 +187,5 @@ class Engine:
                 status, answer = await self.request("get_world_size")
                 if status == 401:
                     rate_limited.warning("%s returned 401: its %s differs from ours", self.url, TOKEN)
-                return world_size_of(msgspec.json.decode(answer))
+                return msgspec.json.decode(answer, type=WorldSize).world_size
         return None

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from trireme.orchestrator.engines.expert_routes import ExpertShape, routes_of
-from trireme.orchestrator.engines.responses import Choice, Response, choice_of, kept_of
+from trireme.orchestrator.engines.responses import Choice, kept_of
 
 
 @dataclass(frozen=True)
@@ -47,42 +47,42 @@ def largest_answer(*, num_prompt: int, max_tokens: int, num_kept: int, experts: 
     return (4 << 20) + max_tokens * (1024 + 512 * num_kept) + (num_prompt + max_tokens) * routes
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Reads the answer to one request; raises BadAnswer where it makes no sense."""
+def read_turn(
+    choice: Choice,
+    *,
+    newest: int,
+    vocab_size: int | None = None,
+    is_cut: bool = False,
+    experts: ExpertShape | None = None,
+    num_computed: int = 0,
+) -> Generation:
+    """Build a turn from an answer that was checked.
 
-    max_tokens: int
-    vocab_size: int | None
-    with_kept: bool  # the sampler was cut
-    experts: ExpertShape | None  # where the engine has to report which of them it used
-    num_computed: int  # tokens of the prompt for which it has to
+    Args:
+        newest: version that the engine has confirmed.
+        is_cut: the sampler was cut, and the engine has to report what each token was chosen from.
+        experts: of the model, where the engine has to report which of them it used.
+        num_computed: tokens of the prompt for which it has to.
 
-    def choice(self, response: Response) -> Choice:
-        return choice_of(response, max_tokens=self.max_tokens, vocab_size=self.vocab_size)
-
-    def generation(self, choice: Choice, *, newest: int) -> Generation:
-        """
-        Args:
-            newest: version that the engine has confirmed.
-
-        Raises:
-            Unconfirmed: a token was sampled by weights that were never confirmed, or it was broken off.
-        """
-        spans = choice.weight_versions
-        strange = [span.version for span in spans if not _is_version(span.version, newest)]
-        if strange:
-            raise Unconfirmed(f"it sampled under version {strange[0][:40]!r}, known is {newest}")
-        if choice.finish_reason == "abort":
-            raise Unconfirmed("it was aborted in the engine")
-        return Generation(
-            ids=choice.token_ids,
-            logprobs=[entry.logprob for entry in choice.logprobs.content],
-            versions=[int(span.version) for span in spans for _ in range(span.start, span.end)],
-            finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason,
-            kept=kept_of(choice, vocab_size=self.vocab_size) if self.with_kept else None,
-            routes=routes_of(choice, num_prompt=self.num_computed, shape=self.experts) if self.experts else None,
-        )
+    Raises:
+        BadAnswer: what the engine reports makes no sense.
+        Unconfirmed: a token was sampled by weights that were never confirmed, or it was broken off.
+    """
+    spans = choice.weight_versions
+    strange = [span.version for span in spans if not _is_version(span.version, newest)]
+    if strange:
+        raise Unconfirmed(f"it sampled under version {strange[0][:40]!r}, known is {newest}")
+    if choice.finish_reason == "abort":
+        raise Unconfirmed("it was aborted in the engine")
+    return Generation(
+        ids=choice.token_ids,
+        logprobs=[entry.logprob for entry in choice.logprobs.content],
+        versions=[int(span.version) for span in spans for _ in range(span.start, span.end)],
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        kept=kept_of(choice, vocab_size=vocab_size) if is_cut else None,
+        routes=routes_of(choice, num_prompt=num_computed, shape=experts) if experts else None,
+    )
 
 
 def _is_version(text: str, newest: int) -> bool:

@@ -13,7 +13,7 @@ from trireme.base.errors import PeerDied
 from trireme.base.log import get_logger
 from trireme.orchestrator.engines.engine import HEALTH_TIMEOUT_S, REQUEST_ERRORS, Engine
 from trireme.orchestrator.engines.pool import InferencePool
-from trireme.orchestrator.engines.responses import text_of
+from trireme.orchestrator.engines.responses import WeightInfo
 
 log = get_logger("engines")
 
@@ -92,7 +92,7 @@ async def _is_replaced(engine: Engine) -> bool:
     before = engine.life, engine.version
     try:
         _, answer = await engine.request("weight_info", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S))
-        version = text_of(msgspec.json.decode(answer), "weight_version")
+        version = str(msgspec.json.decode(answer, type=WeightInfo).weight_version)
     except (*REQUEST_ERRORS, ValueError, RecursionError):
         return False  # busy, or ending: the next health check will tell
     is_as_before = engine.state == "live" and before == (engine.life, engine.version)

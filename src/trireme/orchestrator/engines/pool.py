@@ -27,10 +27,17 @@ import msgspec
 from trireme.base.errors import DeadlineExceeded, PeerDied
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
-from trireme.orchestrator.engines.engine import REQUEST_ERRORS, Engine, open_engine_session
+from trireme.orchestrator.engines.engine import LARGEST_ANSWER, REQUEST_ERRORS, Engine, open_engine_session
 from trireme.orchestrator.engines.expert_routes import ExpertShape
-from trireme.orchestrator.engines.generation import Generation, Reader, Unconfirmed, largest_answer
-from trireme.orchestrator.engines.responses import Message, Response, prompt_logprobs_of, read_message, read_response
+from trireme.orchestrator.engines.generation import Generation, Unconfirmed, largest_answer, read_turn
+from trireme.orchestrator.engines.responses import (
+    Message,
+    Response,
+    choice_of,
+    prompt_logprobs_of,
+    read_message,
+    read_response,
+)
 
 log = get_logger("engines")
 
@@ -98,26 +105,27 @@ class InferencePool:
         if not self.shares_prefixes:
             request["cache_salt"] = uuid.uuid4().hex
         body = _encode(request)
-        reader = Reader(
-            max_tokens=max_tokens,
-            vocab_size=self.vocab_size,
-            with_kept=params["logprobs"] > 0,
-            experts=None if routes_from is None else self.experts,
-            num_computed=len(ids) - (routes_from or 0),
-        )
         max_bytes = largest_answer(
             num_prompt=len(ids), max_tokens=max_tokens, num_kept=params["logprobs"], experts=self.experts
         )
 
         async def ask(engine: Engine) -> Generation:
             life = engine.life
-            choice = reader.choice(await self.post_generate(engine, body, max_bytes=max_bytes))
+            response = await self.post_generate(engine, body, max_bytes=max_bytes)
+            choice = choice_of(response, max_tokens=max_tokens, vocab_size=self.vocab_size)
             while engine.life == life and engine.state not in ("live", "starting"):
                 self.live.clear()  # an update is under way, whose weights may turn out to be wrong
                 await self.live.wait()
             if engine.life != life or engine.state != "live":
                 raise Unconfirmed("the engine died before it had confirmed the weights that this answer came from")
-            return reader.generation(choice, newest=engine.version or 0)
+            return read_turn(
+                choice,
+                newest=engine.version or 0,
+                vocab_size=self.vocab_size,
+                is_cut=params["logprobs"] > 0,
+                experts=None if routes_from is None else self.experts,
+                num_computed=len(ids) - (routes_from or 0),
+            )
 
         async with self.slots:
             turn = await self._retry(ask)
@@ -185,13 +193,14 @@ class InferencePool:
                 engine.suspected.set()
                 await asyncio.sleep(self.retry_s)
 
-    async def post_generate(self, engine: Engine, body: bytes, *, max_bytes: int | None = None) -> Response:
+    async def post_generate(self, engine: Engine, body: bytes, *, max_bytes: int = LARGEST_ANSWER) -> Response:
         """Send one request for tokens to this engine."""
         self.count(engine, 1)
         self.num_requests += 1
-        limit = {} if max_bytes is None else {"max_bytes": max_bytes}
         try:
-            status, data = await engine.request("inference/v1/generate", body, timeout=self.request_timeout, **limit)
+            status, data = await engine.request(
+                "inference/v1/generate", body, timeout=self.request_timeout, max_bytes=max_bytes
+            )
         finally:
             self.count(engine, -1)
         if 400 <= status < 500:
@@ -214,7 +223,7 @@ class InferencePool:
         return [engine for engine in self.engines if engine.state != "starting"]
 
     def is_missed(self, engine: Engine) -> bool:
-        """Whether the run cannot begin without this engine: it begins with all of them."""
+        """Return whether the run cannot begin without this engine: it begins with all of them."""
         return engine.life == 0 and not self.is_begun
 
     def live_engines(self) -> list[Engine]:

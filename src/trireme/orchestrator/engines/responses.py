@@ -7,8 +7,8 @@ costs its rollout (`BadAnswer` is a ValueError, with which a rollout fails) or i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -23,6 +23,9 @@ MASS_TOLERANCE = 0.02
 
 MOST_WORKERS = 1 << 16
 """Most workers of one engine."""
+
+
+Each = TypeVar("Each")
 
 
 class BadAnswer(ValueError):
@@ -92,23 +95,41 @@ class _ParsedResponse(msgspec.Struct):
     choices: list[_Parsed]
 
 
-class _Report(msgspec.Struct):
-    """The report of one worker of an engine."""
+class Answer(msgspec.Struct, Generic[Each]):
+    """The answer to a `/collective_rpc` request."""
 
-    digests: dict[str, str]
-    incomplete: list[str]
-
-
-class _Ahead(msgspec.Struct):
-    ahead: bool
+    results: list[Each]  # one per worker
 
 
-class _Aheads(msgspec.Struct):
-    results: list[_Ahead]
+class WeightReport(msgspec.Struct):
+    """The weights that a worker of an engine reports to hold."""
+
+    digests: dict[str, str]  # as received by the last update
+    incomplete: list[str]  # layers that the last update left with old weights
 
 
-class _Reports(msgspec.Struct):
-    results: list[_Report]
+class Ahead(msgspec.Struct):
+    ahead: bool  # the worker takes tensors in while it serves
+
+
+class WeightInfo(msgspec.Struct):
+    weight_version: str | int  # "default" before the first update
+
+
+class WorldSize(msgspec.Struct):
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_WORKERS)]
+
+
+class PauseInfo(msgspec.Struct):
+    is_paused: bool
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class Models(msgspec.Struct):
+    data: list[_Model]
 
 
 _decode = msgspec.json.Decoder(Response).decode
@@ -117,25 +138,24 @@ _decode_parsed = msgspec.json.Decoder(_ParsedResponse).decode
 
 def read_response(data: bytes) -> Response:
     """Raises: BadAnswer."""
-    try:
-        return _decode(data)
-    except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
-        shown = data[:80].decode(errors="backslashreplace")
-        raise BadAnswer(
-            f"The engine answered {len(data)} bytes that are no completion ({type(error).__name__}: {error}): {shown!r}"
-        ) from error
+    return _read(_decode, data, "no completion")
 
 
 def read_message(data: bytes) -> Message:
     """Raises: BadAnswer."""
+    choices = _read(_decode_parsed, data, "no parsed message").choices
+    if len(choices) != 1:
+        raise BadAnswer(f"The engine gave {len(choices)} messages, no parsed message of one turn.")
+    return choices[0].message
+
+
+def _read(decode: Callable[[bytes], Each], data: bytes, what: str) -> Each:
     try:
-        (choice,) = _decode_parsed(data).choices
-        return choice.message
-    except Exception as error:
+        return decode(data)
+    except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
         shown = data[:80].decode(errors="backslashreplace")
-        raise BadAnswer(
-            f"The engine answered no parsed message ({type(error).__name__}: {error}): {shown!r}"
-        ) from error
+        words = f"({type(error).__name__}: {error}): {shown!r}"
+        raise BadAnswer(f"The engine answered {len(data)} bytes that are {what} {words}") from error
 
 
 def choice_of(response: Response, *, max_tokens: int, vocab_size: int | None = None) -> Choice:
@@ -153,11 +173,21 @@ def choice_of(response: Response, *, max_tokens: int, vocab_size: int | None = N
     if num_tokens > max_tokens:
         raise BadAnswer(f"The engine gave {num_tokens} tokens, {choice.token_ids[:5]} ... - {max_tokens} allowed.")
     _check_ids(choice.token_ids, vocab_size)
-    _check_logprobs([entry.logprob for entry in choice.logprobs.content], num_tokens)
+    logprobs = [entry.logprob for entry in choice.logprobs.content]
+    if len(logprobs) != num_tokens:
+        raise BadAnswer(f"The engine gave {num_tokens} tokens but {len(logprobs)} logprobs.")
+    if odd := [logprob for logprob in logprobs if not (math.isfinite(logprob) and logprob <= POSITIVE)]:
+        raise BadAnswer(f"The engine gave {odd[0]} for a logprob - finite ones of at most 0 were expected.")
     named = [entry.token_id for entry in choice.logprobs.content]
     if others := [pair for pair in zip(named, choice.token_ids, strict=True) if pair[0] not in (None, pair[1])]:
         raise BadAnswer(f"The engine gave the logprob of token {others[0][0]} where it sampled {others[0][1]}.")
-    _check_spans(choice.weight_versions, num_tokens)
+    at = 0
+    for span in choice.weight_versions:  # contiguous, from the first token to the last
+        if span.start != at or span.end < at:
+            raise BadAnswer(f"The engine gave versions for tokens {span.start} to {span.end} after {at} tokens.")
+        at = span.end
+    if at != num_tokens:
+        raise BadAnswer(f"The engine gave {num_tokens} tokens but versions for {at}.")
     return choice
 
 
@@ -196,24 +226,6 @@ def _candidates(entry: TokenLogprob) -> list[int]:
     return [candidate.token_id for candidate in possible]
 
 
-def _check_logprobs(logprobs: list[float], num_tokens: int) -> None:
-    if len(logprobs) != num_tokens:
-        raise BadAnswer(f"The engine gave {num_tokens} tokens but {len(logprobs)} logprobs.")
-    if odd := [logprob for logprob in logprobs if not (math.isfinite(logprob) and logprob <= POSITIVE)]:
-        raise BadAnswer(f"The engine gave {odd[0]} for a logprob - finite ones of at most 0 were expected.")
-
-
-def _check_spans(spans: list[Span], num_tokens: int) -> None:
-    """Check that the spans are contiguous, from the first token to the last."""
-    at = 0
-    for span in spans:
-        if span.start != at or span.end < at:
-            raise BadAnswer(f"The engine gave versions for tokens {span.start} to {span.end} after {at} tokens.")
-        at = span.end
-    if at != num_tokens:
-        raise BadAnswer(f"The engine gave {num_tokens} tokens but versions for {at}.")
-
-
 def prompt_logprobs_of(response: Response, ids: list[int]) -> list[float]:
     """Return [T - 1] logprobs: of ids[t + 1] after ids[:t + 1].
 
@@ -227,64 +239,3 @@ def prompt_logprobs_of(response: Response, ids: list[int]) -> list[float]:
     if missing:
         raise BadAnswer(f"The engine gave no logprob for token {missing[0]} of the prompt.")
     return [entry.logprob for entry in found if entry is not None]
-
-
-@dataclass(frozen=True)
-class WeightReport:
-    """The weights that an engine reports to hold."""
-
-    version: str  # "default" before the first update
-    digests: dict[str, str]  # as received by the last update
-    incomplete: list[str]  # layers that the last update left with old weights
-
-    def is_version(self, version: int, digests: dict[str, str]) -> bool:
-        return self.version == str(version) and self.digests == digests and not self.incomplete
-
-
-def weight_reports_of(answer: Any, *, num_workers: int | None = None) -> list[tuple[dict[str, str], list[str]]]:
-    """Return digests and incomplete layers, worker by worker.
-
-    Raises: BadAnswer where not every worker has reported.
-    """
-    try:
-        results = msgspec.convert(answer, _Reports).results
-    except msgspec.ValidationError as error:
-        raise BadAnswer(f"The engine's report of its weights cannot be read: {error}") from error
-    if not results or (num_workers is not None and len(results) != num_workers):
-        raise BadAnswer(f"{len(results)} of the engine's {num_workers or 1} workers reported their weights.")
-    return [(result.digests, result.incomplete) for result in results]
-
-
-def all_take_in_ahead(answer: Any) -> bool:
-    """Return whether every worker takes tensors in while it serves. Raises: BadAnswer."""
-    try:
-        results = msgspec.convert(answer, _Aheads).results
-    except msgspec.ValidationError as error:
-        raise BadAnswer(f"The engine answered {str(answer)[:200]} - `ahead` of each worker was expected.") from error
-    return bool(results) and all(result.ahead for result in results)
-
-
-def flag_of(answer: Any, key: str) -> bool:
-    """Raises: BadAnswer."""
-    value = answer.get(key) if isinstance(answer, dict) else None
-    if not isinstance(value, bool):
-        raise BadAnswer(f"The engine answered {str(answer)[:200]} - `{key}`, true or false, was expected.")
-    return value
-
-
-def world_size_of(answer: Any) -> int:
-    """Return how many workers an engine has. Raises: BadAnswer."""
-    value = answer.get("world_size") if isinstance(answer, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_WORKERS:
-        raise BadAnswer(
-            f"The engine answered {str(answer)[:200]} - `world_size` from 1 to {MOST_WORKERS} was expected."
-        )
-    return value
-
-
-def text_of(answer: Any, key: str) -> str:
-    """Raises: BadAnswer."""
-    value = answer.get(key) if isinstance(answer, dict) else None
-    if not isinstance(value, (str, int)) or isinstance(value, bool):
-        raise BadAnswer(f"The engine answered {str(answer)[:200]} - `{key}` was expected.")
-    return str(value)

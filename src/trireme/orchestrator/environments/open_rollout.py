@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 
 from trireme.base.errors import TriremeError
 from trireme.orchestrator.environments import wire
@@ -27,6 +27,7 @@ class RolloutFailed(TriremeError):
         return f"{self.stage}: {self.error}"
 
 
+@dataclass(eq=False)
 class OpenRollout:
     """The orchestrator's half of a rollout that runs in an environment worker.
 
@@ -34,112 +35,80 @@ class OpenRollout:
     `deliver`, which the connection calls.
     """
 
-    __slots__ = (
-        *("_answering", "_ask", "_concurrent", "_inbox", "_limit", "_on_held", "_send", "_timeout_s", "_turn_tokens"),
-        *("_waiter", "is_held", "num_deaths", "task"),
-    )
+    task: RunTask
+    ask: AskPolicy
+    timeout_s: float
+    num_deaths: int  # of workers that ran it
+    on_held: Callable[[], None]  # called when it is over and only waits for the others of its group
+    is_held: bool = False
 
-    def __init__(
-        self,
-        task: RunTask,
-        ask: AskPolicy,
-        send: Callable[[wire.ToWorker], None],
-        *,
-        timeout_s: float,
-        num_deaths: int,
-        on_held: Callable[[], None],
-    ) -> None:
-        self.task = task
-        self.num_deaths = num_deaths
-        self.is_held = False
-        self._ask = ask
-        self._send = send
-        self._on_held = on_held
-        self._timeout_s = timeout_s
-        self._limit = asyncio.timeout(timeout_s)
+    def __post_init__(self) -> None:
+        self._limit = asyncio.timeout(self.timeout_s)
         self._turn_tokens: dict[str, int] = {}  # completion tokens of each Ask, by its call, in their order
-        self._inbox: deque[Ask | Done | wire.Error | Exception] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._answering: asyncio.Timeout | None = None  # cancels the answer to a turn, if the rollout ends meanwhile
-        self._concurrent: set[asyncio.Task[None]] = set()  # answers to further turns that were asked for meanwhile
+        self._answering: set[asyncio.Task[None]] = set()
+        self._end: Done | wire.Error | Exception | None = None
+        self._ended = asyncio.Event()
 
-    async def follow(self) -> Done:
-        """Answer the worker until the rollout ends. Turns are answered in the caller's task.
+    async def follow(self, send: Callable[[wire.ToWorker], None]) -> Done:
+        """Answer the worker with `send` until the rollout ends. Its end cancels the answers under way.
 
         Raises: RolloutFailed, WorkerDied, or what `ask` raised.
         """
+        self._send = send
         try:
             async with self._limit:
-                while True:
-                    while not self._inbox:
-                        self._waiter = asyncio.get_running_loop().create_future()
-                        await self._waiter
-                    message = self._inbox.popleft()
-                    if isinstance(message, Done):
-                        self._check_turn_rewards(message)
-                        return message
-                    if isinstance(message, wire.Error):
-                        raise RolloutFailed(message.stage, message.error, message.traceback)
-                    if isinstance(message, Exception):
-                        raise message
-                    if self._inbox:  # the rollout is over already
-                        continue
-                    try:
-                        async with asyncio.timeout(None) as self._answering:
-                            await self._answer(message)
-                    except TimeoutError:
-                        if self._answering is None or not self._answering.expired():
-                            raise
-                    finally:
-                        self._answering = None
+                await self._ended.wait()
+            if isinstance(self._end, wire.Error):
+                raise RolloutFailed(self._end.stage, self._end.error, self._end.traceback)
+            if isinstance(self._end, Exception):
+                raise self._end
+            assert self._end is not None, "ended without an end"
+            self._check_turn_rewards(self._end)
+            return self._end
         except TimeoutError as error:
             if not self._limit.expired():
                 raise
-            raise self._too_slow() from error
+            if not self.is_held:
+                raise RolloutFailed(
+                    "timeout", f"not finished after {self.timeout_s:g} s (`rollout_timeout_s`)"
+                ) from error
+            what = f"was over, and the others of its group of {self.task.group_size} were not"
+            raise RolloutFailed("timeout", f"{what} {2 * self.timeout_s:g} s after the last of them moved") from error
         finally:
-            await cancel_all(self._concurrent)
+            await cancel_all(self._answering)
+
+    def deliver(self, message: Ask | Held | Done | wire.Error | Exception) -> None:
+        """Take a message of the worker. Anything but an Ask and a Held ends the rollout."""
+        if self._end is not None:
+            return
+        if isinstance(message, Held):
+            self.is_held = True
+            self.on_held()
+        elif not isinstance(message, Ask):
+            self._end = message
+            self._ended.set()
+        elif len(self._answering) >= TURNS_AT_ONCE:
+            self.deliver(RolloutFailed("rollout", f"asked for more than {TURNS_AT_ONCE} model turns at once"))
+        else:
+            self._turn_tokens[message.call] = 0
+            answering = asyncio.create_task(self._answer(message))
+            self._answering.add(answering)
+            answering.add_done_callback(self._answering.discard)
 
     async def _answer(self, question: Ask) -> None:
-        reply = await self._ask(question)
+        try:
+            reply = await self.ask(question)
+        except Exception as error:
+            self.deliver(error)
+            return
         reply.call = question.call
         self._turn_tokens[question.call] = len(reply.completion_ids)
         self._send(reply)
 
-    def deliver(self, message: Ask | Held | Done | wire.Error | Exception) -> None:
-        """Take a message of the worker. Anything but an Ask ends the rollout, and cancels the answer under way."""
-        if isinstance(message, Held):
-            self.is_held = True
-            self._on_held()
-            return
-        if isinstance(message, Ask):
-            self._turn_tokens[message.call] = 0
-            if self._answering is not None or self._inbox:
-                self._answer_concurrently(message)
-                return
-        if self._answering is not None and not self._answering.expired():
-            self._answering.reschedule(0)
-        self._inbox.append(message)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _answer_concurrently(self, question: Ask) -> None:
-        if len(self._concurrent) >= TURNS_AT_ONCE:
-            self.deliver(RolloutFailed("rollout", f"asked for more than {TURNS_AT_ONCE} model turns at once"))
-            return
-
-        def ended(answering: asyncio.Task[None]) -> None:
-            self._concurrent.discard(answering)
-            if not answering.cancelled() and isinstance(error := answering.exception(), Exception):
-                self.deliver(error)
-
-        answering = asyncio.create_task(self._answer(question))
-        self._concurrent.add(answering)
-        answering.add_done_callback(ended)
-
     def extend(self) -> None:
         """Extend the timeout of a held rollout: another of its group has begun, ended or failed."""
         if self.is_held and not self._limit.expired():
-            self._limit.reschedule(asyncio.get_running_loop().time() + 2 * self._timeout_s)
+            self._limit.reschedule(asyncio.get_running_loop().time() + 2 * self.timeout_s)
 
     def _check_turn_rewards(self, done: Done) -> None:
         num_tokens = list(self._turn_tokens.values())
@@ -157,14 +126,8 @@ class OpenRollout:
                     "the whole turn, or one per completion token - look at the environment's `turn_rewards`.",
                 )
 
-    def _too_slow(self) -> RolloutFailed:
-        if self.is_held:
-            what = f"was over, and the others of its group of {self.task.group_size} were not"
-            return RolloutFailed("timeout", f"{what} {2 * self._timeout_s:g} s after the last of them moved")
-        return RolloutFailed("timeout", f"not finished after {self._timeout_s:g} s (`rollout_timeout_s`)")
 
-
-async def cancel_all(tasks: set[asyncio.Task] | list[asyncio.Task] | list[asyncio.Future]) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Future]) -> None:
     pending = [task for task in tasks if not task.done()]
     for task in pending:
         task.cancel()

@@ -4,8 +4,8 @@ Example:
     async with open_environment(config, logs=paths.logs) as environment:
         done = await environment.run(RunTask(task="0-17-3", index=17, sampling={...}), ask)
 
-`ask` is called for each model turn and returns a Reply. It runs in the caller's own task, so what it raises comes out
-of `run`, and cancelling the caller cancels it.
+`ask` is called for each model turn and returns a Reply. What it raises comes out of `run`, and cancelling the caller
+cancels it.
 
 Failures of a rollout:
 - Its environment or its reward function raises: `RolloutFailed`, for this rollout only.
@@ -29,16 +29,19 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFailed, cancel_all
-from trireme.orchestrator.environments.slots import ExclusiveSection, GroupBarrier, Slot
+from trireme.orchestrator.environments.open_rollout import AskPolicy, OpenRollout, RolloutFailed, cancel_all
 from trireme.orchestrator.environments.venv import environment_python, find_environment
 from trireme.orchestrator.environments.wire import Done, Load, Ready, RunTask
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S, EnvironmentWorker, WorkerDied
+
+if TYPE_CHECKING:
+    from trireme.orchestrator.gateway.server import Gateway
 
 log = get_logger("environments")
 
@@ -75,7 +78,12 @@ async def open_environment(
         EnvironmentWorker(
             name=f"{name}-{number}",
             python=python,
-            load=Load(module=source.module, args=config.args, seed=seed),
+            load=Load(
+                module=source.module,
+                args=config.args,
+                agent=_agent_table(config, logs),
+                seed=seed,
+            ),
             log_file=logs / f"environment-{name}-{number}.stdout",
             load_timeout_s=load_timeout_s,
             keep_python_path=source.folder is None,
@@ -86,11 +94,22 @@ async def open_environment(
     ]
     waits = waits or Waits("orchestrator", logs)
     environment = Environment(config, workers, waits, load_timeout_s=load_timeout_s, counts=counts)
-    try:
+    async with AsyncExitStack() as stack:
+        if config.agent is not None:
+            from trireme.orchestrator.gateway.server import open_gateway  # it imports a web framework
+
+            address = config.agent.host, config.agent.port
+            environment.gateway = await stack.enter_async_context(open_gateway(*address))
+        stack.push_async_callback(environment._close)
         await environment._start()
         yield environment
-    finally:
-        await environment._close()
+
+
+def _agent_table(config: EnvironmentConfig, logs: Path) -> dict[str, Any] | None:
+    """Return what a worker needs to know of the agent program. Its folders have the same names after a restart."""
+    if config.agent is None:
+        return None
+    return config.agent.model_dump(mode="json") | {"folders": str(logs.resolve() / "agents")}
 
 
 class Environment:
@@ -117,6 +136,7 @@ class Environment:
         worker died again and again. Of workers: `worker_death`, and in how many of these deaths it was killed because
         of its `memory` or of the `garbage` that it sent."""
         self.group_rewards = False  # rewards compare the rollouts of a group
+        self.gateway: Gateway | None = None  # where its agent program finds the policy, if it has one
         self._workers = workers
         self._waits = waits
         self._longest_absence_s = (MAX_RESTARTS + 1) * (load_timeout_s + LONGEST_BACKOFF_S)
@@ -154,6 +174,14 @@ class Environment:
             RolloutFailed: for a reason of its own.
             PeerDied: all workers of the environment are dead and could not be restarted.
         """
+        if self.gateway is None:
+            return await self._run(task, ask, on_retry)
+        from trireme.orchestrator.environments.agent_session import AgentSession  # it imports a web framework
+
+        with AgentSession(self.gateway, task, ask) as session:
+            return await session.watch(self._run(task, ask, lambda: session.restart(on_retry)))
+
+    async def _run(self, task: RunTask, ask: AskPolicy, on_retry: Callable[[], None]) -> Done:
         self.check_group_size(task.group_size)
         timeout_s = self.config.rollout_timeout_s
         is_compared = self.group_rewards and bool(task.group)
@@ -170,9 +198,7 @@ class Environment:
                         await self._wait_for_worker()
                         # no `await` from here until the worker has registered the rollout, so it is still alive then
                         worker = self._choose_worker(task.group if is_compared else "")
-                        done = await worker.run(
-                            task, ask, timeout_s=timeout_s, num_deaths=num_deaths, on_held=slot.release
-                        )
+                        done = await worker.run(OpenRollout(task, ask, timeout_s, num_deaths, on_held=slot.release))
                     if is_compared:
                         await self._barrier.wait(task.group, task.group_size, timeout_s=timeout_s)
                     self.num_rollouts += 1
@@ -230,7 +256,15 @@ class Environment:
     # workers
 
     async def _start(self) -> None:
-        starting = [asyncio.create_task(_start_worker(worker)) for worker in self._workers]
+        async def start(worker: EnvironmentWorker) -> Ready:
+            for _ in range(STARTS - 1):
+                try:
+                    return await worker.start()
+                except PeerDied as error:  # another process killed it: that says nothing about the environment
+                    log.warning("%s Starting it again.", error)
+            return await worker.start()
+
+        starting = [asyncio.create_task(start(worker)) for worker in self._workers]
         try:
             loaded = await asyncio.gather(*starting)  # not a TaskGroup: a ConfigError is for people, not a group of one
         finally:
@@ -263,7 +297,7 @@ class Environment:
             if worker.num_settled > num_settled:
                 num_restarts_in_a_row, num_settled = 0, worker.num_settled
             if num_restarts_in_a_row >= MAX_RESTARTS:
-                return self._give_up(worker, reason)
+                break
             log.warning("%s Restarting it (restart %d).", reason, self.num_restarts + 1)
             if num_restarts_in_a_row:
                 await asyncio.sleep(min(LONGEST_BACKOFF_S, 0.5 * 2**num_restarts_in_a_row))
@@ -275,7 +309,6 @@ class Environment:
                 log.warning("%s: %s", type(error).__name__, error)
             self._worker_came.set()
 
-    def _give_up(self, worker: EnvironmentWorker, reason: str) -> None:
         worker.is_abandoned = True
         log.error("%s It was restarted %d times without finishing a rollout, and stays dead.", reason, MAX_RESTARTS)
         if all(each.is_abandoned for each in self._workers):
@@ -286,11 +319,90 @@ class Environment:
             self._worker_came.set()
 
 
-async def _start_worker(worker: EnvironmentWorker) -> Ready:
-    """Start it a few times where another process kills it: that says nothing about the environment."""
-    for _ in range(STARTS - 1):
+class Slot:
+    """One of the slots of `max_concurrent`, held from entry to exit, or until `release` before that."""
+
+    def __init__(self, slots: asyncio.Semaphore) -> None:
+        self._slots = slots
+        self._is_held = False
+
+    async def __aenter__(self) -> Slot:
+        await self._slots.acquire()
+        self._is_held = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._slots.release()
+
+
+class ExclusiveSection:
+    """A section for one name at a time. All tasks of that name may be inside together.
+
+    Example:
+        async with section.enter("group 17"):
+            ...
+    """
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._num_inside = 0
+        self._emptied = asyncio.Event()
+
+    @asynccontextmanager
+    async def enter(self, name: str) -> AsyncIterator[None]:
+        while self._num_inside and self._name != name:
+            self._emptied.clear()
+            await self._emptied.wait()
+        self._name = name
+        self._num_inside += 1
         try:
-            return await worker.start()
-        except PeerDied as error:
-            log.warning("%s Starting it again.", error)
-    return await worker.start()
+            yield
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._emptied.set()
+
+
+class GroupBarrier:
+    """Holds the results of a group back until all of its rollouts have theirs.
+
+    A worker reports the rollouts of a group one after the other. If it dies in between, another worker cannot score the
+    rest without those that were reported already, so the whole group runs again.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+
+    async def wait(self, group: str, size: int, *, timeout_s: float) -> None:
+        """Wait for the others, once this rollout has its result. After a timeout or a failure of another, it stands.
+
+        Raises: the error given to `fail`.
+        """
+        waiting = self._waiting.setdefault(group, [])
+        waiting.append(mine := asyncio.get_running_loop().create_future())
+        if len(waiting) == size:
+            self.release(group)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await mine
+        except TimeoutError:
+            return
+        finally:
+            if mine in waiting:
+                waiting.remove(mine)
+
+    def fail(self, group: str, build_error: Callable[[], Exception]) -> None:
+        """Fail all that wait. Each gets an error of its own: one that is raised in many places has a long traceback."""
+        for waiting in self._waiting.pop(group, []):
+            if not waiting.done():
+                waiting.set_exception(build_error())
+
+    def release(self, group: str) -> None:
+        for waiting in self._waiting.pop(group, []):
+            if not waiting.done():
+                waiting.set_result(None)

@@ -30,10 +30,9 @@ from typing import Any, Literal
 
 from trireme.base.disk import is_full
 from trireme.base.errors import ConfigError, DeadlineExceeded
-from trireme.base.locks import try_lock
 from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write
-from trireme.base.processes import last_lines
+from trireme.base.processes import last_lines, try_lock
 from trireme.base.token import TOKEN
 
 log = get_logger("environments")
@@ -136,6 +135,7 @@ def environment_python(
     Several processes may call it at once: one builds, the others wait.
 
     Args:
+        log_file: for the output of uv; by default next to the virtual environment.
         again: rebuild an existing virtual environment.
 
     Raises: ConfigError where uv is missing or could not install the package.
@@ -146,7 +146,7 @@ def environment_python(
     if again or not _is_complete(venv):
         with _locked(venv.with_name(f"{venv.name}.lock"), source):
             if again or not _is_complete(venv):  # another process may have built it while we waited
-                _build(venv, source, uv=uv or _find_uv(), log_file=log_file or install_log(venv))
+                _build(venv, source, uv=uv, log_file=log_file or venv.with_name(f"{venv.name}.log"))
     return _python(venv)
 
 
@@ -156,11 +156,6 @@ def installed_venv(source: EnvironmentSource, *, cache: Path | None = None) -> P
         return None
     venv = _venv_folder(source, cache or default_cache())
     return venv if _is_complete(venv) else None
-
-
-def install_log(venv: Path) -> Path:
-    """Return where the output of uv is, unless the caller of `environment_python` named another file."""
-    return venv.with_name(f"{venv.name}.log")
 
 
 def _venv_folder(source: EnvironmentSource, cache: Path) -> Path:
@@ -209,9 +204,15 @@ def _locked(lock: Path, source: EnvironmentSource) -> Iterator[None]:
         yield
 
 
-def _build(venv: Path, source: EnvironmentSource, *, uv: str, log_file: Path) -> None:
+def _build(venv: Path, source: EnvironmentSource, *, uv: str | None, log_file: Path) -> None:
     """Build in place, as a virtual environment cannot be moved. It counts once the marker file is in it."""
     assert source.folder is not None
+    uv = uv or os.environ.get("UV") or shutil.which("uv")
+    if not uv:
+        raise ConfigError(
+            "uv was not found (the variable UV is not set and no `uv` is on PATH) - expected uv, which installs the "
+            "environment's own dependencies - install uv (`pip install uv`), or run this command with `uv run`."
+        )
     log.info("Installing environment %s into %s (once; log: %s)", source.id, venv, log_file)
     start = time.monotonic()
     shutil.rmtree(venv, ignore_errors=True)
@@ -253,16 +254,6 @@ def _install_error(source: EnvironmentSource, error: Exception, log_file: Path) 
         + f"\nExpected {source.folder} and its dependencies to install into an environment of their own - correct its "
         f"pyproject.toml, or see that uv reaches its package index; the whole log is {log_file}"
     )
-
-
-def _find_uv() -> str:
-    found = os.environ.get("UV") or shutil.which("uv")
-    if not found:
-        raise ConfigError(
-            "uv was not found (the variable UV is not set and no `uv` is on PATH) - expected uv, which installs the "
-            "environment's own dependencies - install uv (`pip install uv`), or run this command with `uv run`."
-        )
-    return found
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,15 @@ malformed answer costs its rollout; bytes that are no message at all (`Garbage`)
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, Literal
 
 import msgspec
 
-from trireme.base.errors import TriremeError
+from trireme.base.errors import PeerDied, TriremeError
 from trireme.journal.records import EnvironmentResult
 
 Split = Literal["train", "eval"]
@@ -48,6 +50,7 @@ class Load(_Message, tag="load", kw_only=True):
     module: str  # a module's name, or the absolute path of a .py file
     kind: Literal["auto", "verifiers", "plain"] = "auto"
     args: dict[str, Any] = {}
+    agent: dict[str, Any] | None = None  # `config.orchestrator.Agent`: a program plays the rollouts
     seed: int = 0
 
 
@@ -67,6 +70,8 @@ class RunTask(_Message, tag="run", kw_only=True):
     group: str = ""  # rollouts of the same name are scored together where the environment's rewards compare them
     group_size: int = 1  # rollouts of that name; a failed one comes again under the same name
     columns: list[str] = []  # fields of the environment's state that Done has to report
+    gateway: str = ""  # where an agent program finds the policy: a URL without a path
+    api_key: str = ""  # of this rollout there
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
@@ -151,6 +156,8 @@ class Ask(_Message, tag="ask", kw_only=True):
     messages: list[dict[str, Any]]  # OpenAI chat messages, text only; tool calls nested, their arguments as JSON text
     tools: list[dict[str, Any]] | None = None  # OpenAI function tools
     sampling: dict[str, Any]  # one flat dict: what OpenAI clients put into `extra_body` is merged in
+    calls_tools: bool = True  # false: what looks like a tool call stays text
+    only_counts: bool = False  # the reply has the prompt's ids, and no turn is sampled
 
 
 class Held(_Message, tag="held", kw_only=True):
@@ -198,7 +205,7 @@ LONGEST_LINE = 64 << 20
 """Bytes of one message from a worker."""
 
 LARGEST_REWARD = 1e30
-"""Of either sign. Beyond it, squares overflow float32, and one rollout would spoil its batch."""
+"""Largest reward, of either sign. Squares of larger ones overflow float32, and one rollout would spoil its batch."""
 
 DEEPEST = 32
 """Most lists and objects within each other. Encoders and readers recurse, up to Python's limit."""
@@ -232,53 +239,49 @@ def decode(line: bytes) -> FromWorker:
         return _checked(_DECODER.decode(line))
     except Exception as error:  # whatever bytes can make a decoder raise: RecursionError, UnicodeDecodeError, ...
         words = f"{type(error).__name__}: {error}"
-        if (task := _task_of(line)) is not None:
-            return Error(task=task, stage="rollout", error=f"The worker's answer cannot be used: {words}", traceback="")
+        if found := TASK.match(line):
+            task, words = found[1].decode(errors="replace"), f"The worker's answer cannot be used: {words}"
+            return Error(task=task, stage="rollout", error=words, traceback="")
         shown = line[:80].decode(errors="backslashreplace")
         raise Garbage(f"sent {len(line)} bytes that are no message ({words}): {shown!r}") from error
 
 
 def _checked(message: FromWorker) -> FromWorker:
     if isinstance(message, Ask):
-        _check_messages(message.messages)
+        for each in message.messages:
+            _check_chat_message(each)
         _check_depth(message.messages, message.tools, message.sampling)
     if isinstance(message, Done):
         _check_depth(message.prompt, message.completion, message.info, message.columns)
-        _check_metric_names(message.metrics)
         for reward in (message.reward, *chain.from_iterable(message.turn_rewards)):
             if abs(reward) > LARGEST_REWARD:
                 raise ValueError(f"a reward of {reward:g}, expected at most {LARGEST_REWARD:g} of either sign")
+        if len(message.metrics) > MOST_METRICS:
+            raise ValueError(f"{len(message.metrics)} metrics, expected at most {MOST_METRICS}")
+        for name in message.metrics:  # they become keys of metrics.jsonl, and text of the dashboard and of reports
+            if METRIC_NAME.fullmatch(name) is None:
+                raise ValueError(
+                    f"a metric called {name!r:.80}, expected 1 to 200 letters, digits and ./@:+-_ or blanks"
+                )
     if isinstance(message, Ready) and not all(0 <= size < 2**31 for size in (message.num_train, message.num_eval)):
         raise ValueError(f"data sets of {message.num_train} and {message.num_eval} examples")
     return message
 
 
-def _check_messages(messages: list[dict[str, Any]]) -> None:
-    """Check the types of chat messages. A template would fail on others, each in its own way."""
-    for message in messages:
-        role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-        if not isinstance(role, str) or not 0 < len(role) <= LONGEST_ROLE:
-            raise ValueError(f"a message with the role {role!r:.80}, expected a word")
-        if not isinstance(content, str | None):
-            raise ValueError(f"a message whose content is {content!r:.80}, expected text or null")
-        if not isinstance(calls, list | None) or not all(_is_call(call) for call in calls or ()):
-            raise ValueError(
-                f"a message with the tool calls {calls!r:.80}, expected a list of functions with arguments"
-            )
+def _check_chat_message(message: dict[str, Any]) -> None:
+    """Check the types of a chat message. A template would fail on others, each in its own way."""
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if not isinstance(role, str) or not 0 < len(role) <= LONGEST_ROLE:
+        raise ValueError(f"a message with the role {role!r:.80}, expected a word")
+    if not isinstance(content, str | None):
+        raise ValueError(f"a message whose content is {content!r:.80}, expected text or null")
+    if not isinstance(calls, list | None) or not all(_is_call(call) for call in calls or ()):
+        raise ValueError(f"a message with the tool calls {calls!r:.80}, expected a list of functions with arguments")
 
 
 def _is_call(call: Any) -> bool:
     function = call.get("function", call) if isinstance(call, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def _check_metric_names(metrics: dict[str, float]) -> None:
-    """Check names that become keys of metrics.jsonl, and text of the dashboard and of reports."""
-    if len(metrics) > MOST_METRICS:
-        raise ValueError(f"{len(metrics)} metrics, expected at most {MOST_METRICS}")
-    for name in metrics:
-        if METRIC_NAME.fullmatch(name) is None:
-            raise ValueError(f"a metric called {name!r:.80}, expected 1 to 200 letters, digits and ./@:+-_ or blanks")
 
 
 def _check_depth(*values: Any) -> None:
@@ -292,14 +295,74 @@ def _check_depth(*values: Any) -> None:
         raise ValueError(f"lists and objects nested more than {DEEPEST} deep")
 
 
-class _AboutRollout(msgspec.Struct):
-    type: Literal["ask", "held", "done", "error"]
-    task: str
+class Connection(asyncio.Protocol):
+    """The orchestrator's end of the socket pair to one worker process."""
+
+    def __init__(
+        self,
+        on_message: Callable[[AboutRollout | Pong], None],
+        on_garbage: Callable[[str], None],
+        answer: asyncio.Future[Ready | Failed],
+    ) -> None:
+        self.closed = asyncio.Event()
+        self._on_message = on_message
+        self._on_garbage = on_garbage
+        self._answer = answer  # to Load; this connection's own, so that an old one's end cannot fail a new one's start
+        self._reader = LineReader(self._receive)
+        self._transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's are no asyncio.WriteTransport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._reader.feed(data)
+        except Garbage as error:
+            self._on_garbage(str(error))
+            self.close()
+
+    def _receive(self, message: FromWorker) -> None:
+        if not isinstance(message, Ready | Failed):
+            self._on_message(message)
+        elif not self._answer.done():
+            self._answer.set_result(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self.closed.set()
+        if not self._answer.done():
+            self._answer.set_exception(PeerDied("The worker hung up before it had loaded the environment."))
+
+    def send(self, message: ToWorker) -> None:
+        if self._transport is not None:  # else the worker is dead, and `wait_for_death` fails its rollouts
+            self._transport.write(encode(message))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
 
-def _task_of(line: bytes) -> str | None:
-    try:
-        return msgspec.json.decode(line, type=_AboutRollout).task
-    except Exception:
-        found = TASK.match(line)
-        return found[1].decode(errors="replace") if found else None
+class LineReader:
+    """Cuts the bytes of a stream socket into messages.
+
+    Example:
+        reader = LineReader(on_message)
+        reader.feed(b'{"type":"done"')
+        reader.feed(b',...}\\n')  # on_message(Done(...))
+    """
+
+    def __init__(self, on_message: Callable[[FromWorker], None]) -> None:
+        self._on_message = on_message
+        self._partial = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Raises: Garbage."""
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = bytes(self._partial) + lines[0]
+            self._partial.clear()
+        self._partial += rest
+        for line in lines:
+            self._on_message(decode(line))
+        if len(self._partial) > LONGEST_LINE:
+            raise Garbage(f"sent {len(self._partial)} bytes without an end of line, at most {LONGEST_LINE} expected")

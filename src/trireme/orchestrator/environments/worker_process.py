@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,11 +21,11 @@ from trireme.base.processes import last_lines
 from trireme.base.token import TOKEN
 from trireme.config.files import without_secrets
 from trireme.orchestrator.environments import wire
-from trireme.orchestrator.environments.connection import Connection
-from trireme.orchestrator.environments.open_rollout import AskPolicy, OpenRollout
+from trireme.orchestrator.environments.open_rollout import OpenRollout
 from trireme.orchestrator.environments.wire import (
     Ask,
     Cancel,
+    Connection,
     Done,
     Failed,
     Garbage,
@@ -77,8 +76,8 @@ class EnvironmentWorker:
         log_file: Path,
         load_timeout_s: float,
         keep_python_path: bool,
-        max_memory_gib: float | None = None,
-        counts: Counter[str] | None = None,
+        max_memory_gib: float | None,
+        counts: Counter[str],
     ) -> None:
         self.name = name
         self.is_ready = False
@@ -91,7 +90,7 @@ class EnvironmentWorker:
         self._load_timeout_s = load_timeout_s
         self._keep_python_path = keep_python_path
         self._max_memory_gib = max_memory_gib
-        self._counts = Counter() if counts is None else counts  # of reasons that it was killed for
+        self._counts = counts  # of reasons that it was killed for
         self._scores_groups = False
         self._rollouts: dict[str, OpenRollout] = {}
         self._num_issued = 0
@@ -140,35 +139,22 @@ class EnvironmentWorker:
         self._scores_groups = loaded.group_rewards
         return loaded
 
-    async def run(
-        self,
-        task: RunTask,
-        ask: AskPolicy,
-        *,
-        timeout_s: float,
-        num_deaths: int = 0,
-        on_held: Callable[[], None] = lambda: None,
-    ) -> Done:
+    async def run(self, rollout: OpenRollout) -> Done:
         """Run and score one rollout.
-
-        Args:
-            num_deaths: workers that died with it under way.
-            on_held: called when it is over and only waits for the others of its group.
 
         Raises: RolloutFailed; WorkerDied where the process ended first.
         """
+        task = rollout.task
         assert self.is_ready, f"run({task.task}) on worker {self.name}, which is not ready"
         on_wire = f"{task.task}.{self._num_issued}"  # late messages of a cancelled attempt are ignored
         self._num_issued += 1
-        rollout = self._rollouts[on_wire] = OpenRollout(
-            task, ask, self._send, timeout_s=timeout_s, num_deaths=num_deaths, on_held=on_held
-        )
+        self._rollouts[on_wire] = rollout
         self._send(msgspec.structs.replace(task, task=on_wire))
         self._extend_group_timeouts(task)
         asyncio.get_running_loop().call_soon(self._reach, "environment.asked")  # after the message was sent
         is_over = False
         try:
-            done = await rollout.follow()
+            done = await rollout.follow(self._send)
             is_over = True
             return done
         except WorkerDied:
@@ -232,20 +218,25 @@ class EnvironmentWorker:
             hung_up.cancel()
             exited.cancel()
         await self._end(timeout_s=0 if self._blame else EXIT_TIMEOUT_S)
-        reason = f"Environment worker {self.name} {self._how_it_ended()} (log: {self.log_file}).{self._under_way()}"
+        reason = f"Environment worker {self.name} {self._how_it_ended()} (log: {self.log_file})."
+        if tasks := sorted({(each.task.split, each.task.index) for each in self._rollouts.values()}):
+            named = ", ".join(f"{split} {index}" for split, index in tasks[:EXAMPLES_NAMED])
+            reason += f" Under way in it: {named}{', ...' if len(tasks) > EXAMPLES_NAMED else ''}."
         self._fail_rollouts(reason)
         return reason
 
     async def close(self) -> None:
         """Ask it to tear down, then end it with all its children."""
-        if self.is_ready:
+        if was_ready := self.is_ready:
             self._send(Stop())
-            await self._end(timeout_s=STOP_TIMEOUT_S)
-        else:
-            await self._end()
+        await self._end(timeout_s=STOP_TIMEOUT_S if was_ready else 0.0)
         self._fail_rollouts(f"Environment worker {self.name} was closed.")
 
     async def _spawn(self, answer: asyncio.Future[Ready | Failed]) -> None:
+        unwanted = {"VIRTUAL_ENV", "PYTHONHOME", "PYTHONSAFEPATH", TOKEN}
+        unwanted |= set() if self._keep_python_path else {"PYTHONPATH"}
+        variables = {name: value for name, value in os.environ.items() if name not in unwanted}
+        variables |= {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +245,7 @@ class EnvironmentWorker:
                 self._process = await asyncio.create_subprocess_exec(
                     str(self._python), str(WORKER), str(theirs.fileno()),
                     pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                    env=self._variables(), start_new_session=True,
+                    env=variables, start_new_session=True,
                 )  # fmt: skip
         except BaseException:
             ours.close()  # a worker that was started after all exits when it sees this
@@ -267,14 +258,6 @@ class EnvironmentWorker:
         )
         await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
         self._connection = connection
-
-    def _variables(self) -> dict[str, str]:
-        unwanted = {"VIRTUAL_ENV", "PYTHONHOME", "PYTHONSAFEPATH", TOKEN} | (
-            set() if self._keep_python_path else {"PYTHONPATH"}
-        )
-        inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
-        ours = {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-        return inherited | ours
 
     def _send(self, message: wire.ToWorker) -> None:
         if self._connection is not None:
@@ -312,14 +295,6 @@ class EnvironmentWorker:
         for rollout in list(self._rollouts.values()):
             is_only_suspect = len(suspects) == 1 and rollout.num_deaths == most
             rollout.deliver(WorkerDied(reason, worker=self, is_only_suspect=is_only_suspect))
-
-    def _under_way(self) -> str:
-        """Return which examples may have killed it: as many as fit into a line of the log."""
-        tasks = sorted({(each.task.split, each.task.index) for each in self._rollouts.values()})
-        if not tasks:
-            return ""
-        named = ", ".join(f"{split} {index}" for split, index in tasks[:EXAMPLES_NAMED])
-        return f" Under way in it: {named}{', ...' if len(tasks) > EXAMPLES_NAMED else ''}."
 
     async def _end(self, *, timeout_s: float = 0.0) -> None:
         """Give the process time to exit, then kill what is left of it and of its children, and reap it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from trireme.base.disk import when_there_is_room
 from trireme.base.faults import reach
@@ -90,7 +90,10 @@ class Evaluator:
         return sorted(version for version in versions | {last} if not self.is_done(version))
 
     def is_done(self, version: int) -> bool:
-        """Whether the run has written all results of `version`. Other results may be those of the command `eval`."""
+        """Return whether the run has written all results of `version`.
+
+        Other results may be those of the command `eval`.
+        """
         return self._eval is not None and all(
             is_runs_own(results_path(self._config.paths, version, name)) for name in self._environments
         )
@@ -101,9 +104,16 @@ class Evaluator:
         Returns: False where a later version sampled a part of it, because an engine of this one died: the results are
             discarded.
         """
+        assert self._eval is not None
         began = time.perf_counter()
         self.version = version
-        files = {name: self._results_file(version, env) for name, env in self._environments.items()}
+        files: dict[str, EvalResultsFile] = {}
+        for name, environment in self._environments.items():
+            # by a hash of the configuration, so that an evaluation with another one never resumes from partial results
+            configuration = f"{self._eval.sampling!r} {environment.config!r}"
+            digest = hashlib.sha256(configuration.encode()).hexdigest()[:8]
+            path = results_path(self._config.paths, version, environment.name)
+            files[name] = EvalResultsFile(path, partial=f".{path.stem}.{digest}.partial")
         try:
             with self._waits.busy():
                 evaluated = await gather_or_cancel(
@@ -118,7 +128,14 @@ class Evaluator:
                 file.discard()
             return False
         results = [each for each, _ in evaluated]
-        await self._write_when_there_is_room(lambda: _write_all(files.values(), results), version)
+
+        def write_all() -> None:
+            reach("evaluation.before_write")
+            for file, each in zip(files.values(), results, strict=True):
+                move_aside(file.path)
+                file.finish(each)
+
+        await self._write_when_there_is_room(write_all, version)
         reach("evaluation.written")
         self.report(version, seconds=time.perf_counter() - began)
         return True
@@ -137,15 +154,6 @@ class Evaluator:
             )
         self._metrics.append(version, row)
         log.info("version %d: %s", version, row)
-
-    def _results_file(self, version: int, environment: Environment) -> EvalResultsFile:
-        """Key partial results by a hash of the sampling and environment configuration, so that an evaluation with
-        another configuration never resumes from them."""
-        assert self._eval is not None
-        configuration = f"{self._eval.sampling!r} {environment.config!r}"
-        path = results_path(self._config.paths, version, environment.name)
-        digest = hashlib.sha256(configuration.encode()).hexdigest()[:8]
-        return EvalResultsFile(path, partial=f".{path.stem}.{digest}.partial")
 
     async def _evaluate_environment(
         self, version: int, environment: Environment, file: EvalResultsFile
@@ -230,10 +238,3 @@ def max_concurrent_rollouts(
     if is_trained_on:
         own = min(own, environment.config.max_concurrent // SHARE)
     return max(own, evaluation.rollouts_per_example if environment.group_rewards else 1)
-
-
-def _write_all(files: Iterable[EvalResultsFile], results: Iterable[Iterable[EvalResult]]) -> None:
-    reach("evaluation.before_write")
-    for file, each in zip(files, results, strict=True):
-        move_aside(file.path)
-        file.finish(each)

@@ -77,7 +77,10 @@ def description_path(results: Path) -> Path:
 
 
 def is_runs_own(results: Path) -> bool:
-    """Whether these results exist and the run made them. Those of the command `eval` may be of other examples."""
+    """Return whether these results exist and the run made them.
+
+    Those of the command `eval` may be of other examples.
+    """
     return results.exists() and not description_path(results).exists()
 
 
@@ -151,22 +154,14 @@ def _read_lines(path: Path) -> Iterator[EvalResult]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            yield msgspec.convert(json.loads(line), EvalResult)
         except (ValueError, RecursionError) as error:
-            if path.suffix == ".partial":
+            if path.suffix == ".partial" and not isinstance(error, msgspec.ValidationError):
                 continue
-            raise _no_result(path, number, error) from None
-        try:
-            yield msgspec.convert(value, EvalResult)
-        except msgspec.ValidationError as error:
-            raise _no_result(path, number, error) from None
-
-
-def _no_result(path: Path, number: int, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"{path}, line {number} is no result of an evaluation ({error}) - expected one JSON object per rollout. Remove "
-        "the line or the file, and type the same command again."
-    )
+            raise ConfigError(
+                f"{path}, line {number} is no result of an evaluation ({error}) - expected one JSON object per "
+                "rollout. Remove the line or the file, and type the same command again."
+            ) from None
 
 
 def write_eval_results(path: Path, results: Iterable[EvalResult]) -> None:
@@ -179,7 +174,7 @@ def _to_line(result: EvalResult) -> bytes:
 
 
 def read_eval_results(path: Path) -> list[EvalResult]:
-    return [msgspec.convert(json.loads(line), EvalResult) for line in path.read_bytes().splitlines()]
+    return list(_read_lines(path))
 
 
 def evaluation_metrics(name: str, results: Sequence[EvalResult], evaluation: Evaluation) -> dict[str, float]:

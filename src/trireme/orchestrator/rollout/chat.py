@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -25,50 +25,38 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"]
 
 
-KEPT_TOKENS = 1 << 20
-"""Tokens of recent prompts that are kept, all together."""
-
-
-class Prompts:
-    """Ids of the newest prompts that fit into a limit of tokens."""
-
-    def __init__(self, limit: int = KEPT_TOKENS) -> None:
-        self._limit = limit
-        self._ids: dict[bytes, list[int]] = {}  # oldest first
-        self._num_tokens = 0
-
-    def get(self, key: bytes) -> list[int] | None:
-        return self._ids.get(key)
-
-    def keep(self, key: bytes, ids: list[int]) -> None:
-        if key and len(ids) <= self._limit:
-            self._ids[key] = ids
-            self._num_tokens += len(ids)
-        while self._num_tokens > self._limit:
-            self._num_tokens -= len(self._ids.pop(next(iter(self._ids))))
+KEPT_PROMPTS = 64
+"""First prompts that are kept tokenised: the rollouts of a group begin alike, one after the other."""
 
 
 class ChatTokenizer:
     """The tokenizer and chat template of one model."""
 
     def __init__(self, folder: Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(_existing(folder / "tokenizer.json")))
+        file = folder / "tokenizer.json"
+        if not file.exists():
+            raise ConfigError(
+                f"{file} does not exist - the tokenizer's fast form was expected there. "
+                "Save it with `AutoTokenizer.from_pretrained(...).save_pretrained(folder)`."
+            )
+        self._tokenizer = Tokenizer.from_file(str(file))
         self._tokenizer.no_truncation()  # some files ask for it, and a prompt must never be cut silently
         self._tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
         text = _template_text(folder, config)
         self._template = _compile_template(text)
-        self._prompts = Prompts(
-            0 if "strftime_now" in text else KEPT_TOKENS
-        )  # a template that prints the time is rendered each time
+        # a template that prints the time is rendered each time
+        self._first_ids = lru_cache(0 if "strftime_now" in text else KEPT_PROMPTS)(self._tokenize_first)
         tokens = {key: config.get(key) for key in SPECIAL_TOKENS}
         self._names = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self.num_tokens: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.model_config = _read_json(folder / "config.json")
-        self.vocab_size = _model_vocab_size(self.model_config)
-        """Of the model, which is often larger: it may sample tokens without a text. None if unknown."""
+        nested = self.model_config.get("text_config") or {}
+        size = self.model_config.get("vocab_size") or nested.get("vocab_size")
+        self.vocab_size: int | None = size if isinstance(size, int) else None
+        """Vocabulary of the model, which is often larger: it may sample tokens without a text. None if unknown."""
 
     def render(self, messages: list[dict[str, Any]], *, tools: list[dict] | None, generate: bool) -> str:
         """Render the conversation as the model reads it; with `generate`, up to where the assistant's turn begins."""
@@ -82,18 +70,22 @@ class ChatTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # halves of surrogate pairs, which JSON can hold but UTF-8 cannot, become U+FFFD
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def prompt_ids(self, messages: list[dict[str, Any]], *, tools: list[dict] | None) -> list[int]:
         """Return the ids of a first prompt. It is tokenised once for all rollouts of a group, which begin alike."""
         try:
-            key = msgspec.json.encode((messages, tools))
-        except (TypeError, ValueError, OverflowError, RecursionError):  # a template may still render it
-            key = b""
-        if (ids := self._prompts.get(key)) is None:
-            ids = self.encode(self.render(messages, tools=tools, generate=True))
-            self._prompts.keep(key, ids)
-        return list(ids)
+            return list(self._first_ids(json.dumps((messages, tools))))
+        except (TypeError, ValueError, RecursionError):  # a template may still render it
+            return self.encode(self.render(messages, tools=tools, generate=True))
+
+    def _tokenize_first(self, conversation: str) -> list[int]:
+        messages, tools = json.loads(conversation)
+        return self.encode(self.render(messages, tools=tools, generate=True))
 
     def decode(self, ids: list[int], *, keep_special: bool = False) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=not keep_special)
@@ -109,49 +101,23 @@ def open_chat_tokenizer(name: str) -> ChatTokenizer:
     Raises:
         ConfigError: it could not be loaded.
     """
-    folder = Path(name)
-    if not folder.is_dir():
-        folder = _download(name)
-    return ChatTokenizer(folder)
-
-
-def _download(name: str) -> Path:
+    if Path(name).is_dir():
+        return ChatTokenizer(Path(name))
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=FILES))
+        folder = snapshot_download(name, allow_patterns=FILES)
     except Exception as error:
         raise ConfigError(
             f"Could not load tokenizer {name!r}: {type(error).__name__}: {error}\n"
             "Expected a folder with tokenizer.json, or a hub name that this machine can reach. Set `model.name` to one."
         ) from error
 
-
-def _existing(path: Path) -> Path:
-    if not path.exists():
-        raise ConfigError(
-            f"{path} does not exist - the tokenizer's fast form was expected there. "
-            "Save it with `AutoTokenizer.from_pretrained(...).save_pretrained(folder)`."
-        )
-    return path
+    return ChatTokenizer(Path(folder))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def _encodable(text: str) -> str:
-    """Replace halves of surrogate pairs, which JSON can hold but UTF-8 cannot, by U+FFFD."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _model_vocab_size(config: dict[str, Any]) -> int | None:
-    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    return size if isinstance(size, int) else None
 
 
 def _template_text(folder: Path, config: dict[str, Any]) -> str:

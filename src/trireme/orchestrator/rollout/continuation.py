@@ -51,6 +51,38 @@ def text_after(
     return end + now[len(with_turn) :]
 
 
+def text_after_any_turn(
+    tokenizer: ChatTokenizer,
+    messages: list[dict[str, Any]],
+    *,
+    num_past: int,
+    sampled: list[int],
+    tools: list[dict] | None,
+) -> str:
+    """Return the text that follows a turn, where the template writes the turn itself in another way than the model did.
+
+    The turn is replaced by one of plain text, so nothing depends on its thinking and its calls.
+
+    Args:
+        messages: the conversation, with the turn at `num_past`.
+        sampled: the tokens of that turn.
+
+    Raises: Rewritten where the template does not render a plain turn there.
+    """
+    plain = [*messages[:num_past], {"role": "assistant", "content": _MARK}, *messages[num_past + 1 :]]
+    try:
+        text = tokenizer.render(plain, tools=tools, generate=True)
+    except jinja2.TemplateError as error:
+        raise Rewritten(f"it cannot render a plain turn here: {error}") from error
+    if _MARK not in text:
+        raise Rewritten("a plain turn is no longer there")
+    after = text[text.rfind(_MARK) + len(_MARK) :]
+    last = tokenizer.decode(sampled[-1:], keep_special=True)
+    if last and tokenizer.is_special(sampled[-1]) and after.lstrip().startswith(last):
+        return after.lstrip()[len(last) :]
+    return after
+
+
 def _check_grows(shorter: str, longer: str, reply: ModelMessage | None = None) -> None:
     """Check that the longer conversation begins with the shorter one and, if given, continues with `reply`."""
     if not longer.startswith(shorter):

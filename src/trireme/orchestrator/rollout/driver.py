@@ -164,28 +164,28 @@ async def run_rollouts(
     slots = asyncio.Semaphore(max_concurrent or max(1, len(specs)))
 
     async def run_one(spec: RolloutSpec) -> RolloutOutcome:
-        async with slots:
-            began = time.monotonic()
-            for attempt in range(max_attempts):
-                try:
-                    rollout = await roll_out(replace(spec, attempt=attempt))
-                    return RolloutOutcome(spec, time.monotonic() - began, rollout)
-                except RolloutFailed as error:
-                    failure = error
-                except TriremeError:
-                    raise
-                except Exception as error:
-                    log.exception("rollout %s broke", spec.name)
-                    failure = RolloutFailed("rollout", f"{type(error).__name__}: {error}")
-                if attempt + 1 < max_attempts:
-                    log.warning("rollout %s failed, retry %d: %s", spec.name, attempt + 1, failure)
-            return RolloutOutcome(spec, time.monotonic() - began, failure=failure)
+        began = time.monotonic()
+        for attempt in range(max_attempts):
+            try:
+                rollout = await roll_out(replace(spec, attempt=attempt))
+                return RolloutOutcome(spec, time.monotonic() - began, rollout)
+            except RolloutFailed as error:
+                failure = error
+            except TriremeError:
+                raise
+            except Exception as error:
+                log.exception("rollout %s broke", spec.name)
+                failure = RolloutFailed("rollout", f"{type(error).__name__}: {error}")
+            if attempt + 1 < max_attempts:
+                log.warning("rollout %s failed, retry %d: %s", spec.name, attempt + 1, failure)
+        return RolloutOutcome(spec, time.monotonic() - began, failure=failure)
 
     async def run_group(group: list[RolloutSpec]) -> list[RolloutOutcome]:
         ended: dict[RolloutSpec, RolloutOutcome] = {}
 
         async def run_member(spec: RolloutSpec) -> None:
-            ended[spec] = await run_one(spec)
+            async with slots:
+                ended[spec] = await run_one(spec)
             if (failure := ended[spec].failure) is not None:
                 raise failure
 
@@ -201,8 +201,9 @@ async def run_rollouts(
         return [ended[spec] for spec in group]
 
     async def run_alone(spec: RolloutSpec) -> RolloutOutcome:
-        outcome = await run_one(spec)
-        await on_outcome(outcome)
+        async with slots:  # until it is kept: while results cannot be written, no more are made
+            outcome = await run_one(spec)
+            await on_outcome(outcome)
         return outcome
 
     if not scored_together:

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError, TriremeError
+from trireme.base.faults import reach
 from trireme.base.log import get_logger
-from trireme.config.orchestrator import Sampling, sampling_notes
+from trireme.base.waiting import Waits
+from trireme.config.orchestrator import Agent, Sampling, sampling_notes
 from trireme.config.run import RunConfig
 from trireme.journal.records import Rollout
-from trireme.orchestrator.engines.pool import InferencePool, OverlongPrompt
+from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, turns_file
+from trireme.orchestrator.engines.pool import Generation, InferencePool, OverlongPrompt
 from trireme.orchestrator.environments.open_rollout import RolloutFailed
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply, RunTask, Split
+from trireme.orchestrator.environments.wire import Ask, Done, FinishReason, Reply, RunTask, Split, ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import Rewritten, drops_thinking
 from trireme.orchestrator.rollout.sampling import TurnSampling, sampling_arguments
-from trireme.orchestrator.rollout.trajectory import Trajectory
-from trireme.orchestrator.rollout.turns import TurnReader
+from trireme.orchestrator.rollout.trajectory import Question, Strategy, Trajectory
+from trireme.orchestrator.rollout.turns import ModelMessage, TurnReader
 
 log = get_logger("rollouts")
 
 PROMPT_TOO_LONG = "prompt_too_long"
+
+WRITERS = 32
+"""Threads that write turns to disk: the kernel commits what waits at the same time together."""
 
 RolloutKey = tuple[int, int]
 """Example, and index of the rollout among those of its example: what a result is resumed by."""
@@ -67,8 +78,25 @@ class RolloutSpec:
 class RolloutRunner:
     """Runs rollouts; knows nothing of groups and batches."""
 
-    def __init__(self, config: RunConfig, pool: InferencePool, tokenizer: ChatTokenizer) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        pool: InferencePool,
+        tokenizer: ChatTokenizer,
+        *,
+        journal: Path | None = None,
+        waits: Waits | None = None,
+    ) -> None:
+        """
+        Args:
+            journal: where turns of agent programs are kept, for a rollout that is played again; nowhere if not given.
+            waits: for a full disk, where there is a journal.
+        """
         self.pool = pool
+        self.journal = journal
+        self.waits = waits
+        self.disk_timeout_s = config.disk_timeout_s
+        self.writers = ThreadPoolExecutor(WRITERS, "turns")  # makes a thread when it needs one
         self.tokenizer = tokenizer
         self.reader = TurnReader(config.inference.model, tokenizer, pool)
         self.strategy = config.orchestrator.trajectory_strategy
@@ -110,63 +138,94 @@ class RolloutRunner:
             vocab_size=self.tokenizer.vocab_size or self.tokenizer.num_tokens,
             own=self._arguments[id(sampling)][1],
         )
-        conversation = _Conversation(self, turns, trained=trained)
+        kept = None
+        if self.journal is not None and trained and environment.config.agent is not None:
+            kept = await asyncio.to_thread(TurnLog, turns_file(self.journal, spec.name, spec.attempt))
+        conversation = _Conversation(self, turns, trained=trained, agent=environment.config.agent, log=kept)
         task = spec.task(environment, turns.own)
-        done = await environment.run(task, conversation.answer, on_retry=conversation.restart)
-        self._warn_of_distortion(environment, turns.distorted)
-        issued = {"env": environment.name, "example": spec.example, "attempt": spec.attempt}
-        return conversation.finish(done, issued | {"temperature": sampling.temperature})
-
-    def _warn_of_distortion(self, environment: Environment, names: set[str]) -> None:
-        """Warn once per environment and set of arguments; `sampling_notes` covers the run's own."""
-        if names and (environment.name, *sorted(names)) not in self._warned:
-            self._warned.add((environment.name, *sorted(names)))
+        try:
+            done = await environment.run(task, conversation.answer, on_retry=conversation.restart)
+        finally:
+            conversation.close()
+        distorting = (environment.name, *sorted(turns.distorted))
+        if turns.distorted and distorting not in self._warned:  # `sampling_notes` covers the run's own
+            self._warned.add(distorting)
             log.warning(
                 "environment %s: its sampling arguments %s make the engine sample from another distribution than the "
                 "trainer can compute, so importance ratios are off by it - leave them out of the environment, unless "
                 "that is meant.",
                 environment.name,
-                ", ".join(sorted(names)),
+                ", ".join(distorting[1:]),
             )
+        issued = {"env": environment.name, "example": spec.example, "attempt": spec.attempt}
+        return conversation.finish(done, issued | {"temperature": sampling.temperature})
 
 
 class _Conversation:
     """The model's side of one rollout: answers its turns and records their tokens."""
 
-    def __init__(self, runner: RolloutRunner, sampling: TurnSampling, *, trained: bool) -> None:
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        sampling: TurnSampling,
+        *,
+        trained: bool,
+        agent: Agent | None = None,
+        log: TurnLog | None = None,
+    ) -> None:
+        """
+        Args:
+            log: turns of an earlier, interrupted run of this attempt, and where new ones are written.
+        """
         self._runner = runner
+        self._log = log
+        self._lost: dict[str, asyncio.Task[Any]] = {}  # turns whose player has died, by the prompt's digest
+        self._is_over = False
+        self._agent = agent
         self._sampling = sampling
         self._trained = trained
         self.restart()
 
     def restart(self) -> None:
         """Forget everything: the environment begins the rollout again."""
-        strategy = self._runner.strategy
-        is_lenient = strategy == "interleaved" and not self._trained
-        self._trajectory = Trajectory(self._runner.tokenizer, "interleaved_or_new" if is_lenient else strategy)
+        strategy: Strategy = self._runner.strategy
+        if self._agent is not None:
+            strategy = "tolerant"
+        elif strategy == "interleaved" and not self._trained:
+            strategy = "interleaved_or_new"
+        self.trajectory = Trajectory(self._runner.tokenizer, strategy)
         self._refused: str | None = None  # why the last turn was refused as too long, if it was
         self._cut: str | None = None  # what the last turn ran out of
         self._num_asked = 0
+        if self._log is not None:
+            self._log.rewind()
 
     async def answer(self, question: Ask) -> Reply:
         """Answer a request of the environment. Whatever is wrong with the request is an error of this rollout alone.
 
         Raises: ConfigError where the chat template cannot be trained on as the run is configured.
         """
-        self._num_asked += 1
-        number, runner = self._num_asked, self._runner
+        number, runner = self._num_asked + 1, self._runner
         try:
+            if question.only_counts:
+                return Reply(prompt_ids=self.trajectory.prompt_ids(question.messages, question.tools))
+            self._num_asked += 1
             arguments = self._sampling.of_turn(number, question.sampling)
-            asked = self._trajectory.ask(question.messages, question.tools)
-            routes_from = asked.routes_from if self._trained else None
-            turn = await runner.pool.generate(asked.ids, arguments, routes_from=routes_from)
-            keeps_stop = bool(arguments.get("include_stop_str_in_output"))
-            message = await runner.reader.read(asked.ids, turn, question.tools, number=number, keeps_stop=keeps_stop)
+            asked = self.trajectory.ask(question.messages, question.tools)
+            tools = question.tools if question.calls_tools else None
+            turn, message = await self._sample_once(asked, arguments, tools, number)
         except OverlongPrompt as error:
             self._refused, self._cut = str(error), PROMPT_TOO_LONG
             return Reply(error=str(error), error_kind="overlong_prompt")
         except Rewritten as error:
-            raise ConfigError(_rewritten_message(runner.model, str(error))) from error
+            raise ConfigError(
+                f"The chat template of {runner.model} rewrites earlier turns when a conversation continues: {error}. "
+                'With `orchestrator.trajectory_strategy = "interleaved"` all turns of a rollout are one sample, so a '
+                "template was expected that only adds to what it rendered before; those of many thinking models "
+                "(Qwen3, DeepSeek-R1) drop the thinking of earlier turns. Set `trajectory_strategy = "
+                '"branching"` (one sample per turn), or give the model a template that keeps them. Single-turn '
+                "environments work with either."
+            ) from error
         except jinja2.TemplateError as error:
             return Reply(error=f"The chat template refuses this conversation: {error}", error_kind="engine")
         except ValueError as error:
@@ -178,7 +237,7 @@ class _Conversation:
             return Reply(error=words, error_kind="engine")
         self._refused, self._cut = None, turn.cut
         finish_reason: FinishReason = "length" if turn.finish_reason == "length" else "stop"
-        self._trajectory.record(asked, turn, message)
+        self.trajectory.record(asked, turn, message)
         return Reply(
             content=message.content,
             reasoning=message.reasoning,
@@ -189,16 +248,96 @@ class _Conversation:
             logprobs=turn.logprobs,
         )
 
+    async def _sample_once(
+        self, asked: Question, arguments: dict[str, Any], tools: list[dict] | None, number: int
+    ) -> tuple[Generation, ModelMessage]:
+        """Sample a turn, and keep it where turns are kept. One that was sampled before a crash is not sampled again."""
+        if self._log is None:
+            return await self._sample(asked, arguments, tools, number)
+        prompt = prompt_digest(asked.ids)
+        if prompt in self._lost:
+            await asyncio.wait({self._lost.pop(prompt)})
+        if (record := self._log.replay(prompt)) is not None:
+            return _read_record(record)
+        sampling = asyncio.create_task(
+            self._sample_and_keep(self._log, self._log.life, prompt, asked, arguments, tools, number)
+        )
+        try:
+            return await asyncio.shield(sampling)
+        except asyncio.CancelledError:
+            if self._is_over:
+                sampling.cancel()
+            else:  # what plays the rollout has died: it will ask for this turn again
+                self._lost[prompt] = sampling
+            raise
+
+    async def _sample(
+        self, asked: Question, arguments: dict[str, Any], tools: list[dict] | None, number: int
+    ) -> tuple[Generation, ModelMessage]:
+        routes_from = asked.routes_from if self._trained else None
+        turn = await self._runner.pool.generate(asked.ids, arguments, routes_from=routes_from)
+        keeps_stop = bool(arguments.get("include_stop_str_in_output"))
+        return turn, await self._runner.reader.read(asked.ids, turn, tools, number=number, keeps_stop=keeps_stop)
+
+    async def _sample_and_keep(
+        self,
+        kept: TurnLog,
+        life: int,
+        prompt: str,
+        asked: Question,
+        arguments: dict[str, Any],
+        tools: list[dict] | None,
+        number: int,
+    ) -> tuple[Generation, ModelMessage]:
+        """Sample a turn and write it to disk. Waits while the disk is full."""
+        turn, message = await self._sample(asked, arguments, tools, number)
+        record = TurnRecord(
+            prompt=prompt,
+            ids=turn.ids,
+            logprobs=turn.logprobs,
+            versions=turn.versions,
+            finish_reason=turn.finish_reason,
+            stop_reason=turn.stop_reason,
+            cut=turn.cut,
+            kept=turn.kept,
+            routes=None if turn.routes is None else turn.routes.reshape(-1),
+            routes_shape=() if turn.routes is None else turn.routes.shape,
+            message=message.to_message(),
+        )
+        reach("turn.sampled")
+        assert self._runner.waits is not None, "turns are kept, and a full disk has nowhere to be reported"
+        write = partial(
+            when_there_is_room,
+            partial(kept.write, record),
+            what="a model turn",
+            folder=kept.path.parent,
+            waits=self._runner.waits,
+            deadline_s=self._runner.disk_timeout_s,
+        )
+        await asyncio.get_running_loop().run_in_executor(self._runner.writers, write)
+        kept.add(record, life)
+        reach("turn.written")
+        return turn, message
+
+    def close(self) -> None:
+        self._is_over = True
+        for task in self._lost.values():
+            task.cancel()
+        if self._log is not None:
+            self._log.close()
+
     def finish(self, done: Done, issued: dict[str, Any]) -> Rollout:
         """
         Raises: RolloutFailed where there is nothing to train on, or rewards are for tokens that do not exist.
         """
-        samples = self._trajectory.samples()
+        if self._agent is not None:
+            self.trajectory.keep(self._agent.train, only_with_tools=self._agent.only_with_tools)
+        samples = self.trajectory.samples()
         if self._trained and not samples:
             why = self._refused or "The environment never asked for a model turn."
             raise RolloutFailed("rollout", f"{why} Nothing was sampled, so there is nothing to train on.")
         try:
-            token_rewards = self._trajectory.token_rewards(done.turn_rewards)
+            token_rewards = self.trajectory.token_rewards(done.turn_rewards)
         except ValueError as error:
             raise RolloutFailed("score", str(error)) from error
         return Rollout.of(
@@ -207,7 +346,7 @@ class _Conversation:
             info={} if self._trained else done.info,
             samples=samples,
             token_rewards=token_rewards,
-            num_turns=self._trajectory.num_turns,
+            num_turns=self.trajectory.num_turns,
             num_sampled=sum(int(sample.loss_mask.sum()) for sample in samples),
             num_tokens=max((sample.length for sample in samples), default=0),
             truncated=done.truncated or self._cut is not None,
@@ -215,11 +354,11 @@ class _Conversation:
         )
 
 
-def _rewritten_message(model: str, how: str) -> str:
-    return (
-        f"The chat template of {model} rewrites earlier turns when a conversation continues: {how}. With "
-        '`orchestrator.trajectory_strategy = "interleaved"` all turns of a rollout are one sample, so a template was '
-        "expected that only adds to what it rendered before; those of many thinking models (Qwen3, DeepSeek-R1) drop "
-        'the thinking of earlier turns. Set `trajectory_strategy = "branching"` (one sample per turn), or give the '
-        "model a template that keeps them. Single-turn environments work with either."
-    )
+def _read_record(record: TurnRecord) -> tuple[Generation, ModelMessage]:
+    """Return a turn as it was before it was written."""
+    given = record.message
+    calls = [ToolCall(id=call["id"], **call["function"]) for call in given.get("tool_calls", ())]
+    message = ModelMessage(given["content"], given.get("reasoning_content"), tuple(calls))
+    routes = None if record.routes is None else record.routes.reshape(record.routes_shape)
+    names = ("ids", "logprobs", "versions", "finish_reason", "stop_reason", "kept", "cut")
+    return Generation(**{name: getattr(record, name) for name in names}, routes=routes), message

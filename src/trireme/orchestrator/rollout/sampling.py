@@ -49,19 +49,17 @@ class TurnSampling:
 
     def of_turn(self, number: int, theirs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the `number`th turn (from 1); `theirs` are the environment's."""
-        arguments = _known(theirs) | self.own
+        named = {_OTHER_NAMES.get(name, name): value for name, value in theirs.items() if value is not None}
+        arguments = {name: value for name, value in named.items() if name in ENVIRONMENTS} | self.own
         if self._seed is not None and arguments["temperature"] > 0:
             arguments["seed"] = seed_of(self._seed, self._key, self._attempt, number)
         if self._trained:
             self.distorted |= {*distorting(arguments, cut=is_cut(arguments))} - self.own.keys()
         if self._trained and is_cut(arguments):
-            arguments |= self._all_that_is_kept(arguments)
+            top_k = arguments.get("top_k") or 0
+            top_k = min(top_k, self._most_kept) if top_k > 0 else MOST_KEPT
+            arguments |= {"top_k": top_k, "logprobs": min(slots_for(top_k), self._vocab_size)}
         return arguments
-
-    def _all_that_is_kept(self, arguments: dict[str, Any]) -> dict[str, int]:
-        top_k = arguments.get("top_k") or 0
-        top_k = min(top_k, self._most_kept) if top_k > 0 else MOST_KEPT
-        return {"top_k": top_k, "logprobs": min(slots_for(top_k), self._vocab_size)}
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
@@ -71,11 +69,6 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
     if sampling.stop:
         given["stop"] = list(sampling.stop)
     return given | sampling.extra_body
-
-
-def _known(theirs: dict[str, Any]) -> dict[str, Any]:
-    named = {_OTHER_NAMES.get(name, name): value for name, value in theirs.items() if value is not None}
-    return {name: value for name, value in named.items() if name in ENVIRONMENTS}
 
 
 def is_cut(arguments: dict[str, Any]) -> bool:

@@ -6,10 +6,14 @@ The sample that a turn's tokens belong to:
 - `branching`: each turn is a sample of its own, with the conversation before it as its prompt.
 - With either, a conversation that continues no earlier one begins a sample: the first one, one that the environment
   changed or asked in parallel to another, one with other tools.
+- `tolerant`, for agent programs: as `interleaved`, but a turn is recognised although the program changed what it sends
+  back (`ModelMessage.is_like`), the sampled tokens stay where a template rewrites earlier turns, and a conversation
+  that leaves an earlier one after any of its turns begins a sample with that one's tokens.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,10 +23,10 @@ from trireme.messages import Kept, Tokens, build_tokens
 from trireme.orchestrator.engines.expert_routes import to_routed
 from trireme.orchestrator.engines.pool import Generation
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.continuation import Rewritten, text_after
+from trireme.orchestrator.rollout.continuation import Rewritten, text_after, text_after_any_turn
 from trireme.orchestrator.rollout.turns import ModelMessage
 
-Strategy = Literal["interleaved", "interleaved_or_new", "branching"]
+Strategy = Literal["interleaved", "interleaved_or_new", "branching", "tolerant"]
 """`interleaved_or_new` begins a sample where the template rewrites earlier turns: for evaluations."""
 
 
@@ -37,9 +41,7 @@ class _Sample:
     versions: list[int] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)  # of each token what it was chosen from; empty: everything
     routes: list[np.ndarray] = field(default_factory=list)  # of its beginning, turn by turn: [N, layers, experts]
-    messages: list[dict[str, Any]] = field(default_factory=list)  # up to the last turn
-    reply: ModelMessage = field(default_factory=lambda: ModelMessage(""))  # the last turn
-    last_turn: int = 0  # where it begins
+    last: _Turn | None = None
 
     @property
     def length(self) -> int:
@@ -53,17 +55,11 @@ class _Sample:
         self.kept += [[] for _ in ids]
 
     def add_sampled(self, turn: Generation) -> None:
-        self.last_turn = self.length
         self.ids += turn.ids
         self.mask += [1] * len(turn.ids)
         self.logprobs += turn.logprobs
         self.versions += turn.versions
         self.kept += turn.kept or [[] for _ in turn.ids]
-
-    def is_continued_by(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> bool:
-        past = len(self.messages)
-        begins_alike = len(messages) > past and messages[:past] == self.messages and (tools or None) == self.tools
-        return begins_alike and self.reply.is_in(messages[past])
 
     def to_tokens(self) -> Tokens:
         """Build the columns. Advantages are 0 until the group is known."""
@@ -83,6 +79,35 @@ class _Sample:
 
 
 @dataclass(frozen=True)
+class _Turn:
+    """One turn of the model: where its tokens are, and the conversation that it ends."""
+
+    sample: _Sample
+    begin: int
+    end: int
+    messages: list[dict[str, Any]]  # before it
+    reply: ModelMessage
+    replies: dict[int, ModelMessage]  # earlier turns, by their place in `messages`
+
+    def continued_by(
+        self, messages: list[dict[str, Any]], tools: list[dict] | None, *, tolerant: bool
+    ) -> list[dict[str, Any]] | None:
+        """Return the conversation, with the model's turns as they were answered; None if it does not continue this."""
+        past = len(self.messages)
+        if len(messages) <= past or (tools or None) != self.sample.tools:
+            return None
+        if not tolerant:
+            return messages if messages[:past] == self.messages and self.reply.is_in(messages[past]) else None
+        if not self.reply.is_like(messages[past]):
+            return None
+        for place, (known, given) in enumerate(zip(self.messages, messages, strict=False)):
+            reply = self.replies.get(place)
+            if given != known and (reply is None or not reply.is_like(given)):
+                return None
+        return [*self.messages, self.reply.to_message(), *messages[past + 1 :]]
+
+
+@dataclass(frozen=True)
 class Question:
     """A turn that the engine is asked for. It becomes part of a sample only when there is an answer."""
 
@@ -90,23 +115,13 @@ class Question:
     ids: list[int]  # the whole prompt
     messages: list[dict[str, Any]]
     tools: list[dict] | None
-    sample: _Sample | None  # that it continues
-    begins: int  # where in `ids` that sample ends
+    turn: _Turn | None  # that it continues
     routes: tuple[np.ndarray, ...] = ()  # of the beginning of `ids`: reported by the engine in earlier turns
 
     @property
     def routes_from(self) -> int:
         """The first token of `ids` whose routes are not known yet."""
         return sum(len(chunk) for chunk in self.routes)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The tokens of a turn."""
-
-    sample: _Sample
-    begin: int
-    end: int
 
 
 class Trajectory:
@@ -116,13 +131,13 @@ class Trajectory:
         self._tokenizer = tokenizer
         self._strategy = strategy
         self._samples: list[_Sample] = []
-        self._places: dict[int, _Place] = {}
+        self._turns: dict[int, _Turn] = {}  # by the number of their question
         self._num_asked = 0
 
     @property
     def num_turns(self) -> int:
         """Turns of the model."""
-        return len(self._places)
+        return len(self._turns)
 
     def ask(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> Question:
         """Build the prompt of the next turn. Several turns may be asked for at once.
@@ -131,20 +146,13 @@ class Trajectory:
             Rewritten: `interleaved`, and the chat template does not continue what it rendered before.
         """
         number, self._num_asked = self._num_asked, self._num_asked + 1
-        candidates = [] if self._strategy == "branching" else reversed(self._samples)
-        sample = next((each for each in candidates if each.is_continued_by(messages, tools)), None)
-        if sample is not None:
+        turn, conversation = self._find_turn(messages, tools)
+        if turn is not None:
             try:
-                text = text_after(
-                    self._tokenizer,
-                    messages,
-                    num_past=len(sample.messages),
-                    reply=sample.reply,
-                    sampled=sample.ids[sample.last_turn :],
-                    tools=tools or None,
-                )
-                ids = sample.ids + self._tokenizer.encode(text)
-                return Question(number, ids, messages, tools, sample, sample.length, tuple(sample.routes))
+                text = self._text_after(turn, conversation, tools or None)
+                ids = turn.sample.ids[: turn.end] + self._tokenizer.encode(text)
+                routes = tuple(turn.sample.routes) if turn is turn.sample.last else ()
+                return Question(number, ids, conversation, tools, turn, routes)
             except Rewritten:
                 if self._strategy == "interleaved":
                     raise
@@ -152,20 +160,50 @@ class Trajectory:
             ids = self._tokenizer.prompt_ids(messages, tools=tools)
         else:
             ids = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools, generate=True))
-        return Question(number, ids, messages, tools, None, begins=0)
+        return Question(number, ids, messages, tools, None)
+
+    def _find_turn(
+        self, messages: list[dict[str, Any]], tools: list[dict] | None
+    ) -> tuple[_Turn | None, list[dict[str, Any]]]:
+        """Return the turn that a conversation continues, and the conversation as the model knows it."""
+        tolerant = self._strategy == "tolerant"
+        if tolerant:
+            turns = sorted(self._turns.values(), key=lambda turn: len(turn.messages))
+        else:
+            turns = [sample.last for sample in self._samples if sample.last] if self._strategy != "branching" else []
+        for turn in reversed(turns):
+            if (conversation := turn.continued_by(messages, tools, tolerant=tolerant)) is not None:
+                return turn, conversation
+        return None, messages
+
+    def _text_after(self, turn: _Turn, messages: list[dict[str, Any]], tools: list[dict] | None) -> str:
+        """Return the text between a turn and the next. Raises: Rewritten."""
+        sampled = turn.sample.ids[turn.begin : turn.end]
+        past = len(turn.messages)
+        try:
+            return text_after(self._tokenizer, messages, num_past=past, reply=turn.reply, sampled=sampled, tools=tools)
+        except Rewritten:
+            if self._strategy != "tolerant":
+                raise
+            return text_after_any_turn(self._tokenizer, messages, num_past=past, sampled=sampled, tools=tools)
 
     def record(self, question: Question, turn: Generation, reply: ModelMessage) -> None:
         """Add a turn: the tokens that the engine sampled, and the message that the environment is shown."""
-        sample, begins = question.sample, question.begins
-        if sample is None or sample.length != begins:  # another answer has continued it meanwhile
-            sample, begins = _Sample(question.tools or None), 0
+        earlier = question.turn
+        replies = {} if earlier is None else earlier.replies | {len(earlier.messages): earlier.reply}
+        if earlier is not None and earlier.end == earlier.sample.length:
+            sample = earlier.sample
+            sample.add_given(question.ids[earlier.end :])
+        else:  # a conversation of its own, or one that leaves an earlier one before its end
+            sample = _Sample(question.tools or None)
             self._samples.append(sample)
-        sample.add_given(question.ids[begins:])
+            sample.add_given(question.ids)
+        begin = sample.length
         sample.add_sampled(turn)
         if turn.routes is not None:
             sample.routes = [*question.routes, turn.routes]
-        sample.messages, sample.reply = question.messages, reply
-        self._places[question.number] = _Place(sample, sample.last_turn, sample.length)
+        sample.last = _Turn(sample, begin, sample.length, question.messages, reply, replies)
+        self._turns[question.number] = sample.last
 
     def samples(self) -> list[Tokens]:
         """Return the samples that the model took part in, in the order of their first turns."""
@@ -173,6 +211,22 @@ class Trajectory:
 
     def _trained(self) -> list[_Sample]:
         return [sample for sample in self._samples if any(sample.mask)]
+
+    def keep(self, which: Literal["all", "main", "last"], *, only_with_tools: bool) -> None:
+        """Forget samples that are not to be trained on: all but the one with the most turns, or the newest turn."""
+        newest = {id(sample): number for number, turn in sorted(self._turns.items()) for sample in [turn.sample]}
+        kept = [sample for sample in self._samples if sample.tools or not only_with_tools]
+        if which != "all" and kept:
+            num_turns = Counter(id(turn.sample) for turn in self._turns.values())
+            kept = [max(kept, key=lambda sample: (num_turns if which == "main" else newest)[id(sample)])]
+        self._samples = kept
+
+    def prompt_ids(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> list[int]:
+        """Return the prompt that a turn would have. Raises: as `ask`."""
+        number = self._num_asked
+        ids = self.ask(messages, tools).ids
+        self._num_asked = number
+        return ids
 
     def token_rewards(self, turn_rewards: list[list[float]]) -> list[np.ndarray]:
         """Return [T] float32 per sample: rewards at the tokens that they are for, NaN elsewhere. Empty without any.
@@ -187,17 +241,14 @@ class Trajectory:
             return []
         columns = {id(sample): np.full(sample.length, np.nan, dtype=np.float32) for sample in self._samples}
         for number, rewards in enumerate(turn_rewards):
-            if rewards:
-                self._credit(number, rewards, columns)
+            if not rewards:
+                continue
+            turn = self._turns.get(number)
+            num_tokens = turn.end - turn.begin if turn else 0
+            if turn is None or num_tokens == 0 or len(rewards) not in (1, num_tokens):
+                raise ValueError(
+                    f"turn {number + 1} was given {len(rewards)} rewards and has {num_tokens} tokens - "
+                    "expected one reward for the whole turn, or one per token"
+                )
+            columns[id(turn.sample)][turn.end - len(rewards) : turn.end] = rewards
         return [columns[id(sample)] for sample in self._trained()]
-
-    def _credit(self, number: int, rewards: list[float], columns: dict[int, np.ndarray]) -> None:
-        place = self._places.get(number)
-        num_tokens = place.end - place.begin if place else 0
-        if place is None or num_tokens == 0 or len(rewards) not in (1, num_tokens):
-            raise ValueError(
-                f"turn {number + 1} was given {len(rewards)} rewards and has {num_tokens} tokens - "
-                "expected one reward for the whole turn, or one per token"
-            )
-        column = columns[id(place.sample)]
-        column[place.end - len(rewards) : place.end] = rewards

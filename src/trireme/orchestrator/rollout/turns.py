@@ -41,13 +41,41 @@ class ModelMessage:
             message.get("role") == "assistant"
             and (message.get("content") or "") == self.content
             and given == (self.reasoning or "")
-            and _calls_in(message) == [(call.name, _comparable(call.arguments)) for call in self.tool_calls]
+            and self._has_calls_of(message)
         )
 
+    def is_like(self, message: dict[str, Any]) -> bool:
+        """Return whether a message of a conversation is this turn, although the program that returns it changed it.
 
-def _calls_in(message: dict[str, Any]) -> list[tuple[str, Any]]:
-    functions = [call.get("function", call) for call in message.get("tool_calls") or []]
-    return [(function.get("name"), _comparable(function.get("arguments"))) for function in functions]
+        Programs strip whitespace, drop reasoning, and write arguments in another form. They return ids of tool calls.
+        """
+        given = message.get("reasoning_content") or ""
+        return (
+            message.get("role") == "assistant"
+            and (message.get("content") or "").strip() == self.content.strip()
+            and given.strip() in ("", (self.reasoning or "").strip())
+            and (
+                [call.get("id") for call in message.get("tool_calls") or []] == [call.id for call in self.tool_calls]
+                or self._has_calls_of(message)
+            )
+        )
+
+    def _has_calls_of(self, message: dict[str, Any]) -> bool:
+        functions = [call.get("function", call) for call in message.get("tool_calls") or []]
+        given = [(each.get("name"), _comparable(each.get("arguments"))) for each in functions]
+        return given == [(call.name, _comparable(call.arguments)) for call in self.tool_calls]
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the turn as a message of a conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
 
 
 def _comparable(arguments: Any) -> Any:
@@ -86,7 +114,10 @@ class TurnReader:
         else:
             content, reasoning, calls = self._tokenizer.decode(turn.spoken), None, []
         if not keeps_stop and isinstance(turn.stop_reason, str):
-            content, reasoning = _without_stop(content, reasoning, turn.stop_reason)
+            if turn.stop_reason in content:  # cut the text before the stop string, as vLLM does
+                content = content[: content.rfind(turn.stop_reason)]
+            elif reasoning and turn.stop_reason in reasoning:
+                reasoning = reasoning[: reasoning.rfind(turn.stop_reason)]
         if tools and not self._reads_calls:
             content, calls = split_tool_calls(content, number)
         return ModelMessage(content, reasoning, tuple(calls))
@@ -113,15 +144,6 @@ def derender_request(prompt: list[int], turn: Generation, tools: list[dict] | No
         "prompt_token_ids": prompt[-_SEED_TOKENS:],
         "chat_request": chat_request,
     }
-
-
-def _without_stop(content: str, reasoning: str | None, stop: str) -> tuple[str, str | None]:
-    """Cut the text before the stop string that ended the turn, as vLLM does."""
-    if stop in content:
-        return content[: content.rfind(stop)], reasoning
-    if reasoning and stop in reasoning:
-        return content, reasoning[: reasoning.rfind(stop)]
-    return content, reasoning
 
 
 def split_tool_calls(text: str, turn: int) -> tuple[str, list[ToolCall]]:

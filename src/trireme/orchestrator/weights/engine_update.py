@@ -21,30 +21,27 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import msgspec
-
 from trireme.algo.weight_checks import first_difference
 from trireme.base.errors import PeerDied, WeightsMismatch
 from trireme.messages import InitInfo, TensorSpec, UpdateInfo
 from trireme.orchestrator.engines.engine import Engine
-from trireme.orchestrator.engines.responses import BadAnswer, all_take_in_ahead, flag_of
+from trireme.orchestrator.engines.responses import Ahead, Models, PauseInfo
 
 POLL_S = 0.001
-"""Between two looks whether an engine has paused. It answers between two of its iterations, which take longer."""
+"""Seconds between two checks whether an engine has paused.
+
+It answers between two of its iterations, which take longer.
+"""
 
 
 async def join(engine: Engine, info: InitInfo) -> None:
     """Connect the engine's workers to the sender. Raises PeerDied."""
-    await engine.post("init_weight_transfer_engine", {"init_info": msgspec.to_builtins(info)})
+    await engine.post("init_weight_transfer_engine", {"init_info": info})
 
 
 async def receives_ahead(engine: Engine, specs: list[TensorSpec]) -> bool:
     """Have the engine take in what will be sent while it serves. Returns whether it can. Raises PeerDied."""
-    request = {"method": "trireme_receive_ahead", "args": [msgspec.to_builtins(specs)]}
-    try:
-        return all_take_in_ahead(await engine.post("collective_rpc", request))
-    except BadAnswer as error:
-        raise PeerDied(f"{engine.url}: {error}") from error
+    return all(each.ahead for each in await engine.ask_workers("trireme_receive_ahead", specs, returns=Ahead))
 
 
 @asynccontextmanager
@@ -56,7 +53,7 @@ async def pausing(engine: Engine, *, timeout_s: float) -> AsyncIterator[None]:
     pause = asyncio.create_task(engine.post("pause?mode=keep"))
     try:
         deadline_s = time.monotonic() + timeout_s
-        while not pause.done() and not await _is_paused(engine):
+        while not pause.done() and not (await engine.get("is_paused", returns=PauseInfo)).is_paused:
             if time.monotonic() > deadline_s:
                 raise PeerDied(
                     f"{engine.url} did not pause within {timeout_s:.0f} s and is still generating. Look at "
@@ -72,17 +69,10 @@ async def pausing(engine: Engine, *, timeout_s: float) -> AsyncIterator[None]:
         await asyncio.gather(pause, return_exceptions=True)
 
 
-async def _is_paused(engine: Engine) -> bool:
-    try:
-        return flag_of(await engine.get("is_paused"), "is_paused")
-    except BadAnswer as error:
-        raise PeerDied(f"{engine.url}: {error}") from error
-
-
 async def load(engine: Engine, info: UpdateInfo) -> None:
     """Have a paused engine load the tensors of a transfer. Raises PeerDied."""
     await engine.post("start_weight_update")
-    await engine.post("update_weights", {"update_info": msgspec.to_builtins(info)})
+    await engine.post("update_weights", {"update_info": info})
 
 
 async def finish(engine: Engine, version: str) -> None:
@@ -101,21 +91,21 @@ async def require_confirmed(engine: Engine, digests: dict[str, str], *, name: st
         WeightsMismatch: a worker has other tensors, or a layer that kept old weights.
         PeerDied: a worker has not reported.
     """
-    for worker, (reported, incomplete) in enumerate(await engine.worker_reports()):
-        if difference := first_difference(digests, reported):
+    for worker, report in enumerate(await engine.weight_reports()):
+        if difference := first_difference(digests, report.digests):
             raise WeightsMismatch(
                 f"{name} did not arrive at {engine.url}, worker {worker} as it was sent: {difference}. Expected the "
                 "digests of the sender. Look at the engine's log (logs/inference.stdout of a run)."
             )
-        if incomplete:
+        if report.incomplete:
             raise WeightsMismatch(
-                f"{name} was not loaded whole by {engine.url}, worker {worker}: {', '.join(incomplete)} kept old "
-                "weights. Expected every tensor of the model that it serves. Its log tells more: logs/inference.stdout"
+                f"{name} was not loaded whole by {engine.url}, worker {worker}: {', '.join(report.incomplete)} kept "
+                "old weights. Expected every tensor of the model that it serves. See its log: logs/inference.stdout"
             )
 
 
 async def load_adapter(engine: Engine) -> None:
-    await engine.post("collective_rpc", {"method": "trireme_load_adapter"})
+    await engine.ask_workers("trireme_load_adapter")
 
 
 async def name_adapter(engine: Engine, name: str) -> None:
@@ -123,17 +113,6 @@ async def name_adapter(engine: Engine, name: str) -> None:
 
     Raises: PeerDied where the engine refuses, with its words.
     """
-    try:
-        models = msgspec.convert(await engine.get("v1/models"), _Models).data
-    except msgspec.ValidationError as error:
-        raise PeerDied(f"{engine.url}/v1/models cannot be read: {error}") from error
-    if name not in {model.id for model in models}:
+    models = await engine.get("v1/models", returns=Models)
+    if name not in {model.id for model in models.data}:
         await engine.post("v1/load_lora_adapter", {"lora_name": name, "lora_path": name})
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]

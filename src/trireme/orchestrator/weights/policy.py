@@ -91,7 +91,7 @@ class Policy:
 
     @property
     def is_held(self) -> bool:
-        """Whether an update has to wait. An evaluation cannot finish once no engine serves the live version."""
+        """Return whether an update has to wait. An evaluation cannot finish once no engine serves the live version."""
         return (self._num_holding > 0 or self.version in self._due) and bool(self.pool.live_engines())
 
     def must_be_evaluated_first(self, version: int) -> str | None:
@@ -113,9 +113,10 @@ class Policy:
         newest = self.newest
         if newest.version < 0:
             return False
-        report = await engine.weight_report()
-        if self.is_moving or not report.is_version(newest.version, newest.digests):
-            log.info("%s serves version %s and needs version %d", engine.url, report.version, newest.version)
+        version, report = await engine.weight_version(), (await engine.weight_reports())[0]
+        is_newest = version == str(newest.version) and report.digests == newest.digests and not report.incomplete
+        if self.is_moving or not is_newest:
+            log.info("%s serves version %s and needs version %d", engine.url, version, newest.version)
             return False
         await engine.post("resume")  # an orchestrator that died may have left it paused
         log.info("%s serves version %d, as it was confirmed", engine.url, newest.version)

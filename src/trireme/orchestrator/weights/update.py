@@ -23,7 +23,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -43,7 +42,6 @@ from trireme.messages import (
     NotYet,
     PolicyReady,
     PolicySent,
-    Probe,
     Publish,
     Refusal,
     Reply,
@@ -68,14 +66,9 @@ log = get_logger("policy")
 
 Found = TypeVar("Found")
 
-
-@dataclass
-class UpdateSeconds:
-    """Time that updates took. Of what each engine does by itself: the mean over the engines."""
-
-    in_all: float = 0.0  # from the trainer's announcement to the confirmation on disk
-    paused: float = 0.0  # requests were frozen
-    loading: float = 0.0  # part of `paused`: tensors arrived and vLLM processed them
+NO_TIME = {"time/update_weights": 0.0, "time/engines_paused": 0.0, "time/engines_load": 0.0}
+"""Seconds of an update. All of it: from the trainer's announcement to the confirmation on disk. Paused: requests were
+frozen. Load: as a part of that, tensors arrived and vLLM processed them. The latter two are means over the engines."""
 
 
 class WeightUpdates:
@@ -87,7 +80,7 @@ class WeightUpdates:
         self._policy = policy
         self._config = config
         self._update: Update | None = None
-        self._spent = UpdateSeconds()
+        self._spent = dict(NO_TIME)
 
     async def ready(self, message: PolicyReady) -> Reply:
         """Answer `PolicyReady`. The same attempt gets the same answer; a new one replaces the attempt before."""
@@ -131,7 +124,8 @@ class WeightUpdates:
         """Answer `GetNewest`. A new trainer neither finishes nor repeats what the one before was sending."""
         update = self._update
         if update is not None and update.is_confirming:
-            update.when_confirmed_or_failed(lambda: self._forget_if_failed(update))
+            assert update.confirmed is not None, "all is sent"
+            update.confirmed.add_done_callback(lambda _: self._forget_if_failed(update))
         elif update is not None:
             await update.abandon()
             self._forget_if_failed(update)
@@ -155,13 +149,8 @@ class WeightUpdates:
 
     def take_seconds(self) -> dict[str, float]:
         """Return metrics of the updates since the last call."""
-        spent = self._spent
-        metrics = {
-            "time/update_weights": spent.in_all,
-            "time/engines_paused": spent.paused,
-            "time/engines_load": spent.loading,
-        }
-        spent.in_all = spent.paused = spent.loading = 0.0
+        metrics = dict(self._spent)
+        self._spent.update(NO_TIME)
         return metrics
 
 
@@ -187,7 +176,7 @@ class Update:
         config: WeightBroadcast,
         message: PolicyReady,
         before: Update | None,
-        spent: UpdateSeconds,
+        spent: dict[str, float],
     ) -> None:
         """
         Args:
@@ -208,7 +197,7 @@ class Update:
         self._joins = True  # a new group; else that of the attempt before
         self._paused_since: dict[str, float] = {}
         self._receiving: dict[str, asyncio.Task[bool]] = {}
-        self._confirmed: asyncio.Task[Live] | None = None
+        self.confirmed: asyncio.Task[Live] | None = None
         self._began = 0.0
         self.prepared: asyncio.Task[Go | Live] = asyncio.create_task(self._prepare())
 
@@ -217,7 +206,8 @@ class Update:
         return (own.incarnation, own.version, own.attempt) == (message.incarnation, message.version, message.attempt)
 
     def is_later_than(self, message: PolicyReady) -> bool:
-        """Whether the same trainer has asked for this attempt after `message`, which was overtaken on its way."""
+        """Return whether the same trainer has asked for this attempt after `message`, which was overtaken on its
+        way."""
         own = self.message
         return own.incarnation == message.incarnation and own.attempt > message.attempt
 
@@ -230,22 +220,21 @@ class Update:
         return PeerDied(f"{', '.join(gone)} died before all was loaded") if gone else None
 
     def _is_same_process(self, engine: Engine) -> bool:
-        """Whether the engine is still the process that this transfer began with. Another one lacks what was sent."""
+        """Return whether the engine is still the process that this transfer began with.
+
+        Another one lacks what was sent.
+        """
         return engine.life == self._lives[engine.url] and engine.state != "starting"
 
     @property
     def is_confirming(self) -> bool:
-        """Whether all is sent, so that no trainer is needed any more, and nothing has failed since."""
-        task = self._confirmed
+        """Return whether all is sent, so that no trainer is needed any more, and nothing has failed since."""
+        task = self.confirmed
         return task is not None and not (task.done() and (task.cancelled() or task.exception() is not None))
-
-    def when_confirmed_or_failed(self, call: Callable[[], None]) -> None:
-        assert self._confirmed is not None, "all is sent"
-        self._confirmed.add_done_callback(lambda _: call())
 
     async def abandon(self) -> None:
         """Stop. Engines that have begun to load stay paused and in quarantine: they may hold half an update."""
-        tasks = [task for task in (self.prepared, self._confirmed, *self._receiving.values()) if task is not None]
+        tasks = [task for task in (self.prepared, self.confirmed, *self._receiving.values()) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -292,7 +281,7 @@ class Update:
         self._specs = adapters if adapters and not self._joins else self.message.specs
 
     def can_be_followed_by(self, message: PolicyReady, peers: frozenset[tuple[str, int]]) -> bool:
-        went_well = self._confirmed is not None and self._confirmed.done() and self.is_confirming
+        went_well = self.confirmed is not None and self.confirmed.done() and self.is_confirming
         return went_well and message.incarnation == self.message.incarnation and peers == self._peers
 
     async def _receive(self, engine: Engine, rank_offset: int, world_size: int) -> bool:
@@ -328,14 +317,14 @@ class Update:
     def _loading(self) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self._spent.loading += (time.perf_counter() - began) / len(self._targets)
+        self._spent["time/engines_load"] += (time.perf_counter() - began) / len(self._targets)
 
     # once the trainer has sent
 
     def confirm(self, message: PolicySent) -> asyncio.Task[Live]:
-        if self._confirmed is None:
-            self._confirmed = asyncio.create_task(self._confirm(message))
-        return self._confirmed
+        if self.confirmed is None:
+            self.confirmed = asyncio.create_task(self._confirm(message))
+        return self.confirmed
 
     async def _confirm(self, message: PolicySent) -> Live:
         """
@@ -346,14 +335,15 @@ class Update:
         self.note = "engines load"
         await self._each(self._load, message)
         reach("update.loaded")
-        await self._each(self._compare_digests, message)
+        name = f"Version {message.version}"
+        await self._each(lambda engine, _: require_confirmed(engine, message.digests, name=name), message)
         if self.message.everywhere:  # whatever is sent from now on is answered by the new version
             await self._policy.offer(message.version, self._targets)
         differences = await self._each(self._resume, message)
         reach("version.before_record")
         await self._policy.record(message.version, self._targets, message.digests, max(differences))
         reach("version.recorded")
-        self._spent.in_all += time.perf_counter() - self._began
+        self._spent["time/update_weights"] += time.perf_counter() - self._began
         confirmed = [engine for engine in self._targets if self._is_same_process(engine)]
         await self._policy.go_live(message.version, confirmed)
         reach("version.live")
@@ -385,27 +375,23 @@ class Update:
         if self._pool.adapter is not None:
             await load_adapter(engine)
 
-    async def _compare_digests(self, engine: Engine, message: PolicySent) -> None:
-        await require_confirmed(engine, message.digests, name=f"Version {message.version}")
-
     async def _resume(self, engine: Engine, message: PolicySent) -> float:
         """Resume generation, then probe the engine. Returns the largest difference of a logprob."""
         self.note = "engines are probed"
         if self._pool.adapter is not None:
             await name_adapter(engine, self._pool.adapter)
         await engine.post("resume")
-        self._spent.paused += (time.perf_counter() - self._paused_since[engine.url]) / len(self._targets)
+        paused_s = time.perf_counter() - self._paused_since[engine.url]
+        self._spent["time/engines_paused"] += paused_s / len(self._targets)
         self._pool.is_given(engine, message.version)
-        return await self._compare_logprobs(engine, message.version, message.probe)
-
-    async def _compare_logprobs(self, engine: Engine, version: int, probe: Probe) -> float:
-        theirs = await self._pool.prompt_logprobs(engine, probe.ids)
-        worst = float(np.abs(np.subtract(probe.logprobs, theirs)).max())  # NaN where any is
+        theirs = await self._pool.prompt_logprobs(engine, message.probe.ids)
+        worst = float(np.abs(np.subtract(message.probe.logprobs, theirs)).max())  # NaN where any is
         tolerance = self._config.probe_tolerance or 1e-3
         if not worst <= tolerance:
             raise WeightsMismatch(
-                f"{engine.url} does not compute with version {version}: on a fixed prompt its logprobs differ from the "
-                f"trainer's by up to {worst:.3g}, allowed is {tolerance:g} (`weight_broadcast.probe_tolerance`). "
+                f"{engine.url} does not compute with version {message.version}: on a fixed prompt its logprobs "
+                f"differ from the trainer's by up to {worst:.3g}, allowed is {tolerance:g} "
+                "(`weight_broadcast.probe_tolerance`). "
                 "Every tensor arrived as sent, so the engine uses one of them differently."
             )
         return worst

@@ -18,7 +18,7 @@ A running run is listed in the order opposite to that in which it writes: effect
 
 from __future__ import annotations
 
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from trireme.algo.rules import rules_of
@@ -31,8 +31,8 @@ from trireme.journal.records import BatchRecord
 from trireme.journal.versions import Versions
 from trireme.tools.audit.examples import OrderAudit, check_outcomes
 from trireme.tools.audit.fates import Fates
-from trireme.tools.audit.metrics import MetricsIndex, compare_batch, compare_lines
-from trireme.tools.audit.report import Findings, Report, Summary
+from trireme.tools.audit.metrics import MetricsLines, compare_batch, compare_lines
+from trireme.tools.audit.report import DAMAGED, Findings, Report, Summary
 from trireme.tools.audit.tokens import TargetAudit, TokenAudit, read_columns
 from trireme.tools.audit.weights import VersionAudit, check_checkpoints, list_checkpoints
 
@@ -54,58 +54,58 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     journal, recorded = Journal(paths.journal), Versions(paths.journal)
     # effects are listed before causes: checkpoints, versions and batches, then metrics, then their causes again
     checkpoints, newest, batches = list_checkpoints(paths.checkpoints), recorded.newest, journal.steps()
-    with closing(MetricsIndex(paths.metrics)) as index:
-        known, num_batches = recorded.known(), max(journal.steps(), default=-1) + 1
-        batches_set_aside = _list_set_aside(paths.journal, "batch")
-        versions_set_aside = _list_set_aside(paths.journal, "version")
+    lines = MetricsLines(paths.metrics)
+    known, num_batches = recorded.known(), max(journal.steps(), default=-1) + 1
+    batches_set_aside = _list_set_aside(paths.journal, "batch")
+    versions_set_aside = _list_set_aside(paths.journal, "version")
 
-        versions = VersionAudit(recorded, known, versions_set_aside, findings)
-        versions.read(may_differ=config.device == "cuda")
-        versions.compare_with_batches(num_batches)
-        if index.unreadable:
-            findings.note(f"{index.unreadable} lines of {index.path} were cut off, and say nothing")
-        compare_lines(
-            index,
-            trained=min(newest - MAY_LACK_LINES, num_batches),
-            newest=versions.newest,
-            num_batches=num_batches,
-            set_aside=batches_set_aside | {version - 1 for version in versions_set_aside},
-            findings=findings,
+    versions = VersionAudit(recorded, known, versions_set_aside, findings)
+    versions.read(may_differ=config.device == "cuda")
+    versions.compare_with_batches(num_batches)
+    if lines.unreadable:
+        findings.note(f"{lines.unreadable} lines of {paths.metrics} were cut off, and say nothing")
+    compare_lines(
+        lines,
+        trained=min(newest - MAY_LACK_LINES, num_batches),
+        newest=versions.newest,
+        num_batches=num_batches,
+        set_aside=batches_set_aside | {version - 1 for version in versions_set_aside},
+        findings=findings,
+    )
+
+    order = OrderAudit(findings)
+    fates = Fates(order, findings)
+    tokens = TokenAudit(versions.is_confirmed, findings)
+    targets = TargetAudit(findings, run_code)
+    run_rules, listed = rules_of(config), set(batches)
+    expected, newest_batch = 0, max(batches, default=-1)
+    for step in range(newest_batch + 1):
+        if (record := _read_batch(journal, step, listed, findings)) is None:
+            continue
+        rules, after_gap = record.rules or run_rules, step != expected
+        fates.take(record, rules, after_gap=after_gap)
+        columns = read_columns(record, findings)
+        if columns is not None:
+            tokens.take(record, columns, rules)
+            targets.take(record, columns, rules, after_gap=after_gap)
+        else:
+            targets.skip(record)
+        check_outcomes(record, rules, findings)
+        compare_batch(
+            record,
+            columns,
+            lines.batches.get(step),
+            findings,
+            may_lack_line=step > newest_batch - MAY_LACK_LINES,
+            may_have_old_line=step == newest_batch and step in batches_set_aside,
         )
-
-        order = OrderAudit(findings)
-        fates = Fates(order, findings)
-        tokens = TokenAudit(versions.is_confirmed, findings)
-        targets = TargetAudit(findings, run_code)
-        run_rules, listed = rules_of(config), set(batches)
-        expected, newest_batch = 0, max(batches, default=-1)
-        for step in range(newest_batch + 1):
-            if (record := _read_batch(journal, step, listed, findings)) is None:
-                continue
-            rules, after_gap = record.rules or run_rules, step != expected
-            fates.take(record, rules, after_gap=after_gap)
-            columns = read_columns(record, findings)
-            if columns is not None:
-                tokens.take(record, columns, rules)
-                targets.take(record, columns, rules, after_gap=after_gap)
-            else:
-                targets.skip(record)
-            check_outcomes(record, rules, findings)
-            compare_batch(
-                record,
-                columns,
-                index.batch(step),
-                findings,
-                may_lack_line=step > newest_batch - MAY_LACK_LINES,
-                may_have_old_line=step == newest_batch and step in batches_set_aside,
-            )
-            expected = step + 1
-        check_checkpoints(paths, checkpoints, versions, index.trained, findings)
+        expected = step + 1
+    check_checkpoints(paths, checkpoints, versions, lines.trained, findings)
 
     summary = Summary(
         batches=len(batches),
-        trained=fates.trained,
-        dropped=fates.dropped,
+        trained=fates.counts["trained"],
+        dropped=fates.counts["dropped"],
         dropped_for=dict(fates.reasons),
         open_groups=fates.num_open,
         groups=fates.num_begun,
@@ -128,10 +128,9 @@ def _list_set_aside(journal: Path, kind: str) -> set[int]:
 
 def _read_batch(journal: Journal, step: int, listed: set[int], findings: Findings) -> BatchRecord | None:
     """Read an entry; report where that is impossible, or where it has another number."""
+    add = partial(findings.add, "journal", step)
     if step not in listed:
-        findings.add(
-            "journal",
-            step,
+        add(
             f"batch {step} is missing, and batch {max(listed)} is there",
             expected="all batches from 0 on",
             meaning=f"Its rollouts and their fates are lost. Restore {journal.path(step)} from a copy.",
@@ -140,18 +139,10 @@ def _read_batch(journal: Journal, step: int, listed: set[int], findings: Finding
     try:
         record = journal.read(step)
     except (JournalCorrupt, OSError) as error:
-        findings.add(
-            "journal",
-            step,
-            str(error),
-            expected=f"batch {step} as it was written",
-            meaning="It was damaged after it was written, by the disk or by hand.",
-        )
+        add(str(error), expected=f"batch {step} as it was written", meaning=DAMAGED)
         return None
     if record.step != step or record.state.next_batch != step + 1:
-        findings.add(
-            "journal",
-            step,
+        add(
             f"the entry of batch {step} says that it is batch {record.step} and that {record.state.next_batch} is next",
             expected=f"batch {step}, and {step + 1} next",
             meaning="A run that resumes from here would leave out a batch, or write one twice.",

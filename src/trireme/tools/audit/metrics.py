@@ -5,61 +5,28 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from trireme.journal.records import BatchRecord
-from trireme.tools.audit.report import Findings, some
+from trireme.monitor.lines import read_lines
+from trireme.monitor.metrics import parse_row
+from trireme.tools.audit.report import Findings, shown, some
 from trireme.tools.audit.tokens import Columns
 
 
-class _Head(msgspec.Struct):
-    """The part of a line that identifies it."""
-
-    step: int
-    process: str
-    reward: float | msgspec.UnsetType | None = msgspec.field(default=msgspec.UNSET, name="reward/mean")
-
-
-class MetricsIndex:
-    """Offsets of the last line of each step in `metrics.jsonl`. The lines stay on disk."""
+class MetricsLines:
+    """The lines of `metrics.jsonl` that the audit compares: the last one of each step counts."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.unreadable = 0  # whole lines that say nothing
-        self.trained: set[int] = set()  # steps with a line of the trainer
-        self.batches: dict[int, int] = {}  # by step: offset of the line about its batch
-        self._file: IO[bytes] | None = None
-        if not path.is_file():
-            return
-        self._file = open(path, "rb")  # noqa: SIM115 - read from until the audit ends
-        decoder, offset = msgspec.json.Decoder(_Head), 0
-        for line in self._file:
-            start, offset = offset, offset + len(line)
-            if not line.endswith(b"\n"):  # still being written, or cut off
-                break
-            try:
-                head = decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                self.unreadable += bool(line.strip())
-                continue
-            if head.process == "trainer":
-                self.trained.add(head.step)
-            elif head.process == "orchestrator" and head.reward is not msgspec.UNSET:
-                self.batches[head.step] = start
-
-    def batch(self, step: int) -> dict[str, Any] | None:
-        if self._file is None or step not in self.batches:
-            return None
-        self._file.seek(self.batches[step])
-        return msgspec.json.decode(self._file.readline())
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        lines = read_lines(path)[0]
+        rows = [row for line in lines if (row := parse_row(line)) is not None]
+        self.unreadable = sum(bool(line.strip()) for line in lines) - len(rows)
+        self.trained = {row["step"] for row in rows if row["process"] == "trainer"}
+        self.batches = {row["step"]: row for row in rows if row["process"] == "orchestrator" and "reward/mean" in row}
 
 
 def measure(record: BatchRecord, columns: Columns) -> dict[str, float]:
@@ -135,16 +102,14 @@ def compare_batch(
         may_lack_line: the run may have been killed before it was written.
         may_have_old_line: the line may be that of an abandoned batch of this number.
     """
-    step, found = record.step, record.metrics
+    step, found, add = record.step, record.metrics, partial(findings.add, "metrics", record.step)
     measured = measure(record, columns) if columns is not None and record.rollouts else {}
     numbers = [found.get(name, math.inf) for name in measured]
     close = np.isclose(numbers, list(measured.values()), rtol=1e-6, atol=1e-9, equal_nan=True)
     wrong = next((name for name, is_close in zip(measured, close, strict=True) if not is_close), None)
     if wrong is not None:
-        findings.add(
-            "metrics",
-            step,
-            f"batch {step}: the journal says {wrong} = {_shown(found.get(wrong))}",
+        add(
+            f"batch {step}: the journal says {wrong} = {shown(found.get(wrong))}",
             expected=f"{measured[wrong]:.9g}, by its rollouts",
             meaning="A rollout of the batch was changed, or the metric was. Look at the batch.",
         )
@@ -156,21 +121,15 @@ def compare_batch(
     written = {name: value if math.isfinite(value) else None for name, value in found.items()}
     wrong = next((name for name, value in written.items() if row.get(name) != value), None)
     if wrong is not None and not may_have_old_line:
-        findings.add(
-            "metrics",
-            step,
-            f"batch {step}: metrics.jsonl says {wrong} = {_shown(row.get(wrong))}",
-            expected=f"{_shown(found[wrong])}, by the journal",
+        add(
+            f"batch {step}: metrics.jsonl says {wrong} = {shown(row.get(wrong))}",
+            expected=f"{shown(found[wrong])}, by the journal",
             meaning="What was shown of the run is not what it did. Look at the orchestrator's last line of this step.",
         )
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.9g}" if isinstance(value, int | float) else "nothing"
-
-
 def compare_lines(
-    index: MetricsIndex, *, trained: int, newest: int, num_batches: int, set_aside: set[int], findings: Findings
+    lines: MetricsLines, *, trained: int, newest: int, num_batches: int, set_aside: set[int], findings: Findings
 ) -> None:
     """Check that each trained step has one trainer line, and that no line is about a missing batch or version.
 
@@ -179,10 +138,9 @@ def compare_lines(
         newest: version. The trainer writes the line of a step when the version that it made is confirmed.
         set_aside: abandoned steps, whose lines stay in the file.
     """
-    for step in range(trained):
-        if step not in index.trained:
-            _add_missing_line(findings, "trainer", f"step {step}", step)
-    early = sorted(step for step in index.trained if newest <= step < num_batches and step not in set_aside)
+    for step in sorted(set(range(trained)) - lines.trained):
+        _add_missing_line(findings, "trainer", f"step {step}", step)
+    early = sorted(step for step in lines.trained - set_aside if newest <= step < num_batches)
     if early:
         findings.add(
             "metrics",
@@ -192,8 +150,8 @@ def compare_lines(
             meaning="A confirmation was lost, or the line is of another run. Look for "
             f"journal/version_{early[0] + 1:06d}.msgpack.",
         )
-    for process, steps in (("trainer", index.trained), ("orchestrator", index.batches)):
-        beyond = sorted(step for step in steps if step >= num_batches and step not in set_aside)
+    for process, steps in (("trainer", lines.trained), ("orchestrator", lines.batches.keys())):
+        beyond = sorted(step for step in steps - set_aside if step >= num_batches)
         if beyond:
             findings.add(
                 "metrics",

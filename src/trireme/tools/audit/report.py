@@ -1,4 +1,4 @@
-"""What an audit found: contradictions in three parts, and the report of them as text and as JSON."""
+"""Findings of an audit: contradictions in three parts, and the report of them as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ KEPT_PER_AREA = 200
 """Contradictions of each area that are kept; the rest are counted. Areas report in the order of steps."""
 
 AREAS = ("journal", "fates", "order", "tokens", "outcomes", "versions", "checkpoints", "metrics")
+
+DAMAGED = "It was damaged after it was written, by the disk or by hand."
 
 PROMISES = (
     "every rollout has one fate, and every group is the example that the data order says",
@@ -158,6 +160,10 @@ class Report:
 
 def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def shown(value: Any) -> str:
+    return f"{value:.9g}" if isinstance(value, int | float) else "nothing"
 
 
 def some(values: Sequence[Any], most: int = 6) -> str:

@@ -53,7 +53,7 @@ def read_columns(record: BatchRecord, findings: Findings) -> Columns | None:
                 findings,
                 record.step,
                 record.rollouts[number],
-                f"has {len(column)} values of {column.dtype} in `{name}`",
+                f" has {len(column)} values of {column.dtype} in `{name}`",
                 expected=f"{sample.length} of each, as there are `ids`, of the types in `messages.COLUMNS`",
                 meaning="Tokens, masks and logprobs do not belong together. This batch is not looked at further.",
             )
@@ -69,10 +69,11 @@ def read_columns(record: BatchRecord, findings: Findings) -> Columns | None:
 
 def add_rollout(findings: Findings, step: int, rollout: Rollout, found: str, *, expected: str, meaning: str) -> None:
     """Report a rollout of a batch."""
-    findings.add("tokens", step, f"{_name(step, rollout)} {found}", expected=expected, meaning=meaning)
+    where = f"batch {step}: group {rollout.group}, place {rollout.place}"
+    findings.add("tokens", step, f"{where}{found}", expected=expected, meaning=meaning)
 
 
-def refuse(
+def add_token(
     record: BatchRecord, columns: Columns, findings: Findings, wrong: np.ndarray, column: str, expected: str
 ) -> None:
     """Report the first token with a wrong value in a column, and the number of such tokens.
@@ -82,24 +83,20 @@ def refuse(
     """
     if not wrong.any():
         return
-    first, step, ends = int(np.argmax(wrong)), record.step, np.cumsum(columns.lengths)
+    first, ends = int(np.argmax(wrong)), np.cumsum(columns.lengths)
     sample = int(np.searchsorted(ends, first, side="right"))
-    rollout = record.rollouts[int(columns.rollout_of[sample])]
     place = first - int(ends[sample] - columns.lengths[sample])
     value = getattr(columns.tokens, column)[first]
     more = f" (and {int(wrong.sum()) - 1} more such tokens)" if wrong.sum() > 1 else ""
-    findings.add(
-        "tokens",
-        step,
-        f"{_name(step, rollout)}: token {place} has {value:.6g} in `{column}`{more}",
+    add_rollout(
+        findings,
+        record.step,
+        record.rollouts[int(columns.rollout_of[sample])],
+        f": token {place} has {value:.6g} in `{column}`{more}",
         expected=expected,
         meaning="The step was not trained on what was sampled, or by other weights than are known. Look at this "
-        f"rollout in journal/batch_{step:06d}.msgpack.",
+        f"rollout in journal/batch_{record.step:06d}.msgpack.",
     )
-
-
-def _name(step: int, rollout: Rollout) -> str:
-    return f"batch {step}: group {rollout.group}, place {rollout.place}"
 
 
 class TokenAudit:
@@ -137,7 +134,7 @@ class TokenAudit:
                 expected = f"a version that engines confirmed: {file} is missing or empty"
                 checks.append((trained & (versions == version), "versions", expected))
         for wrong, column, expected in checks:
-            refuse(record, columns, self._findings, wrong, column, expected)
+            add_token(record, columns, self._findings, wrong, column, expected)
         if trained.any():
             lowest, highest = int(lags[trained].min()), int(lags[trained].max())
             before = self.lag or (lowest, highest)
@@ -156,7 +153,7 @@ class TokenAudit:
             else:
                 continue
             meaning = "The step was not trained on what the batch claims. Look at this rollout."
-            add_rollout(self._findings, step, rollout, found, expected=expected, meaning=meaning)
+            add_rollout(self._findings, step, rollout, f" {found}", expected=expected, meaning=meaning)
             break
         masked_R = np.array([rollout.masked is not None for rollout in record.rollouts])
         self.num_trained += int((trained & ~columns.per_token(masked_R)).sum())
@@ -191,7 +188,7 @@ class TargetAudit:
                     "further."
                 )
                 found, expected = trouble
-                add_rollout(self._findings, record.step, rollout, found, expected=expected, meaning=meaning)
+                add_rollout(self._findings, record.step, rollout, f" {found}", expected=expected, meaning=meaning)
                 self.skip(record)
                 return
         custom = self._estimator(rules)
@@ -241,7 +238,7 @@ class TargetAudit:
         wrong = trained & ~np.isclose(columns.tokens.advantages, expected, rtol=1e-5, atol=1e-6)
         if wrong.any():
             by = f"{expected[int(np.argmax(wrong))]:.6g}, {_kind(rules)}"
-            refuse(record, columns, self._findings, wrong, "advantages", by)
+            add_token(record, columns, self._findings, wrong, "advantages", by)
         self._baselines, found = due, record.state.baselines
         for name in sorted(found.keys() | due.keys()):
             if name in found and name in due and np.isclose(found[name], due[name], rtol=1e-9, atol=1e-12):
@@ -275,7 +272,7 @@ class TargetAudit:
             else:
                 continue
             meaning = "The step was trained on a rollout that should be left out, or the reverse. Look at this rollout."
-            add_rollout(self._findings, record.step, rollout, found, expected=expected, meaning=meaning)
+            add_rollout(self._findings, record.step, rollout, f" {found}", expected=expected, meaning=meaning)
             return
 
     def _compare_worth(self, record: BatchRecord, rules: Rules) -> None:
@@ -285,7 +282,7 @@ class TargetAudit:
                     self._findings,
                     record.step,
                     group[0],
-                    f"is trained, and there is {reason}",
+                    f" is trained, and there is {reason}",
                     expected="its group dropped, by `[orchestrator.buffer]`",
                     meaning="A place in the batch was lost to it. Look at the rewards of this group.",
                 )

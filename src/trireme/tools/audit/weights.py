@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 from trireme.algo.weight_checks import first_difference
@@ -10,7 +11,7 @@ from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.journal.manifest import find_damage, read_manifest
 from trireme.journal.versions import Version, Versions
-from trireme.tools.audit.report import Findings, some
+from trireme.tools.audit.report import DAMAGED, Findings, some
 
 
 class VersionAudit:
@@ -52,61 +53,35 @@ class VersionAudit:
                 meaning=f"The weights of its tokens are unknown. Look for {self._versions.path(version)}.",
             )
         for version in self.known:
+            add = partial(self._findings.add, "versions", version)
             try:
                 entry = self._versions.read(version)
             except (JournalCorrupt, OSError) as error:
-                self._findings.add(
-                    "versions",
-                    version,
-                    str(error),
-                    expected="a record as it was written",
-                    meaning="It was damaged after it was written, by the disk or by hand.",
+                add(str(error), expected="a record as it was written", meaning=DAMAGED)
+                continue
+            if found := _unsound(version, entry):
+                add(
+                    found,
+                    expected="the engines that confirmed it, with the digest of each tensor",
+                    meaning=f"Its tokens are by unknown weights. Look at {self._versions.path(version)}.",
                 )
-                continue
-            if self._is_sound(version, entry):
+            else:
                 self.confirmed.add(version)
-            self._compare_confirmations(version, entry, may_differ=may_differ)
-
-    def _is_sound(self, version: int, entry: Version) -> bool:
-        digests = [confirmation.digests for confirmation in entry.confirmations]
-        difference = max((one.difference for one in entry.confirmations), default=0.0)
-        if entry.version != version:
-            found = f"the record of version {version} is about version {entry.version}"
-        elif not digests or not all(digests):
-            found = f"version {version} was recorded without digests"
-        elif not all(one.engines for one in entry.confirmations):
-            found = f"version {version} was recorded without an engine that confirmed it"
-        elif not (math.isfinite(difference) and difference >= 0):
-            found = f"version {version} was recorded with a difference of {difference} on the probe"
-        else:
-            return True
-        self._findings.add(
-            "versions",
-            version,
-            found,
-            expected="the engines that confirmed it, with the digest of each tensor",
-            meaning=f"Its tokens are by unknown weights. Look at {self._versions.path(version)}.",
-        )
-        return False
-
-    def _compare_confirmations(self, version: int, entry: Version, *, may_differ: bool) -> None:
-        for number, confirmation in enumerate(entry.confirmations[1:], start=2):
-            difference = first_difference(entry.confirmations[0].digests, confirmation.digests)
-            if difference is None:
-                continue
-            found = f"version {version}: its {number}. confirmation says that {difference}, by the first one"
-            if may_differ and entry.confirmations[0].digests.keys() == confirmation.digests.keys():
-                self._findings.note(f"{found} (a replay on another day may round differently on a GPU)")
-                continue
-            self._findings.add(
-                "versions",
-                version,
-                found,
-                expected="the same digests at each confirmation of a version",
-                meaning="Two sets of weights went by one name: a replay did not come to the same version, or the "
-                "record was changed. With another number of trainer ranks a replay rounds differently.",
-            )
-            return
+            for number, confirmation in enumerate(entry.confirmations[1:], start=2):
+                difference = first_difference(entry.confirmations[0].digests, confirmation.digests)
+                if difference is None:
+                    continue
+                found = f"version {version}: its {number}. confirmation says that {difference}, by the first one"
+                if may_differ and entry.confirmations[0].digests.keys() == confirmation.digests.keys():
+                    self._findings.note(f"{found} (a replay on another day may round differently on a GPU)")
+                    continue
+                add(
+                    found,
+                    expected="the same digests at each confirmation of a version",
+                    meaning="Two sets of weights went by one name: a replay did not come to the same version, or the "
+                    "record was changed. With another number of trainer ranks a replay rounds differently.",
+                )
+                break
 
     def compare_with_batches(self, num_batches: int) -> None:
         """Check that the journal has the batch that each version was made from."""
@@ -120,6 +95,21 @@ class VersionAudit:
             meaning="Batches that were trained on were lost from the journal, or a rewind was cut off on the way (then "
             "give the same command again).",
         )
+
+
+def _unsound(version: int, entry: Version) -> str | None:
+    """Return what is missing from a record, or wrong in it."""
+    digests = [confirmation.digests for confirmation in entry.confirmations]
+    difference = max((one.difference for one in entry.confirmations), default=0.0)
+    if entry.version != version:
+        return f"the record of version {version} is about version {entry.version}"
+    if not digests or not all(digests):
+        return f"version {version} was recorded without digests"
+    if not all(one.engines for one in entry.confirmations):
+        return f"version {version} was recorded without an engine that confirmed it"
+    if not (math.isfinite(difference) and difference >= 0):
+        return f"version {version} was recorded with a difference of {difference} on the probe"
+    return None
 
 
 def list_checkpoints(folder: Path) -> list[int]:
@@ -146,19 +136,16 @@ def check_checkpoints(
             trouble = str(error)
         if not folder.exists():  # removed meanwhile, by the trainer that keeps the last few
             continue
+        add = partial(findings.add, "checkpoints", step)
         if trouble is not None:
-            findings.add(
-                "checkpoints",
-                step,
+            add(
                 trouble,
                 expected=f"checkpoint {step} as its manifest describes it",
                 meaning="It cannot be resumed from as it was saved. Move it away: the run resumes from an earlier one, "
                 "and comes to the same weights through the journal.",
             )
         if step > versions.newest:
-            findings.add(
-                "checkpoints",
-                step,
+            add(
                 f"{folder} is of version {step}, and the newest confirmed one is {versions.newest}",
                 expected="checkpoints of versions that engines confirmed before",
                 meaning="Confirmations were lost, or the checkpoint is of another run.",

@@ -27,9 +27,9 @@ RUN_TOML = "run.toml"
 NODE_SCRIPT = "node.sh"
 TEMPLATES = Path(__file__).parent / "templates"
 END_S = 120
-"""How long before a kill the scheduler asks a run to end, in seconds."""
+"""Seconds before a kill at which the scheduler asks a run to end."""
 GRACE_S = 40
-"""How long `node.sh` waits for the processes of its machine to end, in seconds."""
+"""Seconds for which `node.sh` waits for the processes of its machine to end."""
 
 
 class SubmitOptions(Section):

@@ -80,7 +80,7 @@ class ClusterPlan:
 
 @dataclass(frozen=True)
 class Wanted:
-    """How the user wants a run to be spread. None is for the plan to choose."""
+    """The user's choice of machines for a run. The plan chooses what is None."""
 
     nodes: int
     gpus_per_node: int  # 0 runs on CPU

@@ -118,7 +118,7 @@ def check_on_machines(config: RunConfig, plan: ClusterPlan, *, cores: int) -> No
         own = updated(config, {f"{process.kind}_gpu_ids": process.gpus}) if process.gpus else config
         resolved = resolve(own, devices, section=process.kind, node=process.place)
         found += problems(resolved, devices, section=process.kind)
-    raise_together(list(dict.fromkeys(found)))
+    raise_together(found)
 
 
 def check_folder(config: RunConfig, plan: ClusterPlan) -> None:

@@ -5,10 +5,8 @@ Scripts, styles and fonts come with NiceGUI, so a browser loads nothing from els
 
 from __future__ import annotations
 
-import inspect
 import socket
-from collections.abc import Callable
-from importlib import import_module
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +16,8 @@ from nicegui import PageArguments, context, run, ui
 from nicegui.events import KeyEventArguments
 
 from trireme.base.log import get_logger
-from trireme.tools.dashboard import theme
+from trireme.journal.journal import Journal
+from trireme.tools.dashboard import charts, fates, logs, overview, rollouts, theme, timeline, tokens
 from trireme.tools.dashboard.runs import Library, RunSet
 from trireme.transport.dashboard_key import RequireKey
 
@@ -30,26 +29,26 @@ logger = get_logger("dashboard")
 
 
 class Page(NamedTuple):
-    """One question about runs. A function of its module builds it; it may be a coroutine."""
+    """One question about runs."""
 
     path: str
     title: str
     icon: str
-    module: str
-    function: str = "build"
+    build: Callable[[RunSet], Awaitable[None]]
+    reads_batches: bool = False
 
 
 PAGES = (
-    Page("/", "Overview", "dashboard", "overview"),
-    Page("/metrics", "Metrics", "show_chart", "charts"),
-    Page("/timeline", "Timeline", "view_timeline", "timeline"),
-    Page("/rollouts", "Rollouts", "forum", "rollouts"),
-    Page("/tokens", "Tokens", "data_object", "tokens"),
-    Page("/fates", "Fates", "fact_check", "fates"),
-    Page("/logs", "Logs", "article", "logs"),
-    Page("/warnings", "Warnings", "warning_amber", "overview", "build_warnings"),
+    Page("/", "Overview", "dashboard", overview.build),
+    Page("/metrics", "Metrics", "show_chart", charts.build),
+    Page("/timeline", "Timeline", "view_timeline", timeline.build),
+    Page("/rollouts", "Rollouts", "forum", rollouts.build, reads_batches=True),
+    Page("/tokens", "Tokens", "data_object", tokens.build, reads_batches=True),
+    Page("/fates", "Fates", "fact_check", fates.build, reads_batches=True),
+    Page("/logs", "Logs", "article", logs.build),
+    Page("/warnings", "Warnings", "warning_amber", overview.build_warnings),
 )
-"""In the order of the tabs; the digit of a page's place is the key that opens it."""
+"""Pages in the order of the tabs. Key N opens page N."""
 
 KEYS = {
     f"1 – {len(PAGES)}": "the pages, from left to right",
@@ -69,11 +68,7 @@ def open_dashboard(runs: list[Path], listener: socket.socket, secret: str | None
         listener: bound already, so that its address could be printed.
         secret: the key that a browser must send; None lets every browser of this machine in.
     """
-    app = RequireKey(build_app(Library(runs)), secret)
-    uvicorn.Server(uvicorn.Config(app, log_level="warning", ws_max_size=MESSAGE_BYTES)).run(sockets=[listener])
-
-
-def build_app(library: Library) -> FastAPI:
+    library = Library(runs)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     ui.run_with(
         app,
@@ -84,7 +79,8 @@ def build_app(library: Library) -> FastAPI:
         show_welcome_message=False,
         tailwind=False,  # a second's worth of scripts; `style.css` is enough
     )
-    return app
+    config = uvicorn.Config(RequireKey(app, secret), log_level="warning", ws_max_size=MESSAGE_BYTES)
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 class Browser:
@@ -122,13 +118,15 @@ class Browser:
         return show
 
     async def _build_page(self, page: Page) -> None:
-        """Build a page. One that fails says so in its place: a damaged file must not take other pages with it."""
+        """Build a page, or show in its place why it failed: a damaged file must not take other pages with it."""
         if not self._runs.chosen:
             theme.nothing("There is no run here yet.", "It is shown as soon as its folder is there.")
             return
+        if page.reads_batches and not Journal(self._runs.main.paths.journal).steps():
+            theme.nothing("There is no batch yet.", f"{page.title} are shown as soon as the journal has a batch.")
+            return
         try:
-            module = import_module(f"trireme.tools.dashboard.{page.module}")
-            await _settle(getattr(module, page.function)(self._runs))
+            await page.build(self._runs)
         except Exception as error:
             logger.exception("the page %s could not be drawn", page.path)
             context.slot.parent.clear()
@@ -141,7 +139,7 @@ class Browser:
         if await run.io_bound(runs.refresh) and runs is self._runs:
             self._show_state()
             for redraw in runs.watchers:
-                await _settle(redraw())
+                await redraw()
 
     # header
 
@@ -229,9 +227,3 @@ class Browser:
             self._select.run_method("focus")
         elif key == "/":
             ui.run_javascript("document.querySelector('.tr-main input')?.focus()")
-
-
-async def _settle(made: Any) -> None:
-    """Await what a function returned, where it is a coroutine."""
-    if inspect.isawaitable(made):
-        await made

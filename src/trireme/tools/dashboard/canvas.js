@@ -4,7 +4,9 @@ import { echarts } from "nicegui-echart";
 import { convertDynamicProperties } from "../../static/utils/dynamic_properties.js";
 
 const AROUND = "300px"; // around the window: charts within it are drawn before they are seen
-const SHORTEST = 4; // pixels: a shorter drag is a click
+const NO_ICON = { zoom: "path://", back: "path://" };
+const TOOLS = { feature: { dataZoom: { yAxisIndex: "none", icon: NO_ICON } } }; // selects by dragging; its buttons are hidden
+const SELECT = { type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true };
 
 // Turn texts under keys such as ":formatter" into functions. Data have none, and are too long to be searched.
 function withFunctions(value) {
@@ -24,7 +26,6 @@ export default {
     this.sight.observe(this.$el);
     this.size = new ResizeObserver(() => this.chart?.resize());
     this.size.observe(this.$el);
-    if (this.chooses) this.listen();
     this.draw();
   },
   beforeUnmount() {
@@ -46,49 +47,14 @@ export default {
     },
     draw() {
       if (!this.options?.series) return;
-      this.chart ??= echarts.init(this.$el);
-      this.chart.setOption(withFunctions(this.options), { notMerge: true });
-    },
-    listen() {
-      this.$el.addEventListener("dblclick", () => this.$emit("whole"));
-      this.$el.addEventListener("pointerdown", (event) => this.begin(event));
-      this.$el.addEventListener("pointermove", (event) => this.move(event));
-      this.$el.addEventListener("pointerup", (event) => this.end(event));
-      this.$el.addEventListener("pointercancel", () => this.letGo());
-    },
-    begin(event) {
-      const at = this.place(event);
-      if (event.button !== 0 || !this.chart?.containPixel({ gridIndex: 0 }, at)) return;
-      this.from = at[0];
-      this.$el.setPointerCapture(event.pointerId);
-    },
-    move(event) {
-      if (this.from === undefined) return;
-      const to = this.place(event)[0];
-      if (!this.band) {
-        this.band = document.createElement("div");
-        this.band.className = "tr-band";
-        this.$el.append(this.band);
+      if (!this.chart) {
+        this.chart = echarts.init(this.$el);
+        this.chart.getZr().on("dblclick", () => this.$emit("whole"));
+        this.chart.on("datazoom", ({ batch }) => this.$emit("stretch", [batch[0].startValue, batch[0].endValue]));
       }
-      this.band.style.left = `${Math.min(this.from, to)}px`;
-      this.band.style.width = `${Math.abs(to - this.from)}px`;
-    },
-    end(event) {
-      if (this.from === undefined) return;
-      const ends = [this.from, this.place(event)[0]].sort((a, b) => a - b);
-      this.letGo();
-      if (ends[1] - ends[0] < SHORTEST) return;
-      const [begin, end] = ends.map((x) => this.chart.convertFromPixel({ xAxisIndex: 0 }, x));
-      if (end > begin) this.$emit("stretch", [begin, end]);
-    },
-    letGo() {
-      this.from = undefined;
-      this.band?.remove();
-      this.band = undefined;
-    },
-    place(event) {
-      const box = this.$el.getBoundingClientRect();
-      return [event.clientX - box.left, event.clientY - box.top];
+      const options = withFunctions(this.options);
+      this.chart.setOption(this.chooses ? { ...options, toolbox: TOOLS } : options, { notMerge: true });
+      if (this.chooses) this.chart.dispatchAction(SELECT);
     },
   },
 };

@@ -16,7 +16,7 @@ from nicegui.element import Element
 from nicegui.elements import echart as _brings_echarts_to_the_page  # noqa: F401
 
 from trireme.tools.dashboard import theme
-from trireme.tools.dashboard.history import Axis, Curve, Frame, curve
+from trireme.tools.dashboard.history import Axis, Curve, Frame, Points, curve
 from trireme.tools.dashboard.runs import RunFolder, RunSet
 
 GRID = "rgba(138, 147, 165, 0.18)"
@@ -36,34 +36,32 @@ Options = dict[str, Any]
 
 
 class Canvas(Element, component="canvas.js"):
-    """A chart that says when it comes into view, and which stretch was dragged over. Empty until `draw`.
+    """A chart that reports when it comes into view, and which stretch was dragged over. Empty until `draw`.
 
-    NiceGUI's own element cannot tell what is in view, and fails where it is removed before it was drawn.
+    NiceGUI's own element cannot report what is in view, and fails where it is removed before it was drawn.
     """
 
     def __init__(
         self,
         *,
         on_seen: Callable[[bool], Any] | None = None,
-        on_stretch: Callable[[float, float], Any] | None = None,
-        on_whole: Callable[[], Any] | None = None,
+        on_zoom: Callable[[float | None, float | None], Any] | None = None,
     ) -> None:
         """
         Args:
             on_seen: called when the chart comes into view (True) or leaves it.
-            on_stretch: called with begin and end of the stretch of the horizontal axis that was dragged over.
-            on_whole: called after a double-click.
+            on_zoom: called with begin and end of the stretch of the horizontal axis that was dragged over, and with
+                None and None after a double-click.
         """
         super().__init__()
         self._props["options"] = {}
-        self._props["chooses"] = on_stretch is not None
-        self.classes("tr-canvas tr-chooses" if on_stretch else "tr-canvas")
+        self._props["chooses"] = on_zoom is not None
+        self.classes("tr-canvas tr-chooses" if on_zoom else "tr-canvas")
         if on_seen:
             self.on("seen", lambda event: on_seen(bool(event.args)))
-        if on_stretch:
-            self.on("stretch", lambda event: on_stretch(float(event.args[0]), float(event.args[1])))
-        if on_whole:
-            self.on("whole", lambda: on_whole())
+        if on_zoom:
+            self.on("stretch", lambda event: on_zoom(float(event.args[0]), float(event.args[1])))
+            self.on("whole", lambda: on_zoom(None, None))
 
     def draw(self, options: Options) -> None:
         self._props["options"] = options
@@ -88,17 +86,29 @@ def lines_of(runs: Sequence[RunFolder], metric: str, frame: Frame, about: str = 
     ]
 
 
-def line_chart(lines: Sequence[Line], frame: Frame, *, marks: Sequence[int] = (), log: bool = False) -> Options:
+def line_chart(lines: Sequence[Line], frame: Frame, *, marks: Sequence[int] = ()) -> Options:
     """
     Args:
         marks: steps that a run resumed from after it had been further.
     """
-    series = [one for line in lines for one in _series_of(line)]
+    series = []
+    for name, color, (raw, smooth) in lines:
+        if smooth:  # with the values that it is made of behind it, faintly
+            behind = _series(name, color, raw, 1.0) | {"silent": True, "tooltip": {"show": False}, "z": 1}
+            behind["lineStyle"]["opacity"] = 0.25
+            series += [_series(name, color, smooth, 2.0), behind]
+        else:
+            series.append(_series(name, color, raw, 1.8))
     if series and frame.axis == "step":
-        series[0]["markLine"] |= {"data": [{"xAxis": step} for step in dict.fromkeys(marks)]}
-    pointer = f"p => '{frame.axis} ' + Math.round(p.value)"
-    if frame.axis == "hours":
-        pointer = "p => (+p.value).toFixed(3) + ' h'"
+        series[0]["markLine"] = {
+            "silent": True,
+            "symbol": "none",
+            "lineStyle": {"color": theme.QUIET, "type": "dashed", "width": 1},
+            "label": {"show": False},
+            "data": [{"xAxis": step} for step in dict.fromkeys(marks)],
+        }
+    in_steps = f"p => '{frame.axis} ' + Math.round(p.value)"
+    pointer = "p => (+p.value).toFixed(3) + ' h'" if frame.axis == "hours" else in_steps
     return {
         "animation": False,
         "grid": {"left": 52, "right": 14, "top": 12, "bottom": 26},
@@ -121,7 +131,7 @@ def line_chart(lines: Sequence[Line], frame: Frame, *, marks: Sequence[int] = ()
             "axisPointer": {"label": {"show": False, ":formatter": pointer}},
         },
         "yAxis": {
-            "type": "log" if log else "value",
+            "type": "log" if frame.is_log else "value",
             "scale": True,
             "axisLabel": LABEL | {":formatter": TICK},
             "splitLine": {"lineStyle": {"color": GRID}},
@@ -130,33 +140,17 @@ def line_chart(lines: Sequence[Line], frame: Frame, *, marks: Sequence[int] = ()
     }
 
 
-def _series_of(line: Line) -> list[Options]:
-    """Return the curve; where it is smoothed, with the values that it is made of behind it, faintly."""
-
-    def series(points: list[list[float | None]], width: float) -> Options:
-        return {
-            "type": "line",
-            "name": line.name,
-            "data": points,
-            "showSymbol": len(points) < 25,
-            "symbolSize": 5,
-            "color": line.color,
-            "lineStyle": {"width": width, "color": line.color},
-            "emphasis": {"disabled": True},
-            "markLine": {
-                "silent": True,
-                "symbol": "none",
-                "lineStyle": {"color": theme.QUIET, "type": "dashed", "width": 1},
-                "label": {"show": False},
-                "data": [],
-            },
-        }
-
-    if not line.curve.smooth:
-        return [series(line.curve.raw, 1.8)]
-    behind = series(line.curve.raw, 1.0) | {"silent": True, "tooltip": {"show": False}, "z": 1}
-    behind["lineStyle"]["opacity"] = 0.25
-    return [series(line.curve.smooth, 2.0), behind]
+def _series(name: str, color: str, points: Points, width: float) -> Options:
+    return {
+        "type": "line",
+        "name": name,
+        "data": points,
+        "showSymbol": len(points) < 25,
+        "symbolSize": 5,
+        "color": color,
+        "lineStyle": {"width": width, "color": color},
+        "emphasis": {"disabled": True},
+    }
 
 
 def bar_chart(names: Sequence[Any], bars: dict[str, list[int]], colors: dict[str, str]) -> Options:
@@ -232,7 +226,7 @@ def grouped(names: Iterable[str], wanted: str) -> dict[Group, list[str]]:
     return {group: members for group, members in found.items() if members}
 
 
-def build(runs: RunSet) -> None:
+async def build(runs: RunSet) -> None:
     if not any(run.metrics.names() for run in runs.chosen):
         theme.nothing("No metrics yet.", "They are in the run's metrics.jsonl; the first comes with the first step.")
         return
@@ -244,7 +238,6 @@ class MetricsPage:
 
     def __init__(self, runs: RunSet) -> None:
         self.runs = runs
-        self.log = False
         self.frame = Frame()
         if re.fullmatch(r"0\.\d+", runs.query.get("smoothing", "")):
             self.frame = Frame(smoothing=min(0.99, float(runs.query["smoothing"])))
@@ -254,30 +247,23 @@ class MetricsPage:
         self._build_controls()
         self._body = theme.column()
         self._list()
-        runs.watch(self._renew)
+        runs.watchers.append(self._renew)
 
     def zoom(self, begin: float | None, end: float | None) -> None:
-        self.frame = replace(self.frame, begin=begin, end=end)
         for number, value in ((self._begin, begin), (self._end, end)):
             number.value = None if value is None else float(f"{value:.6g}")
-        self._redraw()
+        self._look(begin=begin, end=end)
 
-    def _redraw(self) -> None:
+    def _look(self, **changes: Any) -> None:
+        """Draw all charts again, after changes of the frame."""
+        self.frame = replace(self.frame, **changes)
         for chart in self._charts:
             chart.redraw()
 
     def _build_controls(self) -> None:
-        def smooth(weight: float) -> None:
-            self.frame = replace(self.frame, smoothing=weight)
-            self._redraw()
-
         def turn(axis: Axis) -> None:
             self.frame = replace(self.frame, axis=axis)
             self.zoom(None, None)
-
-        def scale(log: bool) -> None:
-            self.log = log
-            self._redraw()
 
         def find(wanted: str | None) -> None:
             self._wanted = wanted or ""
@@ -288,12 +274,12 @@ class MetricsPage:
             search.props("dense outlined clearable debounce=150").style("min-width: 200px")
             theme.soft("Smoothing")
             slider = ui.slider(min=0, max=0.99, step=0.01, value=self.frame.smoothing)
-            slider.on_value_change(lambda event: smooth(event.value))
+            slider.on_value_change(lambda event: self._look(smoothing=event.value))
             slider.props('aria-label="Smoothing" label').style("width: 140px")
             axis = ui.toggle({"step": "Steps", "hours": "Hours"}, value="step")
             axis.on_value_change(lambda event: turn(event.value))
             axis.props('dense no-caps unelevated aria-label="Horizontal axis"')
-            ui.checkbox("Logarithmic", on_change=lambda event: scale(event.value)).props("dense")
+            ui.checkbox("Logarithmic", on_change=lambda event: self._look(is_log=event.value)).props("dense")
             ui.space()
             self._begin, self._end = ui.number("From"), ui.number("To")
             for number in (self._begin, self._end):
@@ -310,14 +296,14 @@ class MetricsPage:
                 names[f"{run.name} (resumed from step {back})" if back else run.name] = theme.run_color(place)
             theme.legend(names)
 
-    def _renew(self) -> None:
+    def _found(self) -> list[str]:
+        return sorted({name for run in self.runs.chosen for name in run.metrics.names()})
+
+    async def _renew(self) -> None:
         if self._found() != self._names:
             self._list()
         else:
-            self._redraw()
-
-    def _found(self) -> list[str]:
-        return sorted({name for run in self.runs.chosen for name in run.metrics.names()})
+            self._look()
 
     def _list(self) -> None:
         self._names = self._found()
@@ -350,8 +336,7 @@ class MetricChart:
                 ui.label(name).classes("tr-title")
                 ui.space()
                 self._newest = theme.soft()
-            self._canvas = Canvas(on_seen=self._see, on_stretch=self._choose, on_whole=lambda: page.zoom(None, None))
-            self._canvas.classes("tr-chart")
+            self._canvas = Canvas(on_seen=self._see, on_zoom=self._zoom).classes("tr-chart")
 
     def redraw(self) -> None:
         """Draw what is new, now or when the chart comes into view."""
@@ -368,10 +353,10 @@ class MetricChart:
         self._newest.set_text("   ".join(f"{value:.4g}" for value in values if value is not None))
         marks = [step for run in runs for step in run.metrics.went_back]
         lines = lines_of(runs, self._name, page.frame)
-        self._canvas.draw(line_chart(lines, page.frame, marks=marks, log=page.log))
+        self._canvas.draw(line_chart(lines, page.frame, marks=marks))
 
-    def _choose(self, begin: float, end: float) -> None:
-        if self._page.frame.axis == "hours":
+    def _zoom(self, begin: float | None, end: float | None) -> None:
+        if begin is None or end is None or self._page.frame.axis == "hours":
             self._page.zoom(begin, end)
         elif end - begin >= SHORTEST_STEPS:
             self._page.zoom(math.floor(begin), math.ceil(end))

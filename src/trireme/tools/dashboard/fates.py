@@ -16,18 +16,10 @@ from trireme.base.processes import die_with_parent
 from trireme.base.safe_text import decimal
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.charts import Canvas, bar_chart
-from trireme.tools.dashboard.rollout_index import (
-    EXAMPLE_SORTS,
-    MASKED,
-    OPEN,
-    TRAINED,
-    Found,
-    Totals,
-    find_batches,
-    index_of,
-)
+from trireme.tools.dashboard.rollout_index import EXAMPLE_SORTS, OPEN, Found, index_of
 from trireme.tools.dashboard.rollouts import PagedTable
 from trireme.tools.dashboard.runs import RunSet
+from trireme.tools.rollouts import MASKED, TRAINED
 
 LOOK_S = 2.0
 AUDIT_S = 1800.0
@@ -41,9 +33,6 @@ COLUMNS = {
 
 
 async def build(runs: RunSet) -> None:
-    if not find_batches(runs.main.paths.journal):
-        theme.nothing("There is no batch yet.", "Fates are shown as soon as the first batch is in the journal.")
-        return
     await FatesPage(runs).count()
 
 
@@ -64,15 +53,7 @@ class FatesPage:
             self._verdict = ui.element("div").props("aria-live=polite").style("width: 100%")
         with ui.element("div").classes("tr-split"):
             with theme.card("Examples"):
-                self._list = PagedTable(
-                    COLUMNS,
-                    sort="example",
-                    backwards=False,
-                    sorts=EXAMPLE_SORTS,
-                    read=self._read,
-                    open=self._open,
-                    opens="example",
-                )
+                self._list = PagedTable(COLUMNS, EXAMPLE_SORTS, self._read, self._open, opens="example")
             self._one = ui.element("section").classes("tr-card tr-reading").props('aria-label="Example" tabindex=0')
         with self._one:
             ui.label("Choose an example to see what became of each of its groups.").classes("tr-soft")
@@ -91,14 +72,6 @@ class FatesPage:
         if counted is None or self._figures.is_deleted:
             return
         totals, (steps, fates) = counted
-        self._show_figures(totals)
-        reasons = [name for name in fates if name not in (TRAINED, MASKED)]
-        colors = {TRAINED: theme.PROCESSES["engine"], MASKED: theme.PROCESSES["orchestrator"]}
-        colors |= {name: REASONS[place % len(REASONS)] for place, name in enumerate(reasons)}
-        self._chart.draw(bar_chart(steps, fates, colors))
-        await self._list.refresh()
-
-    def _show_figures(self, totals: Totals) -> None:
         done, total = self._progress
         reason, often = next(iter(totals.dropped.items()), ("none", 0))
         of = f"of {totals.of:,} in the training sets" if totals.of else "have a fate"
@@ -111,6 +84,11 @@ class FatesPage:
             theme.figure("examples", f"{totals.examples:,}", of)
             if done < total:
                 theme.figure("indexed", f"{done:,}", f"of {total:,} batches; the others follow")
+        reasons = [name for name in fates if name not in (TRAINED, MASKED)]
+        colors = {TRAINED: theme.PROCESSES["engine"], MASKED: theme.PROCESSES["orchestrator"]}
+        colors |= {name: REASONS[place % len(REASONS)] for place, name in enumerate(reasons)}
+        self._chart.draw(bar_chart(steps, fates, colors))
+        await self._list.refresh()
 
     # examples
 
@@ -134,7 +112,7 @@ class FatesPage:
                 ui.link("Its rollouts", self._runs.link("/rollouts", q=term)).classes("tr-go")
             for group in groups or []:
                 with theme.row():
-                    ui.label(f"group {group['grp']}").classes("tr-mono")
+                    ui.label(f"group {group['group']}").classes("tr-mono")
                     ui.label(group["fate"]).classes(f"tr-fate {group['fate']}")
                     ui.label(group_text(group)).classes("tr-small")
 

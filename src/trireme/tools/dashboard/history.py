@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +36,14 @@ DRAWN_SPANS = 4000
 
 Values = NDArray[np.float64]
 Axis = Literal["step", "hours", "token"]
+Points = list[list[float | None]]
+"""Pairs [x, y]; y is None where it is not finite."""
 
 
 # metrics
 
 MARKS = {"trainer": "loss", "orchestrator": "reward/mean", "sft": "loss"}
-"""By process: the metric that only the row of a step has. Rows of evaluations come late, and are no step back."""
+"""A metric of each process that only rows of steps have. Rows of evaluations come late, and are no rewind."""
 
 
 class Series(NamedTuple):
@@ -78,7 +80,10 @@ class Metrics:
             columns = self._columns.setdefault(process, {})
             if MARKS.get(process) in row:
                 if step < self._newest.get(process, -1):
-                    self._go_back(process, step)
+                    for column in columns.values():
+                        column.forget_after(step)
+                    if step not in self.went_back[-1:]:
+                        self.went_back.append(step)
                 self._newest[process] = step
             for name, value in row.items():
                 if name not in ("step", "process") and (value is None or isinstance(value, int | float)):
@@ -86,12 +91,6 @@ class Metrics:
                     column.put(step, math.nan if value is None else float(value))
                     if len(column.steps) > MOST_POINTS and not self._keeps_all:
                         column.thin()
-
-    def _go_back(self, process: str, step: int) -> None:
-        for column in self._columns[process].values():
-            column.forget_after(step)
-        if step not in self.went_back[-1:]:
-            self.went_back.append(step)
 
     def names(self) -> list[str]:
         trainer = self._columns.get(TRAINER, {})
@@ -104,8 +103,7 @@ class Metrics:
 
     def series(self, name: str) -> Series:
         """Return a metric, empty where there is no such metric."""
-        _, column = self._find(name)
-        return column.series()
+        return self._find(name)[1].series()
 
     def hours(self, name: str) -> Values:
         """Return when each step of `series(name)` was reported, in hours since the run's first report."""
@@ -118,17 +116,22 @@ class Metrics:
         return (np.interp(column.steps, clock.steps, clock.values) - began_s) / 3600.0
 
     def last(self, name: str) -> float | None:
-        _, column = self._find(name)
-        return column.values[-1] if column.values else None
+        values = self._find(name)[1].values
+        return values[-1] if values else None
 
     def finite(self, name: str) -> list[float]:
         values = self.series(name).values
-        found: list[float] = values[np.isfinite(values)].tolist()
-        return found
+        return [value for value in values.tolist() if math.isfinite(value)]
 
-    def newest_step(self) -> int | None:
-        """Return the step that was trained last; where no trainer has reported, the one that was filled last."""
-        return self._newest.get(TRAINER, max(self._newest.values(), default=None))
+    def held_out(self) -> dict[str, str]:
+        """Return the names of rewards of evaluations, by environment."""
+        named = ((re.fullmatch("eval/(.+)/reward", name), name) for name in self.names())
+        return {match[1]: name for match, name in named if match}
+
+    @property
+    def num_done(self) -> int:
+        """The number of steps that are trained; where no trainer has reported, of batches that are filled."""
+        return self._newest.get(TRAINER, max(self._newest.values(), default=-1)) + 1
 
     def _find(self, name: str) -> tuple[str, _Column]:
         for process, columns in sorted(self._columns.items(), key=lambda item: item[0] != TRAINER):
@@ -200,13 +203,14 @@ class Frame:
     smoothing: float = 0.0  # weight of the past in the moving average, 0 to 0.99; 0 draws values as they are
     begin: float | None = None  # of the axis; None is its first value
     end: float | None = None
+    is_log: bool = False  # of the vertical axis
 
 
 class Curve(NamedTuple):
     """Points [x, y] of a metric, ready to be drawn. `smooth` is empty where nothing was smoothed."""
 
-    raw: list[list[float | None]]
-    smooth: list[list[float | None]]
+    raw: Points
+    smooth: Points
 
 
 def curve(metrics: Metrics, name: str, frame: Frame) -> Curve:
@@ -221,7 +225,7 @@ def curve(metrics: Metrics, name: str, frame: Frame) -> Curve:
     return Curve(_points(x, values, begin, end), smooth)
 
 
-def _points(x: Values, y: Values, begin: int, end: int) -> list[list[float | None]]:
+def _points(x: Values, y: Values, begin: int, end: int) -> Points:
     x, y = x[begin:end], y[begin:end]
     at = extremes(x, y, CURVE_POINTS)
     return [
@@ -269,16 +273,13 @@ class Spans:
                 self._offset, is_new = offset, True
                 for span in spans:
                     _put(self._processes.setdefault(span.lane, []), span)
-                self._thin()
+                most = MOST_SPANS // max(1, len(self._processes))
+                for process, known in self._processes.items():
+                    if len(known) > most:
+                        recent = len(known) - most // 4
+                        old = timeline.thin(known[:recent], known[0].begin_s, known[recent - 1].end_s, most // 2)
+                        self._processes[process] = old + known[recent:]
             return is_new
-
-    def _thin(self) -> None:
-        most = MOST_SPANS // max(1, len(self._processes))
-        for process, spans in self._processes.items():
-            if len(spans) > most:
-                recent = len(spans) - most // 4
-                old = timeline.thin(spans[:recent], spans[0].begin_s, spans[recent - 1].end_s, most // 2)
-                self._processes[process] = old + spans[recent:]
 
     def __bool__(self) -> bool:
         return bool(self._processes)
@@ -317,69 +318,59 @@ def _put(spans: list[Span], span: Span) -> None:
         spans.append(span)
 
 
-@dataclass(frozen=True)
-class Timeline:
+class Timeline(NamedTuple):
     """A stretch of time: what the processes of a run did, and which side should get more GPUs."""
 
     begin_s: float  # unix time
     end_s: float
-    processes: list[str]
     spans: list[Span]  # at most DRAWN_SPANS
     shares: dict[str, Shares]  # by process
     waits: dict[str, list[tuple[str, float]]]  # by process: what it waited for, as a share of the time, longest first
+    engines: Shares  # mean of all engines
     advice: str
-    engines: Shares = field(default_factory=dict)  # mean of all engines, where there are several
-    counted: tuple[float, float] = (0.0, 0.0)  # the steady part of the stretch, which shares and words are about
+    counted: tuple[float, float]  # the steady part of the stretch, which shares and words are about
 
 
 def summarize(spans: Spans, begin_s: float, end_s: float, *, most: int = DRAWN_SPANS) -> Timeline:
     processes = spans.processes()
-    by_process = {process: spans.within(begin_s, end_s, process) for process in processes}
-    known = list(chain.from_iterable(by_process.values()))
+    known = [span for process in processes for span in spans.within(begin_s, end_s, process)]
     first_s, last_s = spans.steady()
     counted = max(begin_s, first_s), min(end_s, last_s)
     counted = counted if counted[0] < counted[1] else (begin_s, end_s)
-    shares = {process: timeline.shares(found, process, *counted) for process, found in by_process.items()}
-    engines = [shares[process] for process in processes if timeline.is_engine(process)]
-    unknown: Shares = {timeline.OTHER: 1.0}
-    mean = timeline.mean_shares(engines) if engines else unknown
-    waits = {process: timeline.reasons(found, process, *counted) for process, found in by_process.items()}
-    return Timeline(
-        begin_s=begin_s,
-        end_s=end_s,
-        processes=processes,
-        spans=timeline.thin(known, begin_s, end_s, most),
-        shares=shares,
-        waits={process: [wait for wait in found if wait[0]] for process, found in waits.items()},
-        advice=timeline.advice(
-            shares.get(TRAINER, unknown),
-            mean,
-            few=timeline.few_requests(known, *counted),
-            environments=timeline.waits_for_environments(known, *counted),
-        ),
-        engines=mean if len(engines) > 1 else {},
-        counted=counted,
+    shares = {process: timeline.shares(known, process, *counted) for process in processes}
+    engines = timeline.engine_shares(known, *counted)
+    advice = timeline.advice(
+        shares.get(TRAINER, {timeline.OTHER: 1.0}),
+        engines,
+        few=timeline.few_requests(known, *counted),
+        environments=timeline.waits_for_environments(known, *counted),
     )
+    waits = {
+        process: [(why, share) for why, share in timeline.reasons(known, process, *counted) if why]
+        for process in processes
+    }
+    shown = timeline.thin(known, begin_s, end_s, most)
+    return Timeline(begin_s, end_s, shown, shares, waits, engines, advice, counted)
 
 
 STEP_PARTS = {
-    "time/wait_for_batch": "wait",
-    "time/forward_backward": "train",
-    "time/optimizer": "train",
-    "time/publish": "transfer",
-    "time/confirm": "transfer",
-    "time/checkpoint": "save",
+    "time/wait_for_batch": ("wait", "wait for a batch"),
+    "time/forward_backward": ("train", "forward and backward"),
+    "time/optimizer": ("train", "optimizer"),
+    "time/publish": ("transfer", "send weights"),
+    "time/confirm": ("transfer", "wait until they are confirmed"),
+    "time/checkpoint": ("save", "save a checkpoint"),
 }
-"""The trainer's metrics that say what it did, for runs without spans."""
+"""The trainer's metrics of the parts of a step, each with its activity and its name."""
 
 
 def trainer_shares(metrics: Metrics) -> Shares:
-    """Return what the trainer did with its steps, by its metrics; empty where they do not tell."""
+    """Return what the trainer did with its steps, for runs without spans; empty where no metric of time is there."""
     total_s = sum(metrics.finite("time/step"))
     if total_s <= 0:
         return {}
     shares: Shares = {}
-    for name, what in STEP_PARTS.items():
+    for name, (what, _) in STEP_PARTS.items():
         if seconds := sum(metrics.finite(name)):
             shares[what] = shares.get(what, 0.0) + seconds / total_s
     scale = max(1.0, sum(shares.values()))
@@ -387,7 +378,7 @@ def trainer_shares(metrics: Metrics) -> Shares:
     return shares | {timeline.OTHER: max(0.0, 1.0 - sum(shares.values()))}
 
 
-def trainer_advice(shares: Any) -> str:
+def trainer_advice(shares: Shares) -> str:
     """Return what the trainer's shares alone suggest. The engines' side is not known."""
     waits = shares.get("wait", 0.0)
     if waits > 0.3:

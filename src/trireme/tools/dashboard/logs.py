@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import html
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from nicegui import run as threads
 from nicegui import ui
 
 from trireme.base.paths import RunPaths
+from trireme.base.safe_text import clean
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.runs import RunSet
 
@@ -27,13 +27,11 @@ Level = Literal["all", "trouble", "errors"]
 LEVELS: dict[Level, str] = {"all": "All lines", "trouble": "Warnings and errors", "errors": "Errors"}
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
-ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL|Traceback|[A-Za-z]*(Error|Exception))\b")
-WARNING = re.compile(r"\b(WARNING|WARN|[A-Za-z]*Warning)\b")
-MARKS = re.compile(rb"ERROR|CRITICAL|FATAL|Traceback|Error|Exception|WARN|Warning")  # quick, before lines are decoded
+ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL|Traceback)\b|(Error|Exception)\b")
+WARNING = re.compile(r"\b(WARNING|WARN)\b|Warning\b")
 
 
-@dataclass(frozen=True)
-class Tail:
+class Tail(NamedTuple):
     """The end of a log, as it is shown."""
 
     lines: list[str]
@@ -63,22 +61,17 @@ def tail(file: Path, *, words: str = "", level: Level = "all", most: int = MOST_
     if begin:
         data = data.partition(b"\n")[2]  # the rest of a line that begins before
     raw = data.removesuffix(b"\n").split(b"\n") if data else []
+    lines = [shown_line(line.decode(errors="replace")) for line in raw]
     if level != "all":
-        raw = [line for line in raw if MARKS.search(line)]
-    levels = {"all": ("", "warn", "bad"), "trouble": ("warn", "bad"), "errors": ("bad",)}[level]
-    lines = [clean(line.decode(errors="replace")) for line in raw]
-    if wanted_words or level != "all":
-        lines = [
-            line for line in lines if level_of(line) in levels and all(word in line.lower() for word in wanted_words)
-        ]
+        levels = {"trouble": ("warn", "bad"), "errors": ("bad",)}[level]
+        lines = [line for line in lines if level_of(line) in levels]
+    lines = [line for line in lines if all(word in line.lower() for word in wanted_words)]
     return Tail(lines[-most:], len(lines), begin == 0, size)
 
 
-def clean(line: str) -> str:
+def shown_line(line: str) -> str:
     """Return a line without colours and control characters; of a progress bar that was redrawn, the last state."""
-    line = ANSI.sub("", line).rstrip("\r").rpartition("\r")[2]
-    if not line.isprintable():
-        line = "".join(each if each.isprintable() or each == "\t" else "\N{REPLACEMENT CHARACTER}" for each in line)
+    line = clean(ANSI.sub("", line).rstrip("\r").rpartition("\r")[2])
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} … ({len(line) - LONGEST} characters more)"
 
 
@@ -91,15 +84,12 @@ def level_of(line: str) -> Literal["", "warn", "bad"]:
 def to_html(lines: list[str], words: str = "") -> str:
     """Return lines with their levels and the words that were looked for marked. Text is escaped."""
     longest_first = sorted(words.split(), key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)", re.IGNORECASE)
+    pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})", re.IGNORECASE)
     shown = []
     for line in lines:
-        text, at = "", 0
-        for match in pattern.finditer(line):
-            text += f"{html.escape(line[at : match.start()])}<mark>{html.escape(match[0])}</mark>"
-            at = match.end()
-        text += html.escape(line[at:])
-        level = level_of(line)
+        parts = [html.escape(part) for part in pattern.split(line)]  # every second one is a word
+        parts[1::2] = [f"<mark>{part}</mark>" for part in parts[1::2]]
+        text, level = "".join(parts), level_of(line)
         shown.append(f'<span class="{level}">{text}</span>' if level else text)
     return "\n".join(shown)
 

@@ -7,43 +7,38 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
+from urllib.parse import urlencode
 
 import numpy as np
 from nicegui import run as threads
 from nicegui import ui
 
+from trireme.config.files import without_secrets
 from trireme.monitor.collapse import SIGNS
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import ends_of
 from trireme.monitor.run_text import short_time
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.charts import Canvas, Line, line_chart, lines_of
-from trireme.tools.dashboard.history import Frame, Metrics, curve
+from trireme.tools.dashboard.history import STEP_PARTS, Frame, Metrics, curve
 from trireme.tools.dashboard.runs import Finding, RunFolder, RunSet, changed_s
+from trireme.tools.diff.configuration import flatten
 
-PACE_STEPS = 20  # whose median says how fast it goes
+PACE_STEPS = 20  # whose median is the pace
 TAIL_BYTES = 16 * 1024  # of the metrics of each run in the list
 MOST_WARNINGS = 3  # on the overview
 MOST_LISTED_WARNINGS = 100  # of a run, on the page of warnings
-MOST_DIFFERENCES = 60
 MOST_HELD_OUT = 3
+STACKED = "Where the seconds of a step go"
 OWN_KEYS = {"name", "output_dir", "resume", "ports", "hosts"}
 """Keys that say where a run is, not what it does."""
-STEP_PARTS = {
-    "time/forward_backward": ("train", "train"),
-    "time/optimizer": ("optimizer", "evaluate"),
-    "time/publish": ("send weights", "transfer"),
-    "time/confirm": ("wait until they are confirmed", "save"),
-    "time/wait_for_batch": ("wait for a batch", "wait"),
-}
-"""Name and colour of each part of a step."""
 
 
 async def build(runs: RunSet) -> None:
     page = Overview(runs)
     await page.renew()
-    runs.watch(page.renew)
+    runs.watchers.append(page.renew)
 
 
 class Overview:
@@ -75,49 +70,41 @@ class Overview:
                 _show_warning(self._runs, finding)
         self._show_charts()
         if len(self._runs.chosen) > 1:
-            with self._compared:
-                self._show_differences()
+            rows = differences(self._runs.chosen)
+            with self._compared, theme.card("What differs", "of the configurations of the chosen runs"):
+                if rows:
+                    theme.table(rows, {name: name for name in rows[0]})
+                else:
+                    ui.label("Nothing but where they are.").classes("tr-soft")
         await self._show_others()
 
     def _show_charts(self) -> None:
         chosen, metrics = self._runs.chosen, self._run.metrics
-        names = sorted({name for run in chosen for name in run.metrics.names() if _is_held_out(name)})
+        names = {"": "validation/loss"} | {env: name for run in chosen for env, name in run.metrics.held_out().items()}
         held_out = [
             line
-            for name in names
-            for line in lines_of(chosen, name, Frame(), _environment_of(name) if len(names) > 1 else "")
+            for env, name in sorted(names.items())
+            for line in lines_of(chosen, name, Frame(), env if len(names) > 2 else "")
         ]
         parts = [
-            Line(label, theme.ACTIVITIES[color], found)
-            for name, (label, color) in STEP_PARTS.items()
+            Line(label, theme.run_color(place), found)
+            for place, (name, (_, label)) in enumerate(STEP_PARTS.items())
             if (found := curve(metrics, name, Frame())).raw
         ]
-        reward = lines_of(chosen, "reward/mean", Frame()) or lines_of(chosen, "loss", Frame())
-        self._chart("Reward of the batches", reward)
-        self._chart("Reward of held-out examples", held_out)
-        self._chart("Where the seconds of a step go", parts, stacked=True)
-        self._chart("Tokens a second", lines_of(chosen, "perf/tokens_per_s", Frame()))
-
-    def _chart(self, title: str, lines: Sequence[Line], *, stacked: bool = False) -> None:
-        if not lines:
-            return
-        options = line_chart(lines, Frame())
-        if stacked:
-            _stack(options)
-        if title not in self._charts:
-            with self._chart_grid, theme.card(title):
-                self._charts[title] = Canvas().classes("tr-chart")
-        self._charts[title].draw(options)
-
-    def _show_differences(self) -> None:
-        rows = differences(self._runs.chosen)
-        with theme.card("What differs", "of the configurations of the chosen runs"):
-            if not rows:
-                ui.label("Nothing but where they are.").classes("tr-soft")
-                return
-            theme.table(rows[:MOST_DIFFERENCES], ["key", *(run.name for run in self._runs.chosen)])
-            if len(rows) > MOST_DIFFERENCES:
-                ui.label(f"{len(rows) - MOST_DIFFERENCES} more").classes("tr-soft")
+        for title, lines in {
+            "Reward of the batches": lines_of(chosen, "reward/mean", Frame()) or lines_of(chosen, "loss", Frame()),
+            "Reward of held-out examples": held_out,
+            STACKED: parts,
+            "Tokens a second": lines_of(chosen, "perf/tokens_per_s", Frame()),
+        }.items():
+            if lines:
+                options = line_chart(lines, Frame())
+                if title == STACKED:
+                    _stack(options)
+                if title not in self._charts:
+                    with self._chart_grid, theme.card(title):
+                        self._charts[title] = Canvas().classes("tr-chart")
+                self._charts[title].draw(options)
 
     async def _show_others(self) -> None:
         """List all runs, with the end of each one's metrics. It is read again only where runs have come or gone."""
@@ -132,78 +119,52 @@ class Overview:
         self._others.clear()
         with self._others, theme.card("All runs", f"{len(library)}; click on one, or choose several above"):
             labels = {"name": "Run", "step": "Steps", "reward": "Newest reward", "changed": "Last written", "ago": ""}
-            columns = [
-                {"name": name, "label": label, "field": name, "sortable": bool(label), "align": "left"}
-                for name, label in labels.items()
-            ]
-            table = ui.table(rows=rows, columns=columns, row_key="name", pagination=20)
-            table.classes("tr-plain").props("flat dense")
+            table = theme.table(rows, labels, sortable=labels.keys() - {"ago"})
             table.add_slot(
                 "body-cell-name",
                 '<q-td :props="props"><a href="#" @click.prevent="$parent.$emit(\'look\', props.row.name)">'
                 "{{ props.row.name }}</a></q-td>",
             )
-            table.on("look", lambda event: self._open(str(event.args)))
-
-    def _open(self, name: str) -> None:
-        if run := self._runs.library.named(name):
-            ui.navigate.to(RunSet(self._runs.library, [run]).link("/"))
+            table.on("look", lambda event: ui.navigate.to(f"/?{urlencode({'run': event.args})}"))
 
 
 # figures
 
 
-class Figure(NamedTuple):
-    """A number, with a note about it."""
-
-    name: str
-    value: str
-    note: str = ""
-
-
-def figures(run: RunFolder) -> Iterator[Figure]:
-    """Yield the figures that are known yet, what matters most first."""
+def figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
+    """Yield name, value and a note of the figures that are known yet, what matters most first."""
     metrics = run.metrics
     step_s = _recent(metrics, "time/step")
     of = f" of {run.max_steps}" if run.max_steps else ""
     left_s = step_s * (run.max_steps - run.num_done) if step_s and run.max_steps else 0.0
     eta = f", {short_time(left_s)} to go" if left_s > 0 and run.is_live else ""
-    yield Figure("Steps trained", f"{run.num_done}{of}", f"{run.state}{eta}")
+    yield "Steps trained", f"{run.num_done}{of}", f"{run.state}{eta}"
 
     if ends := ends_of(metrics.finite("reward/mean")):
-        yield Figure("Reward", f"{ends.last:.3f}", f"from {ends.first:.3f}: means of {ends}")
-    elif ends := ends_of(metrics.finite("loss")):  # in RL the loss says little
-        yield Figure("Loss", f"{ends.last:.4g}", f"from {ends.first:.4g}: means of {ends}")
-    rewards = [name for name in metrics.names() if name.startswith("eval/") and name.endswith("/reward")]
-    for name in rewards[:MOST_HELD_OUT]:
+        yield "Reward", f"{ends.last:.3f}", f"from {ends.first:.3f}: means of {ends}"
+    elif ends := ends_of(metrics.finite("loss")):  # in RL the loss is no measure of progress
+        yield "Loss", f"{ends.last:.4g}", f"from {ends.first:.4g}: means of {ends}"
+    for env, name in list(metrics.held_out().items())[:MOST_HELD_OUT]:
         steps, values = metrics.series(name)
         before = f", from {values[0]:.3f} at {steps[0]}" if len(values) > 1 else ""
-        yield Figure(f"Held-out {_environment_of(name)}", f"{values[-1]:.3f}", f"version {steps[-1]}{before}")
+        yield f"Held-out {env}", f"{values[-1]:.3f}", f"version {steps[-1]}{before}"
     if step_s:
         waits_s = _recent(metrics, "time/wait_for_batch")
         note = "" if waits_s is None else f"{waits_s / step_s:.0%} of it waiting for a batch"
-        yield Figure("Seconds a step", f"{step_s:.3g}", note)
+        yield "Seconds a step", f"{step_s:.3g}", note
     if (speed := _recent(metrics, "perf/tokens_per_s")) is not None:
-        yield Figure("Tokens a second", f"{speed:,.0f}", "trained on, prompts included")
+        yield "Tokens a second", f"{speed:,.0f}", "trained on, prompts included"
     if (lag := metrics.last("lag/mean")) is not None:
         most = metrics.last("lag/max")
-        yield Figure("Lag", f"{lag:.2f}", "versions" if most is None else f"versions; at most {most:.0f}")
+        yield "Lag", f"{lag:.2f}", "versions" if most is None else f"versions; at most {most:.0f}"
     if (entropy := metrics.last("policy/entropy")) is not None:
         kl = metrics.last("mismatch_kl")
-        yield Figure("Entropy", f"{entropy:.3f}", "nats" if kl is None else f"mismatch KL {kl:.2g}")
+        yield "Entropy", f"{entropy:.3f}", "nats" if kl is None else f"mismatch KL {kl:.2g}"
 
 
 def _recent(metrics: Metrics, name: str) -> float | None:
     values = metrics.finite(name)[-PACE_STEPS:]
     return float(np.median(values)) if values else None
-
-
-def _is_held_out(name: str) -> bool:
-    return (name.startswith("eval/") and name.endswith("/reward")) or name == "validation/loss"
-
-
-def _environment_of(name: str) -> str:
-    return name.removeprefix("eval/").removesuffix("/reward")
 
 
 def _stack(options: dict[str, Any]) -> None:
@@ -220,56 +181,42 @@ def _stack(options: dict[str, Any]) -> None:
     options["tooltip"]["order"] = "seriesDesc"
 
 
-def _state_lines(run: RunFolder) -> list[str]:
-    """Return what the run waits for, by its orchestrator; where that does not answer, what is known of the run."""
+def _state_lines(run: RunFolder) -> Iterator[str]:
+    """Yield what the run waits for, by its orchestrator; where that does not answer, what is known of the run."""
     if status := run.status:
         weights = f"weights of version {status.version}" if status.version >= 0 else "no weights yet"
-        return [
+        yield (
             f"The orchestrator is {status.state}: batch {status.batch}, {weights}, "
-            f"{status.in_flight} rollouts in flight.",
-            *([f"Waits: {wait.text}" for wait in status.waits] or ["No process has waited for long."]),
-            *(
-                f"Engine {engine.url}: {engine.state}"
-                + ("" if engine.version is None else f", version {engine.version}")
-                for engine in status.engines
-            ),
-        ]
+            f"{status.in_flight} rollouts in flight."
+        )
+        yield from [f"Waits: {wait.text}" for wait in status.waits] or ["No process has waited for long."]
+        for engine in status.engines:
+            version = "" if engine.version is None else f", version {engine.version}"
+            yield f"Engine {engine.url}: {engine.state}{version}"
+        return
     written = f"Last written {ago(changed_s(run.path))}."
-    return [
-        {
-            "not there yet": f"{run.path} does not exist yet. The run is shown as soon as it does.",
-            "starting": "Its processes are starting: the logs say how far they are.",
-            "running": "Its launcher is running; the orchestrator does not answer at the moment.",
-            "finished": f"All steps are trained. {written}",
-            "stopped": f"No process is working on it. {written} Start it with `--resume` to continue.",
-            "not started": f"It has not reported anything. {written}",
-        }.get(run.state, written)
-    ]
+    yield {
+        "not there yet": f"{run.path} does not exist yet. The run is shown as soon as it does.",
+        "starting": "Its processes are starting: the logs say how far they are.",
+        "running": "Its launcher is running; the orchestrator does not answer at the moment.",
+        "finished": f"All steps are trained. {written}",
+        "stopped": f"No process is working on it. {written} Start it with `--resume` to continue.",
+        "not started": f"It has not reported anything. {written}",
+    }.get(run.state, written)
 
 
 # comparison and list of runs
 
 
-def differences(runs: Sequence[RunFolder]) -> list[list[str]]:
+def differences(runs: Sequence[RunFolder]) -> list[dict[str, str]]:
     """Return the keys whose values differ between the runs, each with its values; "–" where a run has no such key."""
-    flat = [dict(_leaves(run.config)) for run in runs]
+    flat = {run.name: {key: json.dumps(value) for key, value in flatten(without_secrets(run.config))} for run in runs}
     rows = []
-    for key in dict.fromkeys(key for values in flat for key in values):
-        values = [values.get(key, "–") for values in flat]
-        if len(set(values)) > 1 and key.split(".")[0] not in OWN_KEYS and not key.endswith(".port"):
-            rows.append([key, *values])
+    for key in dict.fromkeys(key for values in flat.values() for key in values):
+        values = {name: of_run.get(key, "–") for name, of_run in flat.items()}
+        if len(set(values.values())) > 1 and key.split(".")[0] not in OWN_KEYS and not key.endswith(".port"):
+            rows.append({"key": key} | values)
     return rows
-
-
-def _leaves(value: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, below in value.items():
-            yield from _leaves(below, f"{above}.{key}" if above else key)
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for place, item in enumerate(value):
-            yield from _leaves(item, f"{above}[{place}]")
-    else:
-        yield above, value if isinstance(value, str) else json.dumps(value)
 
 
 def list_row(run: RunFolder) -> dict[str, Any]:
@@ -304,36 +251,37 @@ def ago(unix_s: float) -> str:
 # warnings
 
 
-def build_warnings(runs: RunSet) -> None:
+async def build_warnings(runs: RunSet) -> None:
     body = theme.column()
     drawn: list[list[Finding]] = []
 
-    def renew() -> None:
+    async def renew() -> None:
         found = [run.warnings() for run in runs.chosen]
         if found != drawn and not body.is_deleted:
             drawn[:] = found
             body.clear()
             with body:
                 for run, findings in zip(runs.chosen, found, strict=True):
-                    _show_warnings(runs, run, findings)
+                    lasting = sum(finding.is_lasting for finding in findings)
+                    with theme.row().classes("tr-group"):
+                        theme.heading(run.name)
+                        theme.soft(f"{lasting} now, {len(findings) - lasting} earlier")
+                    if not findings:
+                        searched = (
+                            f"{len(SIGNS)} are looked for in every row of its metrics; {run.num_done} steps so far."
+                        )
+                        theme.nothing("No sign of a collapse.", searched, icon="check_circle_outline")
+                    for finding in findings[:MOST_LISTED_WARNINGS]:
+                        _show_warning(runs, finding)
                 with ui.expansion(f"What is looked for ({len(SIGNS)} signs)").classes("tr-card"):
-                    signs = [[sign.name.replace("_", " "), ", ".join(sign.watched), sign.meaning] for sign in SIGNS]
-                    theme.table(signs, mono=2)
+                    signs = [
+                        {"sign": sign.name.replace("_", " "), "of": ", ".join(sign.watched), "meaning": sign.meaning}
+                        for sign in SIGNS
+                    ]
+                    theme.table(signs, {"sign": "sign", "of": "of", "meaning": "what it usually means"})
 
-    renew()
-    runs.watch(renew)
-
-
-def _show_warnings(runs: RunSet, run: RunFolder, findings: Sequence[Finding]) -> None:
-    lasting = sum(finding.is_lasting for finding in findings)
-    with theme.row().classes("tr-group"):
-        theme.heading(run.name)
-        theme.soft(f"{lasting} now, {len(findings) - lasting} earlier")
-    if not findings:
-        searched = f"{len(SIGNS)} are looked for in every row of its metrics; {run.num_done} steps so far."
-        theme.nothing("No sign of a collapse.", searched, icon="check_circle_outline")
-    for finding in findings[:MOST_LISTED_WARNINGS]:
-        _show_warning(runs, finding)
+    await renew()
+    runs.watchers.append(renew)
 
 
 def _show_warning(runs: RunSet, finding: Finding) -> None:

@@ -11,25 +11,24 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trireme.base.processes import die_with_parent
-from trireme.journal.records import BatchRecord, Dropped, Rollout
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord
 from trireme.tools.audit.fates import kind_of
-from trireme.tools.rollout_filters import CLOSE, NUMBERS, Term, parse_filter
-from trireme.tools.rollouts import Row, dropped_row_of, read_batch, record_of_rollout, row_of
+from trireme.tools.rollout_filters import CLOSE, FLAGS, Term, parse_filter
+from trireme.tools.rollouts import DROPPED, MASKED, TRAINED, Row, identity_of, read_batch, records_of
 
-FORMAT = 3  # of the tables; an index of another format is built again
+FORMAT = 5  # of the tables; an index of another format is built again
 MOST_TEXT = 4000  # characters of a rollout that are searched: half of them from its beginning, half from its end
 BUSY_S = 10.0
 LOOK_EVERY_S = 2.0
@@ -38,23 +37,24 @@ NICENESS = 15
 MOST_BARS = 400  # of the fates by step
 MOST_KINDS = 8  # of reasons for dropping, shown one by one
 
-TRAINED, MASKED, DROPPED, OPEN = "trained", "masked", "dropped", "open"
-"""Fates of a rollout; a group is open that was begun and is in no batch yet."""
+OPEN = "open"
+"""Fate of a group that was begun and is in no batch yet."""
 
-TABLES = """
+FIELDS = tuple(
+    name for name in Row.__struct_fields__ if name not in ("example", "question", "last_message", "offset", "length")
+)
+TABLES = f"""
 CREATE TABLE batches (
     step INTEGER PRIMARY KEY, file TEXT NOT NULL, trouble TEXT NOT NULL, open_groups TEXT NOT NULL, sizes TEXT NOT NULL
 );
 CREATE TABLE rollouts (
-    id INTEGER PRIMARY KEY, step INTEGER, number INTEGER, grp INTEGER, place INTEGER, attempt INTEGER, env TEXT,
-    example INTEGER, fate TEXT, kind TEXT, reward REAL, advantage REAL, tokens INTEGER, turns INTEGER,
-    truncated INTEGER, stop TEXT, error TEXT, flaws TEXT
+    id INTEGER PRIMARY KEY, kind TEXT, example INTEGER, {", ".join(f'"{name}"' for name in FIELDS)}
 );
 CREATE INDEX of_step ON rollouts (step, fate, kind);
 CREATE INDEX of_example ON rollouts (env, example);
-CREATE TABLE texts (id INTEGER PRIMARY KEY, said TEXT, text TEXT);
+CREATE TABLE texts (id INTEGER PRIMARY KEY, last_message TEXT, text TEXT);
 """
-ROLLOUT_SORTS = ("step", "env", "example", "place", "reward", "advantage", "tokens", "turns", "fate")
+ROLLOUT_SORTS = ("step", "env", "example", "rollout", "reward", "advantage", "tokens", "turns", "fate")
 
 FATES = """
 sum(fate = 'trained') AS trained, sum(fate = 'masked') AS masked, sum(fate = 'dropped') AS dropped,
@@ -65,14 +65,14 @@ SELECT avg(reward) FROM rollouts AS one WHERE one.env = rollouts.env AND one.exa
 AND reward IS NOT NULL GROUP BY step ORDER BY step
 """
 EXAMPLES = f"""
-SELECT env, example, count(DISTINCT grp) AS groups, {FATES}, max(step) AS last_step,
+SELECT env, example, count(DISTINCT "group") AS groups, {FATES}, max(step) AS last_step,
 ({REWARD_OF_A_STEP} LIMIT 1) AS first_reward, ({REWARD_OF_A_STEP} DESC LIMIT 1) AS last_reward
 FROM rollouts GROUP BY env, example
 """
 GROUPS = f"""
-SELECT step, grp, {FATES}, min(reward) AS low, max(reward) AS high,
+SELECT step, "group", {FATES}, min(reward) AS low, max(reward) AS high,
 CASE WHEN sum(fate != 'dropped') THEN 'trained' ELSE 'dropped' END AS fate
-FROM rollouts WHERE env = ? AND example = ? GROUP BY step, grp ORDER BY step, grp
+FROM rollouts WHERE env = ? AND example = ? GROUP BY step, "group" ORDER BY step, "group"
 """
 EXAMPLE_SORTS = (
     *("env", "example", "groups", "trained", "masked", "dropped"),
@@ -107,7 +107,7 @@ class RolloutIndex:
 
     def __init__(self, run: Path, cache: Path) -> None:
         digest = hashlib.blake2b(os.fsencode(os.path.realpath(run)), digest_size=8).hexdigest()
-        self.run, self.journal = run, run / "journal"
+        self.run, self.journal = run, Journal(run / "journal")
         self.file = cache / f"rollouts-{digest}.sqlite"
         self._process: BaseProcess | None = None
 
@@ -140,11 +140,11 @@ class RolloutIndex:
         db.create_function("lowered", 1, lambda text: text.lower() if text else text, deterministic=True)
         return db
 
-    def ask(self, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    def ask(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         with closing(self._open()) as db:
             return db.execute(sql, values).fetchall()
 
-    def _dicts(self, sql: str, values: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+    def _dicts(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         with closing(self._open()) as db:
             db.row_factory = sqlite3.Row
             return [dict(row) for row in db.execute(sql, values)]
@@ -153,28 +153,36 @@ class RolloutIndex:
 
     def update(self) -> Iterator[int]:
         """Read batches that are new or changed, and forget those that are gone. Yield the step of each one read."""
-        there = {step: file for step in find_batches(self.journal) if (file := batch_identity(self.journal, step))}
+        paths = {step: self.journal.path(step) for step in self.journal.steps()}
+        there = {step: str(identity) for step, path in paths.items() if (identity := identity_of(path))}
         known = dict(self.ask("SELECT step, file FROM batches"))
         for step, file in sorted(there.items(), reverse=True):
             if known.get(step) != file:
-                self._write(step, file, *read_batch(batch_path(self.journal, step)))
+                self._write(step, file, *read_batch(paths[step]))
                 yield step
         with closing(self._open()) as db, db:
             for step in known.keys() - there.keys():
                 _forget(db, step)
 
-    def _write(self, step: int, file: str, record: BatchRecord | None, trouble: str) -> None:
-        open_groups = [(group.id, group.env, group.example) for group in record.state.open_groups] if record else []
-        sizes = record.state.sizes if record else {}
+    def _write(self, step: int, file: str, batch: BatchRecord | None, trouble: str) -> None:
+        open_groups = [(group.id, group.env, group.example) for group in batch.state.open_groups] if batch else []
+        sizes = batch.state.sizes if batch else {}
         with closing(self._open()) as db, db:
             _forget(db, step)
-            batch = (step, file, trouble, json.dumps(open_groups), json.dumps(sizes))
-            db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", batch)
-            if record:
-                ((first,),) = db.execute("SELECT COALESCE(max(id), 0) + 1 FROM rollouts")
-                for id, (row, text) in enumerate(_rows_of(record), first):
-                    db.execute(f"INSERT INTO rollouts VALUES (?{', ?' * len(row)})", (id, *row))
-                    db.execute("INSERT INTO texts VALUES (?, ?, ?)", (id, *text))
+            values = (step, file, trouble, json.dumps(open_groups), json.dumps(sizes))
+            db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", values)
+            if batch is None:
+                return
+            reasons = {number: one.reason for number, one in enumerate(batch.dropped, len(batch.rollouts))}
+            ((first,),) = db.execute("SELECT COALESCE(max(id), 0) + 1 FROM rollouts")
+            for id, record in enumerate(records_of(batch), first):
+                row, reason = record.row, reasons.get(record.row.number)
+                fields = [getattr(row, name) for name in FIELDS]
+                columns = (id, kind_of(reason) if reason else "", row.example, *fields)
+                db.execute(f"INSERT INTO rollouts VALUES (?{', ?' * (len(columns) - 1)})", columns)
+                text, half = (reason or record.text).lower(), MOST_TEXT // 2
+                searched = text if len(text) <= MOST_TEXT else f"{text[:half]}\n{text[-half:]}"
+                db.execute("INSERT INTO texts VALUES (?, ?, ?)", (id, row.last_message, searched))
 
     # reading
 
@@ -183,21 +191,33 @@ class RolloutIndex:
         done = 0
         with suppress(sqlite3.DatabaseError):
             ((done,),) = self.ask("SELECT count(*) FROM batches")
-        return done, len(find_batches(self.journal))
+        return done, len(self.journal.steps())
 
     def search(
-        self, query: Query, *, sort: str = "step", backwards: bool = False, limit: int = 50, offset: int = 0
+        self, line: str, *, sort: str = "step", backwards: bool = False, limit: int = 50, offset: int = 0
     ) -> Found:
-        """Return the rollouts that a query selects. Those without a value to sort by come last."""
+        """Return the rollouts that pass a filter line. Those without a value to sort by come last.
+
+        A value that a rollout does not have (a dropped one has no reward) fails every test, and passes its negation.
+
+        Raises: ConfigError where a term has no meaning.
+        """
         assert sort in ROLLOUT_SORTS, sort
-        found = f"FROM {'rollouts JOIN texts USING (id)' if query.needs_text else 'rollouts'} WHERE {query.condition}"
-        ((total,),) = self.ask(f"SELECT count(*) {found}", query.values)
+        terms = parse_filter(line).terms
+        conditions, values = ["1"], []
+        for term in terms:
+            condition, of_term = _condition(term)
+            conditions.append(f"NOT COALESCE({condition}, 0)" if term.is_negated else condition)
+            values += of_term
+        tables = "rollouts JOIN texts USING (id)" if any(term.field == "text" for term in terms) else "rollouts"
+        found = f"FROM {tables} WHERE {' AND '.join(conditions)}"
+        ((total,),) = self.ask(f"SELECT count(*) {found}", values)
         direction = "DESC" if backwards else "ASC"
         order = f"ORDER BY {sort} IS NULL, {sort} {direction}, step {direction}, number"
         rows = self._dicts(
             f"WITH page AS (SELECT id {found} {order} LIMIT {int(limit)} OFFSET {int(offset)}) "
-            f"SELECT rollouts.*, said FROM page JOIN rollouts USING (id) JOIN texts USING (id) {order}",
-            query.values,
+            f"SELECT rollouts.*, last_message FROM page JOIN rollouts USING (id) JOIN texts USING (id) {order}",
+            values,
         )
         return Found(rows, total)
 
@@ -214,7 +234,7 @@ class RolloutIndex:
         """Return the fates of an example's groups in the order in which they were decided; open ones last."""
         decided = self._dicts(GROUPS, (env, example))
         waiting = [id for id, *which in self.open_groups() if which == [env, example]]
-        return decided + [{"step": None, "grp": id, "fate": OPEN} for id in waiting]
+        return decided + [{"step": None, "group": id, "fate": OPEN} for id in waiting]
 
     def open_groups(self) -> list[list[Any]]:
         """Return number, environment and example of the groups that the newest batch leaves open."""
@@ -260,25 +280,6 @@ def _forget(db: sqlite3.Connection, step: int) -> None:
     db.execute("DELETE FROM texts WHERE id IN (SELECT id FROM rollouts WHERE step = ?)", (step,))
     for table in ("rollouts", "batches"):
         db.execute(f"DELETE FROM {table} WHERE step = ?", (step,))
-
-
-def _rows_of(record: BatchRecord) -> Iterator[tuple[tuple[Any, ...], tuple[str, str]]]:
-    """Yield a batch's rollouts as rows of `rollouts` and `texts`, without their ids."""
-
-    def row_and_text(row: Row, of: Rollout | Dropped, fate: str, kind: str, text: str) -> Any:
-        lower, half = text.lower(), MOST_TEXT // 2
-        head = (record.step, row.number, of.group, of.place, of.attempt, row.env, of.example, fate, kind)
-        numbers = (row.reward, row.advantage, row.tokens, row.turns, row.truncated)
-        searched = lower if len(lower) <= MOST_TEXT else f"{lower[:half]}\n{lower[-half:]}"
-        return (*head, *numbers, row.stop, row.error, row.flaws), (row.said, searched)
-
-    for number, rollout in enumerate(record.rollouts):
-        row = row_of(number, rollout)
-        fate = MASKED if rollout.masked else TRAINED
-        yield row_and_text(row, rollout, fate, rollout.masked or "", record_of_rollout(row, rollout).text)
-    for number, dropped in enumerate(record.dropped, len(record.rollouts)):
-        row = dropped_row_of(number, dropped)
-        yield row_and_text(row, dropped, DROPPED, kind_of(dropped.reason), dropped.reason)
 
 
 # the process that fills it
@@ -328,77 +329,18 @@ def bring_up_to_date(index: RolloutIndex) -> None:
         index.create()
 
 
-# files of batches
-
-
-def batch_path(journal: Path, step: int) -> Path:
-    return journal / f"batch_{step:06d}.msgpack"
-
-
-def find_batches(journal: Path) -> list[int]:
-    """Return the steps of the batches that are there, in order, by the names of files alone."""
-    try:
-        names = os.listdir(journal)
-    except OSError:
-        return []
-    return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"batch_(\d+)\.msgpack", name)))
-
-
-def batch_identity(journal: Path, step: int) -> str:
-    """Return what changes when a run writes a batch again; empty where there is no such file."""
-    try:
-        stat = batch_path(journal, step).stat()
-    except OSError:
-        return ""
-    return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
-
-
-# queries
-
-ALL_NUMBERS = (*NUMBERS, "step", "group", "attempt")
-COLUMNS = {"rollout": "place", "group": "grp"}  # where the table has another name than the filter
-FLAGS = {"truncated": "truncated", "failed": "error != ''", "flawed": "flaws != ''"}
-
-
-@dataclass(frozen=True)
-class Query:
-    """A condition for `WHERE`. With `needs_text`, the table of texts has to be joined."""
-
-    condition: str = "1"
-    values: tuple[str | float, ...] = ()
-    needs_text: bool = False
-
-    def __and__(self, other: Query) -> Query:
-        needs_text = self.needs_text or other.needs_text
-        return Query(f"{self.condition} AND {other.condition}", self.values + other.values, needs_text)
-
-
-def query_of(line: str) -> Query:
-    """Translate a line of `tools/rollout_filters.py`, which may also name `step`, `group` and `attempt`.
-
-    A value that a rollout does not have (a dropped one has no reward) fails every test, and passes the negated test.
-
-    Raises: ConfigError where a term has no meaning.
-    """
-    query = Query()
-    for term in parse_filter(line, ALL_NUMBERS).terms:
-        condition, values = _condition(term)
-        known = f"COALESCE({condition}, 0)"
-        query &= Query(f"NOT {known}" if term.is_negated else known, values, needs_text=term.field == "text")
-    return query
-
-
-def _condition(term: Term) -> tuple[str, tuple[str | float, ...]]:
-    column = COLUMNS.get(term.field, term.field)
+def _condition(term: Term) -> tuple[str, list[str | float]]:
+    column = f'"{term.field}"'
     if term.field == "is":
-        return FLAGS[str(term.value)], ()
+        return f"{FLAGS[str(term.value)]} NOT IN ('', 0)", []
     if term.field == "text":
-        return "instr(text, ?) > 0", (term.value,)
+        return "instr(text, ?) > 0", [term.value]
     if term.field == "example":  # a number in the journal, and a name in a filter
         column = "CAST(example AS TEXT)" if isinstance(term.value, str) else "example"
     elif isinstance(term.value, str):
         column = f"lowered({column})"
+    elif term.op in ("=", "!="):
+        return f"{column} {'NOT ' * (term.op == '!=')}BETWEEN ? AND ?", [term.value - CLOSE, term.value + CLOSE]
     else:
-        difference = f"(CASE WHEN abs({column} - ?) < {CLOSE} THEN 0 ELSE {column} - ? END)"
-        return f"{difference} {term.op} 0", (term.value, term.value)
-    return (f"instr({column}, ?) > 0" if term.op == "~" else f"{column} {term.op} ?"), (term.value,)
+        return f"{column} {term.op} ?", [term.value + (CLOSE if term.op in ("<=", ">") else -CLOSE)]
+    return (f"instr({column}, ?) > 0" if term.op == "~" else f"{column} {term.op} ?"), [term.value]

@@ -13,12 +13,12 @@ from nicegui import run, ui
 
 from trireme.base.errors import ConfigError
 from trireme.base.safe_text import clean, decimal
-from trireme.tools.conversation import Block, blocks
+from trireme.tools.conversation import blocks
 from trireme.tools.dashboard import theme
-from trireme.tools.dashboard.rollout_index import DROPPED, Found, Query, find_batches, index_of, query_of
+from trireme.tools.dashboard.rollout_index import ROLLOUT_SORTS, Found, index_of
 from trireme.tools.dashboard.runs import RunSet
 from trireme.tools.dashboard.tokens import LoadedRollout, load_rollout, show_group
-from trireme.tools.rollouts import Record
+from trireme.tools.rollouts import DROPPED, Record
 
 ROWS = 50  # of a page of the list
 LOOK_S = 1.0  # between two looks at the index, while it grows
@@ -32,9 +32,9 @@ HELP = (
     "`is:truncated`, `is:failed` (dropped), `is:flawed`; - in front negates a term."
 )
 COLUMNS = {
-    **{"step": "step", "env": "environment", "example": "example", "place": "rollout", "fate": "fate"},
+    **{"step": "step", "env": "environment", "example": "example", "rollout": "rollout", "fate": "fate"},
     **{"reward": "reward", "advantage": "advantage", "tokens": "tokens", "turns": "turns"},
-    **{"ended": "ended by", "said": "said last"},
+    **{"ended": "ended by", "last_message": "last message"},
 }
 
 
@@ -44,13 +44,12 @@ class PagedTable:
     def __init__(
         self,
         columns: dict[str, str],
-        *,
-        sort: str,
-        backwards: bool,
         sorts: tuple[str, ...],
         read: Callable[..., Found],
         open: Callable[[dict[str, Any]], Awaitable[None]],
+        *,
         opens: str,
+        backwards: bool = False,
     ) -> None:
         """
         Args:
@@ -59,22 +58,14 @@ class PagedTable:
             read: returns a page, called in a thread with `sort`, `backwards`, `limit` and `offset`. Where it raises
                 sqlite3.DatabaseError, the rows that are shown stay.
             open: called with a row that was clicked.
-            opens: the column that is a button, for the keyboard.
+            opens: the column that is a button, for the keyboard, and sorted by at first.
         """
         self._read = read
         self._requests = 0
         self.rows: list[dict[str, Any]] = []
-        self.page: dict[str, Any] = {
-            "page": 1,
-            "rowsPerPage": ROWS,
-            "rowsNumber": 0,
-            "sortBy": sort,
-            "descending": backwards,
-        }
-        self._columns: list[dict[str, Any]] = [
-            {"name": name, "label": label, "field": name, "align": "left", "sortable": name in sorts}
-            for name, label in columns.items()
-        ]
+        self.page: dict[str, Any] = {"page": 1, "rowsPerPage": ROWS, "rowsNumber": 0}
+        self.page |= {"sortBy": opens, "descending": backwards}
+        self._columns = theme.columns(columns, sorts)
         few = [column for column in self._columns if column["name"] != "env"]
         self._table = ui.table(rows=[], columns=few, row_key="id", pagination=self.page).classes("tr-list")
         self._table.props(f'flat dense binary-state-sort :rows-per-page-options="[{ROWS}]"')
@@ -89,6 +80,11 @@ class PagedTable:
         self._table.on("rowClick", lambda event: open(event.args[1]), [[], ["id"], []])
         self._table.on("read", lambda event: open(event.args), ["id"])
         self._table.on("request", self._turn)
+        self._table.on_pagination_change(self._keep_page)
+
+    def _keep_page(self) -> None:
+        """Undo what a browser sends back when it mounts the table: the page as it was created, without rows."""
+        self._table.pagination = dict(self.page)
 
     async def _turn(self, event: Any) -> None:
         wanted = event.args["pagination"]
@@ -128,9 +124,6 @@ class PagedTable:
 
 
 async def build(runs: RunSet) -> None:
-    if not find_batches(runs.main.paths.journal):
-        theme.nothing("There is no batch yet.", "Rollouts are shown as soon as the first batch is in the journal.")
-        return
     page = RolloutsPage(runs)
     await page.refresh()
     await page.open_first()
@@ -146,33 +139,29 @@ class RolloutsPage:
         self._line = runs.query.get("q", "")
         self._step = whole_number(runs.query.get("step"))
         self._number = whole_number(runs.query.get("rollout"))
-        self._query = Query()
-        self._found = Found([], 0)
         self._progress = self._index.progress()
         with theme.card():
-            self._build_controls()
+            with theme.row():
+                self._input = ui.input(
+                    "Search: words, reward<0.5, is:truncated …", value=self._line, on_change=self._typed
+                )
+                self._input.props("dense outlined clearable debounce=300 autocomplete=off").tooltip(HELP)
+                self._input.style("flex: 1; min-width: 260px")
+                self._step_field = ui.number("Step", value=self._step, min=0, precision=0, on_change=self._typed)
+                self._step_field.props('dense outlined clearable debounce=300 placeholder="every"').style(
+                    "width: 110px"
+                )
+            with theme.row():
+                self._summary = theme.soft().props("aria-live=polite")
+                ui.space()
+                for term in EXAMPLES:
+                    button = ui.button(term, on_click=lambda term=term: self._input.set_value(term))
+                    button.props("flat dense no-caps size=sm").classes("tr-mono")
         with ui.element("div").classes("tr-split"):
             with theme.card():
-                sorts = tuple(name for name in COLUMNS if name not in ("ended", "said"))
-                self._list = PagedTable(
-                    COLUMNS, sort="step", backwards=True, sorts=sorts, read=self._read, open=self._open, opens="step"
-                )
+                self._list = PagedTable(COLUMNS, ROLLOUT_SORTS, self._read, self._open, opens="step", backwards=True)
             self._reading = ui.element("section").classes("tr-card tr-reading").props('aria-label="Rollout" tabindex=0')
         ui.timer(LOOK_S, self._look, immediate=False)
-
-    def _build_controls(self) -> None:
-        with theme.row():
-            self._input = ui.input("Search: words, reward<0.5, is:truncated …", value=self._line, on_change=self._typed)
-            self._input.props("dense outlined clearable debounce=300 autocomplete=off").tooltip(HELP)
-            self._input.style("flex: 1; min-width: 260px")
-            self._step_field = ui.number("Step", value=self._step, min=0, precision=0, on_change=self._typed)
-            self._step_field.props('dense outlined clearable debounce=300 placeholder="every"').style("width: 110px")
-        with theme.row():
-            self._summary = theme.soft().props("aria-live=polite")
-            ui.space()
-            for term in EXAMPLES:
-                button = ui.button(term, on_click=lambda term=term: self._input.set_value(term))
-                button.props("flat dense no-caps size=sm").classes("tr-mono")
 
     async def _typed(self) -> None:
         self._line = self._input.value or ""
@@ -181,30 +170,27 @@ class RolloutsPage:
 
     async def refresh(self, *, first_page: bool = False) -> None:
         try:
-            self._query = query_of(self._line)
+            found = await self._list.refresh(first_page=first_page)
         except ConfigError as error:
             self._summary.set_text(str(error))
             return
-        if self._step is not None:
-            self._query &= Query("step = ?", (self._step,))
-        if found := await self._list.refresh(first_page=first_page):
-            self._found = found
-            self._summarize()
+        if found:
+            done, total = self._progress
+            more = f" · {done:,} of {total:,} batches are indexed, the others follow" if done < total else ""
+            self._summary.set_text(f"{found.total:,} rollout{'' if found.total == 1 else 's'}{more}")
             self._list.mark(f"{self._step if self._step is not None else ''}/{self._number}")
             rollout = self._number if self._step is not None else None
             link = self._runs.link("/rollouts", q=self._line or None, step=self._step, rollout=rollout)
             ui.navigate.history.replace(link)  # an address that can be shared
 
     def _read(self, **page: Any) -> Found:
-        found = self._index.search(self._query, **page)
-        return found._replace(rows=[list_row(row) for row in found.rows])
-
-    def _summarize(self) -> None:
-        done, total = self._progress
-        parts = [f"{self._found.total:,} rollout{'' if self._found.total == 1 else 's'}"]
-        if done < total:
-            parts.append(f"{done:,} of {total:,} batches are indexed, the others follow")
-        self._summary.set_text(" · ".join(parts))
+        in_step = "" if self._step is None else f"step={self._step} "
+        found = self._index.search(in_step + self._line, **page)
+        for row in found.rows:
+            advantage = row["advantage"]
+            row |= {"id": f"{row['step']}/{row['number']}", "ended": row["error"] or row["stop"]}
+            row |= {"reward": decimal(row["reward"]), "advantage": "-" if advantage is None else f"{advantage:+.3f}"}
+        return found
 
     async def _look(self) -> None:
         if (progress := self._index.progress()) != self._progress:
@@ -223,54 +209,41 @@ class RolloutsPage:
             with self._reading:
                 ui.label("Nothing was found. Shorten the search, or leave the step empty for every step.")
 
-    async def _open(self, row: dict[str, Any]) -> None:
-        self._list.mark(row["id"])
-        step, self._number = map(int, row["id"].split("/"))
-        self._opened = row["id"]
+    async def _open(self, listed: dict[str, Any]) -> None:
+        self._list.mark(listed["id"])
+        step, self._number = map(int, listed["id"].split("/"))
+        self._opened = listed["id"]
         loaded = await run.io_bound(load_rollout, self._index.run, step, self._number)
-        if self._opened != row["id"] or self._reading.is_deleted:
+        if self._opened != listed["id"] or self._reading.is_deleted:
             return
         self._reading.clear()
-        known = next((each for each in self._list.rows if each["id"] == row["id"]), None)
+        known = next((each for each in self._list.rows if each["id"] == listed["id"]), None)
         with self._reading:
             if isinstance(loaded, LoadedRollout):
-                self._show(loaded)
+                record, row = loaded.record, loaded.record.row
+                with theme.row():
+                    theme.heading(f"{row.env} · example {row.example} · rollout {row.rollout}")
+                    ui.space()
+                    ui.link("Token by token", self._runs.link("/tokens", step=step, rollout=row.number)).classes(
+                        "tr-go"
+                    )
+                place = [f"step {step}", f"group {row.group}", f"attempt {row.attempt}"]
+                theme.soft(" · ".join(place + record.facts))
+                ui.html(components_html(record.metrics, row.reward), sanitize=False)
+                ui.label(f"Rewards of its group of {len(loaded.group)}").classes("tr-part")
+                show_group(loaded, lambda number: self._open({"id": f"{step}/{number}"}))
+                ui.html(conversation_html(record), sanitize=False)
             elif known and known["fate"] == DROPPED:
-                theme.heading(f"{known['env']} · example {known['example']} · rollout {known['place']}")
+                theme.heading(f"{known['env']} · example {known['example']} · rollout {known['rollout']}")
                 ui.label("Dropped: it is not trained on, and the journal keeps only why.").classes("tr-soft")
                 ui.label(known["ended"]).classes("tr-mono")
             else:
                 theme.heading("This rollout cannot be shown.")
                 ui.label(str(loaded)).classes("tr-soft")
 
-    def _show(self, loaded: LoadedRollout) -> None:
-        rollout, record = loaded.rollout, loaded.record
-        with theme.row():
-            theme.heading(f"{rollout.env} · example {rollout.example} · rollout {rollout.place}")
-            ui.space()
-            link = self._runs.link("/tokens", step=loaded.step, rollout=loaded.number)
-            ui.link("Token by token", link).classes("tr-go")
-        place = [f"step {loaded.step}", f"group {rollout.group}", f"attempt {rollout.attempt}"]
-        theme.soft(" · ".join(place + record.facts))
-        ui.html(components_html(record.metrics, record.row.reward), sanitize=False)
-        ui.label(f"Rewards of its group of {len(loaded.group)}").classes("tr-part")
-        show_group(loaded, lambda number: self._open({"id": f"{loaded.step}/{number}"}))
-        ui.html(conversation_html(record), sanitize=False)
-
 
 def whole_number(text: str | None) -> int | None:
     return int(text) if text and text.isdigit() and len(text) < 12 else None
-
-
-def list_row(row: dict[str, Any]) -> dict[str, Any]:
-    advantage = row["advantage"]
-    names = ("env", "example", "place", "fate", "step", "tokens", "turns", "said")
-    return {name: row[name] for name in names} | {
-        "id": f"{row['step']}/{row['number']}",
-        "reward": decimal(row["reward"]),
-        "advantage": "-" if advantage is None else f"{advantage:+.3f}",
-        "ended": row["error"] or row["stop"],
-    }
 
 
 # HTML of a rollout. Text of a model or a tool is escaped, and never becomes markup.
@@ -279,20 +252,17 @@ def list_row(row: dict[str, Any]) -> dict[str, Any]:
 def conversation_html(record: Record) -> str:
     parts = []
     for title, messages in (("Prompt", record.prompt), ("Completion", record.completion)):
-        if messages:
-            parts += [f'<h3 class="tr-part">{title}</h3>', *map(_block_html, blocks(messages))]
+        parts += [f'<h3 class="tr-part">{title}</h3>'] if messages else []
+        for block in blocks(messages):
+            role = block.role if block.role in ROLES else "other"
+            heading = _escaped(f"{block.role} {BLOCK_WORDS.get(block.kind, '')}")
+            parts.append(_message_html(f"{role} {block.kind}", f"{heading} <b>{_escaped(block.name)}</b>", block.text))
     rest = {"answer": record.answer, "info": record.info, **record.more}
     for name, value in rest.items():
         if value:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
             parts.append(_message_html("other", _escaped(name), text))
     return "".join(parts)
-
-
-def _block_html(block: Block) -> str:
-    role = block.role if block.role in ROLES else "other"
-    heading = _escaped(f"{block.role} {BLOCK_WORDS.get(block.kind, '')}")
-    return _message_html(f"{role} {block.kind}", f"{heading} <b>{_escaped(block.name)}</b>", block.text)
 
 
 def _message_html(classes: str, heading_html: str, text: str) -> str:

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,12 @@ from urllib.parse import urlencode
 from trireme.base.paths import RunPaths
 from trireme.base.token import read_key
 from trireme.launch.folder import launcher_of
-from trireme.monitor.collapse import SIGNS, Warned, Watch
+from trireme.monitor.collapse import SIGNS, Watch
 from trireme.monitor.liveness import ask_status, status_address
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Status
 from trireme.tools.dashboard.history import PIECE_BYTES, READ_S, Metrics, Spans
+from trireme.tools.rollouts import identity_of
 
 REFRESH_S = 1.0  # at least, between two reads of the files of a run
 SEARCH_S = 5.0  # at least, between two searches for runs
@@ -58,9 +59,9 @@ class RunFolder:
         self.paths = RunPaths(path)
         self.config: dict[str, Any] = {}  # resolved; empty where there is none
         self.status: Status | None = None  # None where the orchestrator does not answer
-        self._config_file: tuple[Path, int] | None = None
+        self._config_file: tuple[int, Path] | None = None
         self._launcher: int | None = None
-        self._metrics_file: tuple[int, int] | None = None
+        self._metrics_inode: int | None = None
         self._refreshed_s = -REFRESH_S
         self._lock = threading.Lock()
         self._forget()
@@ -71,29 +72,19 @@ class RunFolder:
         self._watch = Watch()
         self._offset = 0
 
-    def setting(self, key: str, default: Any = None) -> Any:
-        """Return a value of the configuration, such as `orchestrator.batch_size`."""
-        value: Any = self.config
-        for word in key.split("."):
-            if not isinstance(value, dict) or word not in value:
-                return default
-            value = value[word]
-        return value
-
     @property
     def is_live(self) -> bool:
         return self.status is not None or self._launcher is not None
 
     @property
     def max_steps(self) -> int | None:
-        steps = self.setting("max_steps")
+        steps = self.config.get("max_steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def num_done(self) -> int:
         """The number of steps that are trained."""
-        newest = self.metrics.newest_step()
-        return 0 if newest is None else newest + 1
+        return self.metrics.num_done
 
     @property
     def state(self) -> str:
@@ -110,8 +101,13 @@ class RunFolder:
 
     def warnings(self) -> list[Finding]:
         """Return the signs of a collapse in the metrics: those that last first, then the newest."""
-        lasting = set(self._watch.lasting.values())
-        found = [_finding(warned, warned in lasting) for warned in list(self._watch.said)]
+        lasting, signs = set(self._watch.lasting.values()), {sign.name: sign for sign in SIGNS}
+        found = []
+        for warned in list(self._watch.warnings):
+            sign = signs[warned.name]
+            seen = warned.text.removesuffix(f" {sign.meaning} {sign.advice}")
+            is_lasting = warned in lasting
+            found.append(Finding(sign.name, warned.step, seen, sign.meaning, sign.advice, sign.watched[0], is_lasting))
         return sorted(found, key=lambda finding: (not finding.is_lasting, -finding.step))
 
     def refresh(self) -> bool:
@@ -124,23 +120,23 @@ class RunFolder:
             return changed
 
     def _read_config(self) -> bool:
-        files = [self.paths.configs / name for name in CONFIGS if (self.paths.configs / name).exists()]
-        file = max(((path, _mtime_ns(path)) for path in files), key=lambda item: item[1], default=None)
-        if file is None or file == self._config_file:
+        newest = max((_mtime_ns(path), path) for path in (self.paths.configs / name for name in CONFIGS))
+        if newest[0] == 0 or newest == self._config_file:
             return False
         try:
-            read = json.loads(file[0].read_bytes())
+            read = json.loads(newest[1].read_bytes())
         except (OSError, ValueError, RecursionError):
             return False
-        self.config, self._config_file = read if isinstance(read, dict) else {}, file
+        self.config, self._config_file = read if isinstance(read, dict) else {}, newest
         return True
 
     def _read_metrics(self) -> bool:
-        file = _identity(self.paths.metrics)
-        changed = self._metrics_file not in (None, file)
+        identity = identity_of(self.paths.metrics)
+        inode = identity[0] if identity else None
+        changed = self._metrics_inode not in (None, inode)
         if changed:  # an earlier run was moved aside, and another one began
             self._forget()
-        self._metrics_file = file
+        self._metrics_inode = inode
         stop_s = time.monotonic() + READ_S
         while time.monotonic() < stop_s:
             rows, offset = read_metrics(self.paths.metrics, self._offset, PIECE_BYTES)
@@ -152,8 +148,8 @@ class RunFolder:
             self.metrics.add(rows)
             for row in rows:
                 self._watch.take(row)
-            if len(self._watch.said) > 2 * MOST_WARNINGS:
-                del self._watch.said[:-MOST_WARNINGS]
+            if len(self._watch.warnings) > 2 * MOST_WARNINGS:
+                del self._watch.warnings[:-MOST_WARNINGS]
         return True
 
     def _check_liveness(self) -> bool:
@@ -180,26 +176,10 @@ def status_of(config: Mapping[str, Any], folder: Path) -> Status | None:
     return ask_status(address, folder, read_key(folder), timeout_s=ANSWER_S)
 
 
-def _finding(warned: Warned, is_lasting: bool) -> Finding:
-    sign = next(sign for sign in SIGNS if sign.name == warned.name)
-    seen = warned.text.removesuffix(f" {sign.meaning} {sign.advice}")
-    return Finding(warned.name, warned.step, seen, sign.meaning, sign.advice, sign.watched[0], is_lasting)
-
-
 def _mtime_ns(path: Path) -> int:
-    """Return 0 where there is no such file."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-def _identity(file: Path) -> tuple[int, int] | None:
-    try:
-        stat = file.stat()
-    except OSError:
-        return None
-    return stat.st_dev, stat.st_ino
+    """Return when a file was written last; 0 where there is none."""
+    identity = identity_of(path)
+    return identity[2] if identity else 0
 
 
 def changed_s(run: Path) -> float:
@@ -256,7 +236,7 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def _names(runs: Sequence[Path]) -> dict[Path, str]:
-    """Return the shortest ends of the paths that tell them apart: `a` and `b` for `outputs/a` and `outputs/b`."""
+    """Return the shortest unique ends of the paths: `a` and `b` for `outputs/a` and `outputs/b`."""
     names = {run: run.name for run in runs}
     for length in range(2, max((len(run.parts) for run in runs), default=0) + 1):
         taken = list(names.values())
@@ -271,7 +251,7 @@ class RunSet:
     library: Library
     chosen: list[RunFolder]  # the first is the one that pages about a single run show
     query: Mapping[str, str] = field(default_factory=dict)  # of the page's address, without its runs
-    watchers: list[Callable[[], Any]] = field(default_factory=list)
+    watchers: list[Callable[[], Awaitable[None]]] = field(default_factory=list)  # called after anything new was read
 
     @property
     def main(self) -> RunFolder:
@@ -283,10 +263,6 @@ class RunSet:
         """Return the address of a page about the same runs: `runs.link("/tokens", step=12, rollout=3)`."""
         chosen = [("run", run.name) for run in self.chosen]
         return f"{page}?{urlencode(chosen + [(key, value) for key, value in query.items() if value is not None])}"
-
-    def watch(self, redraw: Callable[[], Any]) -> None:
-        """Call (and await) `redraw` after anything new was read, for as long as the page is open."""
-        self.watchers.append(redraw)
 
     def refresh(self) -> bool:
         """Read what is new of all of them. Return whether there was anything new. Blocks."""

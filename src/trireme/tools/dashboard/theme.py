@@ -1,31 +1,17 @@
-"""How the dashboard looks: colours for processes, activities and runs, in light and dark, and small parts of pages."""
+"""Look of the dashboard: colours for processes, activities and runs, in light and dark, and small parts of pages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
 from nicegui import context, ui
 
+from trireme.tools.dashboard.colours import RUNS
+
 ACCENT = "#6d4aff"
 PROCESSES = {"trainer": "#7c5cff", "orchestrator": "#f59e0b", "engine": "#14b8a6"}
-ACTIVITIES = {
-    "train": "#7c5cff",
-    "generate": "#14b8a6",
-    "transfer": "#3b82f6",
-    "evaluate": "#ec4899",
-    "save": "#f59e0b",
-    "journal": "#a3763d",
-    "start": "#64748b",
-    "wait": "#e5647a",
-    "idle": "#f0a8b3",
-    "other": "#a5adbf",
-}
-"""Colours of what processes do, here and in the report. Work is cool, waiting is red."""
-RUNS = ("#7c5cff", "#0ea5a0", "#f08c00", "#e64980", "#228be6", "#74b816", "#c2410c", "#7e8aa6")
-"""Colours of the runs that are compared, by their place."""
 STATES = {"running": "#0f9d6b", "starting": "#228be6", "finishing": "#228be6", "finished": "#7c5cff", "done": "#7c5cff"}
 QUIET = "#8a93a5"  # text of charts: readable on white and on black
 
@@ -35,16 +21,12 @@ FAVICON = (
     '<path d="M4 24h21" stroke="#7c5cff"/></g></svg>'
 )
 COOKIE = "trireme_theme"
-
-
-@cache
-def _css() -> str:
-    return Path(__file__).with_name("style.css").read_text()
+ROWS = 20  # of a page of a table
 
 
 def apply() -> ui.dark_mode:
-    """Give the page that is being built its style; light or dark as the browser's cookie or its system says."""
-    ui.add_css(_css())
+    """Give the page that is being built its style, light or dark by the browser's cookie or its system."""
+    ui.add_css(Path(__file__).with_name("style.css"))
     ui.colors(primary=ACCENT)
     return ui.dark_mode({"light": False, "dark": True}.get(context.client.request.cookies.get(COOKIE, "")))
 
@@ -105,17 +87,22 @@ def legend(colors: dict[str, str]) -> None:
             ui.label(name)
 
 
-def table(rows: list[list[str]], head: list[str] = [], mono: int = 1) -> None:  # noqa: B006
+def columns(labels: dict[str, str], sortable: Container[str] = ()) -> list[dict[str, Any]]:
+    """Return the columns of a `ui.table` by the names of their fields."""
+    return [
+        {"name": name, "label": label, "field": name, "align": "left", "sortable": name in sortable}
+        for name, label in labels.items()
+    ]
+
+
+def table(rows: list[dict[str, Any]], labels: dict[str, str], sortable: Container[str] = ()) -> ui.table:
     """
     Args:
-        mono: the first so many columns hold names of metrics or keys.
+        labels: headings by the names of fields. The first field is unique to its row.
     """
-    with ui.element("table").classes("tr-table"):
-        for cells in [head, *rows] if head else rows:
-            with ui.element("tr"):
-                for place, cell in enumerate(cells):
-                    with ui.element("th" if cells is head else "td").classes("tr-mono" if place < mono else ""):
-                        ui.label(cell)
+    key = next(iter(labels))
+    made = ui.table(rows=rows, columns=columns(labels, sortable), row_key=key, pagination=ROWS)
+    return made.classes("tr-plain").props("flat dense wrap-cells" + " hide-pagination" * (len(rows) <= ROWS))
 
 
 def nothing(what: str, why: str, icon: str = "hourglass_empty") -> None:

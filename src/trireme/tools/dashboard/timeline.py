@@ -8,9 +8,11 @@ from nicegui import run as threads
 from nicegui import ui
 from nicegui.events import KeyEventArguments
 
-from trireme.monitor.timeline import Shares
+from trireme.monitor.run_text import short_time
+from trireme.monitor.timeline import Shares, is_engine
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.charts import GRID, LABEL, Canvas
+from trireme.tools.dashboard.colours import ACTIVITIES
 from trireme.tools.dashboard.history import Timeline, summarize, trainer_advice, trainer_shares
 from trireme.tools.dashboard.runs import RunSet
 
@@ -57,7 +59,7 @@ async def build(runs: RunSet) -> None:
 
 
 class TimelinePage:
-    """The stretch of time of the first of the chosen runs that is shown, and what is said about it."""
+    """The stretch of time of the first of the chosen runs that is shown, with its shares and advice."""
 
     def __init__(self, runs: RunSet) -> None:
         self._run = runs.main
@@ -74,29 +76,33 @@ class TimelinePage:
         if self._body.is_deleted:
             return
         if not self._spans:
-            self._show_without_spans()
+            known = trainer_shares(self._run.metrics)
+            self._body.clear()
+            with self._body:
+                theme.nothing(
+                    "This run has no spans.jsonl.",
+                    "Processes write it as they work: the run is older than that, or has not begun. What follows is "
+                    "from the trainer's metrics; of the engines nothing is known.",
+                    icon="view_timeline",
+                )
+                if known:
+                    with theme.card("What the trainer did with its steps"):
+                        _show_shares("trainer", known)
+                        ui.label(_sentence(trainer_advice(known)))
         elif not self._is_built:
             self._build()
             await self._show()
         elif self._spans.extent()[1] != self._end_s and (self._follows or self._stretch is None):
             await self._show()
 
-    def _show_without_spans(self) -> None:
-        known = trainer_shares(self._run.metrics)
-        self._body.clear()
-        with self._body:
-            theme.nothing(
-                "This run has no spans.jsonl.",
-                "Processes write it as they work: the run is older than that, or has not begun. What follows is from "
-                "the trainer's metrics; of the engines nothing is known.",
-                icon="view_timeline",
-            )
-            if known:
-                with theme.card("What the trainer did with its steps"):
-                    _show_shares("trainer", known)
-                    ui.label(_sentence(trainer_advice(known)))
-
     def _build(self) -> None:
+        async def zoom(begin: float | None, end: float | None) -> None:
+            first, _ = self._spans.extent()
+            if begin is None or end is None:
+                await self._go(None)
+            elif end - begin >= SHORTEST_S:
+                await self._go((first + begin, first + end))
+
         self._is_built = True
         self._body.clear()
         with self._body:
@@ -106,14 +112,13 @@ class TimelinePage:
                     theme.heading(f"Timeline of {self._run.name}")
                     self._length = theme.soft()
                     ui.space()
-                    buttons = {
-                        "All": (lambda: self._go(None), "The whole run"),
-                        "Steps": (lambda: self._go(self._spans.steady()), "Without start and end"),
-                        "Last minute": (lambda: self._go(None, follow=True), "Follows a run that is alive"),
-                    }
-                    for text, (act, tip) in buttons.items():
+                    for text, tip, act in (
+                        ("All", "The whole run", lambda: self._go(None)),
+                        ("Steps", "Without start and end", lambda: self._go(self._spans.steady())),
+                        ("Last minute", "Follows a run that is alive", lambda: self._go(None, follow=True)),
+                    ):
                         ui.button(text, on_click=act).props("flat dense no-caps").tooltip(tip)
-                self._canvas = Canvas(on_stretch=self._choose, on_whole=lambda: self._go(None)).style("width: 100%")
+                self._canvas = Canvas(on_zoom=zoom).style("width: 100%")
                 self._legend = theme.row()
                 theme.soft("Drag or + to look closer, - and arrows to move, double-click or 0 for all.")
             self._shares = theme.column()
@@ -144,11 +149,6 @@ class TimelinePage:
         middle, half = (begin + end) / 2 + by_s, max(SHORTEST_S, (end - begin) * zoom) / 2
         await self._go((middle - half, middle + half))
 
-    async def _choose(self, begin: float, end: float) -> None:
-        first, _ = self._spans.extent()
-        if end - begin >= SHORTEST_S:
-            await self._go((first + begin, first + end))
-
     async def _press(self, event: KeyEventArguments) -> None:
         key = event.key.name
         if not event.action.keydown:
@@ -165,14 +165,15 @@ class TimelinePage:
         shown = await threads.io_bound(summarize, self._spans, *self._current())
         if shown is None or self._body.is_deleted:
             return
-        self._length.set_text(_duration(shown.end_s - shown.begin_s))
-        self._canvas.style(f"height: {len(shown.processes) * ROW_PX + AROUND_PX}px")
+        seconds = shown.end_s - shown.begin_s
+        self._length.set_text(f"{seconds:.3g} s" if seconds < 120 else short_time(seconds))
+        self._canvas.style(f"height: {len(shown.shares) * ROW_PX + AROUND_PX}px")
         self._canvas.draw(timeline_chart(shown, zero_s=self._spans.extent()[0]))
         seen = {what for shares in shown.shares.values() for what, share in shares.items() if share > 0}
         for place in (self._legend, self._answer, self._shares):
             place.clear()
         with self._legend:
-            theme.legend({what: color for what, color in theme.ACTIVITIES.items() if what in seen})
+            theme.legend({what: color for what, color in ACTIVITIES.items() if what in seen})
         with self._answer:
             theme.heading("What holds it up, and which side should get more GPUs?")
             ui.label(_sentence(shown.advice)).style("font-size: 16px; line-height: 1.5")
@@ -187,7 +188,7 @@ class TimelinePage:
         ):
             for process, shares in shown.shares.items():
                 _show_shares(process, shares)
-            if shown.engines:
+            if sum(map(is_engine, shown.shares)) > 1:
                 _show_shares("all engines", shown.engines)
 
 
@@ -197,12 +198,12 @@ def timeline_chart(shown: Timeline, *, zero_s: float) -> dict[str, Any]:
     Args:
         zero_s: unix time that the axis counts from.
     """
-    row = {process: index for index, process in enumerate(shown.processes)}
+    row = {process: index for index, process in enumerate(shown.shares)}
     data = []
     for span in shown.spans:
         value = [row[span.lane], round(span.begin_s - zero_s, 6), round(span.end_s - zero_s, 6), span.what, span.step]
         value += [span.why, round(span.begin_s, 3), span.lane]
-        color = theme.ACTIVITIES.get(span.what, theme.ACTIVITIES["other"])
+        color = ACTIVITIES.get(span.what, ACTIVITIES["other"])
         data.append({"value": value, "itemStyle": {"color": color}})
     hidden = {"show": False}
     return {
@@ -220,7 +221,7 @@ def timeline_chart(shown: Timeline, *, zero_s: float) -> dict[str, Any]:
         },
         "yAxis": {
             "type": "category",
-            "data": shown.processes,
+            "data": list(shown.shares),
             "inverse": True,
             "axisLabel": LABEL | {"fontSize": 12, "width": 136, "overflow": "truncate"},
             "axisLine": hidden,
@@ -248,16 +249,10 @@ def _show_shares(process: str, shares: Shares) -> None:
         with ui.element("div").classes("tr-bar").props("role=img") as bar:
             bar.props["aria-label"] = f"{process}: {words}"  # `props()` would parse the text, and may run it
             for what, share in parts.items():
-                color = theme.ACTIVITIES.get(what, theme.ACTIVITIES["other"])
+                color = ACTIVITIES.get(what, ACTIVITIES["other"])
                 ui.element("div").style(f"width: {share:.4%}; background: {color}").tooltip(f"{what} {share:.1%}")
         theme.soft(words)
 
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

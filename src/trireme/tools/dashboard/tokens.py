@@ -8,21 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from nicegui import run, ui
 
 from trireme.base.paths import RunPaths
 from trireme.base.safe_text import clean, decimal
+from trireme.journal.journal import Journal
 from trireme.journal.logprobs import logprobs_of, read_logprobs
 from trireme.journal.records import BatchRecord, Rollout
 from trireme.tools.dashboard import theme
 from trireme.tools.dashboard.charts import Canvas, Line, line_chart
-from trireme.tools.dashboard.history import Curve, Frame
-from trireme.tools.dashboard.rollout_index import batch_identity, batch_path, find_batches
+from trireme.tools.dashboard.colours import ACTIVITIES
+from trireme.tools.dashboard.history import Curve, Frame, Points
 from trireme.tools.dashboard.runs import RunSet
-from trireme.tools.rollouts import Record, read_batch, record_of_rollout, row_of
+from trireme.tools.rollouts import Record, Row, identity_of, read_batch, record_of_rollout
 from trireme.tools.tokenizer import WINDOW, find_decoder, pieces, visible, window_of
 
 RARE = 0.007  # a probability that has the strongest colour, as all below it
@@ -66,45 +67,43 @@ class TokenColumns:
         return bool(np.isfinite(self.trainer).any())
 
 
-@dataclass(frozen=True)
-class LoadedRollout:
-    """One rollout of a batch, with those of its group."""
+class LoadedRollout(NamedTuple):
+    """One rollout of a batch, with the rows of its group, itself among them."""
 
-    step: int
-    number: int  # in the batch
-    rollout: Rollout
     record: Record
     samples: list[TokenColumns]
-    group: list[tuple[int, Rollout]]  # number in the batch, itself among them
+    group: list[Row]
     has_texts: bool  # the run's tokenizer is on this machine
 
 
 def load_rollout(run: Path, step: int, number: int) -> LoadedRollout | str:
     """Return a rollout, or why it cannot be loaded. Blocks."""
     paths = RunPaths(run)
-    identity = batch_identity(paths.journal, step)
-    if not identity:
+    file = Journal(paths.journal).path(step)
+    if (identity := identity_of(file)) is None:
         return f"There is no batch {step} in {paths.journal}."
-    record, trouble = _cached_batch(paths.journal, step, identity)
-    if record is None:
+    batch, trouble = _cached_batch(file, identity)
+    if batch is None:
         return trouble
-    if not 0 <= number < len(record.rollouts):
-        return f"Batch {step} has rollouts 0 to {len(record.rollouts) - 1}, not {number}: those dropped have no tokens."
-    rollout = record.rollouts[number]
+    if not 0 <= number < len(batch.rollouts):
+        return f"Batch {step} has rollouts 0 to {len(batch.rollouts) - 1}, not {number}: those dropped have no tokens."
+    rollout = batch.rollouts[number]
     decode = find_decoder(run)
     known = read_logprobs(paths.logprobs, step)
     samples = [
         columns_of(rollout, place, pieces(sample.ids.tolist(), decode), known)
         for place, sample in enumerate(rollout.samples)
     ]
-    group = [(place, one) for place, one in enumerate(record.rollouts) if one.group == rollout.group]
-    found = record_of_rollout(row_of(number, rollout), rollout)
-    return LoadedRollout(step, number, rollout, found, samples, group, has_texts=decode is not None)
+    records = [
+        record_of_rollout(step, place, one) for place, one in enumerate(batch.rollouts) if one.group == rollout.group
+    ]
+    record = next(record for record in records if record.row.number == number)
+    return LoadedRollout(record, samples, [one.row for one in records], has_texts=decode is not None)
 
 
 @lru_cache(maxsize=4)
-def _cached_batch(journal: Path, step: int, identity: str) -> tuple[BatchRecord | None, str]:
-    return read_batch(batch_path(journal, step))
+def _cached_batch(file: Path, identity: tuple[int, int, int]) -> tuple[BatchRecord | None, str]:
+    return read_batch(file)
 
 
 def columns_of(rollout: Rollout, place: int, texts: list[str], known: dict[bytes, np.ndarray]) -> TokenColumns:
@@ -141,29 +140,26 @@ def columns_of(rollout: Rollout, place: int, texts: list[str], known: dict[bytes
 
 
 async def build(runs: RunSet) -> None:
-    steps = find_batches(runs.main.paths.journal)
-    if not steps:
-        theme.nothing("There is no batch yet.", "Tokens are shown as soon as the first batch is in the journal.")
-        return
-    await TokensPage(runs, steps).load()
+    await TokensPage(runs).load()
 
 
 class TokensPage:
     """The rollout that is shown, and the quantity that its tokens are coloured by."""
 
-    def __init__(self, runs: RunSet, steps: list[int]) -> None:
+    def __init__(self, runs: RunSet) -> None:
         self._runs = runs
-        self._steps = steps
+        self._steps = Journal(runs.main.paths.journal).steps()
         self._colour = runs.query.get("colour", "engine")
         self._first = 0  # token of the window
         self._loaded: LoadedRollout | None = None
         with theme.card(), theme.row():
-            step, number = runs.query.get("step", ""), runs.query.get("rollout", "")
-            values = int(step) if step.isdigit() else steps[-1], int(number) if number.isdigit() else 0
-            self._step = ui.number("Step", value=values[0], min=0, precision=0, on_change=self.load)
-            self._number = ui.number("Rollout", value=values[1], min=0, precision=0, on_change=self.load)
-            for field in (self._step, self._number):
-                field.props("dense outlined debounce=300").style("width: 110px")
+            fields = []
+            for label, newest in (("Step", self._steps[-1]), ("Rollout", 0)):
+                wanted = runs.query.get(label.lower(), "")
+                value = int(wanted) if wanted.isdigit() else newest
+                fields.append(ui.number(label, value=value, min=0, precision=0, on_change=self.load))
+                fields[-1].props("dense outlined debounce=300").style("width: 110px")
+            self._step, self._number = fields
             self._toggle = ui.toggle([], on_change=self._choose_colour)
             self._toggle.props("no-caps unelevated dense padding='4px 12px'")
             self._legend = theme.soft()
@@ -177,14 +173,15 @@ class TokensPage:
         if loaded is None or wanted != (self._step.value, self._number.value) or self._body.is_deleted:
             return
         self._first = 0
-        self._loaded = loaded if isinstance(loaded, LoadedRollout) else None
         if isinstance(loaded, LoadedRollout):
+            self._loaded = loaded
             colours = colours_of(loaded.samples)
             self._colour = self._colour if self._colour in colours else colours[0]
             labels = {name: f"{name} p" if name in ("engine", "trainer") else name for name in colours}
             self._toggle.set_options(labels, value=self._colour)
             self._show()
             return
+        self._loaded = None
         self._body.clear()
         with self._body:
             known = f"The run has batches {self._steps[0]} to {self._steps[-1]} so far."
@@ -199,49 +196,46 @@ class TokensPage:
         loaded = self._loaded
         if loaded is None:
             return
+        row = loaded.record.row
+        here = {"step": row.step, "rollout": row.number}
         self._legend.set_text(COLOURS[self._colour])
-        here = {"step": loaded.step, "rollout": loaded.number}
         ui.navigate.history.replace(self._runs.link("/tokens", **here, colour=self._colour))
         self._body.clear()
         with self._body:
             with theme.card():
-                self._show_head(loaded, self._runs.link("/rollouts", **here))
+                with theme.row():
+                    theme.heading(f"{row.env} · example {row.example} · rollout {row.rollout}")
+                    theme.soft(f"step {row.step} · group {row.group} · reward {decimal(row.reward)}")
+                    ui.space()
+                    ui.link("What was said", self._runs.link("/rollouts", **here)).classes("tr-go")
+                show_group(loaded, self._number.set_value)
+                masked = loaded.record.more.get("masked")
+                if masked:
+                    ui.label(f"Masked: {masked}.").classes("tr-warn")
+                if not loaded.has_texts:
+                    ui.label("The run's tokenizer is not on this machine: numbers instead of text.").classes("tr-warn")
+                if not masked and not any(columns.has_trainer for columns in loaded.samples):
+                    theme.soft(NO_TRAINER)
             for place, columns in enumerate(loaded.samples):
                 with theme.card(f"Sample {place + 1} of {len(loaded.samples)}", summary(columns)):
-                    self._show_sample(loaded.step, columns)
+                    self._show_sample(columns, step=int(row.step or 0))
 
-    def _show_head(self, loaded: LoadedRollout, address: str) -> None:
-        rollout = loaded.rollout
-        with theme.row():
-            theme.heading(f"{rollout.env} · example {rollout.example} · rollout {rollout.place}")
-            place = f"step {loaded.step} · group {rollout.group} · reward {decimal(rollout.reward)}"
-            ui.label(place).classes("tr-soft")
-            ui.space()
-            ui.link("What was said", address).classes("tr-go")
-        show_group(loaded, self._number.set_value)
-        if rollout.masked:
-            ui.label(f"Masked ({rollout.masked}): none of its tokens is trained on.").classes("tr-warn")
-        if not loaded.has_texts:
-            ui.label("The run's tokenizer is not on this machine: numbers instead of text.").classes("tr-warn")
-        if not rollout.masked and not any(columns.has_trainer for columns in loaded.samples):
-            theme.soft(NO_TRAINER)
+    def _show_sample(self, columns: TokenColumns, *, step: int) -> None:
+        def turn(first: int) -> None:
+            self._first = first
+            self._show()
 
-    def _show_sample(self, step: int, columns: TokenColumns) -> None:
         window = window_of(min(self._first, max(0, columns.length - 1)), columns.length)
         if columns.length > WINDOW:
             with theme.row():
                 for start in range(0, columns.length, WINDOW):
                     label = f"{start + 1} – {min(columns.length, start + WINDOW)}"
-                    button = ui.button(label, on_click=lambda start=start: self._turn(start)).props("dense size=sm")
+                    button = ui.button(label, on_click=lambda start=start: turn(start)).props("dense size=sm")
                     button.props("outline" if start == window.start else "flat")
         with ui.element("div").classes("tr-split"):
             text = ui.html(token_html(columns, self._colour, window, step=step), sanitize=False).classes("tr-tokens")
             text.props('tabindex=0 aria-label="Tokens"')
             Canvas().style("height: 240px; width: 100%").draw(_chart(columns, window))
-
-    def _turn(self, first: int) -> None:
-        self._first = first
-        self._show()
 
 
 def show_group(loaded: LoadedRollout, open: Callable[[int], Any]) -> None:
@@ -251,12 +245,12 @@ def show_group(loaded: LoadedRollout, open: Callable[[int], Any]) -> None:
         open: called with the number of the rollout that was clicked.
     """
     with ui.element("div").classes("tr-mates"):
-        for number, rollout in loaded.group:
+        for row in loaded.group:
             with ui.element("button").classes("tr-mate") as mate:
-                ui.label(decimal(rollout.reward, 2))
-            mate.props["aria-label"] = f"rollout {rollout.place} of the group"
-            mate.props["aria-current"] = str(number == loaded.number).lower()
-            mate.on("click", lambda number=number: open(number))
+                ui.label(decimal(row.reward, 2))
+            mate.props["aria-label"] = f"rollout {row.rollout} of the group"
+            mate.props["aria-current"] = str(row is loaded.record.row).lower()
+            mate.on("click", lambda number=row.number: open(number))
 
 
 def summary(columns: TokenColumns) -> str:
@@ -284,10 +278,10 @@ def _chart(columns: TokenColumns, window: range) -> dict[str, Any]:
     quantities = {"engine": (np.exp(columns.engine), theme.PROCESSES["engine"])}
     if columns.has_trainer:
         quantities["trainer"] = np.exp(columns.trainer), theme.PROCESSES["trainer"]
-        quantities["ratio"] = columns.ratios, theme.ACTIVITIES["wait"]
+        quantities["ratio"] = columns.ratios, ACTIVITIES["wait"]
     lines = []
     for name, (values, color) in quantities.items():
-        points: list[list[float | None]] = [
+        points: Points = [
             [place + 1, round(float(values[place]), 5)] for place in window if math.isfinite(values[place])
         ]
         lines.append(Line(name, color, Curve(points, [])))
@@ -309,7 +303,7 @@ COLOURS = {
     "mask": "violet: sampled and trained on; faint: given to the model, or masked",
     "reward": "green and red: rewards of single tokens, where the environment gives them",
 }
-"""What tokens can be coloured by, and what the colours mean."""
+"""Quantities to colour tokens by, with the meaning of the colours."""
 
 RGB = tuple[int, int, int]
 
@@ -357,9 +351,9 @@ def token_html(columns: TokenColumns, colour: str, window: range, *, step: int) 
         alpha = f"{0.75 * strength:.2f}"
         style = f' style="background:rgba({red},{green},{blue},{alpha})"' if strength > FAINTEST else ""
         given = "" if columns.sampled[place] else " given"
-        told = html.escape("\n".join(lines_of(columns, place, step=step)), quote=True).replace("\n", "&#10;")
+        known = html.escape("\n".join(lines_of(columns, place, step=step)), quote=True).replace("\n", "&#10;")
         text = html.escape(visible(columns.texts[place])).replace("\n", "<br>")
-        spans.append(f'<span class="tr-token{given}"{style} data-t="{told}">{text}</span>')
+        spans.append(f'<span class="tr-token{given}"{style} data-t="{known}">{text}</span>')
     return "".join(spans)
 
 

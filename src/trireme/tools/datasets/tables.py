@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 
 from trireme.journal.records import Rollout
@@ -73,7 +72,7 @@ class Options(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What becomes a row: a rollout, one of its samples, or the best and the worst rollout of a group."""
+    """The source of a row: a rollout, one of its samples, or the best and the worst rollout of a group."""
 
     step: int
     rollout: Rollout
@@ -153,16 +152,12 @@ PLACE: dict[str, Column] = {
     "step": (pa.int64(), lambda item: item.step),
     "group": of_rollout("group", pa.int64()),
 }
-"""Which rollout a row is of."""
+"""Columns that identify the rollout of a row."""
 
 
 # the data sets
 
 SAMPLE = {"ids": INT, "loss_mask": MASK, "logprobs": FLOAT, "advantages": FLOAT, "versions": INT}
-
-
-def _samples(item: Item) -> list[dict[str, np.ndarray]]:
-    return [{name: getattr(sample, name) for name in SAMPLE} for sample in item.rollout.samples if item.options.tokens]
 
 
 ALL = Table(
@@ -186,7 +181,14 @@ ALL = Table(
         "flaws": of_rollout("flaws", pa.list_(TEXT)),
         "masked": of_rollout("masked", TEXT),
         "temperature": of_rollout("temperature", pa.float64()),
-        "samples": (pa.list_(pa.struct([(name, pa.list_(kind)) for name, kind in SAMPLE.items()])), _samples),
+        "samples": (
+            pa.list_(pa.struct([(name, pa.list_(kind)) for name, kind in SAMPLE.items()])),
+            lambda item: [
+                {name: getattr(sample, name) for name in SAMPLE}
+                for sample in item.rollout.samples
+                if item.options.tokens
+            ],
+        ),
     },
 )
 
@@ -279,4 +281,4 @@ VERL = (
 )
 
 TABLES: dict[str, tuple[Table, ...]] = {"trl": TRL, "verl": VERL, "parquet": (ALL,), "jsonl": (ALL,)}
-"""By the argument of `--to`."""
+"""Tables by the argument of `--to`."""

@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Aspect:
-    """What the runs are compared in.
+    """One aspect in which runs are compared.
 
     Example:
         Aspect("A rollout got another reward from the same answer.", keys=("orchestrator.env",),

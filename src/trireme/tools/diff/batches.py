@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from trireme.algo.difficulty import Outcome
+from trireme.algo.data.difficulty import Outcome
 from trireme.journal.logprobs import logprobs_of
 from trireme.journal.records import BatchRecord, Dropped, Rollout
 from trireme.messages import Tokens
@@ -38,13 +38,13 @@ ROLLOUT_ASPECTS: dict[str, Callable[[Rollout], dict[str, Any]]] = {
     "rewards": lambda rollout: {"reward": rollout.reward},
     "teacher": lambda rollout: _per_sample("logprobs of the teacher", rollout.teacher),
 }
-"""What is made of one rollout's tokens, by name."""
+"""Values of one rollout, by name."""
 
 SHARED_ASPECTS: dict[str, Callable[[Rollout], dict[str, Any]]] = {
     "masks": lambda rollout: {"flaws": rollout.flaws, "masked": rollout.masked},
     "advantages": lambda rollout: _per_sample("advantages", [sample.advantages for sample in rollout.samples]),
 }
-"""What depends on the other rollouts of a group, or of a batch, too."""
+"""Values that depend on other rollouts of the group or the batch, too."""
 
 
 def _per_sample(name: str, columns: list[np.ndarray]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ PLACES = (
     *("inference.start_timeout_s", "orchestrator.server", "orchestrator.engine_timeout_s"),
     "orchestrator.trainer_timeout_s",
 )
-"""Where a run runs, what it keeps, how long it waits: not what is computed."""
+"""Keys that decide where a run runs, what it keeps and how long it waits, not what it computes."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def read_configuration(run: Path) -> Table:
 
 def compare_configurations(a: Table, b: Table) -> list[KeyDifference]:
     """Return differing keys, those that affect results first, in the order of the file."""
-    flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
+    flat_a, flat_b = dict(flatten(a)), dict(flatten(b))
     differences = [
         KeyDifference(key, _shown(flat_a, key), _shown(flat_b, key))
         for key in {**flat_a, **flat_b}
@@ -64,17 +64,17 @@ def compare_configurations(a: Table, b: Table) -> list[KeyDifference]:
 
 
 def count_keys(table: Table) -> int:
-    return sum(1 for _ in _flat(table))
+    return sum(1 for _ in flatten(table))
 
 
-def _flat(table: Table, above: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(table: Table, above: str = "") -> Iterator[tuple[str, Any]]:
     """Flatten tables into dotted keys. Items of a list are numbered from 0."""
     for name, value in table.items():
         key = f"{above}{name}"
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{key}.")
+            yield from flatten(value, f"{key}.")
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            yield from _flat({str(number): item for number, item in enumerate(value)}, f"{key}.")
+            yield from flatten({str(number): item for number, item in enumerate(value)}, f"{key}.")
         elif value != {} and value != []:
             yield key, value
 

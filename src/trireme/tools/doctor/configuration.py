@@ -6,17 +6,10 @@ from collections.abc import Iterator
 
 from trireme.base.network import is_here
 from trireme.config import rules
-from trireme.config.files import ProcessName
+from trireme.config.files import PROCESSES, ProcessName
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
 from trireme.tools.doctor.report import Case, Finding, from_error, ok, skipped
-
-BOUND: dict[ProcessName, tuple[str, ...]] = {
-    "inference": ("inference.server.port",),
-    "orchestrator": ("orchestrator.server.port", "ports.batches"),
-    "trainer": ("ports.weights", "ports.ranks"),
-}
-"""The keys of the ports that each process binds."""
 
 Command = tuple[RunConfig, ProcessName | None]
 """A configuration as it is resolved for a command, and the process that the command starts; None for `rl`."""
@@ -28,13 +21,8 @@ def commands_of(case: Case) -> Iterator[Command]:
     if len(hosts.all) == 1:
         yield case.config, None
         return
-    addresses: dict[ProcessName, tuple[str, ...]] = {
-        "inference": hosts.inference,
-        "orchestrator": (hosts.orchestrator,),
-        "trainer": hosts.trainer,
-    }
-    for process, each in addresses.items():
-        for node, address in enumerate(each):
+    for process in PROCESSES:
+        for node, address in enumerate(hosts.by_process[process]):
             if is_here(address.partition(":")[0]):
                 yield resolve(case.typed, case.devices, section=process, node=node), process
 
@@ -46,7 +34,7 @@ def listeners_of(case: Case) -> list[tuple[str, str, int, RunConfig]]:
         for config, process in commands_of(case)
         for key, host, port in rules.ports(config)
         if port and (is_here(host) or not host)
-        if any(key in keys for name, keys in BOUND.items() if process in (None, name))
+        if process in (None, rules.PORTS[key][0])
     ]
 
 

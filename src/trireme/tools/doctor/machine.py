@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from trireme.algo.chips import GIB
+from trireme.algo.model.chips import GIB
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.tools.doctor.report import Case, Finding, ok, problem, skipped, warning

@@ -20,7 +20,7 @@ LAST_LINES = 12
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended."""
+    """The end of a program."""
 
     code: int | None  # None if it exceeded its limit, and was ended
     output: str

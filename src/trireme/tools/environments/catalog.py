@@ -10,8 +10,8 @@ import importlib.metadata
 import re
 import time
 import tomllib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,9 +50,6 @@ class Entry:
     description: str = ""
     trouble: str = ""  # why it cannot be used
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def find_source(name: str, root: Path) -> EnvironmentSource:
     """Find an environment by name. `root` may be the package's own folder too. Raises: ConfigError."""
@@ -69,17 +66,31 @@ def build(source: EnvironmentSource, progress: Progress, *, again: bool = False)
     return time.monotonic() - began
 
 
-def list_environments(root: Path, *, cache: Path | None = None) -> list[Entry]:
+def build_if_missing(source: EnvironmentSource, progress: Progress) -> float | None:
+    """Install an environment that has yet to be; return the seconds that it took, or None where nothing was to do.
+
+    Commands do so before they start an event loop, in which it would delay Ctrl-C.
+    """
+    is_missing = source.folder is not None and installed_venv(source) is None
+    return build(source, progress) if is_missing else None
+
+
+def list_environments(root: Path) -> list[Entry]:
     """List all environments, sorted by name within their kinds; libraries last."""
-    packages = [_package(project.parent, root, cache) for project in sorted(root.glob("*/pyproject.toml"))]
+    packages = [_package(project.parent, root) for project in sorted(root.glob("*/pyproject.toml"))]
     plain = [folder for folder in root.glob("*") if folder.is_dir() and not (folder / "pyproject.toml").exists()]
     files = []
     for file in sorted(file for folder in (root, *plain) for file in folder.glob("*.py")):
         if _is_environment(file):
             text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
             files.append(Entry(str(file), "file", str(file), description=text.partition("\n")[0]))
-    known = {entry.id for entry in packages}
-    installed = [entry for entry in _distributions() if entry.id not in known]
+    installed, version = [], None
+    with suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version(FRAMEWORK)
+    for found in importlib.metadata.distributions():
+        name, about = found.metadata["Name"], found.metadata["Summary"] or ""
+        if _framework_version(found.requires) is not None and name not in {entry.id for entry in packages}:
+            installed.append(Entry(name, "installed", str(found.locate_file("")), verifiers=version, description=about))
     libraries = [entry for entry in packages if entry.kind == "library"]
     return [
         *(entry for entry in packages if entry.kind == "package"),
@@ -89,10 +100,10 @@ def list_environments(root: Path, *, cache: Path | None = None) -> list[Entry]:
     ]
 
 
-def _package(folder: Path, root: Path, cache: Path | None) -> Entry:
+def _package(folder: Path, root: Path) -> Entry:
     try:
         source = find_environment(str(folder.resolve()), root=root)
-        venv = installed_venv(source, cache=cache)
+        venv = installed_venv(source)
     except ConfigError as error:
         return Entry(folder.name, "package", str(folder), trouble=str(error))
     project = tomllib.loads((folder / "pyproject.toml").read_text()).get("project", {})
@@ -110,18 +121,6 @@ def _package(folder: Path, root: Path, cache: Path | None) -> Entry:
         verifiers=versions[0] if versions else asked,
         description=str(project.get("description", "")),
     )
-
-
-def _distributions() -> Iterator[Entry]:
-    """Yield the packages in this interpreter's environment that depend on verifiers."""
-    try:
-        version: str | None = importlib.metadata.version(FRAMEWORK)
-    except importlib.metadata.PackageNotFoundError:
-        version = None
-    for found in importlib.metadata.distributions():
-        if _framework_version(found.requires) is not None:
-            about, place = found.metadata, str(found.locate_file(""))
-            yield Entry(about["Name"], "installed", place, verifiers=version, description=about["Summary"] or "")
 
 
 def _framework_version(dependencies: Any) -> str | None:

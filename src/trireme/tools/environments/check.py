@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +22,18 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.journal.records import Rollout
 from trireme.launch.folder import hold_folder
-from trireme.orchestrator.environments.pool import open_environment
-from trireme.orchestrator.environments.venv import EnvironmentSource, installed_venv
+from trireme.orchestrator.environments.pool import Environment, open_environment
+from trireme.orchestrator.environments.venv import EnvironmentSource
 from trireme.orchestrator.environments.wire import Split
+from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S
 from trireme.orchestrator.rollout.driver import RolloutOutcome, read_extent, run_rollouts
-from trireme.orchestrator.rollout.runner import RolloutSpec
-from trireme.tools.environments.catalog import ROOT, build, find_source
+from trireme.tools.environments.catalog import ROOT, build_if_missing, find_source
 from trireme.tools.environments.check_report import CheckReport, Loaded, build_report, write_rollouts
 from trireme.tools.environments.policy import OpenPolicy, PolicyWanted, build_opener
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.endpoints import find_key
 
-LOAD_TIMEOUT_S = 600.0
 MAX_CONCURRENT = 32
 ROLLOUTS = "rollouts.jsonl"
 
@@ -73,8 +73,7 @@ def run_check(options: CheckOptions, config: RunConfig, progress: Progress) -> C
 
     Raises: LoadFailed; ConfigError for what was typed; TriremeError where the policy is gone.
     """
-    evaluation = config.orchestrator.eval
-    entries = (*config.orchestrator.env, *(evaluation.env if evaluation else ()))
+    entries = config.orchestrator.all_environments
     named = [entry for entry in entries if options.name == entry.name]
     named += [entry for entry in entries if options.name == entry.id]
     entry = named[0] if named else EnvironmentConfig(id=options.name)
@@ -102,12 +101,11 @@ def run_check(options: CheckOptions, config: RunConfig, progress: Progress) -> C
     with hold_folder(config.paths):
         for file in (root / ROLLOUTS, *config.paths.logs.glob("*.stdout")):  # of an earlier check
             file.unlink(missing_ok=True)
-        is_new = source.folder is not None and installed_venv(source) is None
-        install_s = build(source, progress) if is_new else None  # outside of the event loop, which would delay Ctrl-C
+        install_s = build_if_missing(source, progress)
         checking = _check(options, config, source, environment, open_policy, waits, progress, install_s)
         report, outcomes = asyncio.run(checking)
         write_rollouts(outcomes, root / ROLLOUTS)
-    progress.say(f"every rollout: {root / ROLLOUTS}; logs: {config.paths.logs}")
+    progress.show(f"every rollout: {root / ROLLOUTS}; logs: {config.paths.logs}")
     return report
 
 
@@ -122,12 +120,11 @@ async def _check(
     install_s: float | None,
 ) -> tuple[CheckReport, list[RolloutOutcome]]:
     """Load the environment before the policy: an error of a second must not cost the start of an engine."""
-    opening = open_environment(
-        environment_config, logs=config.paths.logs, seed=config.seed, load_timeout_s=LOAD_TIMEOUT_S, waits=waits
+    loading = open_as_stage(
+        environment_config, source.id, logs=config.paths.logs, seed=config.seed, waits=waits, progress=progress
     )
     began = time.monotonic()
     async with AsyncExitStack() as stack:
-        loading = progress.opening(f"loading {source.id}", opening, limit_s=LOAD_TIMEOUT_S)
         try:
             environment = await stack.enter_async_context(loading)
         except TriremeError as error:
@@ -158,15 +155,13 @@ async def _check(
         policy = await stack.enter_async_context(open_policy())
         began = time.monotonic()
 
-        async def roll_out(spec: RolloutSpec) -> Rollout:
-            return await policy.rollout(environment, spec)
-
         with progress.rewards(extent.num_rollouts, limit_s=environment_config.rollout_timeout_s) as add:
 
             async def show(outcome: RolloutOutcome) -> None:
                 add(outcome.reward)
 
             specs = extent.specs("check")
+            roll_out = partial(policy.rollout, environment)
             outcomes = await run_rollouts(specs, roll_out, show, scored_together=environment.group_rewards)
         report = build_report(
             loaded,
@@ -179,3 +174,22 @@ async def _check(
             success_at=options.success_at,
         )
     return report, outcomes
+
+
+@asynccontextmanager
+async def open_as_stage(
+    config: EnvironmentConfig,
+    name: str,
+    *,
+    logs: Path,
+    seed: int,
+    waits: Waits,
+    progress: Progress,
+    root: Path = ROOT,
+) -> AsyncIterator[Environment]:
+    """Load an environment as a stage of a command. Raises: ConfigError where it cannot be loaded."""
+    opening = open_environment(config, logs=logs, root=root, seed=seed, waits=waits)
+    async with AsyncExitStack() as stack:
+        with progress.stage(f"loading {name}", limit_s=LOAD_TIMEOUT_S):
+            environment = await stack.enter_async_context(opening)
+        yield environment

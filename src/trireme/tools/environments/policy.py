@@ -8,38 +8,45 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import aiohttp
+
 from trireme.base.devices import Devices
-from trireme.base.errors import ConfigError
+from trireme.base.errors import ConfigError, PeerDied, TriremeError
 from trireme.base.network import is_loopback
 from trireme.base.processes import free_port
 from trireme.base.token import token
 from trireme.base.waiting import Waits
+from trireme.config.orchestrator import Sampling
 from trireme.config.resolve import resolve, updated
 from trireme.config.rules import check_launch
 from trireme.config.run import RunConfig
 from trireme.journal.records import Rollout
 from trireme.launch.standalone_engine import open_engine
+from trireme.orchestrator.engines.engine import LARGEST_ANSWER, Engine
+from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
+from trireme.orchestrator.engines.responses import Response
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.rollout.chat import open_chat_tokenizer
-from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
+from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.tools.environments.policy_endpoint import look_at, open_chat_endpoint
-from trireme.tools.environments.policy_engine import open_engine_policy
 from trireme.tools.environments.policy_script import ScriptedPolicy
 from trireme.tools.environments.progress import Progress
-from trireme.tools.evaluate.engine import FRESH, LOADING
+
+FRESH, LOADING = "default", "-loading"
+"""The name of an engine's weights before any transfer, and its end during one: see `evaluate.engine`."""
 
 MAX_CONTEXT = 2048
 """Tokens of context of an engine that is started, unless the user asks for more."""
 
 
 class RolloutPolicy(Protocol):
-    """A script (`policy_script`), an engine of ours (`policy_engine`), or a chat endpoint (`policy_endpoint`)."""
+    """A script (`policy_script`), an engine of ours (`EnginePolicy`), or a chat endpoint (`policy_endpoint`)."""
 
     @property
     def name(self) -> str:
@@ -48,7 +55,7 @@ class RolloutPolicy(Protocol):
 
     @property
     def is_policy(self) -> bool:
-        """Whether its rewards say how hard the environment is."""
+        """Return whether its rewards measure how hard the environment is."""
         ...
 
     async def rollout(self, environment: Environment, spec: RolloutSpec) -> Rollout:
@@ -85,27 +92,21 @@ def build_opener(
         return _at_server(wanted, wanted.base_url, config, waits)
     named = config.inference.model.name or (config.model.name if "model" in config.model_fields_set else None)
     if wanted.scripted or not (wanted.model or named):
-        return _open_script
+        return lambda: nullcontext(ScriptedPolicy())
     config = engine_config(config, wanted.model, devices)
     tokenizer = open_chat_tokenizer(config.trainer.tokenizer.name or config.model.name)
     model = config.inference.model.name or config.model.name
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[RolloutPolicy]:
-        starting, limit_s = open_engine(config, devices, waits), config.inference.start_timeout_s
-        name = f"{model} by an engine of this command"
-        async with progress.opening(f"starting an engine for {model}", starting, limit_s=limit_s) as url:
-            async with open_engine_policy(
-                config, tokenizer, url, name=name, waits=waits, trained=wanted.trained
-            ) as own:
-                yield own
+        async with AsyncExitStack() as stack:
+            with progress.stage(f"starting an engine for {model}", limit_s=config.inference.start_timeout_s):
+                url = await stack.enter_async_context(open_engine(config, devices, waits))
+            name = f"{model} by an engine of this command"
+            opening = open_engine_policy(config, tokenizer, url, name=name, waits=waits, trained=wanted.trained)
+            yield await stack.enter_async_context(opening)
 
     return opened
-
-
-@asynccontextmanager
-async def _open_script() -> AsyncIterator[RolloutPolicy]:
-    yield ScriptedPolicy()
 
 
 def engine_config(config: RunConfig, model: str | None, devices: Devices) -> RunConfig:
@@ -158,3 +159,86 @@ def _at_server(wanted: PolicyWanted, url: str, config: RunConfig, waits: Waits) 
     name = f"{model} by the engine at {server.root}{holds}"
     config = updated(config, values)
     return lambda: open_engine_policy(config, tokenizer, server.root, name=name, waits=waits, trained=wanted.trained)
+
+
+class WeightsReplaced(TriremeError):
+    """An engine answered with other weights than it was given."""
+
+
+@dataclass
+class StandingPool(InferencePool):
+    """One engine, taken as it is: live from the beginning, and every token counts as version 0.
+
+    The command publishes no weights to it meanwhile, so that no version is waited for.
+    """
+
+    serves: str | None = None  # the version of its weights; an answer under another version is an error
+
+    async def post_generate(self, engine: Engine, body: bytes, *, max_bytes: int = LARGEST_ANSWER) -> Response:
+        try:
+            response = await super().post_generate(engine, body, max_bytes=max_bytes)
+        except aiohttp.ClientConnectorError as error:
+            raise PeerDied(
+                f"{engine.url} is gone in the middle of the rollouts ({error}) - expected it to answer until the end. "
+                "Look at its log: logs/inference.stdout in the folder of the command, if that started it."
+            ) from error
+        for span in (span for choice in response.choices for span in choice.weight_versions):
+            if self.serves is not None and span.version != self.serves:
+                raise WeightsReplaced(
+                    f"{engine.url} answered with weights {span.version!r}, it was given {self.serves!r} - expected "
+                    "that no other process gives it weights meanwhile or restarts it. Find out which one uses it, then "
+                    "type the same command again: all results so far are kept."
+                )
+            span.version = "0"
+        return response
+
+
+@dataclass(frozen=True)
+class EnginePolicy:
+    """A policy on an engine of ours: rollouts as in training, token ids in and token ids out."""
+
+    engine: str  # for the report: which model, and where
+    runner: RolloutRunner
+    sampling: Sampling
+    trained: bool = True  # rollouts must be such that they could be trained on
+    is_policy: bool = True
+
+    @property
+    def name(self) -> str:
+        longest = f", turns of up to {self.sampling.max_tokens} tokens" if self.sampling.max_tokens else ""
+        return f"{self.engine}, temperature {self.sampling.temperature:g}{longest}"
+
+    async def rollout(self, environment: Environment, spec: RolloutSpec) -> Rollout:
+        return await self.runner.run(environment, spec, sampling=self.sampling, trained=self.trained)
+
+
+@asynccontextmanager
+async def open_engine_policy(
+    config: RunConfig, tokenizer: ChatTokenizer, url: str, *, name: str, waits: Waits, trained: bool = True
+) -> AsyncIterator[EnginePolicy]:
+    """Open a policy on the engine at `url`.
+
+    Args:
+        name: for the report; the sampling is appended to it.
+        trained: whether rollouts must be such that they could be trained on.
+    """
+    async with open_standing_pool(config, tokenizer, url, waits=waits) as pool:
+        runner = RolloutRunner(config, pool, tokenizer)
+        yield EnginePolicy(name, runner, config.orchestrator.sampling, trained=trained)
+
+
+@asynccontextmanager
+async def open_standing_pool(
+    config: RunConfig, tokenizer: ChatTokenizer, url: str, *, waits: Waits
+) -> AsyncIterator[StandingPool]:
+    async with open_inference_pool(
+        [url],
+        waits=waits,
+        max_model_len=config.inference.model.max_model_len or config.seq_len,
+        timeout_s=config.orchestrator.engine_timeout_s,
+        max_concurrent=config.orchestrator.max_concurrent,
+        vocab_size=tokenizer.vocab_size,
+    ) as opened:
+        pool = StandingPool(**{each.name: getattr(opened, each.name) for each in fields(opened) if each.init})
+        pool.engines[0].state = "live"
+        yield pool

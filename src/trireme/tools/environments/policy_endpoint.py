@@ -21,6 +21,8 @@ from trireme.orchestrator.environments.wire import Ask, FinishReason, Reply, Too
 from trireme.orchestrator.rollout.driver import build_rollout
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.orchestrator.rollout.sampling import sampling_arguments
+from trireme.tools.environments.policy_script import estimated_prompt
+from trireme.tools.evaluate.endpoints import LOCAL_HOSTS
 
 LOOK_TIMEOUT_S = 10.0
 FIRST_PAUSE_S = 1.0
@@ -108,6 +110,8 @@ class ChatEndpoint:
 
         async def ask(question: Ask) -> Reply:
             nonlocal num_sampled, num_tokens
+            if question.only_counts:
+                return estimated_prompt(question)
             answer = await self._answer(question)
             if isinstance(answer, Reply):
                 return answer
@@ -143,7 +147,7 @@ class ChatEndpoint:
                 pause_s *= 2
 
     def _read(self, status: int, data: bytes, wait: Wait) -> _Completion | Reply | None:
-        """Return None where a retry may help; the wait's note says why."""
+        """Return None where a retry may help; the wait's note has the reason."""
         text = data[:300].decode(errors="replace")
         if status in RETRIED or status >= 500:
             wait.note = f"the last answer: {status} {text}"
@@ -183,7 +187,7 @@ async def open_chat_endpoint(
 
 def _is_far(url: str) -> bool:
     """Return whether a server is on another machine: only then are proxies used."""
-    return urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1", "0.0.0.0")
+    return urlsplit(url).hostname not in LOCAL_HOSTS
 
 
 def _headers(key: str | None) -> dict[str, str]:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -47,28 +46,18 @@ def write_environment(name: str, *, kind: TemplateKind, root: Path) -> Path:
             f"Take another name (`trireme env init {name}-2`), or move {taken} away."
         )
     root.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=root))
+    values = {"name": name, "module": folder.name, "reward": REWARDS[kind]}
+    values["dependencies"] = "" if kind == "plain" else f'"{VERIFIERS}"'
+    templates = {"pyproject.toml": "pyproject.toml", f"{folder.name}.py": f"{kind.replace('-', '_')}.py"}
+    partial = root / f".{folder.name}.{os.getpid()}.partial"
+    partial.mkdir()
     try:
-        for file, text in template_files(name, kind=kind).items():
-            (partial / file).write_text(text, encoding="utf-8")
-        partial.chmod(0o777 & ~_umask())
+        for file, template in (templates | {"README.md": "README.md"}).items():
+            (partial / file).write_text(render(_TEMPLATES, template, **values), encoding="utf-8")
         partial.rename(folder)
-    except BaseException:
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
     return folder
-
-
-def template_files(name: str, *, kind: TemplateKind) -> dict[str, str]:
-    """Return the text of each file of the package, by file name."""
-    module = name.replace("-", "_")
-    templates = {"pyproject.toml": "pyproject.toml", f"{module}.py": f"{kind.replace('-', '_')}.py"}
-    templates["README.md"] = "README.md"
-    dependencies = "" if kind == "plain" else f'"{VERIFIERS}"'
-    return {
-        file: render(_TEMPLATES, template, name=name, module=module, reward=REWARDS[kind], dependencies=dependencies)
-        for file, template in templates.items()
-    }
 
 
 def checked_name(name: str) -> str:
@@ -109,10 +98,3 @@ def _problem(name: str) -> str | None:
     if module in sys.stdlib_module_names or module in _TAKEN or module.startswith("trireme_"):
         return f"a module `{module}` exists already, which it would hide"
     return None
-
-
-def _umask() -> int:
-    """Return the process's umask. It can only be read by setting it."""
-    umask = os.umask(0o022)
-    os.umask(umask)
-    return umask

@@ -33,12 +33,12 @@ from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import description_path
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner
+from trireme.tools.environments.policy import EnginePolicy, open_standing_pool
 from trireme.tools.environments.policy_endpoint import Server, look_at
-from trireme.tools.environments.policy_engine import EnginePolicy, open_standing_pool
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.config import EvalConfig, inherit_from_run
 from trireme.tools.evaluate.engine import EvaluatedEngine
-from trireme.tools.evaluate.report import as_json, mean_reward, to_table
+from trireme.tools.evaluate.report import as_json, to_table
 from trireme.tools.evaluate.session import (
     EvalSession,
     install_environments,
@@ -50,12 +50,7 @@ from trireme.tools.evaluate.session import (
 )
 from trireme.tools.export.weights_folder import (
     CheckpointSender,
-    ModelFiles,
-    Source,
-    find_model,
-    open_source,
     require_readable,
-    shape_difference,
 )
 
 log = get_logger("eval")
@@ -190,7 +185,7 @@ class CheckpointEvaluation:
                 evaluated = asyncio.run(self._evaluate())
             except (TriremeError, KeyboardInterrupt):
                 if self._engine is not None:
-                    self._progress.say(
+                    self._progress.show(
                         f"What was answered so far is kept in {output}: type the same command again for the rest. "
                         f"{self._engine.url} was left with {self._engine.holds}."
                     )
@@ -198,7 +193,7 @@ class CheckpointEvaluation:
         with atomic_write(output / SUMMARY) as file:
             file.write(as_json(evaluated).encode() + b"\n")
         Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(to_table(evaluated))
-        self._progress.say(f"every rollout: {output}/step_N/ENV.jsonl (`trireme eval tui {output}`)")
+        self._progress.show(f"every rollout: {output}/step_N/ENV.jsonl (`trireme eval tui {output}`)")
         return 1 if any(session.num_failed for _, sessions in evaluated for session in sessions) else 0
 
     async def _evaluate(self) -> list[tuple[str, list[EvalSession]]]:
@@ -208,8 +203,6 @@ class CheckpointEvaluation:
         tokenizer = open_chat_tokenizer(run.model.name)
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(open_standing_pool(run, tokenizer, self._server.root, waits=waits))
-            engine = EvaluatedEngine(pool)
-            await engine.take(over=config.take_over)
             host = _own_address(self._server.root)
             sender = CheckpointSender(
                 config.transfer if config.transfer != "auto" else "filesystem" if is_loopback(host) else "gloo",
@@ -220,9 +213,9 @@ class CheckpointEvaluation:
                 timeout_s=config.client.timeout_s,
             )
             stack.callback(sender.close)
-            base_model = config.model.base or await engine.base_model()
-            loader = CheckpointLoader(self._plan, engine, sender, base_model, await engine.dtype(), self._progress)
-            loader.require_same_model()
+            engine = EvaluatedEngine(pool, sender, config, self._progress)
+            await engine.take()
+            engine.require_same_model(self._plan.steps)
             environments = await stack.enter_async_context(
                 open_environments(config, output / "logs", waits, self._progress)
             )
@@ -231,13 +224,13 @@ class CheckpointEvaluation:
             policy = EnginePolicy(f"the engine at {engine.url}", runner, run.orchestrator.sampling, trained=False)
             try:
                 evaluated = [
-                    (self._plan.label(step), await self._evaluate_model(step, environments, policy, loader))
+                    (self._plan.label(step), await self._evaluate_model(step, environments, policy, engine))
                     for step in self._plan.models
                 ]
             except (ConfigError, WeightsMismatch):
-                await loader.restore()
+                await engine.restore()
                 raise
-            await loader.restore()
+            await engine.restore()
         return evaluated
 
     def _run_config(self) -> RunConfig:
@@ -256,7 +249,7 @@ class CheckpointEvaluation:
         return rollout_config(self._config, values)
 
     async def _evaluate_model(
-        self, step: int, environments: list[Environment], policy: EnginePolicy, loader: CheckpointLoader
+        self, step: int, environments: list[Environment], policy: EnginePolicy, engine: EvaluatedEngine
     ) -> list[EvalSession]:
         label = self._plan.label(step)
         settings = {"base_url": self._config.client.base_url, "step": step, "checkpoint": label}
@@ -269,12 +262,18 @@ class CheckpointEvaluation:
             session.resume(path, description_path(path))
             sessions.append(session)
         if not all(session.is_done for session in sessions):
-            digest = await loader.load(step)
-            for session in sessions:
-                session.note(**({"weights": digest} if digest else {}))
+            if (folder := self._plan.models[step]) is None:
+                await engine.load_base()
+            else:
+                source = engine.open_source(folder)
+                digests = await engine.load(label, source)
+                require_as_confirmed(self._plan, step, source.specs, digests)
+                for session in sessions:
+                    session.note(weights=model_digest(digests))
             await run_sessions(sessions, self._progress)
-        mean = mean_reward(sessions)
-        self._progress.say(f"{label}: {'nothing was scored' if mean is None else f'mean reward {mean:.3f}'}")
+        means = [session.metrics["reward"] for session in sessions if "reward" in session.metrics]
+        scored = f"mean reward {sum(means) / len(means):.3f}" if means else "nothing was scored"
+        self._progress.show(f"{label}: {scored}")
         return sessions
 
 
@@ -289,97 +288,6 @@ def _own_address(url: str) -> str:
         return str(route.getsockname()[0])
 
 
-# how weights get into the engine
-
-
-class CheckpointLoader:
-    """Gives the engine checkpoints, and its base model back."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        engine: EvaluatedEngine,
-        sender: CheckpointSender,
-        base_model: str | None,
-        dtype: str,
-        progress: Progress,
-    ) -> None:
-        """
-        Args:
-            base_model: folder or hub name of the engine's base model.
-            dtype: that adapters are merged into.
-        """
-        self._plan = plan
-        self._engine = engine
-        self._sender = sender
-        self._base_model = base_model
-        self._base = find_model(base_model) if base_model else None
-        self._dtype = dtype
-        self._progress = progress
-
-    def require_same_model(self) -> None:
-        """Raises: ConfigError where a checkpoint is of another model than the engine's, as far as files can tell."""
-        if self._base is None:
-            log.warning(
-                "the base model of %s (%s) is not on this machine: checkpoints are not compared with it before they "
-                "are loaded, and the engine cannot be given it back. `--model.base FOLDER` says where it is.",
-                self._engine.url,
-                self._base_model,
-            )
-            return
-        shapes = ModelFiles(self._base).shapes
-        for step, folder in self._plan.steps.items():
-            found = {spec.name: tuple(spec.shape) for spec in self._open(folder).specs}
-            if difference := shape_difference(shapes, found):
-                raise ConfigError(
-                    f"{folder} is no checkpoint of the model that {self._engine.url} serves ({self._base}): "
-                    f"{difference} - expected the same tensors. Start an engine with the model that this run began "
-                    f"with, or leave step {step} out."
-                )
-
-    def _open(self, folder: Path) -> Source:
-        return open_source(folder, base=self._plan.config.model.base, dtype=self._dtype)
-
-    async def load(self, step: int) -> str | None:
-        """Return the digest of all tensors; None where the engine has the base model that it began with."""
-        folder = self._plan.models[step]
-        if folder is not None:
-            source = self._open(folder)
-            digests = await self._give(self._plan.label(step), source)
-            require_as_confirmed(self._plan, step, source.specs, digests)
-            return model_digest(digests)
-        if self._engine.began_with_base and not self._engine.has_loaded:
-            await self._engine.keep_base()
-            return None
-        if self._base is None:
-            raise ConfigError(
-                f"{self._engine.url} holds {self._engine.began_with!r}, and its base model ({self._base_model}) is "
-                "not on this machine - expected an engine with its base model. Restart it, say where the model is "
-                "(`--model.base FOLDER`), or leave it out: `--no-eval-base`."
-            )
-        await self._give("base", self._open(self._base), is_base=True)
-        return None
-
-    async def _give(self, name: str, source: Source, *, is_base: bool = False) -> dict[str, str]:
-        with self._progress.stage(f"loading {name} into the engine", limit_s=self._plan.config.client.timeout_s):
-            return await self._engine.load(name, source, self._sender, is_base=is_base)
-
-    async def restore(self) -> None:
-        """Give the engine its base model back, or say what it holds.
-
-        Raises: WeightsReplaced where another client has given it weights.
-        """
-        engine = self._engine
-        await engine.require_ours()
-        if engine.has_loaded and not engine.holds_base:
-            if not self._plan.config.restore_base or self._base is None:
-                self._progress.say(f"{engine.url} holds {engine.holds} now, not its base model.")
-                return
-            await self._give("base", self._open(self._base), is_base=True)
-        if engine.began_with_base or engine.holds_base:
-            await engine.leave()
-
-
 def require_as_confirmed(plan: Plan, step: int, specs: list[TensorSpec], digests: dict[str, str]) -> None:
     """Compare a checkpoint with the digests that the run's engines confirmed: files may have changed since.
 
@@ -392,9 +300,7 @@ def require_as_confirmed(plan: Plan, step: int, specs: list[TensorSpec], digests
     versions = Versions(RunPaths(run_folder).journal)
     if plan.run is None or (folder / "adapter_config.json").is_file() or not versions.has(step):
         return
-    dtype = plan.run.inference.model.dtype
-    served = dtype if dtype != "auto" else "float32" if plan.run.device == "cpu" else "bfloat16"
-    if {spec.dtype for spec in specs} != {served}:
+    if {spec.dtype for spec in specs} != {plan.run.served_dtype}:
         return
     differences = [first_difference(each.digests, digests) for each in versions.read(step).confirmations]
     if all(differences):

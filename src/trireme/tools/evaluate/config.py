@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -42,11 +40,11 @@ class EvaluatedModel(Section):
     base: str | None = None
     """Folder or hub name of the engine's base model, where the one that the server names is not here."""
     max_model_len: PositiveInt | None = None
-    """Longest prompt plus completion in tokens; what the server says where not given."""
+    """Longest prompt plus completion in tokens; what the server reports where not given."""
     tool_call_parser: str | None = None
     """How the engine reads tool calls; as the run of the checkpoints had it where not given, else the hermes form."""
     reasoning_parser: str | None = None
-    """How the engine tells thinking from content; as the run had it where not given."""
+    """The parser that separates thinking from content; the run's if not set."""
 
 
 class EvalConfig(Section):
@@ -120,7 +118,7 @@ def inherit_from_run(config: EvalConfig, run: RunConfig) -> EvalConfig:
     """Fill in what the user left out, as the run of the checkpoints has it.
 
     `num_examples`, `rollouts_per_example` and `pass_at` are taken together or not at all. Turns are as long as in
-    training, where neither the user nor the run's evaluations say otherwise.
+    training, where neither the user nor the run's evaluations set another length.
     """
     during, model = run.orchestrator.eval, run.inference.model
     values: dict[str, Any] = {"env": config.env or (during.env if during else ()) or run.orchestrator.env}
@@ -138,33 +136,13 @@ def inherit_from_run(config: EvalConfig, run: RunConfig) -> EvalConfig:
 
 
 def _sampling(given: Sampling | None, *, default: Sampling) -> Sampling:
-    """Replace only the keys that the user gave: who names the length of turns says nothing about the temperature."""
+    """Replace only the keys that the user gave: a length of turns does not change the temperature."""
     return updated(default, {name: getattr(given, name) for name in given.model_fields_set} if given else {})
 
 
 def _default_sampling(rollouts_per_example: int) -> Sampling:
     """Greedy; but several answers to a question must be able to differ."""
     return Sampling(temperature=0.0 if rollouts_per_example == 1 else 1.0)
-
-
-def named(environments: tuple[Environment, ...]) -> tuple[Environment, ...]:
-    """Give each environment a name that can be a file's.
-
-    Raises: ConfigError where two have the same.
-    """
-
-    def name_of(environment: Environment) -> str:
-        name = environment.name or environment.id.rstrip("/").removesuffix(".py").rpartition("/")[2]
-        return re.sub(r"[^\w.-]+", "_", name)
-
-    found = tuple(updated(each, {"name": name_of(each)}) for each in environments)
-    names = [str(each.name) for each in found]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ConfigError(
-            f"{len(names)} environments, and {names.count(twice[0])} of them are called {twice[0]!r} - expected names "
-            'that differ: results go by them. Give each table a `name = "…"`.'
-        )
-    return found
 
 
 def with_environments(argv: list[str]) -> list[str]:

@@ -27,7 +27,7 @@ DEFAULT = "default"
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 _KEYS = {"model": "model", "url": "url", "base_url": "url", "key": "key", "api_key": "key"}
-_LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 _MAX_SHOWN = 12
 _GETENV = ("os.getenv", "getenv", "os.environ.get", "environ.get")
 
@@ -52,7 +52,10 @@ class Endpoint:
 
 
 def find_key(flag: str, variable: str | None, *, url: str | None, otherwise: str | None = None) -> str | None:
-    """Return the key for a server: from the variable that the user named, else `otherwise`, else `key_for_address`.
+    """Return the key for a server: from the variable that the user named, else `otherwise`, else from KEY_VARIABLE.
+
+    The last is only for an address that was typed, and if the connection is encrypted (https). Another address gets a
+    key only where the user names its variable.
 
     Args:
         flag: with which a variable is named.
@@ -60,21 +63,14 @@ def find_key(flag: str, variable: str | None, *, url: str | None, otherwise: str
     Raises: ConfigError where the named variable is not set.
     """
     if not variable:
-        return otherwise or key_for_address(url)
+        is_encrypted = url is not None and urlsplit(url).scheme == "https"
+        return otherwise or (os.environ.get(KEY_VARIABLE) if is_encrypted else None)
     if key := os.environ.get(variable):
         return key
     raise ConfigError(
         f"{flag} {variable}: this variable is not set - expected the server's key in it. Type `export {variable}=…`, "
         f"or leave the flag out for {KEY_VARIABLE}."
     )
-
-
-def key_for_address(url: str | None) -> str | None:
-    """Return the key of KEY_VARIABLE for an address that was typed, if the connection is encrypted (https).
-
-    Another address gets a key only where the user names its variable.
-    """
-    return os.environ.get(KEY_VARIABLE) if url is not None and urlsplit(url).scheme == "https" else None
 
 
 def find_endpoint(model: str, *, base_url: str | None = None, path: Path | None = None) -> Endpoint:
@@ -95,7 +91,7 @@ def find_endpoint(model: str, *, base_url: str | None = None, path: Path | None 
         found = Endpoint(model, found.model if found else None, base_url, None)
     if found is None:
         raise ConfigError(_no_entry(model, endpoints, file))
-    if found.variable and urlsplit(found.url).hostname not in _LOCAL_HOSTS:
+    if found.variable and urlsplit(found.url).hostname not in LOCAL_HOSTS:
         raise ConfigError(
             f"{file}: the key of endpoint {found.name!r} ({found.url}) is in the variable {found.variable}, which is "
             f"not set - expected the key there. Type `export {found.variable}=…` first, or name another endpoint."
@@ -210,7 +206,7 @@ def _read_python(path: Path) -> Iterator[tuple[str, Any]]:
                     )
                 yield from table.items()
                 return
-            with suppress(ConfigError):  # whatever else the file computes
+            with suppress(ConfigError):  # what else the file computes is not needed
                 known[name] = _evaluate(path, statement.value, known)
     raise ConfigError(
         f"{path} has no ENDPOINTS - expected `ENDPOINTS = {{name: {{…}}}}` at its top level. Add it: see "
@@ -219,7 +215,7 @@ def _read_python(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _evaluate(path: Path, node: ast.expr, known: dict[str, Any]) -> Any:
-    """Return the value of an expression that `ast` can tell without running it. Raises: ConfigError."""
+    """Return the value of an expression without running it. Raises: ConfigError."""
     match node:
         case ast.Constant():
             return node.value

@@ -1,6 +1,6 @@
 """An engine that an evaluation gives one checkpoint after the other, and that confirms each.
 
-The name of its weights tells who gave it weights last:
+The name of its weights shows which client gave it weights last:
 
     default              no process: its base model
     eval-ID-base         an evaluation, and it is the base model
@@ -15,56 +15,64 @@ import asyncio
 import re
 import uuid
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from trireme.base.errors import ConfigError, PeerDied
+from trireme.base.log import get_logger
 from trireme.messages import PULLED_KINDS, InitInfo, UpdateInfo
 from trireme.orchestrator.engines.engine import REQUEST_ERRORS
 from trireme.orchestrator.engines.responses import BadAnswer
 from trireme.orchestrator.weights.engine_update import finish, join, load, require_confirmed
-from trireme.tools.environments.policy_engine import StandingPool, WeightsReplaced
+from trireme.tools.environments.policy import FRESH, LOADING, StandingPool, WeightsReplaced
+from trireme.tools.environments.progress import Progress
+from trireme.tools.evaluate.config import EvalConfig
+from trireme.tools.export.weights_folder import (
+    CheckpointSender,
+    ModelFiles,
+    Source,
+    find_model,
+    open_source,
+    shape_difference,
+)
 
-if TYPE_CHECKING:
-    from trireme.tools.export.weights_folder import CheckpointSender, Source
+log = get_logger("eval")
 
-OWN, BASE, LOADING, FRESH = "eval-", "-base", "-loading", "default"
+OWN, BASE = "eval-", "-base"
 BASE_IN_WORDS = "its base model"
 
 
 class EvaluatedEngine:
     """One engine, for one evaluation at a time."""
 
-    def __init__(self, pool: StandingPool) -> None:
+    def __init__(self, pool: StandingPool, sender: CheckpointSender, config: EvalConfig, progress: Progress) -> None:
         self.engine = pool.engines[0]
+        self.url = self.engine.url
         self.holds = "the weights that it had"  # in words
-        self.has_loaded = False
-        self.began_with = FRESH  # the name of its weights before this evaluation
-        self.began_with_base = False
         self._pool = pool
+        self._sender = sender
+        self._config = config
+        self._progress = progress
         self._id = f"{OWN}{uuid.uuid4().hex[:6]}"
         self._last_name = FRESH  # of its weights, when this evaluation last looked
+        self._has_loaded = False
+        self._began_with = FRESH  # the name of its weights before this evaluation
+        self._began_with_base = False
+        self._base_model: str | None = None  # folder or hub name
+        self._base: Path | None = None  # its base model on this machine
+        self._dtype = "float32"  # that adapters are merged into
 
-    @property
-    def url(self) -> str:
-        return self.engine.url
-
-    @property
-    def holds_base(self) -> bool:
-        return self.holds == BASE_IN_WORDS
-
-    async def take(self, *, over: bool) -> None:
-        """Make it this evaluation's.
-
-        Args:
-            over: also where it serves a training run, or is paused for one.
+    async def take(self) -> None:
+        """Make it this evaluation's: with `take_over`, also where it serves a training run or is paused for one.
 
         Raises:
             ConfigError: another client uses it.
             PeerDied: it is gone.
         """
-        report = await self.engine.weight_report()
+        over = self._config.take_over
         self.engine.num_workers = await self.engine.world_size() or 1
-        name, is_paused = report.version, bool((await self._get("is_paused")).get("is_paused"))
+        name, report = await self.engine.weight_version(), (await self.engine.weight_reports())[0]
+        is_paused = bool((await self._get("is_paused")).get("is_paused"))
         if num_requests := await self._num_requests():
             raise ConfigError(
                 f"{self.url} is answering {num_requests} requests of another client - expected an engine that no other "
@@ -84,11 +92,37 @@ class EvaluatedEngine:
                 "a `--server.port` of its own) and name it with `--client.base-url`; or, if that run is over, add "
                 "`--take-over`."
             )
-        self.began_with = self._last_name = name
+        self._began_with = self._last_name = name
         is_fresh = name == FRESH and not report.digests
-        self.began_with_base = is_fresh or (name.startswith(OWN) and name.endswith(BASE))
+        self._began_with_base = is_fresh or (name.startswith(OWN) and name.endswith(BASE))
         if is_paused:
             await self.engine.post("resume")
+        self._base_model = self._config.model.base or await self._served_model()
+        self._base = find_model(self._base_model) if self._base_model else None
+        self._dtype = await self._computed_dtype()
+
+    def require_same_model(self, steps: dict[int, Path]) -> None:
+        """Raises: ConfigError where a checkpoint is of another model than the engine's, as far as files show."""
+        if self._base is None:
+            log.warning(
+                "the base model of %s (%s) is not on this machine: checkpoints are not compared with it before they "
+                "are loaded, and the engine cannot be given it back. `--model.base FOLDER` says where it is.",
+                self.url,
+                self._base_model,
+            )
+            return
+        shapes = ModelFiles(self._base).shapes
+        for step, folder in steps.items():
+            found = {spec.name: tuple(spec.shape) for spec in self.open_source(folder).specs}
+            if difference := shape_difference(shapes, found):
+                raise ConfigError(
+                    f"{folder} is no checkpoint of the model that {self.url} serves ({self._base}): {difference} - "
+                    "expected the same tensors. Start an engine with the model that this run began with, or leave "
+                    f"step {step} out."
+                )
+
+    def open_source(self, folder: Path) -> Source:
+        return open_source(folder, base=self._config.model.base, dtype=self._dtype)
 
     async def require_ours(self) -> None:
         """Raises: WeightsReplaced where another client has given it weights since."""
@@ -100,15 +134,7 @@ class EvaluatedEngine:
                 "type the same command again: what was answered so far is kept."
             )
 
-    async def keep_base(self) -> None:
-        """Note that it holds its base model already."""
-        await self.require_ours()
-        await self._name(f"{self._id}{BASE}")
-        self.holds = BASE_IN_WORDS
-
-    async def load(
-        self, name: str, source: Source, sender: CheckpointSender, *, is_base: bool = False
-    ) -> dict[str, str]:
+    async def load(self, name: str, source: Source, *, is_base: bool = False) -> dict[str, str]:
         """Give it weights. Returns their digests, once the engine has reported the same and serves.
 
         Args:
@@ -119,27 +145,54 @@ class EvaluatedEngine:
             PeerDied: it is gone, or could not take them.
             WeightsReplaced: another client has given it weights.
         """
-        await self.require_ours()
-        await self.engine.post("pause?mode=wait")  # which also forgets what was computed with other weights
-        self.has_loaded = True
-        await self._name(f"{self._id}{LOADING}")
-        self.holds = f"a part of {name}"
-        digests = await self._transfer(name, source, sender)
-        await require_confirmed(self.engine, digests, name=name)
-        await self._name(f"{self._id}{BASE if is_base else '-' + name}")
-        await self.engine.post("resume")
-        self.holds = BASE_IN_WORDS if is_base else name
+        with self._progress.stage(f"loading {name} into the engine", limit_s=self._config.client.timeout_s):
+            await self.require_ours()
+            await self.engine.post("pause?mode=wait")  # which also forgets what was computed with other weights
+            self._has_loaded = True
+            await self._name(f"{self._id}{LOADING}")
+            self.holds = f"a part of {name}"
+            digests = await self._transfer(name, source)
+            await require_confirmed(self.engine, digests, name=name)
+            await self._name(f"{self._id}{BASE if is_base else '-' + name}")
+            await self.engine.post("resume")
+            self.holds = BASE_IN_WORDS if is_base else name
         return digests
 
-    async def leave(self) -> None:
-        """Name its weights as before the first update: it holds its base model."""
-        await self._name(FRESH)
+    async def load_base(self) -> None:
+        """Give it its base model, unless it has held that from the beginning. Raises: ConfigError; as `load`."""
+        if self._began_with_base and not self._has_loaded:
+            await self.require_ours()
+            await self._name(f"{self._id}{BASE}")
+            self.holds = BASE_IN_WORDS
+            return
+        if self._base is None:
+            raise ConfigError(
+                f"{self.url} holds {self._began_with!r}, and its base model ({self._base_model}) is not on this "
+                "machine - expected an engine with its base model. Restart it, say where the model is (`--model.base "
+                "FOLDER`), or leave it out: `--no-eval-base`."
+            )
+        await self.load("base", self.open_source(self._base), is_base=True)
+
+    async def restore(self) -> None:
+        """Give the engine its base model back, or show what it holds.
+
+        Raises: WeightsReplaced where another client has given it weights.
+        """
+        await self.require_ours()
+        if self._has_loaded and self.holds != BASE_IN_WORDS:
+            if not self._config.restore_base or self._base is None:
+                self._progress.show(f"{self.url} holds {self.holds} now, not its base model.")
+                return
+            await self.load("base", self.open_source(self._base), is_base=True)
+        if self._began_with_base or self.holds == BASE_IN_WORDS:
+            await self._name(FRESH)  # as before the first update
 
     async def _name(self, name: str) -> None:
         await self.engine.post("update_weight_version", {"new_version": name})
         self._pool.serves = self._last_name = name
 
-    async def _transfer(self, name: str, source: Source, sender: CheckpointSender) -> dict[str, str]:
+    async def _transfer(self, name: str, source: Source) -> dict[str, str]:
+        sender = self._sender
         info = InitInfo(
             kind=sender.kind,
             host=sender.host,
@@ -176,15 +229,15 @@ class EvaluatedEngine:
         await finish(self.engine, f"{self._id}{LOADING}")
         return digests
 
-    # what it says of itself
+    # what it reports of itself
 
-    async def dtype(self) -> str:
-        """Return the precision that it computes in; float32, which loses nothing on the way, where it does not say."""
+    async def _computed_dtype(self) -> str:
+        """Return the precision that it computes in; float32, which loses nothing, where it does not report one."""
         config = (await self._get("server_info?config_format=json")).get("vllm_config") or {}
         dtype = str((config.get("model_config") or {}).get("dtype")).removeprefix("torch.")
         return dtype if dtype in ("bfloat16", "float16", "float32") else "float32"
 
-    async def base_model(self) -> str | None:
+    async def _served_model(self) -> str | None:
         """Return the folder or hub name of its base model, as it was started with."""
         cards = (await self._get("v1/models")).get("data") or [{}]
         card = cards[0] if isinstance(cards[0], dict) else {}

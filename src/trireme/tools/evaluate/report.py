@@ -7,15 +7,15 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 
 from trireme.orchestrator.evaluation.results import EvalResult
+from trireme.tools.conversation import tool_calls
 from trireme.tools.environments.check_report import difficulty_in_words, rewards_of
 from trireme.tools.evaluate.session import EvalSession
 
 Evaluated = Sequence[tuple[str, Sequence[EvalSession]]]
-"""By what the model is called: its sessions, one for each environment."""
+"""Sessions by the name of the model, one for each environment."""
 
 _MAX_REWARDS = 40
 _MAX_CHARACTERS = 2000
@@ -51,12 +51,6 @@ def as_json(evaluated: Evaluated) -> str:
         for session in sessions
     ]
     return json.dumps(rows, indent=1)
-
-
-def mean_reward(sessions: Sequence[EvalSession]) -> float | None:
-    """Return the mean over environments, each of which counts the same."""
-    found = [session.metrics["reward"] for session in sessions if "reward" in session.metrics]
-    return float(np.mean(found)) if found else None
 
 
 def _extent(session: EvalSession) -> str:
@@ -102,9 +96,7 @@ def conversation_of(result: EvalResult) -> str:
         text = str(message.get("content") or "")
         cut = " …" if len(text) > _MAX_CHARACTERS else ""
         lines.append(f"[{message.get('role')}] {text[:_MAX_CHARACTERS]}{cut}")
-        for call in message.get("tool_calls") or []:
-            function = call.get("function", call)
-            lines.append(f"  calls {function.get('name')}({function.get('arguments')})")
+        lines += [f"  calls {call.name}({call.arguments})" for call in tool_calls(message)]
     if result.answer is not None:
         lines.append(f"answer: {result.answer!r}")
     metrics = {name: round(value, 4) for name, value in result.metrics.items()}

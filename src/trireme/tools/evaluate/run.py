@@ -167,7 +167,7 @@ class ModelEvaluation:
                 sessions = asyncio.run(evaluate())
             except (TriremeError, KeyboardInterrupt) as error:
                 if self.saves and not isinstance(error, ConfigError):
-                    progress.say("What was answered so far is kept: type the same command again for the rest.")
+                    progress.show("What was answered so far is kept: type the same command again for the rest.")
                 raise
         for session in sessions:
             for result in session.results.values() if self.shows_rollouts else ():
@@ -175,9 +175,9 @@ class ModelEvaluation:
         for session in sessions:
             print(text_of(session))
             if session.file is not None:
-                progress.say(f"every rollout: {session.file.path} (`trireme eval tui` shows them)")
+                progress.show(f"every rollout: {session.file.path} (`trireme eval tui` shows them)")
         if not self.saves:
-            progress.say("nothing was saved; `-s` does that.")
+            progress.show("nothing was saved; `-s` does that.")
         return 1 if any(session.num_failed for session in sessions) else 0
 
     def _home(self, environment: str) -> Path:

@@ -11,9 +11,11 @@ Example of a description, which lies next to the results:
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,8 @@ from trireme.config.orchestrator import evaluation_problems
 from trireme.config.problems import raise_together
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.journal.records import Rollout
 from trireme.launch.folder import hold_folder
-from trireme.orchestrator.environments.pool import Environment, open_environment
-from trireme.orchestrator.environments.venv import installed_venv
+from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.evaluation.results import EvalResult, EvalResultsFile, evaluation_metrics
 from trireme.orchestrator.rollout.driver import (
     RolloutOutcome,
@@ -37,17 +37,17 @@ from trireme.orchestrator.rollout.driver import (
     run_rollouts,
 )
 from trireme.orchestrator.rollout.runner import RolloutKey, RolloutSpec
-from trireme.tools.environments.catalog import ROOT, build, find_source
-from trireme.tools.environments.check import LOAD_TIMEOUT_S
+from trireme.tools.environments.catalog import ROOT, build_if_missing, find_source
+from trireme.tools.environments.check import open_as_stage
 from trireme.tools.environments.policy import RolloutPolicy
 from trireme.tools.environments.progress import Progress
-from trireme.tools.evaluate.config import EvalConfig, named
+from trireme.tools.evaluate.config import EvalConfig
 
 _RESULTS_DEPEND_ON = ("env_id", "env_args", "model", "split", "sampling_args", "max_turns", "weights")
 
 
 class EvalSession:
-    """The evaluation of one model on one environment. It writes nothing before `resume` says where."""
+    """The evaluation of one model on one environment. It writes nothing before `resume` names the files."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class EvalSession:
         """
         Args:
             purpose: differs between evaluations of this environment by one process.
-            settings: what stands in the description, with what `config` says.
+            settings: the description's keys besides those of `config`.
             version: of the policy, where it has one.
 
         Raises: ConfigError where the environment has no examples, or compares another number of rollouts.
@@ -162,27 +162,24 @@ class EvalSession:
         found = evaluation_metrics(self.environment.name, list(self.results.values()), self.config.evaluation)
         return {name.removeprefix(prefix): value for name, value in found.items()}
 
-    async def run(self, told: Callable[[float | None], None]) -> None:
-        """Make the missing rollouts. Each is on disk, and its reward told, as soon as it ended.
+    async def run(self, add_reward: Callable[[float | None], None]) -> None:
+        """Make the missing rollouts. Each is on disk, and its reward is added to the progress, as soon as it ended.
 
         Raises: TriremeError where no other rollout could go better: the engine is gone, the key is wrong.
         """
         began, before = time.monotonic(), self.seconds
-
-        async def roll_out(spec: RolloutSpec) -> Rollout:
-            return await self.policy.rollout(self.environment, spec)
 
         async def keep(outcome: RolloutOutcome) -> None:
             self.seconds = before + time.monotonic() - began
             result = self.results[outcome.spec.key] = EvalResult.of(outcome, version=self.version)
             if self.file is not None:
                 self.file.append(result)
-            told(result.reward)
+            add_reward(result.reward)
 
         self._describe(finished=False)
         await run_rollouts(
             self.missing,
-            roll_out,
+            partial(self.policy.rollout, self.environment),
             keep,
             scored_together=self.environment.group_rewards,
             max_attempts=self.config.max_attempts,
@@ -211,32 +208,37 @@ async def run_sessions(sessions: Sequence[EvalSession], progress: Progress) -> N
     """Make what is missing in all sessions at once; each is finished as soon as it has everything."""
     total = sum(len(session.missing) for session in sessions)
     limit_s = max(session.environment.config.rollout_timeout_s for session in sessions)
-    with progress.rewards(total, limit_s=limit_s) as told:
-        await gather_or_cancel(session.run(told) for session in sessions if not session.is_done)
+    with progress.rewards(total, limit_s=limit_s) as add_reward:
+        await gather_or_cancel(session.run(add_reward) for session in sessions if not session.is_done)
 
 
 # environments
 
 
 def prepare(config: EvalConfig) -> EvalConfig:
-    """Name the environments, find their folders, and limit each to the rollouts that may run at once.
+    """Find the environments' folders, give each a name that can be a file's, and limit its concurrent rollouts.
 
-    Raises: ConfigError where one does not exist, or the settings would measure nothing.
+    Raises: ConfigError where one does not exist, two have the same name, or the settings would measure nothing.
     """
-    raise_together(list(evaluation_problems(config.evaluation)))
+    raise_together(evaluation_problems(config.evaluation))
     found = []
-    for each in named(config.env):
-        source = find_source(each.id, ROOT)
-        values: dict[str, Any] = {"max_concurrent": min(each.max_concurrent, config.max_concurrent)}
+    for each in config.env:
+        source, name = find_source(each.id, ROOT), each.name or Path(each.id.rstrip("/").removesuffix(".py")).name
+        values: dict[str, Any] = {"name": re.sub(r"[^\w.-]+", "_", name)}
+        values |= {"max_concurrent": min(each.max_concurrent, config.max_concurrent)}
         found.append(updated(each, values | ({"id": str(source.folder)} if source.folder is not None else {})))
+    names = [str(each.name) for each in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(
+            f"{len(names)} environments, and {names.count(twice)} of them are called {twice!r} - expected names "
+            'that differ: results go by them. Give each table a `name = "…"`.'
+        )
     return config.model_copy(update={"env": tuple(found)})
 
 
 def install_environments(config: EvalConfig, progress: Progress) -> None:
     for each in config.env:
-        source = find_source(each.id, ROOT)
-        if source.folder is not None and installed_venv(source) is None:
-            build(source, progress)
+        build_if_missing(find_source(each.id, ROOT), progress)
 
 
 @asynccontextmanager
@@ -247,9 +249,8 @@ async def open_environments(
     async with AsyncExitStack() as stack:
         environments = []
         for each in config.env:
-            with progress.stage(f"loading {each.name}", limit_s=LOAD_TIMEOUT_S):
-                opening = open_environment(each, logs=logs, seed=config.seed, waits=waits)
-                environments.append(await stack.enter_async_context(opening))
+            opening = open_as_stage(each, str(each.name), logs=logs, seed=config.seed, waits=waits, progress=progress)
+            environments.append(await stack.enter_async_context(opening))
         yield environments
 
 

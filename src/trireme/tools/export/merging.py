@@ -6,7 +6,6 @@ float32, then rounded.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import Lora, TrainerModel
 from trireme.messages import TensorSpec
+from trireme.tools.export.weights_folder import read_settings
 from trireme.trainer.checkpoint.export import (
     DESCRIPTION,
     describe_model,
@@ -27,7 +27,7 @@ from trireme.trainer.checkpoint.hf_files import CONFIG, TRAINED_WITH, frozen_dty
 from trireme.trainer.checkpoint.state import MODEL
 from trireme.trainer.model.hub_names import hub_names
 from trireme.trainer.model.loading import ModelTensors, find_files, find_layouts
-from trireme.trainer.model.lora import Product, base_name, inject_adapters, merge, products
+from trireme.trainer.model.lora import base_name, inject_adapters, merge, products
 from trireme.trainer.model.model import build_model, published_config
 from trireme.trainer.model.sharding import class_name
 from trireme.trainer.parallel.shards import open_checkpoint
@@ -47,7 +47,11 @@ def export_merged(
         OSError: there is no room.
     """
     require_undamaged(checkpoint)
-    settings = read_settings(checkpoint)
+    if not (checkpoint / DESCRIPTION / CONFIG).is_file():
+        raise ConfigError(
+            f"{checkpoint} holds a whole model and no adapters - expected some, to merge them. Leave `--merge` out."
+        )
+    settings = read_settings(checkpoint / DESCRIPTION)
     merged = Merged(
         settings,
         base_model or settings["base_model_name_or_path"],
@@ -65,17 +69,6 @@ def export_merged(
             write_model(partial, specs, merged.tensors(stored, getattr(torch, dtype)))
 
     make_folder(folder, fill, room=num_bytes(specs))
-
-
-def read_settings(checkpoint: Path) -> dict[str, Any]:
-    """Read `adapter_config.json`. Raises ConfigError where it is missing."""
-    path = checkpoint / DESCRIPTION / CONFIG
-    if not path.is_file():
-        raise ConfigError(
-            f"{checkpoint} holds a whole model and no adapters - expected some, to merge them. Leave `--merge` out."
-        )
-    settings: dict[str, Any] = json.loads(path.read_text())
-    return settings
 
 
 class Trained(Protocol):
@@ -101,7 +94,14 @@ class Merged:
         self._names = hub_names(self._model)
         self._files = find_files(base_model)
         self._laid = find_layouts(ModelTensors(self._model), self._files, base_model)
-        inject_adapters(self._model, _to_lora(settings), base_model=base_model, seed=0, frozen="float32")
+        lora = Lora(  # the inverse of `lora.to_peft`, as far as shapes and scales depend on it
+            rank=settings["r"],
+            alpha=settings["lora_alpha"],
+            target_modules=(*(settings["target_modules"] or ()), *(settings.get("target_parameters") or ())),
+            modules_to_save=tuple(settings["modules_to_save"] or ()),
+            use_rslora=settings["use_rslora"],
+        )
+        inject_adapters(self._model, lora, base_model=base_model, seed=0, frozen="float32")
         self._own = {base_name(name): name for name in self._model.state_dict()}
         self._products = products(self._model)
         self._parameters = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -125,33 +125,19 @@ class Merged:
 
     def tensors(self, stored: Trained, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         for own in self._exported:
-            whole = self._whole(own, stored)
+            trained = f"{MODEL}.{self._own[own]}"
+            if trained in stored.names():  # it was trained as a whole
+                whole = stored.read_whole(trained)
+            else:
+                whole = self._laid[own].tensor(self._files.read).to(self._frozen)
             if (product := self._products.get(own)) is not None:
-                whole = merge(whole, *self._factors(product, stored), product)
+                left, right = (
+                    stored.read_whole(f"{MODEL}.{self._parameters[id(factor)]}")
+                    for factor in (product.left, product.right)
+                )
+                whole = merge(whole, left, right, product)
             yield from self._names.to_hub(own, whole.to(dtype))
-
-    def _whole(self, own: str, stored: Trained) -> torch.Tensor:
-        """Return a tensor that was trained as a whole, from the checkpoint."""
-        trained = f"{MODEL}.{self._own[own]}"
-        if trained in stored.names():
-            return stored.read_whole(trained)
-        return self._laid[own].tensor(self._files.read).to(self._frozen)
-
-    def _factors(self, product: Product, stored: Trained) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = (self._parameters[id(factor)] for factor in (product.left, product.right))
-        return stored.read_whole(f"{MODEL}.{left}"), stored.read_whole(f"{MODEL}.{right}")
 
     def describe(self, folder: Path, dtype: torch.dtype) -> None:
         model = self._model
         describe_model(folder, published_config(model), model.generation_config, dtype, class_name(model))
-
-
-def _to_lora(settings: dict[str, Any]) -> Lora:
-    """Invert `lora.to_peft`, as far as shapes and scales depend on it."""
-    return Lora(
-        rank=settings["r"],
-        alpha=settings["lora_alpha"],
-        target_modules=(*(settings["target_modules"] or ()), *(settings.get("target_parameters") or ())),
-        modules_to_save=tuple(settings["modules_to_save"] or ()),
-        use_rslora=settings["use_rslora"],
-    )

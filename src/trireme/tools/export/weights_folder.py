@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,14 @@ class ModelFiles:
 
     def __init__(self, folder: Path) -> None:
         """Raises: ConfigError where files are missing or damaged."""
-        self._files = _weight_files(folder)
+        index = folder / INDEX
+        try:
+            parts = json.loads(index.read_text())["weight_map"].values() if index.is_file() else [WHOLE]
+            self._files = [folder / name for name in sorted(set(parts))]
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            raise ConfigError(
+                f"{index} is damaged: {error!r} - expected the list of a model's files. Copy the folder again."
+            ) from None
         self.specs = [spec for file in self._files for spec in read_specs(file)]
         is_all = sorted(folder.glob("*.safetensors")) == sorted(self._files)
         self.folder: Path | None = folder.resolve() if is_all else None
@@ -59,7 +67,7 @@ class AdaptedModel:
     def __init__(self, folder: Path, *, base: str | None, dtype: str) -> None:
         """
         Args:
-            base: folder or hub name of the base model, where it is not where the adapters say.
+            base: folder or hub name of the base model, where it differs from the one that the adapters name.
             dtype: of the merged model.
 
         Raises: ConfigError where files are missing or damaged, or the adapters are for another model.
@@ -68,7 +76,7 @@ class AdaptedModel:
         from trireme.tools.export.merging import Merged
         from trireme.trainer.checkpoint.hf_files import frozen_dtype
 
-        settings = _read_settings(folder)
+        settings = read_settings(folder)
         base_model = base or settings["base_model_name_or_path"]
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._merged = Merged(settings, base_model, frozen=frozen_dtype(folder), trust_remote_code=False)
@@ -124,7 +132,7 @@ def open_source(folder: Path, *, base: str | None, dtype: str) -> Source:
 def require_readable(folder: Path) -> None:
     """Read headers. Raises: ConfigError where files are missing or damaged."""
     if (folder / ADAPTER_CONFIG).is_file():
-        _read_settings(folder)
+        read_settings(folder)
         read_specs(folder / ADAPTER_WEIGHTS)
     else:
         ModelFiles(folder)
@@ -169,19 +177,8 @@ def read_specs(path: Path) -> list[TensorSpec]:
         ) from None
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if not index.is_file():
-        return [folder / WHOLE]
-    try:
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"{index} is damaged: {error!r} - expected the list of a model's files. Copy the folder again."
-        ) from None
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read `adapter_config.json`. Raises: ConfigError where it is damaged."""
     path = folder / ADAPTER_CONFIG
     try:
         settings: dict[str, Any] = json.loads(path.read_text())
@@ -196,22 +193,17 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
+@dataclass
 class CheckpointSender:
     """Sends models to one engine, on a way that weights travel in training; one sender for an evaluation."""
 
-    def __init__(self, kind: str, *, host: str, port: int, folder: Path, bucket_bytes: int, timeout_s: float) -> None:
-        """
-        Args:
-            kind: filesystem or gloo.
-            folder: for what an engine cannot read in place; removed by `close`.
-        """
-        self.kind = kind
-        self.host = host
-        self.port = port
-        self.bucket_bytes = bucket_bytes
-        self.timeout_s = timeout_s
-        self._folder = folder
-        self._sender: Sender | None = None
+    kind: str  # filesystem or gloo
+    host: str
+    port: int
+    folder: Path  # for what an engine cannot read in place; removed by `close`
+    bucket_bytes: int
+    timeout_s: float
+    _sender: Sender | None = None
 
     def send(
         self, source: Source, epoch: str, world_size: int, is_wanted: Callable[[], bool] = lambda: True
@@ -233,7 +225,7 @@ class CheckpointSender:
                 self.kind,
                 host=self.host,
                 port=self.port,
-                folder=self._folder,
+                folder=self.folder,
                 bucket_bytes=self.bucket_bytes,
                 timeout_s=self.timeout_s,
             )
@@ -243,4 +235,4 @@ class CheckpointSender:
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -97,7 +97,7 @@ def read_run_file(argv: list[str], devices: Devices, *, program: str, kinds: tup
 
 
 def _is_of_the_command(flag: TypedFlag) -> bool:
-    """Also where it is misspelt, so that it gets its suggestion."""
+    """Return whether a flag belongs here, also where it is misspelt, so that it gets its suggestion."""
     nearly = len(flag.path) == 1 and get_close_matches(flag.path[0], Command.model_fields, cutoff=0.75)
     return knows(Command, flag) or bool(nearly and not knows(RunConfig, flag))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
-from trireme.tools.environments.policy import PolicyWanted, RolloutPolicy, build_opener
-from trireme.tools.environments.policy_engine import EnginePolicy
+from trireme.tools.environments.policy import EnginePolicy, PolicyWanted, RolloutPolicy, build_opener
 from trireme.tools.environments.progress import Progress
 from trireme.tools.evaluate.endpoints import find_endpoint, find_key
 from trireme.tools.gepa.config import REFLECTION_ENGINE, GepaConfig
@@ -87,7 +86,7 @@ def build_models(config: GepaConfig, folder: Path, waits: Waits, progress: Progr
         async with open_policy() as first:
             if open_teacher is None:
                 assert isinstance(first, EnginePolicy), first
-                yield Models(first, first.with_sampling(config.reflection_sampling), are_new=True)
+                yield Models(first, replace(first, sampling=config.reflection_sampling), are_new=True)
             else:
                 async with open_teacher() as second:
                     yield Models(first, second)

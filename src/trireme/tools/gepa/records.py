@@ -92,13 +92,23 @@ class Records:
         self._times[asked] += 1
         return self._times[asked] - 1
 
-    def add_rollout(self, line: PromptRollout) -> None:
-        _append(self._rollouts_file, line)
-        self.rollouts[line.key] = line
-
-    def add_reflection(self, line: Reflection) -> None:
-        _append(self._reflections_file, line)
-        self.reflections[line.key] = line
+    def add(self, line: PromptRollout | Reflection) -> None:
+        """Write a line, and wait until it is on disk. Raises: TriremeError where it cannot be written."""
+        path = self._rollouts_file if isinstance(line, PromptRollout) else self._reflections_file
+        try:
+            with open(path, "ab") as file:
+                file.write(_to_line(line))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise TriremeError(
+                f"{path} could not be written ({error}) - expected room for one more line. Free some space; the same "
+                "command then resumes the search."
+            ) from error
+        if isinstance(line, PromptRollout):
+            self.rollouts[line.key] = line
+        else:
+            self.reflections[line.key] = line
 
     def forget(self, lines: Sequence[PromptRollout | Reflection]) -> None:
         """Remove lines that ended a search, so that a resumed search asks for them again."""
@@ -112,19 +122,6 @@ class Records:
 
 def _to_line(line: PromptRollout | Reflection) -> bytes:
     return json.dumps(msgspec.to_builtins(line)).encode() + b"\n"
-
-
-def _append(path: Path, line: PromptRollout | Reflection) -> None:
-    try:
-        with open(path, "ab") as file:
-            file.write(_to_line(line))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise TriremeError(
-            f"{path} could not be written ({error}) - expected room for one more line. Free some space; the same "
-            "command then resumes the search."
-        ) from error
 
 
 def _read(path: Path, kind: type[Line]) -> Iterator[Line]:

@@ -1,8 +1,12 @@
-"""Ask the reflection model one question at a time, through the same policy objects that answer rollouts."""
+"""Describe rollouts to the reflection model, and ask it one question at a time.
+
+It answers through the same policy objects that answer rollouts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from trireme.base.errors import ConfigError, Refused
@@ -11,12 +15,18 @@ from trireme.orchestrator.environments.open_rollout import AskPolicy, RolloutFai
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.wire import Ask, Done, RunTask
 from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.tools.conversation import tool_calls
 from trireme.tools.environments.policy import RolloutPolicy
-from trireme.tools.gepa.records import Records, Reflection, name_of
+from trireme.tools.gepa.config import GepaConfig
+from trireme.tools.gepa.prompts import SYSTEM
+from trireme.tools.gepa.records import PromptRollout, Records, Reflection, name_of
 
 MIN_FEEDBACK_CHARS = 250
 """A question whose texts are shorter than this is not shortened further."""
 TOO_LONG = "too long"
+SHOWN_TRACEBACK = 6  # lines
+VISIBLE = ("tool_calls", "answer", "info", "metrics", "stop")
+"""State columns that every rollout has, as they can be seen from outside of the environment."""
 
 
 class OneQuestion:
@@ -73,7 +83,17 @@ async def reflect(policy: RolloutPolicy, records: Records, render: Callable[[int
     Raises: Refused where the shortest question does not fit; TriremeError where no other question would get an answer.
     """
     while True:
-        reflection = await _ask_recorded(policy, records, render(chars))
+        question = render(chars)
+        name, answer, error = name_of(question), "", None
+        nth = records.next_time(name)
+        reflection = records.reflections.get((name, nth))  # where an earlier process asked it
+        if reflection is None:
+            try:
+                answer = await ask_once(policy, question, number=len(records.reflections))
+            except RolloutFailed as failure:
+                error = f"{TOO_LONG}: {failure.error}" if failure.stage == TOO_LONG else failure.error
+            reflection = Reflection(question_name=name, nth=nth, question=question, answer=answer, error=error)
+            records.add(reflection)
         if reflection.error is None or not reflection.error.startswith(TOO_LONG):
             return reflection
         chars //= 2
@@ -85,17 +105,74 @@ async def reflect(policy: RolloutPolicy, records: Records, render: Callable[[int
             )
 
 
-async def _ask_recorded(policy: RolloutPolicy, records: Records, question: str) -> Reflection:
-    """Return the recorded answer, where this question was asked in an earlier process."""
-    name, answer, error = name_of(question), "", None
-    nth = records.next_time(name)
-    known = records.reflections.get((name, nth))
-    if known is not None:
-        return known
-    try:
-        answer = await ask_once(policy, question, number=len(records.reflections))
-    except RolloutFailed as failure:
-        error = f"{TOO_LONG}: {failure.error}" if failure.stage == TOO_LONG else failure.error
-    reflection = Reflection(question_name=name, nth=nth, question=question, answer=answer, error=error)
-    records.add_reflection(reflection)
-    return reflection
+# feedback
+
+
+def feedback_on(rollout: PromptRollout, config: GepaConfig, *, chars: int) -> dict[str, Any]:
+    """Return one record of the reflective data set. Its keys become headings.
+
+    Args:
+        chars: the longest text; of longer ones the middle is left out.
+
+    Example:
+        {"Inputs": "user: 2 + 2?", "Generated Outputs": "assistant: 5",
+         "Feedback": {"Reward": "0 of 1", "Components of the reward": {"exact": "0"}, "Right answer": "4"}}
+    """
+    inputs = {"Inputs": _shortened(_conversation(rollout.prompt), chars)}
+    feedback: dict[str, Any] = {}
+    if rollout.error is not None:
+        feedback["Reward"] = "0, because the rollout failed"
+        feedback["Error"] = _shortened(rollout.error, chars)
+        if tail := "\n".join(rollout.traceback.strip().splitlines()[-SHOWN_TRACEBACK:]):
+            feedback["Where"] = _shortened(tail, chars)
+        return (inputs if rollout.prompt else {}) | {"Feedback": feedback}
+    perfect = config.perfect_score
+    feedback["Reward"] = f"{rollout.score:.4g}" + (f" of {perfect:g}" if perfect is not None else "")
+    if rollout.metrics:
+        feedback["Components of the reward"] = {name: f"{value:.4g}" for name, value in rollout.metrics.items()}
+    if rollout.answer is not None:
+        feedback["Right answer"] = _shortened(rollout.answer, chars)
+    if rollout.truncated:
+        feedback["Cut off"] = "the assistant ran out of tokens, or the conversation no longer fit"
+    if rollout.stop:
+        feedback["Ended by"] = rollout.stop
+    for name in config.state_columns:
+        feedback[name] = _shortened(_text(_column(rollout, name)), chars)
+    outputs = _shortened(_conversation(rollout.completion), chars)
+    return inputs | {"Generated Outputs": outputs, "Feedback": feedback}
+
+
+def has_column(rollout: PromptRollout, name: str) -> bool:
+    return name in rollout.columns or name in VISIBLE
+
+
+def _column(rollout: PromptRollout, name: str) -> Any:
+    """Return the environment's own column, else what can be seen of it from outside."""
+    if name in rollout.columns:
+        return rollout.columns[name]
+    if name == "tool_calls":
+        return [call for message in rollout.completion for call in message.get("tool_calls") or []]
+    return getattr(rollout, name) if name in VISIBLE else "(not in the environment's state)"
+
+
+def _conversation(messages: Sequence[dict[str, Any]]) -> str:
+    """Return the messages as text, without the system message: that is the prompt in question."""
+    shown = []
+    for message in messages:
+        if message.get("role") not in SYSTEM:
+            lines = [_text(message["content"])] if message.get("content") else []
+            lines += [f"[calls {call.name}({call.arguments})]" for call in tool_calls(message)]
+            shown.append(f"{message.get('role')}: " + "\n".join(lines))
+    return "\n\n".join(shown)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _shortened(text: str, chars: int) -> str:
+    """Return the beginning and the end of a text that is too long."""
+    if len(text) <= chars:
+        return text
+    half = max(1, chars // 2)
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"

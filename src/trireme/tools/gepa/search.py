@@ -27,11 +27,10 @@ from trireme.orchestrator.rollout.driver import RolloutOutcome, run_rollouts
 from trireme.orchestrator.rollout.runner import RolloutSpec
 from trireme.tools.environments.policy import RolloutPolicy
 from trireme.tools.gepa.config import GepaConfig
-from trireme.tools.gepa.examples import Drawn, Example
-from trireme.tools.gepa.feedback import feedback_on
+from trireme.tools.gepa.examples import PURPOSES, Drawn, Example
 from trireme.tools.gepa.prompts import PromptedEnvironment
 from trireme.tools.gepa.records import PromptRollout, Records, Reflection, name_of
-from trireme.tools.gepa.reflection import reflect
+from trireme.tools.gepa.reflection import feedback_on, reflect
 
 COMPONENT = "system_prompt"
 MAX_UNUSABLE = 5
@@ -55,11 +54,7 @@ class Candidate:
 
 
 class _Stopped(BaseException):
-    """Ends the library's thread. The library would catch an `Exception` during a reflection, and continue."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
+    """Ends the library's thread with an error. The library would catch an `Exception` in a reflection, and continue."""
 
 
 @dataclass
@@ -73,7 +68,7 @@ class Search:
     teacher: RolloutPolicy
     records: Records
     log: Path
-    say: Callable[[str], None]
+    show: Callable[[str], None]
     on_candidate: Callable[[], None]
     why: str = "under way"
     num_unusable: int = 0
@@ -104,7 +99,7 @@ class Search:
         try:
             await asyncio.shield(working)
         except _Stopped as stopped:
-            raise stopped.error from None
+            raise stopped.args[0] from None
         except asyncio.CancelledError:
             self._is_stopped = True
             if self._pending is not None:
@@ -177,11 +172,42 @@ class Search:
                 more |= {"columns": outcome.rollout.columns, "state_keys": outcome.rollout.state_keys}
             elif outcome.failure is not None:
                 more |= {"prompt": prompted.asked, "traceback": outcome.failure.traceback}
-            self.records.add_rollout(PromptRollout.of(outcome, **more))
+            self.records.add(PromptRollout.of(outcome, **more))
             self.calls[example.purpose] += 1
 
         await run_rollouts(list(wanted), roll_out, record, scored_together=False)
         return [self.records.rollouts[key] for key in keys]
+
+    async def measure_held_out(self) -> dict[str, Any]:
+        """Score the first and the best prompt on the test examples. Only these figures are unbiased: no choice was
+        made by them.
+        """
+        examples = self.drawn.test
+        self.show(f"measuring on {len(examples)} examples that nothing has seen")
+        means = []
+        for number in sorted({0, self.best}):
+            scored = await self.try_prompt(self.candidates[number].prompt, examples)
+            means.append(sum(line.score for line in scored) / len(scored))
+        return {"before": means[0], "after": means[-1], "num_examples": len(examples)}
+
+    def summary(self, state: str, held_out: dict[str, Any] | None) -> dict[str, Any]:
+        """Return what `metadata.json` holds about the search."""
+        first, best = self.candidates[0], self.candidates[self.best]
+        rollouts = self.records.rollouts
+        return {
+            "state": state,
+            "why": self.why,
+            "calls": {"total": len(rollouts)} | {purpose: self.calls[purpose] for purpose in PURPOSES},
+            "num_failed": sum(line.error is not None for line in rollouts.values()),
+            "num_reflections": len(self.records.reflections),
+            "num_unusable_reflections": self.num_unusable,
+            "num_unusable_in_a_row": len(self.unusable),
+            "num_prompts": len(self.candidates),
+            "best": self.best,
+            "validation": {"before": first.mean, "after": best.mean, "num_examples": len(self.drawn.validation)},
+            "held_out": held_out,
+            "num_train": len(self.drawn.train),
+        }
 
     # what the library asks of an adapter
 
@@ -222,7 +248,7 @@ class Search:
         if problem:
             self.num_unusable += 1
             self.unusable.append(reflection)
-            self.say(f"the reflection model gave no new prompt: {problem}")
+            self.show(f"the reflection model gave no new prompt: {problem}")
             return {}
         self.unusable.clear()
         return {COMPONENT: prompt}
@@ -256,24 +282,24 @@ class Search:
         parents = [parent for parent in event["parent_ids"] if parent is not None]
         new = Candidate(event["candidate"][COMPONENT], parents[0] if parents else None, scores)
         if not self.candidates:
-            self.say(f"validation {new.mean:.3f} with the prompt to begin with")
+            self.show(f"validation {new.mean:.3f} with the prompt to begin with")
         else:
             best = self.candidates[self.best].mean
             verdict = "the best so far" if new.mean > best else f"the best has {best:.3f}"
             number = len(self.candidates)
-            self.say(f"prompt {number}, from prompt {new.parent}: validation {new.mean:.3f}, {verdict}")
+            self.show(f"prompt {number}, from prompt {new.parent}: validation {new.mean:.3f}, {verdict}")
         self.candidates.append(new)
         self.on_candidate()
 
     def on_candidate_rejected(self, event: Mapping[str, Any]) -> None:
         size = self.config.minibatch_size
-        self.say(
+        self.show(
             f"a new prompt was no better on the {size} examples that it was made from: "
             f"{event['old_score'] / size:.3f} -> {event['new_score'] / size:.3f}"
         )
 
     def on_evaluation_skipped(self, event: Mapping[str, Any]) -> None:
-        self.say(f"nothing to learn from {len(event['scores'])} examples that all have the highest score")
+        self.show(f"nothing to learn from {len(event['scores'])} examples that all have the highest score")
 
 
 def iteration_cost(config: GepaConfig, drawn: Drawn) -> int:

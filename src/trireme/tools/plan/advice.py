@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trireme.algo.chips import GIB
+from trireme.algo.model.chips import GIB
 from trireme.base.devices import Devices
 from trireme.config.run import RunConfig
 from trireme.tools.plan.estimate import Estimate, estimate_here

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from trireme.algo.chips import GIB
+from trireme.algo.model.chips import GIB
 from trireme.algo.packing import pack
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
@@ -54,7 +54,7 @@ class Estimate:
     def scattered(self) -> float:
         """Return what a trainer's allocator holds and cannot use."""
         share = CPU_SCATTERED if self.machine.is_on_cpu else GPU_SCATTERED
-        return scattered_bytes(self.training.memory.parts, share)
+        return scattered_bytes(self.training.parts, share)
 
     @property
     def process_bytes(self) -> float:
@@ -64,14 +64,14 @@ class Estimate:
     @property
     def trainer_bytes(self) -> float:
         """Return what one rank needs of its device."""
-        return self.training.memory.peak + self.scattered + self.process_bytes
+        return self.training.peak + self.scattered + self.process_bytes
 
     @property
     def trainer_room(self) -> float:
         """Return what a rank may take of its device."""
         if self.machine.is_on_cpu:
             others = ORCHESTRATOR_BYTES + self.engine_bytes if self.serving else 0.0
-            return (self.machine.memory - others) / self.ranks - sum(self.training.memory.host.values())
+            return (self.machine.memory - others) / self.ranks - sum(self.training.host.values())
         return self.machine.memory - (self.engine_bytes if self.is_shared else 0.0)
 
     @property
@@ -87,7 +87,7 @@ class Estimate:
         trainers = min(self.machine.gpus_per_node, self.trainer_gpus)
         engines = min(self.machine.gpus_per_node, self.engine_gpus)
         started = trainers * 4 * STARTED_BYTES + engines * 2 * ENGINE_STARTED_BYTES + ORCHESTRATOR_BYTES
-        return started + trainers * sum(self.training.memory.host.values())
+        return started + trainers * sum(self.training.host.values())
 
     @property
     def trainer_fits(self) -> bool:
@@ -177,7 +177,7 @@ def _gib(number: float) -> str:
 
 
 def estimate_run(
-    config: RunConfig,
+    config: RunConfig | SftConfig,
     sized: Sized,
     machine: Machine,
     lengths: Lengths,
@@ -185,39 +185,50 @@ def estimate_run(
     rates: Rates | None = None,
     mfu: float | None = None,
 ) -> Estimate:
-    """Plan a resolved configuration."""
-    ranks, trainer, rollouts = config.trainer.num_ranks or 1, config.trainer, config.orchestrator.batch_size
-    row_tokens, teams = trainer.micro_batch_tokens or config.seq_len, max(1, ranks // trainer.model.cp)
-    rows = _rows_of_rank(list(lengths.samples) or [math.ceil(lengths.total)] * rollouts, row_tokens, teams)
+    """Plan a resolved configuration. A supervised run has no engines, and its conversations are all prompt."""
+    run, trainer = (config, config.trainer) if isinstance(config, RunConfig) else (None, config)
+    rollouts = config.orchestrator.batch_size if isinstance(config, RunConfig) else config.batch_size
+    ranks, row_tokens = trainer.num_ranks or 1, trainer.micro_batch_tokens or config.seq_len
+    teams = max(1, ranks // trainer.model.cp)
+    # packed as the trainer packs them; samples longer than a row were cut
+    samples = [min(length, row_tokens) for length in lengths.samples or [math.ceil(lengths.total)] * rollouts]
+    rows = max(1, math.ceil(len(pack(samples, row_tokens)) / teams))
     training = training_of(config, sized.architecture, rows=rows)
-    return Estimate(
+    estimate = Estimate(
         sized,
         machine,
         changed(training, packed=row_tokens >= 2 * lengths.total or len(lengths.samples) > rows),
         ranks,
         Batch(
             rollouts=rollouts,
-            groups=config.num_groups,
+            groups=run.num_groups if run else None,
             prompt=lengths.prompt,
             sampled=lengths.sampled,
             longest=lengths.longest,
             row_tokens=row_tokens,
             rows=rows,
             teams=teams,
-            iterations=trainer.num_iterations,
-            oversampling=config.orchestrator.oversampling_factor,
+            iterations=run.trainer.num_iterations if run else 1,
+            oversampling=run.orchestrator.oversampling_factor if run else 1.0,
             steps=config.max_steps,
             examples=lengths.examples,
             source=lengths.source,
         ),
         longest_sample=config.seq_len,
-        serving=serving_of(config, sized.architecture, machine),
-        engine_gpus=len(config.inference_gpu_ids or ()),
-        trainer_gpus=len(config.trainer_gpu_ids or ()),
-        is_shared=set(config.trainer_gpu_ids or ()) == set(config.inference_gpu_ids or ()),
-        synchronous=config.synchronous,
+        trainer_gpus=0 if machine.is_on_cpu else ranks,
         rates=rates or Rates(),
         mfu=mfu,
+    )
+    if run is None:
+        return estimate
+    engine_ids, trainer_ids = run.inference_gpu_ids or (), run.trainer_gpu_ids or ()
+    return replace(
+        estimate,
+        serving=serving_of(run, sized.architecture, machine),
+        engine_gpus=len(engine_ids),
+        trainer_gpus=len(trainer_ids),
+        is_shared=set(trainer_ids) == set(engine_ids),
+        synchronous=run.synchronous,
     )
 
 
@@ -230,40 +241,3 @@ def estimate_here(config: RunConfig, devices: Devices) -> Estimate | None:
     except ConfigError:
         return None
     return estimate_run(config, sized, machine, lengths_of(config))
-
-
-def estimate_sft(
-    config: SftConfig, sized: Sized, machine: Machine, *, length: float | None, examples: int | None, mfu: float | None
-) -> Estimate:
-    """Plan a resolved configuration.
-
-    Args:
-        length: tokens of a conversation; the longest that is allowed where not given.
-    """
-    ranks, row_tokens = config.num_ranks or 1, config.micro_batch_tokens or config.seq_len
-    teams, mean = max(1, ranks // config.model.cp), length or float(config.seq_len)
-    rows = _rows_of_rank([math.ceil(mean)] * config.batch_size, row_tokens, teams)
-    batch = Batch(
-        rollouts=config.batch_size,
-        groups=None,
-        prompt=mean,
-        sampled=0.0,
-        longest=0.0,
-        row_tokens=row_tokens,
-        rows=rows,
-        teams=teams,
-        iterations=1,
-        oversampling=1.0,
-        steps=config.max_steps,
-        examples=examples,
-        source="as given" if length else "the longest that the configuration allows",
-    )
-    training = changed(training_of(config, sized.architecture, rows=rows), packed=row_tokens >= 2 * mean)
-    gpus = 0 if machine.is_on_cpu else ranks
-    return Estimate(sized, machine, training, ranks, batch, config.seq_len, trainer_gpus=gpus, mfu=mfu)
-
-
-def _rows_of_rank(samples: list[int], row_tokens: int, teams: int) -> int:
-    """Pack samples as the trainer packs them; longer ones than a row were cut."""
-    rows = pack([min(length, row_tokens) for length in samples], row_tokens)
-    return max(1, math.ceil(len(rows) / teams))

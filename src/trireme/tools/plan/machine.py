@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trireme.algo.chips import CHIPS, GIB, Chip, chip_called
+import psutil
+
+from trireme.algo.model.chips import CHIPS, GIB, Chip, chip_called
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 
@@ -95,11 +96,10 @@ def find_chip() -> Chip | None:
     return replace(like, name=name.strip(), memory=memory)
 
 
-def host_memory(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
+def host_memory() -> float:
     """Return the bytes that this process may use; a container's limit counts where it is smaller."""
-    found = re.search(r"^MemTotal:\s+(\d+) kB", proc.read_text(), re.MULTILINE)
-    total = int(found[1]) * 1024.0 if found else float("inf")
+    total = float(psutil.virtual_memory().total)
     try:
-        return min(total, float(cgroup.read_text()))
+        return min(total, float(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):  # no cgroup v2, or the limit is "max"
         return total

@@ -10,8 +10,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from trireme.algo.activations import Pass, kept_by_attention, kept_by_layer, kept_by_matrices, layer_input, needs_mask
-from trireme.algo.architecture import Architecture, Layer
+from trireme.algo.model.activations import (
+    Pass,
+    kept_by_attention,
+    kept_by_layer,
+    kept_by_matrices,
+    layer_input,
+    needs_mask,
+)
+from trireme.algo.model.architecture import Architecture, Layer
 
 MASTER_BYTES = 4  # of a parameter that is trained, and of its gradient: float32
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 3 * 4 / 128, "muon": 4.0, "sgd": 4.0}
@@ -22,7 +29,7 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained, in numbers.
+    """Sizes that decide the memory of training a model.
 
     Example:
         Training(model, Pass(tokens=16384, value_bytes=2), shards=4, optimizer="adamw_8bit", ac_freq=1)
@@ -80,16 +87,9 @@ class Training:
         return self.row.targets is None
 
     @cached_property
-    def memory(self) -> TrainerMemory:
-        return TrainerMemory(_moments(self), _host(self))
-
-
-@dataclass(frozen=True)
-class TrainerMemory:
-    """Memory of a rank on its device, by moment of a step and by part, and in its machine's own memory."""
-
-    moments: dict[str, Parts]
-    host: Parts
+    def moments(self) -> dict[str, Parts]:
+        """Return the parts on the rank's device at each moment of a step."""
+        return _moments(self)
 
     @property
     def fullest(self) -> str:
@@ -102,6 +102,19 @@ class TrainerMemory:
     @property
     def peak(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def host(self) -> Parts:
+        """Return what the rank needs of its machine's memory: checkpoints are staged there, and what is offloaded lives
+        there."""
+        values = self.gradient_bytes
+        parts = {"checkpoint": values + self.optimizer_bytes}
+        if self.offload_parameters:
+            parts["parameters"] = self.weight_bytes + self.optimizer_bytes + values
+            parts["parameters"] += values if self.has_reference else 0.0
+        if self.offload_activations:
+            parts["activations"] = sum(_kept(self, number) for number in range(len(self.model.layers)))
+        return parts
 
 
 def _moments(training: Training) -> dict[str, Parts]:
@@ -212,19 +225,6 @@ def _gathered_or_reduced(training: Training, layer: Layer) -> float:
     whole, laid_out = training.row.value_bytes * values, training.reduce_bytes * values
     before = laid_out if num_layers > 1 else 0.0
     return max(_gathered(training, layer) + whole + before, laid_out * (1 + 1 / training.shards))
-
-
-def _host(training: Training) -> Parts:
-    """Return what one rank needs of its machine's memory: checkpoints are staged there, and what is offloaded lives
-    there."""
-    values = training.gradient_bytes
-    parts = {"checkpoint": values + training.optimizer_bytes}
-    if training.offload_parameters:
-        parts["parameters"] = training.weight_bytes + training.optimizer_bytes + values
-        parts["parameters"] += values if training.has_reference else 0.0
-    if training.offload_activations:
-        parts["activations"] = sum(_kept(training, number) for number in range(len(training.model.layers)))
-    return parts
 
 
 def changed(training: Training, **changes: object) -> Training:

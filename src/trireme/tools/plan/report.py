@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trireme.algo.chips import GIB
+from trireme.algo.model.chips import GIB
 from trireme.tools.plan.advice import Advice
 from trireme.tools.plan.estimate import Estimate
 from trireme.tools.plan.step_time import Split
@@ -80,7 +80,7 @@ def _memory(estimate: Estimate) -> Table:
 
 
 def trainer_parts(estimate: Estimate) -> dict[str, float]:
-    return estimate.training.memory.parts | {"allocator": estimate.scattered, "process": estimate.process_bytes}
+    return estimate.training.parts | {"allocator": estimate.scattered, "process": estimate.process_bytes}
 
 
 def engine_parts(estimate: Estimate) -> dict[str, float]:
@@ -89,14 +89,14 @@ def engine_parts(estimate: Estimate) -> dict[str, float]:
 
 
 def _memory_notes(estimate: Estimate) -> Iterator[str]:
-    memory, serving = estimate.training.memory, estimate.serving
-    totals = {moment: sum(parts.values()) for moment, parts in memory.moments.items()}
-    other = max((moment for moment in totals if moment != memory.fullest), key=totals.__getitem__)
+    training, serving = estimate.training, estimate.serving
+    totals = {moment: sum(parts.values()) for moment, parts in training.moments.items()}
+    other = max((moment for moment in totals if moment != training.fullest), key=totals.__getitem__)
     yield (
-        f"The trainer's parts are those {MOMENTS[memory.fullest]}, where they are most; "
+        f"The trainer's parts are those {MOMENTS[training.fullest]}, where they are most; "
         f"{MOMENTS[other]} they are {_gib(totals[other])} GiB."
     )
-    host = ", ".join(f"{name} {_gib(number)}" for name, number in memory.host.items())
+    host = ", ".join(f"{name} {_gib(number)}" for name, number in training.host.items())
     node = f"; of a node, in all, {_gib(estimate.host_bytes)} of {_gib(estimate.machine.host_memory)}"
     yield f"In its machine's own memory, for each rank: {host} GiB{'' if estimate.machine.is_on_cpu else node}."
     if serving:
@@ -164,7 +164,7 @@ def _verdict(estimate: Estimate, advice: Advice) -> Iterator[Text]:
 def to_json(estimate: Estimate, advice: Advice) -> dict[str, Any]:
     """Return the plan in GiB and seconds."""
     training, serving, batch = estimate.training, estimate.serving, estimate.batch
-    memory, model = training.memory, training.model
+    model = training.model
     split = estimate.configured_split
     return {
         "fits": estimate.fits,
@@ -178,11 +178,11 @@ def to_json(estimate: Estimate, advice: Advice) -> dict[str, Any]:
         },
         "trainer": {
             "parts_gib": _in_gib(trainer_parts(estimate)),
-            "moment": memory.fullest,
-            "moments_gib": _in_gib({moment: sum(parts.values()) for moment, parts in memory.moments.items()}),
+            "moment": training.fullest,
+            "moments_gib": _in_gib({moment: sum(parts.values()) for moment, parts in training.moments.items()}),
             "needs_gib": estimate.trainer_bytes / GIB,
             "room_gib": estimate.trainer_room / GIB,
-            "host_gib": _in_gib(memory.host),
+            "host_gib": _in_gib(training.host),
             "fits": estimate.trainer_fits,
         },
         "engine": serving

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from trireme.algo.architecture import Architecture
-from trireme.algo.chips import GIB
+from trireme.algo.model.architecture import Architecture
+from trireme.algo.model.chips import GIB
 
 CONTEXT_BYTES = 0.9 * GIB  # of CUDA and NCCL, besides all tensors
 GRAPHS_BYTES = 0.8 * GIB  # of CUDA graphs
@@ -16,7 +16,7 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True)
 class Serving:
-    """How a model is served, in numbers.
+    """Sizes that decide the memory of serving a model.
 
     Example:
         Serving(model, memory=79 * GIB, utilization=0.9, max_model_len=16384)

@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 
-from trireme.algo.activations import SHORT, Pass
-from trireme.algo.architecture import Architecture, architecture_of, is_known
-from trireme.algo.chips import GIB
+from trireme.algo.model.activations import SHORT, Pass
+from trireme.algo.model.architecture import Architecture, architecture_of, is_known
+from trireme.algo.model.chips import GIB
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
@@ -124,15 +124,9 @@ def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int
     return replace(
         training,
         has_reference=bool(config.trainer.loss.beta),
-        served_bytes=4 if on_cpu else BYTES[served_dtype(config)],
+        served_bytes=4 if on_cpu else BYTES[config.served_dtype],
         bucket_bytes=None if broadcast.type == "ipc" else broadcast.bucket_mib << 20,
     )
-
-
-def served_dtype(config: RunConfig) -> str:
-    """Return what the engine computes in; `auto` is what the model was published in, which on GPUs is bfloat16."""
-    dtype = config.inference.model.dtype
-    return dtype if dtype != "auto" else "float32" if config.device == "cpu" else "bfloat16"
 
 
 def _trained_whole(lora: Lora, model: Architecture) -> int:
@@ -155,7 +149,7 @@ def serving_of(config: RunConfig, model: Architecture, machine: Machine) -> Serv
         model,
         memory=machine.memory,
         utilization=float(inference.args.get("gpu_memory_utilization", inference.gpu_memory_utilization)),
-        value_bytes=BYTES[served_dtype(config)],
+        value_bytes=BYTES[config.served_dtype],
         tp=inference.parallel.tp,
         max_model_len=max_model_len,
         max_num_seqs=inference.max_num_seqs,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trireme.algo.chips import Chip
-from trireme.algo.flops import model_flops, model_forward_flops
+from trireme.algo.model.chips import Chip
+from trireme.algo.model.flops import model_flops, model_forward_flops
 from trireme.tools.plan.memory import Training
 from trireme.tools.plan.serving import Serving
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,10 +24,10 @@ from trireme.journal.manifest import complete_steps, read_manifest
 from trireme.journal.rank_shares import Shares
 from trireme.journal.versions import Versions
 from trireme.monitor.metrics import latest_by_step, read_metrics
-from trireme.trainer.checkpoint.checkpoint import TrainerState, load_checkpoint
+from trireme.trainer.checkpoint.checkpoint import load_checkpoint
 from trireme.trainer.model.lora import adapters_of
 from trireme.trainer.parallel.mesh import World, open_world
-from trireme.trainer.publish.served_weights import exported_tensors, served_dtype, served_tensors
+from trireme.trainer.publish.served_weights import exported_tensors, served_tensors
 from trireme.trainer.step import Stepper, base_state
 
 Digests = Mapping[str, str]
@@ -40,7 +40,7 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
     """Replay and print one line per version. A collective of all ranks; each returns the same exit code.
 
     Args:
-        span: steps to repeat, from the checkpoint before the first one (0: the base model). See `cli.replay`.
+        span: steps to repeat, from the checkpoint before the first one (0: the base model). See `cli.runs.replay`.
         keep_going: continue after a difference.
 
     Returns: 1 where something differs that must not, else 0.
@@ -56,16 +56,19 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
         replicas=trainer.model.dp_replicate,
         cp=trainer.model.cp,
     ) as world:
-        report = Report(config)
         if world.is_main:
-            report.begin(span)
+            start = f"the checkpoint of step {span.start}" if span.start else "the base model"
+            _say(f"{config.paths.root}: {_count(len(span), 'step')} from {start}, with {_surroundings(config)}")
+        compared: list[Comparison] = []  # on rank 0 only
         for retraced in retrace(config, world, span):
-            differs = world.is_main and report.take(evidence.compare(retraced))
-            if world.agree(differs) and not keep_going:
+            if world.is_main:
+                compared.append(evidence.compare(retraced))
+                _say(str(compared[-1]))
+            if world.agree(bool(compared and compared[-1].differences)) and not keep_going:
                 break
         if world.is_main:
-            report.end()
-        return world.agree(report.is_contradiction)
+            _say(_verdict(config, compared))
+        return world.agree(config.device == "cpu" and any(each.differences for each in compared))
 
 
 # training again
@@ -77,23 +80,12 @@ class Retraced:
 
     version: int
     digests: Digests  # by tensor, in the precision in which weights are served; empty but on rank 0
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the step that made it
-    adapters: Digests = field(default_factory=dict)  # by tensor, as they are exported; empty where there are none
+    metrics: Mapping[str, float]  # of the step that made it
+    adapters: Digests  # by tensor, as they are exported; empty where there are none
 
 
 def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
     """Yield the version that the steps start from, then what each makes. A collective; digests are on rank 0 only."""
-    state = _state_at(config, world, span.start)
-    stepper = Stepper(config, state, world)
-    shares = Shares(Journal(config.paths.journal), config)
-    yield Retraced(state.version, served_digests(config, state, world), adapters=_adapter_digests(state, world))
-    for step in span:
-        metrics = stepper.step(shares.of(step, rank=world.dp_rank, world=world.dp_size))
-        digests, adapters = served_digests(config, state, world), _adapter_digests(state, world)
-        yield Retraced(state.version, digests, metrics, adapters)
-
-
-def _state_at(config: RunConfig, world: World, version: int) -> TrainerState:
     try:
         state = base_state(config, world)
     except ConfigError as error:
@@ -104,23 +96,22 @@ def _state_at(config: RunConfig, world: World, version: int) -> TrainerState:
             f"{error}\nThe run called it {name!r}: where that is a folder, start the replay in the folder in which the "
             "run was started."
         ) from error
-    if version:
-        load_checkpoint(state, step_folder(config.paths.checkpoints, version), rank=world.rank)
-    return state
+    if span.start:
+        load_checkpoint(state, step_folder(config.paths.checkpoints, span.start), rank=world.rank)
 
+    def retraced(metrics: Mapping[str, float]) -> Retraced:
+        served = served_tensors(state.model, getattr(torch, config.served_dtype))
+        exported = exported_tensors(state.model) if adapters_of(state.model) is not None else ()
+        digests, adapters = (
+            {name: tensor_digest(tensor) for name, tensor in tensors if world.is_main} for tensors in (served, exported)
+        )
+        return Retraced(state.version, digests, metrics, adapters)
 
-def served_digests(config: RunConfig, state: TrainerState, world: World) -> dict[str, str]:
-    """Return digests of the weights as engines would get them. A collective; empty on other ranks than 0."""
-    tensors = served_tensors(state.model, getattr(torch, served_dtype(config)))
-    return {name: tensor_digest(tensor) for name, tensor in tensors if world.is_main}
-
-
-def _adapter_digests(state: TrainerState, world: World) -> dict[str, str]:
-    """Return digests of exported adapters. A collective; empty without adapters, and on other ranks than 0."""
-    if adapters_of(state.model) is None:
-        return {}
-    tensors = exported_tensors(state.model)
-    return {name: tensor_digest(tensor) for name, tensor in tensors if world.is_main}
+    stepper = Stepper(config, state, world)
+    shares = Shares(Journal(config.paths.journal), config)
+    yield retraced({})
+    for step in span:
+        yield retraced(stepper.step(shares.of(step, rank=world.dp_rank, world=world.dp_size)))
 
 
 # comparison with the run's records
@@ -201,67 +192,42 @@ def digests_of_export(folder: Path) -> Digests:
     return digests
 
 
-# the report
+# the verdict
 
 
-@dataclass
-class Report:
-    """The printed report, on rank 0."""
-
-    config: RunConfig
-    compared: list[Comparison] = field(default_factory=list)
-
-    @property
-    def first_difference(self) -> Comparison | None:
-        return next((comparison for comparison in self.compared if comparison.differences), None)
-
-    @property
-    def is_contradiction(self) -> bool:
-        return self.config.device == "cpu" and self.first_difference is not None
-
-    def begin(self, span: range) -> None:
-        start = f"the checkpoint of step {span.start}" if span.start else "the base model"
-        _say(f"{self.config.paths.root}: {_count(len(span), 'step')} from {start}, with {_surroundings(self.config)}")
-
-    def take(self, comparison: Comparison) -> bool:
-        """Print a version. Return whether it differs."""
-        self.compared.append(comparison)
-        _say(str(comparison))
-        return bool(comparison.differences)
-
-    def end(self) -> None:
-        steps = f"{_count(len(self.compared) - 1, 'step')} trained again from the journal"
-        first = self.first_difference
-        if first is None:
-            unknown = ", ".join(str(comparison.version) for comparison in self.compared if not comparison.is_confirmed)
-            but = f" (no engine confirmed {unknown})" if unknown else ""
-            _say(f"{steps}: every version has the digests that the engines confirmed{but}")
-            return
-        if self.is_contradiction:
-            why = (
-                "On a CPU this is a contradiction: the same journal, configuration, code and libraries give the same "
-                f"bits. {self._suspects(first)} Here were {_surroundings(self.config)}."
-            )
-        else:
-            why = (
-                "On a GPU this is no contradiction: kernels may add in another order each time, and all that follows "
-                "differs then. --keep-going continues."
-            )
-        _say(f"{steps}: the first difference is at version {first.version}. {why}")
-
-    def _suspects(self, first: Comparison) -> str:
-        if first is self.compared[0]:
-            return "Nothing was trained yet: look at the model that it starts from, and at what was recorded."
-        batch = Journal(self.config.paths.journal).path(first.version - 1)
-        # a resumed run may have had another number of ranks, which the journal does not record
-        folder = self.config.paths.checkpoints
-        sizes = {read_manifest(step_folder(folder, step)).world_size for step in complete_steps(folder)}
-        others = " and ".join(map(str, sorted(sizes - {self.config.trainer.num_ranks or 1})))
-        ranks = f" There are checkpoints of {others} ranks: those round differently." if others else ""
-        return (
-            f"Up to there all agreed: look at {batch}, at what was recorded, and at what has changed since the run, or "
-            f"within it where it was resumed.{ranks}"
+def _verdict(config: RunConfig, compared: list[Comparison]) -> str:
+    steps = f"{_count(len(compared) - 1, 'step')} trained again from the journal"
+    first = next((each for each in compared if each.differences), None)
+    if first is None:
+        unknown = ", ".join(str(each.version) for each in compared if not each.is_confirmed)
+        but = f" (no engine confirmed {unknown})" if unknown else ""
+        return f"{steps}: every version has the digests that the engines confirmed{but}"
+    text = f"{steps}: the first difference is at version {first.version}. "
+    if config.device != "cpu":
+        return text + (
+            "On a GPU this is no contradiction: kernels may add in another order each time, and all that follows "
+            "differs then. --keep-going continues."
         )
+    suspects = "Nothing was trained yet: look at the model that it starts from, and at what was recorded."
+    if first is not compared[0]:
+        suspects = _suspects(config, first.version)
+    return text + (
+        "On a CPU this is a contradiction: the same journal, configuration, code and libraries give the same bits. "
+        f"{suspects} Here were {_surroundings(config)}."
+    )
+
+
+def _suspects(config: RunConfig, version: int) -> str:
+    """Name what may have changed before the first version that differs."""
+    batch, folder = Journal(config.paths.journal).path(version - 1), config.paths.checkpoints
+    # a resumed run may have had another number of ranks, which the journal does not record
+    sizes = {read_manifest(step_folder(folder, step)).world_size for step in complete_steps(folder)}
+    others = " and ".join(map(str, sorted(sizes - {config.trainer.num_ranks or 1})))
+    ranks = f" There are checkpoints of {others} ranks: those round differently." if others else ""
+    return (
+        f"Up to there all agreed: look at {batch}, at what was recorded, and at what has changed since the run, or "
+        f"within it where it was resumed.{ranks}"
+    )
 
 
 def _surroundings(config: RunConfig) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from trireme.tools.dashboard.colours import ACTIVITIES, RUNS
 from trireme.tools.dashboard.history import CURVE_POINTS, Values, extremes, smoothed
 
 if TYPE_CHECKING:
@@ -17,19 +18,6 @@ if TYPE_CHECKING:
 
 Format = Literal["svg", "png"]
 
-COLOURS = ("#1f5fa8", "#c1552b", "#2f7d4f", "#7a4fa0", "#9a7b1f", "#5d6470")
-ACTIVITY_COLOURS = {
-    "train": "#2f7d4f",
-    "generate": "#1f5fa8",
-    "transfer": "#c1552b",
-    "wait": "#d9b44a",
-    "idle": "#e6cf8f",
-    "evaluate": "#7a4fa0",
-    "save": "#5d6470",
-    "journal": "#8a94a3",
-    "start": "#b9c0ca",
-    "other": "#dfe3e8",
-}
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "trireme",
@@ -79,7 +67,7 @@ def line_figure(name: str, title: str, lines: Sequence[Line], *, is_wide: bool =
     """Plot lines. A long one is drawn faintly, and smoothed above that."""
 
     def draw(axes: Axes) -> None:
-        for colour, line in zip(COLOURS, lines, strict=False):
+        for colour, line in zip(RUNS, lines, strict=False):
             at = extremes(line.x, line.y, CURVE_POINTS)
             marker = "o" if line.has_dots else None
             is_smoothed = not line.has_dots and len(line.x) >= SMOOTH_FROM
@@ -96,25 +84,25 @@ def line_figure(name: str, title: str, lines: Sequence[Line], *, is_wide: bool =
         if len(lines) > 1:
             axes.legend(frameon=False, fontsize=8)
 
-    told = []
+    words = []
     for line in lines:
         at = np.flatnonzero(np.isfinite(line.y))
         if len(at):
             (begin, end), (first, last) = line.x[at[[0, -1]]], line.y[at[[0, -1]]]
-            told.append(f"{line.label} from {first:.4g} to {last:.4g} over steps {begin:g} to {end:g}")
-    return _figure(name, title, "; ".join(told), draw, WIDE if is_wide else NARROW)
+            words.append(f"{line.label} from {first:.4g} to {last:.4g} over steps {begin:g} to {end:g}")
+    return _figure(name, title, "; ".join(words), draw, WIDE if is_wide else NARROW)
 
 
 def shares_figure(name: str, title: str, shares: Mapping[str, Mapping[str, float]]) -> Figure:
     """Plot a bar for each process, in parts that add up to its time."""
     processes = list(shares)
-    seen = [what for what in ACTIVITY_COLOURS if any(shares[each].get(what, 0.0) >= LEAST_SHARE for each in processes)]
+    seen = [what for what in ACTIVITIES if any(shares[each].get(what, 0.0) >= LEAST_SHARE for each in processes)]
 
     def draw(axes: Axes) -> None:
         left = np.zeros(len(processes))
         for what in seen:
             widths = np.array([100 * shares[process].get(what, 0.0) for process in processes])
-            axes.barh(processes, widths, left=left, label=what, color=ACTIVITY_COLOURS[what], height=0.6)
+            axes.barh(processes, widths, left=left, label=what, color=ACTIVITIES[what], height=0.6)
             left += widths
         axes.invert_yaxis()
         axes.set_xlim(0, 100)

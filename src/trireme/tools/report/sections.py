@@ -29,8 +29,8 @@ from trireme.tools.audit.report import PROMISES
 from trireme.tools.conversation import blocks
 from trireme.tools.dashboard.history import Metrics, Spans, summarize, trainer_shares
 from trireme.tools.report.plots import LEAST_SHARE, Figure, Line, line_figure, share_words, shares_figure
-from trireme.tools.report.writing import Report, Section, code, fenced, folded, picture, plain, table
-from trireme.tools.rollouts import Record, ResultsFile, read_batch, record_of_rollout, row_of
+from trireme.tools.report.writing import Report, code, fenced, folded, picture, plain, table
+from trireme.tools.rollouts import Record, ResultsFile, read_batch, record_of_rollout
 
 OWN = (
     *("name", "output_dir", "resume", "ports", "hosts", "wandb", "dashboard"),
@@ -89,7 +89,7 @@ def build_report(folder: Path, *, num_rollouts: int = 2, audits: bool = True) ->
     Raises: ConfigError where the folder is not a run's.
     """
     run = Run(folder)
-    sections: dict[str, Iterator[str]] = {
+    sections = {
         "Overview": run.overview(),
         "Curves": run.curves(),
         "Where the time went": run.time(),
@@ -101,8 +101,8 @@ def build_report(folder: Path, *, num_rollouts: int = 2, audits: bool = True) ->
         "Versions and machine": run.surroundings(),
         "How to do it again": run.reproduction(),
     }
-    written = [(title, "\n\n".join(parts)) for title, parts in sections.items()]
-    return Report(run.name, run.lead(), [Section(*each) for each in written if each[1]], run.figures)
+    written = {title: text for title, parts in sections.items() if (text := "\n\n".join(parts))}
+    return Report(run.name, run.lead(), written, run.figures)
 
 
 class Run:
@@ -126,26 +126,24 @@ class Run:
 
     def lead(self) -> str:
         """Return what came of the run."""
-        newest = self.metrics.newest_step()
-        done = f"{0 if newest is None else newest + 1} of {self.config.max_steps} steps"
+        done = f"{self.metrics.num_done} of {self.config.max_steps} steps"
         if len(self._times_s) > 1:
             done += f" in {short_time(max(self._times_s) - min(self._times_s))}, from the first batch on"
-        told = [done]
+        parts = [done]
         if ends := ends_of(self.metrics.finite("reward/mean")):
-            told.append(f"mean reward {ends.first:.3f} → {ends.last:.3f} (of {ends})")
+            parts.append(f"mean reward {ends.first:.3f} → {ends.last:.3f} (of {ends})")
         evaluations = [
             Evaluation(env, int(version), value)
             for env, series in self._evaluated().items()
             for version, value in zip(*series, strict=True)
         ]
-        told += [plain(line.replace("->", "→")) for line in held_out_lines(evaluations)]
+        parts += [plain(line.replace("->", "→")) for line in held_out_lines(evaluations)]
         if held_out := self.metrics.finite("validation/loss"):
-            told.append(f"held-out loss {held_out[0]:.4g} → {held_out[-1]:.4g}")
-        return "; ".join(told) + "."
+            parts.append(f"held-out loss {held_out[0]:.4g} → {held_out[-1]:.4g}")
+        return "; ".join(parts) + "."
 
     def _evaluated(self) -> dict[str, Any]:
-        names = [name for name in self.metrics.names() if name.startswith("eval/") and name.endswith("/reward")]
-        return {name[len("eval/") : -len("/reward")]: self.metrics.series(name) for name in names}
+        return {env: self.metrics.series(name) for env, name in self.metrics.held_out().items()}
 
     def overview(self) -> Iterator[str]:
         config, rl = self.config, self.rl
@@ -232,8 +230,8 @@ class Run:
             yield self._picture(shares_figure("time", "What the trainer did", {"trainer": shares}))
 
     def warnings(self) -> Iterator[str]:
-        counts = Counter(warned.name for warned in self._watch.said)
-        newest = {warned.name: warned for warned in self._watch.said}
+        counts = Counter(warned.name for warned in self._watch.warnings)
+        newest = {warned.name: warned for warned in self._watch.warnings}
         if not newest:
             yield "None: no sign of a collapse was seen."
             return
@@ -283,7 +281,7 @@ class Run:
                 yield f"Batch {step} cannot be read: {plain(trouble)}"
                 continue
             for rollout in choose(batch.rollouts, count):
-                record = record_of_rollout(row_of(0, rollout), rollout)
+                record = record_of_rollout(step, 0, rollout)
                 title = f"{named[step]}, step {step + 1}: example {rollout.example} of {rollout.env}"
                 yield from _conversation(f"{title}, reward {rollout.reward:.4g}", record)
 

@@ -13,20 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from trireme.base.paths import atomic_write
 from trireme.tools.report.plots import Figure
+from trireme.tools.templates import render
 
 DETAILS = re.compile(r"<details><summary>[\w ]+</summary>|</details>")
 """The only HTML in a report."""
-
-
-class Section(NamedTuple):
-    title: str
-    text: str  # Markdown, with a figure's name as the address of its picture
 
 
 class Report(NamedTuple):
@@ -34,7 +29,7 @@ class Report(NamedTuple):
 
     title: str
     lead: str  # Markdown: what came of the run, in a sentence or two
-    sections: list[Section]
+    sections: dict[str, str]  # by title: Markdown, with a figure's name as the address of its picture
     figures: dict[str, Figure]  # by name
 
 
@@ -78,9 +73,8 @@ def to_markdown(report: Report, figures: Path | None = None, *, out: Path) -> st
             are careful show no embedded SVG.
         out: the file that the Markdown will be written to, from which it links the plots.
     """
-    parts = [f"# {plain(report.title)}", report.lead]
-    parts += [f"## {section.title}\n\n{section.text}" for section in report.sections]
-    text = "\n\n".join(parts) + "\n"
+    sections = [f"## {title}\n\n{text}" for title, text in report.sections.items()]
+    text = "\n\n".join([f"# {plain(report.title)}", report.lead, *sections]) + "\n"
     for figure in report.figures.values():
         if figures is None:
             address = f"data:image/png;base64,{base64.b64encode(figure.draw('png')).decode()}"
@@ -108,9 +102,6 @@ def to_html(report: Report) -> str:
     markdown = MarkdownIt("commonmark").enable("table")
     for kind, rule in (("image", image), ("html_block", raw_html), ("html_inline", raw_html)):
         markdown.add_render_rule(kind, rule)
-    environment = Environment(
-        loader=PackageLoader("trireme.tools.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    sections = [(section.title, Markup(markdown.render(section.text))) for section in report.sections]
-    template = environment.get_template("page.html.j2")
-    return template.render(title=report.title, lead=Markup(markdown.render(report.lead)), sections=sections)
+    sections = [(title, Markup(markdown.render(text))) for title, text in report.sections.items()]
+    lead = Markup(markdown.render(report.lead))
+    return render(Path(__file__).parent, "page.html", title=report.title, lead=lead, sections=sections)

@@ -25,12 +25,13 @@ from textual.worker import get_current_worker
 from trireme.base.errors import ConfigError
 from trireme.base.safe_text import clean
 from trireme.tools.rollout_filters import Filter, Term, parse_filter
-from trireme.tools.rollouts import BatchFile, Record, ResultsFile, Row, open_rollouts
+from trireme.tools.rollouts import BatchFile, ResultsFile, Row, open_rollouts
 from trireme.tools.tokenizer import Decode, find_decoder
 from trireme.tools.viewer.help import Help
 from trireme.tools.viewer.reader import Reader, as_json
 from trireme.tools.viewer.sources import TRAINING, MeanRewards, Source, find_sources, run_title
 from trireme.tools.viewer.table import (
+    LARGEST_FIRST,
     ExampleRow,
     Line,
     RolloutTable,
@@ -123,18 +124,15 @@ class EvalView(App[None]):
     def _find_sources(self) -> None:
         worker = get_current_worker()
         sources = find_sources(self.folders)
-        titles = {source.run: run_title(source.run, self.folders) for source in sources}
-        self._hand_over(self._show_sources, sources, titles)
-        changed: set[Path] = set()
+        self._hand_over(self._show_sources, sources)
         redraw_at = time.monotonic() + REDRAW_S
-        for part in self._means.update(sources):
+        for _ in self._means.update(sources):
             if worker.is_cancelled:
                 return
-            changed |= part
             if time.monotonic() > redraw_at:
-                self._hand_over(self.run_tree.relabel, changed)
-                changed, redraw_at = set(), time.monotonic() + REDRAW_S
-        self._hand_over(self.run_tree.relabel, changed)
+                self._hand_over(self.run_tree.relabel)
+                redraw_at = time.monotonic() + REDRAW_S
+        self._hand_over(self.run_tree.relabel)
 
     def _hand_over(self, function: Callable[..., Any], *values: Any) -> None:
         """Call a function in the main thread, unless the viewer has been left."""
@@ -144,8 +142,9 @@ class EvalView(App[None]):
     def on_worker_state_changed(self) -> None:
         self.num_worker_changes += 1
 
-    def _show_sources(self, sources: list[Source], titles: dict[Path, str]) -> None:
+    def _show_sources(self, sources: list[Source]) -> None:
         self.sources = sources
+        titles = {source.run: run_title(source.run, self.folders) for source in sources}
         self.run_tree.show(sources, titles)
         if self._has_looked:
             return
@@ -234,30 +233,28 @@ class EvalView(App[None]):
         self._show_current()
 
     def _show_current(self) -> None:
+        """Show the rollout under the cursor; of an example the first one."""
         line = self.table.current
         if line is not None:
             self._wanted = key_of(line)
-        if line is not None and (self.opened, line) == self._shown:
-            return
+            if (self.opened, line) == self._shown:
+                return
         self._shown = self.opened, line
         self.token.remove_class("shown")
-        record, source = self._record_of(line), self.source
-        decode = None
-        if source and record and record.samples:
-            decode = self._decoders[source.run] = self._decoders.get(source.run) or find_decoder(source.run)
-        self.reader.show(record, step=source.version if source else None, decode=decode)
-        self._write_where()
-
-    def _record_of(self, line: Row | ExampleRow | None) -> Record | None:
-        """Return the rollout of a line, or an example's first one."""
         if isinstance(line, ExampleRow):
             line = next((row for row in self.rows if (row.env, row.example) == (line.env, line.example)), None)
-        return self.opened.record(line) if self.opened and line else None
+        record = self.opened.record(line) if self.opened and line else None
+        decode = None
+        if self.source and record and record.samples:
+            run = self.source.run
+            decode = self._decoders[run] = self._decoders.get(run) or find_decoder(run)
+        self.reader.show(record, decode)
+        self._write_where()
 
     def _write_where(self) -> None:
         if self.source is None:
             return
-        parts = [Path(run_title(self.source.run, self.folders)).name, self.source.series, self.source.label]
+        parts = [self.source.run.resolve().name, self.source.series, self.source.label]
         if self.reader.record is not None:
             parts.append(f"example {self.reader.record.row.example}, rollout {self.reader.record.row.rollout}")
         text = Text(" › ".join(map(clean, parts)), style="bold")
@@ -366,12 +363,9 @@ class EvalView(App[None]):
         self._sort(self.sorted_by, backwards=not self.backwards)
 
     def _sort(self, name: str, *, backwards: bool | None = None) -> None:
-        if self.opened is None:
-            return
-        columns = columns_for(self.rows, by_example=self.groups_examples)
-        usual = next((one.is_descending for one in columns if one.name == name), False)
-        self.sorted_by, self.backwards = name, usual if backwards is None else backwards
-        self._show_table()
+        if self.opened is not None:
+            self.sorted_by, self.backwards = name, name in LARGEST_FIRST if backwards is None else backwards
+            self._show_table()
 
     def action_group(self) -> None:
         self.groups_examples = not self.groups_examples

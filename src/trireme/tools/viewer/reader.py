@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -36,7 +36,7 @@ COLOURS = {
     "version": "a colour for each version of the policy that sampled",
     "plain": "dim: given to the model, not sampled by it",
 }
-"""What tokens are coloured by, and what the colours mean."""
+"""Quantities to colour tokens by, with the meaning of the colours."""
 VERSIONS = ("#1f4f7a", "#5b2a6e", "#1f6b4a", "#7a5a1f", "#7a2f3d", "#3d4b8a")
 GIVEN, CURSOR = Style(dim=True), Style(reverse=True, bold=True)
 TOKENS_PER_LINE = 12  # about, for moving up and down
@@ -55,7 +55,7 @@ class Reader(RichLog):
     ]
 
     class TokenMoved(Message):
-        """The token cursor stands on another token."""
+        """The token cursor moved to another token."""
 
         def __init__(self, description: str) -> None:
             super().__init__()
@@ -65,23 +65,18 @@ class Reader(RichLog):
         super().__init__(wrap=True, auto_scroll=False, min_width=0, **options)
         self.record: Record | None = None
         self.shows_tokens = False
-        self._step: int | None = None
         self._decode: Decode | None = None
         self._colour = "logprob"
-        self._cursor = (0, 0)  # sample, token
+        self._cursor = 0  # token, counted over all samples
         self._texts: list[list[str]] = []  # of the tokens of each sample
         self._in_full = False
 
-    def show(self, record: Record | None, *, step: int | None = None, decode: Decode | None = None) -> None:
-        """Show a rollout from its beginning.
-
-        Args:
-            step: The batch that it is trained in, from which each token's lag is counted.
-        """
-        self.record, self._step, self._decode = record, step, decode
+    def show(self, record: Record | None, decode: Decode | None = None) -> None:
+        """Show a rollout from its beginning."""
+        self.record, self._decode = record, decode
         samples = record.samples if record else []
-        first_sampled = int(samples[0].loss_mask.argmax()) if samples and samples[0].length else 0
-        self._cursor, self._texts, self._in_full = (0, first_sampled), [], False
+        self._cursor = int(samples[0].loss_mask.argmax()) if samples and samples[0].length else 0
+        self._texts, self._in_full = [], False
         self._write_page()
         self.scroll_to(y=0, animate=False, immediate=True, force=True)
 
@@ -96,13 +91,10 @@ class Reader(RichLog):
             for text in self._token_page(self.record.samples):
                 self.write(text)
         else:
-            for text, bar in page(self.record, longest=None if self._in_full else LONGEST):
-                self.write(self._with_bar(text, bar) if bar else text)
-
-    def _with_bar(self, text: Text, colour: str) -> Text:
-        width = max(1, self.scrollable_content_region.width - len(BAR))
-        bar = Text(BAR, style=colour)
-        return Text("\n").join(bar + line for line in text.wrap(self.app.console, width))
+            width = max(1, self.scrollable_content_region.width - len(BAR))
+            for text, colour in page(self.record, longest=None if self._in_full else LONGEST):
+                lines = [Text(BAR, style=colour) + line for line in text.wrap(self.app.console, width)]
+                self.write(Text("\n").join(lines) if colour else text)
 
     def action_in_full(self) -> None:
         self._in_full = not self._in_full
@@ -126,57 +118,46 @@ class Reader(RichLog):
         line, jump = TOKENS_PER_LINE, 10 * TOKENS_PER_LINE
         steps = {"left": -1, "right": 1, "up": -line, "k": -line, "down": line, "j": line}
         steps |= {"pageup": -jump, "pagedown": jump, "space": jump, "home": -num_tokens, "end": num_tokens}
-        if not (self.record and self.shows_tokens and num_tokens and event.key in steps):
-            return
-        event.stop()
-        event.prevent_default()
-        samples = self.record.samples  # the cursor goes over all of them, one sample after the other
-        number, place = self._cursor
-        place += steps[event.key]
-        while place < 0 and number > 0:
-            number -= 1
-            place += samples[number].length
-        while place >= samples[number].length and number + 1 < len(samples):
-            place -= samples[number].length
-            number += 1
-        self._cursor = number, max(0, min(samples[number].length - 1, place))
-        self._write_page()
-        self._follow_cursor()
+        if self.shows_tokens and num_tokens and event.key in steps:
+            event.stop()
+            event.prevent_default()
+            self._cursor = max(0, min(num_tokens - 1, self._cursor + steps[event.key]))
+            self._write_page()
+            self._follow_cursor()
 
     def _follow_cursor(self) -> None:
         """Report the token under the cursor, and scroll to it."""
         if not (self.shows_tokens and self.record and self.record.samples):
             return
-        number, place = self._cursor
-        text = self._texts_of(number)[place]
-        self.post_message(self.TokenMoved(describe(self.record.samples[number], place, text, step=self._step)))
+        place = self._cursor
+        for sample, texts in zip(self.record.samples, self._texts, strict=True):
+            if place < sample.length:
+                self.post_message(self.TokenMoved(describe(sample, place, texts[place], step=self.record.row.step)))
+                break
+            place -= sample.length
         has_cursor = [any(part.style and part.style.reverse for part in strip) for strip in self.lines]
         line = has_cursor.index(True) if True in has_cursor else 0
         top, height = self.scroll_offset.y, max(1, self.size.height)
         if not top <= line < top + height:
             self.scroll_to(y=max(0, line - height // 2), animate=False, immediate=True, force=True)
 
-    def _texts_of(self, number: int) -> list[str]:
-        assert self.record is not None
-        if not self._texts:
-            self._texts = [pieces(sample.ids.tolist(), self._decode) for sample in self.record.samples]
-        return self._texts[number]
-
     def _token_page(self, samples: Sequence[Tokens]) -> Iterator[Text]:
         yield Text(f"coloured by {self._colour} (c): {COLOURS[self._colour]}", style="bright_black")
         if self._decode is None:
             yield Text("The run's tokenizer is not on this machine: tokens are shown as numbers.", style="yellow")
-        for number, sample in enumerate(samples):
-            cursor = self._cursor[1] if number == self._cursor[0] else -1
-            window = window_of(max(0, cursor), sample.length)
+        self._texts = self._texts or [pieces(sample.ids.tolist(), self._decode) for sample in samples]
+        cursor = self._cursor
+        for number, (sample, texts) in enumerate(zip(samples, self._texts, strict=True), 1):
+            window = window_of(cursor if 0 <= cursor < sample.length else 0, sample.length)
             shown = "" if len(window) == sample.length else f", {window.start + 1} to {window.stop} shown"
-            yield Text(f"\n── sample {number + 1} of {len(samples)}: {sample.length} tokens{shown}", "bold")
-            texts, largest = self._texts_of(number), float(np.abs(sample.advantages).max(initial=0.0))
+            yield Text(f"\n── sample {number} of {len(samples)}: {sample.length} tokens{shown}", "bold")
+            largest = float(np.abs(sample.advantages).max(initial=0.0)) or 1.0
             tokens = Text()
             for place in window:
-                style = token_style(sample, place, self._colour, largest_advantage=largest or 1.0)
+                style = token_style(sample, place, self._colour, largest_advantage=largest)
                 tokens.append(visible(texts[place]), style + CURSOR if place == cursor else style)
             yield tokens
+            cursor -= sample.length
 
 
 def token_style(sample: Tokens, place: int, colour: str, *, largest_advantage: float) -> Style:
@@ -223,7 +204,25 @@ def describe(sample: Tokens, place: int, text: str, *, step: int | None) -> str:
 
 def page(record: Record, *, longest: int | None) -> Iterator[tuple[Text, str]]:
     """Yield all of a rollout as texts, each with the colour of the bar on its left, or with ""."""
-    yield from ((line, "") for line in (*_head(record), Text()))
+    row = record.row
+    first = Text.assemble(
+        (f"{clean(row.env)} " if row.env else "", "bold"),
+        (f"example {clean(row.example)} · rollout {row.rollout} · ", "bold"),
+        (f"reward {decimal(row.reward)}", f"bold {reward_style(row.reward)}"),
+    )
+    if row.advantage is not None:
+        first.append(f" · advantage {row.advantage:+.3f}", style="bold")
+    yield first, ""
+    yield Text(" · ".join(record.facts), style="bright_black"), ""
+    if record.metrics:
+        metrics = record.metrics.items()
+        parts = (x for k, v in metrics for x in ((f"{clean(k)} ", "bright_black"), f"{decimal(v)}   "))
+        yield Text.assemble(*parts), ""
+    if row.error:
+        yield Text.assemble(("failed: ", "bold red"), (row.error, "red")), ""
+    if record.answer:
+        yield Text.assemble(("answer: ", "bold"), clean(record.answer[:LONGEST])), ""
+    yield Text(), ""
     for title, messages in (("prompt", record.prompt), ("completion", record.completion)):
         if messages:
             yield Text(f"━━ {title} ", style="bold bright_black"), ""
@@ -236,26 +235,6 @@ def page(record: Record, *, longest: int | None) -> Iterator[tuple[Text, str]]:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         text = clean(text if len(text) <= LONGEST else f"{text[:LONGEST]}…")
         yield Text.assemble((f"{clean(name)}: ", "bold bright_black"), (text, "bright_black")), ""
-
-
-def _head(record: Record) -> Iterable[Text]:
-    row = record.row
-    first = Text.assemble(
-        (f"{clean(row.env)} " if row.env else "", "bold"),
-        (f"example {clean(row.example)} · rollout {row.rollout} · ", "bold"),
-        (f"reward {decimal(row.reward)}", f"bold {reward_style(row.reward)}"),
-    )
-    if row.advantage is not None:
-        first.append(f" · advantage {row.advantage:+.3f}", style="bold")
-    yield first
-    yield Text(" · ".join(record.facts), style="bright_black")
-    if record.metrics:
-        metrics = record.metrics.items()
-        yield Text.assemble(*(x for k, v in metrics for x in ((f"{clean(k)} ", "bright_black"), f"{decimal(v)}   ")))
-    if row.error:
-        yield Text.assemble(("failed: ", "bold red"), (row.error, "red"))
-    if record.answer:
-        yield Text.assemble(("answer: ", "bold"), clean(record.answer[:LONGEST]))
 
 
 def _block(block: Block, longest: int | None) -> Iterator[tuple[Text, str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, step_of
 from trireme.monitor.metrics import read_metrics
-from trireme.tools.rollouts import ResultsFile
+from trireme.tools.rollouts import ResultsFile, identity_of
 
 TRAINING = "training"
 RESULTS = "results.jsonl"
@@ -102,37 +102,28 @@ class MeanRewards:
 
     def __init__(self) -> None:
         self.known: dict[Path, float | None] = {}
-        self._seen: dict[Path, tuple[int, int, int]] = {}
+        self._seen: dict[Path, tuple[int, int, int] | None] = {}
         self._offsets: dict[Path, int] = {}
 
-    def update(self, sources: Sequence[Source]) -> Iterator[set[Path]]:
-        """Read what is new. Yield the files whose mean has changed; after each part of a large file, an empty set."""
+    def update(self, sources: Sequence[Source]) -> Iterator[None]:
+        """Read what is new. Yield after each part of a file."""
         for run in {source.run for source in sources if source.series == TRAINING}:
-            file = RunPaths(run).metrics
-            rows, self._offsets[file] = read_metrics(file, self._offsets.get(file, 0))
+            metrics = RunPaths(run).metrics
+            rows, self._offsets[metrics] = read_metrics(metrics, self._offsets.get(metrics, 0))
             # A run that trained a step again has written it again: the later value counts.
             means = {row["step"]: row["reward/mean"] for row in rows if isinstance(row.get("reward/mean"), int | float)}
             batches = [one for one in sources if (one.run, one.series) == (run, TRAINING) and one.version in means]
             self.known |= {source.path: float(means[source.version]) for source in batches}
-            yield {source.path for source in batches}
-        for source in sources:
-            if source.series != TRAINING:
-                yield from self._update_results(source.path)
-
-    def _update_results(self, path: Path) -> Iterator[set[Path]]:
-        try:
-            stat = path.stat()
-        except OSError:
-            return
-        identity = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        if self._seen.get(path) == identity:
-            return
-        file, total, count, has_more = ResultsFile(path), 0.0, 0, True
-        while has_more:
-            has_more = file.read_more()
-            rewards = [row.reward for row in file.rows if row.reward is not None]
-            total, count = total + sum(rewards), count + len(rewards)
-            file.rows.clear()
-            yield set()
-        self._seen[path], self.known[path] = identity, total / count if count else None
-        yield {path}
+            yield
+        for path in [source.path for source in sources if source.series != TRAINING]:
+            identity = identity_of(path)
+            if identity in (None, self._seen.get(path)):
+                continue
+            file, total, count, has_more = ResultsFile(path), 0.0, 0, True
+            while has_more:
+                has_more = file.read_more()
+                rewards = [row.reward for row in file.rows if row.reward is not None]
+                total, count = total + sum(rewards), count + len(rewards)
+                file.rows.clear()
+                yield
+            self._seen[path], self.known[path] = identity, total / count if count else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import msgspec
 from rich.text import Text
@@ -31,6 +31,7 @@ class ExampleRow(msgspec.Struct):
     std: float | None = None
     low: float | None = None
     high: float | None = None
+    rollout: int = -1
 
 
 Line = Row | ExampleRow
@@ -38,7 +39,7 @@ Line = Row | ExampleRow
 
 def key_of(line: Line) -> tuple[str, str, int]:
     """Return environment, example and rollout: the same rollout at another step has the same key."""
-    return line.env, line.example, line.rollout if isinstance(line, Row) else -1
+    return line.env, line.example, line.rollout
 
 
 def by_example(rows: Iterable[Row]) -> list[ExampleRow]:
@@ -47,60 +48,43 @@ def by_example(rows: Iterable[Row]) -> list[ExampleRow]:
         groups.setdefault((row.env, row.example), []).append(row)
     lines = []
     for (env, example), group in groups.items():
-        rewards = [row.reward for row in group if row.reward is not None]
         line = ExampleRow(env, example, len(group), next((row.question for row in group if row.question), ""))
-        if rewards:
+        if rewards := [row.reward for row in group if row.reward is not None]:
             line.mean, line.std = fmean(rewards), pstdev(rewards)
             line.low, line.high = min(rewards), max(rewards)
         lines.append(line)
     return lines
 
 
-class Column(NamedTuple):
-    name: str  # a field of the line
-    heading: str
-    is_descending: bool = False  # when the user first sorts by it: what is usually looked for comes first
+ROLLOUTS = {
+    **{"example": "example", "rollout": "#", "reward": "reward", "advantage": "adv", "tokens": "tokens"},
+    **{"turns": "turns", "stop": "end", "last_message": "last message"},
+}
+EXAMPLES = {
+    **{"example": "example", "count": "n", "mean": "mean", "std": "std", "low": "lowest", "high": "highest"},
+    "question": "question",
+}
+"""Fields of a line with their headings."""
+LARGEST_FIRST = {"advantage", "tokens", "turns", "count", "std"}
+"""Columns whose largest values are what a user who sorts by them looks for."""
 
 
-ENV = Column("env", "env")
-ADVANTAGE = Column("advantage", "adv", is_descending=True)
-ROLLOUTS = (
-    Column("example", "example"),
-    Column("rollout", "#"),
-    Column("reward", "reward"),
-    ADVANTAGE,
-    Column("tokens", "tokens", is_descending=True),
-    Column("turns", "turns", is_descending=True),
-    Column("stop", "end"),
-    Column("said", "last words"),
-)
-EXAMPLES = (
-    Column("example", "example"),
-    Column("count", "n", is_descending=True),
-    Column("mean", "mean"),
-    Column("std", "std", is_descending=True),
-    Column("low", "lowest"),
-    Column("high", "highest"),
-    Column("question", "question"),
-)
-
-
-def columns_for(rows: Sequence[Row], *, by_example: bool) -> list[Column]:
+def columns_for(rows: Sequence[Row], *, by_example: bool) -> dict[str, str]:
     """Leave out environments if there is only one, and advantages if there are none."""
-    columns = list(EXAMPLES if by_example else ROLLOUTS)
-    if all(row.advantage is None for row in rows) and not by_example:
-        columns.remove(ADVANTAGE)
-    return [ENV, *columns] if len({row.env for row in rows}) > 1 else columns
+    columns = dict(EXAMPLES if by_example else ROLLOUTS)
+    if all(row.advantage is None for row in rows):
+        columns.pop("advantage", None)
+    return {"env": "env"} | columns if len({row.env for row in rows}) > 1 else columns
 
 
 def cell(line: Any, name: str) -> Text:
-    """Show one value of a line: numbers on the right, in a colour that tells good from bad."""
+    """Show one value of a line: numbers on the right, green if they are good and red if they are bad."""
     if name == "stop":
         style = "red" if line.error else "yellow" if line.truncated or line.flaws else "bright_black"
         ending = line.stop or ("truncated" if line.truncated else "")
         return Text("failed" if line.error and line.stop != DROPPED else ending, style=style)
-    if name == "said":
-        return Text(line.error or line.said or line.question, style="red" if line.error else "")
+    if name == "last_message":
+        return Text(line.error or line.last_message or line.question, style="red" if line.error else "")
     value = getattr(line, name)
     if isinstance(value, str):
         return Text(clean(value), justify="right" if name == "example" else "left")
@@ -148,17 +132,16 @@ class RolloutTable(DataTable[Text]):
         self.lines: Sequence[Line] = ()
         self._content: tuple[Any, ...] = ()
 
-    def show(self, lines: Sequence[Line], columns: Sequence[Column], *, sorted_by: str, backwards: bool) -> None:
+    def show(self, lines: Sequence[Line], columns: dict[str, str], *, sorted_by: str, backwards: bool) -> None:
         content = lines[:MOST_LINES], columns, sorted_by, backwards
         if content == self._content:
             return  # an update would scroll the table back
         self._content, self.lines = content, lines[:MOST_LINES]
         self.clear(columns=True)
-        for column in columns:
-            mark = MARKS[backwards] if column.name == sorted_by else ""
-            self.add_column(Text(f"{column.heading}{mark}"), key=column.name)
+        for name, heading in columns.items():
+            self.add_column(Text(f"{heading}{MARKS[backwards] if name == sorted_by else ''}"), key=name)
         for line in self.lines:
-            self.add_row(*(cell(line, column.name) for column in columns))
+            self.add_row(*(cell(line, name) for name in columns))
 
     @property
     def current(self) -> Line | None:

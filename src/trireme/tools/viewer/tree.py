@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,18 +63,22 @@ class RunTree(Tree[Key]):
                 self._by_key[run, series] = branch
                 for source in files:
                     key = (run, series, source.path)
-                    self._by_key[key] = branch.add_leaf(self._label(source), key)
-        self.relabel([])
+                    self._by_key[key] = branch.add_leaf("", key)
+        self.relabel()
         if cursor in self._by_key:
             self.call_after_refresh(self.move_cursor, self._by_key[cursor])
 
-    def relabel(self, changed: Collection[Path]) -> None:
+    def relabel(self) -> None:
         """Show the mean rewards of files, and the trends of all series."""
         means: dict[Key, list[float | None]] = {}
         for key, source in self._sources.items():
-            means.setdefault(key[:2], []).append(self._means.get(source.path))
-            if source.path in changed:
-                self._by_key[key].set_label(self._label(source))
+            mean = self._means.get(source.path)
+            means.setdefault(key[:2], []).append(mean)
+            label = Text(f"{clean(source.label)}  ")
+            if mean is not None:
+                label.append(decimal(mean), style=reward_style(mean))
+            if self._by_key[key].label != label:
+                self._by_key[key].set_label(label)
         for series, values in means.items():
             label, trend = Text(f"{clean(str(series[1]))} "), [value for value in values if value is not None]
             if len(trend) > 1:
@@ -83,11 +87,6 @@ class RunTree(Tree[Key]):
             else:
                 label.append(str(len(values)), style="bright_black")
             self._by_key[series].set_label(label)
-
-    def _label(self, source: Source) -> Text:
-        mean = self._means.get(source.path)
-        label = Text(f"{clean(source.label)}  ")
-        return label if mean is None else label.append(decimal(mean), style=reward_style(mean))
 
     def source_of(self, node: TreeNode[Key]) -> Source | None:
         return self._sources.get(node.data or ())

@@ -98,7 +98,7 @@ class Workspace:
 
     @property
     def is_checkout(self) -> bool:
-        """Whether this is the folder that everything comes from."""
+        """Return whether this is the folder that everything comes from."""
         return self.root.resolve() == self.shipped.root.resolve()
 
     def link_python(self, prefix: Path = Path(sys.prefix)) -> PythonProject:

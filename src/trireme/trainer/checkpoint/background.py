@@ -37,17 +37,18 @@ class BackgroundJob:
         self.check()
         self._what = what
         self._idle.clear()
-        threading.Thread(target=self._run, args=(job,), name=what, daemon=True).start()
 
-    def _run(self, job: Callable[[], None]) -> None:
-        began = time.perf_counter()
-        try:
-            job()
-            self._seconds = time.perf_counter() - began
-        except BaseException as error:  # raised by `check`
-            self._error = error
-        finally:
-            self._idle.set()
+        def run() -> None:
+            began = time.perf_counter()
+            try:
+                job()
+                self._seconds = time.perf_counter() - began
+            except BaseException as error:  # raised by `check`
+                self._error = error
+            finally:
+                self._idle.set()
+
+        threading.Thread(target=run, name=what, daemon=True).start()
 
     def check(self) -> None:
         """Raise what the last job raised."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +27,8 @@ from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write, remove_folder, replace_folder, step_folder
 from trireme.base.waiting import DISK, Waits
+from trireme.config.run import RunConfig
+from trireme.config.sft import SftConfig
 from trireme.config.trainer import Checkpoints
 from trireme.journal.manifest import MANIFEST, FileEntry, Manifest, complete_steps, describe_file, read_manifest
 from trireme.trainer.checkpoint.background import BackgroundJob
@@ -104,7 +106,12 @@ class CheckpointStore:
         if self._world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         self._world.barrier()  # from here on, the folder exists only while this checkpoint is written
-        shards = self._copy_shards(state)
+        shards = {}
+        for name, tensor in tensors_of(state).items():
+            shard = shard_of(tensor)
+            if is_written_by(tensor, self._world.rank) and shard.num_bytes:
+                shards[name] = replace(shard, tensor=self._host_buffers.copy(name, shard.tensor))
+        self._host_buffers.finish()
         random = {"cpu": torch.get_rng_state()}
         if self._world.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state()
@@ -154,32 +161,29 @@ class CheckpointStore:
             set_aside_after(self._exporter.folder, version)
         return version
 
-    def _copy_shards(self, state: TrainerState) -> dict[str, Shard]:
-        shards = {}
-        for name, tensor in tensors_of(state).items():
-            shard = shard_of(tensor)
-            if is_written_by(tensor, self._world.rank) and shard.num_bytes:
-                shards[name] = replace(shard, tensor=self._host_buffers.copy(name, shard.tensor))
-        self._host_buffers.finish()
-        return shards
-
     def _write(self, copy: _Copy) -> None:
         """Write a copy. Runs in the background thread."""
         rank = self._world.rank
         if self._world.is_main:
             self._when_there_is_room(lambda: copy.folder.mkdir(parents=True), f"checkpoint {copy.name}")
         else:
-            self._wait_for_main(copy.folder.exists, f"a folder for checkpoint {copy.name}")
+            self._wait_for(copy.folder.exists, f"a folder for checkpoint {copy.name}", peer="trainer", times=3)
         reach("checkpoint.begun", rank=rank)
         self._when_there_is_room(lambda: _write_rank(copy, rank), f"checkpoint {copy.name}")
         reach("checkpoint.written", rank=rank)
         if self._world.is_main:
             self._complete(copy)
         else:
-            self._wait_for_main(lambda: not copy.folder.exists(), f"checkpoint {copy.name} to be complete")
+            is_complete = f"checkpoint {copy.name} to be complete"
+            self._wait_for(lambda: not copy.folder.exists(), is_complete, peer="trainer", times=3)
 
     def _complete(self, copy: _Copy) -> None:
-        files = self._files_of_all_ranks(copy)
+        files: Files = {}
+        for rank in range(self._world.size):
+            path = _list_of_rank(copy.folder, rank)
+            self._wait_for(path.exists, f"its part of checkpoint {copy.name}", peer=f"trainer.{rank}")
+            files |= msgspec.json.decode(path.read_bytes(), type=Files)
+            path.unlink()
         if export := copy.export:
             self._when_there_is_room(lambda: export.write(copy.folder, copy.version), f"weights {copy.name}")
         manifest = msgspec.json.encode(Manifest(copy.version, self._world.size, time.time(), files))
@@ -195,18 +199,6 @@ class CheckpointStore:
         log.info("checkpoint %s", final)
         reach("checkpoint.complete")
         self._remove_old(copy.version)
-
-    def _files_of_all_ranks(self, copy: _Copy) -> Files:
-        files: Files = {}
-        for rank in range(self._world.size):
-            path = _list_of_rank(copy.folder, rank)
-            self._wait_for(path.exists, f"its part of checkpoint {copy.name}", peer=f"trainer.{rank}")
-            files |= msgspec.json.decode(path.read_bytes(), type=Files)
-            path.unlink()
-        return files
-
-    def _wait_for_main(self, condition: Callable[[], bool], what: str) -> None:
-        self._wait_for(condition, what, peer="trainer", times=3)
 
     def _wait_for(self, condition: Callable[[], bool], what: str, *, peer: str, times: int = 1) -> None:
         """
@@ -230,6 +222,25 @@ class CheckpointStore:
 
     def _when_there_is_room(self, write: Callable[[], None], what: str) -> None:
         when_there_is_room(write, what=what, folder=self._folder, waits=self._waits, deadline_s=self._disk_timeout_s)
+
+
+@contextmanager
+def open_checkpoints(
+    config: RunConfig | SftConfig, settings: Checkpoints, world: World, waits: Waits, exporter: Exporter
+) -> Iterator[CheckpointStore]:
+    """Open the checkpoints of a run. On exit, the last one gets some time to be written."""
+    store = CheckpointStore(
+        config.paths.checkpoints,
+        settings,
+        world,
+        waits=waits,
+        disk_timeout_s=config.disk_timeout_s,
+        exporter=exporter,
+    )
+    try:
+        yield store
+    finally:
+        store.close()
 
 
 def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:

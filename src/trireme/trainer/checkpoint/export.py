@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,7 +25,7 @@ from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.paths import replace_folder, step_folder, sync_folder
 from trireme.journal.manifest import find_damage, read_manifest
-from trireme.trainer.checkpoint.export_layout import Layout, layout_of, read_layout, write_layout
+from trireme.trainer.checkpoint.export_layout import Layout, in_dtype, layout_of, read_layout, stored_tensors
 from trireme.trainer.checkpoint.hf_files import (
     MAX_FILE_BYTES,
     adapter_layout,
@@ -35,9 +36,8 @@ from trireme.trainer.checkpoint.hf_files import (
     write_model,
 )
 from trireme.trainer.model.lora import Adapters, adapters_of
-from trireme.trainer.model.model import open_tokenizer, published_config
+from trireme.trainer.model.model import published_config
 from trireme.trainer.model.sharding import class_name
-from trireme.trainer.parallel.mesh import World
 from trireme.trainer.parallel.shards import open_shards
 
 log = get_logger("export")
@@ -46,41 +46,26 @@ DESCRIPTION = "model"  # folder in a checkpoint with all of an export but its we
 LAYOUT = "layout.json"  # file in a checkpoint with the tensors of an export
 
 
+@dataclass(frozen=True)
 class Exporter:
     """Makes `weights/step_N/`, which appears under its name only once it is complete and on disk."""
 
-    def __init__(
-        self,
-        folder: Path,
-        world: World,
-        *,
-        tokenizer: str | PreTrainedTokenizerBase,
-        dtype: torch.dtype,
-        trust_remote_code: bool,
-    ) -> None:
-        """
-        Raises:
-            ConfigError: the tokenizer cannot be loaded.
-        """
-        self.folder = folder
-        self._world = world
-        self._dtype = dtype
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        if world.is_main:
-            self._tokenizer = open_tokenizer(tokenizer, trust_remote_code) if isinstance(tokenizer, str) else tokenizer
+    folder: Path  # parent of `step_N`
+    tokenizer: PreTrainedTokenizerBase | None  # None on ranks other than 0
+    dtype: torch.dtype
 
     def prepare(self, model: PreTrainedModel) -> Export | None:
         """Return what rank 0's thread needs to export a checkpoint; None on other ranks. Copies no tensors."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return None
         return Export(
             folder=self.folder,
-            layout=adapter_layout(model) if adapters_of(model) else layout_of(model, self._dtype),
-            dtype=self._dtype,
+            layout=adapter_layout(model) if adapters_of(model) else layout_of(model, self.dtype),
+            dtype=self.dtype,
             config=published_config(model),
             generation=copy.deepcopy(model.generation_config),
             architecture=class_name(model),
-            tokenizer=self._tokenizer,
+            tokenizer=self.tokenizer,
             adapters=adapters_of(model),
         )
 
@@ -102,7 +87,7 @@ class Export:
         """Write all but the weights; return the files."""
         folder, layout = checkpoint / DESCRIPTION, checkpoint / LAYOUT
         folder.mkdir(exist_ok=True)
-        write_layout(layout, self.layout)
+        layout.write_bytes(msgspec.json.encode(self.layout))
         self.tokenizer.save_pretrained(folder)
         if self.adapters is not None:
             describe_adapters(folder, self.adapters)
@@ -137,7 +122,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, dtype: str | None = Non
     write_export(
         folder,
         checkpoint / DESCRIPTION,
-        layout.in_dtype(dtype) if dtype else layout,
+        in_dtype(layout, dtype) if dtype else layout,
         [checkpoint / name for name in names],
         dtype=getattr(torch, dtype) if dtype else None,
     )
@@ -169,13 +154,13 @@ def write_export(
         is_adapter = holds_adapters(partial)
         with open_shards(pieces) as stored:
             most = sys.maxsize if is_adapter else max_file_bytes
-            write_model(partial, layout.specs, layout.tensors(stored), max_file_bytes=most)
+            write_model(partial, layout, stored_tensors(layout, stored), max_file_bytes=most)
         if is_adapter:
             name_as_adapters(partial)
         elif dtype is not None:
             correct_config(partial, dtype)
 
-    make_folder(folder, fill, room=num_bytes(layout.specs))
+    make_folder(folder, fill, room=num_bytes(layout))
 
 
 def make_folder(folder: Path, fill: Callable[[Path], None], *, room: int) -> None:

@@ -1,6 +1,7 @@
-"""Adapters in files, as PEFT has them: `adapter_model.safetensors` and `adapter_config.json`.
+"""Files in Hugging Face format: a model's safetensors, and adapters as PEFT has them.
 
-`PeftModel.from_pretrained`, transformers and vLLM (`--lora-modules`) load such a folder with the base model.
+`PeftModel.from_pretrained`, transformers and vLLM (`--lora-modules`) load a folder with `adapter_model.safetensors` and
+`adapter_config.json` together with the base model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from trireme.messages import TensorSpec
-from trireme.trainer.checkpoint.export_layout import Layout
+from trireme.trainer.checkpoint.export_layout import Layout, laid_tensor
 from trireme.trainer.model.layouts import identity_layout
 from trireme.trainer.model.lora import Adapters, peft_name, to_peft, trained_tensors
 
@@ -26,11 +27,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 def adapter_layout(model: PreTrainedModel) -> Layout:
     """Return the layout of all that is trained, in float32."""
-    trained = {name: tuple(tensor.shape) for name, tensor in trained_tensors(model).items()}
-    return Layout(
-        tuple(TensorSpec(name=peft_name(name), dtype="float32", shape=list(shape)) for name, shape in trained.items()),
-        tuple(identity_layout(name, shape) for name, shape in trained.items()),
-    )
+    return [
+        laid_tensor(peft_name(name), torch.float32, identity_layout(name, tensor.shape))
+        for name, tensor in trained_tensors(model).items()
+    ]
 
 
 def describe_adapters(folder: Path, adapters: Adapters) -> None:
@@ -67,16 +67,16 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Specs = Sequence[TensorSpec]
 
 _DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
 
 
@@ -135,7 +135,7 @@ def _write_header(file: IO[bytes], specs: Specs) -> None:
     begin = 0
     for spec in specs:
         end = begin + _size(spec)
-        header[spec.name] = {"dtype": _DTYPES[_dtype(spec)], "shape": spec.shape, "data_offsets": [begin, end]}
+        header[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # readers map the file and need aligned numbers
@@ -143,9 +143,4 @@ def _write_header(file: IO[bytes], specs: Specs) -> None:
 
 
 def _size(spec: TensorSpec) -> int:
-    return torch.Size(spec.shape).numel() * _dtype(spec).itemsize
-
-
-def _dtype(spec: TensorSpec) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return dtype
+    return torch.Size(spec.shape).numel() * getattr(torch, spec.dtype).itemsize

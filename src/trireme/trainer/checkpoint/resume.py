@@ -27,32 +27,15 @@ def version_to_resume(folder: Path, config: Checkpoints, *, resume: bool) -> int
     Raises:
         ConfigError: the checkpoint of `resume_step` is missing, incomplete or damaged.
     """
-    if config.resume_step is None and not resume:
+    step = config.resume_step
+    if step == 0 or (step is None and not resume):
         return 0
-    if config.resume_step in (None, -1):
-        return _newest_undamaged(folder)
-    if config.resume_step:
-        _require_undamaged(folder, config.resume_step)
-    return config.resume_step or 0
-
-
-def _newest_undamaged(folder: Path) -> int:
-    for step in reversed(steps_in(folder)):
-        if (damage := _damage_of(folder, step)) is None:
-            return step
-        log.error("The checkpoint of step %d cannot be used: %s. Trying the one before it.", step, damage)
-    return 0
-
-
-def _damage_of(folder: Path, step: int) -> str | None:
-    found = step_folder(folder, step)
-    if damage := find_damage(found):
-        return damage
-    version = read_manifest(found).version
-    return None if version == step else f"the manifest in {found} is that of version {version}"
-
-
-def _require_undamaged(folder: Path, step: int) -> None:
+    if step in (None, -1):
+        for newest in reversed(steps_in(folder)):
+            if (damage := _damage_of(folder, newest)) is None:
+                return newest
+            log.error("The checkpoint of step %d cannot be used: %s. Trying the one before it.", newest, damage)
+        return 0
     steps = complete_steps(folder)
     ways_out = "Set `--trainer.ckpt.resume-step` to one of these, or -1 for the newest."
     if step not in steps:
@@ -61,6 +44,15 @@ def _require_undamaged(folder: Path, step: int) -> None:
         )
     if damage := _damage_of(folder, step):
         raise ConfigError(f"The checkpoint of step {step} is damaged: {damage} (complete: {steps}). {ways_out}")
+    return step
+
+
+def _damage_of(folder: Path, step: int) -> str | None:
+    found = step_folder(folder, step)
+    if damage := find_damage(found):
+        return damage
+    version = read_manifest(found).version
+    return None if version == step else f"the manifest in {found} is that of version {version}"
 
 
 def set_aside_after(folder: Path, version: int) -> None:
@@ -105,7 +97,10 @@ def check_shared(folder: Path, world: World) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         mark.touch()
     world.barrier()
-    blind = torch.tensor([int(not _appears(mark))], device=world.device)
+    give_up = time.monotonic() + APPEARS_WITHIN_S
+    while not mark.exists() and time.monotonic() < give_up:
+        time.sleep(0.1)
+    blind = torch.tensor([int(not mark.exists())], device=world.device)
     dist.all_reduce(blind)
     if world.is_main:
         mark.unlink()
@@ -115,12 +110,3 @@ def check_shared(folder: Path, world: World) -> None:
             "machine) - expected one folder that all machines of `hosts.trainer` share: each writes its part of a "
             "checkpoint. Set `output_dir` to a folder on a file system that is mounted on all of them."
         )
-
-
-def _appears(mark: Path) -> bool:
-    give_up = time.monotonic() + APPEARS_WITHIN_S
-    while not mark.exists():
-        if time.monotonic() > give_up:
-            return False
-        time.sleep(0.1)
-    return True

@@ -59,14 +59,10 @@ def wrap_layers(layers: Sequence[torch.nn.Module], config: TrainerModel, device:
 def _recomputed(forward: Forward, layer: torch.nn.Module, config: ActivationCheckpointing) -> Forward:
     if config.mode == "full":
         return partial(checkpoint, forward, use_reentrant=False)
-    kept = KEPT - CHANGED_BY_EXPERTS if _have_biases(layer) else KEPT
+    has_biases = any(".experts." in name and name.endswith("_bias") for name, _ in layer.named_parameters())
+    kept = KEPT - CHANGED_BY_EXPERTS if has_biases else KEPT
     contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
     return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-
-
-def _have_biases(layer: torch.nn.Module) -> bool:
-    """Return whether the layer has experts with biases."""
-    return any(".experts." in name and name.endswith("_bias") for name, _ in layer.named_parameters())
 
 
 def _policy(kept: Set[str], _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -126,11 +122,8 @@ class Offload:
         if tensor.device != self._device or tensor.nbytes < self._smallest_bytes or memory in layer.parameters:
             return tensor
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        if key not in layer.seen:  # the shared input of several matrices is moved once
-            layer.seen[key] = (tensor, self._move(layer, tensor))
-        return layer.seen[key][1]
-
-    def _move(self, layer: _Layer, tensor: torch.Tensor) -> _Kept:
+        if key in layer.seen:  # the shared input of several matrices is moved once
+            return layer.seen[key][1]
         source = tensor.detach()
         self.num_bytes += source.nbytes
         copy = torch.empty_like(source, device="cpu", pin_memory=self._stream is not None)
@@ -143,6 +136,7 @@ class Offload:
             source.record_stream(self._stream)
         kept = _Kept(layer, copy)
         layer.kept.append(kept)
+        layer.seen[key] = (tensor, kept)
         return kept
 
     def _unpack(self, kept: torch.Tensor | _Kept) -> torch.Tensor:
@@ -155,7 +149,13 @@ class Offload:
                     self._fetch(other)
                 layer.kept.clear()
         kept.layer.before = None
-        return self._take(kept)
+        tensor = kept.back
+        assert tensor is not None, "fetched before it is taken"
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            tensor.record_stream(current)
+        return tensor
 
     def _fetch(self, kept: _Kept) -> None:
         if kept.back is not None:
@@ -165,12 +165,3 @@ class Offload:
         else:
             with torch.cuda.stream(self._stream):
                 kept.back = kept.tensor.to(self._device, non_blocking=True)
-
-    def _take(self, kept: _Kept) -> torch.Tensor:
-        tensor = kept.back
-        assert tensor is not None, "fetched before it is taken"
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            tensor.record_stream(current)
-        return tensor

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from trireme.algo import activations
+from trireme.algo.model import activations
 
 SHORT = {dtype: activations.SHORT[dtype.itemsize] for dtype in (torch.bfloat16, torch.float32)}
 """Tokens of a sample up to which this is faster."""

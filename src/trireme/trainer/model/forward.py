@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trireme.algo.columns import Columns
-from trireme.algo.logprobs import Choices
+from trireme.algo.loss.logprobs import Choices
 from trireme.algo.packing import positions, share_nothing, share_prefixes
 from trireme.algo.weight_checks import probe_ids
 from trireme.base.errors import ConfigError

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from trireme.algo.logprobs import Choices, token_logprobs
+from trireme.algo.loss.logprobs import Choices, token_logprobs
 
 Result = TypeVar("Result")
 
@@ -111,7 +111,10 @@ class _InChunks(torch.autograd.Function):
         *_: nn.Parameter,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.head, ctx.score, ctx.chunk = head, score, chunk
-        ctx.random = _random_state(hidden_KH.device) if head.drops() else None
+        ctx.random = None
+        if head.drops():
+            on_gpu = hidden_KH.device.type == "cuda"
+            ctx.random = [torch.get_rng_state(), *([torch.cuda.get_rng_state(hidden_KH.device)] if on_gpu else [])]
         ctx.save_for_backward(hidden_KH)
         parts = [score(first, hidden_KH[first : first + chunk]) for first in _starts(hidden_KH, chunk)]
         logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -178,10 +181,6 @@ class _Sum:
         return None if self._total is None else self._total.to(dtype)
 
 
-def _random_state(device: torch.device) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
 @contextmanager
 def _drawing_from(state: list[torch.Tensor] | None, device: torch.device) -> Iterator[None]:
     """Draw again what was drawn from this random state, and restore the current one afterwards."""
@@ -205,7 +204,7 @@ class _Echo(nn.Module):
 def _without_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the same model, sharing all its modules, with an echo as its decoder: its `forward` is only the head.
 
-    So whatever a model does to its logits is done, without a list of what models do.
+    So all that a model does to its logits is done, without a list of what models do.
     """
     plain = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     shadow: PreTrainedModel = object.__new__(plain)

@@ -75,12 +75,8 @@ def hub_names(model: PreTrainedModel) -> HubNames:
     Raises:
         ConfigError: parameters are neither published tensors, nor slices of them, nor joined from them.
     """
-    if model not in _known:
-        _known[model] = _build(model)
-    return _known[model]
-
-
-def _build(model: PreTrainedModel) -> HubNames:
+    if model in _known:
+        return _known[model]
     kept = model.state_dict()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     # Persistent buffers are part of a checkpoint though not trained, such as the corrections of some routers.
@@ -95,7 +91,8 @@ def _build(model: PreTrainedModel) -> HubNames:
         if len(layout.sources) != 1:
             raise _unknown(model, f"{name} would be made of {', '.join(layout.sources)}")
         by_own_name[layout.sources[0]][name] = layout
-    return HubNames(by_own_name)
+    _known[model] = HubNames(by_own_name)
+    return _known[model]
 
 
 @dataclass(frozen=True)

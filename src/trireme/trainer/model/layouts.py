@@ -1,17 +1,19 @@
 """Layouts of tensors: where the values of a tensor are in other tensors, without any values.
 
 `TensorLayout` can be stacked, joined, cut and transposed like a tensor. What transformers does with a checkpoint's
-tensors, done with these instead, says which slice of which of them each part of a parameter is.
+tensors, done with these instead, shows which slice of which of them each part of a parameter is.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 Region = tuple[slice, ...]
 Read = Callable[[str, Region], torch.Tensor]  # name, and which part of it
@@ -21,8 +23,7 @@ class UnsupportedLayout(TypeError):
     """The values are computed, or moved in another way than by slices."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(msgspec.Struct, frozen=True, array_like=True):
     """A box of a tensor whose values come from one other tensor, its source."""
 
     source: str  # name of the source
@@ -99,13 +100,6 @@ class TensorLayout:
         )
         return TensorLayout(torch.Size(pick(self.shape)), tuple(parts))
 
-    def _unsqueezed(self) -> TensorLayout:
-        parts = (
-            replace(part, axes=(None, *part.axes), offsets=(0, *part.offsets), sizes=(1, *part.sizes))
-            for part in self.parts
-        )
-        return TensorLayout(torch.Size((1, *self.shape)), tuple(parts))
-
     @property
     def sources(self) -> list[str]:
         return list(dict.fromkeys(part.source for part in self.parts))
@@ -141,18 +135,19 @@ def identity_layout(name: str, shape: Sequence[int]) -> TensorLayout:
     return TensorLayout(torch.Size(shape), (part,))
 
 
-def _cat(tensors: Sequence[TensorLayout], dim: int = 0) -> TensorLayout:
-    dim %= tensors[0].ndim
-    return _joined(tensors, dim)
-
-
 def _stack(tensors: Sequence[TensorLayout], dim: int = 0) -> TensorLayout:
     if dim:
         raise UnsupportedLayout(f"stacked along dimension {dim}")
-    return _joined([tensor._unsqueezed() for tensor in tensors], 0)
+    unsqueezed = [
+        [replace(p, axes=(None, *p.axes), offsets=(0, *p.offsets), sizes=(1, *p.sizes)) for p in tensor.parts]
+        for tensor in tensors
+    ]
+    shapes = [torch.Size((1, *tensor.shape)) for tensor in tensors]
+    return _cat([TensorLayout(shape, tuple(parts)) for shape, parts in zip(shapes, unsqueezed, strict=True)])
 
 
-def _joined(tensors: Sequence[TensorLayout], dim: int) -> TensorLayout:
+def _cat(tensors: Sequence[TensorLayout], dim: int = 0) -> TensorLayout:
+    dim %= tensors[0].ndim
     shapes = {tuple(_with(tensor.shape, dim, 0)) for tensor in tensors}
     if len(shapes) > 1:
         raise UnsupportedLayout(f"joined along dimension {dim}: {sorted(tuple(tensor.shape) for tensor in tensors)}")

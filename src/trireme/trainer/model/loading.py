@@ -54,8 +54,13 @@ def find_files(name: str) -> PublishedFiles:
     Raises:
         ConfigError: there are none, they are damaged, or the hub cannot be reached.
     """
+    options = {"_raise_exceptions_for_missing_entries": False}
     try:
-        return PublishedFiles(_file_names(name))
+        if index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options):
+            return PublishedFiles([Path(file) for file in get_checkpoint_shard_files(name, index)[0]])
+        if single := cached_file(name, SAFE_WEIGHTS_NAME, **options):
+            return PublishedFiles([Path(single)])
+        raise OSError(f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
     except (OSError, ValueError, KeyError) as error:
         raise cannot_be_loaded(name, error) from error
     except SafetensorError as error:
@@ -63,15 +68,6 @@ def find_files(name: str) -> PublishedFiles:
             f"The weights of {name!r} cannot be read: {error} - whole safetensors files were expected. "
             "Copy or download the model again."
         ) from error
-
-
-def _file_names(name: str) -> list[Path]:
-    options = {"_raise_exceptions_for_missing_entries": False}
-    if index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options):
-        return [Path(file) for file in get_checkpoint_shard_files(name, index)[0]]
-    if single := cached_file(name, SAFE_WEIGHTS_NAME, **options):
-        return [Path(single)]
-    raise OSError(f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
 
 
 def cannot_be_loaded(name: str, error: Exception) -> ConfigError:
@@ -201,10 +197,10 @@ def find_layouts(places: ModelTensors, files: PublishedFiles, name: str) -> dict
     ]
     faults = {"missing": missing, "without a place in the model": sources.unexpected, "of another shape": misshaped}
     if any(faults.values()):
-        said = "; ".join(f"{len(names)} {fault}: {_some(names)}" for fault, names in faults.items() if names)
+        listed = "; ".join(f"{len(names)} {fault}: {_some(names)}" for fault, names in faults.items() if names)
         raise ConfigError(
             f"The weights of {name!r} are not those of {type(model).__name__}, which its config.json describes. "
-            f"{said} - expected every tensor of the model, and no other. "
+            f"{listed} - expected every tensor of the model, and no other. "
             "Set `model.name` to a folder whose config.json and safetensors belong together."
         )
     return layouts

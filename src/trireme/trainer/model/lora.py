@@ -240,16 +240,14 @@ def fill_adapters(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             shard = shard_of(parameter)
-            shard.tensor.copy_(_draw(name, shard.shape, adapters.seed)[shard.region])
+            whole = torch.zeros(shard.shape)
+            if ".lora_A." in name:
+                bound = 1 / math.sqrt(shard.shape[-1])  # Kaiming's with a = sqrt(5), in which the square roots cancel
+                generator = torch.Generator().manual_seed(_mix(adapters.seed, name))
+                whole.uniform_(-bound, bound, generator=generator)
+            shard.tensor.copy_(whole[shard.region])
     for layer in _dropouts(model):
         layer.eval()
-
-
-def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    if ".lora_B." in name:
-        return torch.zeros(shape)
-    bound = 1 / math.sqrt(shape[-1])  # Kaiming's bound with a = sqrt(5), in which the square roots cancel
-    return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(_mix(seed, name)))
 
 
 def _mix(*parts: object) -> int:
@@ -272,17 +270,14 @@ def products(model: PreTrainedModel) -> dict[str, Product]:
     found = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
-            parameter = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
-            found[base_name(f"{name}.{parameter}")] = _product(layer)
+            parameter, num_experts, is_transposed = "weight", 1, False
+            if isinstance(layer, ParamWrapper):
+                parameter, num_experts = layer.parameter_name, layer.num_experts
+                is_transposed = num_experts > 1 and not layer._did_swap_in_out_features
+            left, right = layer.lora_B[ADAPTER].weight, layer.lora_A[ADAPTER].weight
+            product = Product(left, right, layer.scaling[ADAPTER], num_experts, is_transposed)
+            found[base_name(f"{name}.{parameter}")] = product
     return found
-
-
-def _product(layer: LoraLayer) -> Product:
-    left, right = layer.lora_B[ADAPTER].weight, layer.lora_A[ADAPTER].weight
-    if not isinstance(layer, ParamWrapper):
-        return Product(left, right, layer.scaling[ADAPTER])
-    is_transposed = layer.num_experts > 1 and not layer._did_swap_in_out_features
-    return Product(left, right, layer.scaling[ADAPTER], layer.num_experts, is_transposed)
 
 
 def merge(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: Product) -> torch.Tensor:

@@ -13,6 +13,7 @@ transformers 5.19.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -111,32 +112,16 @@ def _routers(module: nn.Module) -> list[nn.Module]:
 
 
 def routers_in_float32(layer: nn.Module, config: Experts) -> list[nn.Module]:
-    """Return the routers of a decoder layer that are gathered in float32, whatever the precision of the rest."""
+    """Return the routers of a decoder layer that are gathered in float32 also when the rest is not."""
     return [router_of(block) for block in blocks_of(layer)] if config.router_dtype == "float32" else []
 
 
-class Weighing:
-    """Computes the weights of the chosen experts from a router's logits."""
-
-    def __init__(self, squash: Callable[[torch.Tensor], torch.Tensor], *, normalized: bool, scale: float) -> None:
-        self._squash = squash
-        self._normalized = normalized
-        self._scale = scale
-
-    def __call__(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Return [N, top_k] float32 weights, from [N, experts] logits."""
-        weights = self._squash(logits.float()).gather(-1, chosen)
-        if self._normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights * self._scale
-
-
-def _softmax(logits: torch.Tensor) -> torch.Tensor:
-    return logits.softmax(-1)
+Weighing = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Computes [N, top_k] float32 weights of the chosen experts from a router's logits, [N, experts], and their ids."""
 
 
 def find_weighing(router: nn.Module, config: PretrainedConfig) -> Weighing:
-    """Find how a router weighs experts by running one of its class with random weights, as no attribute tells it.
+    """Find how a router weighs experts by running one of its class with random weights, as no attribute holds it.
 
     Raises:
         ConfigError: it weighs them in an unknown way.
@@ -148,14 +133,28 @@ def find_weighing(router: nn.Module, config: PretrainedConfig) -> Weighing:
             tensor.normal_(0.0, 0.3)
         logits, weights, chosen = random_router(torch.randn(32, config.hidden_size))
     scales = {1.0, float(getattr(router, "routed_scaling_factor", 1.0))}
-    for squash, normalized, scale in product((_softmax, torch.sigmoid), (True, False), sorted(scales)):
-        weighing = Weighing(squash, normalized=normalized, scale=scale)
+    for squash, normalized, scale in product(
+        (partial(torch.softmax, dim=-1), torch.sigmoid), (True, False), sorted(scales)
+    ):
+        weighing = partial(_weigh, squash=squash, normalized=normalized, scale=scale)
         if torch.allclose(weighing(logits, chosen), weights, rtol=1e-4, atol=1e-6):
             return weighing
     raise ConfigError(
         f"`trainer.model.moe.router_replay = true`: how {type(router).__name__} weighs experts is not known - expected "
         "a softmax or sigmoid of its logits, normalised or not. Remove the line."
     )
+
+
+def _weigh(
+    logits: torch.Tensor,
+    chosen: torch.Tensor,
+    *,
+    squash: Callable[[torch.Tensor], torch.Tensor],
+    normalized: bool,
+    scale: float,
+) -> torch.Tensor:
+    weights = squash(logits.float()).gather(-1, chosen)
+    return (weights / weights.sum(-1, keepdim=True) if normalized else weights) * scale
 
 
 class Mixture:

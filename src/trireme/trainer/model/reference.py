@@ -7,7 +7,7 @@ adapters, so that the base model is in memory once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -38,10 +38,7 @@ class Reference:
     @contextmanager
     def ready(self) -> Iterator[PreTrainedModel]:
         """Yield the reference model. The policy must not be used meanwhile."""
-        if self.adapters is None:
-            yield self.model
-            return
-        with exchanged(self.model, self.adapters):
+        with nullcontext() if self.adapters is None else exchanged(self.model, self.adapters):
             yield self.model
 
     def update_if_due(self, policy: PreTrainedModel, version: int) -> None:

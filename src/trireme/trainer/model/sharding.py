@@ -41,7 +41,14 @@ def shard_model(model: PreTrainedModel, config: TrainerModel, world: World) -> N
     FSDP gathers one block at a time, the embedding unless it is also the head, and the rest for the whole forward and
     backward pass. Routers with `router_dtype = "float32"` are gathered in float32.
     """
-    options = _options(config, world)
+    reduce_dtype, dtype = getattr(torch, config.reduce_dtype), getattr(torch, config.optimization_dtype)
+    in_cpu_memory = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    options: dict[str, Any] = {
+        "mesh": world.fsdp_mesh,
+        "reshard_after_forward": config.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype),
+        "offload_policy": in_cpu_memory if config.fsdp_cpu_offload else OffloadPolicy(),
+    }
     # Blocks of towers for images or sound are sharded too.
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     kinds = model._no_split_modules or ()
@@ -64,16 +71,3 @@ def reshard(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _options(config: TrainerModel, world: World) -> dict[str, Any]:
-    return {
-        "mesh": world.fsdp_mesh,
-        "reshard_after_forward": config.reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=getattr(torch, config.optimization_dtype), reduce_dtype=getattr(torch, config.reduce_dtype)
-        ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-        if config.fsdp_cpu_offload
-        else OffloadPolicy(),
-    }

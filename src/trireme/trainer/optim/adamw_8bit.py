@@ -59,7 +59,12 @@ class AdamW8bit(torch.optim.Optimizer):
     def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state |= _first_state(parameter)
+            block = block_of(parameter)
+            dtype = None if block is None else torch.uint8
+            state |= {"step": torch.tensor(0.0)} | {key: torch.zeros_like(parameter, dtype=dtype) for key in MOMENTS}
+            if block is not None:  # with ranges of 0, code 0 means 0
+                *rows, length = local_part(parameter).shape
+                state[RANGE] = _sharded_as(parameter, torch.zeros(*rows, RANGES * (length // block)))
         state["step"] += 1
         if not local_part(parameter).numel():  # not every rank holds a part of a small parameter
             return
@@ -88,14 +93,11 @@ class AdamW8bit(torch.optim.Optimizer):
 
 def block_of(parameter: torch.Tensor) -> int | None:
     """Return the number of values that share a range; None for moments in float32."""
-    if parameter.ndim < 2 or parameter.numel() < SMALLEST or _is_cut_within_rows(parameter):
+    last = parameter.ndim - 1
+    is_cut_within_rows = isinstance(parameter, DTensor) and any(each.is_shard(last) for each in parameter.placements)
+    if parameter.ndim < 2 or parameter.numel() < SMALLEST or is_cut_within_rows:
         return None
     return next((block for block in BLOCKS if parameter.shape[-1] % block == 0), None)
-
-
-def _is_cut_within_rows(parameter: torch.Tensor) -> bool:
-    last = parameter.ndim - 1
-    return isinstance(parameter, DTensor) and any(placement.is_shard(last) for placement in parameter.placements)
 
 
 def in_eight_bits(saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -133,16 +135,6 @@ def _filled(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     tensor = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
     local_part(tensor).copy_(local)
     return tensor
-
-
-def _first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    block = block_of(parameter)
-    dtype = None if block is None else torch.uint8
-    state = {"step": torch.tensor(0.0)} | {key: torch.zeros_like(parameter, dtype=dtype) for key in MOMENTS}
-    if block is not None:  # with ranges of 0, code 0 means 0
-        *rows, length = local_part(parameter).shape
-        state[RANGE] = _sharded_as(parameter, torch.zeros(*rows, RANGES * (length // block)))
-    return state
 
 
 def _take_step(
@@ -215,7 +207,8 @@ SPAN = 11.5
 makes its steps smaller."""
 
 RANGES = 3
-"""Numbers per block beside its codes: the largest |m / s|, the smallest log s, and the distance between its codes."""
+"""Numbers per block in addition to its codes: the largest |m / s|, the smallest log s, and the distance between its
+codes."""
 
 
 def encode(

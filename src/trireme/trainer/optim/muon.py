@@ -44,9 +44,19 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         groups = self.param_groups
-        for group in groups:
-            if group["is_hidden"]:
-                self._step_matrices(group)
+        hidden = [(group, parameter) for group in groups if group["is_hidden"] for parameter in group["params"]]
+        for group, parameter in hidden:
+            if (gradient := parameter.grad) is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
+            ahead = gradient.lerp(momentum, MOMENTUM)  # Nesterov
+            update = orthogonal(whole_tensor(ahead))[shard_of(parameter).region]
+            local = local_part(parameter)
+            local.mul_(1 - group["lr"] * group["weight_decay"])
+            local.add_(update, alpha=-group["lr"] * rate_of(parameter.shape))
         self.param_groups = [group for group in groups if not group["is_hidden"]]
         try:
             return super().step(closure)  # AdamW for the other groups
@@ -56,25 +66,6 @@ class Muon(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Skip AdamW's own method, which expects step counters that matrices do not have."""
         torch.optim.Optimizer.__setstate__(self, state)
-
-    def _step_matrices(self, group: dict[str, Any]) -> None:
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            update = orthogonal(whole_tensor(self._nesterov(parameter)))[shard_of(parameter).region]
-            local = local_part(parameter)
-            local.mul_(1 - group["lr"] * group["weight_decay"])
-            local.add_(update, alpha=-group["lr"] * rate_of(parameter.shape))
-
-    def _nesterov(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the momentum that Nesterov's method looks ahead by, sharded as the parameter."""
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum, gradient = state["momentum_buffer"], parameter.grad
-        assert gradient is not None
-        momentum.lerp_(gradient, 1 - MOMENTUM)
-        return gradient.lerp(momentum, MOMENTUM)
 
 
 def rate_of(shape: torch.Size) -> float:

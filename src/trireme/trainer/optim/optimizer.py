@@ -29,7 +29,11 @@ def build_optimizer(model: torch.nn.Module, config: Optimizer) -> torch.optim.Op
             groups = _groups(trained, config.weight_decay)
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.betas[0])
         case "muon":
-            outside = _outside_layers(model)
+            # Embeddings and head, whose rows belong to single tokens: they are no linear maps.
+            tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+            if (head := getattr(model, "get_output_embeddings", lambda: None)()) is not None:
+                tables.append(head)
+            outside = {parameter for module in tables for parameter in module.parameters(recurse=False)}
             return Muon(_groups(trained, config.weight_decay, outside=outside), **adam)
         case "adamw_8bit":
             from trireme.trainer.optim.adamw_8bit import AdamW8bit
@@ -48,35 +52,15 @@ def _groups(
     """
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in trained:
-        is_hidden = outside is not None and parameter not in outside and _is_stack_of_matrices(name, parameter)
-        groups.setdefault((is_hidden, _decays(name, parameter)), []).append(parameter)
+        is_matrix = parameter.ndim >= 2 and not name.endswith("bias")  # biases of experts have two dimensions
+        is_stack = parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name)  # a matrix per expert
+        is_hidden = outside is not None and parameter not in outside and is_matrix and is_stack
+        groups.setdefault((is_hidden, is_matrix), []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
+        {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0}
         | ({} if outside is None else {"is_hidden": is_hidden})
-        for (is_hidden, decays), parameters in groups.items()
+        for (is_hidden, is_matrix), parameters in groups.items()
     ]
-
-
-def _decays(name: str, parameter: torch.Tensor) -> bool:
-    """Return whether weight decay applies. Biases of experts have two dimensions and are no matrices."""
-    return parameter.ndim >= 2 and not _is_bias(name)
-
-
-def _is_stack_of_matrices(name: str, parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is a matrix, or holds one for each expert."""
-    return not _is_bias(name) and (parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name))
-
-
-def _is_bias(name: str) -> bool:
-    return name.endswith("bias")
-
-
-def _outside_layers(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return the parameters of embeddings and head, whose rows belong to single tokens: they are no linear maps."""
-    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    if (head := getattr(model, "get_output_embeddings", lambda: None)()) is not None:
-        tables.append(head)
-    return {parameter for module in tables for parameter in module.parameters(recurse=False)}
 
 
 def set_lr(

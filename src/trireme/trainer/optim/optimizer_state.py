@@ -5,8 +5,6 @@ AdamW and its 8-bit form load each other's moments, encoding or decoding them. O
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -44,7 +42,8 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, sto
     state: dict[int, Remembered] = {}
     for number, (group, parameter) in enumerate(groups):
         if remembered := saved.get(names[id(parameter)]):
-            if not _keys(optimizer, group) <= remembered.keys():
+            has_momentum = isinstance(optimizer, torch.optim.SGD) or group.get("is_hidden")
+            if not ({MOMENTUM} if has_momentum else set(MOMENTS)) <= remembered.keys():
                 raise _another_kind(optimizer, saved)
             state[number] = _as_held(remembered, parameter, optimizer)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -53,34 +52,19 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, sto
 def _read(parameters: dict[str, torch.nn.Parameter], stored: StoredShards) -> dict[str, Remembered]:
     """Read the saved state, by parameter and then by key."""
     saved: dict[str, Remembered] = {}
-    for full_name, key, name in _optimizer_names(stored):
-        if name in parameters:
-            tensor = _like(parameters[name], stored, full_name)
-            stored.read_into(full_name, tensor)
-            saved.setdefault(name, {})[key] = tensor
-    return saved
-
-
-def _optimizer_names(stored: StoredShards) -> Iterator[tuple[str, str, str]]:
-    """Yield full name, key and parameter of each tensor."""
     for full_name in stored.names():
         kind, _, rest = full_name.partition(".")
         key, _, name = rest.partition(".")
-        if kind == OPTIMIZER:
-            yield full_name, key, name
-
-
-def _like(parameter: torch.Tensor, stored: StoredShards, name: str) -> torch.Tensor:
-    """Return an empty tensor of the state: sharded as its parameter, or whole on every rank, like a step counter."""
-    shape, dtype = stored.shape(name), stored.dtype(name)
-    if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.empty(shape, dtype=dtype)
-
-
-def _keys(optimizer: torch.optim.Optimizer, group: dict) -> set[str]:
-    """Return the keys of the state of each parameter in a group, whatever its number format."""
-    return {MOMENTUM} if isinstance(optimizer, torch.optim.SGD) or group.get("is_hidden") else set(MOMENTS)
+        if kind != OPTIMIZER or name not in parameters:
+            continue
+        parameter, shape, dtype = parameters[name], stored.shape(full_name), stored.dtype(full_name)
+        if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
+            tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        else:  # whole on every rank, like a step counter
+            tensor = torch.empty(shape, dtype=dtype)
+        stored.read_into(full_name, tensor)
+        saved.setdefault(name, {})[key] = tensor
+    return saved
 
 
 def _as_held(remembered: Remembered, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Remembered:

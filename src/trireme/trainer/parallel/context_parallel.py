@@ -203,28 +203,17 @@ def _team_attention(name: str) -> Callable[..., tuple[torch.Tensor, Any]]:
         **options: Any,
     ) -> tuple[torch.Tensor, Any]:
         team = shared_row.team
-        key, value = (_repeat_heads(each, team.size) for each in (key, value))
+        heads = key.shape[1]  # repeated, so that all ranks get the same number of them
+        key, value = (each.repeat_interleave(math.lcm(heads, team.size) // heads, dim=1) for each in (key, value))
         query, key, value = (team.exchange(each) for each in (query, key, value))
         options |= {"position_ids": shared_row.position_ids, "sliding_window": sliding_window}
         if (sinks := options.get("s_aux")) is not None:
             options["s_aux"] = sinks.chunk(team.size)[team.rank]
-        layer = _with_groups(module, query.shape[1] // key.shape[1])
-        found, weights = plain(layer, query, key, value, shared_row.mask(name, sliding_window, query), **options)
+        groups = query.shape[1] // key.shape[1]
+        if getattr(module, "num_key_value_groups", groups) != groups:
+            module = copy.copy(module)
+            module.num_key_value_groups = groups
+        found, weights = plain(module, query, key, value, shared_row.mask(name, sliding_window, query), **options)
         return team.exchange(found), weights
 
     return attend
-
-
-def _repeat_heads(tensor: torch.Tensor, team_size: int) -> torch.Tensor:
-    """Repeat each head of [1, heads, t, D] so that all ranks get the same number of heads."""
-    heads = tensor.shape[1]
-    return tensor.repeat_interleave(math.lcm(heads, team_size) // heads, dim=1)
-
-
-def _with_groups(module: nn.Module, groups: int) -> nn.Module:
-    """Return the layer with this number of query heads per key head."""
-    if getattr(module, "num_key_value_groups", groups) == groups:
-        return module
-    module = copy.copy(module)
-    module.num_key_value_groups = groups
-    return module

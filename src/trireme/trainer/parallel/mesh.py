@@ -126,23 +126,20 @@ def open_world(
         local = torch.device("cpu")
     _join(device, rank, size, timeout_s)
     try:
-        world = _world(rank, size, local, replicas=replicas, cp=cp)
+        world = build_world(rank, size, local, replicas=replicas, cp=cp)
         watch_connections()
         yield world
     finally:
         dist.destroy_process_group()
 
 
-def _world(rank: int, size: int, device: torch.device, *, replicas: int, cp: int) -> World:
+def build_world(rank: int, size: int, device: torch.device, *, replicas: int, cp: int) -> World:
+    """Build the meshes of the ranks of a process group. A collective."""
     assert size % replicas == 0, f"{size} ranks in {replicas} copies of a model"
     assert size % cp == 0, f"{size} ranks in teams of {cp}"
-    return World(
-        rank=rank,
-        size=size,
-        device=device,
-        model_mesh=init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=(REPLICATE, SHARD)),
-        data_mesh=init_device_mesh(device.type, (size // cp, cp), mesh_dim_names=(DATA, CONTEXT)),
-    )
+    model_mesh = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=(REPLICATE, SHARD))
+    data_mesh = init_device_mesh(device.type, (size // cp, cp), mesh_dim_names=(DATA, CONTEXT))
+    return World(rank, size, device, model_mesh, data_mesh)
 
 
 def _join(device: str, rank: int, size: int, timeout_s: float) -> None:

@@ -1,7 +1,7 @@
 """Shards of tensors in safetensors files: each rank writes its own shards, and any number of ranks reads them.
 
-A file's metadata says of each tensor which part of the whole it is. Nothing is pickled, so a changed checkpoint cannot
-make the trainer run code.
+A file's metadata holds, for each tensor, which part of the whole it is. Nothing is pickled, so a changed checkpoint
+cannot make the trainer run code.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from trireme.algo.patch import Patch, build_patch, changed, pack_bits, to_intege
 from trireme.trainer.parallel.mesh import World
 
 Part: TypeAlias = torch.Tensor | Patch
-"""What is sent of a tensor: the whole tensor or, of a delta, a patch."""
+"""The part of a tensor that is sent: all of it or, in a delta, a patch."""
 
 
 class SentWeights:

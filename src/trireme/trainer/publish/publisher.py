@@ -39,7 +39,7 @@ from trireme.monitor.spans import Lane
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish.delta import Part, SentWeights, TransferSize
-from trireme.trainer.publish.served_weights import served_dtype, served_specs, served_tensors, serves_adapters
+from trireme.trainer.publish.served_weights import served_specs, served_tensors, serves_adapters
 from trireme.transport.control import ControlClient
 from trireme.transport.weights.backends import Sender, open_sender
 
@@ -77,7 +77,7 @@ class Publisher:
         self._model = model
         self._world = world
         self._control = control
-        self._dtype = getattr(torch, served_dtype(config))
+        self._dtype = getattr(torch, config.served_dtype)
         self._incarnation = uuid.uuid4().hex
         self._num_attempts = 0
         self._failures_in_a_row = 0
@@ -100,7 +100,6 @@ class Publisher:
         self._base_digests: dict[str, str] = {}  # of the base model, which does not change under adapters
         self._confirmed_epoch: str | None = None  # the epoch whose engines hold what was sent last
         self._transfer_size: TransferSize | None = None
-        self._probe_ids = probe_ids(model.config.get_text_config().vocab_size, PROBE_TOKENS)
 
     def find_newest(self) -> int:
         """Return the newest version that engines ever confirmed, or -1. A collective."""
@@ -169,7 +168,7 @@ class Publisher:
 
     @property
     def is_confirming(self) -> bool:
-        """Whether a version is sent and not confirmed."""
+        """Return whether a version is sent and not confirmed."""
         return self._unconfirmed is not None
 
     def confirm(self) -> None:
@@ -181,7 +180,17 @@ class Publisher:
             DeadlineExceeded: the engines did not confirm.
         """
         while (unconfirmed := self._unconfirmed) is not None:
-            is_live = unconfirmed.sent is not None and self._ask_to_confirm(unconfirmed.sent)
+            is_live = False
+            if (sent := unconfirmed.sent) is not None and self._control is not None:
+                what = f"the engines to confirm version {sent.version}"
+                deadline_s = self._config.weight_broadcast.timeout_s + self._config.disk_timeout_s
+                reply = self._control.ask(sent, what=what, deadline_s=deadline_s)
+                assert isinstance(reply, (Live, Again)), reply
+                if isinstance(reply, Again):
+                    log.warning(
+                        "version %d: attempt %d was not confirmed: %s", sent.version, sent.attempt, reply.reason
+                    )
+                is_live = isinstance(reply, Live)
             if self._sender is not None:
                 self._sender.release()
             self._unconfirmed = None
@@ -193,7 +202,7 @@ class Publisher:
         self._failures_in_a_row = 0
 
     def _send_until_sent(self, version: int, *, everywhere: bool) -> None:
-        probe = self._probe()  # before the announcement, which may pause engines
+        probe = self._compute_probe()  # before the announcement, which may pause engines
         while not self._world.agree(self._attempt(version, probe, everywhere=everywhere)):
             self._back_off(version)
 
@@ -235,7 +244,10 @@ class Publisher:
         digests: dict[str, str] = {}
         is_first = bool(self._world.agree(epoch is None or epoch != self._confirmed_epoch))
         self._confirmed_epoch = None
-        payload = self._send(version, self._specs_to_send(is_first), self._parts(digests, is_first))
+        # An engine's first transfer has all tensors, later ones only the adapters if there are any.
+        adapters = [spec for spec in self._specs if is_of_adapter(spec.name)]
+        specs = adapters if adapters and not is_first else self._specs
+        payload = self._send(version, specs, self._parts(digests, is_first))
         if not self._world.agree(payload is not None):
             return False
         reach("trainer.sent", rank=self._world.rank)
@@ -294,11 +306,6 @@ class Publisher:
         log.warning("sending version %d broke: %s", version, error)
         self._sender.close()  # at once, because engines in a broken transfer answer nothing else
 
-    def _specs_to_send(self, is_first: bool) -> list[TensorSpec]:
-        """Return the tensors to send: all in an engine's first transfer, later only adapters if there are any."""
-        adapters = [spec for spec in self._specs if is_of_adapter(spec.name)]
-        return adapters if adapters and not is_first else self._specs
-
     def _send(self, version: int, specs: list[TensorSpec], parts: Iterator[Part]) -> dict[str, Any] | None:
         """Send the tensors; return the payload for the engines, or None if the transfer broke.
 
@@ -345,27 +352,15 @@ class Publisher:
                 reach("trainer.sending", rank=self._world.rank)
         self._base_digests = {name: digest for name, digest in digests.items() if not is_of_adapter(name)}
 
-    def _ask_to_confirm(self, sent: PolicySent) -> bool:
-        assert self._control is not None
-        reply = self._control.ask(
-            sent,
-            what=f"the engines to confirm version {sent.version}",
-            deadline_s=self._config.weight_broadcast.timeout_s + self._config.disk_timeout_s,
-        )
-        assert isinstance(reply, (Live, Again)), reply
-        if isinstance(reply, Again):
-            log.warning("version %d: attempt %d was not confirmed: %s", sent.version, sent.attempt, reply.reason)
-        return isinstance(reply, Live)
-
     @torch.no_grad()
-    def _probe(self) -> Probe:
+    def _compute_probe(self) -> Probe:
         """Compute logprobs of the fixed prompt. A collective."""
-        ids = self._probe_ids
-        count = len(ids)
+        ids = probe_ids(self._model.config.get_text_config().vocab_size, PROBE_TOKENS)
+        zeros = [0.0] * PROBE_TOKENS
         tokens = build_tokens(
-            ids=ids, loss_mask=[1] * count, logprobs=[0.0] * count, advantages=[0.0] * count, versions=[-1] * count
+            ids=ids, loss_mask=[1] * PROBE_TOKENS, logprobs=zeros, advantages=zeros, versions=[-1] * PROBE_TOKENS
         )
-        row = MicroBatch(tokens=tokens, lengths=[count], temperatures=[1.0])
+        row = MicroBatch(tokens=tokens, lengths=[PROBE_TOKENS], temperatures=[1.0])
         columns = compute_columns(self._model, row, self._world.device)
         return Probe(ids=ids, logprobs=columns.logprobs.tolist())
 

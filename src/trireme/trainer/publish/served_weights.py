@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from trireme.config.run import RunConfig
 from trireme.messages import TensorSpec
 from trireme.trainer.model.hub_names import hub_names
 from trireme.trainer.model.lora import (
@@ -25,14 +24,6 @@ from trireme.trainer.model.lora import (
     trained_tensors,
 )
 from trireme.trainer.parallel.shards import whole_tensor
-
-
-def served_dtype(config: RunConfig) -> str:
-    """Return the precision in which weights are sent, exported and served."""
-    dtype = config.inference.model.dtype
-    if dtype != "auto":
-        return dtype
-    return "float32" if config.device == "cpu" else "bfloat16"
 
 
 def served_specs(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]:

@@ -19,6 +19,7 @@ from trireme.config.sft import Source, data_files, is_on_a_hub
 Message = Mapping[str, Any]
 
 ASSISTANT = "assistant"
+MARKS = ("train", "weight")  # keys of a message that say whether it is learned; both are in use
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -71,19 +72,18 @@ def to_conversation(entry: Any, where: str) -> Conversation | Completion:
         ConfigError: it has none of the forms.
     """
     try:
-        return _read(entry, where)
+        if "messages" in entry:
+            return _from_messages(entry["messages"], entry, where)
+        if "conversations" in entry:
+            return _from_sharegpt(entry, where)
+        if "prompt" in entry and "completion" in entry:
+            return _from_pair(entry, where)
+        raise ValueError(f"its keys are {', '.join(map(str, entry)) or 'none'}")
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _refused(where, f"is not a conversation ({_in_words(error)})") from error
-
-
-def _read(entry: Any, where: str) -> Conversation | Completion:
-    if "messages" in entry:
-        return _from_messages(entry["messages"], entry, where)
-    if "conversations" in entry:
-        return _from_sharegpt(entry, where)
-    if "prompt" in entry and "completion" in entry:
-        return _from_pair(entry, where)
-    raise ValueError(f"its keys are {', '.join(map(str, entry)) or 'none'}")
+        words = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise _refused(where, f"is not a conversation ({words})") from error
 
 
 def _from_pair(entry: Mapping[str, Any], where: str) -> Conversation | Completion:
@@ -109,18 +109,15 @@ def _sharegpt_message(message: Mapping[str, Any]) -> dict[str, Any]:
         return dict(message)
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
     if message["from"] == "function_call":
-        return rest | {"role": ASSISTANT, "content": "", "tool_calls": _called(message["value"])}
+        called = json.loads(message["value"])
+        calls = [
+            {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
+            for call in (called if isinstance(called, list) else [called])
+        ]
+        return rest | {"role": ASSISTANT, "content": "", "tool_calls": calls}
     if message["from"] not in _SHAREGPT_ROLES:
         raise ValueError(f'"from": "{message["from"]}", one of {", ".join(_SHAREGPT_ROLES)} was expected')
     return rest | {"role": _SHAREGPT_ROLES[message["from"]], "content": message["value"]}
-
-
-def _called(text: str) -> list[dict[str, Any]]:
-    calls = json.loads(text)
-    return [
-        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
-        for call in (calls if isinstance(calls, list) else [calls])
-    ]
 
 
 def _from_messages(messages: Any, entry: Mapping[str, Any], where: str, *, num_given: int = 0) -> Conversation:
@@ -137,12 +134,16 @@ def _from_messages(messages: Any, entry: Mapping[str, Any], where: str, *, num_g
     if ASSISTANT not in roles[num_given:] and True not in marks:
         raise _refused(where, "has no assistant message, so nothing to learn")
     given = [False if mark is None and index < num_given else mark for index, mark in enumerate(marks)]
-    return Conversation(tuple(map(_without_mark, messages)), _tools(entry), tuple(given), where)
+    tools = entry.get("tools")
+    if isinstance(tools, str):  # some data sets hold tools as text, as their columns allow one type only
+        tools = json.loads(tools) if tools.strip() else None
+    unmarked = tuple({key: value for key, value in each.items() if key not in MARKS} for each in messages)
+    return Conversation(unmarked, tuple(tools) if tools else None, tuple(given), where)
 
 
 def _mark(message: Message) -> bool | None:
-    """Return the mark of a message: `train` (true or false) or `weight` (1 or 0). Both are in use."""
-    for key in ("train", "weight"):
+    """Return the mark of a message: `train` (true or false) or `weight` (1 or 0)."""
+    for key in MARKS:
         value = message.get(key)
         if value is not None and value not in (0, 1):
             raise ValueError(f'"{key}": {value!r}, one of true, false, 0 and 1 was expected')
@@ -151,24 +152,8 @@ def _mark(message: Message) -> bool | None:
     return None
 
 
-def _without_mark(message: Message) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if key not in ("train", "weight")}
-
-
-def _tools(entry: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Return an entry's tools. Some data sets hold them as text, as their columns allow one type only."""
-    tools = entry.get("tools")
-    if isinstance(tools, str):
-        tools = json.loads(tools) if tools.strip() else None
-    return tuple(tools) if tools else None
-
-
 def _refused(where: str, problem: str) -> ConfigError:
     return ConfigError(f"{where} {problem} - {_EXPECTED}.")
-
-
-def _in_words(error: Exception) -> str:
-    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
 
 Entry = tuple[str, Any]  # its place, for error messages, and its content
@@ -180,25 +165,20 @@ def read_conversations(source: Source) -> Iterator[Conversation | Completion]:
     Raises:
         ConfigError: an entry is no conversation (names its file and line), or there is no entry.
     """
+    if is_on_a_hub(source.data):
+        entries = _from_hub(source)
+    else:
+        path = Path(source.data)
+        files = data_files(path) if path.is_dir() else [path]
+        if not files or not path.exists():
+            raise ConfigError(f"{path} does not exist, or holds no data - conversations were expected. Set `data`.")
+        entries = (entry for file in files for entry in _READERS.get(file.suffix, _from_lines)(file))
     is_empty = True
-    for where, entry in _entries(source):
+    for where, entry in entries:
         is_empty = False
         yield to_conversation(entry, where)
     if is_empty:
         raise ConfigError(f"{source.data} holds no conversation - at least one was expected. Set `data` to another.")
-
-
-def _entries(source: Source) -> Iterator[Entry]:
-    if is_on_a_hub(source.data):
-        yield from _from_hub(source)
-        return
-    path = Path(source.data)
-    files = data_files(path) if path.is_dir() else [path]
-    if not files or not path.exists():
-        raise ConfigError(f"{path} does not exist, or holds no data - conversations were expected. Set `data`.")
-    for file in files:
-        read = _READERS.get(file.suffix, _from_lines)
-        yield from read(file)
 
 
 def _from_lines(file: Path) -> Iterator[Entry]:

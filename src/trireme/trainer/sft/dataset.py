@@ -47,14 +47,14 @@ class Counts:
 
     def __str__(self) -> str:
         tokens = f"{self.tokens} tokens, of which {self.learned} are learned"
-        told = f"{self.conversations} conversations, {self.samples} samples, {tokens}"
+        totals = f"{self.conversations} conversations, {self.samples} samples, {tokens}"
         events = [
             (self.split, "split, as the template rewrites earlier turns"),
             (self.cut, "cut to seq_len"),
             (self.dropped, "left out as longer than seq_len"),
             (self.empty, "left out as nothing to learn was left in seq_len"),
         ]
-        return "; ".join([told, *(f"{number} {what}" for number, what in events if number)])
+        return "; ".join([totals, *(f"{number} {what}" for number, what in events if number)])
 
 
 class SampleWriter:
@@ -73,22 +73,19 @@ class SampleWriter:
         for sample in samples:
             if len(sample.ids) > self._seq_len and self._drop:
                 self.counts.dropped += 1
-            else:
-                self._add(sample)
-
-    def _add(self, sample: Tokenized) -> None:
-        ids, mask = sample.ids[: self._seq_len], sample.mask[: self._seq_len]
-        mask[:1] = [0]  # no token before the first one predicts it
-        if not any(mask):
-            self.counts.empty += 1
-            return
-        self.counts.cut += len(ids) < len(sample.ids)
-        self.counts.samples += 1
-        self.counts.tokens += len(ids)
-        self.counts.learned += sum(mask)
-        self._ids.extend(ids)
-        self._mask.extend(mask)
-        self._starts.append(len(self._ids))
+                continue
+            ids, mask = sample.ids[: self._seq_len], sample.mask[: self._seq_len]
+            mask[:1] = [0]  # no token before the first one predicts it
+            if not any(mask):
+                self.counts.empty += 1
+                continue
+            self.counts.cut += len(ids) < len(sample.ids)
+            self.counts.samples += 1
+            self.counts.tokens += len(ids)
+            self.counts.learned += sum(mask)
+            self._ids.extend(ids)
+            self._mask.extend(mask)
+            self._starts.append(len(self._ids))
 
     def write(self, folder: Path) -> None:
         """Write the samples into `folder`, replacing those of an earlier start.
@@ -116,7 +113,10 @@ class SampleFiles:
 
     def __init__(self, folder: Path) -> None:
         self.counts = Counts(**json.loads((folder / _COUNTS).read_text()))
-        self._ids, self._mask, self._starts = (_mapped(folder / f"{name}.npy") for name in _ARRAYS)
+        self._ids, self._mask, self._starts = (  # an empty array cannot be mapped
+            np.load(path, mmap_mode="r" if path.stat().st_size > 4096 else None)
+            for path in (folder / f"{name}.npy" for name in _ARRAYS)
+        )
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -125,7 +125,8 @@ class SampleFiles:
         if not 0 <= index < len(self):
             raise IndexError(index)
         part = slice(int(self._starts[index]), int(self._starts[index + 1]))
-        return to_sample(self._ids[part], self._mask[part])
+        ids, mask, zeros = self._ids[part], self._mask[part], np.zeros(part.stop - part.start)
+        return Sample(build_tokens(ids=ids, loss_mask=mask, logprobs=zeros, advantages=zeros, versions=zeros - 1), 1.0)
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[index] for index in range(len(self)))
@@ -136,15 +137,6 @@ class SampleFiles:
         for values in (self._ids, self._mask, self._starts):
             total.update(np.ascontiguousarray(values).data)
         return total.hexdigest()
-
-
-def _mapped(path: Path) -> np.ndarray:
-    return np.load(path, mmap_mode="r" if path.stat().st_size > 4096 else None)
-
-
-def to_sample(ids: np.ndarray, mask: np.ndarray) -> Sample:
-    zeros = np.zeros(len(ids))
-    return Sample(build_tokens(ids=ids, loss_mask=mask, logprobs=zeros, advantages=zeros, versions=zeros - 1), 1.0)
 
 
 def write_samples(
@@ -203,16 +195,16 @@ class Epochs:
 
     def batch(self, step: int) -> list[Sample]:
         first = step * self._batch_size
-        return [self._at(place) for place in range(first, first + self._batch_size)]
+        samples = []
+        for place in range(first, first + self._batch_size):
+            epoch, index = divmod(place, self.length)
+            portion, sample = self._order(epoch)[index]
+            samples.append(self._portions[int(portion)].samples[int(sample)])
+        return samples
 
     def passed(self, step: int) -> float:
         """Return the epochs that are complete before the step."""
         return step * self._batch_size / self.length
-
-    def _at(self, place: int) -> Sample:
-        epoch, index = divmod(place, self.length)
-        portion, sample = self._order(epoch)[index]
-        return self._portions[int(portion)].samples[int(sample)]
 
     def _order(self, epoch: int) -> np.ndarray:
         """Return [length, 2] the portion of each sample and its index there."""

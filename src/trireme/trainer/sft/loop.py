@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from trireme.algo.columns import Totals
-from trireme.algo.loss import cross_entropy
+from trireme.algo.loss.loss import cross_entropy
 from trireme.algo.packing import Sample, micro_batches_of_rank, num_learned
 from trireme.base.log import get_logger
 from trireme.base.timing import age_s
@@ -23,7 +23,7 @@ from trireme.messages import MicroBatch
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.spans import TRAINER, Lane, open_spans
 from trireme.monitor.wandb_mirror import open_wandb_mirror
-from trireme.trainer.checkpoint.checkpoint import CheckpointStore
+from trireme.trainer.checkpoint.checkpoint import CheckpointStore, open_checkpoints
 from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.forward import compute_columns, places_of
@@ -77,22 +77,10 @@ def open_sft(config: SftConfig) -> Iterator[Sft]:
         assert config.model.name is not None, "`resolve_sft` fills it in"
         model = load_model(config.model, config.model.name, world)
         state = TrainerState(model=model, optimizer=build_optimizer(model, config.optim))
-        exporter = Exporter(
-            config.paths.weights,
-            world,
-            tokenizer=open_tokenizer_of(config),
-            dtype=torch.float32 if config.device == "cpu" else torch.bfloat16,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        checkpoints = CheckpointStore(
-            config.paths.checkpoints,
-            config.ckpt,
-            world,
-            waits=waits,
-            disk_timeout_s=config.disk_timeout_s,
-            exporter=exporter,
-        )
-        stack.callback(checkpoints.close)
+        tokenizer = open_tokenizer_of(config) if world.is_main else None
+        dtype = torch.float32 if config.device == "cpu" else torch.bfloat16
+        exporter = Exporter(config.paths.weights, tokenizer, dtype)
+        checkpoints = stack.enter_context(open_checkpoints(config, config.ckpt, world, waits, exporter))
         checkpoints.resume(state, resume=config.resume)
         if world.is_main:
             stack.enter_context(open_wandb_mirror(config))
@@ -144,7 +132,18 @@ class Sft:
             samples = self.data.train.batch(self.state.version)
         with self.lane.doing("train", step=self.state.version):
             rows = self._pack(samples)
-            metrics = self._train(rows, loss_tokens=sum(num_learned(samples)))
+            config, state, loss_tokens = self.config, self.state, sum(num_learned(samples))
+            lr = set_lr(state.optimizer, config.optim, config.scheduler, step=state.version, max_steps=self.last_step)
+            metrics = forward_backward(
+                state.model,
+                rows,
+                loss_tokens=loss_tokens,
+                step=state.version,
+                loss_function=cross_entropy,
+                world=self.world,
+            )
+            metrics |= optimizer_step(state, config.optim) | {"lr": lr, "loss_tokens": loss_tokens}
+            state.version += 1
         metrics |= {"epoch": self._epoch(self.state.version), "perplexity": _perplexity(metrics["loss"])}
         tokens = sum(sample.tokens.length for sample in samples)
         flops = flops_per_token(self.state.model, tokens / len(samples))
@@ -152,22 +151,6 @@ class Sft:
         metrics |= throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
         metrics |= peak_memory(self.world.device)
         return metrics | packing_metrics(rows, capacity=self._capacity, cost=self._cost, world=self.world)
-
-    def _train(self, rows: list[MicroBatch], *, loss_tokens: int) -> dict[str, float]:
-        """Make version n + 1 of version n."""
-        config, state = self.config, self.state
-        lr = set_lr(state.optimizer, config.optim, config.scheduler, step=state.version, max_steps=self.last_step)
-        metrics = forward_backward(
-            state.model,
-            rows,
-            loss_tokens=loss_tokens,
-            step=state.version,
-            loss_function=cross_entropy,
-            world=self.world,
-        )
-        metrics |= optimizer_step(state, config.optim)
-        state.version += 1
-        return metrics | {"lr": lr, "loss_tokens": loss_tokens}
 
     def measure_base(self) -> None:
         """Measure the validation loss of the model that training starts from. A collective."""
@@ -200,20 +183,16 @@ class Sft:
                     columns = compute_columns(self.state.model, row, self.world.device)
                     sums["loss"] += float(cross_entropy(columns, Totals(tokens=1, samples=1)).value)
                     sums["tokens"] += float(columns.mask.sum())
-                    sums["right"] += self._num_right(row, argmax)
+                    places, has_places = places_of(row)
+                    if self.world.cp_size == 1 and has_places:  # ranks that share a row see a part of its logits
+                        newest = torch.cat(argmax)[-len(places) :]  # a model is tried before its first row
+                        learned = torch.from_numpy(row.tokens.ids[places].astype("int64"))
+                        sums["right"] += int((newest.cpu() == learned).sum())
+                    argmax.clear()
         sums = self.world.sum(sums)  # the first rank of a team counts its rows
         loss = sums["loss"] / sums["tokens"]
         accuracy = {"accuracy": sums["right"] / sums["tokens"]} if self.world.cp_size == 1 else {}
         return {"loss": loss, "perplexity": _perplexity(loss)} | accuracy
-
-    def _num_right(self, row: MicroBatch, argmax: ArgmaxRecorder) -> int:
-        """Return how many learned tokens are the model's likeliest ones. 0 for shared rows, of which ranks see a
-        part."""
-        places, has_places = places_of(row)
-        if self.world.cp_size > 1 or not has_places:
-            return 0
-        learned = torch.from_numpy(row.tokens.ids[places].astype("int64"))
-        return int((argmax.take(len(places)).cpu() == learned).sum())
 
     def save_if_due(self) -> None:
         """Save a checkpoint if due, in the background; after the last step, wait until it is written."""
@@ -247,30 +226,19 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, MOST_NATS))
 
 
-class ArgmaxRecorder:
-    """Records the likeliest token at each position whose logits the head computes."""
-
-    def __init__(self) -> None:
-        self._found: list[torch.Tensor] = []
-
-    def take(self, count: int) -> torch.Tensor:
-        """Return the newest `count` tokens and forget all."""
-        newest = torch.cat(self._found)[-count:]  # a model is tried on some tokens before its first row
-        self._found.clear()
-        return newest
-
-    def note(self, logits: torch.Tensor) -> None:
-        """Record logits before the model scales or caps them, which does not change their order."""
-        self._found.append(logits.detach().argmax(-1).flatten())
-
-
 @contextmanager
-def record_argmax(model: PreTrainedModel) -> Iterator[ArgmaxRecorder]:
-    """Record the logits of the model's head while this is open."""
-    argmax = ArgmaxRecorder()
-    head = model.get_output_embeddings()
-    hook = head.register_forward_hook(lambda _module, _inputs, logits: argmax.note(logits))
+def record_argmax(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Record the likeliest token at each position whose logits the head computes, while this is open.
+
+    The model may scale or cap these logits later, which does not change their order.
+    """
+    found: list[torch.Tensor] = []
+
+    def record(_module: torch.nn.Module, _inputs: object, logits: torch.Tensor) -> None:
+        found.append(logits.detach().argmax(-1).flatten())
+
+    hook = model.get_output_embeddings().register_forward_hook(record)
     try:
-        yield argmax
+        yield found
     finally:
         hook.remove()

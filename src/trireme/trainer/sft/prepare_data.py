@@ -84,14 +84,6 @@ def _write_all(config: SftConfig, waits: Waits) -> None:
         log.info("validation: %s", validation.counts)
         require_samples(validation, "validation")
         writers["validation"] = validation
-    _write(config, writers, waits)
-
-
-def _writer(config: SftConfig) -> SampleWriter:
-    return SampleWriter(seq_len=config.seq_len, drop=config.overlong == "drop")
-
-
-def _write(config: SftConfig, writers: dict[str, SampleWriter], waits: Waits) -> None:
     folder = config.paths.data
 
     def write() -> None:
@@ -100,6 +92,10 @@ def _write(config: SftConfig, writers: dict[str, SampleWriter], waits: Waits) ->
 
     when_there_is_room(write, what="samples", folder=folder, waits=waits, deadline_s=config.disk_timeout_s)
     _compare_with_earlier(folder, list(writers), resumes=config.resume or config.ckpt.resume_step is not None)
+
+
+def _writer(config: SftConfig) -> SampleWriter:
+    return SampleWriter(seq_len=config.seq_len, drop=config.overlong == "drop")
 
 
 def _compare_with_earlier(folder: Path, names: list[str], *, resumes: bool) -> None:

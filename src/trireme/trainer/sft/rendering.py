@@ -62,22 +62,22 @@ class Renderer:
         if isinstance(conversation, Completion):
             text = conversation.prompt + conversation.completion
             return [Rendered(text, ((len(conversation.prompt), len(text)),), is_plain=True)]
-        return list(_joined(self._learned(conversation)))
-
-    def _learned(self, conversation: Conversation) -> Iterator[tuple[str, str]]:
-        """Yield, for each learned message, the text before it and the text with it."""
-        for index in range(len(conversation.messages)):
-            if conversation.is_learned(index, self.roles):
-                before, after = self._before(conversation, index), self._apply(conversation, index + 1)
-                if not after.startswith(before):
-                    raise _contradiction(conversation, before, after)
-                yield before, after
-
-    def _before(self, conversation: Conversation, index: int) -> str:
-        """Return the text before a message; before the assistant's, with the generation prompt."""
-        if conversation.messages[index]["role"] == ASSISTANT:
-            return self._apply(conversation, index, generate=True)
-        return self._apply(conversation, index) if index else ""
+        samples: list[Rendered] = []
+        text = ""
+        spans: tuple[tuple[int, int], ...] = ()
+        for index, message in enumerate(conversation.messages):
+            if not conversation.is_learned(index, self.roles):
+                continue
+            is_answer = message["role"] == ASSISTANT
+            before = self._apply(conversation, index, generate=is_answer) if index or is_answer else ""
+            after = self._apply(conversation, index + 1)
+            if not after.startswith(before):
+                raise _contradiction(conversation, before, after)
+            if spans and not before.startswith(text):  # the template rewrote earlier turns
+                samples.append(Rendered(text, spans))
+                spans = ()
+            text, spans = after, (*spans, (len(before), len(after)))
+        return [*samples, Rendered(text, spans)] if spans else samples
 
     def _apply(self, conversation: Conversation, num_messages: int, *, generate: bool = False) -> str:
         messages = list(conversation.messages[:num_messages])
@@ -170,19 +170,6 @@ def tokenized(renderer: Renderer, conversations: Iterator[Conversation | Complet
         samples = iter(renderer.tokenize([rendered for texts in batch for rendered in texts]))
         for texts in batch:
             yield [next(samples) for _ in texts]
-
-
-def _joined(learned: Iterator[tuple[str, str]]) -> Iterator[Rendered]:
-    """Join messages into one sample as long as each text continues the one before."""
-    text = ""
-    spans: tuple[tuple[int, int], ...] = ()
-    for before, after in learned:
-        if spans and not before.startswith(text):
-            yield Rendered(text, spans)
-            spans = ()
-        text, spans = after, (*spans, (len(before), len(after)))
-    if spans:
-        yield Rendered(text, spans)
 
 
 def _borders(rendered: Rendered) -> list[int]:

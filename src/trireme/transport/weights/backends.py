@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from threading import Thread
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -13,20 +14,35 @@ from trireme.algo.patch import Patch
 from trireme.messages import TensorSpec
 
 
-class Sender(Protocol):
-    def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None: ...
-    def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict: ...
+class Sender(ABC):
+    """The trainer's end of a backend. Where there is nothing to join, hold or close, the methods here do nothing."""
+
+    def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Wait until all receivers of the epoch are there."""
+
+    @abstractmethod
+    def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict:
+        """Send all tensors; return the payload that tells receivers where they are."""
 
     def release(self) -> None:
         """Free what is held for receivers, which have all of it or will never take it."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close connections."""
 
 
-class Receiver(Protocol):
-    def join(self, epoch: str, rank: int, world_size: int) -> None: ...
-    def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]: ...
-    def close(self) -> None: ...
+class Receiver(ABC):
+    """An engine worker's end."""
+
+    def join(self, epoch: str, rank: int, world_size: int) -> None:
+        """Join the peers of an epoch."""
+
+    @abstractmethod
+    def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:
+        """Receive tensors as they are iterated over."""
+
+    def close(self) -> None:
+        """Close connections."""
 
 
 def open_sender(

@@ -26,6 +26,7 @@ from trireme.algo.patch import Patch
 from trireme.base.network import listening_address, watch_connections
 from trireme.base.token import sealed
 from trireme.messages import TensorSpec
+from trireme.transport.weights.backends import Receiver, Sender
 from trireme.transport.weights.buckets import BucketBuffers, bucket_size, pack_bucket, split_into_buckets, unpack_bucket
 from trireme.transport.weights.deltas import HostCopy, empty_head, pack_body, pack_head, patches_of
 
@@ -138,6 +139,10 @@ def _here(epoch: str, rank: int) -> str:
     return f"weights/{epoch}/here/{rank}"
 
 
+def _listens(epoch: str, transfer: int, rank: int) -> str:
+    return f"weights/{epoch}/listens/{transfer}/{rank}"
+
+
 def _begun(epoch: str) -> str:
     """Return the key that holds the form in which tensors travel in an epoch."""
     return f"weights/{epoch}/begun"
@@ -146,11 +151,7 @@ def _begun(epoch: str) -> str:
 AS_TENSORS, AS_PATCHES = b"tensors", b"patches"
 
 
-def _listens(epoch: str, transfer: int, rank: int) -> str:
-    return f"weights/{epoch}/listens/{transfer}/{rank}"
-
-
-class CollectiveSender:
+class CollectiveSender(Sender):
     """The trainer's end."""
 
     def __init__(
@@ -223,9 +224,6 @@ class CollectiveSender:
         yield pack_head(patches, device)
         yield pack_body(patches, device)
 
-    def release(self) -> None:
-        """Do nothing, as nothing is held after a broadcast."""
-
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
@@ -233,7 +231,7 @@ class CollectiveSender:
             self._epoch = None
 
 
-class CollectiveReceiver:
+class CollectiveReceiver(Receiver):
     """An engine worker's end."""
 
     def __init__(self, kind: str, host: str, port: int, *, bucket_bytes: int, timeout_s: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -12,13 +12,14 @@ from safetensors.torch import save_file
 from trireme.algo.patch import Patch
 from trireme.base.paths import sync_folder
 from trireme.messages import TensorSpec
+from trireme.transport.weights.backends import Receiver, Sender
 from trireme.transport.weights.buckets import split_into_buckets
 from trireme.transport.weights.deltas import HostCopy, pack_body, pack_head, patches_of
 
 _CPU = torch.device("cpu")
 
 
-class FilesystemSender:
+class FilesystemSender(Sender):
     """Writes each version to files of at most a bucket each; keeps the last two versions.
 
     A file holds tensors under their names or, of a delta, the head and the body of a bucket of patches.
@@ -28,9 +29,6 @@ class FilesystemSender:
         self._folder = folder
         self._bucket_bytes = bucket_bytes
         self._delta = delta
-
-    def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Nothing to join."""
 
     def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict:
         """Returns the payload that tells a receiver where to read."""
@@ -61,14 +59,8 @@ class FilesystemSender:
         target.mkdir()
         return target
 
-    def release(self) -> None:
-        """The next transfer takes the place of this one."""
 
-    def close(self) -> None:
-        """Nothing is held open."""
-
-
-class FilesystemReceiver:
+class FilesystemReceiver(Receiver):
     """Reads what the sender wrote."""
 
     def __init__(self, device: torch.device) -> None:
@@ -92,6 +84,3 @@ class FilesystemReceiver:
                 with safe_open(path, framework="pt", device=str(self._device)) as file:
                     for name in file.keys():  # noqa: SIM118 - not a dict
                         yield name, file.get_tensor(name)
-
-    def close(self) -> None:
-        """Nothing is held open."""

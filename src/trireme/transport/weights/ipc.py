@@ -15,16 +15,16 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from trireme.algo.patch import Patch
 from trireme.messages import TensorSpec
+from trireme.transport.weights.backends import Receiver, Sender
 
 
-class IpcSender:
+class IpcSender(Sender):
     """The trainer's end."""
 
     def __init__(self) -> None:
         self._held: list[torch.Tensor] = []
 
     def join(self, epoch: str, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Nothing to join."""
         self.release()
 
     def send(self, specs: list[TensorSpec], parts: Iterable[torch.Tensor | Patch]) -> dict:
@@ -47,18 +47,12 @@ class IpcSender:
         self.release()
 
 
-class IpcReceiver:
+class IpcReceiver(Receiver):
     """An engine worker's end."""
-
-    def join(self, epoch: str, rank: int, world_size: int) -> None:
-        """Nothing to join."""
 
     def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in specs:
             yield spec.name, _from_handle(payload["handles"][spec.name])
-
-    def close(self) -> None:
-        """The handles close with their tensors."""
 
 
 # A handle is what torch's own `rebuild_cuda_tensor` takes (torch 2.13), its three types left out: numbers, and bytes in

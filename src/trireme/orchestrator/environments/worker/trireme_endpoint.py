@@ -12,10 +12,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
-from trireme_rollout import Ask, OverlongPrompt, TurnCancelled, only_text
+from trireme_rollout import Ask, OverlongPrompt, TurnCancelled, chat_message, flat_sampling, nested_call
 
 SESSION_HEADER = "X-Session-ID"
 LARGEST_REQUEST = 64 << 20
+NO_SAMPLING = {"messages", "tools", "model", "stream", "stream_options", "tool_choice", "parallel_tool_calls"}
 
 
 @dataclass
@@ -75,7 +76,10 @@ class PolicyEndpoint:
 
     async def _ask(self, request: web.Request, session: Session) -> web.StreamResponse:
         body = await request.json()
-        reply = await session.ask(_to_chat(body["messages"]), tools=body.get("tools"), sampling=_sampling(body))
+        # normalised, so that a turn is recognised in the conversation that continues it
+        messages = [chat_message(message, number) for number, message in enumerate(body["messages"])]
+        sampling = flat_sampling({name: value for name, value in body.items() if name not in NO_SAMPLING})
+        reply = await session.ask(messages, tools=body.get("tools"), sampling=sampling)
         completion = to_completion(reply)
         return await _stream(request, completion) if body.get("stream") else web.json_response(completion)
 
@@ -86,7 +90,7 @@ def to_completion(reply: dict) -> dict:
     if reply.get("reasoning"):
         message["reasoning_content"] = reply["reasoning"]
     if calls := reply.get("tool_calls"):
-        message["tool_calls"] = [_nested(call) for call in calls]
+        message["tool_calls"] = list(map(nested_call, calls))
     elif message["content"] is None:
         message["content"] = ""
     num_prompt, num_completion = len(reply.get("prompt_ids") or []), len(reply.get("completion_ids") or [])
@@ -99,10 +103,6 @@ def to_completion(reply: dict) -> dict:
         "choices": [{"index": 0, "message": message, "finish_reason": reply.get("finish_reason") or "stop"}],
         "usage": {**usage, "total_tokens": num_prompt + num_completion},
     }
-
-
-def _nested(call: dict) -> dict:
-    return {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
 
 
 async def _stream(request: web.Request, completion: dict) -> web.StreamResponse:
@@ -119,29 +119,6 @@ async def _stream(request: web.Request, completion: dict) -> web.StreamResponse:
         await response.write(f"data: {event}\n\n".encode())
     await response.write_eof()
     return response
-
-
-def _sampling(body: dict) -> dict:
-    """Return the sampling arguments of a request. The orchestrator decides which of them count."""
-    handled = {"messages", "tools", "model", "stream", "stream_options", "tool_choice", "parallel_tool_calls"}
-    sampling = {name: value for name, value in body.items() if name not in handled and value is not None}
-    if "max_completion_tokens" in sampling:
-        sampling["max_tokens"] = sampling.pop("max_completion_tokens")
-    if sampling.pop("n", 1) != 1:
-        raise ValueError(f"The environment samples with n={body['n']} - expected one completion per turn - remove `n`.")
-    return sampling
-
-
-def _to_chat(messages: list[dict]) -> list[dict]:
-    """Normalise messages of any program, so that a turn is recognised in the conversation that continues it."""
-    return [_to_chat_message(message, number) for number, message in enumerate(messages)]
-
-
-def _to_chat_message(message: dict, number: int) -> dict:
-    kept = {name: message[name] for name in ("reasoning_content", "tool_call_id") if message.get(name) is not None}
-    if message.get("tool_calls"):
-        kept["tool_calls"] = [_nested({"id": call["id"], **call["function"]}) for call in message["tool_calls"]]
-    return {"role": message["role"], "content": only_text(message.get("content"), number=number), **kept}
 
 
 def _refusal(status: int, words: str, *, code: str | None = None) -> web.Response:

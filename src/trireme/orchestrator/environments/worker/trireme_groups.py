@@ -41,20 +41,20 @@ class Groups:
         members = self._waiting.setdefault(group, [])
         members.append(member := _Member(name, played))
         if len(members) == size:
-            self._begin_scoring(group)
+            # in a task of its own: cancelling one member must not end the scoring, only cancelling all of them
+            whole = sorted(self._waiting.pop(group), key=lambda member: member.name)
+            scoring = asyncio.get_running_loop().create_task(self._score_all(group, whole))
+            self._scoring.add(scoring)  # the event loop itself only keeps weak references
+            scoring.add_done_callback(self._scoring.discard)
+            for each in whole:
+                each.result.add_done_callback(lambda _: all(m.result.done() for m in whole) and scoring.cancel())
         try:
             return await member.result
         finally:
-            self._forget(group, member)
-
-    def _begin_scoring(self, group: str) -> None:
-        """Score in a task of its own: cancelling one member must not end the scoring, only cancelling all of them."""
-        members = sorted(self._waiting.pop(group), key=lambda member: member.name)
-        scoring = asyncio.get_running_loop().create_task(self._score_all(group, members))
-        self._scoring.add(scoring)  # the event loop itself only keeps weak references
-        scoring.add_done_callback(self._scoring.discard)
-        for member in members:
-            member.result.add_done_callback(lambda _: all(m.result.done() for m in members) and scoring.cancel())
+            if member in members:
+                members.remove(member)
+            if not members and self._waiting.get(group) is members:
+                del self._waiting[group]
 
     async def _score_all(self, group: str, members: "list[_Member]") -> None:
         try:
@@ -67,19 +67,9 @@ class Groups:
         for member, result in wanted:
             member.result.set_result(result)
         if wanted:
-            self._remember(group)
-
-    def _remember(self, group: str) -> None:
-        self._scored[group] = None
+            self._scored[group] = None
         if len(self._scored) > REMEMBERED:
             del self._scored[next(iter(self._scored))]
-
-    def _forget(self, group: str, member: "_Member") -> None:
-        members = self._waiting.get(group, [])
-        if member in members:
-            members.remove(member)
-        if not members:
-            self._waiting.pop(group, None)
 
 
 class _Member:

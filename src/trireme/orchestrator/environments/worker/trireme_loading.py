@@ -5,101 +5,75 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
 
 from trireme_plain import PlainAdapter
-from trireme_rollout import Ask
+from trireme_rollout import Adapter
 
 
-class Adapter(Protocol):
-    """One loaded environment, whatever it was written for."""
-
-    group_rewards: bool
-    """Its rewards compare rollouts of one example: `score` wants a whole group."""
-
-    def facts(self) -> dict:
-        """The fields of the `ready` message."""
-        ...
-
-    def serving(self) -> AbstractAsyncContextManager[Any]:
-        """Keep open what all its rollouts share."""
-        ...
-
-    async def play(self, request: dict, ask: Ask) -> Any:
-        """Runs the example of a `run` message, up to its last turn."""
-        ...
-
-    async def score(self, played: list[Any]) -> list[dict]:
-        """The fields of the `done` message for each of a group, or of the one rollout where rewards compare nothing.
-
-        Raises: RewardError, for all of them.
-        """
-        ...
-
-    async def dispose(self, played: Any) -> None:
-        """After the scoring, or where there was none."""
-        ...
-
-
-def load_adapter(module: str, *, kind: str, args: dict) -> Adapter:
+def load_adapter(module: str, *, kind: str, args: dict, agent: dict | None = None) -> Adapter:
+    """
+    Args:
+        agent: the program that plays the rollouts, as the table `[orchestrator.env.agent]` describes it.
+    """
     imported = _import(module)
-    if _is_verifiers_v1(imported):
-        return _verifiers_v1_adapter(imported, args=args, kind=kind)
-    if _exports(imported, "Harness"):
+    # by what it exports; one that has `load_environment` too is treated as v0
+    is_v1 = not hasattr(imported, "load_environment") and _exports(imported, "Taskset", "Env")
+    if agent is not None:
+        return _agent_adapter(imported, module=module, args=args, agent=agent, is_v1=is_v1)
+    if not is_v1 and _exports(imported, "Harness"):
         raise TypeError(
             f"{module} is a harness of verifiers v1: it drives an agent and has no tasks - expected an environment - "
             "give the name of one as `id`, and the harness in its `args`: "
             f'{{ agent = {{ harness = {{ id = "{module}" }} }} }}.'
         )
-    if not hasattr(imported, "load_environment"):
+    if not is_v1 and not hasattr(imported, "load_environment"):
         return PlainAdapter(imported, args=args, versions=_versions(module))
-    environment = imported.load_environment(**args)
-    if _is_verifiers(environment):
-        return _verifiers_adapter(environment, module=module, kind=kind)
-    if kind == "verifiers":
-        raise TypeError(
-            f"`load_environment` of {module} returned a {type(environment).__qualname__} - expected a verifiers v0 "
-            "Environment (SingleTurnEnv, MultiTurnEnv, ToolEnv, EnvGroup, ...) - install verifiers 0.2.0, or set its "
-            'kind to "plain" if it is a data set with a reward function.'
-        )
-    return PlainAdapter(environment, args={}, versions=_versions(module))
-
-
-def _verifiers_adapter(environment: object, *, module: str, kind: str) -> Adapter:
+    environment = None if is_v1 else imported.load_environment(**args)
+    base = getattr(sys.modules.get("verifiers"), "Environment", None)  # gone since 0.4
+    is_v0 = base is not None and isinstance(environment, base)
+    if not is_v0 and not is_v1:
+        if kind == "verifiers":
+            raise TypeError(
+                f"`load_environment` of {module} returned a {type(environment).__qualname__} - expected a verifiers v0 "
+                "Environment (SingleTurnEnv, MultiTurnEnv, ToolEnv, EnvGroup, ...) - install verifiers 0.2.0, or set "
+                'its kind to "plain" if it is a data set with a reward function.'
+            )
+        return PlainAdapter(environment, args={}, versions=_versions(module))
     if kind == "plain":
+        what = "exports a verifiers v1 environment" if is_v1 else "returns a verifiers environment"
         raise TypeError(
-            f"`load_environment` of {module} returned a verifiers environment - expected a plain data set with a "
-            'reward function - set its kind to "verifiers".'
+            f'{module} {what} - expected a plain data set with a reward function - set its kind to "verifiers".'
         )
-    from trireme_verifiers import VerifiersAdapter  # only here: importing verifiers costs seconds
+    versions = _versions(module, "verifiers")
+    if is_v0:
+        from trireme_verifiers import VerifiersAdapter  # only here: importing verifiers costs seconds
 
-    return VerifiersAdapter(environment, name=module, versions=_versions(module, "verifiers"))
-
-
-def _verifiers_v1_adapter(module: ModuleType, *, args: dict, kind: str) -> Adapter:
-    if kind == "plain":
-        raise TypeError(
-            f"{module.__name__} exports a verifiers v1 environment - expected a plain data set with a reward function "
-            '- set its kind to "verifiers".'
-        )
-    versions = _versions(module.__name__, "verifiers")
+        return VerifiersAdapter(environment, name=module, versions=versions)
     if versions.get("verifiers", "0").startswith(("0.0.", "0.1.", "0.2.", "0.3.")):
         raise TypeError(
-            f"{module.__name__} exports a verifiers v1 environment, and verifiers {versions['verifiers']} is installed "
-            "- expected 0.4 or newer, where v1 is settled - pin verifiers==0.4.0 in its pyproject.toml, or export "
+            f"{module} exports a verifiers v1 environment, and verifiers {versions['verifiers']} is installed - "
+            "expected 0.4 or newer, where v1 is settled - pin verifiers==0.4.0 in its pyproject.toml, or export "
             "`load_environment` with a v0 environment."
         )
     from trireme_verifiers_v1 import VerifiersV1Adapter
 
-    return VerifiersV1Adapter(module.__name__, args=args, versions=versions)
+    return VerifiersV1Adapter(module, args=args, versions=versions)
 
 
-def _is_verifiers_v1(module: ModuleType) -> bool:
-    """Detect a v1 package by what it exports. One that has `load_environment` too is treated as v0."""
-    return not hasattr(module, "load_environment") and _exports(module, "Taskset", "Env")
+def _agent_adapter(imported: ModuleType, *, module: str, args: dict, agent: dict, is_v1: bool) -> Adapter:
+    makes = hasattr(imported, "load_environment")
+    source = imported.load_environment(**args) if makes else imported
+    base = getattr(sys.modules.get("verifiers"), "Environment", None)
+    if is_v1 or (base is not None and isinstance(source, base)):
+        raise TypeError(
+            f"{module} is a verifiers environment, which plays its rollouts itself - expected a plain one, with "
+            "`dataset` and `reward` - remove `agent`, or write the reward as a function."
+        )
+    from trireme_agent import AgentAdapter
+
+    return AgentAdapter(source, args={} if makes else args, versions=_versions(module), agent=agent)
 
 
 def _exports(module: ModuleType, *names: str) -> bool:
@@ -108,12 +82,6 @@ def _exports(module: ModuleType, *names: str) -> bool:
     kinds = tuple(kind for name in names if (kind := getattr(v1, name, None)) is not None)
     exported = [getattr(module, name, None) for name in getattr(module, "__all__", [])]
     return any(isinstance(each, type) and issubclass(each, kinds) for each in exported)
-
-
-def _is_verifiers(environment: object) -> bool:
-    verifiers = sys.modules.get("verifiers")
-    base = getattr(verifiers, "Environment", None)  # gone since 0.4
-    return base is not None and isinstance(environment, base)
 
 
 def _import(module: str) -> ModuleType:

@@ -35,11 +35,11 @@ import copy
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from trireme_rollout import (
+    Adapter,
     Ask,
     OverlongPrompt,
     RewardError,
@@ -70,42 +70,33 @@ class Played:
         return next((message["content"] for message in reversed(said) if message["role"] == "assistant"), "")
 
 
-class PlainAdapter:
+class PlainAdapter(Adapter):
     """Runs rollouts over examples held in memory."""
 
+    offered: frozenset[str] = frozenset()
+    """More names that functions may ask for."""
+
     def __init__(self, source: object, *, args: dict, versions: dict[str, str]) -> None:
-        self._name = getattr(source, "__name__", type(source).__name__)
-        self._versions = versions
-        self._train = read_examples(_member(source, "dataset"), args=args, name=f"dataset of {self._name}")
+        self.name = getattr(source, "__name__", type(source).__name__)
+        self.versions = versions
+        self.train = read_examples(_member(source, "dataset"), args=args, name=f"dataset of {self.name}")
         evaluation = _member(source, "eval_dataset", required=False)
-        accepted = _only(args, _accepted_names(evaluation))
-        self._eval = read_examples(evaluation, args=accepted, name=f"eval_dataset of {self._name}")
+        self.eval = read_examples(evaluation, args=_accepted(evaluation, args), name=f"eval_dataset of {self.name}")
         self._reward = _member(source, "reward")
         self._respond = _member(source, "respond", required=False)
         self.group_rewards = "completions" in inspect.signature(self._reward).parameters
-        fields = set((self._train or self._eval or [{}])[0]) | {"answer", "completion", "messages", "example"}
+        known = {"answer", "completion", "messages", "example", *self.offered}
+        fields = set((self.train or self.eval or [{}])[0]) | known
         if self._respond is not None:
             _check_parameters(self._respond, fields)
         if self.group_rewards:
             fields = fields - {"completion", "messages", "example"} | {"completions", "conversations", "examples"}
         _check_parameters(self._reward, fields)
 
-    def facts(self) -> dict:
-        return {
-            "num_train": len(self._train),
-            "num_eval": len(self._eval),
-            "name": self._name,
-            "versions": self._versions,
-            "group_rewards": self.group_rewards,
-        }
-
-    def serving(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
-
     async def play(self, request: dict, ask: Ask) -> Played:
         index = request["index"]
         # without an evaluation set, evaluation reads the training set, as in verifiers
-        examples = self._eval if request["split"] == "eval" and self._eval else self._train
+        examples = self.eval if request["split"] == "eval" and self.eval else self.train
         example = copy.deepcopy(dict(examples[index]))
         prompt = to_messages(example["prompt"])
         played = Played(example, index, list(prompt), len(prompt))
@@ -117,7 +108,7 @@ class PlainAdapter:
             if num_turns == request.get("max_turns"):
                 played.stop = "max_turns_reached"
                 break
-            if (said := await _call(self._respond, _offer(played))) is None:
+            if (said := await _call(self._respond, self.offer(played))) is None:
                 played.stop = "ended_by_environment"
                 break
             played.messages += to_messages(said)
@@ -144,52 +135,46 @@ class PlainAdapter:
         name = _callable_name(self._reward)
         try:
             if self.group_rewards:
-                value = await _call(self._reward, _offer_group(played))
-                values = checked_group(value, size=len(played), name=name)
+                offered = {
+                    "answer": None,
+                    **played[0].example,
+                    "completions": [one.completion for one in played],
+                    "conversations": [copy.deepcopy(one.messages) for one in played],
+                    "examples": [one.example for one in played],
+                }
+                values = checked_group(await _call(self._reward, offered), size=len(played), name=name)
             else:
-                values = [await _call(self._reward, _offer(played[0]))]
-            return [checked_scores(value, name=name) | _fields(one) for value, one in zip(values, played, strict=True)]
+                values = [await _call(self._reward, self.offer(played[0]))]
+            return [
+                checked_scores(value, name=name) | self.fields(one) for value, one in zip(values, played, strict=True)
+            ]
         except RewardError:
             raise
         except (Exception, SystemExit) as error:
             raise RewardError from error
 
-    async def dispose(self, played: Played) -> None:
-        pass
+    def offer(self, played: Played) -> dict[str, Any]:
+        """Return what functions may ask for by name. Messages are copies, so a function may change them."""
+        said = {"completion": played.completion, "messages": copy.deepcopy(played.messages), "example": played.example}
+        return {"answer": None, **played.example, **said}
 
-
-def _offer(played: Played) -> dict[str, Any]:
-    """Return what functions may ask for by name. Messages are copies, so a function may change them."""
-    said = {"completion": played.completion, "messages": copy.deepcopy(played.messages), "example": played.example}
-    return {"answer": None, **played.example, **said}
-
-
-def _offer_group(played: list[Played]) -> dict[str, Any]:
-    return {
-        "answer": None,
-        **played[0].example,
-        "completions": [one.completion for one in played],
-        "conversations": [copy.deepcopy(one.messages) for one in played],
-        "examples": [one.example for one in played],
-    }
+    def fields(self, played: Played) -> dict[str, Any]:
+        """Return fields of the `done` message."""
+        example, answer = played.example, played.example.get("answer")
+        return {
+            "prompt": played.messages[: played.num_prompt],
+            "completion": played.messages[played.num_prompt :],
+            "answer": answer if answer is None or isinstance(answer, str) else json.dumps(answer, default=str),
+            "info": as_dict(example.get("info")),
+            "example_id": as_id(example.get("example_id", played.index)),
+            "stop": played.stop,
+            "truncated": played.truncated,
+        }
 
 
 async def _call(function: Callable, offered: Mapping[str, Any]) -> Any:
-    value = function(**_only(offered, _accepted_names(function)))
+    value = function(**_accepted(function, offered))
     return await value if inspect.isawaitable(value) else value
-
-
-def _fields(played: Played) -> dict[str, Any]:
-    example, answer = played.example, played.example.get("answer")
-    return {
-        "prompt": played.messages[: played.num_prompt],
-        "completion": played.messages[played.num_prompt :],
-        "answer": answer if answer is None or isinstance(answer, str) else json.dumps(answer, default=str),
-        "info": as_dict(example.get("info")),
-        "example_id": as_id(example.get("example_id", played.index)),
-        "stop": played.stop,
-        "truncated": played.truncated,
-    }
 
 
 def _member(source: object, name: str, *, required: bool = True) -> Any:
@@ -215,16 +200,12 @@ def _check_parameters(function: Callable, offered: set[str]) -> None:
         )
 
 
-def _accepted_names(function: Any) -> frozenset[str] | None:
-    """Return the keyword arguments that a function takes; None where it takes any."""
+def _accepted(function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the keyword arguments that a function takes."""
     parameters = inspect.signature(function).parameters.values() if callable(function) else ()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return frozenset(parameter.name for parameter in parameters)
-
-
-def _only(offered: Mapping[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
-    return {name: value for name, value in offered.items() if names is None or name in names}
+    names = {parameter.name for parameter in parameters}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return {name: value for name, value in offered.items() if takes_any or name in names}
 
 
 def _callable_name(function: Callable) -> str:

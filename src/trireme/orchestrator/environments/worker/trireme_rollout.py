@@ -1,8 +1,10 @@
 """Types shared by the adapters: asking for a model turn, failures of a rollout, and checks of rewards."""
 
 import math
+from abc import ABC, abstractmethod
 from asyncio import CancelledError
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence, Sized
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Protocol
 
 
@@ -10,6 +12,46 @@ class Ask(Protocol):
     """Asks the orchestrator for one model turn. Raises OverlongPrompt, EngineError or TurnCancelled."""
 
     def __call__(self, messages: list[dict], *, tools: list[dict] | None, sampling: dict) -> Awaitable[dict]: ...
+
+
+class Adapter(ABC):
+    """One loaded environment, whatever it was written for."""
+
+    group_rewards = False
+    """Its rewards compare rollouts of one example: `score` wants a whole group."""
+    name: str
+    versions: dict[str, str]
+    train: Sized | None = None  # examples
+    eval: Sized | None = None
+
+    def facts(self) -> dict:
+        """Return the fields of the `ready` message."""
+        return {
+            "num_train": len(self.train) if self.train is not None else 0,
+            "num_eval": len(self.eval) if self.eval is not None else 0,
+            "name": self.name,
+            "versions": self.versions,
+            "group_rewards": self.group_rewards,
+        }
+
+    def serving(self) -> AbstractAsyncContextManager[Any]:
+        """Keep open what all its rollouts share."""
+        return nullcontext()
+
+    @abstractmethod
+    async def play(self, request: dict, ask: Ask) -> Any:
+        """Run the example of a `run` message, up to its last turn."""
+
+    @abstractmethod
+    async def score(self, played: list[Any]) -> list[dict]:
+        """Return the fields of the `done` message for each of a group, or of the one rollout where rewards compare
+        nothing.
+
+        Raises: RewardError, for all of them.
+        """
+
+    async def dispose(self, played: Any) -> None:
+        """Clean up after the scoring, or where there was none."""
 
 
 class OverlongPrompt(Exception):
@@ -113,6 +155,34 @@ def only_text(content: Any, *, number: int) -> str | None:
                 "without images or sound: no model trained here reads them."
             )
     return "\n".join(part if isinstance(part, str) else part["text"] for part in content)
+
+
+def nested_call(call: dict) -> dict:
+    """Return a tool call in OpenAI's form. The wire and verifiers hold calls flat; old data sets hold them nested."""
+    function = call.get("function") or call
+    return {
+        "id": call.get("id"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": function.get("arguments")},
+    }
+
+
+def chat_message(message: dict, number: int) -> dict:
+    """Return the `number`th message of a conversation in OpenAI's form, without what is empty."""
+    chat = {"role": message["role"], "content": only_text(message.get("content"), number=number)}
+    chat |= {name: message[name] for name in ("reasoning_content", "tool_call_id") if message.get(name)}
+    return chat | ({"tool_calls": list(map(nested_call, message["tool_calls"]))} if message.get("tool_calls") else {})
+
+
+def flat_sampling(arguments: Mapping[str, Any]) -> dict:
+    """Return sampling arguments as one flat dict. OpenAI clients take vLLM's own parameters in `extra_body`."""
+    sampling = {name: value for name, value in arguments.items() if value is not None and name != "extra_body"}
+    if sampling.pop("n", 1) != 1:
+        raise ValueError(
+            f"The environment samples with n={arguments['n']} - expected one completion per turn - remove `n` from its "
+            "sampling arguments; the orchestrator makes the group."
+        )
+    return {**sampling, **(arguments.get("extra_body") or {})}
 
 
 def as_dict(info: object) -> dict:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import random
 import socket
 import sys
@@ -10,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trireme_groups import Groups
-from trireme_loading import Adapter, load_adapter
-from trireme_rollout import EngineError, OverlongPrompt, RewardError, TurnCancelled
+from trireme_loading import load_adapter
+from trireme_rollout import Adapter, EngineError, OverlongPrompt, RewardError, TurnCancelled
 from trireme_wire import Message, Wire
 
 
@@ -43,7 +44,8 @@ class Server:
         else:
             numpy.random.seed(seed % 2**32)
         try:
-            adapter = load_adapter(request["module"], kind=request["kind"], args=request.get("args") or {})
+            args, agent = request.get("args") or {}, request.get("agent")
+            adapter = load_adapter(request["module"], kind=request["kind"], args=args, agent=agent)
         except (Exception, SystemExit) as error:
             return None, _failed(error)
         return cls(adapter), {"type": "ready", **adapter.facts()}
@@ -58,7 +60,6 @@ class Server:
                 await stack.enter_async_context(self._adapter.serving())
             except Exception as error:
                 self._wire.send(_failed(error))
-                self._wire.flush()
                 return
             self._wire.send(first)
             if unread:
@@ -84,14 +85,15 @@ class Server:
 
     async def _run(self, request: Message) -> None:
         task = request["task"]
-
-        async def ask(messages: list[dict], *, tools: list[dict] | None, sampling: dict) -> Message:
-            return await self._ask(task, messages, tools=tools, sampling=sampling)
-
         try:
-            played = await self._adapter.play(request, ask)
+            played = await self._adapter.play(request, functools.partial(self._ask, task))
             try:
-                result = await self._score(request, played)
+                if self._adapter.group_rewards:
+                    self._wire.send({"type": "held", "task": task})  # until all of its group are there
+                    group, size = request.get("group") or task, request.get("group_size", 1)
+                    result = await self._groups.score(played, name=task, group=group, size=size)
+                else:
+                    result = (await self._adapter.score([played]))[0]
                 shown = columns_of(self._adapter, played, request.get("columns") or [])
             finally:
                 await self._adapter.dispose(played)
@@ -107,14 +109,6 @@ class Server:
                 self._report(request, "rollout", error)
         finally:
             self._rollouts.pop(task, None)
-
-    async def _score(self, request: Message, played: Any) -> Message:
-        """Score it alone, or with its group once that is complete. The orchestrator learns that it waits."""
-        if not self._adapter.group_rewards:
-            return (await self._adapter.score([played]))[0]
-        name, group, size = request["task"], request.get("group") or request["task"], request.get("group_size", 1)
-        self._wire.send({"type": "held", "task": name})
-        return await self._groups.score(played, name=name, group=group, size=size)
 
     def _report(self, request: Message, stage: str, error: BaseException) -> None:
         """Report a failure to the orchestrator, and to the log with the example."""
@@ -174,18 +168,11 @@ def columns_of(adapter: Any, played: Any, names: list[str]) -> dict:
     holders = (getattr(played, "state", None), getattr(played, "example", None), played)
     state: Mapping = next((holder for holder in holders if isinstance(holder, Mapping)), {})
     found = {name: state[name] for name in names if name in state}
-    if "parsed_answer" in names and "parsed_answer" not in found:
-        found |= _parsed_answer(adapter, state)
+    parser = getattr(getattr(adapter, "_environment", None), "parser", None)
+    if parser is not None and "parsed_answer" in names and "parsed_answer" not in found:
+        try:
+            found["parsed_answer"] = parser.parse_answer(state.get("completion"))
+        except Exception as error:  # a parser is the environment's code, and this rollout is scored already
+            found["parsed_answer"] = f"(the parser failed: {type(error).__name__}: {error})"
     missing = [name for name in names if name not in found]
     return {"columns": found, **({"state_keys": sorted(map(str, state))} if missing else {})}
-
-
-def _parsed_answer(adapter: Any, state: Mapping) -> dict:
-    """Return what the environment's parser reads in the completion, if it has a parser."""
-    parser = getattr(getattr(adapter, "_environment", None), "parser", None)
-    if parser is None:
-        return {}
-    try:
-        return {"parsed_answer": parser.parse_answer(state.get("completion"))}
-    except Exception as error:  # a parser is the environment's code, and this rollout is scored already
-        return {"parsed_answer": f"(the parser failed: {type(error).__name__}: {error})"}

@@ -17,21 +17,22 @@ import functools
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import verifiers as vf
 from trireme_rollout import (
+    Adapter,
     Ask,
     EngineError,
     OverlongPrompt,
     RewardError,
     as_dict,
     as_id,
+    chat_message,
     checked_group,
     checked_number,
-    only_text,
+    flat_sampling,
 )
 
 
@@ -43,30 +44,18 @@ class Played:
     client: "AskingClient"
 
 
-class VerifiersAdapter:
+class VerifiersAdapter(Adapter):
     """One verifiers environment."""
 
     def __init__(self, environment: Any, *, name: str, versions: dict[str, str]) -> None:
         self._environment = environment
-        self._name = environment.env_id or name
-        self._versions = versions
+        self.name = environment.env_id or name
+        self.versions = versions
         self._rubrics = list(_rubrics(environment))
         self.group_rewards = any(rubric.has_group_rewards for rubric in self._rubrics)
-        self._train = environment.build_dataset()
-        self._eval = environment.build_eval_dataset()
+        self.train = environment.build_dataset()
+        self.eval = environment.build_eval_dataset()
         self._row = functools.lru_cache(maxsize=1024)(self._read_row)  # the rollouts of a group share an example
-
-    def facts(self) -> dict:
-        return {
-            "num_train": len(self._train) if self._train is not None else 0,
-            "num_eval": len(self._eval) if self._eval is not None else 0,
-            "name": self._name,
-            "versions": self._versions,
-            "group_rewards": self.group_rewards,
-        }
-
-    def serving(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
 
     async def play(self, request: dict, ask: Ask) -> Played:
         """A failed rollout is not scored: its reward would say nothing about the policy."""
@@ -101,8 +90,8 @@ class VerifiersAdapter:
 
     def _read_row(self, split: str, index: int) -> dict:
         """Read an example. Without an evaluation set, evaluation reads the training set, as in verifiers."""
-        use_eval = self._train is None or (split == "eval" and self._eval is not None)
-        return (self._eval if use_eval else self._train)[index]
+        use_eval = self.train is None or (split == "eval" and self.eval is not None)
+        return (self.eval if use_eval else self.train)[index]
 
 
 class AskingClient(vf.Client):
@@ -135,26 +124,22 @@ class AskingClient(vf.Client):
     async def get_native_response(
         self, prompt: list[dict], model: str, sampling_args: dict, tools: list[dict] | None = None, **kwargs: Any
     ) -> dict:
-        self._stop_at_max_turns(kwargs.get("state"))
+        state = kwargs.get("state")
+        if self._max_turns is not None and state is not None and len(state["trajectory"]) >= self._max_turns:
+            # The run's own limit; the environment's may be lower. An overlong prompt is the one way verifiers knows to
+            # end a rollout early and still score it.
+            self.reached_max_turns = True
+            raise vf.OverlongPromptError(f"the run allows {self._max_turns} turns")
         place = self._num_asked
         self._num_asked += 1
         try:
-            reply = await self.client(prompt, tools=tools, sampling=_flat(sampling_args))
+            reply = await self.client(prompt, tools=tools, sampling=flat_sampling(sampling_args))
         except OverlongPrompt as error:
             raise vf.OverlongPromptError(str(error)) from error
         except EngineError as error:
             raise vf.ModelError(str(error)) from error
         self.place_of[reply["call"]] = place
         return reply
-
-    def _stop_at_max_turns(self, state: vf.State | None) -> None:
-        """The run's own limit of turns; the environment's is its own affair and may be lower.
-
-        An overlong prompt is the one way verifiers knows to end a rollout early and still score it.
-        """
-        if self._max_turns is not None and state is not None and len(state["trajectory"]) >= self._max_turns:
-            self.reached_max_turns = True
-            raise vf.OverlongPromptError(f"the run allows {self._max_turns} turns")
 
     async def raise_from_native_response(self, response: dict) -> None:
         """Every reply is a valid one, an empty one too."""
@@ -170,7 +155,9 @@ def to_chat(messages: Any) -> list[dict]:
     """verifiers' messages (or dicts, or text) as OpenAI chat messages; `to_response` goes the other way."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
-    return [_to_chat_message(message, number) for number, message in enumerate(messages or [])]
+    fields = [each if isinstance(each, dict) else each.model_dump(exclude_none=True) for each in messages or []]
+    roles = ["user" if each["role"] == "text" else each["role"] for each in fields]
+    return [chat_message({**each, "role": role}, n) for n, (each, role) in enumerate(zip(fields, roles, strict=True))]
 
 
 def to_response(reply: dict) -> vf.Response:
@@ -205,37 +192,6 @@ def to_response(reply: dict) -> vf.Response:
     )
 
 
-def _to_chat_message(message: Any, number: int) -> dict:
-    fields = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
-    role = "user" if fields["role"] == "text" else fields["role"]
-    chat = {"role": role, "content": only_text(fields.get("content"), number=number)}
-    if fields.get("reasoning_content"):
-        chat["reasoning_content"] = fields["reasoning_content"]
-    if fields.get("tool_calls"):
-        chat["tool_calls"] = [_to_chat_tool_call(call) for call in fields["tool_calls"]]
-    if fields.get("tool_call_id"):
-        chat["tool_call_id"] = fields["tool_call_id"]
-    return chat
-
-
-def _to_chat_tool_call(call: dict) -> dict:
-    """verifiers holds calls flat, OpenAI nests them. Old data sets hold the nested form already."""
-    if "function" in call:
-        return call
-    return {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-
-
-def _flat(sampling_args: dict) -> dict:
-    """Return the arguments as one flat dict. OpenAI clients take vLLM's own parameters in `extra_body`."""
-    sampling = {name: value for name, value in sampling_args.items() if value is not None and name != "extra_body"}
-    if sampling.pop("n", 1) != 1:
-        raise ValueError(
-            f"The environment samples with n={sampling_args['n']} - expected one completion per turn - remove `n` from "
-            "its sampling_args; the orchestrator makes the group."
-        )
-    return {**sampling, **(sampling_args.get("extra_body") or {})}
-
-
 def _result(played: Played, scoring: "Scoring") -> dict:
     state, answer = played.state, played.state.get("answer")
     completion = state.get("completion")
@@ -251,15 +207,11 @@ def _result(played: Played, scoring: "Scoring") -> dict:
         "info": as_dict(state.get("info")),
         "example_id": as_id(state.get("example_id", 0)),
         "stop": "max_turns_reached" if played.client.reached_max_turns else state.get("stop_condition"),
-        "truncated": _is_truncated(played),
+        # our limit of turns reaches verifiers as an overlong prompt, but cuts nothing
+        "truncated": any(step.get("is_truncated") for step in state["trajectory"])
+        if played.client.reached_max_turns
+        else bool(state.get("is_truncated")),
     }
-
-
-def _is_truncated(played: Played) -> bool:
-    """Return whether the rollout was cut. Our limit of turns reaches verifiers as an overlong prompt, but is no cut."""
-    if played.client.reached_max_turns:
-        return any(step.get("is_truncated") for step in played.state["trajectory"])
-    return bool(played.state.get("is_truncated"))
 
 
 def _let_judge_read_messages(rubric: vf.JudgeRubric) -> None:

@@ -13,42 +13,39 @@ There is no evaluation split in v1: give `[[orchestrator.eval.env]]` other `args
 
 import os
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import verifiers.v1 as vf
 from trireme_endpoint import PolicyEndpoint, Session
-from trireme_rollout import Ask, RewardError, as_id, checked_number
+from trireme_rollout import Adapter, Ask, RewardError, as_id, checked_number
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.dialects.chat import message_to_wire
 
 KEY_VARIABLE = "TRIREME_ENDPOINT_KEY"
 
 
-class VerifiersV1Adapter:
-    """One v1 environment, and the endpoint that its agent asks."""
-
-    group_rewards = False  # in v1, what compares is an episode, and that is one rollout
+class VerifiersV1Adapter(Adapter):
+    """One v1 environment, and the endpoint that its agent asks. What compares in v1 is an episode: one rollout."""
 
     def __init__(self, module: str, *, args: dict, versions: dict[str, str]) -> None:
-        self._name = module
-        self._versions = versions
+        self.name = module
+        self.versions = versions
         select = vf.SelectConfig.model_validate(args.get("select", {}))
         config = _configured(module, {name: value for name, value in args.items() if name != "select"})
         self._role = _role_of_the_policy(config)
         self._environment = vf.load_environment(config)
-        self._tasks = _tasks(self._environment.taskset.select(select))
+        taskset = self._environment.taskset.select(select)
+        if not taskset.bounded:
+            raise ValueError(
+                "The taskset is infinite - expected a number of tasks to count epochs by - add `select = { limit = "
+                "1000 }` to `args`."
+            )
+        self.train = list(taskset)
         self._endpoint = PolicyEndpoint()
 
-    def facts(self) -> dict:
-        facts = {"num_train": len(self._tasks), "num_eval": 0, "name": self._name, "versions": self._versions}
-        return {**facts, "group_rewards": False}
-
-    def serving(self) -> AbstractAsyncContextManager[None]:
-        return self._serving()
-
     @asynccontextmanager
-    async def _serving(self) -> AsyncIterator[None]:
+    async def serving(self) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._endpoint.serving())
             os.environ[KEY_VARIABLE] = self._endpoint.key
@@ -58,10 +55,12 @@ class VerifiersV1Adapter:
     async def play(self, request: dict, ask: Ask) -> dict:
         """Scored too: in v1 an episode ends with its judgement, while what the agent left behind is still there."""
         session = Session(ask, request["sampling"])
-        self._limit_turns(request.get("max_turns"))
+        spec, most = getattr(self._environment.config, self._role), request.get("max_turns")
+        if most is not None and (spec.max_turns is None or spec.max_turns > most):
+            spec.max_turns = most  # the run's own limit; the environment's may be lower
         client = vf.EvalClientConfig(base_url=self._endpoint.url, api_key_var=KEY_VARIABLE)
         context = vf.ModelContext(model="policy", client=client, sampling=vf.Sampling(**request["sampling"]))
-        task = self._tasks[request["index"]]
+        task = self.train[request["index"]]
         try:
             episode = await self._environment.run_episode(
                 task, context, on_trace=lambda trace: self._endpoint.open_session(trace.id, session)
@@ -70,17 +69,8 @@ class VerifiersV1Adapter:
             self._endpoint.close(session)
         return _result(_only_trace(episode, session, role=self._role), task, session)
 
-    def _limit_turns(self, most: int | None) -> None:
-        """Apply the run's own limit; the environment's may be lower."""
-        spec = getattr(self._environment.config, self._role)
-        if most is not None and (spec.max_turns is None or spec.max_turns > most):
-            spec.max_turns = most
-
     async def score(self, played: list[dict]) -> list[dict]:
         return played
-
-    async def dispose(self, played: dict) -> None:
-        pass
 
 
 def _configured(module: str, args: dict) -> Any:
@@ -111,21 +101,17 @@ def _role_of_the_policy(config: Any) -> str:
     return ours[0]
 
 
-def _tasks(taskset: Any) -> list[Any]:
-    if not taskset.bounded:
-        raise ValueError(
-            "The taskset is infinite - expected a number of tasks to count epochs by - add `select = { limit = 1000 }` "
-            "to `args`."
-        )
-    return list(taskset)
-
-
 def _only_trace(episode: Any, session: Session, *, role: str) -> Any:
     """The policy's. Raises: what went wrong in the episode, RewardError where it was the scoring."""
     if session.error is not None:
         raise session.error
     if not episode.ok:
-        _raise_error_of(episode)
+        for trace in episode.traces:
+            if not trace.ok and trace.last_error is not None:
+                if trace.timing.scoring.start:
+                    raise RewardError from _failure(trace.last_error)
+                raise _failure(trace.last_error)
+        raise _failure(episode.last_error) if episode.last_error else _EpisodeFailed("the episode is not ok")
     traces = [trace for trace in episode.traces if trace.agent.name == role]
     if len(traces) != 1:
         raise RuntimeError(
@@ -133,15 +119,6 @@ def _only_trace(episode: Any, session: Session, *, role: str) -> Any:
             "it once; `rollouts_per_example` is how often a task is tried."
         )
     return traces[0]
-
-
-def _raise_error_of(episode: Any) -> None:
-    for trace in episode.traces:
-        if not trace.ok and trace.last_error is not None:
-            if trace.timing.scoring.start:
-                raise RewardError from _failure(trace.last_error)
-            raise _failure(trace.last_error)
-    raise _failure(episode.last_error) if episode.last_error else _EpisodeFailed("the episode is not ok")
 
 
 def _failure(error: Any) -> Exception:
@@ -155,7 +132,10 @@ class _EpisodeFailed(Exception):
 
 
 def _result(trace: Any, task: Any, session: Session) -> dict:
-    prompt, completion = _split(trace)
+    # the last branch of the conversation, up to the first thing that the model said and from there on
+    nodes = trace.branches[-1].nodes if trace.branches else []
+    first = next((place for place, node in enumerate(nodes) if node.sampled), len(nodes))
+    messages = [message_to_wire(node.message) for node in nodes]
     rewards = {name: reward for name, reward in trace.rewards.items() if reward is not None}
     scores = {name: checked_number(reward.score, name=name) for name, reward in rewards.items()}
     metrics = {name: checked_number(value, name=name) for name, value in trace.metrics.items() if value is not None}
@@ -163,19 +143,11 @@ def _result(trace: Any, task: Any, session: Session) -> dict:
     return {
         "reward": checked_number(trace.reward, name="(the sum of all)"),
         "metrics": {**scores, **metrics, "num_turns": float(trace.num_turns)},
-        "prompt": prompt,
-        "completion": completion,
+        "prompt": messages[:first],
+        "completion": messages[first:],
         "answer": answer if answer is None or isinstance(answer, str) else str(answer),
         "info": {"agent": trace.agent.name, "task": task.data.name or task.data.id or ""},
         "example_id": as_id(task.data.idx if task.data.id is None else task.data.id),
         "stop": "prompt_too_long" if session.is_full else trace.stop_condition,
         "truncated": session.is_full or trace.is_truncated,
     }
-
-
-def _split(trace: Any) -> tuple[list[dict], list[dict]]:
-    """The last branch of the conversation, up to the first thing that the model said and from there on."""
-    nodes = trace.branches[-1].nodes if trace.branches else []
-    first = next((place for place, node in enumerate(nodes) if node.sampled), len(nodes))
-    messages = [message_to_wire(node.message) for node in nodes]
-    return messages[:first], messages[first:]

@@ -36,13 +36,12 @@ def send_and_wait(connection: socket.socket, message: Message) -> None:
 
 
 class Wire(asyncio.Protocol):
-    """Calls `on_message` for each line; sends all that was said in one turn of the event loop with one write."""
+    """Calls `on_message` for each line, and sends messages."""
 
     def __init__(self, on_message: Callable[[Message], None]) -> None:
         self._on_message = on_message
         self._transport: asyncio.Transport | None = None
         self._partial = bytearray()
-        self._outbox: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -59,14 +58,8 @@ class Wire(asyncio.Protocol):
             self._on_message(json.loads(line))
 
     def send(self, message: Message) -> None:
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self.flush)
-        self._outbox.append(encode(message))
-
-    def flush(self) -> None:
         assert self._transport is not None, "send before the connection was made"
-        self._transport.write(b"".join(self._outbox))
-        self._outbox.clear()
+        self._transport.write(encode(message))
 
 
 def _plain(value: object) -> object:

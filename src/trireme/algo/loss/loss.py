@@ -1,0 +1,128 @@
+"""The losses. `LOSSES` names the recipes of the literature; each is made of choices that can be taken one by one:
+
+    L = sum over tokens t of  n_t * (w_t * surrogate_t + beta * penalty_t - entropy_bonus * H_t)
+
+    surrogate_t    minus what is to grow, from the ratio r_t = pi(t) / prox(t) and the advantage   `surrogates.py`
+    prox           what the ratio is against: the behaviour policy mu, or the trainer's own weights at the start of the
+                   batch (`recomputed`); the latter come from the first pass over the batch, which costs nothing extra
+    w_t            correction prox(t) / mu(t) for staleness and mismatch; 1 where prox is mu      `corrections.py`
+    n_t            normalisation: token 1/N, sequence 1/(S |s|), constant 1/(S C)                  here
+    penalty_t      KL divergence to a reference model                                             `divergence.py`
+    H_t            entropy of the distribution that the token was drawn from
+
+N tokens and S samples are those of the whole batch, over all ranks and micro-batches, so the gradient does not depend
+on how the batch is split. `sequence` is GRPO's mean over samples of the mean over tokens (arXiv 2402.03300, equation
+3), `token` is DAPO's (arXiv 2503.14476, equation 8) but over the batch and not within each group, `constant` is Dr.
+GRPO's (arXiv 2503.20783, section 3.1).
+
+The default is `importance` against the behaviour policy, over tokens (prime-rl's default of December 2025):
+
+    r_t = pi(t) / mu(t)                                       computed per token, from logprobs
+    m_t = 1 if ratio_low <= r_t <= ratio_high else 0
+    L   = - 1/N * sum_t  m_t * stop_gradient(r_t * (A_t - kl_tau * log r_t)) * log pi(t)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from trireme.algo.columns import Columns, CustomLoss, LossFunction, LossTerms, TokenLoss, Totals
+from trireme.algo.loss.corrections import corrected
+from trireme.algo.loss.divergence import kl_estimate, reference_difference, reference_penalty
+from trireme.algo.loss.surrogates import SURROGATES
+from trireme.config.losses import Loss
+
+_MOST_LOG_RATIO = 20.0
+
+
+def build_loss(recipe: Loss, custom: CustomLoss | None = None) -> LossFunction:
+    """Build the loss function of a recipe.
+
+    Args:
+        recipe: as `resolve_loss` returns it, with every key that it reads.
+        custom: the function of the surrogate `custom`.
+    """
+    return lambda columns, totals: policy_loss(columns, totals, recipe, custom)
+
+
+def policy_loss(columns: Columns, totals: Totals, recipe: Loss, custom: CustomLoss | None = None) -> LossTerms:
+    """Compute the module's formula."""
+    assert recipe.surrogate is not None, f"not resolved: {recipe}"
+    own = custom(columns) if custom else None
+    if own is not None:
+        given = torch.where(columns.mask, own.detach(), 0.0)
+        token = TokenLoss(given, slope=torch.zeros_like(given))
+    else:
+        token = SURROGATES[recipe.surrogate](columns, recipe)
+    token = corrected(token, columns, recipe)
+    if recipe.beta:
+        assert recipe.kl_estimator is not None, f"not resolved: {recipe}"
+        penalty, slope = (recipe.beta * each for each in reference_penalty(columns, recipe.kl_estimator))
+        dtype = token.slope.dtype
+        token = replace(token, value=token.value + penalty.to(dtype), slope=token.slope + slope.to(dtype))
+    value = token.value
+    if recipe.entropy_bonus:
+        value = value - recipe.entropy_bonus * torch.where(columns.mask, columns.entropies.detach(), 0.0)
+    return LossTerms(
+        loss=normalized(_differentiable(token, own, columns, recipe), columns, totals, recipe),
+        value=normalized(value.double(), columns, totals, recipe),
+        sums=_sums(token, columns),
+    )
+
+
+def _differentiable(token: TokenLoss, own: torch.Tensor | None, columns: Columns, recipe: Loss) -> torch.Tensor:
+    """Return [K] a loss per token whose gradient is right; its value is not (see `LossTerms`)."""
+    pulled = columns.mask & (token.slope != 0)
+    per_token = token.slope * torch.where(pulled, columns.logprobs, 0.0)
+    if own is not None:
+        per_token = per_token + torch.where(columns.mask, own, 0.0)
+    if recipe.entropy_bonus:
+        per_token = per_token - recipe.entropy_bonus * torch.where(columns.mask, columns.entropies, 0.0)
+    return per_token
+
+
+def normalized(per_token: torch.Tensor, columns: Columns, totals: Totals, recipe: Loss) -> torch.Tensor:
+    """Return the sum over tokens, each multiplied by its n_t."""
+    assert recipe.normalize == "token" or totals.samples or not totals.tokens, f"an average over no samples: {totals}"
+    match recipe.normalize:
+        case "sequence":
+            return (per_token / columns.lengths().to(per_token.dtype)).sum() / max(1, totals.samples)
+        case "constant":
+            assert recipe.normalize_length is not None, f"not resolved: {recipe}"
+            return per_token.sum() / (max(1, totals.samples) * recipe.normalize_length)
+    return per_token.sum() / max(1, totals.tokens)
+
+
+def _sums(token: TokenLoss, columns: Columns) -> dict[str, torch.Tensor]:
+    log_ratio = torch.where(columns.mask, columns.logprobs.detach() - columns.behaviour, 0.0)
+    sums = {
+        "importance_ratio": torch.where(columns.mask, log_ratio.exp(), 0.0).sum(),
+        "policy/kl": torch.where(columns.mask, kl_estimate(log_ratio), 0.0).sum(),
+        "masked_frac": _count(token.masked, columns),
+        "capped_frac": _count(token.capped, columns),
+        "clip_frac/low": _count(token.clipped_low, columns),
+        "clip_frac/high": _count(token.clipped_high, columns),
+    }
+    weight = torch.where(columns.mask, log_ratio.double().clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO).exp(), 0.0)
+    sums |= {"weights": weight.sum(), "squared_weights": weight.square().sum()}
+    if columns.reference is not None:
+        sums["reference_kl"] = kl_estimate(-reference_difference(columns)).sum()
+    return sums
+
+
+def effective_share(weights: float, squared_weights: float, tokens: int) -> float:
+    """`ess`: (sum r)^2 / (N sum r^2), r = pi / mu per token. 1 where all weigh the same, 1/N where one weighs all (Kong
+    1992). A ratio counts as at most e^20 here, so that a single token does not turn the number into NaN."""
+    return weights**2 / (tokens * squared_weights)
+
+
+def _count(which: torch.Tensor | None, columns: Columns) -> torch.Tensor:
+    return columns.logprobs.new_zeros(()) if which is None else which.sum().to(columns.logprobs.dtype)
+
+
+def cross_entropy(columns: Columns, totals: Totals) -> LossTerms:
+    """Supervised fine-tuning: -log pi(t), mean over the tokens that count in the whole batch."""
+    total = -torch.where(columns.mask, columns.logprobs, 0.0).sum()
+    return LossTerms(loss=total / max(1, totals.tokens), value=total.detach().double() / max(1, totals.tokens), sums={})

@@ -1,0 +1,263 @@
+"""The architecture of a model from its `config.json` alone: layers, matrices, and their numbers of parameters.
+
+Example:
+    architecture_of({"model_type": "qwen3", "hidden_size": 1024, …}).num_parameters  # 596_049_920
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+Config = Mapping[str, Any]  # a config.json
+
+
+@dataclass(frozen=True)
+class Family:
+    """The departures of a family of models from Llama."""
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    layer_norms: int = 2
+    tied: bool = False  # where config.json is silent, as transformers has it
+    head_dim: int | None = None  # likewise; hidden / heads where None
+    experts: str | None = None  # the key that says how many there are
+    experts_used: int = 2  # by each token, where config.json is silent
+    expert_width: str = "intermediate_size"  # the key that says how wide each is
+    expert_bias: bool = False
+    sinks: bool = False  # one number per head
+    capped: bool = False  # attention scores, where config.json is silent
+    window_pattern: int = 0  # every how many layers one attends to all; 0 where config.json lists or forbids windows
+    wide_norms: bool = False  # their result is float32 until it has been scaled
+    gate_tensors: int = 2  # of the MLP's width that its gate keeps for the backward pass, besides gate and up
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True, head_dim=128),
+    "qwen3_moe": Family(qk_norm=True, experts="num_experts", experts_used=8, expert_width="moe_intermediate_size"),
+    "mixtral": Family(experts="num_local_experts"),
+    "gemma": Family(tied=True, head_dim=256, wide_norms=True),
+    "gemma2": Family(tied=True, head_dim=256, layer_norms=4, window_pattern=2, wide_norms=True, capped=True),
+    "gemma3_text": Family(tied=True, head_dim=256, layer_norms=4, qk_norm=True, window_pattern=6, wide_norms=True),
+    "gpt_oss": Family(
+        qkv_bias=True,
+        o_bias=True,
+        head_dim=64,
+        experts="num_local_experts",
+        experts_used=4,
+        expert_bias=True,
+        sinks=True,
+        window_pattern=2,
+        wide_norms=True,
+        gate_tensors=5,
+    ),
+}
+"""Departures by `model_type`. For each, a test compares the count with that of the model as transformers builds it."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear layer, or one of every expert."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    copies: int = 1  # one per expert
+    used: int = 1  # of these, by each token
+
+    @property
+    def weights(self) -> int:
+        return self.copies * self.inputs * self.outputs
+
+    @property
+    def num_parameters(self) -> int:
+        return self.weights + (self.copies * self.outputs if self.bias else 0)
+
+    @property
+    def active(self) -> int:
+        """Weights that a token meets."""
+        return self.used * self.inputs * self.outputs
+
+    @property
+    def is_expert(self) -> bool:
+        return self.copies > 1
+
+
+@dataclass(frozen=True)
+class Layer:
+    matrices: tuple[Matrix, ...]
+    vectors: int  # parameters of norms and the like
+    window: int | None  # tokens that attention looks back; all where None
+
+    @property
+    def num_parameters(self) -> int:
+        return self.vectors + sum(matrix.num_parameters for matrix in self.matrices)
+
+    @property
+    def matrix_parameters(self) -> int:
+        return sum(matrix.weights for matrix in self.matrices)
+
+    @property
+    def experts(self) -> Matrix | None:
+        """One of the matrices of which each expert has a copy."""
+        return next((matrix for matrix in self.matrices if matrix.is_expert), None)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder: an embedding, layers, a norm, a head over the vocabulary."""
+
+    model_type: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    layers: tuple[Layer, ...]
+    family: Family
+    capped: bool = False  # attention scores go through a tanh, which `sdpa` leaves out
+
+    def attends_apart(self, attention: str, cp: int = 1) -> bool:
+        """Return whether samples that share a row attend one by one: with `sdpa`, where no layer has a window and no
+        ranks share the row. Flash and flex attention know of samples by themselves."""
+        return attention == "sdpa" and cp == 1 and all(layer.window is None for layer in self.layers)
+
+    @property
+    def query(self) -> int:
+        """Width of all heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding; the head has as many, or is the same tensor."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def outside_layers(self) -> int:
+        return self.embedding * (1 if self.tied else 2) + self.hidden
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return self.outside_layers + sum(layer.num_parameters for layer in self.layers)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Weights that a token is multiplied with: the head, and of the experts those that it is sent to."""
+        return self.embedding + sum(matrix.active for layer in self.layers for matrix in layer.matrices)
+
+    @property
+    def largest_tensor(self) -> int:
+        """Values of it; all experts of a layer are one."""
+        return max(self.embedding, *(matrix.weights for layer in self.layers for matrix in layer.matrices))
+
+    @property
+    def largest_layer(self) -> Layer:
+        return max(self.layers, key=lambda layer: layer.num_parameters)
+
+    def adapter_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
+        """Return the parameters of LoRA: for each target matrix, one with `rank` rows and one with `rank` columns."""
+        chosen = (matrix for layer in self.layers for matrix in layer.matrices if is_target(matrix, targets))
+        return sum(matrix.copies * rank * (matrix.inputs + matrix.outputs) for matrix in chosen)
+
+
+def is_target(matrix: Matrix, targets: tuple[str, ...]) -> bool:
+    """Experts hold gate and up in one tensor, which is named by either."""
+    return bool({matrix.name, *_FUSED.get(matrix.name, ())} & {target.rpartition(".")[2] for target in targets})
+
+
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def architecture_of(config: Config) -> Architecture:
+    """Read the architecture of a `config.json`. Families that are not in the table count as Llama (see `is_known`).
+
+    Raises: KeyError where it lacks a size.
+    """
+    text = text_config(config)
+    family = FAMILIES.get(text.get("model_type", ""), Family())
+    heads, hidden = text["num_attention_heads"], text["hidden_size"]
+    return Architecture(
+        model_type=text.get("model_type", ""),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or family.head_dim or hidden // heads,
+        vocabulary=text["vocab_size"],
+        tied=config.get("tie_word_embeddings", text.get("tie_word_embeddings", family.tied)),
+        layers=tuple(_layers(text, family)),
+        family=family,
+        capped=bool(text.get("attn_logit_softcapping", family.capped)),
+    )
+
+
+def text_config(config: Config) -> Config:
+    """Models that also see have the language model's in a table of its own."""
+    inner = config.get("text_config")
+    return config if inner is None else {"model_type": f"{config.get('model_type', '')}_text", **inner}
+
+
+def is_known(config: Config) -> bool:
+    return text_config(config).get("model_type") in FAMILIES
+
+
+def _layers(text: Config, family: Family) -> Iterator[Layer]:
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    head_dim = text.get("head_dim") or family.head_dim or hidden // heads
+    norms = family.layer_norms * hidden + (2 * head_dim if family.qk_norm else 0) + (heads if family.sinks else 0)
+    for number in range(text["num_hidden_layers"]):
+        is_dense = family.experts is None or number in (text.get("mlp_only_layers") or ())
+        is_dense |= (number + 1) % text.get("decoder_sparse_step", 1) != 0
+        inside = _dense(text) if is_dense else _experts(text, family)
+        yield Layer((*_attention(text, family, head_dim), *inside), norms, _window(text, family, number))
+
+
+def _attention(text: Config, family: Family, head_dim: int) -> Iterator[Matrix]:
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    query, key = heads * head_dim, (text.get("num_key_value_heads") or heads) * head_dim
+    everywhere = text.get("attention_bias", False)
+    bias, o_bias = family.qkv_bias or everywhere, family.o_bias or everywhere
+    yield Matrix("q_proj", hidden, query, bias)
+    yield Matrix("k_proj", hidden, key, bias)
+    yield Matrix("v_proj", hidden, key, bias)
+    yield Matrix("o_proj", query, hidden, o_bias)
+
+
+def _dense(text: Config) -> Iterator[Matrix]:
+    hidden, width, bias = text["hidden_size"], text["intermediate_size"], text.get("mlp_bias", False)
+    yield Matrix("gate_proj", hidden, width, bias)
+    yield Matrix("up_proj", hidden, width, bias)
+    yield Matrix("down_proj", width, hidden, bias)
+
+
+def _experts(text: Config, family: Family) -> Iterator[Matrix]:
+    hidden, used = text["hidden_size"], text.get("num_experts_per_tok", family.experts_used)
+    count = text.get(str(family.experts)) or text["num_local_experts"]  # transformers 5 writes all models' so
+    width, bias = text[family.expert_width], family.expert_bias
+    yield Matrix("router", hidden, count, bias)
+    yield Matrix("gate_up_proj", hidden, 2 * width, bias, copies=count, used=used)
+    yield Matrix("down_proj", width, hidden, bias, copies=count, used=used)
+
+
+def _window(text: Config, family: Family, number: int) -> int | None:
+    window, types = text.get("sliding_window"), text.get("layer_types")
+    may = text.get("use_sliding_window", not text.get("model_type", "").startswith("qwen"))
+    if not window or not may or number < text.get("max_window_layers", 0):
+        return None
+    if types:
+        return window if types[number] == "sliding_attention" else None
+    if family.window_pattern:
+        every = text.get("sliding_window_pattern", family.window_pattern)
+        return window if (number + 1) % every else None
+    return window

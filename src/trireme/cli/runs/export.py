@@ -1,0 +1,127 @@
+"""`trireme export RUN`: a checkpoint becomes a model as Hugging Face has it, without GPUs and with little memory."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from trireme.base.disk import is_full
+from trireme.base.errors import ConfigError
+from trireme.base.log import start_logging
+from trireme.base.paths import RunPaths, step_folder, step_of
+from trireme.cli.command import run_command
+from trireme.journal.manifest import MANIFEST, complete_steps
+
+DTYPES = ("bfloat16", "float16", "float32")
+MERGED_DTYPE = "bfloat16"
+
+
+def main() -> None:
+    run_command("trireme export", export, abruptly=True)
+
+
+def export(argv: list[str]) -> int:
+    """Returns 0 when the folder is whole and on disk.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or something lies where the model is to be, or there is no room.
+        JournalCorrupt: the checkpoint is damaged.
+    """
+    arguments = _parse(argv)
+    checkpoint = find_checkpoint(arguments.source, arguments.step)
+    folder = arguments.to
+    if folder is None and (place := checkpoint.resolve()).parent.name == "checkpoints":
+        folder = RunPaths(place.parent.parent).weights / place.name
+    if folder is None:
+        raise ConfigError(f"{checkpoint} lies in no run's folder - expected to be told where to write. Set `--to`.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty - expected a folder that is, or is not there. Set `--to` to another.")
+    if not arguments.merge and (arguments.base or arguments.trust_remote_code):
+        raise ConfigError(
+            "`--base` and `--trust-remote-code` were given without `--merge` - expected them together with it only. "
+            "Add `--merge`, or leave them out."
+        )
+    start_logging("export", "warning")
+
+    try:
+        if arguments.merge:
+            from trireme.tools.export.merging import export_merged
+
+            options = {"base_model": arguments.base, "trust_remote_code": arguments.trust_remote_code}
+            export_merged(checkpoint, folder, dtype=arguments.dtype or MERGED_DTYPE, **options)
+        else:
+            from trireme.trainer.checkpoint.export import export_checkpoint
+
+            export_checkpoint(checkpoint, folder, dtype=arguments.dtype)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise ConfigError(
+            f"{folder}: {error.strerror} - expected room for the weights. Free some, or set `--to`."
+        ) from error
+    print(f"{checkpoint} -> {folder}")
+    return 0
+
+
+def _parse(argv: list[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="trireme export",
+        description="Writes a checkpoint of an `rl` or `sft` run as `transformers` and vLLM load it: the same files as "
+        "the run's own `weights/step_N`. Needs no GPU, and memory for one tensor.",
+        epilog="Ends with 0 when all is on disk, 2 where there is nothing to export, or no place for it.",
+    )
+    parser.add_argument("source", metavar="RUN", type=Path, help="the run's folder, or a checkpoint's")
+    parser.add_argument("--step", metavar="N", type=int, help="of the checkpoint; the newest where not given")
+    parser.add_argument(
+        "--to", metavar="FOLDER", type=Path, help="a folder that is empty, or not there; RUN/weights/step_N by default"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help=f"of the weights; as the run exports them where not given, {MERGED_DTYPE} with --merge",
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="of a run that trains adapters: the whole model with them added in"
+    )
+    parser.add_argument(
+        "--base", metavar="MODEL", help="with --merge: where the base model is now, if not where the run had it"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="with --merge: run Python code that comes with the base model"
+    )
+    return parser.parse_args(argv)
+
+
+def find_checkpoint(source: Path, step: int | None) -> Path:
+    """The checkpoint that is meant: a folder with a manifest, or a step of a run.
+
+    Raises: ConfigError where there is none.
+    """
+    if (source / MANIFEST).is_file():
+        if step not in (None, step_of(source)):
+            raise ConfigError(f"{source} is a checkpoint, and `--step {step}` is another - expected one of the two.")
+        return source
+    folder = source if source.name == "checkpoints" else RunPaths(source).checkpoints
+    steps = complete_steps(folder)
+    if not steps:
+        raise ConfigError(
+            f"{folder} holds no complete checkpoint{_broken(folder)} - expected the folder of a run, or of a "
+            f"checkpoint ({MANIFEST} in it). Check the path."
+        )
+    if step is not None and step not in steps:
+        raise ConfigError(
+            f"There is no complete checkpoint of step {step} in {folder}{_broken(folder)} - it has {steps}. Take one."
+        )
+    return step_folder(folder, steps[-1] if step is None else step)
+
+
+def _broken(folder: Path) -> str:
+    """Steps that were begun, or damaged since."""
+    steps = complete_steps(folder)
+    entries = folder.iterdir() if folder.is_dir() else ()
+    broken = sorted(step for entry in entries if (step := step_of(entry)) is not None and step not in steps)
+    return f" (without a readable {MANIFEST}: {', '.join(f'step_{step}' for step in broken)})" if broken else ""
+
+
+if __name__ == "__main__":
+    main()

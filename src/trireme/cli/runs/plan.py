@@ -1,0 +1,119 @@
+"""`trireme plan @ config.toml`: what a run will need and how long a step will take, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from rich.console import Console
+
+from trireme.algo.model.chips import CHIPS
+from trireme.base.devices import detect_devices
+from trireme.base.errors import ConfigError
+from trireme.config.arguments import TypedFile, count, parse_arguments, positive, positive_int, share
+from trireme.config.files import read_table
+from trireme.config.load import load_config, load_run_config
+from trireme.config.orchestrator import Environment
+from trireme.config.resolve import resolve, resolve_sft, updated
+from trireme.config.rules import check, check_sft
+from trireme.config.run import RunConfig
+from trireme.config.sft import SftConfig
+from trireme.tools.plan.advice import advise
+from trireme.tools.plan.estimate import Estimate, estimate_run
+from trireme.tools.plan.lengths import Lengths, Rates, lengths_of, rates_of
+from trireme.tools.plan.machine import Machine, describe_machine
+from trireme.tools.plan.report import show, to_json
+from trireme.tools.plan.sizes import read_sizes
+
+WIDTH = 120
+
+
+def plan(argv: list[str]) -> int:
+    """Return 0 if the run fits, and 1 otherwise.
+
+    Raises: ConfigError if the configuration is wrong, or the model's sizes are not known.
+    """
+    options, typed = _parser().parse_known_args(argv)
+    machine = describe_machine(
+        detect_devices(),
+        gpu=options.gpu,
+        gpus=options.gpus,
+        gpus_per_node=options.gpus_per_node,
+        memory_gib=options.memory_gib,
+        host_memory_gib=options.host_memory_gib,
+    )
+    estimate = (_plan_sft if options.sft or _is_sft(typed) else _plan_run)(typed, options, machine)
+    advice = advise(estimate)
+    if options.json:
+        print(json.dumps(to_json(estimate, advice), indent=1, default=str))
+    else:
+        Console(width=WIDTH, highlight=False).print(show(estimate, advice), soft_wrap=False)
+    return 0 if estimate.fits else 1
+
+
+def _plan_run(typed: list[str], options: Namespace, machine: Machine) -> Estimate:
+    config, invocation = load_run_config(typed, program="rl")
+    if not invocation.run:
+        config = resolve(config, machine.devices)
+    with_environment = {"orchestrator.env": config.orchestrator.env or (Environment(id="any"),)}  # a plan needs none
+    check(updated(config, with_environment), machine.devices)
+    prompt, sampled = options.prompt_tokens, options.completion_tokens
+    lengths = lengths_of(config, prompt=prompt, sampled=sampled, examples=options.examples, run=options.run)
+    sized = read_sizes(config.trainer.model.name or config.model.name, fetch=True)
+    measured = rates_of(options.run) if options.run and machine.is_here else Rates()
+    rates = Rates(options.trainer_tokens_per_s or measured.trainer, options.engine_tokens_per_s or measured.engine)
+    return estimate_run(config, sized, machine, lengths, rates=rates, mfu=options.mfu)
+
+
+def _plan_sft(typed: list[str], options: Namespace, machine: Machine) -> Estimate:
+    config, invocation = load_config(typed, SftConfig, program="sft")
+    if not invocation.run:
+        config = resolve_sft(config, machine.devices)
+    check_sft(config, machine.devices)
+    sized = read_sizes(str(config.model.name), fetch=True)
+    length = sum(number for number in (options.prompt_tokens, options.completion_tokens) if number)
+    source = "as given" if length else "the longest that the configuration allows"
+    lengths = Lengths(length or float(config.seq_len), 0.0, 0.0, source, examples=options.examples)
+    return estimate_run(config, sized, machine, lengths, mfu=options.mfu)
+
+
+def _is_sft(typed: list[str]) -> bool:
+    """Return whether a file has keys that only a supervised run has."""
+    keys: set[str] = set()
+    for argument in parse_arguments(typed):
+        if isinstance(argument, TypedFile):
+            try:
+                keys |= read_table(Path(argument.name)).keys()
+            except ConfigError:  # reported with its place where the file is loaded
+                return False
+    return bool(keys & (SftConfig.model_fields.keys() - RunConfig.model_fields.keys()))
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="trireme plan",
+        usage="trireme plan [@ file.toml …] [--key value …] [options]",
+        description="Works out, from the configuration and the model's config.json alone: memory of trainer and engine "
+        "by part, batch arithmetic, seconds of a step, the better split of GPUs; and where it will not fit, what "
+        "would. Takes the files and flags of `rl`, or of `sft`. Starts nothing, loads no weights.",
+        epilog="Ends with 0 where it fits, 1 where it does not, 2 where the configuration is wrong.",
+        allow_abbrev=False,
+    )
+    machine = parser.add_argument_group("the machine, where it is not this one")
+    machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(CHIPS)}")
+    machine.add_argument("--gpus", metavar="N", type=count, help="how many in all; 0 plans for the CPU")
+    machine.add_argument("--gpus-per-node", metavar="N", type=positive_int, help="8, or all where there are fewer")
+    machine.add_argument("--memory-gib", metavar="GIB", type=positive, help="of each GPU; of the machine on CPU")
+    machine.add_argument("--host-memory-gib", metavar="GIB", type=positive, help="of each node's own; 128 per GPU")
+    work = parser.add_argument_group("the work")
+    work.add_argument("--from", metavar="RUN", dest="run", type=Path, help="lengths and rates as this run had them")
+    work.add_argument("--prompt-tokens", metavar="N", type=positive, help="of a rollout, on average")
+    work.add_argument("--completion-tokens", metavar="N", type=positive, help="sampled in a rollout, on average")
+    work.add_argument("--examples", metavar="N", type=positive_int, help="to train on, for the number of passes")
+    work.add_argument("--mfu", metavar="SHARE", type=share, help="of a GPU's peak that the trainer reaches")
+    work.add_argument("--trainer-tokens-per-s", metavar="N", type=positive, help="of each of its GPUs, measured")
+    work.add_argument("--engine-tokens-per-s", metavar="N", type=positive, help="of each of its GPUs, measured")
+    parser.add_argument("--sft", action="store_true", help="the files are those of `sft`, as their keys may show")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    return parser

@@ -1,0 +1,140 @@
+"""`trireme replay RUN`: train a run again from its journal, without engines, and compare all weights to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from trireme.base.devices import Devices, detect_devices
+from trireme.base.errors import ConfigError, JournalCorrupt
+from trireme.base.log import start_logging
+from trireme.base.network import stay_on_loopback
+from trireme.base.paths import RunPaths, step_folder
+from trireme.cli.command import RANKS_PARENT, become_ranks, end_with_parent, run_command, set_environment
+from trireme.config.files import find_run_file, read_run
+from trireme.config.resolve import updated
+from trireme.config.run import RunConfig
+from trireme.journal.journal import Journal
+from trireme.journal.manifest import complete_steps
+from trireme.journal.versions import Versions
+from trireme.launch.plan import plan
+
+ARGUMENTS = "TRIREME_REPLAY"  # our command line, as JSON, for the ranks below this process
+
+
+def main() -> None:
+    run_command("trireme replay", replay, abruptly=True)
+
+
+def replay(argv: list[str]) -> int:
+    """Replay a run. Return 0 where every version is as engines confirmed it, 1 where not; on a GPU always 0.
+
+    Where there are several ranks this process starts them, and each rank calls this function again.
+
+    Raises:
+        ConfigError: there is no such run, or not these steps of it.
+        JournalCorrupt: a batch, or the record of a version, is missing or not what was written.
+    """
+    is_rank = RANKS_PARENT in os.environ
+    arguments = _parse(json.loads(os.environ[ARGUMENTS]) if is_rank else argv)
+    run_file = find_run_file(arguments.run, "trainer")
+    config = read_config(arguments.run, run_file, detect_devices())
+    code = {"trainer.loss.path": config.trainer.loss.path, "trust_remote_code": config.trainer.model.trust_remote_code}
+    if named := [f"{key} = {value}" for key, value in code.items() if value and not arguments.run_code]:
+        # the author of the folder could have anything run on this machine
+        raise ConfigError(
+            f"{arguments.run} names code that a replay runs ({', '.join(named)}) - expected a run of code that you "
+            "trust. Add `--run-code` where you trust it."
+        )
+    span = find_span(config.paths, arguments.first, arguments.last)
+    if is_rank:
+        end_with_parent()
+    else:
+        os.environ[ARGUMENTS] = json.dumps(argv)
+        set_environment(plan(config, run_file, detect_devices()).process("trainer").env)
+    stay_on_loopback()
+    become_ranks(config.trainer.num_ranks or 1, "trireme.cli.runs.replay", run_file)
+    start_logging("replay", "warning")
+
+    from trireme.tools.replay.replay import replay as train_again
+
+    return train_again(config, span, keep_going=arguments.keep_going)
+
+
+def _parse(argv: list[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="trireme replay",
+        description="Trains a run again from its journal, with as many ranks and threads, and compares the digests of "
+        "each version with those that engines confirmed. Writes nothing.",
+        epilog="Ends with 0 where every version has the same bits, 1 at the first difference, 2 where there is nothing "
+        "to replay. On a GPU a difference is no contradiction: it is shown, and the command ends with 0.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder; it may have been moved")
+    parser.add_argument("--until", metavar="N", dest="last", type=int, help="stop at version N; all where not given")
+    parser.add_argument(
+        "--from", metavar="K", dest="first", type=int, default=0, help="start from the checkpoint of step K"
+    )
+    parser.add_argument("--run-code", action="store_true", help="run a custom loss, or a model's own code, of this run")
+    parser.add_argument("--keep-going", action="store_true", help="also after the first difference")
+    return parser.parse_args(argv)
+
+
+def read_config(run: Path, run_file: Path, devices: Devices) -> RunConfig:
+    """Read the run's configuration, with its paths where it lies now and its GPUs as they are here.
+
+    Raises:
+        ConfigError: there are too few GPUs.
+    """
+    config = updated(read_run(RunConfig, run_file), {"name": None, "output_dir": run})
+    if config.device != "cuda":
+        return config
+    ranks = config.trainer.num_ranks or 1
+    if devices.num_gpus < ranks:
+        raise ConfigError(
+            f"{run} was trained on {ranks} GPUs - there are {devices.num_gpus} here. Replay it where there are enough: "
+            "other devices round differently."
+        )
+    ids = config.trainer_gpu_ids or ()
+    fits = len(ids) == ranks and max(ids) < devices.num_gpus
+    return config if fits else updated(config, {"trainer_gpu_ids": tuple(range(ranks))})
+
+
+def find_span(paths: RunPaths, first: int, last: int | None) -> range:
+    """Return the steps from version `first` to version `last`, or to the newest.
+
+    Raises:
+        ConfigError: the run has no such versions, no checkpoint to start from, or no recorded result.
+        JournalCorrupt: a batch in between is missing.
+    """
+    journal, versions = Journal(paths.journal), Versions(paths.journal)
+    newest = max(0, versions.newest, *(step + 1 for step in journal.steps()))
+    span = range(first, newest if last is None else last)
+    if not 0 <= span.start <= span.stop <= newest:
+        raise ConfigError(
+            f"Versions {span.start} to {span.stop} were asked for, the run in {paths.root} has 0 to {newest}. "
+            "Give `--from` and `--until` within these."
+        )
+    if first and first not in (have := complete_steps(paths.checkpoints)):
+        raise ConfigError(
+            f"There is no whole checkpoint of step {first} in {paths.checkpoints} - it has {have or 'none'}. "
+            "Give `--from` one of these, or leave it out to start from the base model."
+        )
+    missing = next((step for step in span if not journal.has(step)), None)
+    if missing is not None:
+        raise JournalCorrupt(
+            f"{journal.path(missing)} is not there: without batch {missing}, version {span.stop} cannot be trained "
+            f"again. Restore it, or stop before it with `--until {missing}`, or start after it with `--from`."
+        )
+    recorded = (versions.has(version) or step_folder(paths.weights, version).is_dir() for version in (*span, span.stop))
+    if not any(recorded):
+        raise ConfigError(
+            f"Nothing is recorded of versions {span.start} to {span.stop} in {paths.root} - expected "
+            f"{versions.path(span.start)} and its like, which say what engines confirmed. Replay a run that has them."
+        )
+    return span
+
+
+if __name__ == "__main__":
+    main()

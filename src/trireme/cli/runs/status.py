@@ -1,0 +1,131 @@
+"""`trireme status RUN`: the state of a run, on this machine or on the cluster that it was submitted to."""
+
+from __future__ import annotations
+
+import signal
+import time
+from argparse import ArgumentParser, Namespace
+from contextlib import nullcontext
+from pathlib import Path
+
+from trireme.base.errors import ConfigError
+from trireme.base.paths import RunPaths
+from trireme.config.files import find_run_file, read_run
+from trireme.config.run import RunConfig
+from trireme.launch.folder import launcher_of
+from trireme.launch.run_state import look_at
+from trireme.monitor.live_view import open_view
+from trireme.monitor.view import View
+from trireme.monitor.wandb_mirror import open_wandb_mirror
+from trireme.tools.cluster import kubernetes, slurm
+from trireme.tools.cluster.job import Submission, find_submission
+from trireme.tools.cluster.secrets import SECRETS, read_token
+
+POLL_S = 1.0
+DESERTED_S = 30.0
+"""After so long without a launcher, an answer or a step, no process works on the run."""
+
+
+def status(argv: list[str]) -> int:
+    """Raises: ConfigError if the folder is not a run's and was never submitted."""
+    parser = ArgumentParser(
+        prog="trireme status",
+        description="Shows the state of a run: its job on the cluster, steps, rewards, evaluations and checkpoints, "
+        "and what each process waits for.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("-f", "--follow", action="store_true", help="show each step as it comes, until the run is over")
+    parser.add_argument(
+        "--mirror",
+        action="store_true",
+        help="with --follow: send metrics to W&B, if the run is configured for it",
+    )
+    options = parser.parse_args(argv)
+    if options.follow:
+        return _follow(options)
+    submission = find_submission(options.run)
+    if submission:
+        scheduler = slurm if submission.scheduler == "slurm" else kubernetes
+        print(f"job          {submission.scheduler} {submission.job}: {scheduler.state_of(submission)}")
+    print("\n".join(_state_lines(options.run, submission)))
+    return 0
+
+
+def _state_lines(run: Path, submission: Submission | None) -> list[str]:
+    if submission is None:
+        return list(look_at(run).lines())
+    if submission.scheduler == "kubernetes":
+        answer = kubernetes.ask_inside(submission)
+        return answer.splitlines() if answer else ["the orchestrator's pod does not answer (yet, or any more)"]
+    address = None  # of the orchestrator's machine; a run on one machine listens there alone
+    if len(set(submission.processes.values())) > 1:
+        machines = slurm.machines_of(submission)
+        address = machines[submission.leader] if submission.leader < len(machines) else None
+    try:
+        token = read_token(submission.folder / SECRETS)
+        return list(look_at(Path(submission.run), token=token, address=address).lines())
+    except ConfigError:
+        return [f"it has written nothing yet to {submission.run}"]
+
+
+def _follow(options: Namespace) -> int:
+    """Show a run until it is over, until no process works on it, or until a signal; then send what was mirrored."""
+    config = _wait_for_config(options.run)
+    is_remote = options.mirror or find_submission(options.run) is not None
+    state = look_at(options.run)
+    is_over = state.progress.num_done >= config.max_steps and state.status is None and state.launcher is None
+    if is_over and not is_remote:
+        print("\n".join(state.lines()))
+        return 0
+    signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: signals.append(received))
+    watch = _Watch(options.run, config.max_steps, is_remote=is_remote)
+    with open_wandb_mirror(config) if options.mirror else nullcontext(), open_view(config) as view:
+        while not signals and watch.continues(view):
+            view.tick(())
+            time.sleep(POLL_S)
+        view.tick((), final=True)
+    if watch.is_deserted and not signals:
+        print("\n".join(look_at(options.run).lines()))
+    return 0
+
+
+class _Watch:
+    """Return whether there is more to follow.
+
+    Of a run on other machines only its orchestrator can be asked, and that may be about to resume a run that was over.
+    """
+
+    def __init__(self, run: Path, max_steps: int, *, is_remote: bool) -> None:
+        self._run = run
+        self._max_steps = max_steps
+        self._is_remote = is_remote
+        self._has_answered = False
+        self._num_done = -1
+        self._seen_at = time.monotonic()
+
+    @property
+    def is_deserted(self) -> bool:
+        return time.monotonic() - self._seen_at > DESERTED_S
+
+    def continues(self, view: View) -> bool:
+        moved, self._num_done = view.progress.num_done != self._num_done, view.progress.num_done
+        self._has_answered |= view.status is not None
+        if moved or view.status is not None or launcher_of(RunPaths(self._run)) is not None:
+            self._seen_at = time.monotonic()
+        is_trained = self._num_done >= self._max_steps
+        if is_trained and view.status is None and (self._has_answered or not self._is_remote):
+            return False
+        return not self.is_deserted or (self._is_remote and not is_trained)
+
+
+def _wait_for_config(run: Path) -> RunConfig:
+    """Return the run's configuration, which a run that was only just started has not written yet."""
+    while True:
+        try:
+            return read_run(RunConfig, find_run_file(run, "orchestrator"))
+        except ConfigError:
+            if not run.is_dir():
+                raise
+            time.sleep(POLL_S)

@@ -1,0 +1,171 @@
+"""`trireme env init|install|list|check`: write, install, list and try environments."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from dataclasses import asdict
+from difflib import get_close_matches
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from trireme.base.errors import ConfigError
+from trireme.config.arguments import HELP, json_table, not_negative, positive, positive_int
+from trireme.orchestrator.environments.venv import installed_venv
+from trireme.tools.environments.catalog import ROOT, build, find_source, list_environments
+from trireme.tools.environments.progress import Progress
+from trireme.tools.environments.template import KINDS, write_environment
+
+WIDTH = 150  # of the list where it does not go to a terminal
+
+
+def env(argv: list[str]) -> int:
+    """Raises: ConfigError for an unknown verb, and for what the verb refuses."""
+    if not argv or argv[0] in HELP:
+        width = max(map(len, VERBS))
+        lines = [f"  {name:{width}}  {line}" for name, (line, _) in VERBS.items()]
+        print("usage: trireme env VERB ...", "", *lines, "", "`trireme env VERB --help` explains each.", sep="\n")
+        if argv:
+            raise SystemExit(0)
+        return 2
+    name = argv[0]
+    if name not in VERBS:
+        near = get_close_matches(name, VERBS, n=1)
+        raise ConfigError(
+            f"there is no `trireme env {name}` - expected one of {', '.join(VERBS)}. "
+            + (f"Did you mean `trireme env {near[0]}`?" if near else "See `trireme env --help`.")
+        )
+    return VERBS[name][1](argv[1:])
+
+
+def init(argv: list[str]) -> int:
+    parser = _parser("init", "Writes a new environment package that works at once; nothing is overwritten.")
+    parser.add_argument("name", metavar="NAME", help="its name, such as my-env")
+    kinds = "plain: a data set and a function, no framework; the others use verifiers"
+    parser.add_argument("--kind", choices=KINDS, default="verifiers", help=kinds)
+    options = parser.parse_args(argv)
+    folder = write_environment(options.name, kind=options.kind, root=options.path)
+    print(f"{folder} is written: {', '.join(sorted(file.name for file in folder.iterdir()))}")
+    name = folder.name.replace("_", "-") if options.path == ROOT else folder  # as a run's configuration calls it
+    print(f"Next: trireme env check {name}")
+    return 0
+
+
+def install(argv: list[str]) -> int:
+    description = "Builds an environment's own virtual environment now; it is then used without a network."
+    parser = _parser("install", description)
+    parser.add_argument("name", metavar="NAME", help="an environment, `owner/name`, or the folder of a package")
+    again = "build it again, also where it is installed; not while a run uses it"
+    parser.add_argument("--again", action="store_true", help=again)
+    options = parser.parse_args(argv)
+    source = find_source(options.name, options.path)
+    installed = installed_venv(source) if source.folder is not None else None
+    if source.folder is None:
+        print(f"{source.id} needs no virtual environment of its own: it runs with this interpreter ({source.kind}).")
+    elif installed and not options.again:
+        print(f"{source.id} is installed already, in {installed} (--again to build it again)")
+    else:
+        took_s = build(source, Progress(), again=options.again)
+        print(f"{source.id} installed in {took_s:.1f} s, in {installed_venv(source)}")
+    return 0
+
+
+def list_all(argv: list[str]) -> int:
+    parser = _parser("list", "Lists the environments that are here. Imports none of them.")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    options = parser.parse_args(argv)
+    entries = list_environments(options.path)
+    if options.json:
+        print(json.dumps([asdict(entry) for entry in entries], indent=1))
+        return 0
+    if not entries:
+        print(f"There are no environments in {options.path}. `trireme env init my-env` writes one.")
+        return 0
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("id", "kind", "where", "installed", "verifiers", "description"):
+        table.add_column(column, overflow="fold")
+    for entry in entries:
+        installed = "yes" if entry.venv else "not yet" if entry.kind == "package" else "-"
+        shown = "broken" if entry.trouble else installed
+        table.add_row(entry.id, entry.kind, entry.where, shown, entry.verifiers or "-", entry.description)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    with console.capture() as captured:  # rich ends the process with 1 where the reader of its output is gone
+        console.print(table)
+        for entry in entries:
+            if entry.trouble:
+                console.print(f"{entry.id}: {entry.trouble}", markup=False)
+    print(captured.get(), end="")
+    return 0
+
+
+def check(argv: list[str]) -> int:
+    """Return 0 where every rollout was scored, 1 where the environment could not be loaded or some of them failed.
+
+    Raises: ConfigError for what was typed; TriremeError where the policy is gone.
+    """
+    from trireme.config.load import load_run_config
+    from trireme.tools.environments.check import CheckOptions, LoadFailed, run_check
+    from trireme.tools.environments.check_report import text_of
+
+    options, words = _check_parser().parse_known_args(argv)
+    config, _ = load_run_config(words, program="trireme env check")
+    as_json = options.__dict__.pop("json")
+    try:
+        report = run_check(CheckOptions(**vars(options)), config, Progress())
+    except LoadFailed as error:
+        print(json.dumps({"holds": False, "error": str(error)}, indent=1) if as_json else error)
+        return 1
+    print(json.dumps(report.as_json(), indent=1) if as_json else text_of(report))
+    return 0 if report.holds else 1
+
+
+VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "init": ("writes a new environment that works at once", init),
+    "install": ("builds an environment's virtual environment now, for use without a network", install),
+    "list": ("shows what is here, which verifiers each runs with, and what is installed", list_all),
+    "check": ("runs a few rollouts: does it work, and how hard is it for a model?", check),
+}
+
+
+def _check_parser() -> ArgumentParser:
+    parser = _parser(
+        "check",
+        "Loads an environment in its workers and runs rollouts on the way that training takes. Without a model, a "
+        "script answers with nothing sensible: errors show, the difficulty does not.",
+    )
+    parser.usage = "trireme env check NAME [-n 20] [-r 8] [--model FOLDER | --base-url URL] [@ config.toml] ..."
+    parser.epilog = (
+        "`@ config.toml`, and any key of it as a flag, is a run's configuration: the environment's `args`, sampling, "
+        "lengths and the model are taken from it. Ends with 0 where every rollout was scored, 1 where the environment "
+        "could not be loaded or rollouts failed, 2 where the check could not be made."
+    )
+    add = parser.add_argument
+    add("name", metavar="NAME", help="an environment: its name, a folder, a .py file, or its name in config.toml")
+    table = json_table('{"max_length": 8}')
+    add("-a", "--args", metavar="JSON", type=table, help="arguments of its load_environment; they win")
+    add("-n", "--num-examples", metavar="N", type=positive_int, default=20, help="examples, from all over the set; 20")
+    add("-r", "--rollouts-per-example", metavar="R", type=positive_int, default=8, help="rollouts of each; 8")
+    add("--split", choices=("train", "eval"), default="train", help="examples to train on (default), or held out")
+    add("--model", metavar="FOLDER", help="start an engine with it; with --base-url: the model's name there")
+    add("--base-url", metavar="URL", help="ask this server: an engine of ours, or OpenAI's chat completions")
+    add("--api-key-var", metavar="NAME", help="variable that holds the server's key; OPENAI_API_KEY for https")
+    add("--scripted", action="store_true", help="no model, whatever config.toml says")
+    add("--temperature", metavar="T", type=not_negative, help="1, or as in config.toml")
+    add("--max-tokens", metavar="N", type=positive_int, help="most tokens per model turn")
+    add("--success-at", metavar="X", type=float, help="a rollout is a success from this reward on")
+    add("--timeout", metavar="S", type=positive, help="most seconds per rollout; 600, or as in config.toml")
+    add("--workers", metavar="N", type=positive_int, help="worker processes; 1, or as in config.toml")
+    add("--max-concurrent", metavar="N", type=positive_int, default=32, help="most rollouts at once; 32")
+    add("--output", metavar="DIR", type=Path, help="for rollouts and logs; outputs/env-check/NAME")
+    add("--json", action="store_true", help="for machines")
+    return parser
+
+
+def _parser(verb: str, description: str) -> ArgumentParser:
+    parser = ArgumentParser(prog=f"trireme env {verb}", description=description, allow_abbrev=False)
+    parser.add_argument("--path", metavar="DIR", type=Path, default=ROOT, help="where environments are; ./environments")
+    return parser

@@ -1,0 +1,170 @@
+"""The turns of a rollout that is under way, each on disk before its environment or agent program sees it.
+
+If the orchestrator, an engine, or the worker that plays the rollout dies, the rollout is played again from its
+beginning, and a turn whose prompt is the same as before is answered with the tokens that were sampled then. So no
+finished turn is sampled twice, as long as what plays the rollout does the same again.
+
+A file per attempt of a rollout. Each record is 4 bytes of length, 4 bytes of CRC-32, and msgpack. A record that was cut
+off by a crash ends the file: its turn was never shown to anybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import struct
+import threading
+import zlib
+from array import array
+from collections import defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from trireme.base.log import get_logger
+from trireme.base.paths import sync_folder
+from trireme.messages import decode_as, encode
+
+log = get_logger("journal")
+
+HEAD = struct.Struct("<II")
+UNSAFE = re.compile(r"[^\w.-]")
+
+
+class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One turn of the model.
+
+    Example:
+        TurnRecord(prompt="9f8a…", ids=[7, 2], logprobs=[-0.1, -0.2], versions=[3, 3], finish_reason="stop",
+                   message={"role": "assistant", "content": "x"})
+    """
+
+    prompt: str  # digest of the prompt's token ids
+    ids: list[int]  # [C]
+    logprobs: list[float]  # [C]
+    versions: list[int]  # [C]
+    finish_reason: str
+    stop_reason: int | str | None = None
+    cut: str | None = None
+    kept: list[list[int]] | None = None
+    routes: np.ndarray | None = None  # flat, where experts are replayed
+    routes_shape: tuple[int, ...] = ()  # [N, layers, experts]
+    message: dict[str, Any]  # as the environment is shown it
+
+
+class TurnLog:
+    """The turns of one attempt of a rollout.
+
+    Example:
+        turns = TurnLog(folder / "17-3.0.turns")
+        record = turns.replay(prompt)  # None: sample it, then
+        turns.write(record)
+        turns.add(record, turns.life)
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._records = read_turns(path)
+        self._file: int | None = None
+        self._lock = threading.Lock()  # of the file
+        self.life = 0  # how often the rollout was begun again
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begin the rollout again: all turns may be replayed."""
+        self.life += 1
+        self._left: dict[str, deque[TurnRecord]] = defaultdict(deque)
+        for record in self._records:
+            self._left[record.prompt].append(record)
+
+    def replay(self, prompt: str) -> TurnRecord | None:
+        """Return the next turn that was sampled for a prompt, if there is one."""
+        return self._left[prompt].popleft() if self._left.get(prompt) else None
+
+    def add(self, record: TurnRecord, life: int) -> None:
+        """Add a turn that was written.
+
+        Args:
+            life: in which the turn was asked for. If the rollout has begun again since, the turn may be replayed.
+        """
+        self._records.append(record)
+        if life != self.life:
+            self._left[record.prompt].append(record)
+
+    def write(self, record: TurnRecord) -> None:
+        """Write a turn and return when it is on disk. Several threads may write turns of one rollout at once.
+
+        Raises: OSError where it could not be written; nothing was.
+        """
+        with self._lock:
+            self._write(record)
+
+    def _write(self, record: TurnRecord) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600)
+            os.ftruncate(self._file, _whole_length(self.path.read_bytes()))
+            os.lseek(self._file, 0, os.SEEK_END)
+            sync_folder(self.path.parent)
+        payload = encode(record)
+        end = os.lseek(self._file, 0, os.SEEK_CUR)
+        try:
+            data = HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+            while data:
+                data = data[os.write(self._file, data) :]
+            os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, end)
+            os.lseek(self._file, end, os.SEEK_SET)
+            raise
+
+    def close(self) -> None:
+        with self._lock:  # a write under way must not continue in a file that got the same descriptor
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+
+def turns_folder(journal: Path) -> Path:
+    return journal / "turns"
+
+
+def turns_file(journal: Path, rollout: str, attempt: int) -> Path:
+    """Return the file of an attempt's turns, in the journal's folder."""
+    return turns_folder(journal) / f"{UNSAFE.sub('_', rollout)}.{attempt}.turns"
+
+
+def prompt_digest(ids: list[int]) -> str:
+    """Return a digest of a prompt's token ids."""
+    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()
+
+
+def read_turns(path: Path) -> list[TurnRecord]:
+    """Read the whole records of a file; none where it does not exist."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    records, at, end = [], 0, _whole_length(data)
+    while at < end:
+        length, _ = HEAD.unpack_from(data, at)
+        at += HEAD.size + length
+        records.append(decode_as(TurnRecord, data[at - length : at]))
+    if end < len(data):
+        log.warning("%s ends with %d bytes of a turn that was not written to its end", path, len(data) - end)
+    return records
+
+
+def _whole_length(data: bytes) -> int:
+    """Return where the last whole record ends."""
+    at = 0
+    while at + HEAD.size <= len(data):
+        length, checksum = HEAD.unpack_from(data, at)
+        payload = data[at + HEAD.size : at + HEAD.size + length]
+        if len(payload) < length or zlib.crc32(payload) != checksum:
+            break
+        at += HEAD.size + length
+    return at

@@ -1,0 +1,132 @@
+"""A rollout that an agent program plays: its session at the gateway, and the turns that answer its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine
+from typing import Any, Self, TypeVar
+
+from trireme.orchestrator.environments.open_rollout import AskPolicy
+from trireme.orchestrator.environments.wire import Ask, Reply, RunTask
+from trireme.orchestrator.gateway.dialects.turn import Call, Problem, Refused, Turn, TurnRequest
+from trireme.orchestrator.gateway.server import Gateway, Session
+
+T = TypeVar("T")
+
+PROBLEMS: dict[str | None, Problem] = {"overlong_prompt": "overlong", "cancelled": "ended"}
+
+
+class AgentSession:
+    """Answers the requests of one rollout's program, from its first to its end.
+
+    Example:
+        with AgentSession(gateway, task, ask) as session:
+            done = await session.watch(run(task))  # `task` holds the address and the key
+    """
+
+    def __init__(self, gateway: Gateway, task: RunTask, ask: AskPolicy) -> None:
+        self._gateway, self._task, self._ask = gateway, task, ask
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._open()
+
+    def _open(self) -> None:
+        self._turns: dict[str, Turn] = {}  # the newest of each request, by its digest
+        self._num_turns = self._num_asked = 0
+        self._longest: list[dict[str, Any]] = []  # conversation
+        self._task.gateway, self._task.api_key = self._gateway.url, secrets.token_urlsafe(24)
+        session = Session(self._task.task, self._answer, self._count, lambda: self._longest)
+        self._gateway.open(self._task.api_key, session)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gateway.close(self._task.api_key, "its rollout is over")
+        self._failure.cancel()
+
+    def restart(self, forget: Callable[[], None]) -> None:
+        """Begin again, with another key: the program of the lost attempt may still be there."""
+        self._gateway.close(self._task.api_key, "its rollout was begun again")
+        forget()
+        self._open()
+
+    async def watch(self, run: Coroutine[Any, Any, T]) -> T:
+        """Await the rollout.
+
+        Raises: what answering a request raised, where that ends the run; else what the rollout raises.
+        """
+        running = asyncio.create_task(run)
+        try:
+            either: set[asyncio.Future[Any]] = {running, self._failure}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+            return await running
+        finally:
+            if not running.done():
+                running.cancel()
+                await asyncio.wait({running})
+
+    async def _answer(self, request: TurnRequest, digest: str, is_retry: bool) -> Turn:
+        if is_retry and digest in self._turns:
+            return self._turns[digest]
+        most = self._task.max_turns
+        if most is not None and self._num_turns >= most:
+            raise Refused("ended", f"This rollout has had its {most} model turns (`max_turns`).")
+        self._num_turns += 1
+        question = self._question(request)
+        try:
+            reply = await self._ask(question)
+        except Exception as error:
+            if not self._failure.done():
+                self._failure.set_exception(error)
+            raise Refused("failed", "The run has ended.") from error
+        if reply.error is not None:
+            self._num_turns -= 1
+            raise Refused(PROBLEMS.get(reply.error_kind, "failed"), reply.error)
+        if len(request.messages) >= len(self._longest):
+            self._longest = [*request.messages, _to_message(reply)]
+        calls = [Call(call.id, call.name, call.arguments) for call in reply.tool_calls or ()]
+        turn = self._turns[digest] = Turn(
+            f"t{question.call}",
+            reply.content or "",
+            reply.reasoning or "",
+            tuple(calls),
+            reply.finish_reason or "stop",
+            num_prompt=len(reply.prompt_ids),
+            num_sampled=len(reply.completion_ids),
+        )
+        return turn
+
+    async def _count(self, request: TurnRequest) -> int:
+        question = self._question(request)
+        question.only_counts = True
+        reply = await self._ask(question)
+        if reply.error is not None:
+            raise Refused("invalid", reply.error)
+        return len(reply.prompt_ids)
+
+    def _question(self, request: TurnRequest) -> Ask:
+        self._num_asked += 1
+        return Ask(
+            task=self._task.task,
+            call=str(self._num_asked),
+            messages=request.messages,
+            tools=request.tools,
+            sampling=request.sampling,
+            calls_tools=request.calls_tools,
+        )
+
+
+def _to_message(reply: Reply) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content or ""}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
+        ids = [call.id for call in reply.tool_calls]
+        message["tool_calls"] = [
+            {"id": id, "type": "function", "function": f} for id, f in zip(ids, functions, strict=True)
+        ]
+    return message

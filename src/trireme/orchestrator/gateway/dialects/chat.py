@@ -1,0 +1,170 @@
+"""OpenAI's Chat Completions: `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from trireme.orchestrator.gateway.dialects.turn import (
+    STATUS,
+    Call,
+    Dialect,
+    Event,
+    Message,
+    Refused,
+    Tool,
+    Turn,
+    TurnRequest,
+    as_objects,
+    choose_sampling,
+    custom_function,
+    custom_input,
+    function,
+    nested_call,
+    read_text,
+)
+
+TEXT_PARTS = ("text", "refusal")
+SAMPLING = {
+    name: name
+    for name in ("temperature", "top_p", "top_k", "min_p", "stop", "seed", "presence_penalty", "frequency_penalty")
+} | {"max_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
+UNSERVED = ("response_format", "logprobs", "top_logprobs", "logit_bias", "functions", "modalities", "prediction")
+ROLES = {"developer": "system", "function": "tool"}
+CODES = {"overlong": "context_length_exceeded", "unauthorized": "invalid_api_key", "busy": "rate_limit_exceeded"}
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def read(body: dict[str, Any]) -> TurnRequest:
+    """Read a request. Raises: Refused."""
+    if (number := body.get("n")) not in (None, 1):
+        raise Refused("invalid", f"n={number!r} - a session samples one answer per request. Remove `n`.")
+    tools, declared = read_tools(body.get("tools") or [])
+    options = body.get("stream_options")
+    choice = body.get("tool_choice")
+    ignored = [name for name in UNSERVED if body.get(name)]
+    if choice not in (None, "auto", "none"):
+        ignored.append("tool_choice")
+    return TurnRequest(
+        [read_message(message, f"messages[{place}]") for place, message in enumerate(_messages(body))],
+        tools or None,
+        choose_sampling(body, SAMPLING),
+        streams=bool(body.get("stream")),
+        calls_tools=choice != "none",
+        with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        declared=declared,
+        ignored=tuple(ignored),
+    )
+
+
+def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = as_objects(body.get("messages"), where="messages")
+    if not messages:
+        raise Refused("invalid", "messages: an empty list, expected at least one message")
+    return messages
+
+
+def read_message(message: dict[str, Any], where: str) -> Message:
+    """Read one message. Drops fields that clients add, so that a turn is recognised when it comes back."""
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise Refused("invalid", f"{where}: the role is {role!r}, expected text such as 'user'")
+    read: Message = {"role": ROLES.get(role, role)}
+    read["content"] = read_text(message.get("content"), kinds=TEXT_PARTS, where=where)
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(reasoning, str) and reasoning:
+        read["reasoning_content"] = reasoning
+    if message.get("tool_calls"):
+        read["tool_calls"] = [_read_call(call, where) for call in as_objects(message["tool_calls"], where=where)]
+    if isinstance(message.get("tool_call_id"), str):
+        read["tool_call_id"] = message["tool_call_id"]
+    return read
+
+
+def _read_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    kind = "custom" if call.get("type") == "custom" else "function"
+    inner = call.get(kind)
+    if not isinstance(inner, dict):
+        raise Refused("invalid", f"{where}: a tool call without `{kind}`, expected an object there")
+    arguments = {"input": inner.get("input")} if kind == "custom" else inner.get("arguments")
+    return nested_call(call.get("id"), inner.get("name"), arguments, where=where)
+
+
+def read_tools(tools: Any) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
+    """Return the tools as functions, and how each was declared."""
+    functions, declared = [], {}
+    for place, tool in enumerate(as_objects(tools, where="tools")):
+        is_custom = tool.get("type") == "custom"
+        inner = tool.get("custom" if is_custom else "function")
+        if not isinstance(inner, dict) or not isinstance(name := inner.get("name"), str):
+            raise Refused("invalid", f"tools[{place}]: {tool!r:.80}, expected a function with a name")
+        description = inner.get("description")
+        if is_custom:
+            form = inner.get("format")
+            functions.append(
+                custom_function(name, description, form.get("grammar") if isinstance(form, dict) else None)
+            )
+        else:
+            functions.append(function(name, description, inner.get("parameters")))
+        declared[name] = Tool(name, is_custom)
+    return functions, declared
+
+
+def answer(turn: Turn, request: TurnRequest) -> dict[str, Any]:
+    """Write a turn as a completion."""
+    message = {"role": "assistant", "content": turn.content if turn.content or not turn.calls else None}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = [_write_call(call, request) for call in turn.calls]  # type: ignore[assignment]
+    choice = {"index": 0, "message": message, "finish_reason": turn.finish, "logprobs": None}
+    return _head(turn, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
+
+
+def _write_call(call: Call, request: TurnRequest) -> dict[str, Any]:
+    tool = request.declared.get(call.name)
+    if tool is not None and tool.is_custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": custom_input(call.arguments)}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def events(turn: Turn, request: TurnRequest) -> Iterator[Event]:
+    """Write a turn as chunks: it was sampled whole, so each of its parts is one chunk."""
+    head = _head(turn, "chat.completion.chunk")
+
+    def chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
+        return None, head | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+    yield chunk({"role": "assistant", "content": ""})
+    if turn.reasoning:
+        yield chunk({"reasoning_content": turn.reasoning})
+    if turn.content:
+        yield chunk({"content": turn.content})
+    for place, call in enumerate(turn.calls):
+        yield chunk({"tool_calls": [{"index": place} | _write_call(call, request)]})
+    yield chunk({}, turn.finish)
+    if request.with_usage:
+        yield None, head | {"choices": [], "usage": _usage(turn)}
+    yield None, "[DONE]"
+
+
+def _head(turn: Turn, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{turn.id}", "object": kind, "created": int(time.time()), "model": "policy"}
+
+
+def _usage(turn: Turn) -> dict[str, Any]:
+    return {
+        "prompt_tokens": turn.num_prompt,
+        "completion_tokens": turn.num_sampled,
+        "total_tokens": turn.num_prompt + turn.num_sampled,
+    }
+
+
+def error(refused: Refused) -> dict[str, Any]:
+    """Write an error as the OpenAI APIs do."""
+    kind = TYPES.get(STATUS[refused.problem], "invalid_request_error")
+    return {"error": {"message": str(refused), "type": kind, "param": None, "code": CODES.get(refused.problem)}}
+
+
+CHAT = Dialect("chat", read, answer, events, error, lambda refused: (None, error(refused)))

@@ -1,0 +1,365 @@
+"""The gateway's HTTP server: the policy behind the APIs that agent programs speak.
+
+    POST /v1/chat/completions             OpenAI's Chat Completions
+    POST /v1/responses                    OpenAI's Responses
+    POST /v1/messages                     Anthropic's Messages
+    POST /v1/messages/count_tokens
+    GET  /v1/models, HEAD /
+    GET  /transcript                      the longest conversation of the session, as chat messages
+
+An API key is a session: one rollout, and one role in it. A client that cannot set a key puts it into the path:
+`/s/KEY/v1/messages`. A key that no open session has is refused.
+
+No turn is sampled twice for one request. If a client goes away before it has its answer, the turn is sampled to its
+end, and the client gets it when it asks again. Requests are the same if their conversations and tools are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import socket
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from trireme.base.errors import ConfigError
+from trireme.base.log import get_logger
+from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
+from trireme.orchestrator.gateway.dialects.chat import CHAT
+from trireme.orchestrator.gateway.dialects.responses import RESPONSES, as_items, output_items
+from trireme.orchestrator.gateway.dialects.turn import STATUS, Dialect, Event, Refused, Turn, TurnRequest
+
+log = get_logger("gateway")
+
+LARGEST_BODY = 32 << 20
+"""Bytes of a request."""
+
+MOST_AT_ONCE = 64
+"""Requests of one session that are answered at once. Further ones are told to retry."""
+
+QUIET_S = 15.0
+"""A stream without a turn by then begins with comments, so that its client does not give up."""
+
+KEPT_RESPONSES = 1000
+"""Responses of a session that `previous_response_id` can name."""
+
+KEPT_KEYS = 10_000
+"""Ended sessions whose keys are answered with the reason."""
+
+RETRY_HEADER = "x-stainless-retry-count"
+"""The SDKs of OpenAI and Anthropic set it to the number of the retry."""
+
+Ask = Callable[[TurnRequest, str, bool], Coroutine[Any, Any, Turn]]
+"""Answers a request with a turn, or raises Refused.
+
+Its arguments are the request, its digest, and whether the client may have sent it before without getting the answer.
+"""
+
+Transcript = Callable[[], list[dict[str, Any]]]
+"""Returns the messages of a session's longest conversation."""
+
+Count = Callable[[TurnRequest], Awaitable[int]]
+"""Counts the tokens of a request's prompt, or raises Refused."""
+
+
+@dataclass
+class Session:
+    """One rollout's access to the policy."""
+
+    name: str
+    ask: Ask
+    count: Count
+    transcript: Transcript
+    ended: str | None = None  # why no more requests are answered
+    num_open: int = 0  # requests that are being answered
+    _tasks: set[asyncio.Task[Turn]] = field(default_factory=set)  # turns under way
+    _orphans: dict[str, asyncio.Task[Turn]] = field(default_factory=dict)  # turns whose client went away, by digest
+    _responses: OrderedDict[str, list[dict[str, Any]]] = field(default_factory=OrderedDict)  # conversations, by id
+
+    def begin(self, request: TurnRequest, digest: str, *, is_retry: bool) -> asyncio.Task[Turn]:
+        """Return the task that answers a request: the one that its client left behind, or a new one."""
+        if (orphan := self._orphans.pop(digest, None)) is not None:
+            return orphan
+        task = asyncio.create_task(self.ask(request, digest, is_retry))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def settle(self, digest: str, task: asyncio.Task[Turn], *, is_delivered: bool) -> None:
+        """Note whether the client has got its answer. If not, keep it for when the client asks again."""
+        has_failed = task.done() and (task.cancelled() or task.exception() is not None)
+        if not is_delivered and not has_failed and not self.ended:
+            self._orphans[digest] = task
+
+    def whole_input(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the input of a Responses request with the conversation that it continues. Raises: Refused."""
+        items = as_items(body.get("input"))
+        if (earlier := body.get("previous_response_id")) is None:
+            return items
+        if earlier not in self._responses:
+            raise Refused("unknown", f"previous_response_id: this session has no response {earlier!r:.80}")
+        return self._responses[earlier] + items
+
+    def remember_response(self, items: list[dict[str, Any]], turn: Turn, request: TurnRequest) -> None:
+        self._responses[f"resp_{turn.id}"] = items + output_items(turn, request)
+        while len(self._responses) > KEPT_RESPONSES:
+            self._responses.popitem(last=False)
+
+    def close(self, why: str) -> None:
+        """Answer no more requests, and give up the turns that are under way."""
+        self.ended = why
+        for task in self._tasks:
+            task.cancel()
+        self._orphans.clear()
+        self._responses.clear()
+
+
+class Gateway:
+    """All sessions, by key, and the application that serves them."""
+
+    def __init__(self, url: str = "") -> None:
+        self.url = url  # without a path
+        self._sessions: dict[bytes, Session] = {}  # by the key's digest: a lookup takes as long for a wrong key
+        self._ended: OrderedDict[bytes, str] = OrderedDict()
+        self.app = FastAPI(openapi_url=None)
+        for prefix in ("", "/s/{key}"):
+            self.app.add_api_route(f"{prefix}/", _greet, methods=["HEAD", "GET"])
+            self.app.add_api_route(f"{prefix}/v1/models", self._serve(CHAT, self._models), methods=["GET"])
+            self.app.add_api_route(f"{prefix}/transcript", self._serve(CHAT, self._transcript), methods=["GET"])
+            count = self._serve(ANTHROPIC, self._count)
+            self.app.add_api_route(f"{prefix}/v1/messages/count_tokens", count, methods=["POST"])
+            for path, dialect in (("chat/completions", CHAT), ("responses", RESPONSES), ("messages", ANTHROPIC)):
+                answer = self._serve(dialect, self._answer)
+                self.app.add_api_route(f"{prefix}/v1/{path}", answer, methods=["POST"])
+
+    def open(self, key: str, session: Session) -> None:
+        self._sessions[_digest(key.encode())] = session
+
+    def close(self, key: str, why: str) -> None:
+        """End the session of a key. The key is refused from now on, with the reason."""
+        session = self._sessions.pop(_digest(key.encode()), None)
+        if session is not None:
+            session.close(why)
+            self._ended[_digest(key.encode())] = why
+            while len(self._ended) > KEPT_KEYS:
+                self._ended.popitem(last=False)
+
+    def _serve(
+        self, dialect: Dialect, answer: Callable[[Request, Session, Dialect], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return the endpoint that finds the session of a request and refuses in its dialect."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await answer(request, self._find(request), dialect)
+            except Refused as refused:
+                return _refusal(refused, dialect)
+            except Exception as error:
+                log.exception("could not answer a request")
+                return _refusal(Refused("failed", f"The gateway failed: {type(error).__name__}: {error}"), dialect)
+
+        return endpoint
+
+    def _find(self, request: Request) -> Session:
+        """Return the session of a request. Raises: Refused."""
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = (request.path_params.get("key"), bearer if scheme.lower() == "bearer" else None)
+        digests = [_digest(key.strip().encode()) for key in (*given, request.headers.get("x-api-key")) if key]
+        for digest in digests:
+            if digest in self._sessions:
+                return self._sessions[digest]
+            if digest in self._ended:
+                raise Refused("ended", f"The session of this API key has ended: {self._ended[digest]}.")
+        raise Refused(
+            "unauthorized",
+            "No open session has this API key - expected the one of a rollout, as `Authorization: Bearer KEY`, as "
+            "`x-api-key: KEY`, or as the path /s/KEY/v1/...",
+        )
+
+    async def _answer(self, request: Request, session: Session, dialect: Dialect) -> Response:
+        if session.num_open >= MOST_AT_ONCE:
+            raise Refused("busy", f"{MOST_AT_ONCE} requests of this session are being answered.", retry_after_s=2)
+        session.num_open += 1  # a body takes memory while it is read
+        try:
+            body = await _read_body(request)
+            if dialect is RESPONSES:
+                body["input"] = session.whole_input(body)
+            asked = dialect.read(body)
+            digest = conversation_digest(asked)
+            task = session.begin(asked, digest, is_retry=request.headers.get(RETRY_HEADER, "0") != "0")
+        except BaseException:
+            session.num_open -= 1
+            raise
+        if dialect is RESPONSES and body.get("store") is not False:
+            task.add_done_callback(lambda task: _remember(task, session, body["input"], asked))
+        return _TurnResponse(session, dialect, asked, digest, task)
+
+    async def _count(self, request: Request, session: Session, dialect: Dialect) -> Response:
+        return _json({"input_tokens": await session.count(dialect.read(await _read_body(request)))})
+
+    async def _transcript(self, request: Request, session: Session, dialect: Dialect) -> Response:
+        return _json({"messages": session.transcript()})
+
+    async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
+        model: dict[str, Any] = {"id": "policy", "object": "model", "created": 0, "owned_by": "trireme"}
+        model |= {"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}  # for Anthropic's
+        return _json({"object": "list", "data": [model], "has_more": False, "first_id": "policy", "last_id": "policy"})
+
+
+@asynccontextmanager
+async def open_gateway(host: str, port: int) -> AsyncIterator[Gateway]:
+    """Serve sessions at an address, on the running event loop.
+
+    Args:
+        port: 0 takes a free one.
+
+    Raises: ConfigError where nothing can listen there.
+    """
+    try:
+        listener = socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        raise ConfigError(
+            f"No server for agent programs can listen at {host}:{port}: {error} - expected a free port of this machine "
+            "- correct `host` and `port` of `[orchestrator.env.agent]`, or leave them out."
+        ) from error
+    gateway = Gateway(f"http://{host}:{listener.getsockname()[1]}")
+    config = uvicorn.Config(gateway.app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75)
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        yield gateway
+    finally:
+        server.should_exit = server.force_exit = True
+        await serving
+        listener.close()
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the signals of the process to the process."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _remember(task: asyncio.Task[Turn], session: Session, items: list[dict[str, Any]], request: TurnRequest) -> None:
+    if not task.cancelled() and task.exception() is None:
+        session.remember_response(items, task.result(), request)
+
+
+class _TurnResponse(Response):
+    """Waits for a turn and sends it: whole, or as a stream of events. Then the session's request is no longer open."""
+
+    def __init__(
+        self, session: Session, dialect: Dialect, request: TurnRequest, digest: str, task: asyncio.Task[Turn]
+    ) -> None:
+        super().__init__()
+        self._session, self._dialect, self._request, self._digest, self._task = session, dialect, request, digest, task
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        is_delivered = has_begun = False
+        try:
+            while not self._task.done():
+                await asyncio.wait({self._task, gone}, timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    return
+                if not self._task.done() and self._request.streams:
+                    if not has_begun:
+                        await _begin_stream(send)
+                    has_begun = True
+                    await _send_part(send, b": the policy is answering\n\n")
+            await self._send(scope, receive, send, has_begun=has_begun)
+            is_delivered = not gone.done()
+        finally:
+            gone.cancel()
+            self._session.num_open -= 1
+            self._session.settle(self._digest, self._task, is_delivered=is_delivered)
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send, *, has_begun: bool) -> None:
+        dialect, request = self._dialect, self._request
+        try:
+            turn = await self._task
+        except asyncio.CancelledError:
+            refused = Refused("ended", f"The session has ended: {self._session.ended}.")
+        except Refused as error:
+            refused = error
+        else:
+            if not request.streams:
+                return await _json(dialect.answer(turn, request))(scope, receive, send)
+            if not has_begun:
+                await _begin_stream(send)
+            stream = b"".join(_encode_event(event) for event in dialect.events(turn, request))
+            await _send_part(send, stream)
+            return await _send_part(send, b"", is_last=True)
+        if not has_begun:
+            return await _refusal(refused, dialect)(scope, receive, send)
+        await _send_part(send, _encode_event(dialect.error_event(refused)), is_last=True)
+
+
+async def _greet() -> Response:
+    return Response(status_code=200)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _begin_stream(send: Send) -> None:
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _send_part(send: Send, data: bytes, *, is_last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+
+def _encode_event(event: Event) -> bytes:
+    name, data = event
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + (data.encode() if isinstance(data, str) else msgspec.json.encode(data)) + b"\n\n"
+
+
+async def _read_body(request: Request) -> dict[str, Any]:
+    """Read a request's JSON object. Raises: Refused."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > LARGEST_BODY:
+            raise Refused("invalid", f"The request has more than {LARGEST_BODY >> 20} MiB, expected less.")
+    try:
+        body = msgspec.json.decode(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise Refused("invalid", f"The request is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused("invalid", f"The request is a {type(body).__name__}, expected a JSON object.")
+    return body
+
+
+def conversation_digest(request: TurnRequest) -> str:
+    """Return a digest of the conversation and its tools: requests that have the same one are retries."""
+    return _digest(msgspec.json.encode([request.messages, request.tools, request.calls_tools], order="sorted")).hex()
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
+
+
+def _refusal(refused: Refused, dialect: Dialect) -> Response:
+    response = _json(dialect.error(refused), STATUS[refused.problem])
+    if refused.retry_after_s is not None:
+        response.headers["retry-after"] = str(refused.retry_after_s)
+    return response

@@ -1,0 +1,275 @@
+"""Agent programs play rollouts: unmodified, through the API that their SDK knows, and every token is the policy's."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
+from real_run import is_alive
+from trireme.base.errors import ConfigError, DeadlineExceeded
+from trireme.orchestrator.environments.open_rollout import RolloutFailed
+
+LOOP = """
+    # As any agent: ask, run what the model calls for, return the result, until it calls for nothing.
+    import json, subprocess, sys
+
+    def run(arguments):
+        command = json.loads(arguments)["cmd"]
+        return subprocess.run(command, shell=True, capture_output=True, text=True).stdout or "done"
+
+    SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
+"""
+CHAT = """
+    import openai
+    client = openai.OpenAI()
+    tools = [{"type": "function", "function": {"name": "bash", "parameters": SCHEMA}}]
+    messages = [{"role": "user", "content": sys.argv[1]}]
+    while True:
+        message = client.chat.completions.create(model="x", messages=messages, tools=tools).choices[0].message
+        calls, text = message.tool_calls or [], (message.content or "").strip()
+        again = [{"name": "bash", "arguments": json.dumps(json.loads(c.function.arguments))} for c in calls]
+        again = [{"id": c.id, "type": "function", "function": f} for c, f in zip(calls, again)]
+        messages.append({"role": "assistant", "content": text, **({"tool_calls": again} if calls else {})})
+        if not calls:
+            break
+        messages += [{"role": "tool", "tool_call_id": c.id, "content": run(c.function.arguments)} for c in calls]
+    print(message.content)
+"""
+RESPONSES = """
+    import openai
+    client = openai.OpenAI()
+    tools = [{"type": "function", "name": "bash", "parameters": SCHEMA, "strict": False}]
+    items = [{"role": "user", "content": sys.argv[1]}]
+    while True:
+        with client.responses.stream(model="x", input=items, tools=tools, store=False) as stream:
+            response = stream.get_final_response()
+        items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
+        calls = [item for item in response.output if item.type == "function_call"]
+        if not calls:
+            break
+        items += [{"type": "function_call_output", "call_id": c.call_id, "output": run(c.arguments)} for c in calls]
+    print(response.output_text)
+"""
+MESSAGES = """
+    import anthropic
+    client = anthropic.Anthropic()
+    tools = [{"name": "bash", "input_schema": SCHEMA}]
+    messages = [{"role": "user", "content": sys.argv[1]}]
+    while True:
+        with client.messages.stream(model="x", max_tokens=99, messages=messages, tools=tools) as stream:
+            message = stream.get_final_message()
+        content = [block.model_dump(exclude_none=True, exclude={"parsed_output"}) for block in message.content]
+        messages.append({"role": "assistant", "content": content})
+        calls = [block for block in message.content if block.type == "tool_use"]
+        if not calls:
+            break
+        messages.append({"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": c.id, "content": run(json.dumps(c.input))} for c in calls]})
+    print(message.content[-1].text)
+"""
+WRITES = calls("bash", cmd="echo 5 > sum.txt")
+
+
+@pytest.fixture
+def play(tmp_path):
+    return player(tmp_path)
+
+
+def agent(dialect: str) -> str:
+    return textwrap.dedent(LOOP) + textwrap.dedent(dialect)
+
+
+@pytest.mark.parametrize("dialect", [CHAT, RESPONSES, MESSAGES], ids=["chat", "responses", "anthropic"])
+def test_an_unmodified_program_is_trained_on_the_very_tokens_that_were_sampled(play, dialect):
+    (rollout,), policy = play(agent(dialect), WRITES, ENDS)
+    assert rollout.reward == 1.0
+    assert (rollout.metrics["exit_code"], rollout.stop, rollout.num_turns) == (0.0, "agent_ended", 2)
+    assert_exact(rollout, policy, num_turns=2)
+    assert [message["role"] for message in rollout.completion] == ["assistant", "tool", "assistant"]
+    assert rollout.completion[0]["tool_calls"][0]["function"]["name"] == "bash"
+
+
+def test_rollouts_side_by_side_see_nothing_of_each_other(play):
+    rollouts, policy = play(agent(CHAT), WRITES, ENDS, count=6)
+    assert [(rollout.reward, rollout.num_turns) for rollout in rollouts] == [(1.0, 2)] * 6
+    assert len(policy.given) == 12
+
+
+SHOWS = """
+    import json, os, pathlib, sys
+    shown = {"args": sys.argv[1:], "env": dict(os.environ), "stdin": sys.stdin.read(), "here": sorted(os.listdir())}
+    pathlib.Path(%r).write_text(json.dumps(shown))
+    import openai
+    openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
+    sys.exit(3)
+"""
+
+
+def test_a_program_gets_its_task_and_no_secret_of_the_run(play, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "a secret")
+    monkeypatch.setenv("TRIREME_TOKEN", "t" * 40)
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "readme.txt").write_text("hi")
+    (rollout,), _ = play(
+        SHOWS % str(tmp_path / "shown"),
+        command=(sys.executable, str(tmp_path / "agent.py"), "{file}: {prompt}", '{"a": "{base_url}"}', "{unknown}"),
+        env={"MY_URL": "{gateway}/s/{api_key}"},
+        workdir=str(tmp_path / "start"),
+        stdin="Please: {prompt}",
+    )
+    shown = json.loads((tmp_path / "shown").read_text())
+    url, key = shown["env"]["OPENAI_BASE_URL"], shown["env"]["OPENAI_API_KEY"]
+    assert shown["args"] == ["sum.txt: Write 5 into sum.txt.", f'{{"a": "{url}"}}', "{unknown}"]
+    assert (shown["stdin"], shown["here"]) == ("Please: Write 5 into sum.txt.", ["readme.txt"])
+    assert shown["env"]["MY_URL"] == f"{shown['env']['ANTHROPIC_BASE_URL']}/s/{key}"
+    assert "secret" not in str(shown["env"])
+    assert "t" * 40 not in str(shown["env"])
+    assert rollout.metrics["exit_code"] == 3.0
+    assert not Path(shown["env"]["HOME"]).exists()  # its folder is removed
+    with pytest.raises(httpx.ConnectError):  # and so is the server, with the environment
+        httpx.get(f"{url}/models", headers={"authorization": f"Bearer {key}"})
+
+
+LINGERS = """
+    import os, subprocess, sys, time, openai
+    openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
+    if os.fork() == 0:  # a process that leaves the group, loses its parent and ignores SIGTERM
+        os.setsid()
+        if os.fork() == 0:
+            import signal
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            subprocess.run([sys.executable, "-c", "import time; time.sleep(600)", "%s"])
+        os._exit(0)
+    print("x" * 200_000, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_program_that_does_not_end_is_ended_with_all_that_it_started_and_scored(play, tmp_path):
+    mark = f"lingering-{os.getpid()}"
+    (rollout,), _ = play(LINGERS % mark, timeout_s=4.0)
+    assert (rollout.stop, rollout.metrics["exit_code"], rollout.reward) == ("agent_timeout", -1.0, 0.0)
+    assert 0 < rollout.metrics["output"] <= 130_000
+    deadline = time.monotonic() + 10
+    while left := [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+LEAVES_A_SERVER = """
+    import openai, subprocess, sys
+    openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
+    subprocess.Popen(["sleep", "600"], start_new_session=True)  # it holds the output open
+    print("x" * 500_000 + "END", flush=True)
+"""
+
+
+def test_a_program_has_ended_although_what_it_left_behind_has_not(play):
+    tasks = TASKS.replace('"output": len(output)', '"output": output.endswith("END\\n")')
+    (rollout,), _ = play(LEAVES_A_SERVER, tasks=tasks, timeout_s=60.0)
+    assert (rollout.stop, rollout.metrics["exit_code"], rollout.metrics["output"]) == ("agent_ended", 0.0, 1.0)
+
+
+BRANCHES = """
+    import openai
+    client = openai.OpenAI()
+    def ask(*messages, **more):
+        client.chat.completions.create(model="x", messages=[{"role": r, "content": c} for r, c in messages], **more)
+    tools = [{"type": "function", "function": {"name": "bash", "parameters": {}}}]
+    ask(("user", "A title?"))
+    ask(("user", "a"), tools=tools)
+    ask(("user", "a"), ("assistant", "Yes."), ("user", "b"), tools=tools)
+    ask(("user", "a"), ("assistant", "Yes."), ("user", "c"), tools=tools)  # leaves it after its first turn
+    ask(("user", "summary"), tools=tools)  # as after a compaction
+"""
+
+
+@pytest.mark.parametrize(
+    ("choice", "turns"),
+    [({}, [1, 2, 1, 1]), ({"train": "main"}, [2]), ({"train": "last"}, [1]), ({"only_with_tools": True}, [2, 1, 1])],
+)
+def test_each_branch_is_a_sample_and_the_user_chooses_which_train(play, choice, turns):
+    (rollout,), policy = play(BRANCHES, "Yes.<|im_end|>", **choice)
+    assert rollout.num_turns == 5
+    length = len(policy.given[0][1].ids)
+    assert [int(sample.loss_mask.sum()) / length for sample in rollout.samples] == turns
+
+
+ASKS_ON = """
+    import openai
+    chat = openai.OpenAI(max_retries=0).chat.completions
+    for number in range(3):
+        try:
+            chat.create(model="x", messages=[{"role": "user", "content": str(number)}])
+        except openai.PermissionDeniedError as error:
+            raise SystemExit(7)
+"""
+
+
+def test_a_program_that_asks_on_after_its_last_turn_is_refused(play):
+    (rollout,), policy = play(ASKS_ON, max_turns=2)
+    assert (rollout.metrics["exit_code"], len(policy.given)) == (7.0, 2)
+
+
+def test_a_program_that_never_asks_costs_its_rollout_alone(play):
+    with pytest.raises(RolloutFailed, match="Nothing was sampled"):
+        play("print('I know everything.')")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "command", "words"),
+    [
+        (TASKS, ("no-such-program",), "was not found"),
+        (TASKS + "\n    def respond(completion):\n        return None\n", ("true",), "`respond`"),
+        (TASKS.replace("exit_code, output", "exit_code, result"), ("true",), "asks for result"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_rollout(play, tasks, command, words):
+    with pytest.raises(ConfigError, match=words):
+        play("", tasks=tasks, command=command)
+
+
+def test_turns_that_were_sampled_before_a_crash_are_not_sampled_again(play, tmp_path):
+    """The run ends in the middle of a session, as if its orchestrator had died, and the rollout is played again."""
+    journal = tmp_path / "journal"
+    texts = (calls("bash", cmd="echo 4 > sum.txt"), WRITES, ENDS)
+    _, undisturbed = play(agent(CHAT), *texts)
+    broken = ScriptedPolicy(undisturbed.tokenizer, list(texts), fails_after=2)
+    with pytest.raises(DeadlineExceeded):
+        play(agent(CHAT), policy=broken, journal=journal)
+    (rollout,), resumed = play(agent(CHAT), *texts, journal=journal)
+    assert len(resumed.given) == 1  # the last turn alone
+    assert rollout.reward == 1.0
+    (sample,) = rollout.samples
+    prompt, last = undisturbed.given[-1]
+    assert sample.ids.tolist() == prompt + last.ids
+    assert int(sample.loss_mask.sum()) == sum(len(turn.ids) for _, turn in undisturbed.given)
+    logprobs = [logprob for _, turn in (*broken.given, *resumed.given) for logprob in turn.logprobs]
+    assert sample.logprobs[sample.loss_mask == 1].tolist() == np.float32(logprobs).tolist()
+
+
+DIES_ONCE = """
+    import openai, os, pathlib, signal, time
+    first = pathlib.Path(%r)
+    openai.OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": "hi"}])
+    if not first.exists():
+        first.write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGKILL)  # the worker of its environment
+        time.sleep(600)
+"""
+
+
+def test_a_worker_that_dies_costs_no_turn(play, tmp_path):
+    (rollout,), policy = play(DIES_ONCE % str(tmp_path / "first"), journal=tmp_path / "journal")
+    assert (rollout.metrics["exit_code"], rollout.num_turns, len(policy.given)) == (0.0, 1, 1)
+    assert not is_alive((tmp_path / "first").read_text())  # it would work in its successor's folder

@@ -1,0 +1,364 @@
+"""The gateway answers the SDKs of OpenAI and Anthropic, and knows its turns when they return."""
+
+import asyncio
+import json
+import socket
+import threading
+from contextlib import contextmanager
+
+import anthropic
+import httpx
+import openai
+import pytest
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trireme.orchestrator.gateway import server
+from trireme.orchestrator.gateway.dialects import anthropic as anthropic_dialect
+from trireme.orchestrator.gateway.dialects import chat, responses
+from trireme.orchestrator.gateway.dialects.turn import Call, Refused, Turn, TurnRequest
+from trireme.orchestrator.gateway.server import Gateway, Session
+
+KEY = "key-of-the-first-session"
+CALLS = (Call("call00100", "bash", '{"cmd":  "ls"}'), Call("call00101", "add", '{"a": 1, "b": [2]}'))
+TURNS = {
+    "text": Turn("t1", "It is  3.\n", num_prompt=7, num_sampled=5),
+    "thought": Turn("t1", "3", reasoning=" 1 + 2\n", num_prompt=7, num_sampled=9),
+    "calls": Turn("t1", "", calls=CALLS, finish="tool_calls", num_prompt=7, num_sampled=9),
+    "all": Turn("t1", "I look.", "Hm.", CALLS, "tool_calls", num_prompt=7, num_sampled=20),
+    "cut": Turn("t1", "It is", finish="length", num_prompt=7, num_sampled=2),
+}
+SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
+CHAT_TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("bash", "add")]
+RESPONSES_TOOLS = [
+    {"type": "function", "name": name, "parameters": SCHEMA, "strict": False} for name in ("bash", "add")
+]
+ANTHROPIC_TOOLS = [{"name": name, "input_schema": SCHEMA} for name in ("bash", "add")]
+
+
+class Policy:
+    """Answers requests with turns of a script, and keeps what it was asked."""
+
+    def __init__(self, *turns: Turn | Refused, pause_s: float = 0.0) -> None:
+        self.turns, self.pause_s = list(turns), pause_s
+        self.requests: list[TurnRequest] = []
+        self.retries: list[bool] = []
+
+    async def ask(self, request: TurnRequest, digest: str, is_retry: bool) -> Turn:
+        self.requests.append(request)
+        self.retries.append(is_retry)
+        turn = self.turns[min(len(self.requests), len(self.turns)) - 1]
+        await asyncio.sleep(self.pause_s)
+        if isinstance(turn, Refused):
+            raise turn
+        return turn
+
+    async def count(self, request: TurnRequest) -> int:
+        return len(request.messages)
+
+
+@contextmanager
+def serving(policy: Policy):
+    """Serve one session; yield the gateway, the session, and its URL."""
+    gateway, opened = Gateway(), Session("rollout", policy.ask, policy.count, list)
+    gateway.open(KEY, opened)
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = uvicorn.Server(uvicorn.Config(gateway.app, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=running.run, args=([listener],))
+    thread.start()
+    try:
+        yield gateway, opened, f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        running.should_exit = True
+        thread.join()
+
+
+def openai_client(url: str, key: str = KEY) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+def ask_chat(url: str, messages: list, *, streams: bool) -> tuple[dict, dict]:
+    """Return the assistant message as the SDK sends it back, and what it read."""
+    client = openai_client(url)
+    asked = {"model": "policy", "messages": messages, "tools": CHAT_TOOLS}
+    if not streams:
+        completion = client.chat.completions.create(**asked)
+    else:
+        with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+            try:
+                completion = stream.get_final_completion()
+            except openai.LengthFinishReasonError as cut:
+                completion = cut.completion
+    choice = completion.choices[0]
+    message = choice.message
+    dumped = message.model_dump(exclude_none=True, exclude={"parsed": True})
+    for call in dumped.get("tool_calls", []):
+        call["function"].pop("parsed_arguments", None)
+    return dumped, {
+        "content": message.content or "",
+        "reasoning": getattr(message, "reasoning_content", None) or "",
+        "calls": [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or []],
+        "finish": choice.finish_reason,
+        "usage": (completion.usage.prompt_tokens, completion.usage.completion_tokens),
+    }
+
+
+def ask_responses(url: str, items: list, *, streams: bool) -> tuple[list, dict]:
+    client = openai_client(url)
+    asked = {"model": "policy", "input": items, "tools": RESPONSES_TOOLS, "store": False}
+    if not streams:
+        response = client.responses.create(**asked)
+    else:
+        with client.responses.stream(**asked) as stream:
+            events = list(stream)
+        response = events[-1].response
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+    calls = [item for item in response.output if item.type == "function_call"]
+    thoughts = [item for item in response.output if item.type == "reasoning"]
+    finish = {"completed": "tool_calls" if calls else "stop", "incomplete": "length"}[response.status]
+    returned = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
+    return returned, {
+        "content": response.output_text,
+        "reasoning": "".join(part.text for item in thoughts for part in item.content),
+        "calls": [(call.call_id, call.name, call.arguments) for call in calls],
+        "finish": finish,
+        "usage": (response.usage.input_tokens, response.usage.output_tokens),
+    }
+
+
+def ask_anthropic(url: str, messages: list, *, streams: bool) -> tuple[dict, dict]:
+    client = anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
+    asked = {"model": "policy", "messages": messages, "tools": ANTHROPIC_TOOLS, "max_tokens": 100}
+    if not streams:
+        message = client.messages.create(**asked)
+    else:
+        with client.messages.stream(**asked) as stream:
+            message = stream.get_final_message()
+    texts = {"text": "", "thinking": ""}
+    calls = []
+    for block in message.content:
+        if block.type == "tool_use":
+            calls.append((block.id, block.name, json.dumps(block.input)))
+        else:
+            texts[block.type] += getattr(block, block.type)
+    content = [block.model_dump(exclude_none=True, exclude={"parsed_output"}) for block in message.content]
+    finish = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls"}[message.stop_reason]
+    return {"role": "assistant", "content": content}, {
+        "content": texts["text"],
+        "reasoning": texts["thinking"],
+        "calls": calls,
+        "finish": finish,
+        "usage": (message.usage.input_tokens, message.usage.output_tokens),
+    }
+
+
+ASKS = {"chat": ask_chat, "responses": ask_responses, "anthropic": ask_anthropic}
+READS = {"chat": chat.read, "responses": responses.read, "anthropic": anthropic_dialect.read}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("dialect", ASKS)
+@pytest.mark.parametrize("kind", TURNS)
+def test_an_sdk_reads_a_turn_and_what_it_sends_back_is_that_turn(kind, dialect, streams):
+    turn, policy = TURNS[kind], Policy(TURNS[kind])
+    user = {"role": "user", "content": "What is 1 + 2?"}
+    with serving(policy) as (_, _, url):
+        returned, read = ASKS[dialect](url, [user], streams=streams)
+        more = returned if isinstance(returned, list) else [returned]
+        ASKS[dialect](url, [user, *more, user], streams=streams)
+    expected = [(call.id, call.name, json.loads(call.arguments)) for call in turn.calls]
+    assert [(*rest, json.loads(arguments)) for *rest, arguments in read.pop("calls")] == expected
+    usage = (turn.num_prompt, turn.num_sampled)
+    assert read == {"content": turn.content, "reasoning": turn.reasoning, "finish": turn.finish, "usage": usage}
+    first, second = policy.requests
+    assert [tool["function"]["name"] for tool in first.tools] == ["bash", "add"]
+    begin, again, end = second.messages
+    assert begin == end == {"role": "user", "content": "What is 1 + 2?"} == first.messages[0]
+    calls = again.get("tool_calls", [])
+    assert [(c["id"], c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == expected
+    assert (again["content"], again.get("reasoning_content", "")) == (turn.content, turn.reasoning)
+
+
+def test_results_of_tools_and_the_system_prompt_read_the_same_in_each_dialect():
+    result = "a\nb"
+    calls = [{"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "ls"}'}}]
+    expected = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "List."},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": result},
+    ]
+    assert chat.read({"messages": [{**expected[0], "role": "developer"}, *expected[1:]]}).messages == expected
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "List."}]},
+        {"type": "function_call", "call_id": "c1", "name": "bash", "arguments": '{"cmd": "ls"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": result},
+    ]
+    assert responses.read({"instructions": "Be brief.", "input": items}).messages == expected
+    blocks = [
+        {"role": "user", "content": [{"type": "text", "text": "List.", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "bash", "input": {"cmd": "ls"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": result}]},
+    ]
+    assert anthropic_dialect.read({"system": "Be brief.", "messages": blocks}).messages == expected
+
+
+def test_custom_tools_and_namespaces_are_functions_to_the_model_and_themselves_to_the_client():
+    tools = [
+        {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: X"}},
+        {"type": "namespace", "name": "crm", "description": "", "tools": [{"type": "function", "name": "find"}]},
+        {"type": "web_search"},
+    ]
+    request = responses.read({"input": "Go.", "tools": tools})
+    assert [tool["function"]["name"] for tool in request.tools] == ["patch", "crm__find"]
+    assert "start: X" in request.tools[0]["function"]["description"]
+    assert request.ignored == ("tool web_search",)
+    calls = (Call("c1", "patch", '{"input": "*** Begin"}'), Call("c2", "crm__find", "{}"))
+    items = responses.answer(Turn("t1", "", calls=calls, finish="tool_calls"), request)["output"]
+    assert [(i["type"], i["name"], i.get("namespace"), i.get("input")) for i in items] == [
+        ("custom_tool_call", "patch", None, "*** Begin"),
+        ("function_call", "find", "crm", None),
+    ]
+    again = responses.read({"input": [{"role": "user", "content": "Go."}, *items], "tools": tools}).messages[1]
+    assert [call["function"]["name"] for call in again["tool_calls"]] == ["patch", "crm__find"]
+
+
+def test_arguments_that_are_no_json_come_back_as_the_model_wrote_them():
+    request = anthropic_dialect.read({"messages": [{"role": "user", "content": "Go."}]})
+    turn = Turn("t1", "", calls=(Call("c1", "bash", '{"cmd": '),), finish="tool_calls")
+    content = anthropic_dialect.answer(turn, request)["content"]
+    again = anthropic_dialect.read({"messages": [{"role": "assistant", "content": content}]}).messages[0]
+    assert again["tool_calls"][0]["function"]["arguments"] == '{"cmd": '
+
+
+def test_a_response_may_be_continued_by_its_id():
+    policy = Policy(TURNS["calls"], TURNS["text"])
+    with serving(policy) as (_, _, url):
+        client = openai_client(url)
+        first = client.responses.create(model="policy", input="List.", tools=RESPONSES_TOOLS)
+        output = [{"type": "function_call_output", "call_id": "call00100", "output": "a"}]
+        client.responses.create(model="policy", input=output, tools=RESPONSES_TOOLS, previous_response_id=first.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(model="policy", input="x", previous_response_id="resp_of_another")
+    assert [message["role"] for message in policy.requests[1].messages] == ["user", "assistant", "tool"]
+
+
+@pytest.mark.parametrize(
+    ("refused", "openai_error", "anthropic_error", "code", "words"),
+    [
+        (Refused("overlong", "9 tokens, 8 fit"), openai.BadRequestError, anthropic.BadRequestError,
+         "context_length_exceeded", "prompt is too long"),
+        (Refused("busy", "loading", retry_after_s=3), openai.RateLimitError, anthropic.RateLimitError,
+         "rate_limit_exceeded", "loading"),
+        (Refused("failed", "no"), openai.BadRequestError, anthropic.BadRequestError, None, "no"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_the_error_that_each_sdk_knows(refused, openai_error, anthropic_error, code, words):
+    with serving(Policy(refused)) as (_, _, url):
+        with pytest.raises(openai_error) as caught:
+            openai_client(url).chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+        assert caught.value.code == code
+        with pytest.raises(openai_error) as caught:
+            openai_client(url).responses.create(model="policy", input="a")
+        assert caught.value.code == code
+        with pytest.raises(anthropic_error, match=words) as told:
+            ask_anthropic(url, [{"role": "user", "content": "a"}], streams=True)
+        assert told.value.response.headers.get("retry-after") == ("3" if refused.retry_after_s else None)
+
+
+def test_a_session_is_reached_by_bearer_key_header_key_or_path_and_by_no_other_key():
+    question = {"messages": [{"role": "user", "content": "a"}]}
+    with serving(Policy(TURNS["text"])) as (gateway, _, url):
+
+        def status(headers: dict, path: str = "/v1/messages") -> int:
+            return httpx.post(url + path, json=question, headers=headers).status_code
+
+        assert status({"authorization": f"Bearer {KEY}"}) == 200
+        assert status({"x-api-key": KEY}) == 200
+        assert status({"x-api-key": "placeholder"}, f"/s/{KEY}/v1/messages") == 200
+        assert status({}) == status({"x-api-key": KEY + "x"}) == status({"authorization": f"Basic {KEY}"}) == 401
+        assert httpx.head(url).status_code == 200
+        assert openai_client(url).models.list().data[0].id == "policy"
+        counted = anthropic.Anthropic(base_url=url, api_key=KEY).messages.count_tokens(model="p", **question)
+        assert counted.input_tokens == 1
+        gateway.close(KEY, "its rollout is over")
+        assert status({"x-api-key": KEY}) == 403
+
+
+def test_a_client_that_left_before_its_answer_gets_the_same_turn_when_it_asks_again():
+    policy = Policy(TURNS["text"], TURNS["thought"], pause_s=0.5)
+    question = {"messages": [{"role": "user", "content": "a"}]}
+    with serving(policy) as (_, _, url):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/s/{KEY}/v1/messages", json=question, timeout=0.2)
+        again = httpx.post(f"{url}/s/{KEY}/v1/messages", json=question)
+        other = httpx.post(f"{url}/s/{KEY}/v1/messages", json=question)
+    assert again.json()["content"][0]["text"] == TURNS["text"].content
+    assert other.json()["content"][0]["type"] == "thinking"  # the same question once more is a turn of its own
+    assert len(policy.requests) == 2
+
+
+def test_the_policy_is_told_of_requests_that_it_may_have_answered_before():
+    policy = Policy(TURNS["text"])
+    question = {"messages": [{"role": "user", "content": "a"}]}
+    with serving(policy) as (_, _, url):
+        for headers in ({}, {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}):
+            httpx.post(f"{url}/s/{KEY}/v1/messages", json=question, headers=headers)
+    assert policy.retries == [False, False, True]
+
+
+def test_a_long_wait_shows_signs_of_life_and_its_error_comes_in_the_stream(monkeypatch):
+    monkeypatch.setattr(server, "QUIET_S", 0.05)
+    policy = Policy(TURNS["text"], Refused("failed", "no engine"), pause_s=0.3)
+    user = [{"role": "user", "content": "a"}]
+    with serving(policy) as (_, _, url):
+        assert ask_anthropic(url, user, streams=True)[1]["content"] == TURNS["text"].content
+        with pytest.raises(anthropic.APIStatusError, match="no engine"):
+            ask_anthropic(url, user, streams=True)
+        with pytest.raises(openai.APIError, match="no engine"):
+            ask_chat(url, user, streams=True)
+
+
+def test_a_flood_costs_its_session_a_pause_and_a_giant_is_refused(monkeypatch):
+    monkeypatch.setattr(server, "MOST_AT_ONCE", 3)
+    monkeypatch.setattr(server, "LARGEST_BODY", 1000)
+
+    async def flood(url: str) -> list[int]:
+        async with httpx.AsyncClient() as client:
+            bodies = [{"messages": [{"role": "user", "content": f"{number}"}]} for number in range(8)]
+            posts = [client.post(f"{url}/s/{KEY}/v1/messages", json=body) for body in bodies]
+            return sorted(answer.status_code for answer in await asyncio.gather(*posts))
+
+    with serving(Policy(TURNS["text"], pause_s=0.5)) as (_, _, url):
+        assert asyncio.run(flood(url)) == [200] * 3 + [429] * 5
+        giant = {"messages": [{"role": "user", "content": "a" * 2000}]}
+        assert httpx.post(f"{url}/s/{KEY}/v1/messages", json=giant).status_code == 400
+        assert httpx.post(f"{url}/s/{KEY}/v1/messages", content=b"[" * 900).status_code == 400
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "user", "assistant", "text", "custom"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["role", "content", "type", "text", "tool_calls", "function", "name", "input", "id", "call_id"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+FIELDS = ("messages", "input", "tools", "system", "instructions", "tool_choice", "stream_options", "text", "n")
+
+
+@pytest.mark.parametrize("dialect", READS)
+@given(body=st.dictionaries(st.sampled_from(FIELDS), JSON))
+def test_any_json_is_read_or_refused(dialect, body):
+    try:
+        request = READS[dialect](body)
+    except Refused:
+        return
+    assert all(isinstance(message["role"], str) and isinstance(message["content"], str) for message in request.messages)

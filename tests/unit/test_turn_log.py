@@ -1,0 +1,114 @@
+"""Turns of a rollout on disk: what was written whole is read again, whatever cut the file off."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from trireme.journal.journal import Journal
+from trireme.journal.turns import TurnLog, TurnRecord, prompt_digest, read_turns, turns_file
+
+
+def record(prompt: str, token: int, **more: object) -> TurnRecord:
+    message = {"role": "assistant", "content": f"ä{token}"}
+    return TurnRecord(
+        prompt=prompt, ids=[token], logprobs=[-0.1], versions=[3], finish_reason="stop", message=message, **more
+    )
+
+
+def keep(log: TurnLog, turn: TurnRecord) -> None:
+    log.write(turn)
+    log.add(turn, log.life)
+
+
+def test_a_file_that_a_crash_cut_off_anywhere_keeps_its_whole_turns_and_takes_further_ones(tmp_path):
+    log = TurnLog(tmp_path / "turns" / "whole.turns")
+    ends = []
+    for token in range(3):
+        keep(log, record("p", token))
+        ends.append(log.path.stat().st_size)
+    data = log.path.read_bytes()
+    for size in range(len(data)):
+        (cut := tmp_path / "cut.turns").write_bytes(data[:size])
+        again = TurnLog(cut)
+        num_whole = sum(end <= size for end in ends)
+        assert [each.ids for each in read_turns(cut)] == [[token] for token in range(num_whole)]
+        if size % 7 == 0:
+            keep(again, record("q", 9))
+            assert [each.ids[0] for each in read_turns(cut)] == [*range(num_whole), 9]
+        again.close()
+
+
+def test_a_changed_byte_ends_what_is_read(tmp_path):
+    log = TurnLog(tmp_path / "a.turns")
+    for token in range(3):
+        keep(log, record("p", token))
+    data = bytearray(log.path.read_bytes())
+    data[len(data) // 2] ^= 1
+    log.path.write_bytes(data)
+    assert [each.ids for each in read_turns(log.path)] == [[0]]
+
+
+def test_turns_are_replayed_by_prompt_in_their_order_and_again_after_a_rewind(tmp_path):
+    log = TurnLog(tmp_path / "a.turns")
+    routes = np.arange(6, dtype=np.uint8)
+    for each in (record("p", 1), record("q", 2), record("p", 3, routes=routes, routes_shape=(1, 2, 3))):
+        keep(log, each)
+    for again in (TurnLog(log.path), log):
+        again.rewind()
+        assert [again.replay("p").ids, again.replay("q").ids] == [[1], [2]]
+        last = again.replay("p")
+        assert (last.ids, last.routes.reshape(last.routes_shape).tolist()) == ([3], [[[0, 1, 2], [3, 4, 5]]])
+        assert again.replay("p") is None
+
+
+def test_a_turn_that_was_asked_for_before_a_restart_is_replayed_after_it(tmp_path):
+    log = TurnLog(tmp_path / "a.turns")
+    life = log.life
+    log.rewind()
+    log.write(late := record("p", 1))
+    log.add(late, life)
+    assert log.replay("p") is late
+    assert log.replay("p") is None
+
+
+def test_turns_that_several_threads_write_at_once_are_all_kept(tmp_path, monkeypatch):
+    log, truncate = TurnLog(tmp_path / "a.turns"), os.ftruncate
+
+    def truncate_late(descriptor: int, length: int) -> None:
+        time.sleep(0.02)  # another thread's turn would be on disk by now, and be cut off
+        truncate(descriptor, length)
+
+    monkeypatch.setattr(os, "ftruncate", truncate_late)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(log.write, [record("p", token) for token in range(8)]))
+    assert sorted(each.ids[0] for each in read_turns(log.path)) == [*range(8)]
+
+
+def test_a_full_disk_leaves_nothing_of_a_turn(tmp_path, monkeypatch):
+    log = TurnLog(tmp_path / "a.turns")
+    keep(log, record("p", 1))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="full"):
+            keep(log, record("p", 2))
+    keep(log, record("p", 3))
+    assert [each.ids for each in read_turns(log.path)] == [[1], [3]]
+
+
+def test_prompts_that_differ_have_other_digests_and_rewound_runs_replay_nothing(tmp_path):
+    assert len({prompt_digest(ids) for ids in ([], [0], [1], [0, 0], [256], [1, 0])}) == 6
+    path = turns_file(tmp_path, "../17-3", 0)
+    assert path.parent == tmp_path / "turns"
+    keep(TurnLog(path), record("p", 1))
+    Journal(tmp_path).rewind(0)
+    assert TurnLog(path).replay("p") is None
