@@ -1,6 +1,6 @@
 """How much trainer and engines wait for each other where both sides are equally fast.
 
-    uv run python benchmarks/bubbles.py [--cv 0 0.5 1.5] [--quick] [--json FILE]   a balanced workload, by spread
+    uv run python benchmarks/bubbles.py [--cv 0 0.5 1.5] [--level 1]               a balanced workload, by spread
     uv run python benchmarks/bubbles.py --real 8 24 64 [--answers 32] [--level 1]  real engine and trainer
     uv run python benchmarks/bubbles.py --runs outputs/reverse-text ...            runs that there are
     uv run python benchmarks/bubbles.py --cost                                     what the recording itself takes
@@ -14,14 +14,13 @@ Shares are those of `spans.jsonl`, without the first steps.
 With --real vLLM answers with a model of 20 million parameters, and FSDP2 trains it, each on a thread of its own; all
 answers are equally long. The engine is the faster the more requests it takes at once: rows are of so many places.
 
-Prints a table. With --check exit code 1 where either side of the row with cv 0 is idle for 5 % or more.
+Prints a table, and of each row the advice that `trireme report` gives.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import math
 import random
@@ -30,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,36 +39,25 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from fake_engine import Asked, FakeEngine, FakeTrainer, WeightWire, open_fake_engine
+from fake_engine import Asked, FakeEngine, FakeTrainer, WeightWire, build_app, serving
 from tiny_tokenizer import END
 from trireme.config.run import RunConfig
 from trireme.monitor.spans import ORCHESTRATOR, TRAINER, Lane, Span, SpansFile, open_spans, read_spans
 from trireme.monitor.timeline import (
-    NOTICEABLE,
     OTHER,
-    Shares,
     advice,
     engine_reasons,
     engine_shares,
     few_requests,
     idle,
-    reasons,
     shares,
     steady,
 )
 from trireme.orchestrator.loop import drive, open_orchestrator
-from whole_run import build_config
+from whole_run import SAY, build_config
 
 DEADLINE_S = 600.0
 WARM_UP = 3  # steps that are not counted
-
-SAY = """
-    def dataset(size=400):
-        return [{"prompt": f"say {i}", "answer": str(i)} for i in range(size)]
-
-    def reward(completion, answer):
-        return (len(completion) * 7 + ord(completion[0])) % 10 / 10
-"""
 
 
 @dataclass(frozen=True)
@@ -171,7 +159,7 @@ async def run(folder: Path, work: Workload) -> tuple[RunConfig, float]:
     """A whole run. Returns the share of the engine's places that were taken."""
     config = build_config(
         folder,
-        SAY,
+        SAY.replace("size=40", "size=400"),
         max_steps=work.num_steps,
         max_async_level=work.level,
         seq_len=1024,
@@ -185,9 +173,8 @@ async def run(folder: Path, work: Workload) -> tuple[RunConfig, float]:
         },
     )
     wire = WeightWire()
-    knobs: dict[str, Any] = {"end": END, "port": config.inference.server.port, "work": work}
-    async with open_fake_engine(wire, kind=PacedEngine, **knobs) as engine, open_orchestrator(config) as orchestrator:
-        assert isinstance(engine, PacedEngine)
+    engine = PacedEngine(wire, end=END, port=config.inference.server.port, work=work)
+    async with serving(build_app(engine), engine.port), open_orchestrator(config) as orchestrator:
         with open_spans(config.paths.spans) as spans:
             trainer = PacedTrainer(config, wire, spans.lane(TRAINER, what="start"), work.step_s)
             thread = threading.Thread(target=trainer.train, daemon=True)
@@ -196,24 +183,6 @@ async def run(folder: Path, work: Workload) -> tuple[RunConfig, float]:
             await drive(orchestrator)
             await asyncio.to_thread(thread.join)
             return config, engine.busy_s / work.places / (time.monotonic() - began)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a run did with its time."""
-
-    name: str
-    trainer: Shares
-    engines: Shares
-    trainer_held: list[tuple[str, float]]
-    engines_held: list[tuple[str, float]]
-    few_requests: float
-    advice: str
-    places_busy: float | None = None
-
-    @property
-    def is_balanced(self) -> bool:
-        return max(idle(self.trainer), idle(self.engines)) < NOTICEABLE
 
 
 OURS = """
@@ -235,53 +204,32 @@ sampling.max_tokens = {longest}
 """
 
 
-def run_really(folder: Path, *, places: int, answer_tokens: int, level: int, steps: int) -> Path:
-    """Returns the run's folder."""
-    ours = OURS.format(places=places, level=level, longest=answer_tokens + 1)
-    return real_rl.run(real_rl.SIZES[20], folder, answer_tokens=answer_tokens, steps=steps, ours=ours)[0]
+def table_of_shares() -> Table:
+    columns = ("run", "trainer trains", "waits", "moves weights", "other")
+    return Table(*columns, "engine generates", "few requests", "waits", "for", "moves weights", "other", "places busy")
 
 
-def look_at(spans: list[Span], name: str, *, warm_up: int = WARM_UP) -> Found:
+def add_row(table: Table, spans: list[Span], name: str, places_busy: float | None = None) -> None:
+    """Add the shares of a run's time, without its first steps and what comes after the last, and print the advice."""
     begin_s, end_s = steady(spans)
-    later = [span.begin_s for span in spans if span.lane == TRAINER and span.what == "train" and span.step >= warm_up]
     steps = [span for span in spans if span.lane == TRAINER and span.what == "train"]
-    begin_s = max(begin_s, min(later, default=begin_s))
+    begin_s = max(begin_s, min((span.begin_s for span in steps if span.step >= WARM_UP), default=begin_s))
     ends = [span.begin_s for span in spans if span.lane == ORCHESTRATOR and span.what == "idle"]  # every batch is full
     end_s = min([end_s, max((span.end_s for span in steps), default=end_s), *ends])
-    trainer, engines = shares(spans, TRAINER, begin_s, end_s), engine_shares(spans, begin_s, end_s)
+    trainer, engine = shares(spans, TRAINER, begin_s, end_s), engine_shares(spans, begin_s, end_s)
     few = few_requests(spans, begin_s, end_s)
-    return Found(
+    table.add_row(
         name,
-        trainer,
-        engines,
-        reasons(spans, TRAINER, begin_s, end_s),
-        engine_reasons(spans, begin_s, end_s),
-        few,
-        advice(trainer, engines, few=few),
+        *(f"{trainer.get(what, 0.0):.1%}" for what in ("train", "wait", "transfer", OTHER)),
+        f"{engine.get('generate', 0.0):.1%}",
+        f"{few:.1%}",
+        f"{idle(engine):.1%}",
+        next((why for why, _ in engine_reasons(spans, begin_s, end_s) if why), "-"),
+        f"{engine.get('transfer', 0.0):.1%}",
+        f"{engine[OTHER]:.1%}",
+        "-" if places_busy is None else f"{places_busy:.1%}",
     )
-
-
-def show(found: list[Found]) -> None:
-    columns = ("run", "trainer trains", "waits", "moves weights", "other")
-    table = Table(*columns, "engine generates", "few requests", "waits", "for", "moves weights", "other", "places busy")
-    for one in found:
-        of_trainer = [one.trainer.get(what, 0.0) for what in ("train", "wait", "transfer", OTHER)]
-        held = next((why for why, _ in one.engines_held if why), "-")
-        engine = one.engines
-        table.add_row(
-            one.name,
-            *(f"{share:.1%}" for share in of_trainer),
-            f"{engine.get('generate', 0.0):.1%}",
-            f"{one.few_requests:.1%}",
-            f"{idle(engine):.1%}",
-            held,
-            f"{engine.get('transfer', 0.0):.1%}",
-            f"{engine[OTHER]:.1%}",
-            "-" if one.places_busy is None else f"{one.places_busy:.1%}",
-        )
-    Console(width=170).print(table)
-    for one in found:
-        print(f"{one.name}: {one.advice}")
+    print(f"{name}: {advice(trainer, engine, few=few)}", flush=True)
 
 
 def cost() -> None:
@@ -308,52 +256,39 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cv", type=float, nargs="+", default=[0.0, 0.5, 1.0, 1.5])
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--step-s", type=float, default=2.0, help="seconds that the trainer takes for a step")
     parser.add_argument("--level", type=int, default=1, help="max_async_level")
     parser.add_argument("--oversampling", type=float, default=1.0)
-    parser.add_argument("--quick", action="store_true", help="the first spread alone, 12 steps")
     parser.add_argument(
         "--real", type=int, nargs="+", default=[], help="places for requests of a real engine, row by row"
     )
     parser.add_argument("--answers", type=int, default=32, help="tokens of each answer of the real engine")
-    parser.add_argument("--runs", type=Path, nargs="*", help="folders of runs to look at instead")
+    parser.add_argument("--runs", type=Path, nargs="*", default=[], help="folders of runs to look at instead")
     parser.add_argument("--cost", action="store_true")
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.cost:
-        cost()
-        return 0
+        return cost()
     logging.disable(logging.WARNING)
-    found = [look_at(read_spans(run / "spans.jsonl")[0], run.name) for run in args.runs or []]
+    table = table_of_shares()
+    for run_folder in args.runs:
+        add_row(table, read_spans(run_folder / "spans.jsonl")[0], run_folder.name)
     for places in args.real:
         with tempfile.TemporaryDirectory(prefix="bubbles-") as folder:
-            real = run_really(
-                Path(folder), places=places, answer_tokens=args.answers, level=args.level, steps=args.steps
-            )
-            found.append(look_at(read_spans(real / "spans.jsonl")[0], f"{places} places"))
-        show(found[-1:])
-    for cv in [] if args.runs or args.real else args.cv[: 1 if args.quick else None]:
-        work = Workload(
-            cv=cv,
-            num_steps=12 if args.quick else args.steps,
-            step_s=args.step_s,
-            level=args.level,
-            oversampling=args.oversampling,
-        )
+            ours = OURS.format(places=places, level=args.level, longest=args.answers + 1)
+            sizes = {"answer_tokens": args.answers, "steps": args.steps}
+            run_folder, _ = real_rl.run(real_rl.SIZES[20], Path(folder), **sizes, ours=ours)
+            add_row(table, read_spans(run_folder / "spans.jsonl")[0], f"{places} places")
+    for cv in [] if args.runs or args.real else args.cv:
+        given = {"num_steps": args.steps, "step_s": args.step_s, "level": args.level, "oversampling": args.oversampling}
         with tempfile.TemporaryDirectory() as folder:
-            config, places_busy = asyncio.run(run(Path(folder), work))
-            one = look_at(read_spans(config.paths.spans)[0], f"cv {cv:g}")
-        found.append(Found(**{**vars(one), "places_busy": places_busy}))
-    show(found)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(one) for one in found], indent=2))
-    return 1 if args.check and not found[0].is_balanced else 0
+            config, places_busy = asyncio.run(run(Path(folder), Workload(cv, **given)))
+            add_row(table, read_spans(config.paths.spans)[0], f"cv {cv:g}", places_busy)
+    Console(width=170).print(table)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

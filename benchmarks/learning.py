@@ -195,43 +195,33 @@ def plot(table: str, summaries: list[Summary]) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "trireme"  # the same figures give the same file
     from matplotlib import pyplot
 
-    figure = plot_losses(pyplot, summaries) if table == "losses" else plot_lags(pyplot, summaries)
-    figure.savefig(CURVES / f"learning-{table}.svg", metadata={"Date": None}, bbox_inches="tight")
-
-
-def plot_losses(pyplot, summaries: list[Summary]):
-    columns = 4
-    figure, panels = pyplot.subplots(
-        -(-len(summaries) // columns),
-        columns,
-        figsize=(11, 10),
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
+    if table == "losses":
+        rows, columns, size = -(-len(summaries) // 4), 4, (11, 10)
+        panels = [(summary.name, {"": summary}) for summary in summaries]
+    else:
+        rows, columns, size = 2, 3, (11, 6)
+        by_name = {summary.name: summary for summary in summaries}
+        panels = [
+            (f"lag {lag}", {name: by_name[key] for name in CORRECTIONS if (key := f"lag {lag}, {name}") in by_name})
+            for lag in LAGS
+        ]
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
-    for panel, summary in zip(panels.flat, summaries, strict=False):
-        draw(panel, summary, color="C0")
-        panel.axhline(GOAL, color="0.7", linewidth=0.6)
-        panel.set_title(summary.name, fontsize=8)
-    for panel in list(panels.flat)[len(summaries) :]:
+    for panel, (title, lines) in zip(axes.flat, panels, strict=False):
+        for number, (label, summary) in enumerate(lines.items()):
+            draw(panel, summary, color=f"C{number}", label=label or None)
+        panel.set_title(title, fontsize=8 if table == "losses" else 9)
+    for panel in list(axes.flat)[len(panels) :]:
         panel.set_visible(False)
+    if table == "losses":
+        for panel in axes.flat:
+            panel.axhline(GOAL, color="0.7", linewidth=0.6)
+    else:
+        axes.flat[0].legend(fontsize=7, frameon=False)
     figure.supxlabel("step")
     figure.supylabel("training reward, mean and range over seeds")
-    return figure
-
-
-def plot_lags(pyplot, summaries: list[Summary]):
-    figure, panels = pyplot.subplots(2, 3, figsize=(11, 6), sharex=True, sharey=True, layout="constrained")
-    for panel, lag in zip(panels.flat, LAGS, strict=True):
-        for number, name in enumerate(CORRECTIONS):
-            for summary in (each for each in summaries if each.name == f"lag {lag}, {name}"):
-                draw(panel, summary, color=f"C{number}", label=name)
-        panel.set_title(f"lag {lag}", fontsize=9)
-    panels.flat[0].legend(fontsize=7, frameon=False)
-    figure.supxlabel("step")
-    figure.supylabel("training reward, mean and range over seeds")
-    return figure
+    figure.savefig(CURVES / f"learning-{table}.svg", metadata={"Date": None}, bbox_inches="tight")
 
 
 def draw(panel, summary: Summary, *, color: str, label: str | None = None) -> None:

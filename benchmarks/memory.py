@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +120,14 @@ def run_config(case: Case, folder: Path) -> Any:
 
 def planned_bytes(case: Case, config: Any) -> tuple[float, float]:
     """Of tensors, and of the process beyond what it is before a model is there."""
-    from trireme.algo.architecture import architecture_of
+    from trireme.algo.model.architecture import architecture_of
     from trireme.tools.plan.estimate import CPU_SCATTERED, PROCESS_BYTES, scattered_bytes
     from trireme.tools.plan.memory import changed
     from trireme.tools.plan.sizes import training_of
 
     training = training_of(config, architecture_of(architecture(case)), rows=case.rows)
     training = changed(training, packed=case.samples > 1)
-    moments = {name: parts for name, parts in training.memory.moments.items() if name != "publish"}
+    moments = {name: parts for name, parts in training.moments.items() if name != "publish"}
     parts = max(moments.values(), key=lambda parts: sum(parts.values()))
     tensors = sum(parts.values())
     return tensors, tensors + scattered_bytes(parts, CPU_SCATTERED) + PROCESS_BYTES
@@ -207,41 +208,19 @@ def resident_bytes(field: str) -> int:
 
 
 def measure(case: Case) -> dict[str, float]:
-    """In this process."""
+    """Return the planned, measured and tried bytes of a case, measured in this process."""
     from trireme.trainer.parallel.mesh import open_world
 
     with tempfile.TemporaryDirectory() as name, open_world("cpu", threads=1, timeout_s=60) as world:
         config = run_config(case, Path(name))
-        planned = planned_bytes(case, config)
-        measured = measured_bytes(case, config, world)
-        tried = tried_bytes(config, world)
-    names = ("tensors", "process")
-    found = {f"planned_{name}": number for name, number in zip(names, planned, strict=True)}
-    found |= {f"measured_{name}": number for name, number in zip(names, measured, strict=True)}
-    return found | {"tried_tensors": tried}
-
-
-def in_its_own_process(case: Case) -> dict[str, float]:
-    """Forked off this one, which has imported everything and computed nothing."""
-    here, there = os.pipe()
-    if (child := os.fork()) == 0:
-        os.close(here)
-        with os.fdopen(there, "w") as file:
-            json.dump(measure(case), file)
-        os._exit(0)
-    os.close(there)
-    with os.fdopen(here) as file:
-        found = file.read()
-    _, status = os.waitpid(child, 0)
-    if status or not found:
-        raise SystemExit(f"{case} failed: its words are above")
-    return json.loads(found)  # type: ignore[no-any-return]
+        planned = dict(zip(("planned_tensors", "planned_process"), planned_bytes(case, config), strict=True))
+        measured = dict(zip(("measured_tensors", "measured_process"), measured_bytes(case, config, world), strict=True))
+        return planned | measured | {"tried_tensors": tried_bytes(config, world)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, nargs="*", help="only these, by number")
-    parser.add_argument("--json", type=Path, help="write all figures there")
     arguments = parser.parse_args()
     import torch
 
@@ -250,26 +229,20 @@ def main() -> None:
     torch.set_num_threads(1)
     chosen = CASES if arguments.cases is None else [CASES[number] for number in arguments.cases]
     print(f"| {' | '.join(HEADS)} |\n{'|---' * len(HEADS)}|")
-    rows = []
+    largest = {"tensors": 0.0, "process": 0.0}
+    # Each case runs in a process forked off this one, which has imported everything and computed nothing.
     for case in chosen:
-        row = in_its_own_process(case)
-        rows.append(asdict(case) | row)
-        print(f"| {case} | {' | '.join(cells(row))} |", flush=True)
-    print(f"\nlargest error: tensors {largest(rows, 'tensors'):.1%}, process {largest(rows, 'process'):.1%}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
-
-
-def cells(row: dict[str, float]) -> list[str]:
-    found = []
-    for name in ("tensors", "process"):
-        planned, measured = row[f"planned_{name}"], row[f"measured_{name}"]
-        found += [f"{planned / MIB:,.0f} MiB", f"{measured / MIB:,.0f} MiB", f"{planned / measured - 1:+.1%}"]
-    return [*found, f"{row['tried_tensors'] / row['measured_tensors'] - 1:+.1%}"]
-
-
-def largest(rows: list[dict[str, Any]], name: str) -> float:
-    return max(abs(row[f"planned_{name}"] / row[f"measured_{name}"] - 1) for row in rows)
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            row = pool.apply(measure, (case,))
+        cells = []
+        for name in largest:
+            planned, measured = row[f"planned_{name}"], row[f"measured_{name}"]
+            error = planned / measured - 1
+            largest[name] = max(largest[name], abs(error))
+            cells += [f"{planned / MIB:,.0f} MiB", f"{measured / MIB:,.0f} MiB", f"{error:+.1%}"]
+        cells.append(f"{row['tried_tensors'] / row['measured_tensors'] - 1:+.1%}")
+        print(f"| {case} | {' | '.join(cells)} |", flush=True)
+    print(f"\nlargest error: tensors {largest['tensors']:.1%}, process {largest['process']:.1%}")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ CORE = (
     "config",
     "inference",
     "launch",
-    "ledger",
+    "journal",
     "orchestrator",
     "trainer",
     "transport",

@@ -21,11 +21,11 @@ import asyncio
 import json
 import os
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -45,28 +45,16 @@ SAY = """
     def reward(completion, answer):
         return sum(place * ord(letter) for place, letter in enumerate(completion, start=1)) % 97 / 97
 """
-TASK = {"end": 2, "letters": list(range(63, 89))}  # of the model's tokenizer
+TASK = {"end": 2, "letters": list(range(63, 89)), "most_tokens": 8}  # ids of the model's tokenizer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=40_000)
     parser.add_argument("--in-flight", type=int, default=4096, help="rollouts under way at once, two batches of them")
-    parser.add_argument("--group", type=int, default=16, help="rollouts per example")
-    parser.add_argument("--tokens", type=int, default=8, help="most tokens of an answer")
-    parser.add_argument("--workers", type=int, default=2, help="processes of the environment")
-    parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--environment", default=None, help="an environment's id; one of a few lines where not given")
     parser.add_argument("--synchronous", action="store_true", help="one batch at a time, in order, with seeds")
     parser.add_argument("--against", type=Path, default=None, help="another checkout, measured by turns with this one")
     parser.add_argument("--turns", type=int, default=1, help="measurements of each")
-    parser.add_argument("--folder", type=Path, default=None, help="where runs are kept; they are removed otherwise")
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        default=None,
-        help="write the stacks that py-spy (which must be installed) saw to this file",
-    )
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--inside", type=Path, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -74,50 +62,40 @@ def main() -> None:
         return asyncio_main(args.inside)
     checkouts = {"this": ROOT} | ({"other": args.against.resolve()} if args.against else {})
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
-    for turn in range(args.turns):
+    for _ in range(args.turns):
         for name, checkout in checkouts.items():
-            results[name].append(measure(args, checkout, name=f"{name}-{turn}"))
+            results[name].append(measure(args, checkout))
     show(results)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 
 
-def measure(args: argparse.Namespace, checkout: Path, *, name: str) -> dict[str, Any]:
+def measure(args: argparse.Namespace, checkout: Path) -> dict[str, Any]:
     """One run in processes of its own, with the sources of `checkout`."""
-    folder = (args.folder or Path(tempfile.mkdtemp(prefix="orchestrator-"))) / name
-    folder.mkdir(parents=True)
     variables = os.environ | {"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
-    told = folder / "company.json"
-    config = build_config(args, folder)
-    told.write_text(json.dumps({"config": config, "most_tokens": args.tokens} | TASK))
-    log = open(folder / "log", "wb")  # noqa: SIM115 - of both processes
-    company = subprocess.Popen(
-        [sys.executable, str(HERE.with_name("instant.py")), str(told)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=variables, cwd=ROOT,
-    )  # fmt: skip
-    assert company.stdout is not None
-    assert company.stdin is not None
-    try:
-        company.stdout.readline()
-        inside = folder / "inside.json"
-        inside.write_text(json.dumps({"config": config, "company": company.pid, "out": str(folder / "out.json")}))
-        command = [sys.executable, str(HERE), "--inside", str(inside)]
-        if args.profile:
-            spy = ["py-spy", "record", "-r", "250", "-f", "raw", "--function", "--gil", "-o", str(args.profile), "--"]
-            command = [*spy, *command]
-        subprocess.run(command, env=variables, cwd=ROOT, check=True, stdout=log, stderr=log)
-        return summary(json.loads((folder / "out.json").read_text()))
-    finally:
-        company.stdin.close()
-        company.wait(10)
-        if args.folder is None:
-            shutil.rmtree(folder.parent)
+    with tempfile.TemporaryDirectory(prefix="orchestrator-") as name, open(Path(name) / "log", "wb") as log:
+        folder = Path(name)
+        config = build_config(args, folder)
+        told, inside, out = folder / "company.json", folder / "inside.json", folder / "out.json"
+        told.write_text(json.dumps({"config": config} | TASK))
+        company = subprocess.Popen(
+            [sys.executable, str(HERE.with_name("instant.py")), str(told)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=variables, cwd=ROOT,
+        )  # fmt: skip
+        assert company.stdout is not None
+        assert company.stdin is not None
+        try:
+            company.stdout.readline()
+            inside.write_text(json.dumps({"config": config, "company": company.pid, "out": str(out)}))
+            command = [sys.executable, str(HERE), "--inside", str(inside)]
+            subprocess.run(command, env=variables, cwd=ROOT, check=True, stdout=log, stderr=log)
+            return summary(json.loads(out.read_text()))
+        finally:
+            company.stdin.close()
+            company.wait(10)
 
 
 def build_config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    import textwrap
-
-    sys.path.insert(0, str(ROOT / "tests"))
     from trireme.base.processes import free_port
 
     environment = folder / "say.py"
@@ -132,21 +110,13 @@ def build_config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "model": {"name": str(ROOT / "models" / "reverse-text-tiny")},
         "ports": {"batches": free_port()},
         "inference": {"server": {"port": free_port()}},
-        "hosts": {"inference": [f"127.0.0.1:{free_port()}" for _ in range(args.engines)]} if args.engines > 1 else {},
         "weight_broadcast": {"type": "filesystem", "probe_tolerance": 1e-3},
         "orchestrator": {
             "batch_size": batch_size,
-            "rollouts_per_example": args.group,
+            "rollouts_per_example": 16,
             "max_concurrent": args.in_flight,
-            "sampling": {"max_tokens": args.tokens},
-            "env": [
-                {
-                    "id": args.environment or str(environment),
-                    "name": "say",
-                    "num_workers": args.workers,
-                    "max_concurrent": args.in_flight,
-                }
-            ],
+            "sampling": {"max_tokens": TASK["most_tokens"]},
+            "env": [{"id": str(environment), "name": "say", "num_workers": 2, "max_concurrent": args.in_flight}],
             "server": {"port": free_port()},
         },
     }

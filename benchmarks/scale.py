@@ -32,8 +32,8 @@ from trireme.journal.journal import Journal
 from trireme.journal.rank_shares import Shares
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import Heartbeat, build_tokens, decode_request, encode
-from trireme.orchestrator.engines.generation import Reader
-from trireme.orchestrator.engines.responses import read_response
+from trireme.orchestrator.engines.generation import read_turn
+from trireme.orchestrator.engines.responses import choice_of, read_response
 from trireme.orchestrator.environments import wire
 
 PROMPT = 200
@@ -110,11 +110,10 @@ def measure(args: argparse.Namespace) -> Costs:
 
 def cost_of_tokens(count: int) -> float:
     """CPU seconds of all that is done once for each sampled token."""
-    answer, reader = answer_of(count), Reader(count, VOCABULARY, with_kept=False, experts=None, num_computed=0)
-    prompt = list(range(PROMPT))
+    answer, prompt = answer_of(count), list(range(PROMPT))
 
     def work() -> None:
-        turn = reader.generation(reader.choice(read_response(answer)), newest=3)
+        turn = read_turn(choice_of(read_response(answer), max_tokens=count, vocab_size=VOCABULARY), newest=3)
         wire.encode(wire.Reply(content="w" * 4 * count, prompt_ids=prompt, completion_ids=turn.ids))
         encode(rollout_of(0, turn.ids, turn.logprobs, turn.versions))
 

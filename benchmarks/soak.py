@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from scripted_kills import REAL, SCRIPTED, VICTIMS, KilledRun, audit, find, first_other_version, open_run
+from scripted_kills import REAL, SCRIPTED, VICTIMS, KilledRun, audit, first_other_version, open_run
 
 FREEZES = 0.3  # share of all blows
 AT_ONCE = 0.3  # share of blows that do not wait for the run to get over the one before
@@ -68,12 +69,11 @@ def main() -> int:
             undisturbed.start()
             undisturbed.wait(OUTLAST_S)
     flags += ["--supervisor.frozen-after-s", str(FROZEN_AFTER_S)]
-    run = KilledRun(folder / "disturbed", flags, command=command, name="disturbed", ranks=args.ranks)
+    run = Soak(folder / "disturbed", flags, command=command, name="disturbed", ranks=args.ranks)
     run.patience_s = RECOVERY_S[args.real]
-    soak = Soak(run, args.blows, STEPS_PER_BLOW[args.real], random.Random(args.seed))
     with open_run(run):
-        soak.go()
-    Console(width=120).print(soak.table())
+        run.disturb(args.blows, STEPS_PER_BLOW[args.real], random.Random(args.seed))
+    Console(width=120).print(run.table())
     lost = None if args.ahead else first_other_version(run.run, undisturbed.run)
     audited = audit(run.run)
     print(audited.stdout + audited.stderr)
@@ -83,90 +83,60 @@ def main() -> int:
     return 1 if lost or audited.returncode else 0
 
 
-class Soak:
-    """Disturbs one run to its end."""
+class Soak(KilledRun):
+    """A run that is disturbed to its end."""
 
-    def __init__(self, run: KilledRun, num_blows: int, steps_per_blow: int, rng: random.Random):
-        self._run = run
-        self._num_blows = num_blows
-        self._steps_per_blow = steps_per_blow
-        self._rng = rng
-        self._began = time.monotonic()
-        self._thawing: list[tuple[float, psutil.Process]] = []
-        self.blows: list[Blow] = []
-
-    def go(self) -> None:
+    def disturb(self, num_blows: int, steps_per_blow: int, rng: random.Random) -> None:
         """Raises AssertionError where the run ends too early, or gets stuck."""
-        self._run.start()
-        self._began = time.monotonic()
-        for number in range(1, self._num_blows + 1):
-            self._await_turn(number)
-            self._strike(number)
-        self._until(lambda: all(blow.over is not None for blow in self.blows), "the run to get over everything")
-        self._run.wait(OUTLAST_S)
+        self.blows: list[Blow] = []
+        self.thawing: list[tuple[float, psutil.Process]] = []  # when to wake whom
+        self.start()
+        self.began = time.monotonic()
+        for number in range(1, num_blows + 1):
+            # Usually at some step of this blow's share of all steps; sometimes soon after the blow before.
+            is_at_once = rng.random() < AT_ONCE and number > 1
+            step = (number - 1) * steps_per_blow + rng.randrange(steps_per_blow)
+            if not is_at_once or len(self.open_blows()) >= UNPROGRESSED:
+                self.until(lambda: not self.open_blows(), f"blow {number}: the run to get over the last one")
+                self.until(lambda step=step: self.version >= step, f"version {step}, for blow {number}")
+            moment = time.monotonic() + rng.uniform(0.0, 6.0 if is_at_once else 0.3)
+            self.until(lambda moment=moment: time.monotonic() >= moment, "the moment to come")
+            self.strike(number, rng)
+        self.until(lambda: not self.open_blows(), "the run to get over everything")
+        self.wait(OUTLAST_S)
 
-    def _await_turn(self, number: int) -> None:
-        """Usually some step of this blow's share of all steps; sometimes soon after the blow before."""
-        is_at_once = self._rng.random() < AT_ONCE and number > 1
-        open_blows = [blow for blow in self.blows if blow.over is None]
-        step = (number - 1) * self._steps_per_blow + self._rng.randrange(self._steps_per_blow)
-        if not is_at_once or len(open_blows) >= UNPROGRESSED:
-            self._until(lambda: not self._open(), f"blow {number}: the run to get over the last one")
-            self._until(lambda: self._run.version >= step, f"version {step}, for blow {number}")
-        until = time.monotonic() + self._rng.uniform(0.0, 6.0 if is_at_once else 0.3)
-        self._until(lambda: time.monotonic() >= until, "the moment to come")
-
-    def _strike(self, number: int) -> None:
-        victim = self._rng.choice(VICTIMS if self._run.ranks > 1 else [v for v in VICTIMS if v != "trainer rank 1"])
-        kind = "freeze" if self._rng.random() < FREEZES else "kill"
-        process = self._find(victim)
-        self.blows.append(Blow(number, time.monotonic() - self._began, victim, kind, self._run.version))
-        self._run.say(f"{number}: {kind} {victim} at version {self._run.version}")
+    def strike(self, number: int, rng: random.Random) -> None:
+        victim = rng.choice(VICTIMS if self.ranks > 1 else [v for v in VICTIMS if v != "trainer rank 1"])
+        kind = "freeze" if rng.random() < FREEZES else "kill"
+        process = self.find(victim)  # where it is dead, its successor may need a frozen launcher to be woken first
+        self.blows.append(Blow(number, time.monotonic() - self.began, victim, kind, self.version))
+        self.say(f"{number}: {kind} {victim} at version {self.version}")
         with suppress(psutil.NoSuchProcess):  # dead already, by a blow before
             if kind == "kill":
-                self._run.kill(victim, process)
+                self.kill(victim, process)
                 return
             process.send_signal(signal.SIGSTOP)
         if victim == "launcher":  # nobody watches the watchman: it is woken again
-            self._thawing.append((time.monotonic() + FROZEN_AFTER_S, process))
+            self.thawing.append((time.monotonic() + FROZEN_AFTER_S, process))
 
-    def _find(self, victim: str) -> psutil.Process:
-        """Waits where it is dead: its successor may need a frozen launcher to be woken first."""
-        found: list[psutil.Process | None] = []
-
-        def look() -> bool:
-            found.append(find(victim, self._run.launcher, self._run.ranks))
-            return found[-1] is not None
-
-        self._until(look, f"a living {victim}")
-        assert found[-1] is not None
-        return found[-1]
-
-    def _until(self, condition: object, what: str) -> None:
-        assert callable(condition)
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Note progress, and wake launchers that were frozen for long enough, while waiting."""
 
         def look() -> bool:
-            self._note_progress()
-            self._thaw()
+            version, now = self.version, time.monotonic()
+            for blow in self.open_blows():
+                if version > blow.version:
+                    blow.over = now - self.began - blow.at
+            for entry in [entry for entry in self.thawing if now >= entry[0]]:
+                self.thawing.remove(entry)
+                with suppress(psutil.NoSuchProcess):  # killed meanwhile
+                    entry[1].send_signal(signal.SIGCONT)
             return bool(condition())
 
-        self._run.until(look, what)
+        super().until(look, what)
 
-    def _open(self) -> list[Blow]:
+    def open_blows(self) -> list[Blow]:
         return [blow for blow in self.blows if blow.over is None]
-
-    def _note_progress(self) -> None:
-        version, now = self._run.version, time.monotonic() - self._began
-        for blow in self._open():
-            if version > blow.version:
-                blow.over = now - blow.at
-
-    def _thaw(self) -> None:
-        due = [(at, process) for at, process in self._thawing if time.monotonic() >= at]
-        for entry in due:
-            self._thawing.remove(entry)
-            with suppress(psutil.NoSuchProcess):  # killed meanwhile
-                entry[1].send_signal(signal.SIGCONT)
 
     def table(self) -> Table:
         table = Table("blow", "at", "what", "whom", "version", "newer version after")

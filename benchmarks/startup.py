@@ -1,11 +1,11 @@
 """How long it takes from a command to what it is for.
 
-    uv run python benchmarks/startup.py [--times 3] [--commands-only] [--imports] [more flags of `rl`]
+    uv run python benchmarks/startup.py [--times 3] [--commands-only] [more flags of `rl`]
 
 Commands that start nothing (`--help`, `--dry-run`): wall and processor seconds, the best of `--times`. Then the
 quickstart, until the engine has answered its first rollout, as the engine's own counters tell; it is stopped there.
 Printed are when each phase was first seen in a log, and the processor seconds of each process up to then: on a busy
-machine those are what can be compared. `--imports` lists the packages that took longest to import, by process.
+machine those are what can be compared. `python -X importtime` lists what a process imports.
 Byte code: the first start compiles what it imports. Compile everything first for the figures of any later one:
 
     python -m compileall -q -j 0 .venv/lib
@@ -46,12 +46,6 @@ PHASES = (
     ("inference", "the engine has its model", r"init engine"),
     ("inference", "the engine answers", r"Application startup complete"),
 )
-ROOMS = {
-    "launcher": "trireme.cli.rl trireme.launch.supervise",
-    "inference": "trireme.inference.cpu.forked_engine",
-    "trainer": "trireme.cli.trainer trireme.trainer.loop",
-    "orchestrator": "trireme.cli.orchestrator trireme.orchestrator.loop",
-}
 DEADLINE_S = 300.0
 POLL_S = 0.05
 PROBES = 1  # requests that the engine answers before any rollout: the prompt that confirms its weights
@@ -165,40 +159,14 @@ def tell_runs(console: Console, times: int, flags: list[str]) -> None:
     console.print(phases, processes, f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
 
-# imports
-
-
-def import_seconds(modules: str) -> dict[str, float]:
-    """Seconds by package, each without what it imports of others."""
-    code = "\n".join(f"import {module}" for module in modules.split())
-    done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
-    seconds: dict[str, float] = defaultdict(float)
-    for own, name in re.findall(r"^import time: +(\d+) \| +\d+ \| +(\S+)$", done.stderr, re.MULTILINE):
-        seconds[name.partition(".")[0]] += int(own) / 1e6
-    return seconds
-
-
-def tell_imports(console: Console) -> None:
-    table = Table("process", "all, s", "of which")
-    for room, modules in ROOMS.items():
-        seconds = import_seconds(modules)
-        longest = sorted(seconds.items(), key=lambda item: -item[1])[:8]
-        parts = ", ".join(f"{name} {spent:.2f}" for name, spent in longest)
-        table.add_row(room, f"{sum(seconds.values()):.1f}", parts)
-    console.print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--commands-only", action="store_true")
-    parser.add_argument("--imports", action="store_true")
     args, flags = parser.parse_known_args()
     console = Console(width=140)
     with tempfile.TemporaryDirectory() as folder:
         tell_commands(console, args.times, Path(folder))
-    if args.imports:
-        tell_imports(console)
     if not args.commands_only:
         tell_runs(console, args.times, flags)
 

@@ -1,16 +1,17 @@
 """What a weight transfer costs beyond moving its bytes.
 
     uv run python benchmarks/transfer.py [--parameters 100e6 500e6] [--rounds 5]
+    uv run python benchmarks/transfer.py --parameters 67e6 --changed 0.01     also a delta of as many values
 
-By turns in one run, between two processes on this machine, the same bytes: gloo's own broadcast of buckets, and a
-transfer as a run does it: float32 masters to bf16, digests on both sides, buckets packed and unpacked, everyone ready
-before anything is sent. What an engine does with the tensors is not in it. With `--json`, for machines.
+By turns in one run, between two processes on this machine: gloo's own broadcast of buckets of the same bytes; a
+transfer as a run does it (float32 masters to bf16, digests on both sides, buckets packed and unpacked, everyone ready
+before anything is sent); and, with `--changed`, a transfer of the changed values alone (comparison and patching
+included). What an engine does with the tensors is not in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import time
@@ -26,132 +27,128 @@ import torch
 from trireme.algo.digest import tensor_digest
 from trireme.base.processes import free_port
 from trireme.messages import TensorSpec
+from trireme.trainer.parallel.mesh import World, open_world
+from trireme.trainer.publish.delta import SentWeights, TransferSize
 from trireme.transport.weights.backends import open_receiver, open_sender
 from trireme.transport.weights.collective import WeightGroup, open_store
 
-BUCKET_BYTES = 64 << 20
 TIMEOUT_S = 300
 HOST = "127.0.0.1"
-DTYPE = torch.bfloat16
+OPTIONS: dict[str, Any] = {"host": HOST, "bucket_bytes": 64 << 20, "timeout_s": TIMEOUT_S}
 
 
 def specs_of(num_parameters: int) -> list[TensorSpec]:
-    """Layers of 4 million and an embedding of an eighth of all."""
+    """Return the specs of layers of 4 million parameters, and of an embedding of an eighth of all."""
     shapes = {"embed": [num_parameters // 8 // 1024, 1024]}
     shapes |= {f"layers.{layer}": [4096, 1024] for layer in range(num_parameters * 7 // 8 // (4096 * 1024))}
     return [TensorSpec(name=name, dtype="bfloat16", shape=shape) for name, shape in shapes.items()]
 
 
-def pieces(num_bytes: int) -> Iterator[torch.Tensor]:
-    """As many bytes in buckets, whose memory is there already."""
-    flat = torch.zeros(BUCKET_BYTES, dtype=torch.uint8)
-    for start in range(0, num_bytes, BUCKET_BYTES):
-        yield flat[: min(BUCKET_BYTES, num_bytes - start)]
+class Raw:
+    """One end of gloo's own broadcast of the same number of bytes, from buckets whose memory is there already."""
 
+    def __init__(self, specs: list[TensorSpec], port: int, rank: int) -> None:
+        store = open_store(HOST, port, is_sender=rank == 0, timeout_s=TIMEOUT_S)
+        self._group = WeightGroup("gloo", store, epoch="raw", rank=rank, world_size=2, timeout_s=TIMEOUT_S)
+        self.num_bytes = sum(2 * torch.Size(spec.shape).numel() for spec in specs)
 
-def raw_group(port: int, rank: int) -> WeightGroup:
-    store = open_store(HOST, port, is_sender=rank == 0, timeout_s=TIMEOUT_S)
-    return WeightGroup("gloo", store, epoch="raw", rank=rank, world_size=2, timeout_s=TIMEOUT_S)
-
-
-def broadcast(group: WeightGroup, num_bytes: int) -> None:
-    for piece in pieces(num_bytes):
-        group.broadcast(piece)
+    def broadcast(self) -> None:
+        flat = torch.zeros(OPTIONS["bucket_bytes"], dtype=torch.uint8)
+        for start in range(0, self.num_bytes, len(flat)):
+            self._group.broadcast(flat[: min(len(flat), self.num_bytes - start)])
 
 
 class Trainer:
-    """The sending end."""
+    """What a publisher does between the engines' "go" and "sent": whole tensors, or with `world` a delta of them."""
 
-    def __init__(self, specs: list[TensorSpec], ports: dict[str, int]) -> None:
-        self._specs = specs
-        self._masters = {spec.name: torch.randn(spec.shape) for spec in specs}
-        options: dict[str, Any] = {"host": HOST, "bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S}
-        self._sender = open_sender("gloo", folder=Path("unused"), port=ports["ours"], delta=False, **options)
-        self._raw = raw_group(ports["raw"], 0)
-        self.num_bytes = sum(2 * master.numel() for master in self._masters.values())
+    def __init__(self, masters: dict[str, torch.Tensor], specs: list[TensorSpec], port: int, world: World | None):
+        self._sender = open_sender("gloo", folder=Path("unused"), port=port, delta=world is not None, **OPTIONS)
+        self._sent_weights = SentWeights(world) if world else None
+        self._masters, self._specs = masters, specs
         self.digests: dict[str, str] = {}
+        self.num_bytes = 0.0
 
-    def ours(self) -> None:
+    def publish(self, *, is_first: bool) -> None:
         self._sender.join("epoch", 2)
-        self._sender.send(self._specs, self._served())
+        size = TransferSize()
+        if self._sent_weights is None:
+            parts: Iterator[Any] = (tensor for _, tensor in self._served())
+        else:
+            parts = self._sent_weights.patches(self._served(), whole=is_first)
+        self._sender.send(self._specs, size.counted(parts))
+        self.num_bytes = size.metrics(1)["weights/sent_bytes"]
 
-    def raw(self) -> None:
-        broadcast(self._raw, self.num_bytes)
-
-    def _served(self) -> Iterator[torch.Tensor]:
+    def _served(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, master in self._masters.items():
-            served = master.to(DTYPE)
+            served = master.bfloat16()
             self.digests[name] = tensor_digest(served)
-            yield served
+            yield name, served
 
 
-def serve(specs: list[TensorSpec], ports: dict[str, int], orders: Any, results: Any) -> None:
-    """The receiving end, in a process of its own."""
+def serve(specs: list[TensorSpec], ports: dict[str, int], rounds: int, results: Any) -> None:
+    """Run the receiving end, in a process of its own: each way in each round."""
     torch.set_num_threads(1)
-    options: dict[str, Any] = {"host": HOST, "bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S}
-    receiver = open_receiver("gloo", port=ports["ours"], device=torch.device("cpu"), **options)
-    raw = raw_group(ports["raw"], 1)
-    num_bytes = sum(2 * torch.Size(spec.shape).numel() for spec in specs)
-    has_joined = False
-    while (order := orders.get(timeout=TIMEOUT_S)) != "end":
-        if order == "raw":
-            broadcast(raw, num_bytes)
-            results.put(None)
-            continue
-        if not has_joined:
-            receiver.join("epoch", 1, 2)
-            has_joined = True
-        results.put({name: tensor_digest(tensor) for name, tensor in receiver.tensors(specs, {})})
-
-
-def measure(num_parameters: int, rounds: int) -> dict[str, float]:
-    """Medians in seconds, without a first round of each."""
-    specs, ports = specs_of(num_parameters), {"raw": free_port(), "ours": free_port()}
-    context = multiprocessing.get_context("spawn")
-    orders, results = context.Queue(), context.Queue()
-    engine = context.Process(target=serve, args=[specs, ports, orders, results], daemon=True)
-    engine.start()
-    trainer = Trainer(specs, ports)
-    seconds: dict[str, list[float]] = {"raw": [], "ours": []}
+    cpu, raw = torch.device("cpu"), Raw(specs, ports["raw"], 1)
+    receivers = [open_receiver("gloo", port=ports[way], device=cpu, **OPTIONS) for way in ports if way != "raw"]
     for number in range(rounds + 1):
-        for way in ("raw", "ours"):
-            orders.put(way)
-            began = time.perf_counter()
-            getattr(trainer, way)()
-            answer = results.get(timeout=TIMEOUT_S)
-            if number:
-                seconds[way].append(time.perf_counter() - began)
-            assert answer is None or answer == trainer.digests, "other bytes arrived than were sent"
-    orders.put("end")
+        raw.broadcast()
+        results.put(None)
+        for receiver in receivers:
+            if number == 0:
+                receiver.join("epoch", 1, 2)
+            results.put({name: tensor_digest(tensor) for name, tensor in receiver.tensors(specs, {})})
+
+
+def measure(num_parameters: int, rounds: int, changed: float | None = None) -> dict[str, float]:
+    """Return medians in seconds, without a first round, and bytes; a round changes a share `changed` of all values."""
+    specs = specs_of(num_parameters)
+    ways = ["raw", "whole", *(["delta"] if changed else [])]
+    ports = {way: free_port() for way in ways}
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    engine = context.Process(target=serve, args=[specs, ports, rounds, results], daemon=True)
+    engine.start()
+    masters = {spec.name: torch.randn(spec.shape) for spec in specs}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    with open_world("cpu", threads=1, timeout_s=600) as world:
+        raw = Raw(specs, ports["raw"], 0)
+        worlds = {way: world if way == "delta" else None for way in ways[1:]}
+        trainers = {way: Trainer(masters, specs, ports[way], worlds[way]) for way in worlds}
+        for number in range(rounds + 1):
+            for way in ways:
+                began = time.perf_counter()
+                if way == "raw":
+                    raw.broadcast()
+                else:
+                    trainers[way].publish(is_first=number == 0)
+                received = results.get(timeout=TIMEOUT_S)
+                if number:
+                    seconds[way].append(time.perf_counter() - began)
+                assert received is None or received == trainers[way].digests, "other bytes arrived than were sent"
+            for master in masters.values() if changed else ():
+                master.view(-1)[torch.randperm(master.numel())[: int(changed * master.numel())]] *= -1
     engine.join(TIMEOUT_S)
-    ratios = [ours / raw for ours, raw in zip(seconds["ours"], seconds["raw"], strict=True)]
-    return {
-        "parameters": num_parameters,
-        "bytes": trainer.num_bytes,
-        "raw_s": median(seconds["raw"]),
-        "ours_s": median(seconds["ours"]),
-        "ratio": median(ratios),
-        "lowest": min(ratios),
-        "highest": max(ratios),
-    }
+    ratios = [whole / raw for whole, raw in zip(seconds["whole"], seconds["raw"], strict=True)]
+    found = {f"{way}_s": median(each) for way, each in seconds.items()}
+    found |= {f"{way}_bytes": trainer.num_bytes for way, trainer in trainers.items()}
+    return found | {"ratio": median(ratios), "lowest": min(ratios), "highest": max(ratios)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, nargs="+", default=[100e6, 500e6])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--changed", type=float, help="share of values that change from round to round")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    found = [measure(int(number), asked.rounds) for number in asked.parameters]
-    if asked.json:
-        print(json.dumps(found))
-        return
-    print("| parameters (bf16) | bytes | gloo's broadcast | transfer | ratio: median (range) |\n|---|---|---|---|---|")
-    for row in found:
+    print("| parameters (bf16) | bytes | gloo's broadcast | transfer | ratio: median (range) | delta, bytes | delta |")
+    print("|---|---|---|---|---|---|---|")
+    for number in asked.parameters:
+        row = measure(int(number), asked.rounds, asked.changed)
+        delta = f"{row['delta_bytes'] / 1e6:.1f} MB | {row['delta_s']:.2f} s" if asked.changed else "- | -"
         print(
-            f"| {row['parameters'] / 1e6:.0f} million | {row['bytes'] / 1e6:.0f} MB | {row['raw_s']:.2f} s | "
-            f"{row['ours_s']:.2f} s | {row['ratio']:.2f} ({row['lowest']:.2f}-{row['highest']:.2f}) |"
+            f"| {number / 1e6:.0f} million | {row['whole_bytes'] / 1e6:.0f} MB | {row['raw_s']:.2f} s | "
+            f"{row['whole_s']:.2f} s | {row['ratio']:.2f} ({row['lowest']:.2f}-{row['highest']:.2f}) | {delta} |"
         )
 
 
